@@ -123,11 +123,11 @@ def route_bytes(config: RunConfig, model: ModelSpec) -> int:
     """Of a token's routes, as they come with samples; 0 where they do not."""
     if config.actor.router_replay != "R3":
         return 0
-    shape = RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts)
+    shape = RouteShape.of(model)
     return shape.token_bytes
 
 
-def kept_group_bytes(config: RunConfig, model: ModelSpec) -> int:
+def groups_ahead_bytes(config: RunConfig, model: ModelSpec) -> int:
     """Of groups that generation is ahead with, at most: they are in every checkpoint, finished ones by a second name.
 
     Counted as columns; files are compressed.
@@ -160,7 +160,7 @@ def room_note(config: RunConfig, model: ModelSpec, folder: Path) -> list[str]:
     """A line when the disk of `folder` holds one checkpoint,
     and not as many as the run is to keep with one more beside them.
     """
-    size = checkpoint_bytes(model, config.model.dtype) + kept_group_bytes(config, model)
+    size = checkpoint_bytes(model, config.model.dtype) + groups_ahead_bytes(config, model)
     wanted = config.trainer.max_actor_ckpt_to_keep + 1
     present = len(list(folder.glob("checkpoints/step-*")))
     free = free_bytes(folder)

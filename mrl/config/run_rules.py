@@ -59,7 +59,7 @@ def _mixing(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 def _enough_prompts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     data = config.data
-    at_a_time = data.gen_batch_size or data.train_batch_size
+    at_a_time = data.prompts_at_a_time
     if data.train_max_samples is not None and data.train_max_samples < at_a_time:
         why = f"a step takes {at_a_time} prompts (data.gen_batch_size or data.train_batch_size)"
         yield Violation("data.train_max_samples", f"must be at least {at_a_time}", why, (at_a_time,))

@@ -104,6 +104,11 @@ class DataConfig(Section):
     enable_thinking: bool | None = key(None, "The chat template's switch; left out: as the template has it.")
     apply_chat_template_kwargs: dict[str, Any] = key({}, "Further arguments of the chat template.")
 
+    @property
+    def prompts_at_a_time(self) -> int:
+        """That generation takes from the data."""
+        return self.gen_batch_size or self.train_batch_size
+
 
 class CustomRewardConfig(Section):
     """A user's reward function: `name` in the Python file at `path`, with verl's compute_score signature."""

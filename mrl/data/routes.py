@@ -8,6 +8,7 @@ nothing is known. Nobody knows them of the last token, which was sampled and nev
 
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import numpy as np
 
@@ -25,6 +26,19 @@ class RoutesHere:
     values: np.ndarray  # [tokens here, layers here, topk]
 
 
+class HasExperts(Protocol):
+    """A model with experts, as mrl.model describes it."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def moe_layers(self) -> tuple[int, ...]: ...
+    @property
+    def num_experts_per_tok(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class RouteShape:
     """What a model's routes look like."""
@@ -33,6 +47,11 @@ class RouteShape:
     moe_layers: tuple[int, ...]  # numbers (from 0) of the layers that have experts
     topk: int
     num_experts: int
+
+    @classmethod
+    def of(cls, model: HasExperts) -> "RouteShape":
+        """That of all its layers with experts."""
+        return cls(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts)
 
     @property
     def per_token(self) -> tuple[int, int]:

@@ -21,9 +21,9 @@ from mrl.plan.step_batch import (
     fetched_share,
     held_bytes,
     held_out_bytes,
-    kept_group_bytes,
     stored_beside_validation,
     stored_bytes,
+    written_group_bytes,
 )
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.setup import pair_route
@@ -50,7 +50,7 @@ def host_section(
     stores = object_stores(inputs, batch, ranks, workers)
     for node, stored in stores.items():
         nodes[node]["object_store"] = stored
-    nodes[min(nodes)]["kept_group"] = kept_group_bytes(inputs)
+    nodes[min(nodes)]["kept_group"] = written_group_bytes(inputs)
     terms = dict(max(nodes.values(), key=lambda node: node.total()))
     terms = {name: size for name, size in terms.items() if size}
     used, limit = sum(terms.values()), inputs.device.host_memory

@@ -93,7 +93,7 @@ def _route_bytes(model: ModelSpec, moe_layers: int) -> int:
     """Of one token as it comes with its sample, in so many MoE layers."""
     if not model.is_moe:
         return 0
-    shape = RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts)
+    shape = RouteShape.of(model)
     return moe_layers * shape.topk * shape.dtype.itemsize
 
 
@@ -122,11 +122,7 @@ def stored_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
     config = inputs.config
     if (schedule := schedule_of(config)) is not None:
         return _columns(inputs, schedule.places * config.rollout.n)
-    further = (
-        (config.data.gen_batch_size or config.data.train_batch_size)
-        * config.rollout.n
-        * config.algorithm.filter_groups.enable
-    )
+    further = config.data.prompts_at_a_time * config.rollout.n * config.algorithm.filter_groups.enable
     return _columns(inputs, batch.samples + further)
 
 
@@ -147,7 +143,7 @@ def held_out_bytes(config: RunConfig, prompts: int) -> int:
     return column_bytes(responses * data.max_prompt_length, responses * data.max_response_length)
 
 
-def kept_group_bytes(inputs: PlanInputs) -> int:
+def written_group_bytes(inputs: PlanInputs) -> int:
     """Of one group in the process that writes them one by one: its columns, and the file that becomes of them.
 
     Nothing where no group waits for its step.

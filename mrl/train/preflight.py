@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mrl.checkpoint.manifest import read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
-from mrl.checkpoint.step_folders import check_room, checkpoint_bytes, kept_group_bytes, room_note
+from mrl.checkpoint.step_folders import check_room, checkpoint_bytes, groups_ahead_bytes, room_note
 from mrl.cluster.prerequisites import check_port_free, check_reachable, check_size, own_cpus, ray_address
 from mrl.config.describe import describe_layout, describe_loss
 from mrl.config.load import ResolvedConfig
@@ -49,7 +49,7 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
     folder = run_dir_path(config, resume)
     find_resume_point(config, folder, resume, digests=False)
     check_checkpoint(config.model.path, model)
-    check_room(folder, checkpoint_bytes(model, config.model.dtype) + kept_group_bytes(config, model))
+    check_room(folder, checkpoint_bytes(model, config.model.dtype) + groups_ahead_bytes(config, model))
     _check_cluster(config)
     return model
 

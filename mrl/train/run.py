@@ -268,8 +268,7 @@ def load_training(config: RunConfig, tokenizer: Any) -> PromptStream:
     found = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(config))
     prompts = found.sample(data.train_max_samples, seed if data.shuffle else None)
     print(f"training prompts: {_read_and_taken(found, prompts)}")
-    at_a_time = data.gen_batch_size or data.train_batch_size
-    return PromptStream(prompts, at_a_time, seed, data.shuffle, prompts.sizes, data.train_weights)
+    return PromptStream(prompts, data.prompts_at_a_time, seed, data.shuffle, prompts.sizes, data.train_weights)
 
 
 def load_validation(config: RunConfig, tokenizer: Any) -> PromptDataset | None:

@@ -105,9 +105,7 @@ def engine_settings(config: RunConfig, engine_id: int, logs: Path, data_rank: in
         vocab_size=model.vocab_size,
         expected=tuple((tensor.name, tensor.shape) for tensor in tensor_specs(model)),
         segments_file=str(logs / f"{log_name(name)}.segments"),
-        routes=RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts)
-        if model.is_moe
-        else None,
+        routes=RouteShape.of(model) if model.is_moe else None,
         captures_routes=_wants_routes(config) and not hosting.returns_routes,
     )
 

@@ -363,8 +363,8 @@ def test_groups_that_generation_is_ahead_with_need_room_too(model, tmp_path, mon
     ahead = {"data": {"train_batch_size": 1, "max_prompt_length": 3, "max_response_length": 5}, "rollout": {"n": 2}}
     config = made_run(model, tmp_path, schedule="one_step_off").config
     config = RunConfig.model_validate(config.model_dump() | ahead)
-    assert room.kept_group_bytes(config, model_spec(SIZES)) == 2 * 2 * (8 * 4 + 5 * 4)
-    assert room.kept_group_bytes(made_run(model, tmp_path).config, model_spec(SIZES)) == 0
+    assert room.groups_ahead_bytes(config, model_spec(SIZES)) == 2 * 2 * (8 * 4 + 5 * 4)
+    assert room.groups_ahead_bytes(made_run(model, tmp_path).config, model_spec(SIZES)) == 0
 
 
 def test_a_save_that_has_no_room_for_kept_groups_is_counted_and_leaves_nothing(run, monkeypatch):
