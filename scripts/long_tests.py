@@ -23,7 +23,7 @@ RUN = ("mrl", "tests", "parallel_configs", "setup.py")  # what tests run
 PIECES = {
     "sync": ("test_sync", "test_engine_slices", "test_engine_routes"),
     "routes": ("test_routes",),
-    "memory": ("test_memory_truth", "test_resident_memory", "test_offload_run", "test_engine_sleep"),
+    "memory": ("test_memory_truth", "test_resident_memory", "test_offload_run", "test_engine_sleep", "test_wide_turns"),
     "resume": ("test_resume", "test_guards", "test_lost_worker", "test_full_disk"),
     "conversion": ("test_convert", "test_torch_dist"),
     "placement": ("test_colocated",),

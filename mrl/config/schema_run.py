@@ -218,7 +218,8 @@ class ReshardConfig(Section):
         "What a rank sends, or a worker receives, in one round; staging is twice that.",
         ge=1,
         unit="MiB",
-        advice="256; less when memory is short, and more rounds.",
+        advice="256; less when memory is short, and more rounds. Every process has the plan of all of them: for 235B "
+        "60 MiB at 256, 150 at 16, 1.8 GiB at 1.",
     )
     verify_every: int = key(
         1,

@@ -23,7 +23,7 @@ ROWS = {
         "test_runs", "test_rehearse", "test_colocated", "test_bad_input", "test_lost_worker", "test_ahead_runs",
         "test_dp_runs",
         "test_eval", "test_full_disk",
-        "test_glm_run", "test_offload_run", "test_recipes", "test_submit",
+        "test_glm_run", "test_offload_run", "test_recipes", "test_submit", "test_wide_turns",
     ),
 }  # fmt: skip
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}
