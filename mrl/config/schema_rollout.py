@@ -117,7 +117,7 @@ class RolloutConfig(Section):
         "trainer that is not offloaded.",
         verl="actor_rollout_ref.rollout.gpu_memory_utilization",
     )
-    cpu_kvcache_gib: int = key(1, "KV cache of one engine on a CPU.", ge=1, unit="GiB")
+    cpu_kvcache_gib: int = key(1, "KV cache of each worker of an engine on a CPU.", ge=1, unit="GiB")
     max_num_seqs: int = key(
         256,
         "Sequences that an engine, or each data-parallel rank of it, works on at once.",

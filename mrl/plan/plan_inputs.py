@@ -203,7 +203,7 @@ def engine_of(inputs: PlanInputs) -> EngineMemory:
     rollout = inputs.config.rollout
     passes = {"batched_tokens": rollout.max_num_batched_tokens or _BATCHED_TOKENS, "max_num_seqs": rollout.max_num_seqs}
     if inputs.device.platform == "cpu":
-        cache = rollout.cpu_kvcache_gib * GIB // inputs.rollout.workers_per_engine
+        cache = rollout.cpu_kvcache_gib * GIB  # VLLM_CPU_KVCACHE_SPACE, which every worker takes for itself
         return engine_memory_with_cache(
             inputs.model, inputs.rollout, cache, dtype_bytes=inputs.engine_element_bytes, **passes
         )

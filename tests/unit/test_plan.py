@@ -379,6 +379,13 @@ def test_a_run_that_will_not_fit_is_told_what_to_change(preset, tmp_path):
     assert "gpu_memory_utilization" in note
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_worker_of_an_engine_on_a_cpu_has_a_cache_of_its_own(preset, tmp_path, workers):
+    config = load_config(preset, None, [f"rollout.tensor_model_parallel_size={workers}"]).config
+    plan = make_plan(PlanInputs.of(config, load_model_spec(tmp_path / "model"), find_device("cpu")))
+    assert plan["memory"]["kv_cache"]["bytes_per_worker"] == config.rollout.cpu_kvcache_gib * GIB
+
+
 def test_a_kl_term_brings_the_reference_model_with_it(preset, tmp_path):
     model = load_model_spec(tmp_path / "model")
     plans = [
