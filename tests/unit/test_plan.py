@@ -381,7 +381,8 @@ def test_a_run_that_will_not_fit_is_told_what_to_change(preset, tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_each_worker_of_an_engine_on_a_cpu_has_a_cache_of_its_own(preset, tmp_path, workers):
-    config = load_config(preset, None, [f"rollout.tensor_model_parallel_size={workers}"]).config
+    settings = [f"rollout.tensor_model_parallel_size={workers}", "cluster.n_gpus_per_node=4"]
+    config = load_config(preset, None, settings).config
     plan = make_plan(PlanInputs.of(config, load_model_spec(tmp_path / "model"), find_device("cpu")))
     assert plan["memory"]["kv_cache"]["bytes_per_worker"] == config.rollout.cpu_kvcache_gib * GIB
 
