@@ -48,7 +48,8 @@ def main() -> None:
         counts.update(row["counts"])
     commits = {row["repository"]: row["commit"] for row in rows}
     scripts = [{key: row[key] for key in ("repository", "path", "verdict", "why")} for row in rows]
-    RESULTS.write_text(json.dumps({"commits": commits, "counts": counts, "scripts": scripts}, indent=1) + "\n")
+    found = {"commit": _commit(ROOT), "command": "python scripts/evidence/verl_scripts.py", "commits": commits}
+    RESULTS.write_text(json.dumps(found | {"counts": counts, "scripts": scripts}, indent=1) + "\n")
     print(dict(counts))
 
 
@@ -56,7 +57,7 @@ _DATA = ("repository", "commit", "path", "entry", "options", "words")
 
 
 def _of_clone(name: str, clone: Path) -> Iterator[dict[str, Any]]:
-    commit = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = _commit(clone)
     for file in sorted(clone.rglob("*.sh")):
         if command := _launch(_passed(file, clone)):
             at = next(i for i, word in enumerate(command) if ENTRY.search(word))
@@ -66,6 +67,11 @@ def _of_clone(name: str, clone: Path) -> Iterator[dict[str, Any]]:
             row |= {"options": [word for word in behind if not PAIR.fullmatch(word)]}
             judged = _compared(file, row["words"])
             yield row | judged | {"why": judged["why"].replace(str(clone), HOME)}
+
+
+def _commit(repository: Path) -> str:
+    said = subprocess.run(["git", "-C", repository, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    return said.stdout.strip()
 
 
 def _passed(script: Path, clone: Path) -> list[list[str]]:
