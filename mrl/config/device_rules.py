@@ -217,6 +217,8 @@ def npu_notes(config: RunConfig) -> Iterator[str]:
         )
 
 
+_CUT_OTHERWISE = "cut otherwise than the plan of the weight sync has them"
+_APART = "vllm-ascend starts with it only where prefill and decoding are engines of their own (vllm_ascend/platform.py)"
 # of vllm-ascend's additional_config: what it must be, and why
 _NEVER_ON_ASCEND: dict[str, tuple[Any, str]] = {
     "weight_nz_mode": (0, "weights in FRACTAL_NZ cannot be updated in place"),
@@ -225,7 +227,14 @@ _NEVER_ON_ASCEND: dict[str, tuple[Any, str]] = {
         False,
         "log-probs of sampled tokens would be taken over a part of the vocabulary (its documentation says so)",
     ),
+    "finegrained_tp_config": ({}, f"single modules would be {_CUT_OTHERWISE}"),
+    "enable_flashcomm2_parallel_size": (0, f"the attention's output projection would be {_CUT_OTHERWISE}"),
+    "enable_shared_expert_dp": (False, f"shared experts would be whole on every worker, {_CUT_OTHERWISE}"),
+    "mix_placement": (False, f"shared experts would lie among the others, {_CUT_OTHERWISE}"),
+    "layer_sharding": (None, _APART),
+    "recompute_scheduler_enable": (False, _APART),
 }
+_FLASHCOMM = "enable_flashcomm1"
 
 
 def _npu_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -245,6 +254,19 @@ def _npu_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation(f"{key}.{name}", f"must be {value}, or left out", why, (value,))
 
 
+def _npu_flashcomm(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    """What platform.py of vllm-ascend 0.23 asserts when an engine starts, after its weights are found."""
+    if config.cluster.device != "npu":
+        return
+    rollout = config.rollout
+    given = rollout.vllm_kwargs.get("additional_config") or {}
+    spread = rollout.expert_parallel_size > 1 or not model.is_moe
+    if given.get(_FLASHCOMM) and (rollout.tensor_model_parallel_size == 1 or not spread):
+        why = "it cuts the tokens of a step over tensor ranks, and vllm-ascend asserts as much when an engine starts"
+        needs = "rollout.tensor_model_parallel_size above 1" + (" and expert_parallel_size too" if model.is_moe else "")
+        yield Violation(f"{_VLLM}.additional_config.{_FLASHCOMM}", f"needs {needs}", why, (False,))
+
+
 DEVICE_RULES = (
     _names,
     _megatron,
@@ -259,4 +281,5 @@ DEVICE_RULES = (
     _npu_layers,
     _npu_swap,
     _npu_engines,
+    _npu_flashcomm,
 )

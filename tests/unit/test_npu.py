@@ -297,6 +297,12 @@ REFUSED = {
         "rollout.engine_kwargs.vllm.additional_config={weight_nz_mode: 0, enable_fused_mc2: 1}",
     "rollout.engine_kwargs.vllm.additional_config.enable_reduce_sample":
         "rollout.engine_kwargs.vllm.additional_config={enable_reduce_sample: true}",
+    "rollout.engine_kwargs.vllm.additional_config.finegrained_tp_config":
+        "rollout.engine_kwargs.vllm.additional_config={finegrained_tp_config: {lmhead_tensor_parallel_size: 2}}",
+    "rollout.engine_kwargs.vllm.additional_config.enable_flashcomm2_parallel_size":
+        "rollout.engine_kwargs.vllm.additional_config={enable_flashcomm2_parallel_size: 2}",
+    "rollout.engine_kwargs.vllm.additional_config.recompute_scheduler_enable":
+        "rollout.engine_kwargs.vllm.additional_config={recompute_scheduler_enable: true}",
 }  # fmt: skip
 
 
@@ -317,9 +323,25 @@ def test_combinations_that_fail_on_npus_are_refused_there_and_only_there(field, 
 def test_whatever_is_given_beside_weights_that_can_be_written_is_taken():
     """Where the key is left out, the engine's environment says the same."""
     model, preset = model_spec(SIZES), ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
-    given = "rollout.engine_kwargs.vllm.additional_config={enable_flashcomm1: true, refresh: true}"
+    given = "rollout.engine_kwargs.vllm.additional_config={dp_allreduce_on_npu: true, refresh: true}"
     assert violations(load_config(preset, None, ["cluster.device=npu", given]), model) == []
     assert get_hosting("npu").engine_environment(0, 1, 1, 1)["VLLM_ASCEND_ENABLE_NZ"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "legal"),
+    [
+        ([], False),
+        (["rollout.tensor_model_parallel_size=2"], False),
+        (["rollout.tensor_model_parallel_size=2", "rollout.expert_parallel_size=2"], True),
+    ],
+)
+def test_a_steps_tokens_are_cut_over_ranks_only_where_experts_are(overrides, legal):
+    model, preset = model_spec(SIZES), ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+    given = ["cluster.device=npu", "cluster.n_gpus_per_node=8", *overrides]
+    given += ["rollout.engine_kwargs.vllm.additional_config={enable_flashcomm1: true}"]
+    found = [v for v in violations(load_config(preset, None, given), model) if v.field.endswith("enable_flashcomm1")]
+    assert legal == (found == [])
 
 
 def test_what_engines_are_told_is_what_that_release_reads():
