@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from mrl.units import GIB, MIB
 from mrl.vllm.requests import rank_name
 
 _ATTEMPTS = 2
+_KERNELS = {"attention": "attention", "moe": "MoE kernels"}  # part of an engine's report -> as it is printed
 
 
 @dataclass(frozen=True)
@@ -179,11 +180,11 @@ class WeightSync:
         return metrics | {"reshard/engines": float(len(progress.verified)), "reshard/workers": float(len(receives))}
 
     def _say_what_is_there(self, free: list[int | None], receives: list[Report]) -> None:
-        """Engines' MoE kernels, and what is free of the fullest device:
+        """Engines' kernels, and what is free of the fullest device:
         communicators and staging are made by the first sync alone.
         """
-        if kernels := sorted({kernel for report in receives for kernel in report.get("moe_kernels", ())}):
-            print(f"engines: MoE kernels {', '.join(kernels)}")
+        if kernels := _kernels_in_words([report.get("kernels", {}) for report in receives]):
+            print(f"engines: {kernels}")
         if known := [n for n in (*free, *(report.get("free_bytes") for report in receives)) if n is not None]:
             print(f"after the first weight sync the fullest device has {min(known) / GIB:.1f} GiB free")
 
@@ -277,6 +278,12 @@ def _by_engine(differing: list[Disagreement]) -> dict[int, list[Disagreement]]:
     for disagreement in differing:
         groups[disagreement.engine].append(disagreement)
     return groups
+
+
+def _kernels_in_words(of_workers: Sequence[Mapping[str, Sequence[str]]]) -> str:
+    """Of all workers: what attention, and what experts are computed with; empty where none says."""
+    found = {part: sorted({name for kernels in of_workers for name in kernels.get(part, ())}) for part in _KERNELS}
+    return "; ".join(f"{_KERNELS[part]} {', '.join(names)}" for part, names in found.items() if names)
 
 
 def _metrics(totals: SyncTotals, resynced: int, read_back: bool) -> dict[str, float]:

@@ -28,6 +28,10 @@ LAYER_PROBES = {
     "cuda": "import transformer_engine.pytorch, transformer_engine as te; print('Transformer Engine', "
     "te.__version__, 'imports')",
 }
+# of torch and Transformer Engine in the cuda row, and the least driver of that family
+# (docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility)
+CUDA_MAJOR, MIN_CUDA_DRIVER = 13, "580"
+_COMPAT = "cuda/compat"  # folder of NVIDIA's package for a newer CUDA on the older drivers of data-center devices
 _ASCEND = Path("/usr/local/Ascend")
 _TIMEOUT_S = 5.0
 
@@ -110,19 +114,35 @@ def device_number(name: str) -> int:
     )
 
 
-def driver_fault(devices: HostDevices) -> tuple[str, str] | None:
-    """What is wrong with the driver, and the cure; None when nothing is known against it."""
+@dataclass(frozen=True)
+class DriverFault:
+    """What is wrong with a driver. `breaks`: nothing computes with it."""
+
+    found: str
+    cure: str
+    breaks: bool = False
+
+
+def driver_fault(devices: HostDevices, environment: Mapping[str, str]) -> DriverFault | None:
+    """None when nothing is known against the driver."""
+    if devices.kind == "cuda" and devices.driver and _numbers(devices.driver) < _numbers(MIN_CUDA_DRIVER):
+        return _old_for_cuda(devices.driver, _COMPAT in environment.get("LD_LIBRARY_PATH", ""))
     if devices.kind != "npu":
         return None
     if devices.driver is None:
-        return "version unknown", "mount /usr/local/Ascend/driver/version.info into the container"
+        return DriverFault("version unknown", "mount /usr/local/Ascend/driver/version.info into the container")
     if _numbers(devices.driver) < _numbers(MIN_NPU_DRIVER_FOR_IPC):
         least = MIN_NPU_DRIVER_FOR_IPC
-        return (
-            devices.driver,
-            f"update HDK to {least} or newer; older ones cannot share device memory between actor and engine",
-        )
+        cure = f"update HDK to {least} or newer; older ones cannot share device memory between actor and engine"
+        return DriverFault(devices.driver, cure)
     return None
+
+
+def _old_for_cuda(driver: str, has_newer_libraries: bool) -> DriverFault:
+    found = f"{driver}; CUDA {CUDA_MAJOR}, for which torch is built, needs {MIN_CUDA_DRIVER} or newer"
+    found += f", or on data-center devices {_COMPAT}, which LD_LIBRARY_PATH has" * has_newer_libraries
+    cure = f"update the host's driver to {MIN_CUDA_DRIVER} or newer (a container has the host's)"
+    return DriverFault(found, cure, breaks=not has_newer_libraries)
 
 
 def network_fault(kind: str, rdma: Rdma, nnodes: int) -> tuple[str, str] | None:

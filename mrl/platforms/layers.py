@@ -17,12 +17,22 @@ _KERNELS = {
     "cuda": ("Transformer Engine's, over cuDNN or an installed flash-attn", "Transformer Engine's grouped GEMM"),
     "npu": ("MindSpeed's fused one (use_flash_attn)", "MindSpeed's grouped GEMM"),
 }
+# What engines compute attention with where nobody chooses: vLLM 0.32 takes the first that can (platforms/cuda.py and
+# cpu.py), vllm-ascend 0.23 has one (attention/attention_v1.py)
+_ENGINE_ATTENTION = {
+    "cuda": "FLASH_ATTN, or FLASHINFER on Blackwell", "npu": "vllm-ascend's own", "cpu": "CPU_ATTN"
+}  # fmt: skip
 _PLAIN = ("torch's scaled_dot_product_attention", "one after the other")
 
 
 def kernels_of_row(device: str | None) -> tuple[str, str]:
     """Attention and experts of a rank on that device, in words; None: of one that has no layers but mrl's own."""
     return _KERNELS.get(device or "", _PLAIN)
+
+
+def engine_attention(device: str) -> str:
+    """What vLLM computes attention with on that device by itself, in words; the first weight sync says what it took."""
+    return _ENGINE_ATTENTION[device]
 
 
 def layers() -> Layers:

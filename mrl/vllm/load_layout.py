@@ -68,6 +68,9 @@ class Adapter(Protocol):
     def moe_backends(self, model: nn.Module) -> set[str]:
         """Names of the MoE kernels in use; empty for a dense model."""
 
+    def attention_backends(self, model: nn.Module) -> set[str]:
+        """Names of the attention kernels in use."""
+
     def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
         """What the kernel computes with, read back into the target's layout, in parts along the first dimension.
 

@@ -159,7 +159,9 @@ class FastPath:
                 setup.model, setup.rollout_layout, self._worker, setup.dialect, setup.dtype
             )
             check_engine(model, setup, self._targets, adapter, info.holds_weights)
-            self._moe_kernels = sorted(adapter.moe_backends(model))
+            self._kernels = {
+                "attention": sorted(adapter.attention_backends(model)), "moe": sorted(adapter.moe_backends(model)),
+            }  # fmt: skip
             layers = layers_of(model, adapter)  # asked now: vLLM 0.23 enters the reload before an update gets here
             self._by_identity = frozenset(
                 t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t)
@@ -188,7 +190,7 @@ class FastPath:
             report = self._receiver.receive(self._writer, info.update)
         counts = ("bytes_moved", "bytes_local", "bytes_remote", "staging_bytes", "free_bytes")
         self._report = {name: getattr(report, name) for name in counts}
-        self._report |= {"seconds": dict(report.seconds), "moe_kernels": self._moe_kernels}
+        self._report |= {"seconds": dict(report.seconds), "kernels": self._kernels}
 
     def has_everything(self) -> bool:
         """An update comes in one call."""

@@ -45,6 +45,11 @@ class CommonAdapter:
         """Plans speak of parameters as vLLM 0.32 does."""
         return name
 
+    def attention_backends(self, model: nn.Module) -> set[str]:
+        """vLLM chooses by device and version; each attention layer knows its own."""
+        backends = (getattr(layer, "attn_backend", None) for layer in model.modules())
+        return {backend.get_name() for backend in backends if backend is not None}
+
     def expert_isa(self, layer: nn.Module) -> str | None:
         """For which instructions CPU packs this layer's experts; None for other layers and kernels."""
         raise NotImplementedError

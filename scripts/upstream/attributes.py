@@ -69,6 +69,7 @@ REACHED = (
         "mrl/vllm/",
     ),
     Reached(_NEW, "vllm.v1.engine.async_llm.AsyncLLM", ("update_weight_version",), "mrl/vllm/engine.py"),
+    Reached(_BOTH, "vllm.model_executor.layers.attention.attention.Attention", ("attn_backend",), _COMMON),
     Reached(_NEW, "vllm.v1.worker.gpu_worker.Worker", ("_weight_update_active",), "mrl/vllm/v0_32.py"),
     Reached(
         _NEW,

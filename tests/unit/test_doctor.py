@@ -151,6 +151,10 @@ FAULTS = {
     "vllm-ascend of no row": (having(NPU, vllm_ascend="0.23.1"), "vllm-ascend pairing", "warning", "0.23.0"),
     "MindSpeed missing": (without(NPU, "mindspeed"), "version:mindspeed", "failure", "MindSpeed.git@core_r0.16.0"),
     "NZ on": (replace(NPU, environment={"VLLM_ASCEND_ENABLE_NZ": "1"}), "environment", "failure", "cure"),
+    "old NVIDIA driver": (replace(CUDA, devices=HostDevices("cuda", 8, "570.124.06")), "driver", "failure", "580"),
+    "old NVIDIA driver, newer libraries": (
+        replace(CUDA, devices=HostDevices("cuda", 8, "570.124.06"), environment={"LD_LIBRARY_PATH":
+            "/usr/local/cuda/compat"}), "driver", "warning", "580"),
     "old HDK": (replace(NPU, devices=HostDevices("npu", 16, "24.1.rc3", "9.1.0")), "driver", "warning", "25.3"),
     "Transformer Engine missing": (without(CUDA, "transformer-engine"), "version:transformer-engine", "failure",
         "2.11.0"),

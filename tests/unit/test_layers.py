@@ -2,6 +2,7 @@
 said that it may be, and the same in the plan.
 """
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from test_memory_host import inputs_of
 from mrl.errors import EnvironmentFault
 from mrl.plan.memory import activations_of, actor_bytes, memory_section
 from mrl.plan.plan_inputs import batch_plan
-from mrl.platforms.layers import check_layers, layers
+from mrl.platforms.inventory import CUDA_MAJOR
+from mrl.platforms.layers import check_layers, engine_attention, layers
 
 ROOT = Path(__file__).parents[2]
 TRANSFORMER_ENGINE = {
@@ -117,3 +119,20 @@ def test_the_plan_counts_with_the_layers_that_the_run_would_have(preset):
     assert [found[allowed][0] for allowed in ("false", "true")] == ["transformer_engine", "torch"]
     one, other = (sum(found[allowed][1].layer(True).values()) for allowed in ("false", "true"))
     assert other > one
+
+
+def test_engines_attention_is_what_the_installed_vllm_would_take():
+    """Read in its sources, since importing a platform of another device does more than reading."""
+    folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0]) / "platforms"
+    cpu, cuda = ((folder / f"{name}.py").read_text(encoding="utf-8") for name in ("cpu", "cuda"))
+    assert f"return AttentionBackendEnum.{engine_attention('cpu')}.get_path()" in cpu
+    plain = cuda.partition("def _get_backend_priorities")[2].partition("\ndef ")[0].rpartition("use_non_causal:")[2]
+    blackwell, others = (part.split("AttentionBackendEnum.") for part in plain.split("else:\n            return", 1))
+    known = ("FLASHINFER", "FLASH_ATTN")
+    first = [next(word.split(",")[0] for word in part if word.startswith(known)) for part in (others, blackwell)]
+    assert engine_attention("cuda") == "{}, or {} on Blackwell".format(*first)
+
+
+def test_the_cuda_that_a_driver_has_to_serve_is_that_of_the_row():
+    assert f"core_cu{CUDA_MAJOR}]" in (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert f"FROM nvidia/cuda:{CUDA_MAJOR}." in (ROOT / "Dockerfile").read_text(encoding="utf-8")

@@ -25,6 +25,9 @@ class ToyAdapter(ToyReload):
     def reads_by_identity(self, layer, target):
         return False
 
+    def attention_backends(self, model):
+        return {"FLASH_ATTN"}
+
     def moe_backends(self, model):
         return {"TRITON", "BATCHED_TRITON"}
 
@@ -82,7 +85,7 @@ def test_an_update_is_reported_with_its_digests_and_bytes(receiver, read_back):
     assert {name: report[name] for name in ("bytes_moved", "bytes_local", "bytes_remote", "staging_bytes")} == {
         "bytes_moved": 10, "bytes_local": 4, "bytes_remote": 6, "staging_bytes": 7,
     }  # fmt: skip
-    assert report["moe_kernels"] == ["BATCHED_TRITON", "TRITON"]
+    assert report["kernels"] == {"attention": ["FLASH_ATTN"], "moe": ["BATCHED_TRITON", "TRITON"]}
     assert set(report["seconds"]) == {"wait", "digest", "process", "finalise", "read_back"}
 
 

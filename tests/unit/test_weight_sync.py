@@ -482,13 +482,15 @@ def test_what_is_free_of_the_fullest_device_is_said_once_and_only_where_there_is
     free = itertools.count(5 << 30, 1 << 30)
     world.send_weights = lambda *arguments: real(*arguments) | {"free_bytes": next(free)}
     receive = world.receive_weights
-    world.receive_weights = lambda *arguments: [report | {"moe_kernels": ["TRITON"]} for report in receive(*arguments)]
+    world.receive_weights = lambda *arguments: [
+        report | {"kernels": {"attention": ["FLASH_ATTN"], "moe": ["TRITON"]}} for report in receive(*arguments)
+    ]
     sync.bring_to(1)
     sync.bring_to(2)
     said = capsys.readouterr().out
     assert (
         said.count("after the first weight sync the fullest device has 5.0 GiB free\n")
-        == said.count("engines: MoE kernels TRITON\n")
+        == said.count("engines: attention FLASH_ATTN; MoE kernels TRITON\n")
         == 1
     )
 

@@ -141,8 +141,8 @@ def _environment(machine: Machine) -> Finding:
 
 
 def _driver(machine: Machine) -> Finding:
-    if fault := driver_fault(machine.devices):
-        return warning("driver", *fault)
+    if fault := driver_fault(machine.devices, machine.environment):
+        return (failure if fault.breaks else warning)("driver", fault.found, fault.cure)
     return ok("driver", machine.devices.driver if machine.device != "cpu" else "none needed")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mrl.plan.doctor.machine import Finding, Machine, failure, ok, warning
 from mrl.platforms.hosting import get_hosting
-from mrl.platforms.layers import kernels_of_row
+from mrl.platforms.layers import engine_attention, kernels_of_row
 from mrl.platforms.versions import (
     MIN_PYTHON,
     TORCH_NPU,
@@ -124,7 +124,8 @@ def _kernels(machine: Machine, row: VersionRow) -> str:
     has_layers = all(name in machine.versions for name in (*row.compiled, *row.source_only))
     attention, experts = kernels_of_row(machine.device if has_layers else None)
     backend = get_hosting(machine.device).engine_arguments(1, None).get("moe_backend", "vLLM's choice")
-    return f"ranks: attention {attention}; experts {experts}. engines: attention vLLM's choice; experts {backend}"
+    engines = f"attention {engine_attention(machine.device)}; experts {backend}"
+    return f"ranks: attention {attention}; experts {experts}. engines: {engines}"
 
 
 def _compiled(machine: Machine, row: VersionRow, name: str, wanted: str) -> Finding:
