@@ -27,6 +27,7 @@ class Box:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
+        """Elements along each dimension."""
         return tuple(stop - start for start, stop in self.ranges)
 
     @cached_property
@@ -36,6 +37,7 @@ class Box:
 
     @property
     def origin(self) -> tuple[int, ...]:
+        """The first element's index."""
         return tuple(start for start, _ in self.ranges)
 
     @cached_property
@@ -49,6 +51,7 @@ class Box:
         return Box(ranges) if all(start < stop for start, stop in ranges) else None
 
     def contains(self, other: "Box") -> bool:
+        """Whether `other`, of as many dimensions, lies within."""
         return all(a <= c and d <= b for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True))
 
     def shift(self, offsets: Sequence[int]) -> "Box":

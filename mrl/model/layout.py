@@ -95,30 +95,38 @@ class TrainLayout:
 
     @property
     def world_size(self) -> int:
+        """Ranks."""
         return prod(self.dense_sizes)
 
     @property
     def dense_sizes(self) -> DenseCoords:
+        """Ranks along each axis of everything but experts; the first axis changes fastest with the rank."""
         return DenseCoords(self.tensor, self.context, self.data, self.pipeline)
 
     @property
     def expert_sizes(self) -> ExpertCoords:
+        """Ranks along each axis of the experts; as `dense_sizes`, over the same ranks."""
         return ExpertCoords(self.expert_tensor, self.expert, self.expert_data, self.pipeline)
 
     @property
     def num_layers(self) -> int:
+        """Of the model."""
         return sum(map(sum, self.chunk_layers))
 
     def dense_coords(self, rank: int) -> DenseCoords:
+        """Where `rank` stands for everything but experts, each from 0."""
         return DenseCoords(*_unravel(rank, self.dense_sizes))
 
     def expert_coords(self, rank: int) -> ExpertCoords:
+        """Where `rank` stands for experts, each from 0."""
         return ExpertCoords(*_unravel(rank, self.expert_sizes))
 
     def rank_of_dense(self, tp: int, cp: int, dp: int, pp: int) -> int:
+        """The inverse of `dense_coords`."""
         return _ravel((tp, cp, dp, pp), self.dense_sizes)
 
     def rank_of_expert(self, etp: int, ep: int, edp: int, pp: int) -> int:
+        """The inverse of `expert_coords`."""
         return _ravel((etp, ep, edp, pp), self.expert_sizes)
 
     def dense_group(self, rank: int, *axes: str) -> tuple[int, ...]:
@@ -193,17 +201,21 @@ class RolloutLayout:
 
     @property
     def workers_per_engine(self) -> int:
+        """Of all data-parallel ranks of an engine."""
         return self.tensor * self.data
 
     @property
     def world_size(self) -> int:
+        """Workers of all engines."""
         return self.num_engines * self.workers_per_engine
 
     def coords(self, worker: int) -> WorkerCoords:
+        """Of a worker by its number over all engines: tensor ranks change fastest, engines slowest."""
         tp, dp, engine = _unravel(worker, (self.tensor, self.data, self.num_engines))
         return WorkerCoords(engine, dp, tp)
 
     def worker_of(self, engine: int, dp: int, tp: int) -> int:
+        """The inverse of `coords`."""
         return _ravel((tp, dp, engine), (self.tensor, self.data, self.num_engines))
 
     def expert_coords(self, worker: int) -> tuple[int, int]:

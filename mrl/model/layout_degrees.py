@@ -122,14 +122,17 @@ class LayoutDegrees:
 
     @property
     def virtual_pipeline(self) -> int:
+        """Chunks of layers on each pipeline stage."""
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def expert_tensor(self) -> int:
+        """Tensor ranks of an expert; 1 where the key is left out, whatever those of attention are."""
         return self.expert_tensor_parallel_size or 1
 
     @property
     def uses_sequence_parallel(self) -> bool:
+        """As the key says; left out, wherever there are several tensor ranks."""
         return self.tensor_model_parallel_size > 1 if self.sequence_parallel is None else self.sequence_parallel
 
     @property

@@ -69,6 +69,7 @@ class MicroBatchShape:
 
     @property
     def tokens(self) -> int:
+        """Padding included, over all context-parallel ranks."""
         return self.rows * self.length
 
 

@@ -33,6 +33,7 @@ class EngineMemory:
 
     @property
     def total(self) -> int:
+        """Bytes of the worker's share of the device; graphs and its context come beside."""
         return self.weights + self.working_set + self.cache
 
 

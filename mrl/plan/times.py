@@ -38,6 +38,7 @@ class Lengths:
 
     @property
     def total(self) -> float:
+        """Tokens of a sample."""
         return self.prompt + self.response
 
 
@@ -227,6 +228,7 @@ class PassSeconds:
 
     @property
     def total(self) -> float:
+        """Seconds, the pipeline's bubble among them."""
         return self.compute + self.tensor + self.expert + self.context + self.pipeline + self.data + self.bubble
 
     @property

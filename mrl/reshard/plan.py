@@ -92,6 +92,7 @@ class ReshardPlan:
 
     @property
     def num_rounds(self) -> int:
+        """Rounds of messages in one sync, each within `budget_bytes` a process."""
         return self.schedule.num_rounds
 
     @cached_property
