@@ -17,6 +17,8 @@ Reach = Literal["process", "device", "node"]
 
 _VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}  # by what Ray calls the accelerator
 
+CPU_WORKER = "mrl.vllm.cpu_worker.CpuWorker"  # vLLM's argument worker_cls
+
 BUCKET_FOLDER = "mrl-sync-"  # prefix of an engine's folders in /dev/shm that buckets of weights pass through
 
 _NPU_SHARED_DEVICE = {
@@ -143,7 +145,7 @@ class Hosting:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_num_batched_tokens or 4096, max_model_len),
             "enforce_eager": True,
-            "worker_cls": "mrl.vllm.cpu_worker.CpuWorker",  # vLLM's own keeps its memory when it is told to sleep
+            "worker_cls": CPU_WORKER,  # vLLM's own keeps its memory when it is told to sleep
         }
 
 

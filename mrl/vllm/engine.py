@@ -37,6 +37,7 @@ from mrl.vllm.completions import (
 from mrl.vllm.engine_calls import EngineCalls
 from mrl.vllm.engine_state import AWAKE, CACHE, REFUSES_REQUESTS, WEIGHTS, EngineMachine
 from mrl.vllm.engine_updates import EngineUpdates
+from mrl.vllm.forking import leave_server, start_server
 from mrl.vllm.leftovers import note, noted, remove_all, shared_memory_below
 from mrl.vllm.requests import EngineReading, EngineSettings, Request, Sampling, log_name
 
@@ -90,6 +91,8 @@ class VllmEngine:
         `meeting`: address and port where the data-parallel ranks of the engine meet, at the first one. It returns when
         all have.
         """
+        if self.settings.is_on_cpu:
+            start_server()
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -113,6 +116,8 @@ class VllmEngine:
                 f"{self.settings.name} did not start ({type(error).__name__}: {error}); "
                 f"see logs/{log_name(self.settings.name)}.log in the run directory"
             ) from error
+        finally:
+            leave_server()
         self._calls.watch(has_peers=self.settings.data_ranks > 1)
         self._prefixes = CachedPrefixes(self._calls.llm.vllm_config.cache_config.block_size)
         await self._updates.connect_slow()

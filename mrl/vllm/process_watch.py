@@ -71,7 +71,9 @@ class ProcessWatch:
         self.lost: str | None = None  # command of the process that exited first, of itself
         self.has_seen = False  # an exit
         self._has_given_up = has_given_up
-        self._cores = {child.pid for child in psutil.Process().children()}
+        # a core that was forked (forking.py) is below the server, as its workers are
+        started = (*psutil.Process().children(), *multiprocessing.active_children())
+        self._cores = {child.pid for child in started}
         watched = {}
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error, ProcessLookupError):

@@ -33,6 +33,7 @@ from mrl.platforms.process_memory import note_baseline
 from mrl.platforms.versions import VLLM_GENERATIONS, VLLM_PACKAGES, VllmGeneration, vllm_generation
 from mrl.reshard.connect import connect_receiver
 from mrl.reshard.setup import SyncSetup
+from mrl.vllm.forking import install
 from mrl.vllm.handshake import EngineDegrees, check_degrees, check_engine
 from mrl.vllm.load_layout import Adapter, LayerwiseWriter, layers_of
 from mrl.vllm.process_watch import end_with_parent
@@ -49,6 +50,7 @@ def register() -> None:
     """
     note_baseline()
     end_with_parent()
+    install()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -9,7 +9,7 @@ from mrl.config.places import rollout_layout
 from mrl.config.schema import RunConfig
 from mrl.data.routes import RouteShape
 from mrl.model import load_model_spec, tensor_specs
-from mrl.platforms.hosting import Hosting, get_hosting
+from mrl.platforms.hosting import CPU_WORKER, Hosting, get_hosting
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ class EngineSettings:
     def workers(self) -> int:
         """Processes below this front end that hold weights."""
         return self.arguments["tensor_parallel_size"]
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether its workers are the CPU's."""
+        return self.arguments.get("worker_cls") == CPU_WORKER
 
     @property
     def data_ranks(self) -> int:

@@ -124,6 +124,7 @@ def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_pat
     process = train(world, broken, *GRPO, trainer__resume_mode="auto", **settings)  # as a scheduler starts it again
     wait_for_step(process, broken, saved + 1)
     started = [(p, p.name()) for p in psutil.Process(process.pid).children(recursive=True)]
+    check_that_they_come_from_one_server([p for p, name in started if name.startswith("VLLM")])
     process.kill()
     process.wait()
     kinds = ("ray::Actor", "ray::Engine", "VLLM")  # Ray's own processes leave in their own time
@@ -154,6 +155,13 @@ def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_pat
     first, second = exported(whole, tmp_path / "hf-whole"), exported(broken, tmp_path / "hf-broken")
     assert first.keys() == second.keys()
     assert all(first[name].equal(second[name]) for name in first)
+
+
+def check_that_they_come_from_one_server(processes: list[psutil.Process]) -> None:
+    """Core and worker of an engine are forked from a process that has imported vLLM, with no thread to lose."""
+    (server,) = {process.parent() for process in processes}
+    assert len(processes) == 2 and server.num_threads() == 1
+    assert "multiprocessing.forkserver" in " ".join(server.cmdline())
 
 
 def check_the_run_of_a_recipe(rows: list[dict]) -> None:
