@@ -2,8 +2,9 @@
 
 A file has expensive fixtures and is never split. Files that start Ray and engines fill the machine, so they come in
 turn, in two rows:
-those whose test process holds the engines, and those that run commands. Every other file may go anywhere. A new file
-that starts Ray or an engine belongs into one of the rows; one that is in neither may run beside both.
+those whose test process holds the engines, and those that run commands; rehearsals, which run commands too, make the
+rows equally long. Every other file may go anywhere. A new file that starts Ray or an engine belongs into one of the
+rows; one that is in neither may run beside both.
 """
 
 import os
@@ -17,10 +18,10 @@ from xdist.scheduler import LoadScopeScheduling
 ROWS = {
     "engines": (
         "test_sync", "test_reshard_faults", "test_dp2", "test_engine_sleep", "test_engine_slices", "test_engine_routes",
-        "test_weights_in_flight",
+        "test_weights_in_flight", "test_rehearse",
     ),
     "runs": (
-        "test_runs", "test_rehearse", "test_colocated", "test_bad_input", "test_lost_worker", "test_ahead_runs",
+        "test_runs", "test_colocated", "test_bad_input", "test_lost_worker", "test_ahead_runs",
         "test_dp_runs",
         "test_eval", "test_full_disk",
         "test_glm_run", "test_offload_run", "test_recipes", "test_submit", "test_wide_turns",

@@ -45,6 +45,15 @@ WANTED = {
 }  # fmt: skip
 
 
+SCRIPT = ROOT / "tests" / "unit" / "verl_scripts" / "grpo_8b_gsm8k.sh"
+WANTED_OF_THE_SCRIPT = {
+    "cluster.placement", "actor.layout.tensor_model_parallel_size", "data parallelism", "rollout.num_engines",
+    "rollout.tensor_model_parallel_size", "actor.grad_offload", "actor.use_remove_padding",
+    "algorithm.adv_estimator", "algorithm.policy_loss.loss_mode", "algorithm.use_kl_loss", "ref.param_offload",
+    "reward", "reshard.path", "trainer.val_before_train", "trainer.test_freq", "trainer.save_freq", "--resume",
+}  # fmt: skip
+
+
 def rehearse(config: Path, work: Path, *arguments: str) -> dict:
     """The answer of a rehearsal that ends with exit code 0."""
     return json.loads(succeeded("rehearse", str(config), "--work", str(work), "--json", *arguments))
@@ -67,6 +76,23 @@ def test_dapo_with_most_switches_on_leaves_a_mark_of_each(tmp_path):
         "are seeded" in text for text in answer["stand_ins"]
     )
     assert not [entry for entry in answer["not_exercised"] if entry["why"].startswith("no mark of it")]
+
+
+@pytest.mark.timeout(RUN_S + 60)
+def test_a_script_of_verl_rehearses_as_it_is_imported(tmp_path):
+    """A dense model on four ranks, TP2 and two replicas, and two engines of TP2 on the same devices."""
+    config = tmp_path / "imported.yaml"
+    succeeded("import-verl", str(SCRIPT), "-o", str(config))
+    check_exercised(rehearse(config, tmp_path / "work"), 4, WANTED_OF_THE_SCRIPT)
+
+
+def check_exercised(answer: dict, ranks: int, wanted: set[str]) -> None:
+    """Nothing failed, all that was wanted left its mark, and of what left none the reason is known."""
+    assert answer["failed"] == [] and answer["ok"] and answer["ranks"] == ranks
+    missing = wanted - {entry["switch"] for entry in answer["exercised"]}
+    reasons = {entry["switch"]: entry["why"] for entry in answer["not_exercised"]}
+    assert not missing, {switch: reasons.get(switch, "not in the configuration") for switch in missing}
+    assert not [why for why in reasons.values() if why.startswith("no mark of it")]
 
 
 @pytest.mark.long
