@@ -31,7 +31,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     3: ("reshard",),
     2: ("config",),
     1: ("model", "algo", "data", "schedule", "reward", "record", "platforms"),
-    0: ("errors", "units"),
+    0: ("errors", "units", "whole_file"),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 CORE = ("train", "megatron", "vllm", "reshard", "checkpoint", "cluster", "config")  # the path of a training step
@@ -249,7 +249,7 @@ ROOM, GAP, RISE, ASIDE = (132, 46), 24, 92, 110
 def svg(house: House) -> str:
     """Rooms floor by floor, and an arrow for each import between rooms; sideways arrows are dashed.
 
-    Every room imports `errors`, most import `units`: these arrows are left out.
+    Every room imports `errors`, most import `units`: arrows to their floor are left out.
     """
     width = max(len(names) for names in FLOORS.values()) * (ROOM[0] + GAP) + GAP + 60
     corner = {room: place for floor in FLOORS for room, place in _row(floor, width)}

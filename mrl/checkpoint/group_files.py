@@ -13,7 +13,7 @@ import numpy as np
 
 from mrl.checkpoint.manifest import file_facts, fsync
 from mrl.data.samples import Samples
-from mrl.record.whole_file import appears_whole
+from mrl.whole_file import appears_whole
 
 
 def group_file(number: int) -> str:

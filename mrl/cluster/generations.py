@@ -13,8 +13,8 @@ from mrl.cluster.stored_samples import StoredSamples
 from mrl.data.batch import Prompt
 from mrl.data.samples import STOP_REASONS
 from mrl.record.run_dir import json_line
-from mrl.record.whole_file import appears_whole
 from mrl.reward.items import RewardResult
+from mrl.whole_file import appears_whole
 
 ROWS_AT_ONCE = 64  # that are held in memory
 

@@ -2,7 +2,6 @@
 with a report of what became of every row.
 """
 
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from mrl.data.prompt_store import SeenPrompts
 from mrl.data.row_files import read_foreign_rows
 from mrl.data.sources import BadSourceRow, Source, SourceRow
 from mrl.errors import DataError
+from mrl.whole_file import appears_whole
 
 ROWS_AT_ONCE = 4096
 EXAMPLES = 5
@@ -82,20 +82,16 @@ def prepare(
     """
     if output.exists():
         raise DataError(f"{output} is there already; give another --output or remove it")
-    work = output.with_name(f".{output.name}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         report = PrepareReport()
-        with pq.ParquetWriter(work, SCHEMA) as writer:
-            for chunk in _chunks(_rows(source, files, split, report)):
-                writer.write_table(pa.Table.from_pylist(chunk, SCHEMA))
-        _check(report, max_bad_share)
-        work.replace(output)
+        with appears_whole(output) as work:
+            with pq.ParquetWriter(work, SCHEMA) as writer:
+                for chunk in _chunks(_rows(source, files, split, report)):
+                    writer.write_table(pa.Table.from_pylist(chunk, SCHEMA))
+            _check(report, max_bad_share)
     except OSError as error:
         raise DataError(f"cannot write {output}: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            work.unlink()
     return report
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mrl.errors import ConfigError
-from mrl.record.whole_file import appears_whole
+from mrl.whole_file import appears_whole
 
 CONFIG = "config.resolved.yaml"
 METRICS = "metrics.jsonl"

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from mrl.data.samples import STOP_REASONS, Samples, packed
 from mrl.record.run_dir import json_line, step_of
-from mrl.record.whole_file import appears_whole
+from mrl.whole_file import appears_whole
 
 RewardParts = Mapping[str, Any]  # `score`, `reason` and whatever else the reward function returned
 OWN_COLUMNS = ("score", "reason")  # parts that every reward has

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mrl.record.whole_file import appears_whole
+from mrl.whole_file import appears_whole
 
 
 def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path):
