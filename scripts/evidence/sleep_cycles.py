@@ -6,8 +6,10 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 MIB, WARM = 2**20, 5
+LATE = 20  # cycles at the end: a heap finds its size in steps, a leak goes on
 STATES = ("asleep", "awake")
 
 
@@ -34,7 +36,7 @@ def growth(rows: list[dict]) -> dict[str, float]:
     return {kind: round(slope(values), 3) for kind, values in kinds.items()}
 
 
-def summary(rows: list[dict]) -> dict:
+def summary(rows: list[dict]) -> dict[str, Any]:
     """Of one engine."""
     settled = rows[WARM:] or rows
     found = {
@@ -48,7 +50,11 @@ def summary(rows: list[dict]) -> dict:
             part: round(statistics.median(row["seconds"][part] for row in settled), 2) for part in rows[0]["seconds"]
         },
     }
-    return found | ({"growth_a_cycle": growth(settled)} if len(rows) > 2 * WARM else {})
+    if len(rows) > 2 * WARM:
+        found["growth_a_cycle"] = growth(settled)
+    if len(rows) > 2 * LATE:
+        found["growth_a_cycle_at_the_end"] = growth(rows[-LATE:])
+    return found
 
 
 def main(folder: Path, out: Path, status: int) -> None:
