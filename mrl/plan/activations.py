@@ -13,7 +13,7 @@ size, b bytes.
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout, padded_vocab_size
@@ -48,6 +48,17 @@ class Recompute:
     method: Literal["uniform", "block"] = "uniform"
     num_layers: int = 1
     modules: tuple[str, ...] = ("core_attn",)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As fields of Megatron's transformer config, without what is so by itself."""
+        match self.granularity:
+            case None:
+                return {}
+            case "full":
+                how = {"recompute_method": self.method, "recompute_num_layers": self.num_layers}
+                return {"recompute_granularity": "full"} | how
+        return {"recompute_granularity": "selective", "recompute_modules": list(self.modules)}
 
     def __str__(self) -> str:
         match self.granularity:

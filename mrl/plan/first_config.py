@@ -204,12 +204,5 @@ def _engine_sizes(model: ModelSpec, count: DeviceCount) -> list[int]:
 
 def _layout(candidate: Candidate) -> dict[str, Any]:
     values = {f"actor.layout.{key}": value for key, value in candidate.degrees.items()}
-    recompute = candidate.recompute
-    if recompute.granularity == "full":
-        prefix = "model.override_transformer_config.recompute_"
-        values |= {
-            f"{prefix}granularity": "full",
-            f"{prefix}method": recompute.method,
-            f"{prefix}num_layers": recompute.num_layers,
-        }
-    return values
+    settings = candidate.recompute.settings
+    return values | {f"model.override_transformer_config.{key}": value for key, value in settings.items()}

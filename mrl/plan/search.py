@@ -25,7 +25,8 @@ from mrl.platforms.hosting import get_hosting
 from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
 from mrl.units import GIB
 
-RECOMPUTE = (Recompute(), Recompute("full"))  # what is cheaper comes first
+# what is cheaper comes first; the experts alone are most of the memory, and nothing of a dense model
+RECOMPUTE = (Recompute(), Recompute("selective", modules=("moe",)), Recompute("full"))
 _NOTATIONS = tuple(
     {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
     for embedding, loss in product((False, True), repeat=2)

@@ -181,12 +181,7 @@ def fastest_that_fit(
 def run_with(config: RunConfig, degrees: dict[str, Any], recompute: Recompute) -> RunConfig:
     """`config` with another layout of its actor, recomputed in that way."""
     given = {k: v for k, v in config.model.override_transformer_config.items() if not k.startswith("recompute_")}
-    if recompute.granularity == "full":
-        given |= {
-            "recompute_granularity": "full",
-            "recompute_method": recompute.method,
-            "recompute_num_layers": recompute.num_layers,
-        }
+    given |= recompute.settings
     actor = config.actor.model_copy(update={"layout": LayoutConfig(**degrees)})
     model = config.model.model_copy(update={"override_transformer_config": given})
     return config.model_copy(update={"actor": actor, "model": model})

@@ -46,7 +46,9 @@ def _changes(config: RunConfig) -> Iterator[_Change]:
     ):
         yield {} if getattr(actor, name) else {f"actor.{name}": True}
     if config.model.override_transformer_config.get("recompute_granularity") != "full":
-        yield {f"{_TRANSFORMER}.{key}": value for key, value in _RECOMPUTE.items()}
+        has_modules = bool(config.model.override_transformer_config.get("recompute_modules"))
+        fields = _RECOMPUTE | ({"recompute_modules": None} if has_modules else {})
+        yield {f"{_TRANSFORMER}.{key}": value for key, value in fields.items()}
     for name in _DOUBLED:
         yield {f"actor.layout.{name}": 2 * getattr(actor.layout, name)}
     if not actor.optim.override_optimizer_config.get("optimizer_cpu_offload"):

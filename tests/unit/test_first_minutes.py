@@ -94,7 +94,7 @@ def test_a_refusal_says_what_was_tried_and_what_speaks_against_it():
     assert "also with its optimizer on the host; what weighs" in refused("Qwen/Qwen3-235B-A22B", "8 x h200")
     on_cpu = refused("Qwen/Qwen3-0.6B", "2 x cpu")
     assert "on the host" not in on_cpu, "on a CPU that is where it always is"
-    assert "what weighs most: train_to_sync, most optimizer; optimizer;" in on_cpu, "plans of whole runs, then actors"
+    assert "what weighs most: sync_to_rollout, most optimizer; optimizer;" in on_cpu, "plans of whole runs, then actors"
 
 
 def test_a_refusal_for_a_rule_is_no_matter_of_size():

@@ -3,13 +3,15 @@
 import json
 import random
 import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from mrl.cli.main import main
-from mrl.config.load import load_config
+from mrl.config.load import ResolvedConfig, load_config
+from mrl.config.rules import violations
 from mrl.model import forward_flops_per_token, known_spec
 from mrl.model.layout import TrainLayout, check_train_layout
 from mrl.model.precision import BF16
@@ -17,7 +19,7 @@ from mrl.plan.activations import MicroBatchShape
 from mrl.plan.devices import find_device
 from mrl.plan.memory import memory_section
 from mrl.plan.model_state import stage_state
-from mrl.plan.plan_inputs import PlanInputs, batch_plan
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, recompute_of
 from mrl.plan.search import RECOMPUTE, SearchProblem, SearchResult, fullest_phase, legal_layouts, search
 from mrl.plan.search_report import config_for_model, fastest_that_fit, run_with, search_problem
 from mrl.plan.times import PassWork, micro_batch_count, pipeline_slots, update_seconds
@@ -293,3 +295,23 @@ def test_a_bad_request_is_refused(capsys, arguments, said):
         main(["plan", *arguments])
     assert stopped.value.code in (2, 4)
     assert said in capsys.readouterr().err
+
+
+def test_of_what_is_computed_again_the_least_that_fits_is_taken():
+    """On the same devices nothing, experts alone, or all, as micro-batches grow."""
+    taken = []
+    for tokens in (4_096, 20_480, 65_536):
+        case = problem("Qwen3-30B-A3B", 32)
+        case = replace(case, work=replace(case.work, micro=MicroBatchShape(1, tokens, tokens // 2)))
+        layout = TrainLayout.build({"world_size": 32, TP: 2, EP: 8}, case.model)
+        states = {pp: stage_state(case.model, layout, pp, case.precision) for pp in range(layout.pipeline)}
+        taken.append(next(r for r in RECOMPUTE if fullest_phase(case, layout, r, states).fits))
+    assert taken == list(RECOMPUTE)
+
+
+def test_a_candidates_recomputation_is_what_its_configuration_says():
+    config = load_config(ROOT / "parallel_configs" / "qwen3-30b-a3b" / "h100-4x8.yaml").config
+    for recompute in RECOMPUTE:
+        changed = run_with(config, {"world_size": 32, EP: 8}, recompute)
+        assert recompute_of(changed) == recompute
+        assert violations(ResolvedConfig(changed, {}), known_spec("Qwen3-30B-A3B")) == []
