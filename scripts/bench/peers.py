@@ -136,7 +136,7 @@ def trl(case: Case, args: argparse.Namespace, folder: Path, model: Path, python:
 def ours(case: Case, args: argparse.Namespace, folder: Path, model: Path) -> list[dict[str, Any]]:
     """Metrics of each step after the first. The best layout of two cores: one rank and one engine, in turn."""
     settings = {
-        "model.path": model, "data.train_files": args.world / "data" / "train.parquet", "data.val_files": None,
+        "model.path": model, "data.train_files": args.world / "data" / "train.parquet", "data.val_files": [],
         "data.train_batch_size": case.prompts, "data.max_prompt_length": PROMPT_TOKENS,
         "data.max_response_length": case.tokens, "rollout.n": N,
         "actor.ppo_mini_batch_size": case.prompts // UPDATES, "actor.optim.lr": 1e-5, "actor.optim.lr_warmup_steps": 0,
