@@ -179,7 +179,7 @@ def own_folders(work: Path) -> dict[str, Any]:
         ]
     return {
         "exit_code": code,
-        "said": last_lines(said),
+        "said": last_lines(said.replace(str(run), "RUN")),
         "files": [sorted(Path(f).name for f in found.stdout.split()) for found in held],
     }
 
