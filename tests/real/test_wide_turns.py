@@ -120,27 +120,37 @@ class Watch:
                            memory.live_bytes, memory.grown_bytes, planned.holders[kind] + planned.host[kind])
                 )  # fmt: skip
 
-    def of(self, kind: str, phase: str) -> list[Moment]:
-        """All of them."""
-        return [moment for moment in self.moments if (moment.kind, moment.phase) == (kind, phase)]
+
+def of(moments: list[Moment], kind: str, phase: str) -> list[Moment]:
+    """All of them."""
+    return [moment for moment in moments if (moment.kind, moment.phase) == (kind, phase)]
 
 
 @pytest.fixture(scope="module", params=CASES)
-def watched(request, tmp_path_factory) -> Iterator[Watch]:
-    """A run in which each process was asked; TURNS_ROWS keeps what they said: scripts/evidence/sleep_cycles.sh."""
+def moments(request, tmp_path_factory) -> list[Moment]:
+    """Of a run in which each process was asked, of which nothing is kept besides: its handles must not outlive Ray.
+
+    TURNS_ROWS keeps what they said: scripts/evidence/turns.sh.
+    """
     layers, ranks, degrees = CASES[request.param]
     folder = tmp_path_factory.mktemp("turns")
     save_wide(make_world(folder) / "model", layers)
     with open_run(configured(folder, ranks, degrees), resume=False) as run:
-        watch = Watch(run)
-        with watch.watching():
-            train(run)
+        found = watched(run)
     shutil.rmtree(folder)  # checkpoints of some GB
-    for moment in watch.moments:
+    for moment in found:
         print(request.param, moment)
     if kept := os.environ.get("TURNS_ROWS"):
-        Path(kept, f"{ranks}-ranks.json").write_text(json.dumps([asdict(moment) for moment in watch.moments]))
-    yield watch
+        Path(kept, f"{ranks}-ranks.json").write_text(json.dumps([asdict(moment) for moment in found]))
+    return found
+
+
+def watched(run: Run) -> list[Moment]:
+    """What was seen while it trained."""
+    watch = Watch(run)
+    with watch.watching():
+        train(run)
+    return watch.moments
 
 
 def configured(folder: Path, ranks: int, degrees: dict[str, int]) -> ResolvedConfig:
@@ -164,20 +174,20 @@ def save_wide(folder: Path, layers: int) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", [ACTOR, ENGINE])
-def test_who_rests_has_given_its_device_memory_away(watched, kind):
-    awake = min(moment.live_bytes for moment in watched.of(kind, AT_WORK[kind]))
-    rests = watched.of(kind, AT_REST[kind])
+def test_who_rests_has_given_its_device_memory_away(moments, kind):
+    awake = min(moment.live_bytes for moment in of(moments, kind, AT_WORK[kind]))
+    rests = of(moments, kind, AT_REST[kind])
     assert awake > 0.2e9 and len(rests) >= STEPS - 1
     assert max(moment.live_bytes for moment in rests) < OF_AWAKE[kind] * awake
 
 
 @pytest.mark.timeout(900)
-def test_what_a_process_holds_is_what_the_plan_gives_it_in_every_phase(watched):
+def test_what_a_process_holds_is_what_the_plan_gives_it_in_every_phase(moments):
     """A rank to a tenth of the phase's bytes, an engine, which holds next to nothing asleep, to a tenth of those that
     it is awake with.
     """
-    awake = max(moment.planned_bytes for moment in watched.of(ENGINE, "rollout"))
+    awake = max(moment.planned_bytes for moment in of(moments, ENGINE, "rollout"))
     scale = {ACTOR: lambda moment: moment.planned_bytes, ENGINE: lambda _: awake}
-    assert {moment.phase for moment in watched.moments} >= {"rollout", "log_prob", "train", "train_to_sync"}
-    wrong = [m for m in watched.moments if abs(m.grown_bytes - m.planned_bytes) > OF_PLAN * scale[m.kind](m)]
+    assert {moment.phase for moment in moments} >= {"rollout", "log_prob", "train", "train_to_sync"}
+    wrong = [m for m in moments if abs(m.grown_bytes - m.planned_bytes) > OF_PLAN * scale[m.kind](m)]
     assert wrong == []
