@@ -52,6 +52,11 @@ WANTED_OF_THE_SCRIPT = {
     "algorithm.adv_estimator", "algorithm.policy_loss.loss_mode", "algorithm.use_kl_loss", "ref.param_offload",
     "reward", "reshard.path", "trainer.val_before_train", "trainer.test_freq", "trainer.save_freq", "--resume",
 }  # fmt: skip
+WANTED_AHEAD = {
+    "trainer.schedule", "cluster.placement", "actor.layout.tensor_model_parallel_size",
+    "actor.layout.expert_model_parallel_size", "algorithm.policy_loss.loss_mode", "reward", "reshard.path",
+    "trainer.save_freq", "--resume",
+}  # fmt: skip
 
 
 def rehearse(config: Path, work: Path, *arguments: str) -> dict:
@@ -84,6 +89,16 @@ def test_a_script_of_verl_rehearses_as_it_is_imported(tmp_path):
     config = tmp_path / "imported.yaml"
     succeeded("import-verl", str(SCRIPT), "-o", str(config))
     check_exercised(rehearse(config, tmp_path / "work"), 4, WANTED_OF_THE_SCRIPT)
+
+
+@pytest.mark.timeout(RUN_S + 60)
+def test_generation_ahead_of_training_rehearses(tmp_path):
+    """GSPO on two ranks, TP2 and EP2, beside an engine that is a step ahead of them."""
+    settings = {key: SETTINGS[key] for key in ("model.path", "data.train_files", "data.val_files")} | {
+        "trainer.schedule": "bounded", "trainer.max_staleness": 1, "trainer.save_freq": 20,
+    }  # fmt: skip
+    given = [text for key, value in settings.items() for text in ("--set", f"{key}={json.dumps(value)}")]
+    check_exercised(rehearse(PRESET, tmp_path / "work", *given), 2, WANTED_AHEAD)
 
 
 def check_exercised(answer: dict, ranks: int, wanted: set[str]) -> None:
