@@ -34,7 +34,7 @@ JOINED_AT = 64  # parts: columns of a row each are kilobytes, of many rows a hun
 PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
 
 
-class Served(NamedTuple):
+class VersionServed(NamedTuple):
     """What a version of the weights came to, in all engines."""
 
     stale_tokens: int  # that prefix caches gave its requests and other weights had computed: 0; see VllmEngine.commit
@@ -182,14 +182,14 @@ class RolloutGroup:
         self.call("finish_update")
         return moved
 
-    def commit(self, version: int) -> Served:
+    def commit(self, version: int) -> VersionServed:
         """From here on every engine serves `version`. Each of them holds it already; see VllmEngine.receive_weights.
 
         What the version before came to, in all engines.
         """
         stale, readings = zip(*self.call("commit", version), strict=True)
         peak = max(reading.cache_peak for reading in readings)
-        return Served(sum(stale), peak, sum(reading.preemptions for reading in readings))
+        return VersionServed(sum(stale), peak, sum(reading.preemptions for reading in readings))
 
     def pause_for_update(self, give_back: bool) -> bool:
         """Every engine pauses for new weights and `commit`; whether one of them gives its requests back.

@@ -18,7 +18,7 @@ from reshard_world import DictWriter, World, expected, hf_weights, setup_for, sh
 
 from mrl.cluster import weight_sync
 from mrl.cluster.prerequisites import free_port
-from mrl.cluster.rollout_group import Served
+from mrl.cluster.rollout_group import VersionServed
 from mrl.cluster.weight_sync import WeightSync
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.reshard.setup import SyncSetup
@@ -106,10 +106,10 @@ class FakeCluster:
         held = {name: writer.digest(spec) for name, spec in writer.parameters.items()} if read_back else None
         return [vars(report) | {"received": writer.digests, "held": held}]
 
-    def commit(self, version) -> Served:
+    def commit(self, version) -> VersionServed:
         for engine in self.engines:
             engine.version = version
-        return Served(0, 0.5, 3 * version)
+        return VersionServed(0, 0.5, 3 * version)
 
     def versions(self) -> list:
         return [engine.version for engine in self.engines]
