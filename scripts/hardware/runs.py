@@ -46,11 +46,9 @@ def resume(machine: Machine) -> Figures:
     _has_engines()
     with tempfile.TemporaryDirectory(prefix="mrl-ladder-") as folder:
         world, settings = make_world(Path(folder)), colocated_settings(machine.device, device_count(machine))
-        run_dir = Path(folder) / "run"
-        out = _mrl(machine, "verify", _preset("cpu-colocated.yaml"), "--run-dir", str(run_dir),
-                   "--resume", "--steps", "1",
-                   "--json",
-                   *_arguments(settings | _files(world)))  # fmt: skip
+        settings |= _files(world) | {"trainer.run_dir": str(Path(folder) / "run")}
+        words = ("verify", _preset("cpu-colocated.yaml"), "--resume", "--steps", "1", "--json")
+        out = _mrl(machine, *words, *_arguments(settings))
     found = json.loads(out.splitlines()[-1])
     expect(found["ok"], f"a resumed run is not the one that went on: {found.get('difference')}")
     return {name: found[name] for name in ("steps", "bytes") if name in found}

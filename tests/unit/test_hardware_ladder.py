@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.cli.main import make_parser
 from mrl.config.load import load_config
 from mrl.config.rules import check as check_rules
 from mrl.errors import EnvironmentFault
@@ -110,6 +111,20 @@ def test_runs_of_the_ladder_break_no_rule_on_devices(device, devices, preset, se
         ROOT / "parallel_configs" / "tiny-moe" / preset, None, [f"{k}={json.dumps(v)}" for k, v in own.items()]
     )
     check_rules(resolved, TINY, check_paths=False)
+
+
+@pytest.mark.parametrize("name", ["run_separate", "run_colocated", "resume"])
+def test_commands_of_the_ladder_are_commands(monkeypatch, name):
+    given = []
+
+    def parsed(machine, *words):
+        given.append(make_parser().parse_args(words))  # exits for what is no command
+        raise checks.Wrong("it ran")
+
+    monkeypatch.setattr(runs, "_mrl", parsed)
+    monkeypatch.setattr(runs, "_has_engines", lambda: None)
+    monkeypatch.setattr(runs, "make_world", lambda folder: folder)
+    assert ended(monkeypatch, getattr(runs, name))["why"] == "it ran" and len(given) == 1
 
 
 TINY = model_spec({
