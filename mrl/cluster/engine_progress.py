@@ -32,8 +32,9 @@ class EngineProgress:
         self._every = min(ASK_S, limit_s / 4)
         self._asked: dict[str, float] = {}
         self._to_come: dict[str, ray.ObjectRef] = {}
-        self._readings: dict[str, EngineReading] = {}
-        self._is_read, self._preemptions = False, 0  # since `observed`, and then
+        self._readings: dict[str, EngineReading] = {}  # of engines that have requests, since `observed` said something
+        self._observed_at = clock()
+        self._preemptions: dict[str, int] = {}  # of each engine, that were told
 
     def begin(self, engine: str) -> None:
         """It gets requests and had none: its time begins now."""
@@ -57,13 +58,18 @@ class EngineProgress:
             raise concerning(silent, *late)
 
     def observed(self, under_way: int) -> Observation | None:
-        """What engines' meters said since this was last asked; None where none was read. `under_way`: responses."""
-        if not self._is_read:
+        """What engines' meters said since this last told something, at most once in the time in which each of them is
+        asked: a cache that is full counts once. None where nothing is to be told. `under_way`: responses.
+        """
+        now, readings = self._clock(), self._readings
+        if not readings or now - self._observed_at < self._every:
             return None
-        preemptions, before = sum(each.preemptions for each in self._readings.values()), self._preemptions
-        self._is_read, self._preemptions = False, preemptions
-        fullest = max(each.cache_share for each in self._readings.values())
-        return Observation(fullest, preemptions - before, under_way)
+        preempted = {name: each.preemptions for name, each in readings.items()}
+        more = sum(count - self._preemptions.get(name, 0) for name, count in preempted.items())
+        fullest = max(each.cache_share for each in readings.values())
+        self._preemptions |= preempted
+        self._readings, self._observed_at = {}, now
+        return Observation(fullest, more, under_way)
 
     def excuse(self) -> None:
         """All engines stood still for a reason: their time begins anew."""
@@ -72,6 +78,7 @@ class EngineProgress:
     def _forget(self, engine: str) -> None:
         del self._asked[engine]
         self._to_come.pop(engine, None)
+        self._readings.pop(engine, None)
         self._watch.forget(engine)
 
     def _take_answers(self, now: float) -> None:
@@ -84,4 +91,4 @@ class EngineProgress:
                 except ray.exceptions.RayError:
                     continue
                 self._watch.note(engine, reading.tokens, True, now)
-                self._readings[engine], self._is_read = reading, True
+                self._readings[engine] = reading

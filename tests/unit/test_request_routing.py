@@ -177,7 +177,7 @@ class Fleet:
     def pass_time(self, until, *holding):
         while self.now < until:
             self.now += 1.0
-            self.made = {name: tokens and tokens + (name == "long") for name, tokens in self.made.items()}
+            self.made = {name: tokens and tokens + name.startswith("long") for name, tokens in self.made.items()}
             self.progress.check(holding)
 
 
@@ -203,6 +203,20 @@ def test_meters_are_told_once_and_preemptions_are_those_since(monkeypatch):
     fleet.share, fleet.preemptions = 0.9, 4
     fleet.pass_time(12, "long", "also_long")
     assert fleet.progress.observed(8) == Observation(0.9, 2, 8)
+
+
+def test_a_full_cache_counts_once_a_round_and_not_when_its_engine_has_nothing_more(monkeypatch):
+    engines = [f"long_{i}" for i in range(8)]
+    fleet = Fleet(monkeypatch, **dict.fromkeys(engines, 1))
+    fleet.share, told = 0.9, []
+    for second in range(1, 31):
+        fleet.pass_time(second, *engines[: 1 + second])  # they begin one by one, and so are asked at different times
+        told += [fleet.progress.observed(8)]
+    assert 0 < sum(each is not None for each in told) <= 30 / 2.5, "a quarter of the limit of 10 s lies between two"
+    fleet.pass_time(34, *engines)
+    fleet.share = 0.1
+    fleet.pass_time(38, engines[0])
+    assert fleet.progress.observed(1).kv_use == 0.1, "of the engine that has requests"
 
 
 def test_time_without_requests_and_time_that_is_excused_do_not_count(monkeypatch):
