@@ -10,6 +10,7 @@ from typing import Any
 from mrl.config.schema import RunConfig
 from mrl.errors import Violation
 from mrl.model import ModelSpec
+from mrl.platforms.hosting import get_hosting
 
 _TRANSFORMER = "model.override_transformer_config"
 _DISPATCHER = f"{_TRANSFORMER}.moe_token_dispatcher_type"
@@ -20,8 +21,6 @@ _BOTH = "moe_enable_deepep is the old way to say deepep, and Megatron refuses tw
 # first forward
 _TE_KERNELS = ("moe_permute_fusion", "moe_router_fusion")
 _NO_TE = "its kernel is Transformer Engine's, and Megatron refuses it in the first forward without"
-# MindSpeed core_r0.16.0 brings a permutation of its own under this name (core/fusions/fused_moe_permute.py), no router
-_ON_NPU = ("moe_permute_fusion",)
 _GRAPHS = {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False}
 _SHAPES = (
     "a captured graph asserts that every tensor has the shape that it was captured with (core/transformer/"
@@ -32,7 +31,7 @@ _SHAPES = (
 
 def _flex_device(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     device = config.cluster.device
-    if _is_flex(config, model) and device != "cuda":
+    if _is_flex(config, model) and not get_hosting(device).has_flex_dispatcher:
         why = f"the kernels of DeepEP and HybridEP are NVIDIA's; {device} has neither"
         yield Violation(_DISPATCHER, f"must be alltoall on {device}", why, ("alltoall", "allgather"))
 
@@ -64,9 +63,8 @@ def _flex_backend(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 def _kernels_of_device(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     given, device = config.model.override_transformer_config, config.cluster.device
-    able: tuple[str, ...] = {"cuda": _TE_KERNELS, "npu": _ON_NPU}.get(device, ())
     for name in _TE_KERNELS:
-        if model.is_moe and given.get(name) and name not in able:
+        if model.is_moe and given.get(name) and name not in get_hosting(device).moe_fusions:
             yield Violation(f"{_TRANSFORMER}.{name}", f"must be false on {device}", _NO_TE, (False,))
 
 

@@ -87,6 +87,10 @@ class Hosting:
     memory_reach: Reach = "process"
     orders_devices: bool = True  # a process may be shown devices in any order; CANN takes them ascending only
     interleaves_stages: bool = True  # a rank may hold several stages of a pipeline; MindSpeed's cannot be mapped
+    # Megatron's switches of fused MoE kernels that the update has there. Transformer Engine brings them; MindSpeed
+    # core_r0.16.0 brings a permutation of its own under that name (core/fusions/fused_moe_permute.py), no router
+    moe_fusions: tuple[str, ...] = ()
+    has_flex_dispatcher: bool = False  # the kernels of DeepEP and HybridEP are NVIDIA's
     returns_routes: bool = True  # vLLM itself returns routed experts; on CPU its model runner that does so lacks Triton
 
     def ray_resources(self, cpus: float, devices: int) -> dict[str, float]:
@@ -164,9 +168,22 @@ def cpu_binding(cores: list[int], engine_id: int, engines: int, workers: int) ->
 
 _HOSTING = {
     "cpu": Hosting("cpu", None, checks_batch_order=True, returns_routes=False),
-    "cuda": Hosting("cuda", "GPU", checks_batch_order=False, memory_reach="node"),
+    "cuda": Hosting(
+        "cuda",
+        "GPU",
+        checks_batch_order=False,
+        memory_reach="node",
+        moe_fusions=("moe_permute_fusion", "moe_router_fusion"),
+        has_flex_dispatcher=True,
+    ),
     "npu": Hosting(
-        "npu", "NPU", checks_batch_order=False, memory_reach="device", orders_devices=False, interleaves_stages=False
+        "npu",
+        "NPU",
+        checks_batch_order=False,
+        memory_reach="device",
+        orders_devices=False,
+        interleaves_stages=False,
+        moe_fusions=("moe_permute_fusion",),
     ),
 }
 
