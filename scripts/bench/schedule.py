@@ -45,9 +45,9 @@ from mrl.schedule.staleness import Schedule  # noqa: E402
 
 PRESET = ROOT / "parallel_configs" / "long-moe" / "cpu.yaml"
 RUN = Path(__file__).with_name("schedule_run.py")
-BATCH, N, LONGEST = 16, 8, 384
+BATCH, N, LONGEST = 24, 8, 384
 SHARED = "sync, cores shared"
-SCORE = "val-core/tiny/counting/reward/mean@4"
+SCORE = "tiny/counting/acc/mean@4"  # of the held-out starts
 PARTIAL = {"trainer.schedule": "bounded", "trainer.partial_rollouts": "true"}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--seats", type=int, default=32, help="responses that the engine computes at once")
+    parser.add_argument("--seats", type=int, default=192, help="responses that the engine computes at once")
     parser.add_argument("--only", nargs="*", choices=list(SCHEDULES), default=list(SCHEDULES))
     parser.add_argument("--for", type=float, default=float("inf"), dest="seconds")
     parser.add_argument("--json", action="store_true")
@@ -193,8 +193,8 @@ def row_of(name: str, rows: Sequence[dict], base: float) -> dict[str, Any]:
         "schedule": name,
         "tokens_per_s": speed(rows),
         "over_sync": speed(rows) / base,
-        "score": last[SCORE],
-        "score_ci95": [last.get(f"{SCORE}/ci95_{end}") for end in ("low", "high")],
+        "score": last[f"val-core/{SCORE}"],
+        "score_ci95": [last.get(f"val-aux/{SCORE}/ci95_{end}") for end in ("low", "high")],
         "step_s": float(np.mean([row["timing_s/step"] for row in steps])),
         "waits_for_generation_s": float(np.mean([row["timing_s/gen"] for row in steps])),
         "settle_s": float(np.mean([row.get("timing_s/settle", 0.0) for row in steps])),
