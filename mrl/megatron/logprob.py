@@ -44,14 +44,32 @@ class _Head:
         """The rows of each block."""
         return _slices(self.width, self.rows)
 
-    def logits(self, hidden: Tensor, temperature: Tensor, block: slice) -> Tensor:
-        """[tokens, rows] float32, divided by the temperature [tokens]; a tensor that the caller may overwrite."""
-        return (hidden @ self.weight[block].t()).float().div_(temperature[:, None])
+    def place(self, tokens: int) -> Tensor:
+        """Float32 memory of a block's size.
+
+        Made once, not a block: results between blocks are small and stay, and on the CPU the heap keeps a hole of a
+        block's size below each of them.
+        """
+        size = min(tokens, self.tokens) * min(self.width, self.rows)
+        return torch.empty(size, dtype=torch.float32, device=self.weight.device)
+
+    def logits(self, hidden: Tensor, temperature: Tensor, block: slice, place: Tensor) -> Tensor:
+        """[tokens, rows] float32 in `place`, divided by the temperature [tokens]."""
+        found, weight = _matrix(place, len(hidden), block.stop - block.start), self.weight[block].t()
+        if hidden.dtype is torch.float32:
+            torch.mm(hidden, weight, out=found)
+        else:
+            found.copy_(hidden @ weight)
+        return found.div_(temperature[:, None])
 
     def owned(self, targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
         """Column of each target in the block and whether it is there; where it is not, the column means nothing."""
         local, width = targets - self.first - block.start, block.stop - block.start
         return local.clamp(0, width - 1), (local >= 0) & (local < width)
+
+
+def _matrix(place: Tensor, rows: int, columns: int) -> Tensor:
+    return place[: rows * columns].view(rows, columns)
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:
@@ -87,9 +105,11 @@ class _LeanLogProbs(torch.autograd.Function):
             hidden.new_zeros(len(hidden), dtype=torch.float32),
             hidden.new_zeros((3, len(hidden)), dtype=torch.float32),
         )
+        places = head.place(len(hidden)), head.place(len(hidden))
         for part in head.parts(len(hidden)):
             found = [
-                _block_sums(head, hidden[part], targets[part], temperature[part], block) for block in head.blocks()
+                _block_sums(head, hidden[part], targets[part], temperature[part], block, places)
+                for block in head.blocks()
             ]
             peaks, of_blocks = torch.stack([peak for peak, _ in found]), torch.stack([own for _, own in found], 1)
             peak[part] = peaks.amax(0)
@@ -106,37 +126,36 @@ class _LeanLogProbs(torch.autograd.Function):
         hidden, weight, targets, temperature, log_sum_exp, entropy = ctx.saved_tensors
         head: _Head = ctx.head
         grad_hidden, grad_weight = torch.empty_like(hidden), _WeightGradient(weight, head.width)
+        place, other = head.place(len(hidden)), head.place(len(hidden) if ctx.entropy_has_gradient else 0)
         for part in head.parts(len(hidden)):
             grad_part = _HiddenGradient(grad_hidden[part], several=head.rows < head.width)
             for block in head.blocks():
-                log_p = head.logits(hidden[part], temperature[part], block).sub_(log_sum_exp[part][:, None])
+                log_p = head.logits(hidden[part], temperature[part], block, place).sub_(log_sum_exp[part][:, None])
                 scale = -grad_log_probs[part][:, None]
                 if ctx.entropy_has_gradient:
-                    p = log_p.exp()
+                    p = torch.exp(log_p, out=_matrix(other, *log_p.shape))
                     grad = p.mul_(log_p.add_(entropy[part][:, None]).mul_(-grad_entropy[part][:, None]).add_(scale))
                 else:
                     grad = log_p.exp_().mul_(scale)
                 column, here = head.owned(targets[part], block)
                 grad.scatter_add_(-1, column[:, None], torch.where(here, grad_log_probs[part], 0.0)[:, None])
-                del log_p
                 grad_weight.add(block, grad.div_(temperature[part][:, None]), hidden[part])
                 grad_part.add(grad, weight[block])
-                del grad
             grad_part.finish()
         return grad_hidden, grad_weight.result(), None, None, None, None
 
 
 def _block_sums(
-    head: _Head, hidden: Tensor, targets: Tensor, temperature: Tensor, block: slice
+    head: _Head, hidden: Tensor, targets: Tensor, temperature: Tensor, block: slice, places: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Peak [tokens] of a block's logits z, and [3, tokens]: sums of exp(z - peak), of exp(z - peak) (z - peak), and the
     target's z or 0.
     """
-    z = head.logits(hidden, temperature, block)
+    z = head.logits(hidden, temperature, block, places[0])
     peak = z.amax(-1)
     column, here = head.owned(targets, block)
     target = torch.where(here, z.gather(-1, column[:, None])[:, 0], 0.0)
-    weights = z.sub_(peak[:, None]).exp()
+    weights = torch.exp(z.sub_(peak[:, None]), out=_matrix(places[1], *z.shape))
     return peak, torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, z), target])
 
 

@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 
 from mrl.megatron.logprob import REDUCES_EARLY, lean_log_probs
+from mrl.platforms.process_memory import give_back_heap, peak_resident_bytes, reset_peak_resident, resident_bytes
+from mrl.units import MIB
 
 TOKENS, HIDDEN, VOCAB, PADDED = 15, 6, 11, 14
 BLOCKS = [(1, VOCAB), (4, VOCAB), (15, 4), (4, 5), (6, 1), None]  # tokens and rows of the vocabulary at a time
@@ -158,6 +160,22 @@ def test_a_certain_token_has_no_entropy_and_huge_logits_do_not_overflow():
     )
     assert log_probs.item() == 0.0
     assert entropy.item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_held_at_once_does_not_grow_with_the_number_of_blocks(dtype):
+    """A hundred blocks of 1 MiB: a handful of them, not one that is freed under each result that stays."""
+    tokens, rows, blocks = 256, 1024, 100
+    hidden, weight = torch.ones(tokens, 4, dtype=dtype).requires_grad_(), torch.ones(blocks * rows, 4, dtype=dtype)
+    targets, temperature = torch.zeros(tokens, dtype=int), torch.ones(tokens)
+    give_back_heap()
+    before = resident_bytes()
+    reset_peak_resident()
+    log_probs, _ = lean_log_probs(
+        hidden, weight, targets, temperature, len(weight), dist.group.WORLD, block=(tokens, rows)
+    )
+    log_probs.sum().backward()
+    assert peak_resident_bytes() - before < 20 * MIB
 
 
 def test_no_tokens_are_no_fault():
