@@ -21,4 +21,4 @@ for seed in $seeds; do
     train dapo "$seed" --recipe dapo
     train control "$seed" --set reward.custom_reward_function.path=scripts/evidence/random_reward.py
 done
-python scripts/evidence/algorithms.py "$runs"
+python scripts/evidence/learning_curves.py "$runs" --name algorithms

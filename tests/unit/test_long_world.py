@@ -101,7 +101,7 @@ def write_run(folder, scores):
 
 
 def test_algorithms_are_compared_over_their_seeds(script, tmp_path, monkeypatch):
-    algorithms = script("evidence/algorithms.py")
+    algorithms = script("evidence/learning_curves.py")
     for seed in (0, 1):
         write_run(tmp_path / "runs" / f"gspo-{seed}", [0.2, 0.5 + 0.1 * seed])
         write_run(tmp_path / "runs" / f"control-{seed}", [0.2, 0.18])

@@ -1,7 +1,9 @@
-"""Held-out scores of several algorithms over several seeds, from the folders ALGORITHM-SEED of one directory: a table,
-a figure, a verdict.
+"""Held-out scores of several recipes over several seeds, from the folders RECIPE-SEED of one directory: a table, a
+figure, a verdict.
 
-python scripts/evidence/algorithms.py runs/algorithms
+python scripts/evidence/learning_curves.py runs/algorithms --name algorithms
+
+Writes NAME.json and NAME.png; scripts/evidence/NAME.sh is what made the runs.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import numpy as np
 from mrl.record.run_dir import METRICS, read_metrics
 
 CONTROL = "control"
+STALENESS = "training/off_policy/trajectory_staleness/mean"
 CONTROL_POINTS = 6.0  # of held-out score that random rewards may move it by
 
 
@@ -27,6 +30,7 @@ class Curve:
     points: list[tuple[int, float]]
     seconds: float
     gen_batches: float
+    staleness: float | None  # updates, of the mean response in the later half; None where the run has no such metric
 
     @property
     def gain(self) -> float:
@@ -46,15 +50,17 @@ def read(run_dir: Path) -> Curve:
     if len(points) < 2:
         raise SystemExit(f"{run_dir} holds fewer than two validations")
     seconds = sum(row.get("timing_s/step", 0.0) for row in rows)
+    ages = [row[STALENESS] for row in rows if STALENESS in row]
     return Curve(
         int(run_dir.name.rpartition("-")[2]),
         points,
         seconds,
         sum(row.get("train/num_gen_batches", 0.0) for row in rows),
+        float(np.mean(ages[len(ages) // 2 :])) if ages else None,
     )
 
 
-def draw(curves: dict[str, list[Curve]], path: Path) -> None:
+def draw(curves: dict[str, list[Curve]], title: str, path: Path) -> None:
     """Thin lines for seeds, a thick one for their mean."""
     import matplotlib
 
@@ -70,7 +76,7 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
         axes.plot(
             steps, mean, "o-", color=f"C{number}", linewidth=2, markersize=4, label=f"{name}, mean of {len(runs)} seeds"
         )
-    axes.set(xlabel="step", ylabel="held-out exact match", title="Tiny Qwen3-MoE from the same start")
+    axes.set(xlabel="step", ylabel="held-out score", title=title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,14 +87,16 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path)
+    parser.add_argument("--name", default="algorithms")
+    parser.add_argument("--title", default="Tiny Qwen3-MoE from the same start")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     args = parser.parse_args()
     curves: dict[str, list[Curve]] = defaultdict(list)
     for folder in sorted(path for path in args.runs.iterdir() if (path / METRICS).is_file()):
         curves[folder.name.rpartition("-")[0]].append(read(folder))
     if not curves:
-        raise SystemExit(f"{args.runs} holds no runs named ALGORITHM-SEED")
-    draw(curves, args.out / "algorithms.png")
+        raise SystemExit(f"{args.runs} holds no runs named RECIPE-SEED")
+    draw(curves, args.title, args.out / f"{args.name}.png")
     table = {
         name: {
             "seeds": [run.seed for run in runs],
@@ -96,6 +104,7 @@ def main() -> None:
             "after": [round(run.points[-1][1], 4) for run in runs],
             "gain_points": [round(run.gain, 1) for run in runs],
             "gen_batches": [run.gen_batches for run in runs],
+            "staleness": [run.staleness for run in runs],
             "seconds": [round(run.seconds, 1) for run in runs],
         }
         for name, runs in curves.items()
@@ -103,7 +112,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     facts = {
         "commit": commit,
-        "command": "scripts/evidence/algorithms.sh",
+        "command": f"scripts/evidence/{args.name}.sh",
         "steps": max(step for runs in curves.values() for run in runs for step, _ in run.points),
         "algorithms": table,
         "goals": {
@@ -111,7 +120,7 @@ def main() -> None:
             "others": "every seed gains more than the control's",
         },
     }
-    (args.out / "algorithms.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (args.out / f"{args.name}.json").write_text(json.dumps(facts, indent=2) + "\n")
     print(json.dumps(facts))
     moved = max((abs(run.gain) for run in curves.get(CONTROL, ())), default=0.0)
     stuck = [name for name, runs in curves.items() if name != CONTROL and min(run.gain for run in runs) <= moved]
