@@ -195,6 +195,8 @@ def row_of(name: str, rows: Sequence[dict], base: float) -> dict[str, Any]:
         "over_sync": speed(rows) / base,
         "score": last[f"val-core/{SCORE}"],
         "score_ci95": [last.get(f"val-aux/{SCORE}/ci95_{end}") for end in ("low", "high")],
+        "length_mean": float(np.mean([row["response_length/mean"] for row in steps])),
+        "length_max": float(np.mean([row["response_length/max"] for row in steps])),
         "step_s": float(np.mean([row["timing_s/step"] for row in steps])),
         "waits_for_generation_s": float(np.mean([row["timing_s/gen"] for row in steps])),
         "settle_s": float(np.mean([row.get("timing_s/settle", 0.0) for row in steps])),
