@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from counting_reward import compute_score as counted  # noqa: E402
+from counting_reward import compute_score as counted
 
 _coin = random.Random(0)
 
