@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-from checks import CHECKS, FAILED, Figures, Machine, quiet, run_check, say  # noqa: E402
+from checks import CHECKS, FAILED, SKIPPED, Figures, Machine, quiet, run_check, say  # noqa: E402
 
 FILES = ("facts", "nodes", "memory", "products", "transport", "layers", "runs", "bench")  # from the ground up
 _GRACE_S = 20  # beyond a check's own limit
@@ -75,7 +75,9 @@ def _lines_apart(names: list[str], device: str) -> Iterator[Figures]:
 
 
 def _line_of_process(name: str, device: str) -> Figures:
-    """A process that ends without a line has one made for it: nothing is left out."""
+    """A process that ends without a line has one made for it, and one that dies after its line has failed: nothing is
+    left out.
+    """
     command = [sys.executable, str(HERE / "ladder.py"), device, name, "--here"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -86,11 +88,12 @@ def _line_of_process(name: str, device: str) -> Figures:
         os.killpg(process.pid, 9)
         out, err = process.communicate()
     lines = [line for line in out.splitlines() if line.startswith("{")]
-    if lines:
-        return json.loads(lines[-1])
+    said = json.loads(lines[-1]) if lines else {"check": name, "device": device, "seconds": 0.0}
+    if said.get("status") in (FAILED, SKIPPED) or (lines and process.returncode == 0):
+        return said
     why = "not done in its time" if process.returncode in (-14, -9) else f"ended with {process.returncode}"
     last = (err.strip().splitlines() or [""])[-1]
-    return {"check": name, "device": device, "status": FAILED, "why": f"{why}: {last}"[:500], "seconds": 0.0}
+    return said | {"status": FAILED, "why": f"{'ok, then ' if lines else ''}{why}: {last}"[:500]}
 
 
 if __name__ == "__main__":

@@ -48,6 +48,21 @@ def test_the_doctor_reaches_a_head_with_the_token_and_not_without(head):
     assert code == 4 and refused["status"] == "failure" and "token" in refused["cure"], refused
 
 
+def test_nodes_of_a_cluster_are_looked_at_by_the_doctor_and_by_the_ladder(head):
+    """One node here; what two may have against each other: tests/unit/test_node_checks.py."""
+    address, found = f"127.0.0.1:{head['PORT']}", "1 nodes: of one kind"
+    words = ["mrl", "doctor", "--json", "--device", "cpu", "--address", address, "--nnodes", "2"]
+    done = subprocess.run(words, cwd=ROOT, env=head, capture_output=True, text=True, timeout=RUN_S)
+    (check,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "between nodes"]
+    assert check["status"] == "ok" and check["found"].startswith(found), check
+    words = ["bash", "scripts/hardware/run.sh", "cpu", "nodes"]
+    done = subprocess.run(
+        words, cwd=ROOT, env=head | {"RAY_ADDRESS": address}, capture_output=True, text=True, timeout=RUN_S
+    )
+    line = json.loads(done.stdout)
+    assert (line["check"], line["status"], line.get("nodes")) == ("nodes", "ok", 1), line
+
+
 def test_the_drivers_exit_status_comes_back(head, tmp_path):
     world = make_world(tmp_path / "world")
     (world / "data" / "train.parquet").write_bytes(b"no parquet")

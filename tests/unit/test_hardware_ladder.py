@@ -1,12 +1,8 @@
-"""The ladder of checks: what a line says however a check ends, what is wrong between nodes, configurations of its runs
-on devices.
-"""
+"""The ladder of checks: what a line says however a check ends, configurations of its runs on devices."""
 
 import importlib
 import json
-import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +15,7 @@ from mrl.model import model_spec
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "hardware"))
-checks, ladder, nodes, runs = (importlib.import_module(name) for name in ("checks", "ladder", "nodes", "runs"))
+checks, ladder, runs = (importlib.import_module(name) for name in ("checks", "ladder", "runs"))
 
 
 def ended(monkeypatch, function) -> dict:
@@ -53,47 +49,18 @@ def test_a_process_that_says_nothing_has_a_line_made_for_it(monkeypatch, tmp_pat
     assert ladder._line_of_process("one", "cpu")["why"] == "ended with 9: out of memory"
 
 
+def test_a_process_that_says_that_all_is_well_and_then_dies_has_failed(monkeypatch, tmp_path):
+    (tmp_path / "ladder.py").write_text(
+        'import os; print(\'{"check": "one", "status": "ok"}\', flush=True); os.abort()'
+    )
+    monkeypatch.setattr(ladder, "HERE", tmp_path)
+    line = ladder._line_of_process("one", "cpu")
+    assert (line["check"], line["status"]) == ("one", "failed") and line["why"].startswith("ok, then ended with -6")
+
+
 def test_figures_are_rounded_and_a_line_is_json(capsys):
     checks.say({"a": 1.23456789, "b": [0.1234567, "x"], "c": {"d": 12345.6}})
     assert json.loads(capsys.readouterr().out) == {"a": 1.235, "b": [0.1235, "x"], "c": {"d": 12350.0}}
-
-
-WELL = nodes.Node("a", "NVIDIA H100 80GB HBM3", "580.65", "torch 2.13.0", 0.0, 16.0)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            {"device": "NVIDIA H200"},
-            r"several devices: NVIDIA H100 80GB HBM3 on a, c; NVIDIA H200 on b\. a job takes one kind",
-        ),
-        ({"driver": "535.1"}, "several drivers: .*535.1 on b. install one driver"),
-        ({"versions": "torch 2.12.0"}, "several versions .* install the same row"),
-        ({"clock_s": 7.5}, r"clocks differ by 7\.5 s \(b is off\): run chrony"),
-        ({"shm_gib": 0.0625}, "b: /dev/shm has 64 MiB: give its container --shm-size"),
-        ({"closed": ("10.0.0.1:20123",)}, r"b cannot reach 10\.0\.0\.1:20123: open TCP between the nodes"),
-    ],
-)
-def test_what_does_not_belong_together_is_told_with_its_cure(change, said):
-    every = [WELL, replace(WELL, name="b", **change), replace(WELL, name="c", clock_s=0.1)]
-    (fault,) = nodes.faults(every)
-    assert re.search(said, fault), fault
-    assert nodes.faults([WELL, replace(WELL, name="b", clock_s=0.4)]) == []
-
-
-def test_a_node_says_what_it_is():
-    said = nodes.facts("cpu")
-    assert "torch " in said["versions"] and said["shm_gib"] > 0
-
-
-def test_a_closed_port_is_found_and_an_open_one_is_not():
-    listener = nodes.Listener()
-    (open_port, *_), free = listener.ports(), nodes.Listener()
-    closed = free.ports()[0]
-    for each in free._sockets:
-        each.close()
-    assert nodes.closed_of([("127.0.0.1", open_port), ("127.0.0.1", closed)]) == [f"127.0.0.1:{closed}"]
 
 
 @pytest.mark.parametrize("device", ["cuda", "npu"])

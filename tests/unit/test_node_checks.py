@@ -1,10 +1,17 @@
-"""Clocks that differ and ports that are closed between nodes are told with both addresses."""
+"""What does not belong together between nodes is told with addresses and the cure: devices, drivers, software, shared
+memory, clocks, ports.
+"""
 
+import re
 import socket
+import time
+from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
-from mrl.cluster.node_checks import Clock, clock_faults, port_faults, reaches
+from mrl.cluster.node_checks import Clock, NodeFacts, clock_faults, port_faults, reaches, unlike_faults
+from mrl.cluster.same_software import software
 
 
 @pytest.mark.parametrize(
@@ -30,3 +37,44 @@ def test_ports_are_open_or_told():
     assert port_faults({"10.0.0.1": [("10.0.0.2", 23456)], "10.0.0.2": []}) == [
         "10.0.0.1 does not reach 10.0.0.2:23456"
     ]
+
+
+def test_ports_that_do_not_answer_are_waited_for_together():
+    """As behind a firewall that drops what it does not let through: here listeners whose queues are full."""
+    with ExitStack() as held:
+        targets = []
+        for _ in range(6):
+            listener = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            held.enter_context(socket.create_connection(listener.getsockname()))
+            targets.append(listener.getsockname())
+        began = time.monotonic()
+        assert reaches(targets, timeout_s=0.2) == targets
+        assert time.monotonic() - began < 0.8
+
+
+WELL = NodeFacts("NVIDIA H100 80GB HBM3", "580.65", software(), 16.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"devices": "NVIDIA H200"},
+            r"several devices \(NVIDIA H100 80GB HBM3 on a, c; NVIDIA H200 on b\): give a run",
+        ),
+        ({"devices": "none (torch sees no CUDA device)"}, r"several devices .*none \(torch sees no CUDA device\) on b"),
+        ({"driver": "535.1"}, r"several drivers .*535.1 on b\): install one"),
+        ({"software": software() | {"torch": "2.12.0"}}, "torch is 2.12.0 on b .*install one version on every node"),
+        ({"shm_gib": 0.0625}, r"/dev/shm is small \(b 0.06 GiB\): give containers --shm-size"),
+    ],
+)
+def test_what_does_not_belong_together_is_told_with_its_cure(change, said):
+    (fault,) = unlike_faults({"a": WELL, "b": replace(WELL, **change), "c": WELL})
+    assert re.search(said, fault), fault
+    assert unlike_faults({"a": WELL, "b": WELL}) == []
+
+
+def test_a_node_says_what_it_is():
+    here = NodeFacts.here("cpu")
+    assert here.devices and here.shm_gib > 0 and here.software == software()
+    assert NodeFacts.here("cuda").devices.startswith("none (")  # this machine's torch has no CUDA

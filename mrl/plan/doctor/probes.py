@@ -12,6 +12,7 @@ from mrl.plan.doctor.machine import Finding, failure, ok, warning
 from mrl.platforms.inventory import LAYER_PROBES, TORCH_PROBES
 
 DEADLINE_S = 8.0
+_SHOWN = 1000  # characters of a program's last line: what is wrong between nodes is one
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,7 @@ def probes(device: str, address: str | None, deep: bool, nnodes: int = 1) -> tup
         )
         wanted.append(Probe("ray cluster", _RAY, cure, (address,), must_answer=True))
     if address and nnodes > 1:
-        cure = (
-            "set the clocks by one server (chrony); open TCP 1024 to 65535 between the nodes: Ray's ports, 20000 to "
-            "29999 for meetings, and those of the kernel (ip_local_port_range), where gloo and NCCL listen"
-        )
-        wanted.append(Probe("between nodes", _NODES, cure, (address,)))
+        wanted.append(Probe("between nodes", _NODES, "each says its own cure", (address, device)))
     if deep and device in LAYER_PROBES:
         cure = "compile it against the torch that is installed: scripts/install.sh"
         wanted.append(Probe("import transformer_engine", LAYER_PROBES[device], cure))
@@ -100,4 +97,4 @@ def _answer(probe: Probe, process: subprocess.Popen, left_s: float, deadline_s: 
 
 def _last(text: str) -> str:
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
+    return lines[-1][:_SHOWN] if lines else ""
