@@ -127,6 +127,31 @@ def _with_two_sides(original: Any) -> Any:
     return sorted_by_side
 
 
+def _rotated_at_once(original: Any) -> Any:
+    """Rotates a pack [tokens, heads, dim] by `freqs` [longest, 1, 1, rotated dim], each token by its place in its own
+    sequence; `cu_seqlens` [sequences + 1] says where those begin.
+
+    Places are gathered from cosines of one sequence, to the same bits as Megatron's, which slices and joins the angles
+    sequence by sequence, in every layer, for queries and again for keys, and takes cosines of all tokens.
+    """
+    from megatron.core.models.common.embeddings.rope_utils import _rotate_half
+
+    def rotated(
+        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False, mscale: float = 1.0, cp_group: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        if multi_latent_attention or cp_group.size() > 1 or freqs.shape[0] == len(t):  # the last: angles of all tokens
+            return original(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group)
+        starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+        place = torch.arange(len(t), device=t.device) - starts
+        cos, sin = ((f(freqs) * mscale).to(t.dtype)[place] for f in (torch.cos, torch.sin))
+        turned, rest = t[:, None, :, : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+        turned = (turned * cos + _rotate_half(turned, rotary_interleaved) * sin)[:, 0]
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+    return rotated
+
+
 def _answer(value: Any) -> Any:
     """A function that gives one answer, whatever it is asked."""
     return lambda original: lambda *args, **kwargs: value
@@ -192,6 +217,13 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.transformer.moe.moe_utils.te_general_gemm",
         lambda original: None if original is MISSING else original,
         "the router reads this name although its import failed without Transformer Engine",
+        ("cpu", "cuda"),
+        torch_layers_only=True,
+    ),
+    Patch(
+        "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd",
+        _rotated_at_once,
+        "a pack of many short sequences is rotated by a loop over them: a tenth of the update of a tiny model",
         ("cpu", "cuda"),
         torch_layers_only=True,
     ),

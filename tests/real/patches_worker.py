@@ -118,6 +118,24 @@ def uneven_gather(plan: dict, rank: int, world_size: int, port: int) -> None:
     assert torch.equal(mine.grad, torch.full_like(mine, 3.0))
 
 
+def pack_rotation(plan: dict, rank: int, world_size: int, port: int) -> None:
+    """A pack of 500 sequences is rotated in as many operations as a pack of two."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from torch.profiler import ProfilerActivity, profile
+
+    def operations(sequences: int) -> int:
+        starts = 3 * torch.arange(sequences + 1, dtype=torch.int32)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            rope_utils._apply_rotary_pos_emb_thd(
+                torch.ones(3 * sequences, 2, 8), starts, torch.ones(4, 1, 1, 8), cp_group=dist.group.WORLD
+            )
+        return len(seen.events())
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    few, many = operations(2), operations(500)
+    assert many <= few + 10, f"{many} operations, and {few} of two sequences"
+
+
 def meta_context(plan: dict, rank: int, world_size: int, port: int) -> None:
     """A model built under torch.device("meta") has no memory, as transformers expects."""
     with torch.device("meta"):
@@ -127,7 +145,7 @@ def meta_context(plan: dict, rank: int, world_size: int, port: int) -> None:
 
 CHECKS: dict[str, Callable] = {
     check.__name__: check for check in (moe_update, generators, pipeline_update, hybrid_update, uneven_gather,
-        meta_context)
+        pack_rotation, meta_context)
 }  # fmt: skip
 
 
