@@ -131,6 +131,11 @@ class Hosting:
             # Where keys of a sequence are split among threads depends on what else is in the step, and so would its
             # bits.
             "VLLM_CPU_ATTN_SPLIT_KV": "0",
+            # libgomp lets a thread that waits for others spin for milliseconds, 300,000 rounds, as long as the process
+            # itself has no more threads than cores. Front ends, cores and ranks share these cores: the one that is
+            # waited for is kept from running, at every operation of a step. So many rounds, some 0.05 ms, it takes
+            # itself where it knows of too few cores.
+            "GOMP_SPINCOUNT": "1000",
             "VLLM_CPU_OMP_THREADS_BIND": cpu_binding(sorted(os.sched_getaffinity(0)), engine_id, engines, workers),
         }
 
