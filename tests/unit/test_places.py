@@ -6,8 +6,8 @@ import pytest
 
 from mrl.cluster.prerequisites import device_bundles, engine_bundles, needed_resources, shared_devices
 from mrl.config.load import load_config
+from mrl.config.override_rules import upstream_class
 from mrl.config.places import rank_places, rollout_layout
-from mrl.config.upstream_fields import UPSTREAM_FIELDS
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import known_spec
 from mrl.model.device_grid import ClusterShape, Place, actor_places, bundles_of_places, engine_places, rank_order
@@ -102,7 +102,7 @@ def test_every_preset_starts_engines_with_arguments_vllm_has(path, monkeypatch):
     monkeypatch.setattr(requests, "load_model_spec", lambda path: known_spec("Qwen3-30B-A3B"))
     config = load_config(path).config
     arguments = requests.engine_settings(config, 0, Path("logs")).arguments
-    assert set(arguments) <= UPSTREAM_FIELDS["AsyncEngineArgs"].fields
+    assert set(arguments) <= upstream_class("AsyncEngineArgs", config.cluster.device).fields
     assert arguments["tensor_parallel_size"] == config.rollout.tensor_model_parallel_size
     assert arguments["enable_expert_parallel"] == (config.rollout.expert_parallel_size > 1)
 
