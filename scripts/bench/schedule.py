@@ -168,7 +168,7 @@ def results(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     rows = [row_of(name, rows, speed(sync)) for name, rows in metrics.items()]
     rates = {row["schedule"]: row["tokens_per_s"] for row in rows}
     partials = max((rate for name, rate in rates.items() if name.startswith("bounded")), default=None)
-    git = ["git", "rev-parse", "--short", "HEAD"]
+    git = ["git", "rev-parse", "HEAD"]
     return {
         "command": f"scripts/bench/schedule.py --work WORK --steps {options.steps} --seats {options.seats}",
         "commit": subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip(),
