@@ -1,29 +1,32 @@
 """Requests under way at the engines, and responses as they come back: blocks that stay where they are, and numbers.
 
-An engine's process yields a block, its routes where they were asked for, then what the driver is told of it; see
-StoredSamples. Where a response goes on from tokens that were generated before, the engine's process fetches those by
-reference and gives back the two together.
+    driver                                    engine's process
+    requests                     -- generate -->
+    numbers of what finished     <-- told ----   held a while for more: Outbox
+    references to their blocks   <-- blocks --   objects of the engine's node; see StoredSamples
 
-Whoever is woken for each response of a large step is busy with waking: what has come back waits for more, a hundredth
-of the time that it took, and all of it is taken together.
+Where a response goes on from tokens that were generated before, the engine's process fetches those by reference and
+gives back the two together. Whoever is woken for each engine of a large step is busy with waking: what has come back
+waits for more, a hundredth of the time that it took, and all of it is taken together.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import ray
 
 from mrl.cluster.calls import LostPeer, blame, unwrap
 from mrl.cluster.engine_progress import EngineProgress
+from mrl.cluster.outbox import Told
 from mrl.cluster.stored_samples import Block, StoredSamples
 from mrl.data.samples import SampleRows
 from mrl.vllm.requests import Request, Sampling
 
-AHEAD = 64  # objects of a stream, two a block, that nobody has taken yet
 REST_S = 0.1  # between two takes that bring something, at most
-REST_SHARE = 0.01  # of the time that the newest response took: so much longer a freed place of an engine is empty
 PHASE = "generation"
+_CLIENTS = itertools.count()  # of the engines, all in this process
 
 
 class Arrived(NamedTuple):
@@ -31,14 +34,6 @@ class Arrived(NamedTuple):
 
     samples: StoredSamples
     engine: str
-
-
-class Sent(NamedTuple):
-    """A call of an engine that streams responses."""
-
-    engine: str
-    routed: bool  # routes come, too
-    at: float  # of time.monotonic
 
 
 class RequestStreams:
@@ -57,14 +52,17 @@ class RequestStreams:
         """
         self._workers, self._all_there, self._nodes = workers, all_there, nodes
         self.progress = EngineProgress(lambda engine: workers[engine].reading.remote(), limit_s)
-        self._streams: dict[ray.ObjectRefGenerator, Sent] = {}
-        self._begun: dict[ray.ObjectRefGenerator, list[ray.ObjectRef]] = {}  # blocks whose numbers are to come
+        self._client, self._numbers = next(_CLIENTS), itertools.count()
+        self._calls: dict[str, dict[int, ray.ObjectRef]] = {}  # under way, by engine and number
+        self._asked: dict[ray.ObjectRef, str] = {}  # engines that will tell what finished
+        self._coming: dict[ray.ObjectRef, Arrived] = {}  # blocks that are being made, by what says that they are there
         self._rests_until = 0.0  # of time.monotonic
 
     @property
     def waiting_for(self) -> list[str]:
-        """Engines that have requests, each once."""
-        return list(dict.fromkeys(sent.engine for sent in self._streams.values()))
+        """Engines that have requests, or responses that were told of, each once."""
+        made_by = (arrived.engine for arrived in self._coming.values())
+        return list(dict.fromkeys([*self._calls, *made_by]))
 
     def send(
         self,
@@ -78,12 +76,16 @@ class RequestStreams:
             return
         if engine not in self.waiting_for:
             self.progress.begin(engine)
-        generate = self._workers[engine].generate.options(
-            num_returns="streaming", _generator_backpressure_num_objects=AHEAD
-        )
         before = {number: (row.blocks[0], int(row.place[0])) for number, row in (kept or {}).items()}
-        sent = Sent(engine, sampling.routes, time.monotonic())
-        self._streams[generate.remote(list(requests), sampling, before)] = sent
+        calls, number = self._calls.setdefault(engine, {}), next(self._numbers)
+        generate = self._workers[engine].generate
+        calls[number] = generate.remote(self._client, number, list(requests), sampling, before)
+        if len(calls) == 1:
+            self._ask(engine)
+
+    def _ask(self, engine: str) -> None:
+        """Ends when something finished, or the last of the calls that are under way now."""
+        self._asked[self._workers[engine].told.remote(self._client, tuple(self._calls[engine]))] = engine
 
     def take(self, timeout_s: float) -> list[Arrived]:
         """All that has come back since; waits for the first of it, and rests a little after what came before.
@@ -92,43 +94,49 @@ class RequestStreams:
         """
         self.progress.check(self.waiting_for)
         time.sleep(max(0.0, self._rests_until - time.monotonic()))
-        ready = self._ready(0.0) or self._ready(timeout_s)
-        return [arrived for stream in ready for arrived in self._all_of(stream)]
+        for ref in self._ready(0.0) or self._ready(timeout_s):
+            if ref in self._asked:
+                self._hear(ref)
+        return self._arrived(timeout_s)
 
-    def _ready(self, timeout_s: float) -> list[ray.ObjectRefGenerator]:
-        every = 1 if timeout_s else len(self._streams)
-        # a block is not for this node
-        return ray.wait(list(self._streams), num_returns=every, timeout=timeout_s, fetch_local=False)[0]
+    def _ready(self, timeout_s: float) -> list[ray.ObjectRef]:
+        every = [*self._asked, *self._coming]
+        return ray.wait(every, num_returns=1 if timeout_s else len(every), timeout=timeout_s, fetch_local=False)[0]
 
-    def _all_of(self, stream: ray.ObjectRefGenerator) -> Iterator[Arrived]:
-        """Blocks of one stream that are there, each with what is told of it; the stream has something, or is at its
-        end.
+    def _hear(self, ref: ray.ObjectRef) -> None:
+        """What an engine tells; its blocks are asked for, and what finishes next."""
+        engine = self._asked.pop(ref)
+        told = Told(*self._answer(ref, engine))
+        self._rests_until = time.monotonic() + min(REST_S, told.held_s)
+        calls = self._calls[engine]
+        for number in told.ended:
+            del calls[number]
+        if told.sizes:
+            self._fetch(engine, told)
+        if calls:
+            self._ask(engine)
+        else:
+            del self._calls[engine]
 
-        An engine that stops in between holds up nobody: what it began is gone on with by the next call.
-        """
-        items, sent = self._begun.pop(stream, []), self._streams[stream]
-        while True:
-            try:
-                items.append(next(stream))
-            except StopIteration:
-                del self._streams[stream]
-                if items:  # nothing follows an engine's error
-                    yield self._told(items, sent)
-                return
-            if len(items) == 2 + sent.routed:
-                yield self._told(items, sent)
-                items = []
-            if not stream.next_ready():
-                if items:
-                    self._begun[stream] = items
-                return
+    def _fetch(self, engine: str, told: Told) -> None:
+        each = 1 + told.routed
+        blocks = self._workers[engine].blocks.options(num_returns=1 + each * len(told.sizes))
+        there, *made = blocks.remote(self._client, told.ticket, told.routed)
+        found = [Block(*made[i : i + each], node=self._nodes[engine]) for i in range(0, len(made), each)]
+        rows = SampleRows.from_bytes(told.rows)
+        self._coming[there] = Arrived(StoredSamples.of_blocks(rows, told.sizes, found), engine)
 
-    def _told(self, items: list[ray.ObjectRef], sent: Sent) -> Arrived:
-        engine, now = sent.engine, time.monotonic()
-        self._rests_until = now + min(REST_S, REST_SHARE * (now - sent.at))
+    def _arrived(self, timeout_s: float) -> list[Arrived]:
+        """Whose blocks are there: they outlive the engine's process from here on."""
+        if not self._coming:
+            return []
+        every = list(self._coming)
+        for ref in (ready := ray.wait(every, num_returns=len(every), timeout=timeout_s, fetch_local=False)[0]):
+            self._answer(ref, self._coming[ref].engine)
+        return [self._coming.pop(ref) for ref in ready]
+
+    def _answer(self, ref: ray.ObjectRef, engine: str) -> Any:
         try:
-            rows = SampleRows.from_bytes(unwrap(items[-1], engine, PHASE))
+            return unwrap(ref, engine, PHASE)
         except LostPeer as error:  # whom it lost, the lost one's own front end knows, also one that had no request
             raise blame(error, self._all_there(), PHASE) from error
-        block = Block(items[0], items[1] if len(items) == 3 else None, self._nodes[engine])
-        return Arrived(StoredSamples.of(rows, block), engine)

@@ -8,10 +8,11 @@ references.
 
 A long response is a block of its own, so a rank that needs it receives nothing else with it. Routes, hundreds of bytes
 a token, are an object of their own beside their block: whoever wants tokens fetches no routes. Ray moves blocks between
-nodes, spills them to disk when a store is full, and forgets a block with the last reference to it. An engine yields
-a block as an item of its stream, so the driver owns it and it outlives the engine's process. (References that an engine
-made itself with ray.put and handed on inside an item were lost: Ray 2.60 forgot that the driver had borrowed them.) Ray
-would put items of up to 100 KB into the driver's memory; `STREAM_ENVIRONMENT` in the engine's process lowers that.
+nodes, spills them to disk when a store is full, and forgets a block with the last reference to it. An engine gives
+a block back as one of the values of a call, so the driver owns it and it outlives the engine's process. (References
+that an engine made itself with ray.put and handed on inside a value were lost: Ray 2.60 forgot that the driver had
+borrowed them.) Ray would put values of up to 100 KB into the driver's memory; `STREAM_ENVIRONMENT` in the engine's
+process lowers that.
 """
 
 from collections.abc import Sequence
@@ -24,14 +25,20 @@ import ray
 from mrl.data.samples import SampleRows, Samples
 from mrl.errors import Interrupted
 
-BLOCK_BYTES = 16 * 1024  # responses that finish together share a block up to this size
+BLOCK_BYTES = 16 * 1024  # responses that are told of together share a block up to this size
 STREAM_ENVIRONMENT = {"RAY_max_direct_call_object_size": "1024"}  # bytes
 
 
-def in_blocks(samples: Samples) -> list[Samples]:
-    """What becomes an object each, its routes another one: responses that finished together where they are short, one
-    by one where they are long.
+def in_blocks(batches: Sequence[Samples]) -> list[Samples]:
+    """What becomes an object each, its routes another one, rows in their order: all batches where they are small
+    together, each where it is, its responses one by one where it is not.
     """
+    if len(batches) > 1 and sum(batch.nbytes for batch in batches) <= BLOCK_BYTES:
+        batches = [Samples.joined(batches)]
+    return [block for batch in batches for block in _alone_where_long(batch)]
+
+
+def _alone_where_long(samples: Samples) -> list[Samples]:
     return [samples] if samples.nbytes <= BLOCK_BYTES else [samples.rows(slice(i, i + 1)) for i in range(len(samples))]
 
 
@@ -59,7 +66,13 @@ class StoredSamples:
     @classmethod
     def of(cls, rows: SampleRows, block: Block) -> "StoredSamples":
         """All rows of one block."""
-        return cls(rows, np.zeros(len(rows), np.int64), np.arange(len(rows)), (block,))
+        return cls.of_blocks(rows, [len(rows)], [block])
+
+    @classmethod
+    def of_blocks(cls, rows: SampleRows, sizes: Sequence[int], blocks: Sequence[Block]) -> "StoredSamples":
+        """All rows of some blocks, `sizes` of each."""
+        place = np.concatenate([np.arange(size) for size in sizes])
+        return cls(rows, np.repeat(np.arange(len(sizes)), sizes), place, tuple(blocks))
 
     @classmethod
     def put_here(cls, samples: Samples) -> "StoredSamples":

@@ -16,11 +16,12 @@ import numpy as np
 import ray
 
 from mrl.cluster.kept_tokens import fetched, going_on, with_kept
+from mrl.cluster.outbox import Outboxes
 from mrl.cluster.prerequisites import free_port, own_cpus
 from mrl.cluster.routes import Readers
 from mrl.cluster.same_software import software
 from mrl.cluster.shared_folder import Mark
-from mrl.cluster.stored_samples import Block, StoredSamples, in_blocks
+from mrl.cluster.stored_samples import Block, StoredSamples
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig
 from mrl.megatron.cut import ReplicaCut
@@ -247,6 +248,7 @@ class EngineWorker:
             os.environ.setdefault("VLLM_PORT", str(free_port()))
         folder = local_folder(settings.arguments["model"])  # this node's
         self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": folder}))
+        self.outboxes = Outboxes()
 
     async def software(self) -> tuple[str, dict[str, str]]:
         """This node's address, and what runs here."""
@@ -270,20 +272,31 @@ class EngineWorker:
         """See VllmEngine.check_there."""
         await self.engine.check_there()
 
-    async def generate(self, requests, sampling, kept: dict[int, tuple[Block, int]] | None = None):
-        """Streams what finished together, by blocks: a block, its routes if asked for, then the numbers of its rows;
-        see StoredSamples.
+    async def generate(
+        self, client: int, call: int, requests, sampling, kept: dict[int, tuple[Block, int]] | None = None
+    ) -> None:
+        """Answers requests; see `told` for what finished, and for what went wrong.
 
-        `kept`: by sample_id, block and row of the tokens that a response goes on from; what is streamed of it is whole.
+        `kept`: by sample_id, block and row of the tokens that a response goes on from; what is told of it is whole.
         """
-        before = await fetched(kept or {})
-        asked = [going_on(request, before.get(request.sample_id)) for request in requests]
-        async for batch in self.engine.generate(asked, sampling):
-            for block in in_blocks(with_kept(before, batch)):
-                yield replace(block, routes=None)
-                if sampling.routes:
-                    yield block.routes
-                yield block.numbers.to_bytes()
+        outbox = self.outboxes.of(client)
+        with outbox.call(call):
+            before = await fetched(kept or {})
+            asked = [going_on(request, before.get(request.sample_id)) for request in requests]
+            async for batch in self.engine.generate(asked, sampling):
+                outbox.add(call, with_kept(before, batch), sampling.routes)
+
+    async def told(self, client: int, awaited: tuple[int, ...]) -> tuple:
+        """What finished of a client's calls, as a tuple; see Outbox.told. Raises what one of them raised."""
+        return tuple(await self.outboxes.of(client).told(awaited))
+
+    async def blocks(self, client: int, ticket: int, routed: bool) -> list:
+        """None, which says that they are there, then the blocks of one answer of `told`, each before its routes where
+        there are some: objects of this node.
+        """
+        blocks = self.outboxes.of(client).taken(ticket)
+        of_each = [(replace(block, routes=None), *([block.routes] if routed else [])) for block in blocks]
+        return [None, *(each for values in of_each for each in values)]
 
     async def reading(self) -> EngineReading:
         """See VllmEngine.reading."""

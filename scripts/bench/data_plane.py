@@ -116,6 +116,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     import ray
 
     from mrl.cluster.actor_group import put_once
+    from mrl.cluster.outbox import Outboxes
     from mrl.cluster.rollout_group import RolloutGroup, request_places
     from mrl.cluster.routes import start_readers
     from mrl.cluster.sample_writer import SampleWriter
@@ -150,7 +151,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
 
     class Engine(EngineWorker):
         def __init__(self):
-            self.engine = FakeEngine()
+            self.engine, self.outboxes = FakeEngine(), Outboxes()
 
     class Rank:
         """A replica without a model: its log-probs are near generation's."""

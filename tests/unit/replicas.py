@@ -32,7 +32,7 @@ class InMemory(StoredSamples):
 
 
 def stored(samples) -> InMemory:
-    return InMemory.joined([InMemory.whole(block) for block in in_blocks(packed(samples))])
+    return InMemory.joined([InMemory.whole(block) for block in in_blocks([packed(samples)])])
 
 
 class Here(Channel):

@@ -1,7 +1,6 @@
 """A step on replicas: rows lie where lengths put them, and nothing that is computed depends on it."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +11,7 @@ from mrl.algo.correction import mismatch_of_rows
 from mrl.algo.rows import in_chunks
 from mrl.algo.selection import _lots
 from mrl.algo.spec import ADVANTAGES
-from mrl.cluster import actor_group, request_streams
-from mrl.cluster.request_streams import RequestStreams, Sent
+from mrl.cluster import actor_group
 from mrl.cluster.stored_samples import BLOCK_BYTES, StoredSamples
 from mrl.cluster.trained_step import TrainedStep, counts_of
 from mrl.config.load import load_config
@@ -177,79 +175,6 @@ def test_a_log_prob_that_is_not_finite_is_told_by_the_steps_row():
 
 
 # --- responses that stay where they are -------------------------------------------------------------------------------
-
-
-def test_an_engine_that_dies_around_a_block_is_told_and_its_half_told_responses_are_not_taken(monkeypatch):
-    def unwrapped(ref, name, phase):
-        if isinstance(ref, Exception):
-            raise ref
-        return ref
-
-    monkeypatch.setattr(request_streams, "unwrap", unwrapped)
-    monkeypatch.setattr(request_streams.ray, "wait", lambda streams, **_: (streams, []))
-    streams, died = RequestStreams({}, dict, {}, limit_s=9.0), Interrupted("engine 0 died")
-    for items in (
-        [died],
-        ["block", died],
-        ["block", "routes", died],
-    ):  # Ray ends a stream with the error as its last item
-        streams._streams = {Stream(items): Sent("engine 0", True, 0.0)}
-        with pytest.raises(Interrupted, match="engine 0 died"):
-            streams.take(0.0) + streams.take(0.0)
-    streams._streams, streams._begun = {Stream([]): Sent("engine 0", False, 0.0)}, {}
-    assert streams.take(0.0) == [] and streams.waiting_for == []
-
-
-class Stream:
-    """Ray's generator: what is there of it can be had, and its end."""
-
-    def __init__(self, items: list, there: int | None = None):
-        self.items, self.there = items, len(items) if there is None else there
-
-    def __next__(self):
-        if not self.items:
-            raise StopIteration
-        self.there -= 1
-        return self.items.pop(0)
-
-    def next_ready(self) -> bool:
-        return self.there > 0
-
-
-def test_all_that_is_there_is_taken_at_once_and_what_an_engine_only_began_with_the_rest_of_it(monkeypatch):
-    monkeypatch.setattr(request_streams, "unwrap", lambda ref, name, phase: ref)
-    monkeypatch.setattr(
-        request_streams.ray, "wait", lambda streams, **_: ([s for s in streams if s.there or not s.items], [])
-    )
-    told = [packed([one]).numbers.to_bytes() for one in samples()[:4]]
-    whole = Stream([item for number in (0, 1) for item in (f"block {number}", told[number])])
-    halted = Stream([item for number in (2, 3) for item in (f"block {number}", told[number])], there=3)
-    streams = RequestStreams({}, dict, {"engine 0": "here", "engine 1": "there"}, limit_s=9.0)
-    streams._streams = {whole: Sent("engine 0", False, 0.0), halted: Sent("engine 1", False, 0.0)}
-
-    def taken() -> list[tuple[str, list[int]]]:
-        return [(each.blocks[0].samples, each.rows.sample_id.tolist()) for each, _ in streams.take(0.0)]
-
-    assert taken() == [("block 0", [0]), ("block 1", [1]), ("block 2", [2])]
-    assert taken() == [] and streams.waiting_for == ["engine 1"]
-    halted.there = 1
-    assert taken() == [("block 3", [3])]
-
-
-@pytest.mark.parametrize(("took_s", "rests_s"), [(0.5, 0.005), (7.0, 0.07), (200.0, 0.1)])
-def test_what_has_come_waits_for_more_a_hundredth_of_the_time_that_it_took(took_s, rests_s, monkeypatch):
-    """So no freed place of an engine is empty for longer, and few takes are for one response alone."""
-    slept = []
-    monkeypatch.setattr(request_streams, "time", SimpleNamespace(monotonic=lambda: took_s, sleep=slept.append))
-    monkeypatch.setattr(request_streams, "unwrap", lambda ref, name, phase: ref)
-    monkeypatch.setattr(request_streams.ray, "wait", lambda streams, **_: (streams, []))
-    streams = RequestStreams({}, dict, {"engine 0": "here"}, limit_s=9.0)
-    told = packed(samples()[:1]).numbers.to_bytes()
-    streams._streams = {(stream := Stream(["block", told, "block", told], there=2)): Sent("engine 0", False, 0.0)}
-    assert len(streams.take(0.0)) == 1
-    stream.there = 2
-    assert len(streams.take(0.0)) == 1
-    assert slept == pytest.approx([0.0, rests_s])
 
 
 def test_references_of_a_replicas_rows_are_written_once_for_all_of_its_ranks(monkeypatch):

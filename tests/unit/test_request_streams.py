@@ -1,0 +1,187 @@
+"""Responses on their way from engines to the driver, with Ray's calls as plain objects."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mrl.cluster import request_streams
+from mrl.cluster.outbox import Outboxes
+from mrl.cluster.request_streams import REST_S, RequestStreams
+from mrl.cluster.stored_samples import BLOCK_BYTES
+from mrl.cluster.workers import EngineWorker
+from mrl.data.samples import Sample, packed
+from mrl.errors import Interrupted
+from mrl.vllm.requests import Request, Sampling
+
+LONG = BLOCK_BYTES  # tokens
+
+
+class Ref:
+    """The value of a call, once it is there."""
+
+    def __init__(self, value=None, there=True):
+        self.value, self.there = value, there
+
+
+class Method:
+    """A method of an actor: what it is called with, and what it gives back."""
+
+    def __init__(self, answer):
+        self._answer, self.returns = answer, 1
+
+    def options(self, num_returns):
+        other = Method(self._answer)
+        other.returns = num_returns
+        return other
+
+    def remote(self, *arguments):
+        given = self._answer(*arguments)
+        assert self.returns == (len(given) if isinstance(given, list) else 1)
+        return given
+
+
+class Worker:
+    """The product's EngineWorker without Ray; its engine answers when it is told to."""
+
+    def __init__(self):
+        self.loop, self.worker = asyncio.new_event_loop(), EngineWorker.__new__(EngineWorker)
+        self.worker.outboxes, self.worker.engine = Outboxes(), self
+        self.lets, self.dies, self.calls = asyncio.Event(), None, []
+        self.generate, self.told = Method(self._begun), Method(self._begun_told)
+        self.blocks = Method(self._blocks)
+
+    async def _generated(self, requests, sampling):
+        for request in requests:
+            await self.lets.wait()
+            if self.dies:
+                raise self.dies
+            routes = np.zeros((LONG + 1, 2, 2), np.int8) if sampling.routes else None
+            yield packed([
+                Sample(0, 0, request.sample_id, 0, (7,), np.arange(LONG), np.zeros(LONG), "stop", 0, routes)
+            ])  # fmt: skip
+
+    def _begun(self, *arguments):
+        self.worker.engine = SimpleNamespace(generate=self._generated)
+        return self._task(self.worker.generate(*arguments))
+
+    def _begun_told(self, *arguments):
+        self.calls.append("told")
+        return self._task(self.worker.told(*arguments))
+
+    def _task(self, coroutine):
+        ref, task = Ref(there=False), self.loop.create_task(coroutine)
+        task.add_done_callback(lambda done: setattr(ref, "value", done.exception() or done.result()))
+        task.add_done_callback(lambda done: setattr(ref, "there", True))
+        return ref
+
+    def _blocks(self, *arguments):
+        self.calls.append("blocks")
+        return [Ref(value) for value in self.loop.run_until_complete(self.worker.blocks(*arguments))]
+
+    def runs(self, seconds=0.02):
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def close(self):
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.runs(0.0)
+        self.loop.close()
+
+
+@pytest.fixture
+def engine():
+    made = []
+    yield lambda: made.append(Worker()) or made[-1]
+    for worker in made:
+        worker.close()
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    def unwrap(ref, name, phase):
+        if isinstance(ref.value, Exception):
+            raise ref.value
+        return ref.value
+
+    def wait(refs, **_):
+        return [ref for ref in refs if ref.there], []
+
+    monkeypatch.setattr(request_streams, "unwrap", unwrap)
+    monkeypatch.setattr(request_streams.ray, "wait", wait)
+
+
+def requests(*numbers):
+    return [Request(number, (7,), 0) for number in numbers]
+
+
+def streams_of(**workers):
+    return RequestStreams(workers, dict, dict.fromkeys(workers, "a node"), limit_s=60.0)
+
+
+def taken(streams):
+    found = streams.take(0.0)
+    return [(each.engine, each.samples.rows.sample_id.tolist()) for each in found]
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_responses_of_several_calls_come_by_one_message_and_one_call_for_their_blocks(engine, ray, routed):
+    worker = engine()
+    streams, sampling = streams_of(a=worker), Sampling(1.0, LONG, (), routes=routed)
+    streams.send("a", requests(0, 1), sampling)
+    streams.send("a", requests(2), sampling)
+    worker.runs()
+    assert taken(streams) == [] and streams.waiting_for == ["a"]
+    worker.lets.set()
+    worker.runs()
+    (arrived,) = streams.take(0.0)
+    assert sorted(arrived.samples.rows.sample_id.tolist()) == [0, 1, 2] and worker.calls == ["told", "blocks"]
+    assert streams.waiting_for == []
+    for row, number in enumerate(arrived.samples.rows.sample_id.tolist()):  # each long one an object
+        block = arrived.samples.blocks[arrived.samples.block[row]]
+        assert block.samples.value.sample_id.tolist() == [number] and block.samples.value.routes is None
+        assert (block.routes is None) != routed and block.node == "a node"
+
+
+def test_an_engine_that_still_makes_its_blocks_is_waited_for(engine, ray):
+    worker = engine()
+    streams = streams_of(a=worker, b=(other := engine()))
+    for name in ("a", "b"):
+        streams.send(name, requests(0), Sampling(1.0, LONG, ()))
+    there = Ref(None, there=False)
+    worker.blocks = Method(lambda *_: [there, Ref()])
+    for each in (worker, other):
+        each.lets.set()
+        each.runs()
+    assert taken(streams) == [("b", [0])] and streams.waiting_for == ["a"]
+    there.there = True
+    assert taken(streams) == [("a", [0])] and streams.waiting_for == []
+
+
+@pytest.mark.parametrize("at", ["generation", "blocks"])
+def test_an_engine_that_dies_is_told_and_what_it_did_not_hand_over_is_not_taken(engine, ray, at):
+    worker, died = engine(), Interrupted("engine 0 died")
+    streams = streams_of(a=worker)
+    streams.send("a", requests(0), Sampling(1.0, LONG, ()))
+    if at == "generation":
+        worker.dies = died
+    else:
+        worker.blocks = Method(lambda *_: [Ref(died), Ref(died)])
+    worker.lets.set()
+    worker.runs()
+    with pytest.raises(Interrupted, match="engine 0 died"):
+        streams.take(0.0)
+
+
+@pytest.mark.parametrize(("held_s", "rests_s"), [(0.005, 0.005), (0.07, 0.07), (2.0, REST_S)])
+def test_between_takes_the_driver_rests_a_little_where_responses_take_long(engine, ray, held_s, rests_s, monkeypatch):
+    """So few takes are for one engine alone."""
+    slept, streams = [], streams_of(a=engine())
+    clock = SimpleNamespace(monotonic=lambda: 100.0, sleep=slept.append)
+    monkeypatch.setattr(request_streams, "time", clock)
+    streams._calls = {"a": {0: Ref(), 1: Ref()}}
+    for _ in range(2):
+        streams._asked = {Ref((b"", (), False, 1, (), held_s)): "a"}
+        streams.take(0.0)
+    assert slept == pytest.approx([0.0, rests_s])
