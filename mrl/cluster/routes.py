@@ -17,7 +17,7 @@ import ray
 
 from mrl.cluster.helper_actors import on_node
 from mrl.cluster.stored_samples import StoredSamples
-from mrl.data.routes import MISSING, RoutesHere
+from mrl.data.routes import RoutesHere, end_to_end, missing_in, recoded
 from mrl.data.samples import Samples
 
 Readers = Mapping[str, Any]  # by node, the handle of a RouteReader
@@ -29,17 +29,17 @@ class RouteReader:
     def read(self, layers: np.ndarray, wanted: Sequence[np.ndarray], *routes: np.ndarray | None) -> np.ndarray | None:
         """[tokens, layers, topk], end to end: of each array of routes the given layers of the tokens `wanted`.
 
-        MISSING of an array that is None; None where all are.
+        Missing ones of an array that is None; None where all are.
         """
         known = next((each for each in routes if each is not None), None)
         if known is None:
             return None
-        found = np.full((sum(map(len, wanted)), len(layers), known.shape[2]), MISSING, known.dtype)
+        found = np.full((sum(map(len, wanted)), len(layers), known.shape[2]), missing_in(known.dtype), known.dtype)
         ends = np.cumsum([len(tokens) for tokens in wanted])
         for tokens, end, each in zip(wanted, ends, routes, strict=True):
             for first, run in _runs(layers) if each is not None else ():
                 part = slice(first, first + run.stop - run.start)
-                found[end - len(tokens) : end, part] = each[_as_slice(tokens), run]
+                found[end - len(tokens) : end, part] = recoded(each[_as_slice(tokens), run], known.dtype)
         return found
 
 
@@ -107,7 +107,7 @@ def _together(size: int, order: list[np.ndarray], found: list[np.ndarray | None]
     known = [(tokens, part) for tokens, part in zip(order, found, strict=True) if part is not None]
     places = np.full(size, -1, np.int64)
     places[np.concatenate([tokens for tokens, _ in known])] = np.arange(sum(len(tokens) for tokens, _ in known))
-    return RoutesHere(places, known[0][1] if len(known) == 1 else np.concatenate([part for _, part in known]))
+    return RoutesHere(places, known[0][1] if len(known) == 1 else end_to_end([part for _, part in known]))
 
 
 def _within_blocks(stored: StoredSamples, lengths: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

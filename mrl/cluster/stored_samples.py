@@ -47,7 +47,7 @@ class Block:
     """Responses that lie together. The references are all that a driver holds of them."""
 
     samples: Any  # to Samples without routes
-    routes: Any = None  # to their routes, int8 or int16 [tokens, MoE layers, topk]; None: there are none
+    routes: Any = None  # to their routes, integers [tokens, MoE layers, topk]; None: there are none
     node: str = ""  # Ray's id of the node where they were made
 
 

@@ -2,20 +2,45 @@
 
 Plain numpy.
 
-A sample's routes are [tokens, MoE layers, topk], prompt then response; MISSING throughout a (token, layer) of which
-nothing is known. Nobody knows them of the last token, which was sampled and never computed.
+A sample's routes are [tokens, MoE layers, topk], prompt then response. Of a (token, layer) of which nothing is known
+all are `missing_in` their dtype: -1, in a byte without a sign 255. A router never names an expert twice, so 255
+throughout is no route of 256 experts, of which at least two are chosen. Nobody knows those of the last token, which was
+sampled and never computed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from mrl.errors import DataError
 
-MISSING = -1
+MISSING = -1  # where there is a sign, and in what an engine tells
 ASKED = "mrl_routes"  # marks requests to an engine whose routes are wanted, where mrl collects them itself
+
+
+def missing_in(dtype: Any) -> int:
+    """What stands for an unknown route in integers of a NumPy or torch dtype."""
+    return 255 if str(dtype).endswith("uint8") else MISSING
+
+
+def is_missing(routes: Any) -> Any:
+    """bool [...]: of which nothing is known, of routes [..., topk], arrays of NumPy or torch tensors."""
+    return (routes == missing_in(routes.dtype)).all(-1)
+
+
+def recoded(routes: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The same routes in another dtype that holds all their experts: a checkpoint may be of when routes were wider."""
+    if routes.dtype == dtype:
+        return routes
+    return np.where(is_missing(routes)[..., None], missing_in(dtype), routes.astype(np.int64)).astype(dtype)
+
+
+def end_to_end(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Routes of tokens one after the other, in the dtype of the first part."""
+    return np.concatenate([recoded(part, parts[0].dtype) for part in parts])
 
 
 @dataclass(frozen=True)
@@ -60,8 +85,12 @@ class RouteShape:
 
     @property
     def dtype(self) -> np.dtype:
-        """The narrowest that holds every expert and MISSING: a step of a large model has gigabytes of routes."""
-        return np.dtype(np.int8 if self.num_experts <= 128 else np.int16)
+        """The narrowest that holds every expert and tells what is missing: a step of a large model has gigabytes of
+        routes.
+        """
+        if self.num_experts <= 128:
+            return np.dtype(np.int8)
+        return np.dtype(np.uint8 if self.num_experts < 256 or (self.num_experts == 256 and self.topk > 1) else np.int16)
 
     @property
     def token_bytes(self) -> int:
@@ -90,12 +119,11 @@ class RouteShape:
         if not np.issubdtype(given.dtype, np.integer):
             raise DataError(f"{whose}: routes are {given.dtype}, expected integers")
         of_moe = given if len(self.moe_layers) == self.num_layers else given[:, list(self.moe_layers)]
-        return np.concatenate(
-            [self.checked(of_moe, tokens - 1, whose), np.full((1, *self.per_token), MISSING, self.dtype)]
-        )
+        last = np.full((1, *self.per_token), missing_in(self.dtype), self.dtype)
+        return np.concatenate([self.checked(of_moe, tokens - 1, whose), last])
 
     def checked(self, routes: np.ndarray, tokens: int, whose: str) -> np.ndarray:
-        """The same routes [tokens, MoE layers, topk] in `dtype`.
+        """The same routes [tokens, MoE layers, topk], MISSING where they are, in `dtype`.
 
         Raises DataError that names `whose` and says what is wrong.
         """
@@ -112,14 +140,15 @@ class RouteShape:
             wrong = (routes >= self.num_experts) | (routes < MISSING)
             allowed = f"no expert of 0 to {self.num_experts - 1}, nor {MISSING} for a missing route"
             raise DataError(f"{whose}: {self._at(routes, wrong)} is {allowed}")
-        routes = routes.astype(self.dtype)
-        ordered = np.sort(routes, axis=-1)
+        # as narrow as can be before they are sorted, and with a sign
+        signed = routes.astype(np.promote_types(self.dtype, np.int8))
+        ordered = np.sort(signed, axis=-1)
         repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & (ordered[..., 0] != MISSING)
         partly = (ordered[..., 0] == MISSING) & (ordered[..., -1] != MISSING)
         for wrong, what in ((partly, "is missing in part"), (repeated, "names an expert twice")):
             if wrong.any():
                 raise DataError(f"{whose}: the route {self._at(routes, wrong)} {what}")
-        return routes
+        return signed.astype(self.dtype)  # of a byte without a sign -1 is 255
 
     def _at(self, routes: np.ndarray, wrong: np.ndarray) -> str:
         """The first of what is wrong and where it stands."""

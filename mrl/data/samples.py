@@ -16,13 +16,13 @@ generated (`packed`); the same columns travel to training and stand in the files
 (mrl.record.sample_files).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
 
-from mrl.data.routes import MISSING
+from mrl.data.routes import end_to_end, is_missing, missing_in
 from mrl.errors import DataError
 
 _ID_BYTES, _LOG_PROB_BYTES = 4, 4
@@ -102,18 +102,23 @@ class Columns:
 
 
 def _joined(arrays: list[np.ndarray | None], which: Any, parts: Sequence[Columns]) -> np.ndarray | None:
-    """One column of all parts."""
-    return _with_missing(arrays, lambda number: int(parts[number].counts()[which.metadata["of"]].sum()))
+    """One column of all parts. None where all are; else missing routes stand for one that is None."""
+    if all(array is None for array in arrays):
+        return None
+    if which.name == "routes":
+        return _with_missing(arrays, [int(part.counts()["token"].sum()) for part in parts])
+    return np.concatenate(arrays)
 
 
-def _with_missing(arrays: Sequence[np.ndarray | None], size_of: Callable[[int], int]) -> np.ndarray | None:
-    """Arrays end to end. MISSING, `size_of` its number times, stands for one that is None; None where all are."""
-    known = next((array for array in arrays if array is not None), None)
+def _with_missing(routes: Sequence[np.ndarray | None], tokens: Sequence[int]) -> np.ndarray | None:
+    """Routes of so many tokens each, end to end; missing ones of those that are None. None where all are."""
+    known = next((each for each in routes if each is not None), None)
     if known is None:
         return None
-    return np.concatenate([
-        np.full((size_of(number), *known.shape[1:]), MISSING, known.dtype) if array is None else array
-        for number, array in enumerate(arrays)
+    code = missing_in(known.dtype)
+    return end_to_end([
+        np.full((count, *known.shape[1:]), code, known.dtype) if each is None else each
+        for each, count in zip(routes, tokens, strict=True)
     ])  # fmt: skip
 
 
@@ -250,10 +255,11 @@ def packed(samples: Sequence[Sample]) -> Samples:
         "span_starts": [start for each in spans for start, _ in each],
         "span_versions": [version for each in spans for _, version in each],
         "finite": [bool(np.isfinite(np.asarray(s.rollout_log_probs, np.float32)).all()) for s in samples],
-        "routed": [s.routes is not None and bool((s.routes != MISSING).any()) for s in samples],
+        "routed": [s.routes is not None and not is_missing(s.routes).all() for s in samples],
     }
     arrays = {f.name: np.asarray(given[f.name], f.metadata["dtype"]) for f in fields(Samples) if f.name in given}
-    routes = _with_missing([sample.routes for sample in samples], lambda number: prompts[number] + responses[number])
+    tokens = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    routes = _with_missing([sample.routes for sample in samples], tokens)
     return Samples(**arrays, routes=routes)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mrl.data.batch import Array, TokenValues, TrainBatch
-from mrl.data.routes import MISSING
+from mrl.data.routes import missing_in
 from mrl.units import round_up
 
 
@@ -72,7 +72,7 @@ class MicroInputs(TokenValues[Array]):
     token_temperature: Array  # float32 [tokens]
     response_mask: Array  # bool [rows, response_length]: tokens that count, rejected ones and a filler's not
     scored: Array | None  # bool, the same with rejected ones: tokens that have log-probs; None: those that count
-    routes: Array | None  # int8 or int16 [batch, length, MoE layers, topk]; -1 where unknown, as of padding
+    routes: Array | None  # integers [batch, length, MoE layers, topk]; those of padding are missing
     # tokens in memory of the longest sequence, before the cut; on the host, so that nobody waits for the device to know
     # it
     longest: int
@@ -169,11 +169,12 @@ def _laid_out(
 
 
 def _laid_out_routes(batch: TrainBatch, left: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """[kept, MoE layers, topk] of a rank's positions; MISSING of padding, and of tokens whose routes are not here."""
+    """[kept, MoE layers, topk] of a rank's positions; missing of padding, and of tokens whose routes are not here."""
     places = np.full(len(left), -1, np.int64)
     places[left > 0] = batch.places_of_routes
     here = places[kept]
-    laid_out = np.full((len(kept), *batch.routes.shape[1:]), MISSING, batch.routes.dtype)
+    dtype = batch.routes.dtype
+    laid_out = np.full((len(kept), *batch.routes.shape[1:]), missing_in(dtype), dtype)
     laid_out[here >= 0] = batch.routes[here[here >= 0]]
     return laid_out
 

@@ -22,7 +22,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrl.algo.aggregate import FloatParts
-from mrl.data.routes import MISSING
+from mrl.data.routes import is_missing
 from mrl.megatron.packing import MicroInputs
 from mrl.model import ModelSpec
 
@@ -34,7 +34,7 @@ class _Chooser:
     """The choice of experts of one router, [tokens, topk], for the forward under way."""
 
     wanted: Tensor | None = None  # choose these instead of the highest scores; any integers
-    has_gaps: bool = False  # there may be MISSING in `wanted`: its own choice there
+    has_gaps: bool = False  # some of `wanted` may be missing: its own choice there
     training: bool = False
     chosen: Tensor | None = None  # what the latest forward chose
     own: Tensor | None = None  # where `has_gaps`: what it would have chosen
@@ -52,7 +52,8 @@ class _Chooser:
             choice = default(scores, topk, num_groups, group_topk)
         elif self.has_gaps:
             self.own = default(scores, topk, num_groups, group_topk)[1]
-            choice = _gathered(scores, torch.where(self.wanted == MISSING, self.own, self.wanted.long()))
+            missing = is_missing(self.wanted).unsqueeze(-1)
+            choice = _gathered(scores, torch.where(missing, self.own, self.wanted.long()))
         else:
             choice = _gathered(scores, self.wanted.long())
         self.chosen = choice[1]
@@ -194,12 +195,12 @@ class Routing:
         routed = predicting.sum() * layers
         self._counts.routed += routed
         self._counts.missing += (
-            routed if supplied is None else sum(((s[:, 0] == MISSING) & predicting).sum() for s in supplied)
+            routed if supplied is None else sum((is_missing(s) & predicting).sum() for s in supplied)
         )
 
     def _count_disagreeing(self, supplied: list[Tensor] | None, choosers: list[_Chooser], real: Tensor) -> None:
         for chooser, wanted in zip(choosers, supplied, strict=True) if supplied is not None else ():
-            known = real & (wanted[:, 0] != MISSING)
+            known = real & ~is_missing(wanted)
             self._counts.disagreeing += (_differ(wanted, chooser.own) & known).sum()
             self._counts.supplied += known.sum()
 

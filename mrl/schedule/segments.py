@@ -18,7 +18,7 @@ from dataclasses import Field, dataclass, fields
 
 import numpy as np
 
-from mrl.data.routes import MISSING
+from mrl.data.routes import is_missing, recoded
 from mrl.data.samples import STOP_REASONS, Samples
 from mrl.errors import DataError
 
@@ -121,10 +121,8 @@ def _end_to_end(firsts: Iterator[np.ndarray], seconds: Iterator[np.ndarray]) -> 
 def _routes(kept: Samples, more: Samples) -> np.ndarray:
     """All tokens but the last were computed: `kept` has routes of all rows but one, `more` those from that one on."""
     firsts = (routes[:-1] for routes in _of_rows(kept.routes, kept.lengths))
-    seconds = (
-        routes[start - 1 :]
-        for routes, start in zip(_of_rows(more.routes, more.lengths), kept.lengths.tolist(), strict=True)
-    )
+    later = _of_rows(recoded(more.routes, kept.routes.dtype), more.lengths)
+    seconds = (routes[start - 1 :] for routes, start in zip(later, kept.lengths.tolist(), strict=True))
     return _end_to_end(firsts, seconds)
 
 
@@ -158,7 +156,7 @@ def check_routes(samples: Samples) -> None:
     """Raises DataError where routes are not those of all tokens but the last: prompt + tokens - 1 of them."""
     if samples.routes is None:
         return
-    known = (samples.routes != MISSING).reshape(len(samples.routes), -1).all(1)
+    known = ~is_missing(samples.routes).any(1)
     ends = np.cumsum(samples.lengths)
     expected = np.ones(len(known), bool)
     expected[ends[samples.lengths > 0] - 1] = False

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from mrl.data.batch import TrainBatch
-from mrl.data.routes import MISSING, RouteShape
-from mrl.data.samples import Sample, packed
+from mrl.data.routes import MISSING, RouteShape, is_missing, recoded
+from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import DataError, EnvironmentFault, NumericAbort
 from mrl.megatron.packing import Shape, micro_inputs
+from mrl.megatron.routing import _Chooser
 from mrl.train.update import check_any_route, old_log_probs
 
 SHAPE = RouteShape(num_layers=3, moe_layers=(1, 2), topk=2, num_experts=4)  # the first layer is dense
@@ -37,6 +39,55 @@ def test_ids_beyond_a_byte_keep_their_value():
     wide = replace(SHAPE, num_experts=384)
     found = wide.from_engine(np.full((1, 3, 2), [0, 383], np.uint16), 2, WHOSE)
     assert found.dtype == np.int16 and found[0].tolist() == [[0, 383]] * 2
+
+
+@pytest.mark.parametrize(
+    ("experts", "topk", "dtype"),
+    [
+        (128, 1, np.int8), (129, 1, np.uint8), (160, 8, np.uint8), (255, 1, np.uint8), (256, 2, np.uint8),
+        (256, 8, np.uint8), (256, 1, np.int16), (257, 2, np.int16), (512, 8, np.int16),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("told_as", [np.uint16, np.int16])
+def test_every_route_of_any_number_of_experts_and_what_is_missing_come_back_from_the_narrowest_integers(
+    experts, topk, dtype, told_as
+):
+    shape, rng = RouteShape(3, (1, 2), topk, experts), np.random.default_rng(experts)
+    given = rng.random((60, 3, experts)).argsort(-1)[..., :topk]
+    given[:2, :, 0] = experts - 1  # the last expert is named
+    given[:2, :, 1:] = np.arange(topk - 1)
+    unknown = rng.random((60, 3)) < (0.3 if np.dtype(told_as).kind == "i" else 0.0)
+    given[unknown] = MISSING
+    found = shape.from_engine(given.astype(told_as), 61, WHOSE)
+    assert found.dtype == dtype and found.nbytes == 61 * shape.token_bytes
+    for routes in (found, torch.from_numpy(found), recoded(found, np.dtype(np.int16)), recoded(found, found.dtype)):
+        missing = np.asarray(is_missing(routes))
+        assert np.array_equal(missing[:-1], unknown[:, 1:]) and missing[-1].all()
+        assert np.array_equal(np.asarray(routes)[~missing], given[:, 1:][~unknown[:, 1:]])
+    assert np.array_equal(recoded(recoded(found, np.dtype(np.int16)), found.dtype), found)
+
+
+def test_a_router_follows_routes_in_a_byte_and_chooses_itself_where_they_are_missing():
+    wanted = torch.tensor([[255, 3], [255, 255], [0, 255]], dtype=torch.uint8)
+    scores = torch.rand((3, 256), generator=torch.Generator().manual_seed(0))
+    own = scores.topk(2).indices
+    values, chosen = _Chooser(wanted=wanted, has_gaps=True).get_replay_topk(
+        scores, 2, None, None, lambda *_: (scores.topk(2).values, own)
+    )
+    assert chosen.tolist() == [[255, 3], own[1].tolist(), [0, 255]]
+    assert torch.equal(values, scores.gather(1, chosen))
+
+
+def test_routes_that_were_kept_when_they_were_wider_go_on_with_narrow_ones():
+    shape = RouteShape(2, (0, 1), 2, 200)
+    narrow = shape.from_engine(np.random.default_rng(0).random((3, 2, 200)).argsort(-1)[..., :2], 4, WHOSE)
+    made = [Sample(0, 0, i, 0, (1, 2), (3, 4), (0.0,) * 2, "stop", 0, narrow) for i in range(2)]
+    wide = replace(packed(made), routes=recoded(packed(made).routes, np.dtype(np.int16)))
+    for parts in ([wide, packed(made)], [packed(made), wide], [wide, replace(packed(made), routes=None)]):
+        joined = Samples.joined(parts)
+        assert joined.routes.dtype == parts[0].routes.dtype and is_missing(joined.routes)[3::4].all()
+        assert np.array_equal(recoded(joined.routes[:8], narrow.dtype), packed(made).routes)
+        assert is_missing(joined.routes).sum() == (2 * 4 if parts[1].routes is not None else 2 * 2 + 2 * 8)
 
 
 def test_a_prompt_of_one_token_and_no_response_has_no_route():
