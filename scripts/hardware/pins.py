@@ -7,6 +7,8 @@ Left out is what is large and what the ladder skips by name where it is missing.
 import importlib.metadata
 import re
 
+from packaging.requirements import Requirement
+
 WANTED = (
     "megatron-core",
     "mbridge",
@@ -36,7 +38,7 @@ LEFT_OUT = (
 
 
 def pins() -> dict[str, str]:
-    """Name -> version of the closure of WANTED over their unconditional requirements."""
+    """Name -> version of the closure of WANTED over what they require on this machine, extras aside."""
     found: dict[str, str] = {}
     waiting = list(WANTED)
     while waiting:
@@ -48,9 +50,12 @@ def pins() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
         found[name] = package.version.partition("+")[0]
-        needs = (text for text in package.requires or () if ";" not in text)
-        waiting += [re.match(r"[A-Za-z0-9_.-]+", text)[0] for text in needs]
+        waiting += [need.name for need in map(Requirement, package.requires or ()) if _is_asked_for(need)]
     return found
+
+
+def _is_asked_for(need: Requirement) -> bool:
+    return need.marker is None or need.marker.evaluate({"extra": ""})
 
 
 if __name__ == "__main__":

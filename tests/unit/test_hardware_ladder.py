@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -56,6 +57,30 @@ def test_a_process_that_says_that_all_is_well_and_then_dies_has_failed(monkeypat
     monkeypatch.setattr(ladder, "HERE", tmp_path)
     line = ladder._line_of_process("one", "cpu")
     assert (line["check"], line["status"]) == ("one", "failed") and line["why"].startswith("ok, then ended with -6")
+
+
+ALONE = """
+import importlib.metadata, re, sys
+def name(text): return re.sub(r"[-_.]+", "-", text).lower()
+packed = set(sys.argv[1:])
+owners = {top: {name(one) for one in of} for top, of in importlib.metadata.packages_distributions().items()}
+class Refusing:
+    def find_spec(self, module, path=None, target=None):
+        if owners.get(module) and not owners[module] & packed:
+            raise ModuleNotFoundError(f"{module} is of {owners[module]}, which is not packed")
+sys.meta_path.insert(0, Refusing())
+import huggingface_hub.utils, pydantic, rich.table, safetensors, tokenizers, yaml
+huggingface_hub.utils.get_session()
+"""
+
+
+def test_what_is_packed_for_a_machine_without_a_network_needs_nothing_else():
+    """The part that is quick to try; what one needs under a condition that holds here, it needs."""
+    packed = importlib.import_module("pins").pins()
+    done = subprocess.run([sys.executable, "-c", ALONE, *packed], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert {"megatron-core", "mbridge", "transformers", "numpy"} <= set(packed)
+    assert not {"torch", "ray", "vllm", "pandas", "datasets"} & set(packed)
 
 
 def test_figures_are_rounded_and_a_line_is_json(capsys):
