@@ -35,7 +35,16 @@ def sampling_parameters(request: Request, sampling: Sampling) -> Any:
         max_tokens=request.max_tokens or sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids),
         detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True,
         extra_args={ASKED: True} if sampling.routes else None,
+        skip_clone=True,  # vLLM would copy them deeply, for callers who go on using them
     )  # fmt: skip
+
+
+def engine_input(request: Request) -> dict[str, Any]:
+    """The prompt as vLLM's `TokensInput`, which its front end takes as it is.
+
+    Any other form goes through a renderer, one request after the other, in a thread that the event loop waits for.
+    """
+    return {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
 
 
 def sample_of(request: Request, answer: Any, spans: Spans) -> Sample:

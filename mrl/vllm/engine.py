@@ -27,6 +27,7 @@ from mrl.vllm.cached_prefixes import CachedPrefixes
 from mrl.vllm.completions import (
     ABORTED,
     Spans,
+    engine_input,
     nothing_of,
     sample_of,
     sampling_parameters,
@@ -184,9 +185,7 @@ class VllmEngine:
         try:
             with self._calls.alive():
                 parameters = sampling_parameters(request, sampling)
-                async for output in self._calls.llm.generate(
-                    {"prompt_token_ids": list(request.prompt_ids)}, parameters, request_id=name
-                ):
+                async for output in self._calls.llm.generate(engine_input(request), parameters, request_id=name):
                     final = output
         finally:
             self._door.leave(name)
