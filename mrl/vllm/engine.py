@@ -36,14 +36,12 @@ from mrl.vllm.completions import (
     with_routes,
 )  # fmt: skip
 from mrl.vllm.engine_calls import EngineCalls
+from mrl.vllm.engine_scheduler import EngineScheduler
 from mrl.vllm.engine_state import AWAKE, CACHE, REFUSES_REQUESTS, WEIGHTS, EngineMachine
 from mrl.vllm.engine_updates import EngineUpdates
 from mrl.vllm.forking import leave_server, start_server
 from mrl.vllm.leftovers import note, noted, remove_all, shared_memory_below
 from mrl.vllm.requests import EngineReading, EngineSettings, Request, Sampling, log_name
-
-DROP_S = 5.0  # for blocks of the prefix cache to come free
-EMPTY_S = 30.0  # for requests to end that a sleep aborted
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,11 @@ class VllmEngine:
         self._door = Admission()
         self._control = asyncio.Lock()
         self._calls = EngineCalls(settings.name, self._die)
+        self._scheduler = EngineScheduler(self._calls, self._door, settings)
         self._updates = EngineUpdates(self._calls, settings, self._note_files)
         self._generation: VllmGeneration | None = None
         self._numbers = itertools.count()  # of requests
         self._made = 0  # tokens of responses that are whole
-        self._is_scheduler_paused = False  # vLLM's own
         self._newest = 0  # version that it served last
         self._prefixes, self._cache = CachedPrefixes(block=1), CacheUse()
         self._handles: dict[int, str] = {}  # names of requests that are here and can be ended
@@ -253,7 +251,7 @@ class VllmEngine:
         for order in (requests, requests[::-1]):
             done = Samples.joined([batch async for batch in self.generate(order, sampling)])
             runs.append(done.rows(np.argsort(done.sample_id)))
-            await self._drop_cache()
+            await self._scheduler.drop_cache()
         if differing := sum(_bits(runs[0], i) != _bits(runs[1], i) for i in range(len(requests))):
             raise EnvironmentFault(
                 f"{self.settings.name}: {differing} of {len(requests)} prompts gave other bits in another order"
@@ -274,7 +272,7 @@ class VllmEngine:
         What is in flight goes on afterwards; its prompt and tokens so far are computed anew, by the weights of then.
         """
         async with self._controlled("pause"):
-            await self._pause_scheduler("keep")
+            await self._scheduler.pause("keep")
 
     async def pause_for_update(self, give_back: bool) -> bool:
         """Pauses, for weights and a commit to follow; whether requests are given back with the tokens that they have.
@@ -287,9 +285,9 @@ class VllmEngine:
             await self.pause()
             return False
         async with self._controlled("pause"):
-            await self._pause_scheduler("abort")
+            await self._scheduler.pause("abort")
             self._door.turn_back()
-            await self._empty()
+            await self._scheduler.empty()
         return True
 
     async def end_requests(self, handles: Collection[int]) -> None:
@@ -305,7 +303,7 @@ class VllmEngine:
         """Ends a pause without new weights."""
         async with self._control:
             self._machine.check("resume")
-            await self._resume_scheduler()
+            await self._scheduler.resume()
             self._machine.enter("resume")
             self._door.open()
 
@@ -317,8 +315,8 @@ class VllmEngine:
         """
         async with self._controlled("sleep"):
             aborted = len(self._door.inside)
-            await self._pause_scheduler("abort")
-            await self._empty()
+            await self._scheduler.pause("abort")
+            await self._scheduler.empty()
             aborted += self._door.send_away(self._asleep_under(0))
             await self._calls.workers("give_memory")
             return SleepReport(aborted, tuple(await self._memory()))
@@ -345,31 +343,6 @@ class VllmEngine:
 
     async def _memory(self) -> list[ProcessMemory]:
         return [ProcessMemory(**answer) for answer in await self._calls.workers("held_memory")]
-
-    async def _pause_scheduler(self, mode: str) -> None:
-        """`keep` freezes requests in flight, `abort` ends them. vLLM's caches are empty afterwards."""
-        self._door.shut()
-        await self._calls.ask(self._calls.llm.pause_generation(mode=mode, clear_cache=True))
-        self._is_scheduler_paused = True
-
-    async def _resume_scheduler(self) -> None:
-        """The one place that resumes vLLM, once for each pause: a second resume races with the next pause."""
-        if self._is_scheduler_paused:
-            await self._calls.ask(self._calls.llm.resume_generation())
-            self._is_scheduler_paused = False
-
-    async def _empty(self) -> None:
-        """Waits until no request is inside vLLM any more: one may have been on its way there when it was paused.
-
-        Raises Interrupted when they do not end.
-        """
-        deadline = time.monotonic() + EMPTY_S
-        while self._door.inside:
-            if time.monotonic() > deadline:
-                left = len(self._door.inside)
-                raise Interrupted(f"{self.settings.name}: {left} aborted requests did not end in {EMPTY_S:g} s")
-            await self._calls.ask(self._calls.llm.abort(list(self._door.inside)))
-            await asyncio.sleep(0.01)
 
     async def begin_update(self) -> None:
         """Enters the weight update by the slow path: buckets, `finish_update`, then `commit`."""
@@ -419,8 +392,8 @@ class VllmEngine:
                 )
             self._machine.enter(verb)
             self._door.shut()
-            if self.settings.data_ranks > 1 and not self._is_scheduler_paused:
-                await self._pause_scheduler("keep")
+            if self.settings.data_ranks > 1 and not self._scheduler.is_paused:
+                await self._scheduler.pause("keep")
             yield
 
     async def commit(self, version: int) -> int:
@@ -431,33 +404,14 @@ class VllmEngine:
         async with self._control:
             self._machine.check("commit")
             await self._stamp_version(version)
-            await self._drop_cache()
+            await self._scheduler.drop_cache()
             await self._forget_routes()
             stale, self._newest = self._prefixes.renew(), version
             self._cache.renew()
-            await self._resume_scheduler()
+            await self._scheduler.resume()
             self._machine.serve(version)
             self._door.open()
             return stale
-
-    async def _drop_cache(self) -> None:
-        """Empties the prefix cache, which old weights filled. Raises Interrupted when vLLM does not empty it.
-
-        vLLM 0.23 and 0.32 answer True, with prefix caching off as well, or False while a block is in use, that of a
-        request that was just aborted for example. Of several data-parallel cores 0.32 answers for all, 0.23 for the
-        first.
-        """
-        deadline = time.monotonic() + DROP_S
-        while (
-            not (emptied := await self._calls.ask(self._calls.llm.reset_prefix_cache())) and time.monotonic() < deadline
-        ):
-            await asyncio.sleep(DROP_S / 50)
-        if emptied is not True and self.settings.arguments.get("enable_prefix_caching", True):
-            raise Interrupted(
-                f"{self.settings.name}: vLLM did not empty its prefix cache within {DROP_S:g} s (it answered "
-                f"{emptied}), so it still holds what other weights computed; see "
-                f"logs/{log_name(self.settings.name)}.log in the run directory"
-            )
 
     async def check_there(self) -> None:
         """Returns once vLLM's processes have answered, in every state. Raises Interrupted when one is lost."""

@@ -18,7 +18,7 @@ import numpy as np
 from mrl.data.samples import Samples
 from mrl.errors import Interrupted
 from mrl.schedule.segments import continuation, continuation_seed, joined
-from mrl.vllm import engine as engine_module
+from mrl.vllm import engine_scheduler
 from mrl.vllm.engine import VllmEngine
 from mrl.vllm.requests import EngineSettings, Request, Sampling
 
@@ -121,10 +121,10 @@ async def stale_tokens(engine: VllmEngine, models: list[str], cleared: bool) -> 
     prompt = [Request(1, LONG_PROMPT, 1, max_tokens=4)]
     await responses(engine, prompt)
     if not cleared:
-        engine._drop_cache = _nothing
+        engine._scheduler.drop_cache = _nothing
     await bring(engine, models[0])
     await engine.commit(engine._newest + 1)
-    vars(engine).pop("_drop_cache", None)
+    vars(engine._scheduler).pop("drop_cache", None)
     await responses(engine, prompt)
     await bring(engine, models[2])
     return await engine.commit(engine._newest + 1)
@@ -136,7 +136,7 @@ async def _nothing() -> None:
 
 async def kept_with_its_cache(engine: VllmEngine, models: list[str]) -> str:
     """What becomes of a pause that lets requests keep what old weights computed."""
-    llm, engine_module.DROP_S = engine._calls.llm, 0.5
+    llm, engine_scheduler.DROP_S = engine._calls.llm, 0.5
     real = llm.pause_generation
     llm.pause_generation = lambda mode, clear_cache: real(mode=mode, clear_cache=False)
     asked = asyncio.create_task(responses(engine, SAMPLED))

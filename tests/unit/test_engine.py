@@ -11,8 +11,7 @@ import pytest
 
 from mrl.errors import Interrupted, described
 from mrl.platforms.versions import vllm_generation
-from mrl.vllm import engine as module
-from mrl.vllm import engine_updates
+from mrl.vllm import engine_scheduler, engine_updates
 from mrl.vllm.engine import VllmEngine
 
 
@@ -37,7 +36,7 @@ def engine(monkeypatch, tmp_path):
     """A maker of an engine that serves version 6."""
     dead = type("EngineDeadError", (Exception,), {})
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=dead))
-    monkeypatch.setattr(module, "DROP_S", 0.05)
+    monkeypatch.setattr(engine_scheduler, "DROP_S", 0.05)
 
     def make(resets: list, errors: dict[str, str] | None = None, **arguments) -> VllmEngine:
         made = VllmEngine(

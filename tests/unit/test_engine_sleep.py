@@ -13,7 +13,7 @@ import pytest
 from mrl.errors import Interrupted
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import vllm_generation
-from mrl.vllm import engine as module
+from mrl.vllm import engine_scheduler
 from mrl.vllm.admission import Admission
 from mrl.vllm.engine import VllmEngine
 from mrl.vllm.engine_state import ASLEEP, AWAKE, DEAD, FENCED, WEIGHTS_AWAKE
@@ -204,7 +204,7 @@ def test_a_request_on_its_way_to_vllm_when_it_is_paused_is_ended_too(engine):
 
 
 def test_a_request_that_does_not_end_keeps_the_memory_where_it_is(engine, monkeypatch):
-    monkeypatch.setattr(module, "EMPTY_S", 0.05)
+    monkeypatch.setattr(engine_scheduler, "EMPTY_S", 0.05)
 
     async def steps():
         await engine._door.enter("stuck")

@@ -1,0 +1,69 @@
+"""vLLM's own scheduler below one engine: it stands still when it is told to, with no request and with nothing cached.
+
+What a pause means for the engine's state and version is not known here; see mrl.vllm.engine.
+"""
+
+import asyncio
+import time
+
+from mrl.errors import Interrupted
+from mrl.vllm.admission import Admission
+from mrl.vllm.engine_calls import EngineCalls
+from mrl.vllm.requests import EngineSettings, log_name
+
+DROP_S = 5.0  # for blocks of the prefix cache to come free
+EMPTY_S = 30.0  # for requests to end that a sleep aborted
+
+
+class EngineScheduler:
+    """Pauses and resumes it, exactly once each: a second resume races with the next pause."""
+
+    def __init__(self, calls: EngineCalls, door: Admission, settings: EngineSettings):
+        self._calls, self._door, self._settings = calls, door, settings
+        self.is_paused = False
+
+    async def pause(self, mode: str) -> None:
+        """`keep` freezes requests in flight, `abort` ends them. The door is shut, and vLLM's caches are empty
+        afterwards.
+        """
+        self._door.shut()
+        await self._calls.ask(self._calls.llm.pause_generation(mode=mode, clear_cache=True))
+        self.is_paused = True
+
+    async def resume(self) -> None:
+        """Nothing where it is not paused. The one place that resumes vLLM."""
+        if self.is_paused:
+            await self._calls.ask(self._calls.llm.resume_generation())
+            self.is_paused = False
+
+    async def empty(self) -> None:
+        """Waits until no request is inside vLLM any more: one may have been on its way there when it was paused.
+
+        Raises Interrupted when they do not end.
+        """
+        deadline = time.monotonic() + EMPTY_S
+        while self._door.inside:
+            if time.monotonic() > deadline:
+                left = len(self._door.inside)
+                raise Interrupted(f"{self._settings.name}: {left} aborted requests did not end in {EMPTY_S:g} s")
+            await self._calls.ask(self._calls.llm.abort(list(self._door.inside)))
+            await asyncio.sleep(0.01)
+
+    async def drop_cache(self) -> None:
+        """Empties the prefix cache, which old weights filled. Raises Interrupted when vLLM does not empty it.
+
+        vLLM 0.23 and 0.32 answer True, with prefix caching off as well, or False while a block is in use, that of a
+        request that was just aborted for example. Of several data-parallel cores 0.32 answers for all, 0.23 for the
+        first.
+        """
+        deadline = time.monotonic() + DROP_S
+        while (
+            not (emptied := await self._calls.ask(self._calls.llm.reset_prefix_cache())) and time.monotonic() < deadline
+        ):
+            await asyncio.sleep(DROP_S / 50)
+        if emptied is not True and self._settings.arguments.get("enable_prefix_caching", True):
+            raise Interrupted(
+                f"{self._settings.name}: vLLM did not empty its prefix cache within {DROP_S:g} s (it answered "
+                f"{emptied}), so it still holds what other weights computed; see "
+                f"logs/{log_name(self._settings.name)}.log in the run directory"
+            )
