@@ -23,9 +23,8 @@ from mrl.cluster.request_streams import Arrived
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import RunConfig
 from mrl.data.order import PromptStream
-from mrl.data.samples import SampleRows
 from mrl.errors import ConfigError, DataError, Interrupted
-from mrl.record.metrics import GeneratingTime, PhaseTimer, distribution
+from mrl.record.metrics import GeneratingTime, PhaseTimer
 from mrl.reward.items import OK, RewardResult, check_failures, failure_counts
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Assignment, Dispatcher
@@ -33,6 +32,7 @@ from mrl.schedule.groups import Group
 from mrl.schedule.ledger import Fingerprint, restored, snapshot
 from mrl.schedule.rate import Rate, RateRules
 from mrl.schedule.staleness import Schedule
+from mrl.train.ahead_metrics import buffer_metrics, version_metrics
 from mrl.train.kept_groups import Filtered, KeptGroups, Key, of_group
 from mrl.train.lost_engines import LostEngines, Unfinished
 from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
@@ -95,7 +95,7 @@ class GenerationAhead:
         self._lost, self._suspects, self._is_noted = lost, lost.suspects(), False
         self._filtered: list[Filtered] = list(kept.filtered) if kept else []
         self._any_failed = self._knows_failures()  # rewards of the groups on their way
-        self._counted = self._counts()
+        self._counted = buffer_metrics(self._buffer)
         self._pending: set[Key] = set()  # responses whose reward is awaited
         self._generating, self._came = GeneratingTime(), 0  # tokens that came back since it was last noted
         self._changed, self._sending = threading.Condition(), threading.Lock()
@@ -235,7 +235,7 @@ class GenerationAhead:
                 self._filtered = []
             place = self._prompts.forget_before(self._buffer.frontier)
             ledger = snapshot(self._buffer, self._fingerprint)
-            self._counted = self._counts()
+            self._counted = buffer_metrics(self._buffer)
             self._any_failed = self._knows_failures()
             results, filtered = dict(self._results), tuple(self._filtered)
             kept = KeptGroups(ledger, place, dict(self._responses), results, filtered, self._spool)
@@ -261,20 +261,6 @@ class GenerationAhead:
             self._responses.pop(key, None)
             self._results.pop(key, None)
         self._spool.forget([group.number])
-
-    def _counts(self) -> dict[str, float]:
-        """Of groups, between two steps: what is counted at another moment depends on the engines' speed."""
-        counts, groups = self._buffer.counts, self._buffer.groups
-        lengths = {
-            f"async/dropped_response_length/{cause}": tally.mean_length
-            for cause, tally in sorted(counts.dropped.items())
-        }
-        return lengths | {
-            "async/groups_ahead": float(len(groups)),
-            "async/dropped_groups": float(sum(tally.groups for tally in counts.dropped.values())),
-            "async/requeued_groups": float(counts.requeued.groups),
-            "async/kept_response_length": counts.kept.mean_length,
-        }
 
     def close(self) -> None:
         """Ends the thread; what engines are at is not waited for."""
@@ -452,13 +438,9 @@ class GenerationAhead:
         differing = sum(self._differs(results[i : i + n], parts[i : i + n]) for i in range(0, len(results), n))
         made = [*results, *filtered]
         check_failures(made, self._config.reward.max_failure_share)
-        rows = [part.rows for part in parts]
-        ages = [self._buffer.step - int(one.span_versions.min()) for one in rows]
         return {
             **group_metrics(self._batches(len(made) // n), 1.0 - differing * n / len(made), len(groups), made),
-            **distribution("training/off_policy/trajectory_staleness", ages),
-            "async/versions_per_sample": float(np.mean([int(one.span_counts[0]) for one in rows])),
-            "async/recomputed_tokens": float(sum(map(recomputed_tokens, rows))),
+            **version_metrics(self._buffer.step, [part.rows for part in parts]),
             **self._counted,
             **({"async/window": float(self._rate.window)} if self._rate else {}),
             **self._generating.metrics(),
@@ -476,13 +458,6 @@ def _rate(schedule: Schedule, responder: Responder) -> Rate | None:
 
 def _keys(group: Group) -> Iterator[Key]:
     return ((group.number, index) for index in range(len(group.lengths)))
-
-
-def recomputed_tokens(rows: SampleRows) -> int:
-    """Prompt and tokens that engines computed once more where a response went on by other weights."""
-    firsts = np.cumsum(rows.span_counts) - rows.span_counts
-    prompts = int((rows.prompt_lengths * (rows.span_counts - 1)).sum())
-    return prompts + int(rows.span_starts.sum() - rows.span_starts[firsts].sum())
 
 
 def _lengths(kept: KeptGroups) -> dict[int, list[int]]:

@@ -22,7 +22,7 @@ from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import Interrupted
 from mrl.record.metrics import PhaseTimer
 from mrl.schedule.segments import token_versions
-from mrl.train.ahead import recomputed_tokens
+from mrl.train.ahead_metrics import recomputed_tokens
 from mrl.train.kept_groups import read_kept
 from mrl.train.resume import TrainState
 from mrl.train.spool import Spool
