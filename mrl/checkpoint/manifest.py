@@ -169,8 +169,23 @@ def check_digests(folder: Path, manifest: Manifest) -> None:
 
     Raises EnvironmentFault naming the first, in the manifest's order, whose bytes are not those that were written.
     """
-    files = manifest.files() | manifest.files_beside()
-    with ThreadPoolExecutor(min(MOST_READERS, os.cpu_count() or 1)) as pool:
+    check_files(folder, manifest.files() | manifest.files_beside(), min(MOST_READERS, os.cpu_count() or 1))
+
+
+def share_of_files(files: FileFacts, reader: int, readers: int) -> FileFacts:
+    """Those that one of `readers` checks, so that all bytes are read once and nobody reads much more than others."""
+    loads, own = [0] * readers, {}
+    for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
+        least = loads.index(min(loads))
+        loads[least] += files[name]["bytes"]
+        if least == reader:
+            own[name] = files[name]
+    return own
+
+
+def check_files(folder: Path, files: FileFacts, threads: int) -> None:
+    """Reads files, several at once. Raises EnvironmentFault naming the first whose bytes are not those of `files`."""
+    with ThreadPoolExecutor(threads) as pool:
         checks = [pool.submit(check_digest, folder, name, files) for name in files]
         try:
             for check in checks:

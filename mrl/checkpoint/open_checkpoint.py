@@ -72,9 +72,15 @@ class Checkpoint:
 class SafetensorsFiles:
     """`TensorFiles` of safetensors files, whose headers are read once."""
 
-    def __init__(self, folder: Path, facts: FileFacts | None = None, check_first: bool = False):
-        """`facts`: of a manifest's files. `check_first`: compare a file with its digest when it is first needed."""
+    def __init__(
+        self, folder: Path, facts: FileFacts | None = None, check_first: bool = False, when_needed: bool = False
+    ):
+        """`facts`: of a manifest's files. `check_first`: compare a file with its digest when it is first needed.
+
+        `when_needed`: headers are read then, too.
+        """
         self._folder, self._facts, self._check_first = folder, facts or {}, check_first
+        self._reads_headers = when_needed or check_first
         self._headers: dict[str, dict[str, TensorBytes]] = {}
 
     def read_headers(self, names: Iterable[str]) -> list[tuple[str, str]]:
@@ -83,8 +89,9 @@ class SafetensorsFiles:
         return [(name, key) for name, header in self._headers.items() for key in header]
 
     def find(self, file: str, key: str) -> TensorBytes | None:
-        if self._check_first and file not in self._headers:
-            self.check(file)
+        if self._reads_headers and file not in self._headers:
+            if self._check_first:
+                self.check(file)
             self.read_headers([file])
         return self._headers.get(file, {}).get(key)
 

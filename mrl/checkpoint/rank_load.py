@@ -1,15 +1,27 @@
-"""Loads a checkpoint of ours into the ranks of any layout: each reads the boxes that it needs."""
+"""Loads a checkpoint of ours into the ranks of any layout.
+
+    bytes                  read by
+    digests of files       one rank a file
+    weights                one of the ranks that have the same part, which hands it on to the others
+    masters, moments       the rank whose part of the distributed optimizer they are
+
+So what storage gives is given once for digests and once for values, whatever the layouts. Read by more ranks is what
+each of several tensor-parallel ranks has whole (norms, routers), and rows that a stored tensor has whole of which ranks
+want columns.
+"""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from mrl.checkpoint.manifest import MASTER, Manifest, read_manifest
+from mrl.checkpoint.manifest import MASTER, Manifest, check_files, read_manifest, share_of_files
 from mrl.checkpoint.open_checkpoint import SafetensorsFiles, weight_role
 from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, rank_parameters
 from mrl.checkpoint.rank_save import CODES, rank_file
@@ -20,22 +32,28 @@ from mrl.megatron.optimizer import current_lr, is_frozen
 from mrl.model import model_spec
 from mrl.model.megatron_shards import Piece
 
+THREADS = 4  # of a rank that hashes its files; several ranks share a host
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 # carry the bits of an element of so many bytes
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorLoader:
-    """Reads the tensors of one checkpoint. Files are compared with their digests when they are first opened.
+    """Reads the tensors of one checkpoint.
 
     Raises EnvironmentFault for a manifest that describes an element twice.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest):
-        self._reader = BoxReader(
-            folder, manifest.entries(), SafetensorsFiles(folder, manifest.files(), check_first=True)
-        )
+    def __init__(self, folder: Path, manifest: Manifest, check_first: bool = True):
+        """`check_first`: files are compared with their digests when they are first opened."""
+        files = SafetensorsFiles(folder, manifest.files(), check_first, when_needed=True)
+        self._reader = BoxReader(folder, manifest.entries(), files)
         check_disjoint(folder, self._reader.boxes)
+
+    @property
+    def bytes_read(self) -> int:
+        """Of tensors."""
+        return self._reader.bytes_read
 
     def fill(self, role: str, pieces: Iterable[Piece], out: Tensor) -> None:
         """Writes the elements that `pieces` name into `out`, a tensor in their local frame; others stay.
@@ -62,19 +80,30 @@ def _words(values: Tensor) -> np.ndarray:
     return values.view(_WORDS[values.element_size()]).numpy()
 
 
-def load_rank(actor, folder: Path) -> None:
-    """Puts a checkpoint into a freshly built actor of the same or another layout.
+@dataclass(frozen=True)
+class BytesRead:
+    """By one rank, from storage."""
+
+    checked: int
+    loaded: int
+
+
+def load_rank(actor, folder: Path) -> BytesRead:
+    """Puts a checkpoint into a freshly built actor of the same or another layout; all ranks at once.
 
     Random states come back only at the layout that wrote them. A checkpoint converted from weights alone is a fresh
-    start from them. Raises EnvironmentFault for one that is damaged or of another model.
+    start from them. Raises EnvironmentFault for one that is damaged or of another model: on the rank that finds it,
+    while others may wait.
     """
     manifest = read_manifest(folder)
     _check_model(actor, manifest, folder)
-    loader = TensorLoader(folder, manifest)
+    checked = share_of_files(manifest.files(), actor.rank, actor.layout.world_size)
+    check_files(folder, checked, THREADS)
+    loader = TensorLoader(folder, manifest, check_first=False)
     facts = manifest.optimizer
     with torch.no_grad(), actor.residence.using(PARAMETERS, OPTIMIZER):
-        for parameter in rank_parameters(actor):
-            loader.fill(weight_role(parameter.shard), parameter.shard.pieces, parameter.parameter.data)
+        for number, parameter in enumerate(rank_parameters(actor)):
+            _load_weights(loader, parameter, number)
             if parameter.optimizer is not None:
                 _load_optimizer_part(loader, parameter, facts["step"], not manifest.weights_only)
     if not manifest.weights_only:
@@ -83,6 +112,17 @@ def load_rank(actor, folder: Path) -> None:
     if not manifest.converted and manifest.layout == actor.config.actor.layout.model_dump():
         _restore_random_states(actor, loader)
     loader.close()
+    return BytesRead(sum(facts["bytes"] for facts in checked.values()), loader.bytes_read)
+
+
+def _load_weights(loader: TensorLoader, parameter: RankParameter, number: int) -> None:
+    """One rank of those that have the same part reads it; another one of the next parameter."""
+    group, weights = parameter.replicas, parameter.parameter.data
+    reader = 0 if group is None else number % dist.get_world_size(group)
+    if group is None or dist.get_rank(group) == reader:
+        loader.fill(weight_role(parameter.shard), parameter.shard.pieces, weights)
+    if group is not None:
+        dist.broadcast(weights, dist.get_global_rank(group, reader), group)
 
 
 def _load_optimizer_part(loader: TensorLoader, parameter: RankParameter, step: float | None, has_masters: bool) -> None:
@@ -92,10 +132,10 @@ def _load_optimizer_part(loader: TensorLoader, parameter: RankParameter, step: f
     """
     main = parameter.main()
     master = parameter.adam.master(main)
-    whole = torch.zeros(parameter.shard.local_shape, dtype=torch.float32)
+    whole, pieces = torch.zeros(parameter.shard.local_shape, dtype=torch.float32), parameter.own_pieces()
 
     def part(role: str) -> Tensor:
-        loader.fill(role, parameter.shard.pieces, whole)
+        loader.fill(role, pieces, whole)
         return whole.reshape(-1)[slice(*parameter.flat)].reshape(master.shape)
 
     weights = parameter.parameter.detach().reshape(-1)[slice(*parameter.flat)]

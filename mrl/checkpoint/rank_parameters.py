@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -12,7 +13,8 @@ from mrl.config.schema_actor import OPTIMIZER, PARAMETERS
 from mrl.errors import ConfigError
 from mrl.megatron.adam_state import AdamState
 from mrl.megatron.local_parameters import LocalParameters, plain_name
-from mrl.model.megatron_shards import Shard, local_shapes, source_shards
+from mrl.model.boxes import boxes_of_range
+from mrl.model.megatron_shards import Piece, Shard, local_shapes, source_shards
 
 MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}  # role -> name in torch's Adam
 
@@ -26,6 +28,18 @@ class RankParameter:
     optimizer: DistributedOptimizer | None  # None: this data-parallel rank updates no part of it
     flat: tuple[int, int] | None  # that part of the flattened parameter
     adam: AdamState | None = None  # of that optimizer
+    # ranks that have the same part, whose gradients are summed up; None: not known
+    replicas: dist.ProcessGroup | None = None
+
+    def own_pieces(self) -> list[Piece]:
+        """What the distributed optimizer's part is in Hugging Face coordinates, in the local frame."""
+        boxes = boxes_of_range(self.shard.local_shape, *self.flat)
+        met = [(piece, piece.local_box.intersect(box)) for piece in self.shard.pieces for box in boxes]
+        return [
+            Piece(piece.hf_name, common.rebase(piece.local_box, piece.hf_box), common)
+            for piece, common in met
+            if common is not None
+        ]
 
     @property
     def key(self) -> str:
@@ -66,7 +80,16 @@ def rank_parameters(actor) -> Iterator[RankParameter]:
             )
             part = optimizer._get_model_param_range_map(parameter)["param"] if optimizer else None
             flat = (part.start, part.end) if part else None
-            yield RankParameter(shards[number, plain_name(name)], parameter, optimizer, flat, adams.get(id(optimizer)))
+            shard, replicas = shards[number, plain_name(name)], _replicas(actor, parameter)
+            yield RankParameter(shard, parameter, optimizer, flat, adams.get(id(optimizer)), replicas)
+
+
+def _replicas(actor, parameter: torch.nn.Parameter) -> dist.ProcessGroup | None:
+    """The ranks over which the parameter's optimizer is distributed; a frozen one has none."""
+    for optimizer in distributed_optimizers(actor):
+        if any(parameter in buffer.param_index_map for buffer in optimizer.buffers):
+            return optimizer.data_parallel_group
+    return None
 
 
 def distributed_optimizers(actor) -> list[DistributedOptimizer]:

@@ -117,6 +117,7 @@ class BoxReader:
         self.boxes = stored_boxes(entries)
         self._handles: dict[str, int] = {}
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8)
+        self.bytes_read = 0
 
     def close(self) -> None:
         """Closes the files."""
@@ -152,20 +153,26 @@ class BoxReader:
         return self._location(part.file, part.key).dtype
 
     def read(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
-        """Writes `box`, which lies in `stored`, into `out`. Whole rows are read at once."""
+        """Writes `box`, which lies in `stored`, into `out`. Whole rows, and a part of one, are read at once; of several
+        rows all is read and cut.
+        """
         (first, last), *tail = box.rebase(stored.piece.hf_box, stored.piece.local_box).ranges
         columns, shape = Box(tuple(tail)), stored.parts[0].shape
-        if columns == Box.whole(shape[1:]) and out.flags.c_contiguous:
-            self._read_rows(stored.parts, first, out.reshape(-1))
-            return
-        row_bytes = prod(shape[1:]) * out.itemsize
+        row = prod(shape[1:])
+        if out.flags.c_contiguous:
+            if columns == Box.whole(shape[1:]):
+                return self._read_run(stored.parts, first * row, out.reshape(-1))
+            if len(tail) == 1 and last - first == 1:
+                return self._read_run(stored.parts, first * row + columns.origin[0], out.reshape(-1))
+        row_bytes = row * out.itemsize
         step = max(1, len(self._scratch) // row_bytes)
         scratch = self._scratch if row_bytes <= len(self._scratch) else np.empty(row_bytes, np.uint8)
-        for row in range(first, last, step):
-            count = min(step, last - row)
+        for start in range(first, last, step):
+            count = min(step, last - start)
             rows = scratch[: count * row_bytes].view(out.dtype).reshape(count, *shape[1:])
-            self._read_rows(stored.parts, row, rows.reshape(-1))
-            out[row - first : row - first + count] = rows[(slice(None), *columns.slices)]
+            self._read_run(stored.parts, start * row, rows.reshape(-1))
+            out[start - first : start - first + count] = rows[(slice(None), *columns.slices)]
+        return None
 
     def tensor_bytes(self, file: str, key: str) -> np.ndarray:
         """The bytes of one tensor of a file that is no part of the model, such as the state of a random generator."""
@@ -194,9 +201,8 @@ class BoxReader:
             )
         return location
 
-    def _read_rows(self, parts: tuple[StoredTensor, ...], first: int, out: np.ndarray) -> None:
-        """Fills the flat `out` from row `first` of a local tensor on."""
-        begin = first * prod(parts[0].shape[1:])
+    def _read_run(self, parts: tuple[StoredTensor, ...], begin: int, out: np.ndarray) -> None:
+        """Fills the flat `out` from element `begin` of a local tensor on."""
         end, read = begin + out.size, 0
         for part in parts:
             low, high = _flat_range(part)
@@ -219,6 +225,7 @@ class BoxReader:
                 if count == 0:
                     raise EnvironmentFault(f"{self.folder / file} ended early: it is being changed, or was cut short")
                 view, at = view[count:], at + count
+                self.bytes_read += count
         except OSError as error:
             raise EnvironmentFault(
                 f"{self.folder / file} cannot be read ({error.strerror}); the disk may be damaged"

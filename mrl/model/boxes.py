@@ -83,6 +83,28 @@ class Box:
         return rest
 
 
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements `start` to `stop` of a tensor, counted in flat order, as disjoint boxes: whole rows, and what is
+    left before and behind them.
+    """
+    if start >= stop:
+        return []
+    if len(shape) < 2:
+        return [Box(((start, stop),) * len(shape))]
+    size = prod(shape[1:])
+    first, last = -(-start // size), stop // size  # whole rows
+    if first > last:
+        return _in_row(shape, last, start, stop)
+    rows = [Box(((first, last), *Box.whole(shape[1:]).ranges))] if first < last else []
+    return [*_in_row(shape, first - 1, start, first * size), *rows, *_in_row(shape, last, last * size, stop)]
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
+    before = row * prod(shape[1:])
+    inner = boxes_of_range(shape[1:], start - before, stop - before)
+    return [Box(((row, row + 1), *box.ranges)) for box in inner]
+
+
 def uncovered(whole: Box, boxes: Iterable[Box]) -> list[Box]:
     """The part of `whole` that none of `boxes` covers, as disjoint boxes; empty when they cover it."""
     rest = [whole]

@@ -6,6 +6,7 @@ these points are files.
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ def main(rank: int, world_size: int, out: Path, tasks: list[dict]) -> None:
         folder = out / task["name"]
         folder.mkdir(exist_ok=True)
         if task["load"]:
-            load_rank(actor, Path(task["load"]))
+            (folder / f"read-{rank}.json").write_text(json.dumps(asdict(load_rank(actor, Path(task["load"])))))
         _write(actor, folder / "loaded.safetensors")
         for _ in range(task["updates_before_save"]):
             actor.update(batch)

@@ -91,6 +91,19 @@ def test_another_layout_has_the_saved_bits_and_makes_the_same_update(results, na
     assert _report(results, name) == {"num_updates": 3}
 
 
+@pytest.mark.parametrize("name", [name for name in MOVED if "pp2" not in name.split(" to ")[1]])
+def test_a_checkpoint_is_read_once_by_all_ranks_together(results, name):
+    """Digests apart, whatever the layout. Not by pipeline stages, which both have an embedding that is tied."""
+    saved = results / f"saved-{MOVED[name][0]}"
+    files = sorted(saved.glob("*.safetensors"))
+    stored = sum(v.nbytes for file in files for key, v in load_file(file).items() if not key.startswith("rng/"))
+    read = [json.loads(file.read_text()) for file in (results / f"result-{name}").glob("read-*.json")]
+    assert len(read) == MOVED[name][1]
+    assert sum(rank["checked"] for rank in read) == sum(file.stat().st_size for file in files)
+    assert sum(rank["loaded"] for rank in read) == stored
+    assert max(rank["loaded"] for rank in read) < 0.6 * stored or len(read) == 1
+
+
 @pytest.mark.parametrize("name", ["moe-dp2", "moe-tp2-ep2-half", "dense-tp2"])
 def test_the_converted_checkpoint_has_the_saved_bits(results, tmp_path, name):
     checkpoint = results / f"saved-{name}"

@@ -1,11 +1,12 @@
 """Boxes against counting elements one by one."""
 
+import math
 import random
 
 import numpy as np
 import pytest
 
-from mrl.model.boxes import Box, cover_fault, first_overlap, uncovered
+from mrl.model.boxes import Box, boxes_of_range, cover_fault, first_overlap, uncovered
 
 
 def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
@@ -83,3 +84,17 @@ def split(rng: random.Random, box: Box) -> list[Box]:
         return [box]
     cut = rng.randrange(low + 1, high)
     return [Box((*box.ranges[:dim], side, *box.ranges[dim + 1 :])) for side in ((low, cut), (cut, high))]
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 5), (4, 3), (3, 1), (2, 3, 4), (3, 1, 2)])
+def test_boxes_of_a_range_are_its_elements_each_once(shape):
+    """And few: whole rows are one."""
+    size = math.prod(shape)
+    for start in range(size + 1):
+        for stop in range(start, size + 1):
+            found, boxes = np.zeros(shape, int), boxes_of_range(shape, start, stop)
+            for box in boxes:
+                found[box.slices] += 1
+            expected = np.zeros(size, int)
+            expected[start:stop] = 1
+            assert np.array_equal(found.reshape(-1), expected) and len(boxes) <= 2 * len(shape) - 1

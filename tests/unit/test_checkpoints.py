@@ -2,6 +2,7 @@
 and nothing that is needed is removed.
 """
 
+import itertools
 import json
 import os
 import stat
@@ -21,10 +22,12 @@ from mrl.checkpoint.manifest import (
     check_digests,
     file_facts,
     read_manifest,
+    share_of_files,
     write_manifest,
 )
 from mrl.checkpoint.open_checkpoint import open_saved
 from mrl.checkpoint.rank_load import TensorLoader
+from mrl.checkpoint.rank_parameters import RankParameter
 from mrl.checkpoint.step_folders import newest_checkpoint, set_aside, superseded, write_atomically
 from mrl.errors import EnvironmentFault, NumericAbort
 from mrl.megatron.adam_state import AdamState
@@ -175,6 +178,40 @@ def test_every_element_of_a_checkpoint_finds_its_place_in_any_other_layout(tmp_p
                     stored.fill(WEIGHT, shard.pieces, found)
                     assert np.array_equal(found.numpy(), assembled(shard, hf)), (shard.megatron_name, written, layout)
     assert pairs > 3
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_parts_of_a_distributed_optimizer_are_read_once_all_together(tmp_path, seed):
+    """Each rank's tensors are cut at any place, as data-parallel ranks have them; what is not its own is not read."""
+    rng = np.random.default_rng(seed)
+    for number, (model, layout) in enumerate(random_layouts(seed, 3)):
+        folder, hf = tmp_path / f"{number}", tagged(model)
+        folder.mkdir()
+        stored, read = TensorLoader(folder, written_at_layout(folder, model, layout, hf)), 0
+        for rank in range(layout.world_size):
+            for shard in source_shards(model, layout, rank):
+                if shard.primary != rank:
+                    continue
+                size, found = int(np.prod(shard.local_shape)), torch.zeros(shard.local_shape, dtype=torch.int64)
+                cuts = sorted({0, *rng.integers(0, size + 1, 2).tolist(), size})
+                whole = torch.from_numpy(assembled(shard, hf)).reshape(-1)
+                for part in itertools.pairwise(cuts):
+                    found.zero_()
+                    stored.fill(WEIGHT, RankParameter(shard, None, None, part).own_pieces(), found)
+                    own = slice(*part)
+                    assert torch.equal(found.reshape(-1)[own], whole[own]) and not found.reshape(-1)[: part[0]].any()
+                    assert not found.reshape(-1)[part[1] :].any()
+                read += sum(piece.hf_box.volume for piece in shard.pieces) * found.itemsize
+        assert stored.bytes_read == read
+
+
+@pytest.mark.parametrize("readers", [1, 3, 8])
+def test_each_file_is_compared_with_its_digest_by_one_rank(readers):
+    files = {f"{i}": {"bytes": size} for i, size in enumerate((900, 10, 300, 310, 290, 20, 5))}
+    shares = [share_of_files(files, reader, readers) for reader in range(readers)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    most = max(sum(facts["bytes"] for facts in share.values()) for share in shares)
+    assert most <= max(900, 1.4 * 1835 / readers)
 
 
 def written_at_layout(folder, model, layout, hf) -> Manifest:
