@@ -104,8 +104,8 @@ def save_bytes(inputs: PlanInputs, rank: int) -> int:
 
 def resume_seconds(inputs: PlanInputs) -> float:
     """Until ranks go on from a checkpoint, by what hashing takes: the driver verifies all files, `hash_threads` at a
-    time (mrl/checkpoint/manifest.py), then each rank those that it reads, and reads them. Storage that gives less than
-    that decides instead.
+    time (mrl/checkpoint/manifest.py), then ranks do, a file each, and read them (mrl/checkpoint/rank_load.py). Storage
+    that gives less than that decides instead.
     """
     sizes = [save_bytes(inputs, rank) for rank in range(inputs.train.world_size)]
     usual = inputs.assumptions

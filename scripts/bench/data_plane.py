@@ -1,7 +1,7 @@
 """What a step's data costs the driver: real Ray, engines and ranks without models, responses of the lengths of a large
 run.
 
-    python scripts/bench/data_plane.py [--before COMMIT] [--responses 64 256 1024] [--routes] [--json]
+    python scripts/bench/data_plane.py [--before COMMIT] [--responses 64 256 1024] [--routes] [--nodes] [--json]
 
 Engines synthesise responses (lognormal lengths: mean 7,385 tokens, 1,190 to 20,480, 3.9 % cut off) and hand them on by
 the product's code, as many a second as make 8,192 in 200 s; ranks fetch their rows and compute of tokens what is
@@ -9,6 +9,10 @@ computed beside a model. The driver runs the phases of a step. Each size is a ru
 so its peak is its own. `--before`: the same with an earlier commit's code, checked out into a temporary folder, whose
 driver held everything. Extrapolated by a line through the sizes to 8,192 responses; `error` is the largest relative
 distance of a size from that line. `phases`: of each, the driver's processor seconds and what it then holds more.
+
+`--nodes`: driver and ranks on one node, engines and their scorer on another, which are namespaces of this machine (see
+scripts/nodes/network.py; needs root). `came_over_needed`: bytes that the interface of the ranks' node counted in the
+step, headers included, over those that ranks need.
 """
 
 import argparse
@@ -58,6 +62,12 @@ def rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def came() -> int:
+    """Bytes that the interface to other nodes received so far; 0 where there is none of that name."""
+    lines = (line.split() for line in Path("/proc/net/dev").read_text().splitlines())
+    return next((int(words[1]) for words in lines if words[0] == "eth0:"), 0)
+
+
 def peak() -> int:
     """Bytes, of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -89,7 +99,7 @@ class Measured:
     """From here on: bytes over what is held now, and processor seconds."""
 
     def __init__(self):
-        self.rss, self.cpu, self.phases = rss(), time.process_time(), {}
+        self.rss, self.cpu, self.came, self.phases = rss(), time.process_time(), came(), {}
 
     def note(self, phase: str) -> None:
         """What was done since the last note."""
@@ -116,6 +126,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     import ray
 
     from mrl.cluster.actor_group import put_once
+    from mrl.cluster.helper_actors import on_node
     from mrl.cluster.outbox import Outboxes
     from mrl.cluster.rollout_group import RolloutGroup, request_places
     from mrl.cluster.routes import start_readers
@@ -135,6 +146,8 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     from mrl.vllm.requests import Sampling
 
     config, every = load_config(PRESET, "gspo", settings(responses, routes)).config, lengths_of(responses)
+    here = ray.get_runtime_context().get_node_id()
+    far = next((node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here), here)
 
     class FakeEngine:
         async def generate(self, requests, sampling):
@@ -203,10 +216,10 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
         def __init__(self):
             self.config, (self.model, _) = config, planning_model_spec(config.model.path)
             self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
-            kind, layout = ray.remote(Rank).options(num_cpus=0), self.layout
+            kind, layout = ray.remote(Rank).options(**on_node(here)), self.layout
             at = [layout.dense_coords(rank) for rank in range(layout.world_size)]
             self.ranks = [kind.remote(each.pp, each.cp, layout.pipeline) for each in at]
-            self.route_readers = start_readers([ray.get_runtime_context().get_node_id()]) if routes else {}
+            self.route_readers = start_readers([far]) if routes else {}
 
         def each(self, method, arguments, phase, interruptible=False):
             return ray.get(
@@ -216,14 +229,15 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     engines = RolloutGroup.__new__(RolloutGroup)
     engines.config, engines.poll, engines.places = config, lambda: None, request_places(config)
     environment = {"env_vars": STREAM_ENVIRONMENT}
-    engines.workers = [ray.remote(Engine).options(num_cpus=0, runtime_env=environment).remote() for _ in range(ENGINES)]
+    kind = ray.remote(Engine).options(**on_node(far), runtime_env=environment)
+    engines.workers = [kind.remote() for _ in range(ENGINES)]
     engines.names, engines.engine_ranks = [f"engine {i}" for i in range(ENGINES)], 1
-    engines.nodes = dict.fromkeys(engines.names, ray.get_runtime_context().get_node_id())
+    engines.nodes = dict.fromkeys(engines.names, far)
     actor, writer = Ranks(), SampleWriter(folder, 600.0, config.record)
     display = SimpleNamespace(progress=lambda *_: None)
     scorer = (
         ray.remote(Scorer)
-        .options(num_cpus=0, runtime_env=environment)
+        .options(**on_node(far), runtime_env=environment)
         .remote(lambda: SimpleNamespace(decode=lambda ids, **_: "text" * len(ids)))
     )
     pool = PoolSettings(RewardSpec("exact_match"), 1, 60.0, 0.0, folder / "reward.log", dict(os.environ), str(folder))
@@ -252,7 +266,11 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     writer.close()
     received = ray.get([rank.fetched.remote() for rank in actor.ranks])
     size = (folder / "step-1.parquet").stat().st_size
-    ratio = sum(r for r, _ in received) / sum(n for _, n in received)
+    needed = sum(n for _, n in received)
+    if far != here:
+        found |= {"came_bytes": came() - measured.came, "needed_bytes": needed}
+        found["came_over_needed"] = found["came_bytes"] / needed
+    ratio = sum(r for r, _ in received) / needed
     return found | {"received_over_needed": ratio, "samples_bytes_per_token": size / found["tokens"]}
 
 
@@ -359,30 +377,48 @@ def child(side: str, responses: int, routes: bool) -> None:
         few_heaps()  # as ray_cluster does
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "samples").mkdir()
-        ray.init(
-            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
-            object_store_memory=4 * 1024**3 if routes else 1024**3, _temp_dir=folder,
+        own = dict(
+            num_cpus=2, include_dashboard=False, object_store_memory=store_bytes(routes), _temp_dir=folder,
         )  # fmt: skip
+        address = os.environ.get("RAY_ADDRESS", "local")
+        ray.init(address, log_to_driver=False, logging_level="error", **(own if address == "local" else {}))
         try:
             print(json.dumps({"now": run_now, "before": run_before}[side](responses, routes, Path(folder, "samples"))))
         finally:
             ray.shutdown()
 
 
+def store_bytes(routes: bool) -> int:
+    """Of an object store."""
+    return 4 * 1024**3 if routes else 1024**3
+
+
+def words_of(side: str, responses: int, routes: bool) -> list[str]:
+    """The command of a child."""
+    return [sys.executable, __file__, "--child", side, "--responses", str(responses), *(["--routes"] if routes else [])]
+
+
 def run_side(side: str, code: Path, responses: int, routes: bool) -> dict:
     """A child process with the packages of this environment and the code of a tree."""
     env = os.environ | {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        __file__,
-        "--child",
-        side,
-        "--responses",
-        str(responses),
-        *(["--routes"] if routes else []),
-    ]
+    command = words_of(side, responses, routes)
     done = subprocess.run(command, cwd=code, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=900)
     return {"side": side, "responses": responses} | json.loads(done.stdout.splitlines()[-1])
+
+
+def run_nodes(responses: int, routes: bool) -> dict:
+    """A child on the first of two nodes; engines are on the second."""
+    sys.path.append(str(ROOT / "scripts" / "nodes"))
+    from network import network
+    from ray_nodes import RayNodes
+
+    with tempfile.TemporaryDirectory(prefix="mrl-plane-", dir="/tmp") as folder, network(2, Path(folder)) as net:
+        rays = RayNodes(net, (2, 2), ("--object-store-memory", str(store_bytes(routes))))
+        rays.start()
+        command = ["env", f"--chdir={ROOT}", *words_of("now", responses, routes)]
+        done = net.nodes[0].run(*command, env=rays.environment, stderr=None, capture_output=False,
+            stdout=subprocess.PIPE, timeout=900)  # fmt: skip
+    return {"side": "nodes", "responses": responses} | json.loads(done.stdout.splitlines()[-1])
 
 
 def extrapolated(rows: list[dict], key: str) -> dict:
@@ -402,6 +438,7 @@ def main() -> None:
     parser.add_argument("--responses", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--before", metavar="COMMIT")
     parser.add_argument("--routes", action="store_true")
+    parser.add_argument("--nodes", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", choices=("now", "before"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -419,6 +456,7 @@ def main() -> None:
             )
         try:
             rows = [run_side(side, code, size, args.routes) for size in args.responses for side, code in trees.items()]
+            rows += [run_nodes(size, args.routes) for size in args.responses if args.nodes]
         finally:
             if args.before:
                 subprocess.run(["git", "worktree", "remove", "--force", str(trees["before"])], cwd=ROOT, check=True)
@@ -436,7 +474,7 @@ def main() -> None:
             f"{row['side']:7} {row['responses']:6} responses {row['tokens']:10,} tokens  peak "
             f"{row['driver_peak_bytes'] / 1e6:8.1f} MB ({row['driver_peak_bytes'] / row['tokens']:6.2f} B/token)  busy "
             f"{row['driver_busy_s']:6.2f} s  received/needed {row.get('received_over_needed', float('nan')):.3f}  file "
-            f"{row['samples_bytes_per_token']:.2f} B/token"
+            f"{row['samples_bytes_per_token']:.2f} B/token  came/needed {row.get('came_over_needed', float('nan')):.3f}"
         )
     for side, values in full.items():
         print(f"{side:7} at {FULL} responses: " + json.dumps(values))
