@@ -118,7 +118,7 @@ def load_rank(actor, folder: Path) -> BytesRead:
 def _load_weights(loader: TensorLoader, parameter: RankParameter, number: int) -> None:
     """One rank of those that have the same part reads it; another one of the next parameter."""
     group, weights = parameter.replicas, parameter.parameter.data
-    reader = 0 if group is None else number % dist.get_world_size(group)
+    reader = number % dist.get_world_size(group) if group else 0
     if group is None or dist.get_rank(group) == reader:
         loader.fill(weight_role(parameter.shard), parameter.shard.pieces, weights)
     if group is not None:

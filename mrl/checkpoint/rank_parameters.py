@@ -28,7 +28,7 @@ class RankParameter:
     optimizer: DistributedOptimizer | None  # None: this data-parallel rank updates no part of it
     flat: tuple[int, int] | None  # that part of the flattened parameter
     adam: AdamState | None = None  # of that optimizer
-    # ranks that have the same part, whose gradients are summed up; None: not known
+    # this and other ranks that have the same part, whose gradients are summed up; None: no others, or not known
     replicas: dist.ProcessGroup | None = None
 
     def own_pieces(self) -> list[Piece]:
@@ -88,7 +88,7 @@ def _replicas(actor, parameter: torch.nn.Parameter) -> dist.ProcessGroup | None:
     """The ranks over which the parameter's optimizer is distributed; a frozen one has none."""
     for optimizer in distributed_optimizers(actor):
         if any(parameter in buffer.param_index_map for buffer in optimizer.buffers):
-            return optimizer.data_parallel_group
+            return optimizer.data_parallel_group if optimizer.data_parallel_group.size() > 1 else None
     return None
 
 
