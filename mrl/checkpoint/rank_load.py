@@ -10,7 +10,7 @@ each of several tensor-parallel ranks has whole (norms, routers), and rows that 
 want columns.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,9 @@ def load_rank(actor, folder: Path) -> BytesRead:
     loader = TensorLoader(folder, manifest, check_first=False)
     facts = manifest.optimizer
     with torch.no_grad(), actor.residence.using(PARAMETERS, OPTIMIZER):
-        for number, parameter in enumerate(rank_parameters(actor)):
-            _load_weights(loader, parameter, number)
+        parameters = list(rank_parameters(actor))
+        _load_weights(loader, parameters)
+        for parameter in parameters:
             if parameter.optimizer is not None:
                 _load_optimizer_part(loader, parameter, facts["step"], not manifest.weights_only)
     if not manifest.weights_only:
@@ -115,14 +116,27 @@ def load_rank(actor, folder: Path) -> BytesRead:
     return BytesRead(sum(facts["bytes"] for facts in checked.values()), loader.bytes_read)
 
 
-def _load_weights(loader: TensorLoader, parameter: RankParameter, number: int) -> None:
-    """One rank of those that have the same part reads it; another one of the next parameter."""
-    group, weights = parameter.replicas, parameter.parameter.data
-    reader = number % dist.get_world_size(group) if group else 0
-    if group is None or dist.get_rank(group) == reader:
-        loader.fill(weight_role(parameter.shard), parameter.shard.pieces, weights)
-    if group is not None:
-        dist.broadcast(weights, dist.get_global_rank(group, reader), group)
+def _load_weights(loader: TensorLoader, parameters: Sequence[RankParameter]) -> None:
+    """Ranks that have the same part read some of it each, at once, and then hand it on to the others."""
+    readers = _readers(parameters)
+    for parameter, reader in zip(parameters, readers, strict=True):
+        if parameter.replicas is None or dist.get_rank(parameter.replicas) == reader:
+            loader.fill(weight_role(parameter.shard), parameter.shard.pieces, parameter.parameter.data)
+    for parameter, reader in zip(parameters, readers, strict=True):
+        if (group := parameter.replicas) is not None:
+            dist.broadcast(parameter.parameter.data, dist.get_global_rank(group, reader), group)
+
+
+def _readers(parameters: Sequence[RankParameter]) -> list[int]:
+    """Of each, which of the ranks that have it reads it: the one with the least so far, as all of them count."""
+    loads: dict[int, list[int]] = {}
+    readers = []
+    for parameter in parameters:
+        group = parameter.replicas
+        read = loads.setdefault(id(group), [0] * (1 if group is None else dist.get_world_size(group)))
+        readers.append(read.index(min(read)))
+        read[readers[-1]] += parameter.parameter.numel()
+    return readers
 
 
 def _load_optimizer_part(loader: TensorLoader, parameter: RankParameter, step: float | None, has_masters: bool) -> None:
