@@ -2,11 +2,13 @@
 step takes.
 
 python scripts/compare_commits.py 91eebfc [--steps 6] [--rounds 1] [--tolerance 0] [--json FILE]
+python scripts/compare_commits.py 91eebfc --speed [--steps 14] [--rounds 2] [--json FILE]
 
 The commit is checked out into a temporary folder and both sides run with the packages of this environment. Needs
 tiny-world/ (scripts/make_tiny_world.py). Exits with 1 where anything differs that may not: every metric that both sides
 write, clocks aside, to `--tolerance` relative (0: the same bits); every tensor of the last checkpoint; the end of a run
-that the commit saved and the working tree resumed; `mrl plan --json` of every preset.
+that the commit saved and the working tree resumed; `mrl plan --json` of every preset. With --speed nothing is held
+against anything but seconds, of steps that neither validate nor save.
 """
 
 import argparse
@@ -29,6 +31,7 @@ PRESET = "parallel_configs/tiny-moe/cpu.yaml"
 # what a clock or the machine's state decides
 CLOCKS = ("timing_", "perf/", "reshard/seconds", "reshard/peak_staging_bytes")
 NOT_PLANNED = ("seconds", "plan_seconds")  # measured, in a plan
+PHASES = ("timing_s/step", "timing_s/gen", "timing_s/old_log_prob", "timing_s/update_actor", "timing_s/reshard")
 MAIN = "try:\n    from mrl.cli.main import main\nexcept ImportError:\n    from mrl.cli import main\nmain()"
 
 
@@ -187,6 +190,23 @@ def compare(before: Tree, after: Tree, steps: int, rounds: int, tolerance: float
     }
 
 
+def compare_speed(before: Tree, after: Tree, steps: int, rounds: int) -> dict:
+    """Median seconds of a step and of its phases on both sides, after the first steps."""
+    off = ("--set", "trainer.save_freq=-1", "--set", "trainer.test_freq=-1", "--set", "trainer.val_before_train=false")
+    rows: dict[str, list[dict]] = {"before": [], "after": []}
+    for number in range(rounds):  # by turns, so that both meet the same machine
+        for side, tree in (("before", before), ("after", after)):
+            timed = [row for row in metrics(tree.train(f"speed-{number}", steps, *off)) if "timing_s/step" in row]
+            rows[side] += [row for row in timed[2:] if "timing_s/save_checkpoint" not in row]
+    seconds = {side: {name: _median_of(name, found) for name in PHASES} for side, found in rows.items()}
+    faster = seconds["before"]["timing_s/step"] / seconds["after"]["timing_s/step"]
+    return {"steps": steps, "rounds": rounds, "seconds": seconds, "times_faster": faster, "differences": []}
+
+
+def _median_of(name: str, rows: list[dict]) -> float:
+    return median(row.get(name, 0.0) for row in rows)
+
+
 def _resumed(before: Tree, after: Tree, run: Path, steps: int, tolerance: float) -> Iterator[str]:
     """The commit's run goes back to its middle checkpoint and is brought to its end by the working tree."""
     again = after.out / "resumed"
@@ -210,6 +230,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=0.0)
+    parser.add_argument("--speed", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -221,13 +242,14 @@ def main() -> None:
             before, after = Tree(code, work / "before"), Tree(ROOT, work / "after")
             before.prepare()
             after.prepare()
-            result = compare(before, after, args.steps, args.rounds, args.tolerance)
+            if args.speed:
+                result = compare_speed(before, after, args.steps, args.rounds)
+            else:
+                result = compare(before, after, args.steps, args.rounds, args.tolerance)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(code)], cwd=ROOT, check=True)
-    command = (
-        f"python scripts/compare_commits.py {args.commit} --steps {args.steps} --rounds {args.rounds} "
-        f"--tolerance {args.tolerance:g}"
-    )
+    kind = "--speed" if args.speed else f"--tolerance {args.tolerance:g}"
+    command = f"python scripts/compare_commits.py {args.commit} --steps {args.steps} --rounds {args.rounds} {kind}"
     result = {"command": command, "before": commit_of(args.commit), "commit": commit_of("HEAD")} | result
     text = json.dumps(result, indent=2)
     print(text)

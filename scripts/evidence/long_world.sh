@@ -12,7 +12,7 @@ runs=${1:?a folder for the runs}
 train() { # name, seed, further settings
     [ ! -e "$runs/$1-$2.done" ] || return 0
     mrl train parallel_configs/long-moe/cpu.yaml --run-dir "$runs/$1-$2" --set trainer.seed="$2" --set trainer.save_freq=10 \
-        --set trainer.resume_mode=auto ${STEPS:+--set trainer.total_training_steps="$STEPS"} "${@:3}"
+        --set trainer.resume_mode=auto --set trainer.total_training_steps="${STEPS:-30}" "${@:3}"
     touch "$runs/$1-$2.done"
 }
 
