@@ -200,7 +200,7 @@ def compare_speed(before: Tree, after: Tree, steps: int, rounds: int) -> dict:
             rows[side] += [row for row in timed[2:] if "timing_s/save_checkpoint" not in row]
     seconds = {side: {name: _median_of(name, found) for name in PHASES} for side, found in rows.items()}
     faster = seconds["before"]["timing_s/step"] / seconds["after"]["timing_s/step"]
-    return {"steps": steps, "rounds": rounds, "seconds": seconds, "times_faster": faster, "differences": []}
+    return {"steps": steps, "rounds": rounds, "seconds": seconds, "times_faster": faster}
 
 
 def _median_of(name: str, rows: list[dict]) -> float:
@@ -255,7 +255,7 @@ def main() -> None:
     print(text)
     if args.json:
         args.json.write_text(text + "\n", encoding="utf-8")
-    raise SystemExit(1 if result["differences"] else 0)
+    raise SystemExit(1 if result.get("differences") else 0)
 
 
 if __name__ == "__main__":
