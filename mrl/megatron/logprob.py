@@ -53,13 +53,15 @@ class _Head:
         size = min(tokens, self.tokens) * min(self.width, self.rows)
         return torch.empty(size, dtype=torch.float32, device=self.weight.device)
 
-    def logits(self, hidden: Tensor, temperature: Tensor, block: slice, place: Tensor) -> Tensor:
-        """[tokens, rows] float32 in `place`, divided by the temperature [tokens]."""
+    def logits(self, hidden: Tensor, temperature: Tensor, block: slice, place: Tensor, scratch: Tensor) -> Tensor:
+        """[tokens, rows] float32 in `place`, divided by the temperature [tokens]. `scratch`: another place, which a
+        product in 16 bits overwrites.
+        """
         found, weight = _matrix(place, len(hidden), block.stop - block.start), self.weight[block].t()
         if hidden.dtype is torch.float32:
             torch.mm(hidden, weight, out=found)
         else:
-            found.copy_(hidden @ weight)
+            found.copy_(torch.mm(hidden, weight, out=_matrix(scratch.view(hidden.dtype), *found.shape)))
         return found.div_(temperature[:, None])
 
     def owned(self, targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
@@ -126,11 +128,13 @@ class _LeanLogProbs(torch.autograd.Function):
         hidden, weight, targets, temperature, log_sum_exp, entropy = ctx.saved_tensors
         head: _Head = ctx.head
         grad_hidden, grad_weight = torch.empty_like(hidden), _WeightGradient(weight, head.width)
-        place, other = head.place(len(hidden)), head.place(len(hidden) if ctx.entropy_has_gradient else 0)
+        needs_other = ctx.entropy_has_gradient or hidden.dtype is not torch.float32
+        place, other = head.place(len(hidden)), head.place(len(hidden) if needs_other else 0)
         for part in head.parts(len(hidden)):
             grad_part = _HiddenGradient(grad_hidden[part], several=head.rows < head.width)
             for block in head.blocks():
-                log_p = head.logits(hidden[part], temperature[part], block, place).sub_(log_sum_exp[part][:, None])
+                z = head.logits(hidden[part], temperature[part], block, place, other)
+                log_p = z.sub_(log_sum_exp[part][:, None])
                 scale = -grad_log_probs[part][:, None]
                 if ctx.entropy_has_gradient:
                     p = torch.exp(log_p, out=_matrix(other, *log_p.shape))
@@ -151,12 +155,12 @@ def _block_sums(
     """Peak [tokens] of a block's logits z, and [3, tokens]: sums of exp(z - peak), of exp(z - peak) (z - peak), and the
     target's z or 0.
     """
-    z = head.logits(hidden, temperature, block, places[0])
+    z = head.logits(hidden, temperature, block, *places)
     peak = z.amax(-1)
     column, here = head.owned(targets, block)
     target = torch.where(here, z.gather(-1, column[:, None])[:, 0], 0.0)
     weights = torch.exp(z.sub_(peak[:, None]), out=_matrix(places[1], *z.shape))
-    return peak, torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, z), target])
+    return peak, torch.stack([weights.sum(-1), weights.mul_(z).sum(-1), target])
 
 
 def _at_peak(sums: Tensor, shift: Tensor) -> Tensor:
