@@ -162,12 +162,15 @@ def cpu_binding(cores: list[int], engine_id: int, engines: int, workers: int) ->
     """vLLM's core list, `a,b|c,d` with one part for each of `workers`; all workers of all engines get equal shares of
     the cores.
 
-    Shares wrap around when there are more workers than cores: slow, and still right.
+    A share of several leaves its last to the engine's scheduler, which waits for its workers in a busy loop: a thread
+    of a worker on that core would be waited for at every operation. Shares wrap around when there are more workers than
+    cores: slow, and still right.
     """
     share = max(1, len(cores) // (engines * workers))
+    threads = max(1, share - 1)
     parts = []
     for worker in range(engine_id * workers, (engine_id + 1) * workers):
-        parts.append(",".join(str(cores[(worker * share + i) % len(cores)]) for i in range(share)))
+        parts.append(",".join(str(cores[(worker * share + i) % len(cores)]) for i in range(threads)))
     return "|".join(parts)
 
 

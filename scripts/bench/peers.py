@@ -85,7 +85,9 @@ def compared(case: Case, args: argparse.Namespace, folder: Path, python: Path) -
         (trl(case, args, folder / f"trl-{i}", model, python), ours(case, args, folder / f"run-{i}", model))
         for i in range(args.rounds)
     ]
-    trl_steps = [seconds for theirs, _ in rounds for seconds in theirs["steps"][1:]]
+    trl_steps, gen, before = (
+        [seconds for theirs, _ in rounds for seconds in theirs[name][1:]] for name in ("steps", "gen", "before_updates")
+    )
     rows = [row for _, own in rounds for row in own]
     step = median(row["timing_s/step"] for row in rows)
     return {
@@ -93,6 +95,11 @@ def compared(case: Case, args: argparse.Namespace, folder: Path, python: Path) -
         "trl_s": round(median(trl_steps), 3), "trl_mean_tokens": round(rounds[0][0]["mean_length"], 1),
         "mrl_s": round(step, 3), "mrl_mean_tokens": round(median(row["response_length/mean"] for row in rows), 1),
         "trl_over_mrl": round(median(trl_steps) / step, 3), "goal": case.goal,
+        "trl_phases_s": {
+            "gen": round(median(gen), 3),
+            "rewards and old_log_prob": round(median(before) - median(gen), 3),
+            "update_actor": round(median(trl_steps) - median(before), 3),
+        },
         "mrl_phases_s": {name: round(median(row.get(f"timing_s/{name}", 0.0) for row in rows), 3) for name in PHASES},
     }  # fmt: skip
 
@@ -134,15 +141,17 @@ def trl(case: Case, args: argparse.Namespace, folder: Path, model: Path, python:
 
 
 def ours(case: Case, args: argparse.Namespace, folder: Path, model: Path) -> list[dict[str, Any]]:
-    """Metrics of each step after the first. The best layout of two cores: one rank and one engine, in turn."""
+    """Metrics of each step after the first. The best layout found for two cores: two data-parallel ranks with a core
+    each, and an engine, in turn.
+    """
     settings = {
         "model.path": model, "data.train_files": args.world / "data" / "train.parquet", "data.val_files": [],
         "data.train_batch_size": case.prompts, "data.max_prompt_length": PROMPT_TOKENS,
         "data.max_response_length": case.tokens, "rollout.n": N,
         "actor.ppo_mini_batch_size": case.prompts // UPDATES, "actor.optim.lr": 1e-5, "actor.optim.lr_warmup_steps": 0,
-        "actor.layout.world_size": 1, "actor.layout.tensor_model_parallel_size": 1,
+        "actor.layout.world_size": 2, "actor.layout.tensor_model_parallel_size": 1,
         "actor.layout.expert_model_parallel_size": 1, "actor.layout.sequence_parallel": False,
-        "cluster.n_gpus_per_node": 2, "cluster.cpus_per_actor": 1, "cluster.cpus_per_engine": 1,
+        "cluster.n_gpus_per_node": 3, "cluster.cpus_per_actor": 0.5, "cluster.cpus_per_engine": 1,
         "trainer.deterministic": False, "trainer.total_training_steps": args.steps, "trainer.val_before_train": False,
         "trainer.test_freq": -1, "trainer.save_freq": -1,
     }  # fmt: skip

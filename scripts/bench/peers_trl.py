@@ -1,4 +1,5 @@
-"""What peers.py measures of TRL, in TRL's own environment: `peers_trl.py JOB.json`, seconds of each step as JSON.
+"""What peers.py measures of TRL, in TRL's own environment: `peers_trl.py JOB.json`, seconds of each step, and of its
+generation and of what TRL does with the answers before the first update, as JSON.
 
 GRPOTrainer with the ratio of whole sequences and its own generation: what somebody with one machine would take.
 """
@@ -28,6 +29,21 @@ class Clock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
+def timed(trainer, method: str) -> list[float]:
+    """Seconds of each call of the trainer's method from here on."""
+    seconds, inner = [], getattr(trainer, method)
+
+    def outer(*args, **kwargs):
+        begun = time.perf_counter()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - begun)
+
+    setattr(trainer, method, outer)
+    return seconds
+
+
 def exact_match(completions, answer, **kwargs):
     return [float(one[0]["content"].strip() == truth) for one, truth in zip(completions, answer, strict=True)]
 
@@ -51,13 +67,18 @@ def main(job: dict) -> dict:
         lengths.extend(map(len, completion_ids))
         return exact_match(completions, answer)
 
-    GRPOTrainer(
+    trainer = GRPOTrainer(
         model, reward, args=config, train_dataset=Dataset.from_list(job["rows"]), processing_class=tokenizer,
         callbacks=[clock],
-    ).train()  # fmt: skip
+    )  # fmt: skip
+    generation, before_updates = timed(trainer, "_generate"), timed(trainer, "_generate_and_score_completions")
+    trainer.train()
     ends = clock.ends[::updates]
     steps = [after - before for before, after in pairwise(ends)]
-    return {"steps": steps, "mean_length": sum(lengths) / len(lengths), "responses": len(lengths)}
+    return {
+        "steps": steps, "mean_length": sum(lengths) / len(lengths), "responses": len(lengths),
+        "gen": generation, "before_updates": before_updates,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -137,7 +137,8 @@ def test_each_data_parallel_rank_of_an_engine_is_an_actor_with_its_devices(monke
 
 def test_cpu_workers_get_equal_shares_of_the_cores():
     assert cpu_binding([0, 1, 2, 3], engine_id=1, engines=2, workers=2) == "2|3"
-    assert cpu_binding([4, 5, 6, 7], engine_id=0, engines=1, workers=2) == "4,5|6,7"
+    assert cpu_binding(list(range(4, 12)), engine_id=0, engines=1, workers=2) == "4,5,6|8,9,10"  # a core each is free
+    assert cpu_binding([4, 5], engine_id=0, engines=1, workers=1) == "4"
     assert cpu_binding([0], engine_id=1, engines=2, workers=1) == "0"  # more workers than cores: they share
 
 
