@@ -8,11 +8,13 @@ the product's code, as many a second as make 8,192 in 200 s; ranks fetch their r
 computed beside a model. The driver runs the phases of a step. Each size is a run of its own, in a process of its own,
 so its peak is its own. `--before`: the same with an earlier commit's code, checked out into a temporary folder, whose
 driver held everything. Extrapolated by a line through the sizes to 8,192 responses; `error` is the largest relative
-distance of a size from that line. `phases`: of each, the driver's processor seconds and what it then holds more.
+distance of a size from that line. `phases`: of each, the driver's processor seconds, all seconds, and what it then
+holds more.
 
 `--nodes`: driver and ranks on one node, engines and their scorer on another, which are namespaces of this machine (see
-scripts/nodes/network.py; needs root). `came_over_needed`: bytes that the interface of the ranks' node counted in the
-step, headers included, over those that ranks need.
+scripts/nodes/network.py; needs root), joined by a link of 4 Gbit/s: a hundredth of a node's of a cluster, as some
+hundred responses are of a step. `came_over_needed`: bytes that the interface of the ranks' node counted in the step,
+headers included, over those that ranks need; ranks of one node share what came.
 """
 
 import argparse
@@ -35,6 +37,7 @@ PRESET = "parallel_configs/tiny-moe/cpu.yaml"
 FULL, MEAN, SHORTEST, LONGEST = 8192, 7385, 1190, 20480
 PROMPT, N, ENGINES, REPLICAS, LAYERS, TOPK = 120, 8, 2, 2, 94, 8
 RATE = FULL / 200  # responses a second, all engines together
+LINK = "4gbit"
 SIGMA = 0.62  # of the logarithm: 3.9 % beyond LONGEST, with that mean
 
 
@@ -96,17 +99,21 @@ class Rewards:
 
 
 class Measured:
-    """From here on: bytes over what is held now, and processor seconds."""
+    """From here on: bytes over what is held now, processor seconds, and seconds."""
 
     def __init__(self):
-        self.rss, self.cpu, self.came, self.phases = rss(), time.process_time(), came(), {}
+        self.rss, self.cpu, self.begun, self.came = rss(), time.process_time(), time.monotonic(), came()
+        self.phases = {}
 
     def note(self, phase: str) -> None:
         """What was done since the last note."""
+        now = {
+            "busy_s": time.process_time() - self.cpu,
+            "all_s": time.monotonic() - self.begun,
+            "bytes": rss() - self.rss,
+        }
         before = self.phases.values()
-        busy, held = time.process_time() - self.cpu, rss() - self.rss
-        own = busy - sum(each["busy_s"] for each in before), held - sum(each["bytes"] for each in before)
-        self.phases[phase] = dict(zip(("busy_s", "bytes"), own, strict=True))
+        self.phases[phase] = {name: value - sum(each[name] for each in before) for name, value in now.items()}
 
     def of(self, tokens: int, **more) -> dict:
         return {
@@ -415,6 +422,7 @@ def run_nodes(responses: int, routes: bool) -> dict:
     with tempfile.TemporaryDirectory(prefix="mrl-plane-", dir="/tmp") as folder, network(2, Path(folder)) as net:
         rays = RayNodes(net, (2, 2), ("--object-store-memory", str(store_bytes(routes))))
         rays.start()
+        net.shape(LINK)
         command = ["env", f"--chdir={ROOT}", *words_of("now", responses, routes)]
         done = net.nodes[0].run(*command, env=rays.environment, stderr=None, capture_output=False,
             stdout=subprocess.PIPE, timeout=900)  # fmt: skip

@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
 # What README says of single parts, in one place: scripts/bench/{plan,packing,logprob,verifier,convert,samples,data_plane}.py on this machine, one after the other.
-# data_plane, 4,096 responses at the pace of a large run, takes four minutes, and data_plane_routes one.
+# data_plane, 4,096 responses at the pace of a large run, takes two minutes, data_plane_routes one, data_plane_before, beside the
+# last commit whose driver held everything, three. data_plane_nodes and data_plane_nodes_routes need root and run by name only.
 # Writes docs/results/benches.json.   scripts/evidence/benches.sh [names; all without them, others keep what the file holds of them]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=docs/results/benches.json
 names=("$@")
-[ ${#names[@]} -gt 0 ] || names=(plan packing logprob verifier convert samples data_plane data_plane_routes)
-declare -A more=([data_plane]="--responses 256 1024 4096" [data_plane_routes]="--routes --responses 64 128")
+[ ${#names[@]} -gt 0 ] || names=(plan packing logprob verifier convert samples data_plane data_plane_routes data_plane_before)
+declare -A more=([data_plane]="--responses 256 1024 4096" [data_plane_routes]="--routes --responses 64 128"
+    [data_plane_before]="--before 3a7ad58 --responses 64 256 1024" [data_plane_nodes]="--nodes --responses 64 256"
+    [data_plane_nodes_routes]="--nodes --routes --responses 64")
 for one in "${names[@]}"; do
-    found=$(python "scripts/bench/${one%_routes}.py" --json ${more[$one]:-})
+    file=${one/#data_plane_*/data_plane}
+    found=$(python "scripts/bench/$file.py" --json ${more[$one]:-})
     python - "$out" "$one" "$(git rev-parse HEAD)" "$found" <<'PY'
 import json, os, sys
 from pathlib import Path
