@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from replicas import InMemory
 
-from mrl.cluster.routes import RouteReader, read_routes
+from mrl.cluster.routes import RouteReader, read_routes, tokens_by_block
 from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING
 from mrl.data.samples import Sample, packed
@@ -122,3 +122,15 @@ def test_rows_of_a_batch_keep_their_routes():
     for index in (np.array([5, 1]), slice(2, 5)):
         one, other = (micro_inputs(each.rows(index), np.arange(2), Shape(True)) for each in (batch, whole))
         assert np.array_equal(one.routes, other.routes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_block_has_its_own_tokens_in_their_order_and_an_empty_one_none(seed):
+    rng = np.random.default_rng(seed)
+    blocks, count = int(rng.integers(1, 9)), int(rng.integers(0, 40))
+    block_of_token = rng.choice(rng.permutation(blocks)[: max(1, blocks - 2)], count)  # two blocks have none
+    tokens = np.sort(rng.choice(1000, count, replace=False))
+    found = tokens_by_block(tokens, block_of_token, blocks)
+    assert len(found) == blocks
+    for number, own in enumerate(found):
+        assert own.dtype == tokens.dtype and np.array_equal(own, tokens[block_of_token == number])
