@@ -1,10 +1,10 @@
 """Every start of a run, and how it ended: `attempts.jsonl` in the run directory, which no resume cuts.
 
 A start writes a line with `event` began: `time` (UTC), `command`, `versions`, `host`, `pid`, `step` (of the checkpoint
-that it goes on from, 0 for a new run), `generated_again` (responses that starts before it had generated for later
+that it goes on from, 0 for a new run), `generated_again` (responses that the start before it had generated for later
 steps, and that were lost with them). Its end, unless the process was killed, writes one with `event` ended: `time`,
 `exit_code` and `message`, the codes being those of mrl.errors. `under_way.json` names the newest step that all
-responses were there for, and how many.
+responses were there for, and how many; who goes on from a checkpoint counts and removes it.
 """
 
 import json
@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import MrlError, described
-from mrl.record.run_dir import METRICS, json_line, read_metrics
+from mrl.record.run_dir import METRICS, UNDER_WAY, json_line, read_metrics
 
 ATTEMPTS = "attempts.jsonl"
-UNDER_WAY = "under_way.json"
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def note_under_way(folder: Path, step: int, responses: int) -> None:
 
 def generated_after(folder: Path, step: int, group_size: int) -> int:
     """Responses that the steps after `step` were trained on so far, and those of the step that was under way; a run
-    that goes on from `step` generates them again. To be asked before the lines of these steps are cut.
+    that goes on from `step` generates them again. To be asked before RunDir.truncate_metrics, after which none is left.
     """
     later = [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > step]
     found = sum(int(row.get("train/trained_groups", 0)) * group_size for row in later)

@@ -20,6 +20,7 @@ CONFIG = "config.resolved.yaml"
 METRICS = "metrics.jsonl"
 LOCK = "run.lock"
 SHOWN_ROWS = "shown_rows.json"
+UNDER_WAY = "under_way.json"  # see mrl.record.attempts
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ class RunDir:
         for file in (*self.samples.glob("step-*.*"), *self.validation.glob("step-*.jsonl")):
             if step_of(file) > after_step:
                 file.unlink()
-        (self.path / SHOWN_ROWS).unlink(missing_ok=True)  # the next step writes its own
+        for name in (SHOWN_ROWS, UNDER_WAY):  # the next step writes its own
+            (self.path / name).unlink(missing_ok=True)
         # its files cannot be cut; the sink writes the kept lines anew
         shutil.rmtree(self.tensorboard, ignore_errors=True)
         return len(kept)

@@ -15,7 +15,7 @@ from mrl.record.attempts import attempt, generated_after, note_under_way, read_a
 from mrl.record.run_dir import RunDir, json_line, read_metrics
 from mrl.record.sample_files import write_differences, write_samples
 from mrl.record.sinks import JsonlSink
-from mrl.train.resume import generated_again
+from mrl.train.resume import generated_again, rewind
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 
@@ -162,3 +162,15 @@ def test_what_a_lost_node_took_along_is_generated_again_and_counted(tmp_path, ca
     assert read_attempts(run.path)[-1].generated_again == again
     (run.path / "under_way.json").write_text('{"step": 5, "resp')
     assert generated_after(run.path, 0, 4) == 0
+
+
+def test_what_one_start_lost_is_counted_by_the_next_and_by_none_after_it(tmp_path):
+    """The second start ends before its first responses are there: the third has lost nothing."""
+    config, run = load_config(TINY, None, ["rollout.n=4"]).config, _with_steps(tmp_path, [])
+    run.metrics.write_text(json_line({"training/global_step": 1, "train/trained_groups": 16}))
+    note_under_way(run.path, 2, 60)
+    counted = []
+    for _ in range(2):
+        counted.append(generated_again(config, run, no_checkpoint := Newest(None, None, {})))
+        rewind(run, no_checkpoint)
+    assert counted == [4 * 16 + 60, 0]
