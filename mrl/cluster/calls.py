@@ -3,7 +3,7 @@
 import errno
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import ray
 
@@ -143,13 +143,13 @@ def _finished(
         for ref in ready:
             yield names[ref], others
         if waiting and time.monotonic() > deadline:
-            late = sorted(others)
-            raise concerning(
-                Late(
-                    f"{phase}: no answer from {', '.join(late)} within {timeout_s:g} s; see logs/ in the run directory"
-                ),
-                *late,
-            )
+            raise late(phase, sorted(others), timeout_s)
+
+
+def late(phase: str, names: Sequence[str], timeout_s: float) -> Late:
+    """Of processes that have not answered in time, `names`; bears their names."""
+    text = f"{phase}: no answer from {', '.join(names)} within {timeout_s:g} s; see logs/ in the run directory"
+    return concerning(Late(text), *names)
 
 
 def _known(cause: Exception, name: str, phase: str) -> MrlError | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from mrl.cluster.calls import gather, unwrap
+from mrl.cluster.calls import gather, late, unwrap
 from mrl.cluster.generations import write_generations
 from mrl.cluster.helper_actors import on_node
 from mrl.cluster.process_logs import log_file
@@ -37,6 +37,9 @@ from mrl.reward.pool import RewardPool
 EVERY_S = 0.2  # between two calls of a scorer while generation goes on, at least
 IN_ALL_S = 0.1  # and between two calls of any of them in the mean
 WAIT_S = 0.5  # of a call for the results of what it was given
+# of a call, at most: it fetches and decodes what was sent and waits WAIT_S, however long the reward function is at it,
+# so one that is not back by then is of a process that stands still
+EXCHANGE_S = 600.0
 START_S = 120.0
 WRITE_S = 3600.0
 PHASE = "scoring"
@@ -177,10 +180,12 @@ class ScorerGroup:
     def forward(self, at_once: bool = False) -> None:
         """Takes results of finished calls and sends what is queued, waiting for nothing; `at_once`:
         however short ago the last was sent.
+
+        Raises what made scoring impossible, Late for a scorer that stands still.
         """
         every_s = max(EVERY_S, IN_ALL_S * len(self.channels))
         for channel in self.channels:
-            if channel.under_way is not None and self._finished([channel], 0):
+            if channel.under_way is not None and self._answered(channel):
                 self._results += channel.receive()
             due = at_once or time.monotonic() - channel.sent_at >= every_s
             if channel.under_way is None and due and (channel.queued or channel.awaited):
@@ -189,7 +194,7 @@ class ScorerGroup:
     def collect(self, at_once: bool = False) -> list[RewardResult]:
         """Results that are there, none of them given again.
 
-        Raises what made scoring impossible. `at_once`: see `forward`.
+        Raises what `forward` raises. `at_once`: see there.
         """
         self.forward(at_once)
         results, self._results = self._results, []
@@ -200,7 +205,7 @@ class ScorerGroup:
 
         `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once
         more than `max_failures` of them are failures: the caller refuses them, and the scorers are then only good for
-        closing.
+        closing. Raises what `forward` raises.
         """
         self.forward(at_once=True)
         while self._awaited and not self._failed_more_than(max_failures):
@@ -230,6 +235,16 @@ class ScorerGroup:
 
     def _failed_more_than(self, limit: int | None) -> bool:
         return limit is not None and sum(result.reason != OK for result in self._results) > limit
+
+    def _answered(self, channel: Channel) -> bool:
+        """Whether its call is finished. Raises Late where it has been under way for too long."""
+        if self._finished([channel], 0):
+            return True
+        if time.monotonic() - channel.sent_at <= EXCHANGE_S:
+            return False
+        if self._finished([channel], WAIT_S):  # this process may have stood still, and not heard of the answer yet
+            return True
+        raise late(PHASE, [channel.name], EXCHANGE_S)
 
     @staticmethod
     def _finished(channels: Sequence[Channel], timeout_s: float) -> bool:

@@ -6,6 +6,9 @@ from types import SimpleNamespace
 import pytest
 from replicas import InMemory, scorers, stored
 
+from mrl.cluster import scoring
+from mrl.cluster.calls import Late
+from mrl.cluster.process_logs import processes_of
 from mrl.cluster.reward_texts import SHORT, with_texts
 from mrl.cluster.scoring import scorer_places
 from mrl.data.samples import Sample
@@ -95,6 +98,69 @@ def test_calls_are_not_made_for_every_response_while_generation_goes_on():
             group.forward()
         assert len(group.drain()) == 50
     assert len(calls) < 10 and sum(calls) == 50
+
+
+class Clock:
+    """Seconds pass where they are waited for. `awake_s`: of the scorers, which answer nobody from then on."""
+
+    def __init__(self, awake_s: float):
+        self.now, self.awake_s = 0.0, awake_s
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def waited(self, channels, timeout_s: float) -> bool:
+        self.now += timeout_s
+        assert self.now < 10 * scoring.EXCHANGE_S, "waits for ever"
+        return self.now < self.awake_s
+
+
+@pytest.fixture
+def clocked(monkeypatch):
+    """A group of one scorer, the pool behind it and its clock."""
+    monkeypatch.setattr(scoring, "time", clock := Clock(float("inf")))
+    with RewardPool(RewardSpec("exact_match"), 1) as pool:
+        group = scorers(pool, CHARS)
+        group._finished = clock.waited
+        yield group, clock
+
+
+@pytest.mark.parametrize("wait", ["drain", "collect"])
+def test_a_scorer_that_stands_still_is_named_once_no_exchange_can_take_so_long(clocked, wait):
+    group, clock = clocked
+    clock.awake_s = 0.0
+    group.submit(samples(["a"]), questions(["a"]), "engine 0")
+    with pytest.raises(Late, match=r"scoring: no answer from scorer 0 within 600 s") as raised:
+        while wait == "collect":
+            assert group.collect() == []
+            clock.now += 7.0
+        group.drain()
+    assert processes_of(raised.value) == ("scorer 0",)
+    assert scoring.EXCHANGE_S < clock.now < scoring.EXCHANGE_S + 10
+
+
+def test_a_driver_that_stood_still_itself_takes_the_answer_that_it_has_not_heard_of(clocked):
+    group, clock = clocked
+    group.submit(samples(["a"]), questions(["a"]), "engine 0")
+    group.forward(at_once=True)
+    clock.now = 5 * scoring.EXCHANGE_S
+    group._finished = lambda channels, timeout_s: clock.waited(channels, timeout_s) and timeout_s > 0
+    assert [each.score for each in group.drain()] == [1.0]
+
+
+def test_a_reward_function_may_take_longer_than_an_exchange(clocked):
+    """Every exchange comes back, without the result."""
+    group, clock = clocked
+    exchange, calls = group.channels[0].handle.exchange, []
+
+    def slow(asked, wait_s, *blocks):
+        calls.append((asked, 60.0, *blocks))
+        clock.now += 100.0
+        return exchange(*calls[0]) if len(calls) > 9 else ([], [])
+
+    group.channels[0].handle.exchange = slow
+    group.submit(samples(["a"]), questions(["a"]), "engine 0")
+    assert [each.score for each in group.drain()] == [1.0] and clock.now > scoring.EXCHANGE_S
 
 
 @pytest.mark.parametrize(
