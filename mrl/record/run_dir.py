@@ -93,8 +93,8 @@ class RunDir:
 
         A folder that holds a run is opened only to resume it, and keeps its configuration until `write_config`: an
         attempt to resume that fails changes nothing. What an attempt left that reached no step is removed, and so are
-        checkpoints that were never finished. Raises ConfigError where another run stands, where a live process holds
-        it, or where no folder can be written.
+        checkpoints and files of responses that were never finished. Raises ConfigError where another run stands, where
+        a live process holds it, or where no folder can be written.
         """
         run = cls(Path(path))
         try:
@@ -106,8 +106,7 @@ class RunDir:
             ) from error
         if not resume:
             run.truncate_metrics(-1)  # what an attempt that reached no step left
-        for unfinished in run.checkpoints.glob("*.tmp-*"):
-            shutil.rmtree(unfinished, ignore_errors=True)  # its process was killed; no live one has this directory
+        run._remove_unfinished()
         if not (resume and run.config.exists()):
             run.write_config(config_yaml)
         return run
@@ -130,6 +129,13 @@ class RunDir:
             self.refuse_another_run()
         for folder in (self.path, self.samples, self.checkpoints, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
+
+    def _remove_unfinished(self) -> None:
+        """What processes that were killed were at; no live one has this directory. See mrl.whole_file for the files."""
+        for folder in self.checkpoints.glob("*.tmp-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for file in (*self.samples.glob(".step-*.tmp"), *self.validation.glob(".step-*.tmp")):
+            file.unlink(missing_ok=True)
 
     def _holds_a_run(self) -> bool:
         """Whether anything is there to lose.

@@ -115,6 +115,25 @@ def test_resuming_drops_samples_and_event_files_past_the_checkpoint(tmp_path):
     assert not run.tensorboard.exists()
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_opening_removes_files_whose_writer_was_killed_and_no_others(tmp_path, resume):
+    (run := RunDir.open(tmp_path, "")).close()
+    run.validation.mkdir()
+    killed = (
+        "import os; from pathlib import Path; from mrl.whole_file import appears_whole\n"
+        "names = 'samples/step-3.parquet', 'samples/step-2.log_probs.parquet', 'validation/step-3.jsonl'\n"
+        "files = [appears_whole(Path(name)) for name in names]\n"
+        "for file in files: file.__enter__().write_text('half')\n"
+        "os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", killed], cwd=tmp_path, timeout=60, check=False)
+    (run.samples / "step-0.parquet").write_text("whole")
+    assert [len(list(folder.iterdir())) for folder in (run.samples, run.validation)] == [3, 1]
+    RunDir.open(tmp_path, "", resume=resume).close()
+    assert [file.name for file in run.samples.iterdir()] == (["step-0.parquet"] if resume else [])
+    assert not list(run.validation.iterdir())
+
+
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c"])
 def test_a_text_that_holds_another_line_separator_stays_one_line(tmp_path, separator):
     path = tmp_path / "metrics.jsonl"
