@@ -61,9 +61,9 @@ def _samples(options: argparse.Namespace) -> None:
 
 
 def _steps(folder: Path) -> list[int]:
-    from mrl.record.sample_files import step_of
+    from mrl.record.sample_files import steps_with_responses
 
-    return sorted({step_of(file) for file in folder.glob("step-*.*")})
+    return steps_with_responses(folder)
 
 
 def _step(folder: Path, asked: int | None) -> int:

@@ -7,6 +7,7 @@ Older runs have `step-N.jsonl`, which `read_samples` reads alike.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -63,6 +64,14 @@ def write_differences(
     halves = pa.array(differences.astype(np.float16))
     table = pa.table({"sample_id": sample_id, "difference": _lists(halves, lengths)})
     return _write_whole(folder / f"step-{step}{DIFFERENCES}", table.schema, [table])
+
+
+def steps_with_responses(folder: Path) -> list[int]:
+    """Steps that have a file of responses, ascending. One may have that of its log-probs alone: its other file failed,
+    or is not there yet.
+    """
+    names = (re.fullmatch(r"step-(\d+)\.(parquet|jsonl)", file.name) for file in folder.glob("step-*.*"))
+    return sorted({int(name[1]) for name in names if name})
 
 
 def keep_within(folder: Path, max_bytes: float) -> list[int]:

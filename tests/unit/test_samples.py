@@ -252,6 +252,20 @@ def test_the_command_shows_the_worst_and_exports_lines(tmp_path, monkeypatch, ca
         assert ended.value.code == 2
 
 
+def test_a_step_without_its_responses_is_not_the_newest_that_the_command_reads(tmp_path, capsys):
+    """Its log-probs alone are there: of the other file the disk took no more."""
+    (folder := tmp_path / "samples").mkdir()
+    a_step(folder, 9, 3)
+    (folder / "step-4.jsonl").write_text("")
+    write_differences(folder, 10, np.arange(1), np.ones(1, int), np.zeros(1))
+    main(["samples", str(tmp_path), "--jsonl"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == read_samples(folder, 9)
+    with pytest.raises(SystemExit):
+        main(["samples", str(tmp_path), "--step", "10"])
+    assert "it has 4, 9\n" in capsys.readouterr().err
+
+
 def test_texts_are_those_of_the_models_tokenizer_which_is_not_loaded_for_them(tmp_path, monkeypatch):
     """Loading it takes seconds; the whole of it is asked where the folder has no tokenizer.json."""
     from tokenizers import Tokenizer, models

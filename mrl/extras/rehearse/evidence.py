@@ -14,8 +14,8 @@ from typing import Any
 from mrl.checkpoint.manifest import WEIGHT, Manifest, StoredTensor, read_manifest
 from mrl.errors import EnvironmentFault
 from mrl.extras.rehearse.scoring import CALL
-from mrl.record.run_dir import RunDir, read_metrics, step_of
-from mrl.record.sample_files import read_samples
+from mrl.record.run_dir import RunDir, read_metrics
+from mrl.record.sample_files import read_samples, steps_with_responses
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.")
@@ -85,8 +85,8 @@ class Evidence:
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """Training samples of all steps."""
-        steps = sorted({step_of(file) for file in self.run.samples.glob("step-*")})
-        return [sample for step in steps for sample in read_samples(self.run.samples, step)]
+        folder = self.run.samples
+        return [sample for step in steps_with_responses(folder) for sample in read_samples(folder, step)]
 
     def _lines_of(self, log: str) -> Iterator[str]:
         file = self.run.logs / log
