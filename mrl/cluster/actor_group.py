@@ -103,12 +103,13 @@ class ActorGroup:
 
         `phase`: how errors name it.
         """
-        refs = {
-            f"rank {i}": getattr(w, method).remote(*own)
-            for i, (w, own) in enumerate(zip(self.workers, put_once(arguments), strict=True))
-        }
         poll = self.poll if interruptible else lambda: None
-        return list(gather(refs, self.config.cluster.step_timeout_s, phase, poll).values())
+        return list(gather(self.refs_each(method, arguments), self.config.cluster.step_timeout_s, phase, poll).values())
+
+    def refs_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, ray.ObjectRef]:
+        """As `each`, without waiting; answers to come, by name."""
+        own = zip(self.workers, put_once(arguments), strict=True)
+        return {f"rank {i}": getattr(worker, method).remote(*given) for i, (worker, given) in enumerate(own)}
 
     def offload(self) -> None:
         """What `actor.*_offload` names leaves the devices until it is needed again. Does nothing without such a key."""

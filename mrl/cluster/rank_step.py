@@ -46,13 +46,9 @@ class RankStep:
         """See ReplicaRows.old_log_probs_of."""
         return self._rows.old_log_probs_of(rows) if parallel.holds_result() else None
 
-    def differences(self) -> np.ndarray | None:
-        """float16 [response tokens] of the replica's own rows: the trainer's log-prob less generation's."""
-        if not parallel.holds_result():
-            return None
-        batch = self._rows.batch
-        found = (batch.old_log_probs - batch.rollout_log_probs).astype(np.float16)
-        return found[batch.places_of(np.flatnonzero(self._own))]
+    def differences(self, rows: np.ndarray) -> np.ndarray | None:
+        """See ReplicaRows.differences."""
+        return self._rows.differences(rows) if parallel.holds_result() else None
 
     def ref_log_probs(self) -> None:
         """The reference's log-probs stay here."""

@@ -52,6 +52,11 @@ class ReplicaRows:
         """Of the given rows of this replica, each row's tokens."""
         return [self.batch.old_log_probs[self.batch.places_of(np.array([row]))] for row in rows]
 
+    def differences(self, rows: np.ndarray) -> np.ndarray:
+        """float16 [response tokens] of the given rows of this replica: the trainer's log-prob less generation's."""
+        places = self.batch.places_of(rows)
+        return (self.batch.old_log_probs[places] - self.batch.rollout_log_probs[places]).astype(np.float16)
+
     def set_reference(self, log_probs: np.ndarray) -> None:
         """Log-probs [response tokens] under the reference model."""
         self.batch = replace(self.batch, ref_log_probs=log_probs)

@@ -69,9 +69,11 @@ class SampleWriter:
             self._under_way = {f"samples of step {step}": self._writer.write.remote(step, *chosen)}
 
     def write_differences(self, step: int, trained: TrainedStep) -> None:
-        """Begins with the file of the step's log-probs under the trainer, which go from the ranks to the writer."""
+        """Begins with the file of the log-probs under the trainer, which go from the ranks to the writer; of the rows
+        that the step's other file has.
+        """
         if self._writer is not None:
-            rows, parts = trained.differences()
+            rows, parts = trained.differences(kept_rows(len(trained.rows), self._kept))
             under_way = self._writer.write_differences.remote(step, rows, *parts)
             self._under_way[f"log-probs of step {step}"] = under_way
 

@@ -67,10 +67,7 @@ class TrainedStep:
         """The trainer's log-probs of the given rows' tokens, by row; after `log_probs` and before `correct`,
         which may change them.
         """
-        wanted = [
-            np.flatnonzero(np.isin(needed, own) & np.isin(needed, rows))
-            for needed, own in zip(self._needed, self._own, strict=True)
-        ]
+        wanted = self._own_among(rows)
         found: dict[int, np.ndarray] = {}
         for replica, answer in zip(self._replica_of, self._call("old_log_probs_of", wanted.__getitem__), strict=True):
             if answer is not None:
@@ -78,15 +75,16 @@ class TrainedStep:
                 found |= dict(zip(numbers, answer, strict=True))
         return found
 
-    def differences(self) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[Any]]:
-        """Of each rank, ids and response lengths of its replica's own rows, and a reference to its
-        `RankStep.differences`.
+    def differences(self, rows: np.ndarray) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[Any]]:
+        """Of each rank, ids and response lengths of its replica's own ones among `rows`, and a reference to its
+        `RankStep.differences` of them.
 
         Nothing is waited for: who is given the references fetches what stands behind them. After `log_probs`.
         """
-        own = [self._own[replica] for replica in self._replica_of]
-        rows = [(self.rows.sample_id[each], self.rows.response_lengths[each]) for each in own]
-        return rows, list(self._actor.refs("on_step", "differences").values())
+        wanted = self._own_among(rows)
+        own = [self._needed[replica][wanted[replica]] for replica in self._replica_of]
+        refs = self._actor.refs_each("on_step", [("differences", wanted[replica]) for replica in self._replica_of])
+        return [(self.rows.sample_id[each], self.rows.response_lengths[each]) for each in own], list(refs.values())
 
     def ref_log_probs(self) -> None:
         """The reference model's log-probs, which stay on the ranks."""
@@ -122,6 +120,13 @@ class TrainedStep:
         result = UpdateResult([part for parts, _ in answers for part in parts], list(self.cut.loads))
         scored = [scored for _, scored in answers]
         return result, None if all(each is None for each in scored) else self._mismatch(scored)
+
+    def _own_among(self, rows: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """int64, of each replica: places of the rows that it trains on, among those that it holds."""
+        return [
+            np.flatnonzero(np.isin(needed, own) & np.isin(needed, rows))
+            for needed, own in zip(self._needed, self._own, strict=True)
+        ]
 
     def _mismatch(self, answers: Sequence[Scored | None]) -> Mismatch:
         entropies = [answer[1] for answer in answers if answer is not None]

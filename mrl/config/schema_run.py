@@ -248,6 +248,6 @@ class RecordConfig(Section):
     )
     trainer_log_probs: bool = key(
         False,
-        "Keeps of each response token how far the trainer's log-prob before the update is from generation's; "
-        "not with algorithm.anchor on_policy, which knows none before.",
+        "Keeps of each response token in samples/ how far the trainer's log-prob before the update is from "
+        "generation's; not with algorithm.anchor on_policy, which knows none before.",
     )

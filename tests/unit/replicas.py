@@ -82,6 +82,9 @@ class Replica:
     def old_log_probs_of(self, rows):
         return self.rows.old_log_probs_of(rows)
 
+    def differences(self, rows):
+        return self.rows.differences(rows)
+
     def before_update(self):
         """As RankStep.update says it: on policy the update is the pass."""
         return self.log_probs() if self.rows.batch.old_log_probs is None else None
@@ -132,6 +135,9 @@ class Replicas:
             parts = [self._update(own[1], replica) for own, replica in zip(arguments, self.replicas, strict=True)]
             return [(each, replica.before_update()) for each, replica in zip(parts, self.replicas, strict=True)]
         return [getattr(replica, own[0])(*own[1:]) for own, replica in zip(arguments, self.replicas, strict=True)]
+
+    def refs_each(self, method, arguments):
+        return dict(enumerate(self.each(method, arguments, method)))
 
     def of_tokens(self, name: str, rows: list[np.ndarray]) -> np.ndarray:
         """A column of all tokens in the order of the step's rows; `rows` are those that each replica holds."""

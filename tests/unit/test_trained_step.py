@@ -1,8 +1,10 @@
 """A step on replicas: rows lie where lengths put them, and nothing that is computed depends on it."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from replicas import InMemory, Replicas, stored
 from whole_batch import whole_batch
@@ -12,12 +14,14 @@ from mrl.algo.rows import in_chunks
 from mrl.algo.selection import _lots
 from mrl.algo.spec import ADVANTAGES
 from mrl.cluster import actor_group
+from mrl.cluster.sample_writer import SampleWriter, _Writer
 from mrl.cluster.stored_samples import BLOCK_BYTES, StoredSamples
 from mrl.cluster.trained_step import TrainedStep, counts_of
 from mrl.config.load import load_config
 from mrl.data.order import DataCursor
 from mrl.data.samples import Sample, packed
 from mrl.errors import Interrupted, NumericAbort
+from mrl.record.sample_files import StepFile, read_samples
 from mrl.record.shown_rows import read_shown_rows
 from mrl.reward.items import OK, RewardResult
 from mrl.train.rollouts import Rollouts
@@ -261,3 +265,40 @@ def test_what_is_only_looked_at_ends_no_run_and_what_the_run_meets_does(tmp_path
     step.old_log_probs_of = lost
     with pytest.raises(Interrupted):
         record_shown_rows(tmp_path, 4, step, rollouts)
+
+
+class WriterHere(SampleWriter):
+    """Its process is this one; `received`: response tokens whose log-probs came to it."""
+
+    def __init__(self, folder, kept):
+        process, self._kept, self._under_way, self.received = _Writer(folder, math.inf), kept, {}, 0
+        self._writer = SimpleNamespace(
+            write=SimpleNamespace(remote=process.write),
+            write_differences=SimpleNamespace(remote=self._counted(process.write_differences)),
+        )
+
+    def _counted(self, write):
+        def counted(step, rows, *parts):
+            self.received += sum(map(len, parts))
+            return write(step, rows, *parts)
+
+        return counted
+
+
+@pytest.mark.parametrize("kept", ["all", 7, 1])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_two_files_of_a_step_are_of_the_same_rows_and_nothing_else_travels(tmp_path, replicas, kept):
+    config = load_config(TINY, None, list(SIZES)).config
+    actor, rollouts = Noisy(config, replicas), rollouts_of(stored(samples()))
+    (step := TrainedStep(actor, rollouts.samples)).log_probs()
+    writer = WriterHere(tmp_path, kept)
+    writer.write(5, rollouts.samples, rollouts.results)
+    writer.write_differences(5, step)
+    written, file = read_samples(tmp_path, 5), StepFile(tmp_path, 5)
+    assert len(written) == (PROMPTS * N if kept == "all" else kept)
+    ids = pq.read_table(tmp_path / "step-5.log_probs.parquet")["sample_id"].to_pylist()
+    assert sorted(ids) == [row["sample_id"] for row in written]
+    for row, found in zip(written, file.differences([row["sample_id"] for row in written]), strict=True):
+        own = np.array(row["rollout_log_probs"], np.float32)
+        assert found == (own + noise(own, 1000) - own).astype(np.float16).tolist()
+    assert writer.received == sum(len(row["response_ids"]) for row in written)
