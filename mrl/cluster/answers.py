@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from mrl.cluster.request_streams import Arrived, RequestStreams
+from mrl.errors import Interrupted
 from mrl.schedule.routing import Queued, Routing
 from mrl.vllm.requests import Request, Sampling
 
@@ -31,10 +32,14 @@ class Answers:
         )
 
     def take(self, wait_s: float = WAIT_S) -> list[Arrived]:
-        """What has come back, after a wait at most. Raises Interrupted when an engine died or stands still."""
+        """What has come back, after a wait at most. Raises Interrupted when an engine died or stands still, or when
+        requests are with nobody any more.
+        """
         for engine, numbers in self._routing.assignments().items():
             self._streams.send(engine, [self._asked.pop(number) for number in numbers], self._sampling)
         self._poll()
+        if self.unanswered and not self._streams.waiting_for:
+            raise Interrupted(f"generation: {self.unanswered} requests are unanswered, and no engine has them")
         arrived = self._streams.take(wait_s)
         for samples, _ in arrived:
             self._routing.answered(samples.rows.sample_id.tolist())

@@ -103,15 +103,17 @@ class Outbox:
         return bool(self._held) and (many or time.monotonic() >= self._until)
 
     def _tell(self) -> Told:
+        # as long as a call has not ended for the client it asks again, and so hears the error
+        ended = set() if self._error else self._ended
         blocks, numbers = in_blocks(self._held), [batch.numbers for batch in self._held]
         rows = SampleRows.joined(numbers).to_bytes() if numbers else b""
         self._tickets += 1
         told = Told(
-            rows, tuple(map(len, blocks)), self._routed, self._tickets, tuple(sorted(self._ended)), self._waits_s
+            rows, tuple(map(len, blocks)), self._routed, self._tickets, tuple(sorted(ended)), self._waits_s
         )
         if blocks:
             self._blocks[self._tickets] = blocks
-        self._held, self._ended, self._routed = [], set(), False
+        self._held, self._ended, self._routed = [], self._ended - ended, False
         return told
 
     def taken(self, ticket: int) -> list[Samples]:

@@ -127,11 +127,13 @@ class RequestStreams:
         self._coming[there] = Arrived(StoredSamples.of_blocks(rows, told.sizes, found), engine)
 
     def _arrived(self, timeout_s: float) -> list[Arrived]:
-        """Whose blocks are there: they outlive the engine's process from here on."""
+        """Whose blocks are there: they outlive the engine's process from here on. They take a moment to make; an engine
+        that hangs meanwhile does not keep others' from being taken.
+        """
         if not self._coming:
             return []
-        every = list(self._coming)
-        for ref in (ready := ray.wait(every, num_returns=len(every), timeout=timeout_s, fetch_local=False)[0]):
+        every, limit_s = list(self._coming), min(timeout_s, REST_S)
+        for ref in (ready := ray.wait(every, num_returns=len(every), timeout=limit_s, fetch_local=False)[0]):
             self._answer(ref, self._coming[ref].engine)
         return [self._coming.pop(ref) for ref in ready]
 

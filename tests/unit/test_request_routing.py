@@ -132,6 +132,10 @@ class Streams:
         self.sent += [(engine, request) for request in requests]
         self.most = max(self.most, sum(name == engine for name, _ in self.sent))
 
+    @property
+    def waiting_for(self):
+        return [engine for engine, _ in self.sent]
+
     def take(self, timeout_s):
         _, r = self.sent.pop()
         one = packed(
@@ -147,6 +151,18 @@ def test_a_call_has_all_its_responses_in_the_order_of_their_numbers(monkeypatch)
     found = group.generate([Request(i, (i // 3,), 50 + i) for i in range(15)], Sampling(1.0, 4, ())).read()
     assert found.sample_id.tolist() == list(range(15)) and [int(r[0]) for r in found.responses()] == list(range(50, 65))
     assert streams.most == 2
+
+
+def test_requests_that_no_engine_has_end_the_run(monkeypatch):
+    class Losing(Streams):
+        def take(self, timeout_s):
+            self.sent.clear()
+            return []
+
+    group, streams = RolloutGroup.__new__(RolloutGroup), Losing()
+    group.names, group.places, group.poll, group.streams = ["a"], 2, lambda: None, lambda: streams
+    with pytest.raises(Interrupted, match="2 requests are unanswered, and no engine has them"):
+        group.generate([Request(i, (7,), 0) for i in range(2)], Sampling(1.0, 4, ()))
 
 
 # ---------------------------------------------------------------- who stands still

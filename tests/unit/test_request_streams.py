@@ -105,11 +105,16 @@ def ray(monkeypatch):
             raise ref.value
         return ref.value
 
-    def wait(refs, **_):
-        return [ref for ref in refs if ref.there], []
+    waits = []
+
+    def wait(refs, num_returns, timeout, fetch_local):
+        there = [ref for ref in refs if ref.there]
+        waits.append(timeout if len(there) < num_returns else 0.0)
+        return there, []
 
     monkeypatch.setattr(request_streams, "unwrap", unwrap)
     monkeypatch.setattr(request_streams.ray, "wait", wait)
+    return waits
 
 
 def requests(*numbers):
@@ -154,7 +159,8 @@ def test_an_engine_that_still_makes_its_blocks_is_waited_for(engine, ray):
     for each in (worker, other):
         each.lets.set()
         each.runs()
-    assert taken(streams) == [("b", [0])] and streams.waiting_for == ["a"]
+    assert [each.engine for each in streams.take(20.0)] == ["b"] and streams.waiting_for == ["a"]
+    assert 0.0 < sum(ray) <= REST_S  # b's are not kept back
     there.there = True
     assert taken(streams) == [("a", [0])] and streams.waiting_for == []
 
@@ -169,6 +175,24 @@ def test_an_engine_that_dies_is_told_and_what_it_did_not_hand_over_is_not_taken(
     else:
         worker.blocks = Method(lambda *_: [Ref(died), Ref(died)])
     worker.lets.set()
+    worker.runs()
+    with pytest.raises(Interrupted, match="engine 0 died"):
+        streams.take(0.0)
+
+
+def test_an_engine_that_fails_while_a_response_is_held_is_told_after_it(engine, ray):
+    worker = engine()
+    streams = streams_of(a=worker)
+
+    async def generated(requests, sampling):
+        await asyncio.sleep(0.5)  # so it is held for 5 ms
+        yield packed([Sample(0, 0, 0, 0, (7,), np.arange(LONG), np.zeros(LONG), "stop", 0)])
+        raise Interrupted("engine 0 died")
+
+    worker._generated = generated
+    streams.send("a", requests(0, 1), Sampling(1.0, LONG, ()))
+    worker.runs(0.6)
+    assert taken(streams) == [("a", [0])] and streams.waiting_for == ["a"]
     worker.runs()
     with pytest.raises(Interrupted, match="engine 0 died"):
         streams.take(0.0)
