@@ -108,9 +108,7 @@ class Outbox:
         blocks, numbers = in_blocks(self._held), [batch.numbers for batch in self._held]
         rows = SampleRows.joined(numbers).to_bytes() if numbers else b""
         self._tickets += 1
-        told = Told(
-            rows, tuple(map(len, blocks)), self._routed, self._tickets, tuple(sorted(ended)), self._waits_s
-        )
+        told = Told(rows, tuple(map(len, blocks)), self._routed, self._tickets, tuple(sorted(ended)), self._waits_s)
         if blocks:
             self._blocks[self._tickets] = blocks
         self._held, self._ended, self._routed = [], self._ended - ended, False
