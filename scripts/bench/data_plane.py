@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,12 +75,18 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-async def in_time(requests: list) -> AsyncIterator:
-    """One after the other, at the pace of one of the engines."""
-    begun = time.monotonic()
-    for number, request in enumerate(requests):
-        await asyncio.sleep(begun + number * ENGINES / RATE - time.monotonic())
-        yield request
+class Pace:
+    """Of one engine: how long each response waits for its turn, whichever call asks for it."""
+
+    def __init__(self):
+        self.begun, self.made = None, 0
+
+    async def turn(self) -> None:
+        """Ends when the next response is due."""
+        self.begun = self.begun or time.monotonic()
+        due = self.begun + self.made * ENGINES / RATE
+        self.made += 1
+        await asyncio.sleep(due - time.monotonic())
 
 
 class Rewards:
@@ -157,8 +162,12 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     far = next((node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here), here)
 
     class FakeEngine:
+        def __init__(self):
+            self.pace = Pace()
+
         async def generate(self, requests, sampling):
-            async for request in in_time(requests):
+            for request in requests:
+                await self.pace.turn()
                 rng, tokens = np.random.default_rng(request.sample_id), int(every[request.sample_id])
                 ids, known = rng.integers(1, 1000, tokens).astype(np.int32), None
                 if routes:
@@ -301,8 +310,12 @@ def run_before(responses: int, routes: bool, folder: Path) -> dict:
     config, every = load_config(PRESET, "gspo", settings(responses)).config, lengths_of(responses)
 
     class Engine:
+        def __init__(self):
+            self.pace = Pace()
+
         async def generate(self, requests, sampling):
-            async for request in in_time(requests):
+            for request in requests:
+                await self.pace.turn()
                 rng, tokens = np.random.default_rng(request.sample_id), int(every[request.sample_id])
                 ids, known = tuple(rng.integers(1, 1000, tokens).tolist()), None
                 if routes:
