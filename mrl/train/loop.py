@@ -89,12 +89,14 @@ def train_step(run: Run) -> None:
                 metrics |= held_out_metrics(run)
         metrics |= save_metrics
         run.state = run.generation.advanced(run.state)
+        with timer("record"):
+            metrics |= memory_metrics(run.machines)
         if saves:
             with timer("save_checkpoint"):
                 metrics |= run.saver.write(run.state, metrics)
     metrics |= {"training/failed_saves": float(run.saver.failed_saves)}
     metrics |= {"training/failed_sample_files": float(run.sample_writer.failed)}
-    metrics |= time_metrics(config, timer, rollouts) | memory_metrics(run.machines)
+    metrics |= time_metrics(config, timer, rollouts)
     seconds = {"update": metrics["perf/update_s"], "step": timer.seconds["step"]}
     metrics |= mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds)
     run.record.write(step, metrics)
