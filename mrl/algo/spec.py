@@ -11,13 +11,11 @@ from typing import Literal
 @dataclass(frozen=True)
 class AdvantageSpec:
     """`needs_group`: compares responses to one prompt, so one response a prompt leaves nothing to compare.
-    `needs_parts`: reads the parts of the reward that are named in algorithm.gdpo_reward_keys. `uses_std`: obeys
-    norm_adv_by_std_in_grpo.
+    `needs_parts`: reads the parts of the reward that are named in algorithm.gdpo_reward_keys.
     """
 
     name: str
     needs_group: bool
-    uses_std: bool
     needs_parts: bool
     summary: str
 
@@ -80,17 +78,14 @@ def _table(*specs):
     return {spec.name: spec for spec in specs}
 
 
-def _advantage(
-    name: str, summary: str, needs_group: bool = True, uses_std: bool = False, needs_parts: bool = False
-) -> AdvantageSpec:
-    return AdvantageSpec(name, needs_group, uses_std, needs_parts, summary)
+def _advantage(name: str, summary: str, needs_group: bool = True, needs_parts: bool = False) -> AdvantageSpec:
+    return AdvantageSpec(name, needs_group, needs_parts, summary)
 
 
 ADVANTAGES: dict[str, AdvantageSpec] = _table(
     _advantage(
         "grpo",
         "(score - group mean) / group std (arXiv:2402.03300); norm_adv_by_std_in_grpo=False drops the std (Dr.GRPO)",
-        uses_std=True,
     ),
     _advantage("rloo", "score - mean score of the group's other responses (arXiv:2402.14740)"),
     _advantage(
@@ -104,12 +99,10 @@ ADVANTAGES: dict[str, AdvantageSpec] = _table(
     _advantage(
         "grpo_passk",
         "only the group's best response counts, by its lead over the second (arXiv:2503.19595)",
-        uses_std=True,
     ),
     _advantage(
         "gdpo",
         "each part of the reward as in grpo, weighted sum, whitened over all tokens of the batch (arXiv:2601.05242)",
-        uses_std=True,
         needs_parts=True,
     ),
     _advantage("opo", "score - mean score of the group weighted by length (arXiv:2505.23585)"),

@@ -82,7 +82,7 @@ class EngineProgress:
         self._watch.forget(engine)
 
     def _take_answers(self, now: float) -> None:
-        """An engine that failed tells so in the stream of its responses, and better there."""
+        """An engine that failed tells so where it is asked what finished, and better there."""
         for engine, answer in list(self._to_come.items()):
             if ray.wait([answer], timeout=0)[0]:
                 del self._to_come[engine]

@@ -20,7 +20,7 @@ from mrl.units import GIB
 
 
 @dataclass(frozen=True)
-class Holder:
+class MemoryHolder:
     """One process on a device, and what it holds there."""
 
     name: str
@@ -45,7 +45,7 @@ class Need:
         tensors = planned.holders[ENGINE] - planned.untracked  # contexts and graphs are off what is free already
         return cls(phase, {**planned.holders, ENGINE: tensors}, planned.available)
 
-    def to_come(self, holders: Sequence[Holder]) -> dict[str, int]:
+    def to_come(self, holders: Sequence[MemoryHolder]) -> dict[str, int]:
         """Bytes that each kind of process there has yet to allocate."""
         live: dict[str, int] = defaultdict(int)
         for holder in holders:
@@ -53,7 +53,7 @@ class Need:
         return {kind: max(0, self.planned[kind] - size) for kind, size in live.items()}
 
 
-def shortage(need: Need, holders: Sequence[Holder]) -> str | None:
+def shortage(need: Need, holders: Sequence[MemoryHolder]) -> str | None:
     """Why the phase has no room on the device of these processes; None when it has."""
     coming, free = need.to_come(holders), _free(need, holders)
     if sum(coming.values()) <= free:
@@ -63,13 +63,13 @@ def shortage(need: Need, holders: Sequence[Holder]) -> str | None:
     return f"{parts} are to come by the plan, {free / GIB:.2f} GiB are free; there hold {each}"
 
 
-def _free(need: Need, holders: Sequence[Holder]) -> int:
+def _free(need: Need, holders: Sequence[MemoryHolder]) -> int:
     """What the device says, or, where it does not (cpu), what the plan may fill less what its processes hold."""
     said = [holder.memory.free_bytes for holder in holders if holder.memory.free_bytes is not None]
     return min(said) if said else need.available - sum(holder.memory.live_bytes for holder in holders)
 
 
-def _largest_first(holders: Sequence[Holder]) -> list[Holder]:
+def _largest_first(holders: Sequence[MemoryHolder]) -> list[MemoryHolder]:
     return sorted(holders, key=lambda holder: -holder.memory.live_bytes)
 
 
@@ -90,16 +90,16 @@ class MemoryGate:
             cure = self._plan["memory"]["phases"][phase]["change"]
             raise Interrupted(f"no room for phase {phase}: {lines}" + (f". Change: {cure}" if cure else ""))
 
-    def _holders(self, phase: str) -> dict[tuple[str, int], list[Holder]]:
+    def _holders(self, phase: str) -> dict[tuple[str, int], list[MemoryHolder]]:
         """Of every device that both have processes on."""
         if self._places is None:
             self._places = self._asked("places", "placing the processes")
-        devices: dict[tuple[str, int], list[Holder]] = defaultdict(list)
+        devices: dict[tuple[str, int], list[MemoryHolder]] = defaultdict(list)
         for name, memory in self._asked("memory", f"measuring memory before {phase}").items():
             workers = memory if isinstance(memory, list) else [memory]
             for number, (place, one) in enumerate(zip(self._places[name], workers, strict=True)):
                 who = name if len(workers) == 1 else f"{name} worker {number}"
-                devices[tuple(place)].append(Holder(who, ACTOR if name.startswith("rank") else ENGINE, one))
+                devices[tuple(place)].append(MemoryHolder(who, ACTOR if name.startswith("rank") else ENGINE, one))
         return devices
 
     def _asked(self, method: str, phase: str) -> dict[str, Any]:

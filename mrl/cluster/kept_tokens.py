@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from mrl.cluster.stored_samples import Block
+from mrl.cluster.stored_samples import ResponseBlock
 from mrl.data.samples import Samples
 from mrl.schedule.segments import continuation, joined
 from mrl.vllm.requests import Request
 
 
-async def fetched(kept: Mapping[int, tuple[Block, int]]) -> dict[int, Samples]:
+async def fetched(kept: Mapping[int, tuple[ResponseBlock, int]]) -> dict[int, Samples]:
     """One row a sample_id, under that id, from references to blocks and places in them."""
     wanted = list({block for block, _ in kept.values()})
     blocks = dict(zip(wanted, await asyncio.gather(*map(_whole, wanted)), strict=True))
@@ -24,7 +24,7 @@ async def fetched(kept: Mapping[int, tuple[Block, int]]) -> dict[int, Samples]:
     return {number: replace(row, sample_id=np.array([number])) for number, row in rows.items()}
 
 
-async def _whole(block: Block) -> Samples:
+async def _whole(block: ResponseBlock) -> Samples:
     samples = await block.samples
     return samples if block.routes is None else replace(samples, routes=await block.routes)
 

@@ -20,7 +20,7 @@ import ray
 from mrl.cluster.calls import LostPeer, blame, unwrap
 from mrl.cluster.engine_progress import EngineProgress
 from mrl.cluster.outbox import Told
-from mrl.cluster.stored_samples import Block, StoredSamples
+from mrl.cluster.stored_samples import ResponseBlock, StoredSamples
 from mrl.data.samples import SampleRows
 from mrl.vllm.requests import Request, Sampling
 
@@ -122,7 +122,7 @@ class RequestStreams:
         each = 1 + told.routed
         blocks = self._workers[engine].blocks.options(num_returns=1 + each * len(told.sizes))
         there, *made = blocks.remote(self._client, told.ticket, told.routed)
-        found = [Block(*made[i : i + each], node=self._nodes[engine]) for i in range(0, len(made), each)]
+        found = [ResponseBlock(*made[i : i + each], node=self._nodes[engine]) for i in range(0, len(made), each)]
         rows = SampleRows.from_bytes(told.rows)
         self._coming[there] = Arrived(StoredSamples.of_blocks(rows, told.sizes, found), engine)
 

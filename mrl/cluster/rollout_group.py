@@ -15,19 +15,19 @@ from typing import NamedTuple
 import numpy as np
 import ray
 
-from mrl.cluster.answers import Answers
 from mrl.cluster.calls import SETTLE_S, Late, gather
+from mrl.cluster.engine_answers import EngineAnswers
 from mrl.cluster.process_logs import log_file
 from mrl.cluster.request_streams import Arrived, RequestStreams
 from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seat, Seats, engine_seats
-from mrl.cluster.stored_samples import STREAM_ENVIRONMENT, StoredSamples
+from mrl.cluster.stored_samples import SMALL_OBJECTS, StoredSamples
 from mrl.cluster.workers import EngineWorker
 from mrl.config.schema import RunConfig
 from mrl.errors import Interrupted
 from mrl.platforms.hosting import get_hosting
 from mrl.schedule.engine_loads import places_of
-from mrl.schedule.routing import Routing
+from mrl.schedule.request_routing import RequestRouting
 from mrl.vllm.requests import Request, Sampling, engine_settings, rank_name
 
 JOINED_AT = 64  # parts: columns of a row each are kilobytes, of many rows a hundred bytes a row
@@ -77,7 +77,7 @@ class RolloutGroup:
             number, len(self.names), rollout.tensor_model_parallel_size, rollout.cpu_kvcache_gib
         )
         kind = ray.remote(EngineWorker).options(
-            runtime_env={"env_vars": STREAM_ENVIRONMENT | seat.environment | own}, **seat.options
+            runtime_env={"env_vars": SMALL_OBJECTS | seat.environment | own}, **seat.options
         )
         return kind.remote(settings, str(logs / log_file(settings.name)), seat.places)
 
@@ -145,9 +145,9 @@ class RolloutGroup:
         workers, limit_s = dict(zip(self.names, self.workers, strict=True)), self.config.rollout.generate_timeout_s
         return RequestStreams(workers, partial(self.refs, "check_there"), self.nodes, limit_s)
 
-    def answers(self, sampling: Sampling) -> Answers:
+    def answers(self, sampling: Sampling) -> EngineAnswers:
         """Nothing asked yet."""
-        return Answers(self.streams(), Routing(self.names, self.places), sampling, self.poll)
+        return EngineAnswers(self.streams(), RequestRouting(self.names, self.places), sampling, self.poll)
 
     def generate(
         self, requests: list[Request], sampling: Sampling, on_arrival: OnArrival = lambda arrived: None

@@ -25,7 +25,7 @@ from mrl.cluster.generations import write_generations
 from mrl.cluster.helper_actors import on_node
 from mrl.cluster.process_logs import log_file
 from mrl.cluster.reward_texts import Texts, named, split
-from mrl.cluster.stored_samples import STREAM_ENVIRONMENT, StoredSamples
+from mrl.cluster.stored_samples import SMALL_OBJECTS, StoredSamples
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Prompt
 from mrl.data.dataset import load_tokenizer
@@ -294,6 +294,6 @@ def scorer_places(nodes: Mapping[str, str], workers: int) -> tuple[list[tuple[st
 def _actor(model: str, node: str) -> ray.actor.ActorHandle:
     return (
         ray.remote(Scorer)
-        .options(**on_node(node), max_restarts=0, runtime_env={"env_vars": STREAM_ENVIRONMENT})
+        .options(**on_node(node), max_restarts=0, runtime_env={"env_vars": SMALL_OBJECTS})
         .remote(lambda: load_tokenizer(local_folder(model)))
     )

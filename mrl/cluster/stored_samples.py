@@ -11,7 +11,7 @@ a token, are an object of their own beside their block: whoever wants tokens fet
 nodes, spills them to disk when a store is full, and forgets a block with the last reference to it. An engine gives
 a block back as one of the values of a call, so the driver owns it and it outlives the engine's process. (References
 that an engine made itself with ray.put and handed on inside a value were lost: Ray 2.60 forgot that the driver had
-borrowed them.) Ray would put values of up to 100 KB into the driver's memory; `STREAM_ENVIRONMENT` in the engine's
+borrowed them.) Ray would put values of up to 100 KB into the driver's memory; `SMALL_OBJECTS` in the engine's
 process lowers that.
 """
 
@@ -26,7 +26,7 @@ from mrl.data.samples import SampleRows, Samples
 from mrl.errors import Interrupted
 
 BLOCK_BYTES = 16 * 1024  # responses that are told of together share a block up to this size
-STREAM_ENVIRONMENT = {"RAY_max_direct_call_object_size": "1024"}  # bytes
+SMALL_OBJECTS = {"RAY_max_direct_call_object_size": "1024"}  # bytes; what is larger stays where it is made
 
 
 def in_blocks(batches: Sequence[Samples]) -> list[Samples]:
@@ -43,7 +43,7 @@ def _alone_where_long(samples: Samples) -> list[Samples]:
 
 
 @dataclass(frozen=True)
-class Block:
+class ResponseBlock:
     """Responses that lie together. The references are all that a driver holds of them."""
 
     samples: Any  # to Samples without routes
@@ -58,18 +58,18 @@ class StoredSamples:
     rows: SampleRows
     block: np.ndarray  # int64 [rows]
     place: np.ndarray  # int64 [rows]
-    blocks: tuple[Block, ...]
+    blocks: tuple[ResponseBlock, ...]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @classmethod
-    def of(cls, rows: SampleRows, block: Block) -> "StoredSamples":
+    def of(cls, rows: SampleRows, block: ResponseBlock) -> "StoredSamples":
         """All rows of one block."""
         return cls.of_blocks(rows, [len(rows)], [block])
 
     @classmethod
-    def of_blocks(cls, rows: SampleRows, sizes: Sequence[int], blocks: Sequence[Block]) -> "StoredSamples":
+    def of_blocks(cls, rows: SampleRows, sizes: Sequence[int], blocks: Sequence[ResponseBlock]) -> "StoredSamples":
         """All rows of some blocks, `sizes` of each."""
         place = np.concatenate([np.arange(size) for size in sizes])
         return cls(rows, np.repeat(np.arange(len(sizes)), sizes), place, tuple(blocks))
@@ -78,7 +78,7 @@ class StoredSamples:
     def put_here(cls, samples: Samples) -> "StoredSamples":
         """All of them as one block, in the object store of this node."""
         routes = None if samples.routes is None else ray.put(samples.routes)
-        block = Block(ray.put(replace(samples, routes=None)), routes, ray.get_runtime_context().get_node_id())
+        block = ResponseBlock(ray.put(replace(samples, routes=None)), routes, ray.get_runtime_context().get_node_id())
         return cls.of(samples.numbers, block)
 
     @classmethod

@@ -21,7 +21,7 @@ from mrl.cluster.prerequisites import free_port, own_cpus
 from mrl.cluster.routes import Readers
 from mrl.cluster.same_software import software
 from mrl.cluster.shared_folder import Mark
-from mrl.cluster.stored_samples import Block, StoredSamples
+from mrl.cluster.stored_samples import ResponseBlock, StoredSamples
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig
 from mrl.megatron.cut import ReplicaCut
@@ -273,7 +273,7 @@ class EngineWorker:
         await self.engine.check_there()
 
     async def generate(
-        self, client: int, call: int, requests, sampling, kept: dict[int, tuple[Block, int]] | None = None
+        self, client: int, call: int, requests, sampling, kept: dict[int, tuple[ResponseBlock, int]] | None = None
     ) -> None:
         """Answers requests; see `told` for what finished, and for what went wrong.
 

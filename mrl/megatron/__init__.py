@@ -2,5 +2,5 @@
 
 `MegatronActor` is the rank: `Splitter` cuts a batch into micro-batches, `MicroInputs` are one of them as the model
 takes it, `Residence` knows what is on the device, `Routing` which experts were chosen. `bridge` reads and writes
-Hugging Face weights. Imports `config`, `model`, `algo`, `data` and `platforms`, and alone knows mbridge.
+Hugging Face weights. Imports `config`, `model`, `algo`, `data`, `record` and `platforms`, and alone knows mbridge.
 """

@@ -2,5 +2,5 @@
 
 `PlanInputs` is everything that a plan follows from, `Phase` the bytes on a device while a phase runs, `Candidate` a
 layout that `search` found. `run_plan` puts a plan together, hashes, stores and compares it; `doctor` judges the host.
-Imports `reshard`, `config`, `model` and `platforms`; neither torch nor Ray, Megatron or vLLM.
+Imports `reshard`, `config`, `model`, `data` and `platforms`; neither torch nor Ray, Megatron or vLLM.
 """

@@ -22,6 +22,7 @@ from mrl.plan.devices import Device, devices, find_device
 from mrl.plan.engine_memory import engine_memory
 from mrl.plan.search import Candidate, search
 from mrl.plan.search_report import fastest_that_fit, run_with, search_problem
+from mrl.plan.suggest_fixes import HOST_ADAM
 from mrl.platforms.versions import MEGATRON
 from mrl.units import GIB
 
@@ -32,12 +33,6 @@ _SEQUENCES = 8  # of the longest kind that an engine's cache should hold at once
 _SHARE = 0.7  # of a device's memory, for an engine beside an actor that is on the host meanwhile
 _SAID = 3  # reasons of a kind in a refusal
 _OFFLOADED = ("actor.param_offload", "actor.grad_offload", "actor.optimizer_offload")  # while engines have the devices
-_HOST_ADAM = {
-    "optimizer_cpu_offload": True,
-    "optimizer_offload_fraction": 1.0,
-    "overlap_cpu_optimizer_d2h_h2d": True,
-    "use_precision_aware_optimizer": True,
-}
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,7 @@ class _Against:
 
 def _places_of_adam(count: DeviceCount) -> tuple[dict[str, Any], ...]:
     """Keys with which its states are on the devices, and on the host; on a CPU that is the same."""
-    on_host = {"actor.optim.override_optimizer_config": _HOST_ADAM, "actor.optimizer_offload": False}
+    on_host = {"actor.optim.override_optimizer_config": HOST_ADAM, "actor.optimizer_offload": False}
     return ({},) if count.device.platform == "cpu" else ({}, on_host)
 
 

@@ -14,7 +14,12 @@ from mrl.plan.plan_inputs import PlanInputs
 
 _Change = dict[str, Any]  # dotted key -> value
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_HOST_ADAM = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
+HOST_ADAM = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+    "use_precision_aware_optimizer": True,
+}
 _TRANSFORMER, _OPTIMIZER = "model.override_transformer_config", "actor.optim.override_optimizer_config"
 _DOUBLED = (
     "expert_model_parallel_size",
@@ -52,7 +57,7 @@ def _changes(config: RunConfig) -> Iterator[_Change]:
     for name in _DOUBLED:
         yield {f"actor.layout.{name}": 2 * getattr(actor.layout, name)}
     if not actor.optim.override_optimizer_config.get("optimizer_cpu_offload"):
-        yield {f"{_OPTIMIZER}.{key}": value for key, value in _HOST_ADAM.items()}
+        yield {f"{_OPTIMIZER}.{key}": value for key, value in HOST_ADAM.items()}
     if rollout.num_engines % 2 == 0:
         yield {
             "rollout.tensor_model_parallel_size": 2 * rollout.tensor_model_parallel_size,

@@ -49,7 +49,7 @@ from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.vllm_parameters import Dialect
 from mrl.reshard.faults import PlanFault, template_faults
 from mrl.reshard.messages import Copy, Message, Topology
-from mrl.reshard.schedule import Flow, Loads, Schedule, make_schedule
+from mrl.reshard.schedule import Flow, Loads, RoundSchedule, make_schedule
 from mrl.reshard.streams import (
     ITEM_BYTES,
     REMOTE,
@@ -87,7 +87,7 @@ class ReshardPlan:
     segments: tuple[Segment, ...]
     templates: tuple[StreamTemplate, ...]  # of each position inside an engine
     devices: Devices = field(repr=False, compare=False)
-    schedule: Schedule = field(repr=False, compare=False)
+    schedule: RoundSchedule = field(repr=False, compare=False)
     loads: Loads = field(repr=False, compare=False)
 
     @property

@@ -48,7 +48,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class PlanRehearsal:
     """Of the same layouts on a shrunken model."""
 
     layers: int
@@ -60,11 +60,11 @@ class Rehearsal:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PlanVerdict:
     """Both answers."""
 
     proof: Proof
-    rehearsal: Rehearsal
+    rehearsal: PlanRehearsal
 
     @property
     def fault(self) -> str | None:
@@ -72,9 +72,9 @@ class Verdict:
         return self.proof.fault or self.rehearsal.fault
 
 
-def verify(plan: ReshardPlan) -> Verdict:
+def verify(plan: ReshardPlan) -> PlanVerdict:
     """Takes about 15 seconds for 128 ranks, and memory for one worker's copies and plan.KEPT_COPIES more."""
-    return Verdict(prove(plan), rehearse(plan))
+    return PlanVerdict(prove(plan), rehearse(plan))
 
 
 def prove(plan: ReshardPlan, seconds: float = _PROOF_SECONDS) -> Proof:
@@ -133,7 +133,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def rehearse(plan: ReshardPlan) -> Rehearsal:
+def rehearse(plan: ReshardPlan) -> PlanRehearsal:
     """The same layouts, dialect and placement; a budget that makes several rounds.
 
     Raises ConfigError when no budget will do.
@@ -143,7 +143,7 @@ def rehearse(plan: ReshardPlan) -> Rehearsal:
     fault = next(simulated_faults(small), None)
     blocks = [template.blocks[segment.block] for template in small.templates for segment in small.segments]
     elements = sum(grain.hf_box.volume for block in blocks for grain in block) * plan.rollout.num_engines
-    return Rehearsal(
+    return PlanRehearsal(
         small.model.num_layers, small.model.num_experts, small.num_rounds, elements, fault, perf_counter() - begun
     )
 

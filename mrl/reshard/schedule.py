@@ -50,7 +50,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RoundSchedule:
     """The order of all grains, and their senders."""
 
     streams: tuple[WorkerStream, ...]  # of each position inside an engine
@@ -83,7 +83,7 @@ class Schedule:
 
 def make_schedule(
     rollout: RolloutLayout, streams: Sequence[WorkerStream], devices: Devices, num_ranks: int, budget: int
-) -> tuple[Schedule, Loads] | None:
+) -> tuple[RoundSchedule, Loads] | None:
     """The schedule with few rounds in which nobody sends or receives more than `budget` bytes;
     None if there is none.
     """
@@ -101,7 +101,7 @@ def make_schedule(
         if sharing.largest <= max(usable, budget // 2):
             choices, loads = sharing.assign()
             if loads.largest <= budget:
-                return Schedule(tuple(streams), tuple(starts), lockstep, rounds, choices), loads
+                return RoundSchedule(tuple(streams), tuple(starts), lockstep, rounds, choices), loads
         rounds = -(-max(rounds + 1, rounds * (sharing.largest + largest_grain) // budget + 1) // step) * step
     return None
 

@@ -7,7 +7,7 @@
     ledger.py        what was issued and what became of it, as JSON in a checkpoint
     dispatch.py      which response is sent to which engine next, and when weights may change
     engine_loads.py  the least loaded engine, or the one that holds the prefix
-    routing.py       requests, in the synchronous schedule
+    request_routing.py  requests, in the synchronous schedule
     draws.py         the batches of prompts that a step needs there, where groups are dropped
     segments.py      responses of several requests put together
     rate.py          how many responses are under way, by the use of the KV cache
@@ -29,4 +29,6 @@ made and never by which weights. Bits follow from that where an engine's numbers
 computes. They change with every rule of the schedule but its places and concurrency, with rewards that are no
 function of the response, and where a group is set aside because engines were lost under it. ready_first waits for
 nothing and promises only the bounds.
+
+Main types: `Schedule` (the rules), `GroupBuffer`, `Dispatcher`. May import data (samples and routes) and errors.
 """

@@ -2,13 +2,10 @@
 
 Additive increase, multiplicative decrease. An engine whose cache is full preempts: it drops a response's cache and
 computes it all again. So the window grows only while it is full itself and the cache is not, and shrinks before
-anything is preempted. What was observed and what followed are lines of a log; the same observations give the same
-windows, so a run can be replayed.
+anything is preempted. The same observations give the same windows.
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -57,16 +54,3 @@ class Rate:
         elif seen.kv_use < rules.grow_below and seen.under_way >= self.window:
             size += max(1.0, rules.step * rules.highest)
         return Rate(rules, min(max(size, float(rules.lowest)), float(rules.highest)))
-
-    def line(self, seen: Observation) -> dict[str, Any]:
-        """What a log keeps of the observation that led here."""
-        return asdict(seen) | {"window": self.window}
-
-
-def replayed(rules: RateRules, lines: Iterable[dict[str, Any]]) -> list[int]:
-    """The windows that follow from a log's observations."""
-    rate, windows = Rate.start(rules), []
-    for line in lines:
-        rate = rate.after(Observation(line["kv_use"], line["preemptions"], line["under_way"]))
-        windows.append(rate.window)
-    return windows

@@ -28,7 +28,7 @@ from mrl.schedule.draws import Draws
 from mrl.train.numbered_prompts import with_first_index
 from mrl.train.rollouts import (
     TRAIN,
-    Group,
+    JudgedGroup,
     Responder,
     Rollouts,
     as_groups,
@@ -69,7 +69,7 @@ def draw_rollouts(
     return rollouts_of(config, samples, judged, drawing.cursor, metrics)
 
 
-def up_to(groups: list[Group], last: Group) -> list[Group]:
+def up_to(groups: list[JudgedGroup], last: JudgedGroup) -> list[JudgedGroup]:
     """Those that the last one that is trained on was found among: how many of them were alike is what metrics tell."""
     return groups[: next(i for i, group in enumerate(groups) if group is last) + 1]
 
@@ -93,7 +93,7 @@ class DrawnGroups:
         self._config, self._responder, self._prompts = config, responder, prompts
         self._answers = responder.engines.answers(training_sampling(config))
         self._under_way: dict[int, _UnderWay] = {}
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, JudgedGroup] = {}
         self._asked = self._arrived = self._failed = 0
 
     @property
@@ -101,7 +101,7 @@ class DrawnGroups:
         """Whether engines have requests."""
         return self._answers.unanswered > 0
 
-    def judged(self) -> list[Group]:
+    def judged(self) -> list[JudgedGroup]:
         """In the order of the data."""
         return [self._groups[number] for number in sorted(self._groups)]
 
@@ -183,7 +183,7 @@ class DrawnGroups:
         self._responder.display.progress(progress, min(self.draws.trainable, wanted), wanted)
 
 
-def without_dropped_tokens(config: RunConfig, groups: list[Group]) -> list[Group]:
+def without_dropped_tokens(config: RunConfig, groups: list[JudgedGroup]) -> list[JudgedGroup]:
     """The groups, without the samples of those that nothing can bring back: of many batches they fill object stores.
 
     Results stay, for the metrics. `on_exhausted: unfiltered` may bring back as many of the first as a batch holds.
@@ -196,7 +196,7 @@ def without_dropped_tokens(config: RunConfig, groups: list[Group]) -> list[Group
     return kept
 
 
-def choose(config: RunConfig, groups: list[Group], when: str) -> list[Group]:
+def choose(config: RunConfig, groups: list[JudgedGroup], when: str) -> list[JudgedGroup]:
     """The first data.train_batch_size groups that differ; what on_exhausted says where there are fewer.
 
     Raises DataError.

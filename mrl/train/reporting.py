@@ -1,4 +1,4 @@
-"""What a run says of a step: its metrics, its samples' file; advice is printed beside it."""
+"""What a run says of a step: its metrics; advice is printed beside it."""
 
 from collections.abc import Mapping
 

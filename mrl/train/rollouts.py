@@ -125,7 +125,7 @@ def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: i
 
 
 @dataclass(frozen=True)
-class Group:
+class JudgedGroup:
     """The responses to one prompt, with their rewards.
 
     `differs`: they do not all have the same value. A dropped one has no samples.
@@ -193,12 +193,12 @@ def generate(config: RunConfig, responder: Responder, prompts: list[Prompt], ste
     return responder.respond(prompts, n, training_sampling(config), seed, TRAIN)
 
 
-def as_groups(config: RunConfig, samples: StoredSamples, results: list[RewardResult]) -> list[Group]:
+def as_groups(config: RunConfig, samples: StoredSamples, results: list[RewardResult]) -> list[JudgedGroup]:
     """The responses to one batch of prompts by group, in order."""
     values, groups = compared_values(config, samples.rows, results), []
     for group_id in np.unique(samples.rows.group_id):
         rows = np.flatnonzero(samples.rows.group_id == group_id)
-        groups.append(Group(samples.take(rows), tuple(results[i] for i in rows), differ(values[rows])))
+        groups.append(JudgedGroup(samples.take(rows), tuple(results[i] for i in rows), differ(values[rows])))
     return groups
 
 
@@ -247,7 +247,7 @@ def _part(result: RewardResult, name: str) -> float:
     )
 
 
-def renumbered(groups: list[Group]) -> tuple[StoredSamples, list[RewardResult]]:
+def renumbered(groups: list[JudgedGroup]) -> tuple[StoredSamples, list[RewardResult]]:
     """Samples and results with group and sample ids counted from 0, as every later part expects them within a step."""
     samples = StoredSamples.joined([group.samples for group in groups])
     numbers = np.repeat(np.arange(len(groups)), [len(group.results) for group in groups])

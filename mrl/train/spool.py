@@ -17,7 +17,7 @@ from mrl.cluster.stored_samples import StoredSamples
 from mrl.errors import EnvironmentFault
 
 
-class Writer(Protocol):
+class GroupFileWriter(Protocol):
     """Writes files of groups; see GroupWriter."""
 
     def begin(self, path: Path, responses: StoredSamples) -> Any:
@@ -30,7 +30,7 @@ class Writer(Protocol):
 class Spool:
     """Files of finished groups by number."""
 
-    def __init__(self, folder: Path, writer: Writer):
+    def __init__(self, folder: Path, writer: GroupFileWriter):
         """Makes `folder` where there is none.
 
         What an earlier process left in it is removed: the checkpoint has its own names for it.

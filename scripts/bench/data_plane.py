@@ -4,7 +4,7 @@ run.
     python scripts/bench/data_plane.py [--before COMMIT] [--responses 64 256 1024] [--routes] [--nodes] [--json]
 
 Engines synthesise responses (lognormal lengths: mean 7,385 tokens, 1,190 to 20,480, 3.9 % cut off) and hand them on by
-the product's code, as many a second as make 8,192 in 200 s; ranks fetch their rows and compute of tokens what is
+the product's code, as many a second as make 8,192 in 200 s, with seats for all at once; ranks fetch their rows and compute of tokens what is
 computed beside a model. The driver runs the phases of a step. Each size is a run of its own, in a process of its own,
 so its peak is its own. `--before`: the same with an earlier commit's code, checked out into a temporary folder, whose
 driver held everything. Extrapolated by a line through the sizes to 8,192 responses; `error` is the largest relative
@@ -54,6 +54,7 @@ def settings(responses: int, routes: bool = False) -> list[str]:
         *replay,
         f"data.train_batch_size={responses // N}", f"rollout.n={N}", f"actor.ppo_mini_batch_size={responses // N // 4}",
         f"data.max_response_length={LONGEST}", f"data.max_prompt_length={PROMPT}", f"rollout.num_engines={ENGINES}",
+        f"rollout.max_num_seqs={responses // ENGINES}",
         f"actor.layout={{{cut}world_size: {REPLICAS * (4 if routes else 1)}, tensor_model_parallel_size: 1, "
         "expert_model_parallel_size: 1, sequence_parallel: false}",
     ]  # fmt: skip
@@ -144,7 +145,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     from mrl.cluster.routes import start_readers
     from mrl.cluster.sample_writer import SampleWriter
     from mrl.cluster.scoring import Channel, PoolSettings, Scorer, ScorerGroup
-    from mrl.cluster.stored_samples import STREAM_ENVIRONMENT
+    from mrl.cluster.stored_samples import SMALL_OBJECTS
     from mrl.cluster.trained_step import TrainedStep
     from mrl.cluster.workers import EngineWorker
     from mrl.config.load import load_config
@@ -244,7 +245,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
 
     engines = RolloutGroup.__new__(RolloutGroup)
     engines.config, engines.poll, engines.places = config, lambda: None, request_places(config)
-    environment = {"env_vars": STREAM_ENVIRONMENT}
+    environment = {"env_vars": SMALL_OBJECTS}
     kind = ray.remote(Engine).options(**on_node(far), runtime_env=environment)
     engines.workers = [kind.remote() for _ in range(ENGINES)]
     engines.names, engines.engine_ranks = [f"engine {i}" for i in range(ENGINES)], 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from mrl.reshard.plan import ReshardPlan
-from mrl.reshard.schedule import Loads, Schedule
+from mrl.reshard.schedule import Loads, RoundSchedule
 from mrl.reshard.streams import TIERS, rotated
 
 
@@ -24,7 +24,7 @@ def with_simple_schedule(plan: ReshardPlan) -> ReshardPlan:
         rounds += 1
 
 
-def _simple(plan: ReshardPlan, rounds: int) -> tuple[Schedule, Loads]:
+def _simple(plan: ReshardPlan, rounds: int) -> tuple[RoundSchedule, Loads]:
     streams, workers = plan.schedule.streams, plan.rollout.world_size
     sent = np.zeros((len(TIERS), rounds, plan.train.world_size), dtype=np.int64)
     received = np.zeros((len(TIERS), rounds, workers), dtype=np.int64)
@@ -50,4 +50,4 @@ def _simple(plan: ReshardPlan, rounds: int) -> tuple[Schedule, Loads]:
             chosen[row] = candidates.numbers[held_by, least]
         starts.append(start)
         choices.append(chosen)
-    return Schedule(streams, tuple(starts), False, rounds, tuple(choices)), Loads(sent, received)
+    return RoundSchedule(streams, tuple(starts), False, rounds, tuple(choices)), Loads(sent, received)

@@ -13,7 +13,7 @@ from ranks import agree_on_port
 from safetensors.torch import save_file
 
 from mrl.cluster.rank_step import RankStep
-from mrl.cluster.stored_samples import Block, StoredSamples
+from mrl.cluster.stored_samples import ResponseBlock, StoredSamples
 from mrl.cluster.trained_step import TrainedStep
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
@@ -112,7 +112,7 @@ def _weights(actor: MegatronActor) -> list[torch.Tensor]:
 def _step(actor: MegatronActor, samples: list[Sample]) -> dict[str, float]:
     """What the driver does of a step from its samples to its updates, on every rank alike."""
     made, config = packed(samples), actor.config
-    stored = InMemory.of(made.numbers, Block(replace(made, routes=None), made.routes))
+    stored = InMemory.of(made.numbers, ResponseBlock(replace(made, routes=None), made.routes))
     scores = np.cos(np.arange(len(samples)))
     rollouts = Rollouts(stored, [], scores, DataCursor(), {})
     step = TrainedStep(Ranks(actor), stored)

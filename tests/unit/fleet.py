@@ -233,7 +233,7 @@ class Fleet:
         heapq.heapify(self.events)
         self.dispatcher = Dispatcher(buffer, list(self.engines))
         self.rate = Rate.start(self.world.rate) if self.world.rate else None
-        self.rate_log: list[dict] = []
+        self.rate_log: list[tuple[Observation, int]] = []
         self.watch = ProgressWatch(self.world.progress_limit_s)
         if self.world.hangs or self.world.rate:
             self.push(self.now + 1.0, "poll")
@@ -491,7 +491,7 @@ class Fleet:
             uses = [engine.held / engine.kind.cache_tokens for engine in alive.values()]
             seen = Observation(max(uses), sum(use > 1 for use in uses), len(self.dispatcher.under_way))
             self.rate = self.rate.after(seen)
-            self.rate_log.append(self.rate.line(seen))
+            self.rate_log.append((seen, self.rate.window))
             self.dispatcher.window = min(self.rate.window, self.schedule.concurrency or self.rate.window)
         self.feed()
         return False

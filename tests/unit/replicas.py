@@ -9,7 +9,7 @@ from small_model import SIZES
 
 from mrl.cluster.replica_rows import ReplicaRows
 from mrl.cluster.scoring import Channel, Scorer, ScorerGroup
-from mrl.cluster.stored_samples import Block, StoredSamples, in_blocks
+from mrl.cluster.stored_samples import ResponseBlock, StoredSamples, in_blocks
 from mrl.data.samples import Samples, packed
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.model import model_spec
@@ -26,7 +26,7 @@ class InMemory(StoredSamples):
     @classmethod
     def whole(cls, samples: Samples, node: str = ""):
         """One block."""
-        return cls.of(samples.numbers, Block(replace(samples, routes=None), samples.routes, node))
+        return cls.of(samples.numbers, ResponseBlock(replace(samples, routes=None), samples.routes, node))
 
     put_here = whole
 

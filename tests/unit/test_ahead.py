@@ -17,7 +17,7 @@ from replicas import InMemory
 
 from mrl.checkpoint.group_files import write_group
 from mrl.checkpoint.manifest import file_facts
-from mrl.cluster.answers import Answers
+from mrl.cluster.engine_answers import EngineAnswers
 from mrl.cluster.kept_tokens import going_on, with_kept
 from mrl.cluster.request_streams import Arrived
 from mrl.config.load import load_config
@@ -30,7 +30,7 @@ from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import OK, RAISED, RewardResult
 from mrl.schedule.ledger import Fingerprint
 from mrl.schedule.rate import Observation
-from mrl.schedule.routing import Routing
+from mrl.schedule.request_routing import RequestRouting
 from mrl.schedule.segments import token_versions
 from mrl.train import ahead, drawn_groups, kept_groups
 from mrl.train.ahead import GenerationAhead
@@ -116,7 +116,7 @@ class Engines:
         return taken
 
     def answers(self, sampling):
-        return Answers(self.streams(), Routing(self.names, self.places), sampling, lambda: None)
+        return EngineAnswers(self.streams(), RequestRouting(self.names, self.places), sampling, lambda: None)
 
     def generate(self, requests, sampling, on_arrival):
         """As the synchronous loop has it."""

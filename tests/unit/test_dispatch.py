@@ -2,15 +2,13 @@
 test_fleet.py has all of it at work.
 """
 
-import json
-
 import pytest
 
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Dispatcher
 from mrl.schedule.engine_loads import EngineLoads
 from mrl.schedule.progress import ProgressWatch
-from mrl.schedule.rate import Observation, Rate, RateRules, replayed
+from mrl.schedule.rate import Observation, Rate, RateRules
 from mrl.schedule.staleness import Schedule
 
 
@@ -231,15 +229,6 @@ def test_a_cache_that_holds_60_keeps_the_window_about_there():
         rate = rate.after(seen)
         windows.append(rate.window)
     assert min(windows[20:]) >= 30 and max(windows[20:]) <= 60
-
-
-def test_a_log_gives_the_same_windows_again():
-    rate, lines = Rate.start(RULES), []
-    for kv_use, preemptions in ((0.9, 0), (0.2, 0), (0.2, 0), (0.99, 4), (0.1, 0)):
-        seen = Observation(kv_use, preemptions, rate.window)
-        rate = rate.after(seen)
-        lines.append(rate.line(seen))
-    assert replayed(RULES, json.loads(json.dumps(lines))) == [line["window"] for line in lines]
 
 
 def test_a_long_generation_is_not_late_and_a_stopped_one_is():

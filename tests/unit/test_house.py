@@ -143,6 +143,25 @@ def light_modules() -> list[str]:
     return [".".join(f.parts).removesuffix(".__init__") for f in files]
 
 
+# Of one name in several rooms: a command of `mrl` beside what it calls, and what concerns one thing on two floors.
+COMMANDS = {"convert", "doctor", "import_verl", "plan", "prepare", "rehearse", "report", "samples", "versions"}
+ON_TWO_FLOORS = {
+    "routes": "of experts: as data, and as ranks fetch them",
+    "rows": "what an advantage knows of rows, and of a rehearsal's data",
+    "samples": "of a step, as data, in the report and for `mrl samples`",
+    "scoring": "by workers of a cluster, and as a rehearsal does in their place",
+    "shown_rows": "as a file, and what a step writes into it",
+    "spec": "tables: of estimators and losses, and of metrics",
+}
+OF_EACH_GENERATION = ["Adapter", "TransferEngine", "UpdateInfo", "WorkerExtension"]  # of vLLM's worker, a file each
+
+
+def test_a_name_means_one_thing():
+    counted = house.measure(the_house())
+    assert counted["class_names_defined_twice"] == OF_EACH_GENERATION
+    assert counted["basenames_in_several_rooms"].keys() <= COMMANDS | ON_TWO_FLOORS.keys()
+
+
 def test_light_rooms_load_nothing_heavy():
     modules_to_import = light_modules()
     assert {"mrl.model.layout", "mrl.model.megatron_shards", "mrl.config.schema"} <= set(modules_to_import)

@@ -4,7 +4,7 @@ with stand-ins that note what they are asked.
 
 import pytest
 
-from mrl.cluster.gates import Holder, Need, shortage
+from mrl.cluster.gates import MemoryHolder, Need, shortage
 from mrl.errors import Interrupted
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.record.spec import metric_spec
@@ -179,9 +179,9 @@ def test_with_devices_of_their_own_nothing_is_handed_over():
 # --- the gate ---------------------------------------------------------------------------------------------------------
 
 
-def holder(name: str, live: float, free: float | None = None) -> Holder:
+def holder(name: str, live: float, free: float | None = None) -> MemoryHolder:
     kind = "actor" if name.startswith("rank") else "engine"
-    return Holder(name, kind, ProcessMemory(int(live * GIB), None if free is None else int(free * GIB), 0, 0))
+    return MemoryHolder(name, kind, ProcessMemory(int(live * GIB), None if free is None else int(free * GIB), 0, 0))
 
 
 def plan_with(actor: int, engine: int, asleep: int, available: int) -> dict:

@@ -17,7 +17,7 @@ from mrl.extras.rehearse.checkpoint import HEAD, write_checkpoint
 from mrl.extras.rehearse.compose import WorkFolder
 from mrl.extras.rehearse.prepare import prepare
 from mrl.extras.rehearse.rows import TRAIN_ROWS, rows_of, write_rows
-from mrl.extras.rehearse.scoring import ROW, VALIDATION, Scorer, ScoringSettings, load_scorer, write_scorer
+from mrl.extras.rehearse.scoring import ROW, VALIDATION, RehearsalScorer, ScoringSettings, load_scorer, write_scorer
 from mrl.extras.rehearse.small_model import small_hf_config
 from mrl.extras.rehearse.tokenizer import copy_tokenizer, has_tokenizer, vocabulary_size, write_tokenizer
 from mrl.model import known_models
@@ -155,53 +155,55 @@ def settings(group: int = 4, leaves_uniform: bool = False, **changes) -> Scoring
                                "metric": "score", "seed": 0} | changes))  # fmt: skip
 
 
-def scores(scorer: Scorer, row: int, answers: list[str]) -> list:
+def scores(scorer: RehearsalScorer, row: int, answers: list[str]) -> list:
     return [scorer("mine", answer, "7", {ROW: row, "split": "train"}) for answer in answers]
 
 
 def test_groups_of_one_score_get_seeded_ones_that_differ(capsys):
-    scorer = Scorer(settings(), lambda **row: 0.0)
+    scorer = RehearsalScorer(settings(), lambda **row: 0.0)
     for row in range(8):
         assert set(scores(scorer, row, ["a", "b", "c", "d"])) == {0.0, 1.0}
     assert '"given": 1.0' in capsys.readouterr().out
 
 
 def test_scores_of_the_users_stay_where_they_differ():
-    scorer = Scorer(settings(), lambda solution_str, **row: float(len(solution_str)))
+    scorer = RehearsalScorer(settings(), lambda solution_str, **row: float(len(solution_str)))
     given = scores(scorer, 0, ["a", "bb", "ccc", "a"])
     assert given[1:] == [2.0, 3.0, 1.0]
 
 
 def test_parts_that_groups_are_compared_by_follow_the_score():
-    scorer = Scorer(settings(), lambda **row: {"score": -1.0, "acc": 0.0, "pred": "x"})
+    scorer = RehearsalScorer(settings(), lambda **row: {"score": -1.0, "acc": 0.0, "pred": "x"})
     assert {tuple(answer.values()) for answer in scores(scorer, 0, list("abcd"))} == {(0.0, 0.0, "x"), (1.0, 1.0, "x")}
 
 
 def test_with_dynamic_sampling_the_second_of_four_prompts_is_left_uniform():
-    scorer = Scorer(settings(leaves_uniform=True), lambda **row: 0.0)
+    scorer = RehearsalScorer(settings(leaves_uniform=True), lambda **row: 0.0)
     found = [set(scores(scorer, row, list("abcd"))) for row in (20, 7, 3, 11, 0, 1)]
     assert [len(values) for values in found] == [2, 1, 2, 2, 2, 1]
 
 
 def test_what_dynamic_sampling_compares_is_what_is_judged():
     """The scores differ and `acc` does not: without a seeded one every group would be dropped."""
-    scorer = Scorer(settings(metric="acc"), lambda solution_str, **row: {"score": float(len(solution_str)), "acc": 0.0})
+    scorer = RehearsalScorer(
+        settings(metric="acc"), lambda solution_str, **row: {"score": float(len(solution_str)), "acc": 0.0}
+    )
     assert {answer["acc"] for answer in scores(scorer, 0, ["a", "bb", "ccc", "dddd"])} == {0.0, 1.0}
 
 
 def test_answers_of_validation_keep_the_users_scores():
-    assert set(scores(Scorer(settings(), lambda **row: 0.25), VALIDATION, list("abcd"))) == {0.25}
+    assert set(scores(RehearsalScorer(settings(), lambda **row: 0.25), VALIDATION, list("abcd"))) == {0.25}
 
 
 def test_a_wrong_type_and_an_exception_reach_the_trainer_as_they_are():
-    assert Scorer(settings(), lambda **row: "seven")("mine", "a", "7") == "seven"
+    assert RehearsalScorer(settings(), lambda **row: "seven")("mine", "a", "7") == "seven"
     with pytest.raises(ZeroDivisionError):
-        Scorer(settings(), lambda **row: 1 / 0)("mine", "a", "7")
+        RehearsalScorer(settings(), lambda **row: 1 / 0)("mine", "a", "7")
 
 
 def test_the_function_sees_the_row_as_it_is_in_the_users_file():
     seen = []
-    scores(Scorer(settings(), lambda **row: seen.append(row) or 0.0), 3, ["a"])
+    scores(RehearsalScorer(settings(), lambda **row: seen.append(row) or 0.0), 3, ["a"])
     assert seen == [{"data_source": "mine", "solution_str": "a", "ground_truth": "7", "extra_info": {"split": "train"}}]
 
 

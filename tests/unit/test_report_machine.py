@@ -9,7 +9,7 @@ from report_run import World, write_run
 
 from mrl.extras.report import run_record, sections
 from mrl.extras.report.heldout import read_responses
-from mrl.extras.report.page import Chart, Lanes, Paragraph, Section, Table
+from mrl.extras.report.page import Chart, Lanes, PageSection, Paragraph, Table
 from mrl.extras.report.run_record import RunRecord, read_run
 from mrl.extras.report.sections_run import incidents, memory, staleness
 from mrl.extras.report.verdict import verdict
@@ -45,12 +45,12 @@ def with_plan(tmp_path, phases, metrics: Mapping[str, list[float]] | None = None
     return replace(read_run(write_run(tmp_path / "run", World(metrics=metrics)).path), plan=planned(phases))
 
 
-def blocks(section: Section | None, kind: type) -> list:
+def blocks(section: PageSection | None, kind: type) -> list:
     assert section is not None
     return [block for block in section.blocks if isinstance(block, kind)]
 
 
-def words(section: Section | None) -> str:
+def words(section: PageSection | None) -> str:
     return "\n".join(block.text for block in blocks(section, Paragraph))
 
 

@@ -15,7 +15,7 @@ from mrl.config.load import load_config
 from mrl.data.samples import Sample, packed
 from mrl.errors import Interrupted
 from mrl.schedule.rate import Observation
-from mrl.schedule.routing import Queued, Routing
+from mrl.schedule.request_routing import Queued, RequestRouting
 from mrl.vllm.requests import EngineReading, Request, Sampling
 
 ENGINES = ("a", "b", "c")
@@ -28,7 +28,7 @@ def random_requests(rng: random.Random) -> list[Queued]:
     return [Queued(number, (number // n,), lengths[number // n] + 100) for number in range(n * prompts)]
 
 
-def answered_in_any_order(routing: Routing, rng: random.Random, check=lambda under_way: None) -> dict[int, str]:
+def answered_in_any_order(routing: RequestRouting, rng: random.Random, check=lambda under_way: None) -> dict[int, str]:
     """By which engine each request was answered."""
     made_by, under_way = {}, []
     while routing.unanswered:
@@ -46,7 +46,7 @@ def answered_in_any_order(routing: Routing, rng: random.Random, check=lambda und
 def test_every_request_is_sent_once_and_none_waits_while_an_engine_is_free(seed):
     rng = random.Random(seed)
     requests, places = random_requests(rng), rng.choice((1, 2, 5, None))
-    routing = Routing(ENGINES[: rng.randint(1, 3)], places, requests)
+    routing = RequestRouting(ENGINES[: rng.randint(1, 3)], places, requests)
     engines = len(routing._loads.tokens)
 
     def check(under_way):
@@ -64,20 +64,20 @@ def test_every_request_is_sent_once_and_none_waits_while_an_engine_is_free(seed)
 
 def test_without_places_all_is_decided_before_the_first_answer():
     requests = random_requests(random.Random(3))
-    found = [answered_in_any_order(Routing(ENGINES, None, requests), random.Random(seed)) for seed in range(3)]
+    found = [answered_in_any_order(RequestRouting(ENGINES, None, requests), random.Random(seed)) for seed in range(3)]
     assert found[0] == found[1] == found[2] and len(set(found[0].values())) == 3
-    routing = Routing(ENGINES, None, requests)
+    routing = RequestRouting(ENGINES, None, requests)
     assert sum(map(len, routing.assignments().values())) == len(requests) and routing.assignments() == {}
 
 
 def test_responses_of_a_prompt_stay_together_and_a_lone_prompt_is_spread():
-    together = Routing(ENGINES, None, [Queued(i, (i // 4,), 10) for i in range(24)]).assignments()
+    together = RequestRouting(ENGINES, None, [Queued(i, (i // 4,), 10) for i in range(24)]).assignments()
     assert all(
         len({engine for engine, numbers in together.items() if set(numbers) & set(range(g, g + 4))}) == 1
         for g in range(0, 24, 4)
     )
     assert [len(numbers) for numbers in together.values()] == [8, 8, 8]
-    alone = Routing(ENGINES, None, [Queued(i, (1,), 10) for i in range(12)]).assignments()
+    alone = RequestRouting(ENGINES, None, [Queued(i, (1,), 10) for i in range(12)]).assignments()
     assert {engine: len(numbers) for engine, numbers in alone.items()} == {
         "a": 7,
         "b": 5,
@@ -86,7 +86,7 @@ def test_responses_of_a_prompt_stay_together_and_a_lone_prompt_is_spread():
 
 def seconds(places: int | None, lengths: list[int], seats: int) -> int:
     """Until the last answer; an engine makes a token of each of `seats` responses a second."""
-    routing = Routing(ENGINES, places, [Queued(i, (i // 4,), 1000) for i in range(len(lengths))])
+    routing = RequestRouting(ENGINES, places, [Queued(i, (i // 4,), 1000) for i in range(len(lengths))])
     waiting, running, now = {engine: [] for engine in ENGINES}, [], 0
     while routing.unanswered:
         for engine, numbers in routing.assignments().items():

@@ -203,7 +203,7 @@ def test_dropped_responses_do_not_stay_in_memory(monkeypatch, settings, held):
     """Groups easy, mixed, hard, easy, hard, mixed, two responses each; results stay, because the metrics count them."""
     world = World(monkeypatch, [EASY] * BATCH, *settings)
     groups = [
-        rollouts.Group((object(),) * N, (RewardResult(0, 1.0, {}, OK),) * N, scores == MIXED)
+        rollouts.JudgedGroup((object(),) * N, (RewardResult(0, 1.0, {}, OK),) * N, scores == MIXED)
         for scores in (EASY, MIXED, HARD, EASY, HARD, MIXED)
     ]
     found = drawn_groups.without_dropped_tokens(world.config, groups)

@@ -12,7 +12,6 @@ import pytest
 from safetensors import safe_open
 
 from mrl.data.dataset import load_tokenizer
-from mrl.record.sinks import JsonlSink
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -136,23 +135,3 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(SystemExit, match=r"answers 0\.\d+ of the held-out problems and not 0\.1 to 0\.4"):
         tiny.make(tmp_path / "world", 0, False, tiny.WarmUp(steps=1, batch=8))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_curves_are_read_from_metrics_and_drawn(tmp_path):
-    plot = _script("plot_rewards")
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        sink = JsonlSink(tmp_path / name / "metrics.jsonl")
-        sink.write(0, {"val-core/tiny/addition/reward/mean@1": 0.25})
-        sink.write(1, {"critic/score/mean": 0.3})
-        sink.write(2, {"critic/score/mean": 0.5, "val-core/tiny/addition/reward/mean@1": 0.75})
-    curves = [plot.load(tmp_path / name) for name in ("a", "b")]
-    assert curves[0].train == [(1, 0.3), (2, 0.5)]
-    assert curves[0].held_out == {"val-core/tiny/addition/reward/mean@1": [(0, 0.25), (2, 0.75)]}
-    plot.draw(curves, tmp_path / "new" / "learning.png", "Reward")
-    assert (tmp_path / "new" / "learning.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_without_scores_is_refused(tmp_path):
-    with pytest.raises(Exception, match="no critic/score/mean"):
-        _script("plot_rewards").load(tmp_path)

@@ -60,10 +60,10 @@ def load_scorer(file: Path) -> Callable[..., Any]:
     """The function that the trainer calls. Raises what loading the user's own raises."""
     settings = ScoringSettings(**json.loads(file.read_text(encoding="utf-8")))
     function = resolve(RewardSpec(**settings.reward)) if settings.reward is not None else None
-    return Scorer(settings, function)
+    return RehearsalScorer(settings, function)
 
 
-class Scorer:
+class RehearsalScorer:
     """Scores responses one by one, and knows which it has seen of the same group."""
 
     def __init__(self, settings: ScoringSettings, function: Callable[..., Any] | None):

@@ -19,7 +19,7 @@ import numpy as np
 
 from mrl.extras.report.columns import Curve
 from mrl.extras.report.html_blocks import block_html, table_html
-from mrl.extras.report.page import Chart, Explorer, Page, Section, Stack
+from mrl.extras.report.page import Chart, Explorer, Page, PageSection, Stack
 
 UPLOT = "1.6.32"
 POINTS = 200_000  # of all curves of a page together, 16 bytes each as they stand in the file
@@ -64,7 +64,7 @@ def _body(page: Page) -> list[str]:
     ]
 
 
-def _section(section: Section) -> str:
+def _section(section: PageSection) -> str:
     runs = [
         (chart, [block_html(b) for b in blocks])
         for chart, blocks in groupby(section.blocks, lambda b: isinstance(b, Chart))

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from mrl.errors import EnvironmentFault, MrlError
 from mrl.extras.report.html import page_html
-from mrl.extras.report.page import Page, Paragraph, Section
+from mrl.extras.report.page import Page, PageSection, Paragraph
 from mrl.extras.report.run_record import NoStepYet, read_run
 from mrl.extras.report.sections import run_page
 from mrl.record.attempts import ATTEMPTS
@@ -64,7 +64,7 @@ class LivePage:
             words = Paragraph(f"{error}. This page shows the first step as soon as it is written.")
         except MrlError as error:
             words = Paragraph(str(error), "bad")
-        return Page(self._folder.resolve().name, str(self._folder), (Section("verdict", "Verdict", (words,)),))
+        return Page(self._folder.resolve().name, str(self._folder), (PageSection("verdict", "Verdict", (words,)),))
 
 
 def state_tag(folder: Path) -> str:

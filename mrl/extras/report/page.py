@@ -163,7 +163,7 @@ Block = Paragraph | Items | Facts | Table | Text | Chart | Stack | Explorer | La
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A heading with blocks; `id` names it in links and to tests."""
 
     id: str
@@ -179,7 +179,7 @@ class Page:
 
     title: str
     subtitle: str
-    sections: tuple[Section, ...]
+    sections: tuple[PageSection, ...]
     curves: dict[str, Curve] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     summary: Table | None = None

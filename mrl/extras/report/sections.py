@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mrl.extras.report.columns import Curve
-from mrl.extras.report.page import Block, Chart, Explorer, Items, Page, Paragraph, Section, Series, Table
+from mrl.extras.report.page import Block, Chart, Explorer, Items, Page, PageSection, Paragraph, Series, Table
 from mrl.extras.report.run_record import RunRecord
 from mrl.extras.report.sections_run import (
     incidents,
@@ -68,9 +68,9 @@ def run_page(run: RunRecord) -> Page:
     """The page of one run."""
     said = verdict(run)
     sections = (
-        Section("verdict", "Verdict", tuple(_verdict(said, run.notes))),
-        Section("settings", "What differs from the recipe's defaults", tuple(_settings(run))),
-        Section("curves", "Curves", tuple(curve_charts(run))),
+        PageSection("verdict", "Verdict", tuple(_verdict(said, run.notes))),
+        PageSection("settings", "What differs from the recipe's defaults", tuple(_settings(run))),
+        PageSection("curves", "Curves", tuple(curve_charts(run))),
         *filter(
             None,
             (
@@ -96,7 +96,7 @@ def run_page(run: RunRecord) -> Page:
     )
 
 
-def _stacked(sections: tuple[Section, ...], run: RunRecord) -> dict[str, Curve]:
+def _stacked(sections: tuple[PageSection, ...], run: RunRecord) -> dict[str, Curve]:
     return stacked_curves(run) if any(section.id == "steps" for section in sections) else {}
 
 

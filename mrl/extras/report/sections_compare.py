@@ -7,7 +7,7 @@ import numpy as np
 
 from mrl.extras.report.columns import Curve
 from mrl.extras.report.comparison import Comparison
-from mrl.extras.report.page import Block, Chart, Explorer, Items, Page, Paragraph, Section, Series, Table
+from mrl.extras.report.page import Block, Chart, Explorer, Items, Page, PageSection, Paragraph, Series, Table
 from mrl.extras.report.run_record import RunRecord
 from mrl.extras.report.sections import CHARTS, interval_of, unit_of
 from mrl.extras.report.sections_run import PHASES, data_fingerprint
@@ -18,11 +18,11 @@ def compare_page(comparison: Comparison) -> Page:
     """The page of a comparison."""
     names, (tone, words) = list(comparison.runs), headline(comparison)
     sections = (
-        Section("verdict", "Verdict", (Paragraph(words, tone), *_verdict(comparison))),
-        Section("settings", "Settings that differ", tuple(_settings(comparison))),
-        Section("curves", "Curves", tuple(_curves(comparison))),
-        Section("steps", "Where the time goes", (_times(comparison),)),
-        Section("identity", "What was run", (_identity(comparison),)),
+        PageSection("verdict", "Verdict", (Paragraph(words, tone), *_verdict(comparison))),
+        PageSection("settings", "Settings that differ", tuple(_settings(comparison))),
+        PageSection("curves", "Curves", tuple(_curves(comparison))),
+        PageSection("steps", "Where the time goes", (_times(comparison),)),
+        PageSection("identity", "What was run", (_identity(comparison),)),
     )
     return Page(
         title=f"{names[0]} and {', '.join(names[1:])}", subtitle=f"{len(names)} runs, each held against "

@@ -17,8 +17,8 @@ from mrl.extras.report.page import (
     Facts,
     Items,
     Lanes,
+    PageSection,
     Paragraph,
-    Section,
     Series,
     Stack,
     Table,
@@ -45,7 +45,7 @@ LANES_OF_A_KIND = 8
 # ---------------------------------------------------------------- a step
 
 
-def step_times(run: RunRecord) -> Section | None:
+def step_times(run: RunRecord) -> PageSection | None:
     """Phases over steps, and two steps as lanes."""
     names = _phases(run)
     if not names:
@@ -59,7 +59,7 @@ def step_times(run: RunRecord) -> Section | None:
     lanes = [_step_lanes(run, usual, f"Step {usual}, as long as most")]
     if slowest != usual:
         lanes.append(_step_lanes(run, slowest, f"Step {slowest}, the longest"))
-    return Section("steps", "Where the time goes", (stack, *lanes, _phase_table(run, names)))
+    return PageSection("steps", "Where the time goes", (stack, *lanes, _phase_table(run, names)))
 
 
 def _phases(run: RunRecord) -> list[str]:
@@ -140,11 +140,11 @@ def _phase_table(run: RunRecord, names: list[str]) -> Table:
 # ---------------------------------------------------------------- memory
 
 
-def memory(run: RunRecord) -> Section | None:
+def memory(run: RunRecord) -> PageSection | None:
     """What the plan gives every phase of the fullest device, and what was measured."""
     if run.plan is None:
         return None
-    return Section(
+    return PageSection(
         "memory", "Memory, planned and measured", tuple(_memory_blocks(run, run.plan["memory"], run.plan["device"]))
     )
 
@@ -207,12 +207,12 @@ def _measured(run: RunRecord, planned: dict, fullest: float) -> Iterator[Block]:
 # ---------------------------------------------------------------- the weight sync
 
 
-def sync_proof(run: RunRecord) -> Section | None:
+def sync_proof(run: RunRecord) -> PageSection | None:
     """Whether the engines were shown to hold the trainer's weights, and what it cost."""
     verified = run.curves.get("reshard/verified")
     if verified is None:
         return None
-    return Section("sync", "The weight sync's proof", tuple(_sync_blocks(run, verified)))
+    return PageSection("sync", "The weight sync's proof", tuple(_sync_blocks(run, verified)))
 
 
 def _sync_blocks(run: RunRecord, verified: Curve) -> Iterator[Block]:
@@ -276,7 +276,7 @@ def _bytes(size: float) -> str:
 # ---------------------------------------------------------------- staleness
 
 
-def staleness(run: RunRecord) -> Section | None:
+def staleness(run: RunRecord) -> PageSection | None:
     """How old what is trained on is, where generation runs ahead."""
     ages = run.matching(r"training/off_policy/trajectory_staleness/(mean|max|min)")
     if not ages:
@@ -298,13 +298,13 @@ def staleness(run: RunRecord) -> Section | None:
     ):
         if names := run.matching(pattern):
             blocks.append(Chart(id, title, "", tuple(Series(name, name) for name in names)))
-    return Section("staleness", "Staleness", tuple(blocks))
+    return PageSection("staleness", "Staleness", tuple(blocks))
 
 
 # ---------------------------------------------------------------- incidents
 
 
-def incidents(run: RunRecord) -> Section:
+def incidents(run: RunRecord) -> PageSection:
     """Whatever did not go as it should, in the order of steps; and what logs say where the run ended badly."""
     rows = sorted(_incidents(run), key=lambda row: row[0])
     table = Table(("step", "what", "meaning"), tuple((str(step), what, meaning) for step, what, meaning in rows), (0,))
@@ -316,7 +316,7 @@ def incidents(run: RunRecord) -> Section:
             Text("\n".join(lines), f"logs/{name}, its last lines that sound of trouble")
             for name, lines in tails.items()
         ]
-    return Section("incidents", "Incidents", tuple(blocks))
+    return PageSection("incidents", "Incidents", tuple(blocks))
 
 
 _COUNTED = {
@@ -388,7 +388,7 @@ def _starts(run: RunRecord) -> Iterator[str]:
 # ---------------------------------------------------------------- how to do it again
 
 
-def reproducibility(run: RunRecord) -> Section:
+def reproducibility(run: RunRecord) -> PageSection:
     """Hashes, seeds, versions, command."""
     blocks: list[Block] = [Facts(tuple(_identity(run)))]
     if run.attempts:
@@ -399,7 +399,7 @@ def reproducibility(run: RunRecord) -> Section:
         )
     again = f"mrl train {shlex.quote(str(RunDir(run.path).config))} --run-dir NEW"
     blocks.append(Text(again, "the same run again, from its resolved configuration"))
-    return Section("reproducibility", "Reproducibility", tuple(blocks))
+    return PageSection("reproducibility", "Reproducibility", tuple(blocks))
 
 
 def _identity(run: RunRecord) -> Iterator[tuple[str, str]]:

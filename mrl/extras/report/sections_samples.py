@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mrl.errors import DataError
 from mrl.extras.report.heldout import Response
-from mrl.extras.report.page import Block, Pair, Paragraph, SampleBlock, Section
+from mrl.extras.report.page import Block, PageSection, Pair, Paragraph, SampleBlock
 from mrl.extras.report.run_record import RunRecord
 from mrl.extras.report.samples import Decode, TrainingSample, decoder, looked_at, text_of, tokens_of
 from mrl.record.run_dir import RunDir
@@ -16,10 +16,10 @@ PAIRS = 4
 TEXT_LIMIT = 6000  # characters of a held-out response that are shown
 
 
-def samples(run: RunRecord) -> Section | None:
+def samples(run: RunRecord) -> PageSection | None:
     """Of the newest step with samples, and of the first and the last validation."""
     blocks = [*_training(run), *_held_out(run)]
-    return Section("samples", "Samples", tuple(blocks)) if blocks else None
+    return PageSection("samples", "Samples", tuple(blocks)) if blocks else None
 
 
 def _training(run: RunRecord) -> Iterator[Block]:

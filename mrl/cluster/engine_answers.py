@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 
 from mrl.cluster.request_streams import Arrived, RequestStreams
 from mrl.errors import Interrupted
-from mrl.schedule.routing import Queued, Routing
+from mrl.schedule.request_routing import Queued, RequestRouting
 from mrl.vllm.requests import Request, Sampling
 
 WAIT_S = 0.5
 
 
-class Answers:
+class EngineAnswers:
     """To requests by their sample_id, which is unique."""
 
-    def __init__(self, streams: RequestStreams, routing: Routing, sampling: Sampling, poll: Callable[[], None]):
+    def __init__(self, streams: RequestStreams, routing: RequestRouting, sampling: Sampling, poll: Callable[[], None]):
         """`poll` may raise, which is how a signal ends a wait."""
         self._streams, self._routing, self._sampling, self._poll = streams, routing, sampling, poll
         self._asked: dict[int, Request] = {}

@@ -22,7 +22,7 @@ class Queued:
     tokens: int  # of the prompt, and as many as it may add
 
 
-class Routing:
+class RequestRouting:
     """Which engine is sent which requests next."""
 
     def __init__(self, engines: Iterable[str], places: int | None, requests: Iterable[Queued] = ()):
