@@ -4,12 +4,12 @@ run.
     python scripts/bench/data_plane.py [--before COMMIT] [--responses 64 256 1024] [--routes] [--nodes] [--json]
 
 Engines synthesise responses (lognormal lengths: mean 7,385 tokens, 1,190 to 20,480, 3.9 % cut off) and hand them on by
-the product's code, as many a second as make 8,192 in 200 s, with seats for all at once; ranks fetch their rows and compute of tokens what is
-computed beside a model. The driver runs the phases of a step. Each size is a run of its own, in a process of its own,
-so its peak is its own. `--before`: the same with an earlier commit's code, checked out into a temporary folder, whose
-driver held everything. Extrapolated by a line through the sizes to 8,192 responses; `error` is the largest relative
-distance of a size from that line. `phases`: of each, the driver's processor seconds, all seconds, and what it then
-holds more.
+the product's code, as many a second as make 8,192 in 200 s, with seats for all at once; ranks fetch their rows and
+compute of tokens what is computed beside a model. The driver runs the phases of a step. Each size is a run of its own,
+in a process of its own, so its peak is its own. `--before`: the same with an earlier commit's code, checked out into a
+temporary folder, whose driver held everything. Extrapolated by a line through the sizes to 8,192 responses; `error` is
+the largest relative distance of a size from that line. `phases`: of each, the driver's processor seconds, all seconds,
+and what it then holds more.
 
 `--nodes`: driver and ranks on one node, engines and their scorer on another, which are namespaces of this machine (see
 scripts/nodes/network.py; needs root), joined by a link of 4 Gbit/s: a hundredth of a node's of a cluster, as some
