@@ -1,7 +1,7 @@
 """kill -9 at random points, during saves among them, and what resumes from there: bit by bit at the same layout, to
 1e-5 at another.
 
-python scripts/evidence/resume.py --world tiny-world --out docs/results/resume.json
+python scripts/evidence/resume.py --world tiny-world --out docs/results/resume_loop.json
 
 Two parts. Ranks only: real Megatron ranks that update and save in the background without engines; every start goes on
 from the newest complete checkpoint, and each update's weights, moments and random states are held against those of an
