@@ -66,7 +66,7 @@ def run(piece: str, pytest_arguments: list[str]) -> int:
         command = [sys.executable, "-m", "pytest", *files, "-m", "long", f"--junitxml={report}", *pytest_arguments]
         code = subprocess.run(command, cwd=ROOT).returncode
         if report.exists() and not pytest_arguments:
-            store(piece, summary(report, time.monotonic() - began))
+            store(piece, summary(report, time.monotonic() - began) | {"command": f"scripts/test.sh long:{piece}"})
     return code
 
 
