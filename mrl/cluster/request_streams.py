@@ -24,7 +24,7 @@ from mrl.cluster.stored_samples import ResponseBlock, StoredSamples
 from mrl.data.samples import SampleRows
 from mrl.vllm.requests import Request, Sampling
 
-REST_S = 0.1  # between two takes that bring something, at most
+REST_S = 0.5  # between two takes that bring something, at most; a few milliseconds of the driver each
 PHASE = "generation"
 _CLIENTS = itertools.count()  # of the engines, all in this process
 
