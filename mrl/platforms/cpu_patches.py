@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from mrl.platforms.cpu_collectives import reduce_scatter_by_exchange, small_all_reduce_by_exchange
 from mrl.platforms.layers import layers
 from mrl.platforms.patching import MISSING, Patch
 
@@ -213,26 +212,6 @@ PATCHES: tuple[Patch, ...] = (
         "torch.distributed.all_gather",
         _all_gather,
         "gloo refuses uneven sizes, which expert tensor parallelism gathers",
-    ),
-    Patch(
-        "torch.distributed.all_reduce",
-        small_all_reduce_by_exchange,
-        "gloo sums a few numbers in several rounds, and an update of a tiny model waits for dozens of such sums",
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.mappings.dist_reduce_scatter_func",
-        reduce_scatter_by_exchange,
-        "gloo sums all of it on every rank: a third of the update of a tiny model over two tensor-parallel ranks",
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.layers.dist_reduce_scatter_func",
-        reduce_scatter_by_exchange,
-        "gloo sums all of it on every rank: a third of the update of a tiny model over two tensor-parallel ranks",
-    ),
-    Patch(
-        "megatron.core.distributed.param_and_grad_buffer.dist_reduce_scatter_func",
-        reduce_scatter_by_exchange,
-        "gloo sums all of it on every rank: a third of the update of a tiny model over two tensor-parallel ranks",
     ),
     Patch(
         "megatron.core.transformer.moe.moe_utils.te_general_gemm",

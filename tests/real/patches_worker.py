@@ -118,30 +118,6 @@ def uneven_gather(plan: dict, rank: int, world_size: int, port: int) -> None:
     assert torch.equal(mine.grad, torch.full_like(mine, 3.0))
 
 
-def sums(plan: dict, rank: int, world_size: int, port: int) -> None:
-    """Sums over ranks are right, and made by one exchange."""
-    from megatron.core.distributed import param_and_grad_buffer
-    from megatron.core.tensor_parallel import layers, mappings
-    from torch.profiler import ProfilerActivity, profile
-
-    parallel.init_distributed(get_platform("cpu"), rank, world_size, "127.0.0.1", port, TIMEOUT_S)
-    generators = [torch.Generator().manual_seed(seed) for seed in range(world_size)]
-    of_ranks = torch.stack([torch.randn(6, 5, generator=generator) for generator in generators])
-    own = of_ranks.sum(0).chunk(world_size)[rank]
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        for module in (mappings, layers, param_and_grad_buffer):
-            found = [torch.empty_like(own), torch.empty_like(own)]
-            module.dist_reduce_scatter_func(found[0], of_ranks[rank], group=dist.group.WORLD)
-            module.dist_reduce_scatter_func(found[1], of_ranks[rank], async_op=True).wait()
-            assert torch.equal(found[0], own) and torch.equal(found[1], own)
-        for op, expected in ((dist.ReduceOp.SUM, of_ranks.sum(0)), (dist.ReduceOp.MAX, of_ranks.amax(0))):
-            found = of_ranks[rank].t().clone().t()
-            torch.distributed.all_reduce(found, op=op)
-            assert torch.equal(found, expected)
-    kinds = {event.name for event in seen.events() if event.name.startswith("c10d::")}
-    assert len(kinds) == 1, kinds  # exchanges
-
-
 def pack_rotation(plan: dict, rank: int, world_size: int, port: int) -> None:
     """A pack of 500 sequences is rotated in as many operations as a pack of two."""
     from megatron.core.models.common.embeddings import rope_utils
@@ -169,7 +145,7 @@ def meta_context(plan: dict, rank: int, world_size: int, port: int) -> None:
 
 CHECKS: dict[str, Callable] = {
     check.__name__: check for check in (moe_update, generators, pipeline_update, hybrid_update, uneven_gather,
-        sums, pack_rotation, meta_context)
+        pack_rotation, meta_context)
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 """Every symbol that the CPU platform replaces still has to be replaced: without it,
-a training step or a collective fails, or takes a loop over sequences or rounds of messages.
+a training step or a collective fails, or takes a loop over sequences.
 """
 
 import json
@@ -38,10 +38,6 @@ CHECKED_BY = {
     "torch.cuda.synchronize": "pipeline_update",
     "torch.Tensor.cuda": "pipeline_update",
     "torch.distributed.all_gather": "uneven_gather",
-    "torch.distributed.all_reduce": "sums",
-    "megatron.core.tensor_parallel.mappings.dist_reduce_scatter_func": "sums",
-    "megatron.core.tensor_parallel.layers.dist_reduce_scatter_func": "sums",
-    "megatron.core.distributed.param_and_grad_buffer.dist_reduce_scatter_func": "sums",
     "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd": "pack_rotation",
     "torch.utils._device._device_constructors": "meta_context",
 }
