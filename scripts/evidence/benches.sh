@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What README says of single parts, in one place: scripts/bench/{plan,packing,logprob,verifier,convert,samples,data_plane}.py on this machine, one after the other.
-# data_plane, 4,096 responses at the pace of a large run, takes two minutes, data_plane_routes one, data_plane_before, beside the
+# data_plane, 4,096 responses at the pace of a large run, takes three minutes, data_plane_routes one, data_plane_before, beside the
 # last commit whose driver held everything, three. data_plane_nodes and data_plane_nodes_routes need root and run by name only.
 # Writes docs/results/benches.json.   scripts/evidence/benches.sh [names; all without them, others keep what the file holds of them]
 set -euo pipefail
