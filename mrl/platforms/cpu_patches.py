@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from mrl.platforms import host_memory_collectives
 from mrl.platforms.layers import layers
 from mrl.platforms.patching import MISSING, Patch
 
@@ -169,6 +170,8 @@ def _set_rng_state(original: Any) -> Any:
     return lambda state, *args, **kwargs: torch.random.set_rng_state(state)
 
 
+_WAKES = "gloo wakes four threads for a message, and an update of a tiny model over two ranks waits for 90 of them"
+
 # The order matters in one place: the constructors of torch.device contexts are read before the factories are wrapped.
 PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.current_device", _answer(_CPU), "Megatron builds its tensors on this device"),
@@ -213,6 +216,10 @@ PATCHES: tuple[Patch, ...] = (
         _all_gather,
         "gloo refuses uneven sizes, which expert tensor parallelism gathers",
     ),
+    Patch("torch.distributed.ProcessGroup.all_gather_single", host_memory_collectives.all_gather, _WAKES),
+    Patch("torch.distributed.ProcessGroup.reduce_scatter_single", host_memory_collectives.reduce_scatter, _WAKES),
+    Patch("torch.distributed.ProcessGroup.allreduce", host_memory_collectives.all_reduce, _WAKES),
+    Patch("torch.distributed.ProcessGroup.all_to_all_single", host_memory_collectives.all_to_all, _WAKES),
     Patch(
         "megatron.core.transformer.moe.moe_utils.te_general_gemm",
         lambda original: None if original is MISSING else original,

@@ -23,6 +23,7 @@ from mrl.model import load_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.platforms import get_platform, patching
 from mrl.platforms.cpu_patches import rows_for
+from mrl.platforms.host_memory_collectives import SLOT_BYTES
 from mrl.platforms.torch_platforms import CpuPlatform
 
 TIMEOUT_S = 60
@@ -118,6 +119,47 @@ def uneven_gather(plan: dict, rank: int, world_size: int, port: int) -> None:
     assert torch.equal(mine.grad, torch.full_like(mine, 3.0))
 
 
+def host_memory(plan: dict, rank: int, world_size: int, port: int) -> None:
+    """Collectives give what gloo's exchange of all with all gives, to the bit, and without a message of gloo's; what is
+    larger than a slot is right too.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    parallel.init_distributed(get_platform("cpu"), rank, world_size, "127.0.0.1", port, TIMEOUT_S)
+    dist.all_reduce(torch.ones(1))  # the first one opens the memory
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        for kind in (torch.float32, torch.bfloat16, torch.int64):
+            for rows in (0, 1, 1000):
+                _check_collectives(kind, rows, rank, world_size)
+    assert not [event.name for event in seen.events() if event.name.startswith("c10d::")]
+    _check_collectives(torch.float32, SLOT_BYTES // 4 // 3 // 2 + 1, rank, world_size)
+    for sizes in ([SLOT_BYTES + 1, 1], [1, 2]), ([1, 2], [SLOT_BYTES + 1, 1]):  # one rank alone has too much
+        sent = torch.full((sum(sizes[rank]),), rank, dtype=torch.uint8)
+        received = torch.empty(sizes[0][rank] + sizes[1][rank], dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, [sizes[0][rank], sizes[1][rank]], sizes[rank])
+        assert torch.equal(received.bincount(minlength=2), torch.tensor([sizes[0][rank], sizes[1][rank]]))
+
+
+def _check_collectives(kind: torch.dtype, rows: int, rank: int, world_size: int) -> None:
+    """Each of the four, of tensors [2 * rows, 3] that every rank can make."""
+    generators = [torch.Generator().manual_seed(seed) for seed in range(world_size)]
+    of_ranks = torch.stack([(9 * torch.randn(2 * rows, 3, generator=g)).to(kind) for g in generators])
+    gathered, scattered = torch.empty(4 * rows, 3, dtype=kind), torch.empty(rows, 3, dtype=kind)
+    dist.all_gather_into_tensor(gathered, of_ranks[rank])
+    assert torch.equal(gathered, of_ranks.flatten(0, 1))
+    summed = of_ranks[0] + of_ranks[1]
+    dist.reduce_scatter_tensor(scattered, of_ranks[rank], async_op=True).wait()
+    assert torch.equal(scattered, summed[rank * rows : (rank + 1) * rows])
+    for op, expected in (dist.ReduceOp.SUM, summed), (dist.ReduceOp.MAX, of_ranks.amax(0)):
+        reduced = of_ranks[rank].t().clone().t()  # not contiguous
+        dist.all_reduce(reduced, op=op)
+        assert torch.equal(reduced, expected)
+    received = torch.empty(rows if rank == 0 else 3 * rows, 3, dtype=kind)
+    sizes = [0, rows] if rank == 0 else [2 * rows, rows]  # rank 0 keeps nothing, rank 1 half
+    dist.all_to_all_single(received, of_ranks[rank], sizes, [0, 2 * rows] if rank == 0 else [rows, rows])
+    assert torch.equal(received, torch.cat([of_ranks[0], of_ranks[1][rows:]]) if rank else of_ranks[1][:rows])
+
+
 def pack_rotation(plan: dict, rank: int, world_size: int, port: int) -> None:
     """A pack of 500 sequences is rotated in as many operations as a pack of two."""
     from megatron.core.models.common.embeddings import rope_utils
@@ -145,7 +187,7 @@ def meta_context(plan: dict, rank: int, world_size: int, port: int) -> None:
 
 CHECKS: dict[str, Callable] = {
     check.__name__: check for check in (moe_update, generators, pipeline_update, hybrid_update, uneven_gather,
-        pack_rotation, meta_context)
+        host_memory, pack_rotation, meta_context)
 }  # fmt: skip
 
 

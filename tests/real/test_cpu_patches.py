@@ -1,5 +1,5 @@
 """Every symbol that the CPU platform replaces still has to be replaced: without it,
-a training step or a collective fails, or takes a loop over sequences.
+a training step or a collective fails, or takes a loop over sequences or messages of gloo's.
 """
 
 import json
@@ -38,6 +38,10 @@ CHECKED_BY = {
     "torch.cuda.synchronize": "pipeline_update",
     "torch.Tensor.cuda": "pipeline_update",
     "torch.distributed.all_gather": "uneven_gather",
+    "torch.distributed.ProcessGroup.all_gather_single": "host_memory",
+    "torch.distributed.ProcessGroup.reduce_scatter_single": "host_memory",
+    "torch.distributed.ProcessGroup.allreduce": "host_memory",
+    "torch.distributed.ProcessGroup.all_to_all_single": "host_memory",
     "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd": "pack_rotation",
     "torch.utils._device._device_constructors": "meta_context",
 }

@@ -17,6 +17,13 @@ from mrl.vllm import engine_state
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 
 
+class SpinCondition:
+    """As vLLM's queues make it: without saying how long."""
+
+    def __init__(self, is_reader: bool, busy_loop_s: float = 1):
+        self.busy_loop_s = busy_loop_s
+
+
 class CPUWorker:
     """Of vLLM's worker what mrl's calls; two layers, one of which vLLM has packed out of sight."""
 
@@ -58,6 +65,7 @@ PACKED = SimpleNamespace(restore_metadata=({"weight": torch.empty(5, 4, device="
 def module(monkeypatch):
     """mrl.vllm.cpu_worker as it is where vLLM is the stand-in."""
     vllm = {
+        "vllm.distributed.device_communicators.shm_broadcast": {"SpinCondition": SpinCondition},
         "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": dispatch},
         "vllm.model_executor.model_loader.reload.layerwise": {"get_layerwise_info": lambda layer: PACKED},
         "vllm.model_executor.model_loader.utils": {"get_model_architecture": lambda config: None},
@@ -81,6 +89,12 @@ def worker(module):
     made = module.CpuWorker()
     made.load_model()
     return made
+
+
+def test_a_worker_polls_for_its_next_call_no_longer_than_between_two_steps(module, monkeypatch):
+    monkeypatch.setattr(SpinCondition.__init__, "__defaults__", (1,))
+    module.CpuWorker()
+    assert SpinCondition(is_reader=True).busy_loop_s == module.IDLE_SPIN_S < 0.1
 
 
 def held(worker) -> tuple[int, int]:
