@@ -34,6 +34,7 @@ class Arrived(NamedTuple):
 
     samples: StoredSamples
     engine: str
+    held_s: float = 0.0  # that they waited at their engine for others, at most
 
 
 class RequestStreams:
@@ -124,7 +125,7 @@ class RequestStreams:
         there, *made = blocks.remote(self._client, told.ticket, told.routed)
         found = [ResponseBlock(*made[i : i + each], node=self._nodes[engine]) for i in range(0, len(made), each)]
         rows = SampleRows.from_bytes(told.rows)
-        self._coming[there] = Arrived(StoredSamples.of_blocks(rows, told.sizes, found), engine)
+        self._coming[there] = Arrived(StoredSamples.of_blocks(rows, told.sizes, found), engine, told.held_s)
 
     def _arrived(self, timeout_s: float) -> list[Arrived]:
         """Whose blocks are there: they outlive the engine's process from here on. They take a moment to make; an engine

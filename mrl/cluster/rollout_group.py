@@ -162,8 +162,7 @@ class RolloutGroup:
         answers.ask(requests)
         while answers.unanswered:
             arrived = answers.take()
-            for samples, _ in arrived:
-                done.append(samples)
+            done += [part.samples for part in arrived]
             if len(done) >= JOINED_AT:
                 done = [StoredSamples.joined(done)]
             on_arrival(arrived)

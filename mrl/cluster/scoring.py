@@ -129,6 +129,7 @@ class Channel:
     texts: Any = None  # and theirs
     awaited: int = 0  # results of what was sent
     sent_at: float = 0.0
+    patience_s: float = 0.0  # between two calls, at least
 
     def send(self) -> None:
         """All that is queued."""
@@ -171,11 +172,15 @@ class ScorerGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, samples: StoredSamples, questions: Sequence[Question], engine: str) -> None:
-        """Queues responses of one engine, a question each; `forward`, `collect` or `drain` sends them."""
-        queued = self.channels[self._near[engine]].queued
+    def submit(self, samples: StoredSamples, questions: Sequence[Question], engine: str, held_s: float = 0.0) -> None:
+        """Queues responses of one engine, a question each; `forward`, `collect` or `drain` sends them.
+
+        `held_s`: that they waited for others; those that took long may wait as long here again.
+        """
+        channel = self.channels[self._near[engine]]
+        channel.patience_s = held_s
         for block, row, question in zip(samples.block.tolist(), samples.place.tolist(), questions, strict=True):
-            queued.append((samples.blocks[block].samples, row, question))
+            channel.queued.append((samples.blocks[block].samples, row, question))
 
     def forward(self, at_once: bool = False) -> None:
         """Takes results of finished calls and sends what is queued, waiting for nothing; `at_once`:
@@ -183,8 +188,8 @@ class ScorerGroup:
 
         Raises what made scoring impossible, Late for a scorer that stands still.
         """
-        every_s = max(EVERY_S, IN_ALL_S * len(self.channels))
         for channel in self.channels:
+            every_s = max(EVERY_S, IN_ALL_S * len(self.channels), channel.patience_s)
             if channel.under_way is not None and self._answered(channel):
                 self._results += channel.receive()
             due = at_once or time.monotonic() - channel.sent_at >= every_s

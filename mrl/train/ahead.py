@@ -388,13 +388,13 @@ class GenerationAhead:
             if one.rows.response_lengths[0]:
                 self._responses[sent.number, sent.index] = one
             if group.ended[sent.index]:
-                self._score(sent, one)
+                self._score(sent, one, arrived.held_s)
 
-    def _score(self, sent: Assignment, one: StoredSamples) -> None:
+    def _score(self, sent: Assignment, one: StoredSamples, held_s: float) -> None:
         prompt, _ = self._prompts[sent.number]
         self._pending.add((sent.number, sent.index))
         asked = question(sent.number * self._config.rollout.n + sent.index, prompt)
-        self._responder.rewards.submit(one, [asked], sent.engine)
+        self._responder.rewards.submit(one, [asked], sent.engine, held_s)
 
     def _take_result(self, result: RewardResult) -> None:
         number, index = divmod(result.sample_id, self._config.rollout.n)

@@ -150,7 +150,7 @@ class DrawnGroups:
             group = self._under_way[number]
             group.parts[index] = part.take(np.array([row]))
             questions.append(question(sample_id, group.prompt))
-        self._responder.rewards.submit(part, questions, arrived.engine)
+        self._responder.rewards.submit(part, questions, arrived.engine, arrived.held_s)
 
     def _take_result(self, result: RewardResult) -> int:
         """The number of its group. Raises DataError once more of the step's rewards failed than may."""

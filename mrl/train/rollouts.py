@@ -65,13 +65,12 @@ class Responder:
 
         def score(parts: list[Arrived]) -> None:
             nonlocal arrived
-            for samples, engine in parts:
-                arrived += len(samples)
+            for part in parts:
+                arrived += len(part.samples)
                 self.display.progress(f"{label} responses", arrived, len(requests))
-                questions = [
-                    question(sample_id, planned[sample_id][1]) for sample_id in samples.rows.sample_id.tolist()
-                ]
-                self.rewards.submit(samples, questions, engine)
+                numbers = part.samples.rows.sample_id.tolist()
+                questions = [question(number, planned[number][1]) for number in numbers]
+                self.rewards.submit(part.samples, questions, part.engine, part.held_s)
             self.rewards.forward()
 
         samples = self.engines.generate(requests, sampling, score)

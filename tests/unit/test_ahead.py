@@ -132,7 +132,7 @@ class Rewards:
     def __init__(self, seed: int, score=lambda item: float(len(item.response_text) % 3)):
         self._rng, self._score, self._waiting, self.reason = random.Random(seed), score, deque(), OK
 
-    def submit(self, samples, questions, engine):
+    def submit(self, samples, questions, engine, held_s):
         for question, response in zip(questions, samples.read().responses(), strict=True):
             item = question.answered(" ".join(map(str, response)))
             self._waiting.append(RewardResult(item.sample_id, self._score(item), {}, self.reason))

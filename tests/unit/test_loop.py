@@ -59,7 +59,7 @@ class World:
         on_arrival([Arrived(done, "engine 0")])
         return done
 
-    def submit(self, samples, questions, engine):
+    def submit(self, samples, questions, engine, held_s):
         self.results += [RewardResult(each.sample_id, float(each.sample_id % 2), {}, OK) for each in questions]
 
     def forward(self): ...

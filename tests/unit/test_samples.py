@@ -9,7 +9,7 @@ import pytest
 
 import mrl.cli.samples as samples_command
 from mrl.cli.main import main
-from mrl.cluster import sample_writer
+from mrl.cluster import outbox, sample_writer
 from mrl.cluster.sample_writer import SampleWriter, kept_rows
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, SampleRows, Samples, packed
@@ -286,3 +286,14 @@ def test_numbers_of_rows_come_through_bytes_as_they_were():
         for name, column in some.numbers.arrays.items():
             assert np.array_equal(found[name], column) and found[name].dtype == column.dtype
     assert len(packed(MANY[:1]).numbers.to_bytes()) < 120
+
+
+def test_numbers_of_as_many_rows_as_are_told_of_at_once_are_below_a_kilobyte():
+    rng = np.random.default_rng(0)
+    rows, prompts = outbox.MANY, rng.integers(0, 100_000, outbox.MANY)
+    seeds, lengths = rng.integers(0, 2**62, rows).tolist(), rng.integers(1000, 20000, rows).tolist()
+    made = [
+        Sample(int(prompts[i]), 7 * i, 60 * i, seeds[i], [1] * 99, [1] * lengths[i], [0.0] * lengths[i], "stop", 5)
+        for i in range(rows)
+    ]
+    assert len(packed(made).numbers.to_bytes()) < 900

@@ -106,7 +106,7 @@ class World:
 
     # ------------------------------------------------ rewards, which come at once
 
-    def submit(self, samples, questions, engine):
+    def submit(self, samples, questions, engine, held_s=0.0):
         for p, asked in zip(samples.rows.prompt_id.tolist(), questions, strict=True):
             score, parts = self.scores[p][asked.sample_id % N], dict(self.parts.get(p, {}))
             self.scored.append(RewardResult(asked.sample_id, score, parts, OK))

@@ -174,3 +174,17 @@ def test_a_reward_function_may_take_longer_than_an_exchange(clocked):
 )
 def test_scoring_processes_are_spread_over_the_nodes_of_engines(nodes, workers, hosts, near):
     assert scorer_places(dict(enumerate(nodes)), workers) == (hosts, dict(enumerate(near)))
+
+
+def test_what_took_long_waits_as_long_for_its_scorer_and_what_is_at_the_end_does_not(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(scoring.time, "monotonic", lambda: now[0])
+    with RewardPool(RewardSpec("exact_match"), 1) as pool:
+        group = scorers(pool, CHARS)
+        for number, at in enumerate((100.0, 100.9, 101.6)):
+            now[0] = at
+            group.submit(samples(["a"], number), questions(["a"], number), "engine 0", held_s=1.5)
+            group.forward()
+            assert len(group.channels[0].queued) == (1 if number == 1 else 0)
+        group.submit(samples(["a"], 3), questions(["a"], 3), "engine 0", held_s=1.5)
+        assert [result.sample_id for result in group.drain()] == [0, 1, 2, 3]
