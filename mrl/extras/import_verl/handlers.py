@@ -9,6 +9,7 @@ from mrl.extras.import_verl.handlers_schedule import SCHEDULE_HANDLERS
 from mrl.extras.import_verl.keys import LAYOUT, MEGATRON, TRANSFORMER, A, F, M, R
 from mrl.extras.import_verl.report import Import
 from mrl.extras.import_verl.verl_command import Override, VerlSettings
+from mrl.extras.import_verl.verl_defaults import ALL_CHECKPOINTS
 from mrl.record.sinks import VIEWS
 
 OVERRIDE_TRANSFORMER = "model.override_transformer_config"
@@ -26,7 +27,7 @@ _OF_THE_MODELS = {
 
 
 def _gen_batch(o: Override, out: Import, settings: VerlSettings) -> None:
-    if settings.value("algorithm.filter_groups.enable", False):
+    if settings.value("algorithm.filter_groups.enable"):
         out.put("carried", o.key, "data.gen_batch_size", o.value, line=o.line)
     else:
         out.leave("implied", o.key, o.value, "without dynamic sampling a step generates what it trains on", o.line)
@@ -58,7 +59,7 @@ def _response_length(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _dynamic(o: Override, out: Import, settings: VerlSettings) -> None:
-    if o.value == settings.value(A + "use_dynamic_bsz", False):
+    if o.value == settings.value(A + "use_dynamic_bsz"):
         out.leave("implied", o.key, o.value, "log-probs are cut as updates are (actor.use_dynamic_bsz)", o.line)
     else:
         why = "log-probs and updates are cut alike (actor.use_dynamic_bsz), so that they compute the same numbers"
@@ -76,7 +77,7 @@ def _budget(o: Override, out: Import, settings: VerlSettings) -> None:
         F: "ref.log_prob_max_token_len_per_gpu",
     }[next(prefix for prefix in (A, R, F) if o.key.startswith(prefix))]
     least = -(-settings.longest // settings.context_parallel)
-    if not settings.value(A + "use_dynamic_bsz", False):
+    if not settings.value(A + "use_dynamic_bsz"):
         out.leave(
             "not_applicable", o.key, o.value, "micro-batches are cut by samples (use_dynamic_bsz is false)", o.line
         )
@@ -113,8 +114,8 @@ def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _warmup_ratio(o: Override, out: Import, settings: VerlSettings) -> None:
-    steps = settings.value("trainer.total_training_steps", None)
-    explicit = settings.value(A + "optim.lr_warmup_steps", -1)
+    steps = settings.value("trainer.total_training_steps")
+    explicit = settings.value(A + "optim.lr_warmup_steps")
     if not o.value or (isinstance(explicit, int) and explicit > 0):
         out.leave("implied", o.key, o.value, "no warm-up by share", o.line)
     elif not isinstance(steps, int):
@@ -194,10 +195,10 @@ def _sequence_parallel(o: Override, out: Import, settings: VerlSettings) -> None
 def _transformer(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.removeprefix(TRANSFORMER)
     decider = decided_by(OVERRIDE_TRANSFORMER, name) or ""
-    if name == "recompute_modules" and settings.value(TRANSFORMER + "recompute_granularity", None) != "selective":
+    if name == "recompute_modules" and settings.value(TRANSFORMER + "recompute_granularity") != "selective":
         out.leave("implied", o.key, o.value, "only selective recompute has modules", o.line)
     elif decider.startswith(LAYOUT):
-        same = o.value == settings.value(MEGATRON + name, None) or (name == "sequence_parallel" and o.value is True)
+        same = o.value == settings.given(MEGATRON + name) or (name == "sequence_parallel" and o.value is True)
         out.leave("implied" if same else "unsupported", o.key, o.value, f"is {decider}", o.line)
     elif name in _OF_THE_MODELS and o.value == _OF_THE_MODELS[name]:
         out.leave("implied", o.key, o.value, "as the checkpoint's config.json has it", o.line)
@@ -224,7 +225,7 @@ def _engine(o: Override, out: Import, settings: VerlSettings) -> None:
     decider = decided_by(ENGINE, name) or ""
     if name == "enable_expert_parallel":
         value = (
-            settings.value(R + "tensor_model_parallel_size", 2) * settings.value(R + "data_parallel_size", 1)
+            settings.value(R + "tensor_model_parallel_size") * settings.value(R + "data_parallel_size")
             if o.value
             else 1
         )
@@ -262,9 +263,7 @@ def _reference(o: Override, out: Import, settings: VerlSettings) -> None:
     actor = MEGATRON + name
     if name == "param_offload":
         out.put("carried", o.key, "ref.param_offload", o.value, line=o.line)
-    elif name.endswith("parallel_size") and o.value != settings.value(
-        actor, 1 if name != "expert_tensor_parallel_size" else None
-    ):
+    elif name.endswith("parallel_size") and o.value != settings.value(actor):
         why = "the reference model lies as the actor does: the same numbers, another use of memory"
         out.leave("not_applicable", o.key, o.value, why, o.line)
     else:
@@ -301,7 +300,7 @@ def _overlong(o: Override, out: Import, settings: VerlSettings) -> None:
     if name in ("enable", "len", "penalty_factor"):
         out.put("renamed", o.key, to, o.value, line=o.line)
     elif name == "max_resp_len":
-        same = o.value == settings.value("data.max_response_length", 512)
+        same = o.value == settings.value("data.max_response_length")
         out.leave("implied" if same else "unsupported", o.key, o.value, "is data.max_response_length", o.line)
     elif name == "log":
         out.leave("implied", o.key, o.value, "the penalty is always recorded", o.line)
@@ -318,11 +317,11 @@ def _keep(o: Override, out: Import, settings: VerlSettings) -> None:
     if isinstance(o.value, int) and o.value >= 1:
         out.put("carried", o.key, "trainer.max_actor_ckpt_to_keep", o.value, line=o.line)
     else:
-        out.put("carried", o.key, "trainer.max_actor_ckpt_to_keep", 1_000_000, "all are kept", o.line)
+        out.put("carried", o.key, "trainer.max_actor_ckpt_to_keep", ALL_CHECKPOINTS, "all are kept", o.line)
 
 
 def _resume_from(o: Override, out: Import, settings: VerlSettings) -> None:
-    if settings.value("trainer.resume_mode", "auto") != "resume_path" or o.value is None:
+    if settings.value("trainer.resume_mode") != "resume_path" or o.value is None:
         out.leave("implied", o.key, o.value, "verl reads it with resume_mode=resume_path only", o.line)
         return
     out.put("carried", o.key, "trainer.resume_from_path", o.value, line=o.line)

@@ -6,6 +6,7 @@ from mrl.algo.spec import LOSSES
 from mrl.extras.import_verl.keys import A
 from mrl.extras.import_verl.report import Import
 from mrl.extras.import_verl.verl_command import Override, VerlSettings
+from mrl.extras.import_verl.verl_defaults import VERL_DEFAULTS
 
 Handler = Callable[[Override, Import, VerlSettings], None]
 
@@ -23,7 +24,7 @@ _METRICS = {"seq_reward": "reward", "seq_final_reward": "reward"}
 def _loss_mode(o: Override, out: Import, settings: VerlSettings) -> None:
     out.put("renamed", o.key, "algorithm.policy_loss.loss_mode", o.value, line=o.line)
     spec = LOSSES.get(o.value) if isinstance(o.value, str) else None
-    bypassed = settings.value("algorithm.rollout_correction.bypass_mode", False)
+    bypassed = settings.value("algorithm.rollout_correction.bypass_mode")
     if spec is None or not spec.needs_rollout_anchor or bypassed or settings.as_written:
         return
     why = (
@@ -58,7 +59,7 @@ def _clip(o: Override, out: Import, settings: VerlSettings) -> None:
     else:
         out.warnings.append(
             f"line {o.line}: clip_ratio: verl's loss looks at clip_ratio_low and clip_ratio_high "
-            "first, which default to 0.2"
+            f"first, which default to {VERL_DEFAULTS[A + 'clip_ratio_low']}"
         )
 
 
@@ -94,10 +95,7 @@ _REJECTIONS = {
 
 def _correction(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.rpartition(".")[2]
-    weighs = settings.value(_CORRECTION + "rollout_is", settings.value("algorithm.rollout_is", None)) not in (
-        None,
-        False,
-    )
+    weighs = settings.value(_CORRECTION + "rollout_is", "algorithm.rollout_is") not in (None, False)
     match name, o.value:
         case (
             "rollout_is" | "rollout_rs" | "rollout_token_veto_threshold" | "rollout_rs_threshold_lower",
@@ -115,9 +113,7 @@ def _correction(o: Override, out: Import, settings: VerlSettings) -> None:
         case ("rollout_is_threshold", _):
             _band(o, out, weighs, one_sided=True)
         case ("rollout_rs_threshold", _):
-            _band(
-                o, out, not weighs and settings.value(_CORRECTION + "rollout_rs", None) in _REJECTIONS, one_sided=False
-            )
+            _band(o, out, not weighs and settings.value(_CORRECTION + "rollout_rs") in _REJECTIONS, one_sided=False)
         case ("bypass_mode", bool()):
             out.put("renamed", o.key, "algorithm.anchor", "rollout" if o.value else "recompute", line=o.line)
         case ("rollout_is_batch_normalize" | "use_policy_gradient", False) | ("loss_type", "ppo_clip"):

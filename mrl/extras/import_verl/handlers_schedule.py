@@ -48,7 +48,7 @@ def _asynchronous(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _prompts(settings: VerlSettings) -> str:
-    sync, batches = (settings.value(_TRAINING + name, usual) for name, usual in _SYNC.items())
+    sync, batches = (settings.value(_TRAINING + name) for name in ("trigger_parameter_sync_step", "require_batches"))
     return f"prompts between two syncs of the weights: {sync} x {batches} mini-batches of {settings.mini_batch}"
 
 
@@ -79,8 +79,6 @@ def _of_rollouter(o: Override, out: Import, settings: VerlSettings, to: str, val
     else:
         out.leave("unsupported", o.key, o.value, _OTHER, o.line)
 
-
-_SYNC = {"trigger_parameter_sync_step": 4, "require_batches": 1}  # verl's defaults
 
 SCHEDULE_HANDLERS = {
     _TRAINING: _asynchronous,

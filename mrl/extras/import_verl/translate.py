@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mrl.config.schema_rollout import RolloutConfig
 from mrl.errors import ConfigError, MrlError
 from mrl.extras.import_verl.expansion import Value, known_part
 from mrl.extras.import_verl.handlers import HANDLERS
@@ -26,36 +27,38 @@ from mrl.extras.import_verl.verl_command import (
     from_words,
     says_megatron,
 )
+from mrl.extras.import_verl.verl_defaults import VERL_DEFAULTS
 from mrl.model import ModelSpec, planning_model_spec
 
-# verl's defaults where ours are others: our key -> value. Those of the policy loss only hold for the loss that reads
-# them.
-_DEFAULTS: dict[str, Any] = {
-    "data.train_batch_size": 1024,
-    "data.max_prompt_length": 512,
-    "data.max_response_length": 512,
-    "data.filter_overlong_prompts": False,
-    "data.drop_duplicates": False,
-    "actor.ppo_mini_batch_size": 256,
-    "actor.optim.weight_decay": 0.01,
-    "actor.optim.betas": [0.9, 0.999],
-    "algorithm.adv_estimator": "gae",
-    "algorithm.policy_loss.loss_mode": "vanilla",
-    "algorithm.policy_loss.loss_agg_mode": "token-mean",
-    "algorithm.policy_loss.clip_ratio_low": 0.2,
-    "algorithm.policy_loss.clip_ratio_high": 0.2,
-    "algorithm.policy_loss.clip_ratio_c": 3.0,
-    "rollout.n": 1,
-    "rollout.tensor_model_parallel_size": 2,
-    "rollout.gpu_memory_utilization": 0.5,
-    "rollout.enable_chunked_prefill": True,
-    "rollout.val_kwargs.temperature": 0.0,
-    "trainer.total_epochs": 30,
-    "trainer.resume_mode": "auto",
-    "trainer.max_actor_ckpt_to_keep": 1_000_000,  # all
-    "cluster.nnodes": 1,
-    "cluster.n_gpus_per_node": 8,
+# Our keys whose default is another than verl's -> the key of verl's. Those of the policy loss only hold for the loss
+# that reads them.
+_OTHER_DEFAULT = {
+    "data.train_batch_size": "data.train_batch_size",
+    "data.max_prompt_length": "data.max_prompt_length",
+    "data.max_response_length": "data.max_response_length",
+    "data.filter_overlong_prompts": "data.filter_overlong_prompts",
+    "data.drop_duplicates": "data.drop_duplicates",
+    "actor.ppo_mini_batch_size": A + "ppo_mini_batch_size",
+    "actor.optim.weight_decay": A + "optim.weight_decay",
+    "actor.optim.betas": A + "optim.betas",
+    "algorithm.adv_estimator": "algorithm.adv_estimator",
+    "algorithm.policy_loss.loss_mode": A + "policy_loss.loss_mode",
+    "algorithm.policy_loss.loss_agg_mode": A + "loss_agg_mode",
+    "algorithm.policy_loss.clip_ratio_low": A + "clip_ratio_low",
+    "algorithm.policy_loss.clip_ratio_high": A + "clip_ratio_high",
+    "algorithm.policy_loss.clip_ratio_c": A + "clip_ratio_c",
+    "rollout.n": R + "n",
+    "rollout.tensor_model_parallel_size": R + "tensor_model_parallel_size",
+    "rollout.gpu_memory_utilization": R + "gpu_memory_utilization",
+    "rollout.enable_chunked_prefill": R + "enable_chunked_prefill",
+    "rollout.val_kwargs.temperature": R + "val_kwargs.temperature",
+    "trainer.total_epochs": "trainer.total_epochs",
+    "trainer.resume_mode": "trainer.resume_mode",
+    "trainer.max_actor_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
+    "cluster.nnodes": "trainer.nnodes",
+    "cluster.n_gpus_per_node": "trainer.n_gpus_per_node",
 }
+_ENGINE_SEQUENCES = RolloutConfig.model_fields["max_num_seqs"].default  # ours: no default of verl's takes its place
 # Files that the run reads: a text with an unset variable in it stands for them until it is replaced.
 _FILES = {"model.path", "data.train_files", "data.val_files", "reward.custom_reward_function.path"}
 _NAMES = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir", "trainer.resume_from_path"}
@@ -137,7 +140,7 @@ def _script_degrees(settings: VerlSettings) -> dict[str, Any]:
         if (
             row.to.startswith(LAYOUT)
             and key.startswith((MEGATRON, TRANSFORMER))
-            and (value := settings.value(key, None)) is not None
+            and (value := settings.given(key)) is not None
         ):
             degrees[row.to.removeprefix(LAYOUT)] = value
     return degrees
@@ -207,8 +210,9 @@ def _unknown(o: Override, out: Import, to: str) -> None:
 
 
 def _defaults(out: Import, settings: VerlSettings) -> None:
-    loss = out.values.get("algorithm.policy_loss.loss_mode", "vanilla")
-    for key, value in (_DEFAULTS | {"cluster.device": settings.device}).items():
+    loss = out.values.get("algorithm.policy_loss.loss_mode", VERL_DEFAULTS[A + "policy_loss.loss_mode"])
+    defaults = {key: VERL_DEFAULTS[verls] for key, verls in _OTHER_DEFAULT.items()}
+    for key, value in (defaults | {"cluster.device": settings.device}).items():
         if key in out.values or (key.endswith("clip_ratio_c") and loss != "vanilla"):
             continue
         if key.endswith("loss_agg_mode") and loss in SEQUENCE_MEANS:
@@ -216,17 +220,17 @@ def _defaults(out: Import, settings: VerlSettings) -> None:
             continue
         out.put("implied", "", key, value, "verl's default")
     if out.values.get("algorithm.use_kl_loss") and "algorithm.kl_loss_coef" not in out.values:
-        out.put("implied", "", "algorithm.kl_loss_coef", 0.001, "verl's default")
-    if settings.value(A + "use_dynamic_bsz", False) and "actor.ppo_max_token_len_per_gpu" not in out.values:
+        out.put("implied", "", "algorithm.kl_loss_coef", VERL_DEFAULTS[A + "kl_loss_coef"], "verl's default")
+    if settings.value(A + "use_dynamic_bsz") and "actor.ppo_max_token_len_per_gpu" not in out.values:
         least = -(-settings.longest // settings.context_parallel)
         out.put(
             "implied",
             "",
             "actor.ppo_max_token_len_per_gpu",
-            max(16384, least),
+            max(VERL_DEFAULTS[A + "ppo_max_token_len_per_gpu"], least),
             "verl's default, at least one longest sample",
         )
-    if settings.value(A + "use_dynamic_bsz", False):
+    if settings.value(A + "use_dynamic_bsz"):
         for key in (
             "actor.ppo_micro_batch_size_per_gpu",
             "actor.log_prob_micro_batch_size_per_gpu",
@@ -239,7 +243,7 @@ def _devices(out: Import, settings: VerlSettings) -> None:
     """World size, placement and number of engines: verl's actor takes all devices of the trainer,
     and its engines the same ones.
     """
-    per_node, engine = settings.value("trainer.n_gpus_per_node", 8), _engine_workers(out)
+    per_node, engine = settings.value("trainer.n_gpus_per_node"), _engine_workers(out)
     nodes, own_per_node = _engine_nodes(settings)
     own = nodes * own_per_node
     world, separate = settings.devices, own > 0
@@ -263,10 +267,9 @@ def _engine_nodes(settings: VerlSettings) -> tuple[int, int]:
     """Nodes of the engines' own and their devices, of the newer keys or of those of the asynchronous trainers; 0 nodes:
     the actor's.
     """
-    per_node = settings.value("trainer.n_gpus_per_node", 8)
     return (
-        settings.value(R + "nnodes", settings.value("rollout.nnodes", 0)),
-        settings.value(R + "n_gpus_per_node", settings.value("rollout.n_gpus_per_node", per_node)),
+        settings.value(R + "nnodes", "rollout.nnodes"),
+        settings.value(R + "n_gpus_per_node", "rollout.n_gpus_per_node", "trainer.n_gpus_per_node"),
     )
 
 
@@ -274,7 +277,7 @@ def _beside(out: Import, settings: VerlSettings, per_node: int) -> None:
     """The cluster of actor and engines beside each other: on nodes of their own where these are alike,
     else sharing the same nodes.
     """
-    nodes, (own_nodes, own_per_node) = settings.value("trainer.nnodes", 1), _engine_nodes(settings)
+    nodes, (own_nodes, own_per_node) = settings.value("trainer.nnodes"), _engine_nodes(settings)
     if own_per_node == per_node:
         out.put("implied", "", "cluster.nnodes", nodes + own_nodes, "nodes of the actor and of the engines")
     else:
@@ -351,7 +354,7 @@ def _engine(out: Import, settings: VerlSettings) -> None:
             f"{longest}; chunked prefill is left to the device"
         )
         out.drop("rollout.enable_chunked_prefill", "vLLM would refuse to start")
-    if isinstance(tokens, int) and tokens < out.values.get("rollout.max_num_seqs", 256):
+    if isinstance(tokens, int) and tokens < out.values.get("rollout.max_num_seqs", _ENGINE_SEQUENCES):
         out.put("chosen", "", "rollout.max_num_seqs", tokens, "vLLM wants at most max_num_batched_tokens sequences")
 
 

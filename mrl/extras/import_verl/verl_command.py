@@ -15,6 +15,7 @@ from mrl.extras.import_verl.expansion import Value
 from mrl.extras.import_verl.keys import MEGATRON, TRANSFORMER, A, M, R
 from mrl.extras.import_verl.named_config import named_config
 from mrl.extras.import_verl.shell import Launch, Script, read_script
+from mrl.extras.import_verl.verl_defaults import VERL_DEFAULTS
 from mrl.model import ModelSpec
 from mrl.model.layout import LayoutDegrees
 
@@ -171,10 +172,20 @@ class VerlSettings:
     degrees: Mapping[str, Any]
     as_written: bool
 
-    def value(self, key: str, default: Any) -> Any:
-        """The value of a key of verl's; `default` (verl's) where it is not set, not known, or nothing (`key=`)."""
+    def value(self, *keys: str) -> Any:
+        """The value of a key of verl's, of several the first that is set; where none is, verl's default of the last,
+        None for one that VERL_DEFAULTS does not have. A key that is not known, or nothing (`key=`), is not set.
+        """
+        name = next((key for key in keys if self._is_set(key)), None)
+        return VERL_DEFAULTS.get(keys[-1]) if name is None else self.keys[name].value
+
+    def given(self, key: str) -> Any:
+        """The value that the script gives a key of verl's; None where it is not set, whatever verl's default is."""
+        return self.keys[key].value if self._is_set(key) else None
+
+    def _is_set(self, key: str) -> bool:
         override = self.keys.get(key)
-        return default if override is None or override.missing or override.value == "" else override.value
+        return override is not None and not override.missing and override.value != ""
 
     @property
     def megatron(self) -> bool:
@@ -185,17 +196,17 @@ class VerlSettings:
     def device(self) -> str:
         """verl's default is what the machine has: npu where the script sets what only NPUs know, else cuda."""
         ascend = self.command.ascend or any(key.endswith(".use_flash_attn") and TRANSFORMER in key for key in self.keys)
-        return self.value("trainer.device", "npu" if ascend else "cuda")
+        return self.value("trainer.device") if self._is_set("trainer.device") else "npu" if ascend else "cuda"
 
     @property
     def estimator(self) -> str:
-        """`gae` is verl's default."""
-        return self.value("algorithm.adv_estimator", "gae")
+        """Of advantages, verl's name."""
+        return self.value("algorithm.adv_estimator")
 
     @property
     def devices(self) -> int:
-        """Of all nodes; verl's default is one node of 8."""
-        return self.value("trainer.nnodes", 1) * self.value("trainer.n_gpus_per_node", 8)
+        """Of all nodes."""
+        return self.value("trainer.nnodes") * self.value("trainer.n_gpus_per_node")
 
     @property
     def dense(self) -> bool:
@@ -204,8 +215,8 @@ class VerlSettings:
 
     @property
     def loss_mode(self) -> str:
-        """`vanilla` is verl's default."""
-        return self.value(A + "policy_loss.loss_mode", "vanilla")
+        """Of the policy loss, verl's name."""
+        return self.value(A + "policy_loss.loss_mode")
 
     @property
     def ahead(self) -> str:
@@ -217,20 +228,20 @@ class VerlSettings:
     @property
     def staleness(self) -> float:
         """Of the fully asynchronous trainer: the share of a step's samples that may be of older weights."""
-        return self.value("async_training.staleness_threshold", 0.1)
+        return self.value("async_training.staleness_threshold")
 
     @property
     def mini_batch(self) -> int:
-        """Prompts of one optimizer update; verl's default is 256."""
-        return self.value(A + "ppo_mini_batch_size", 256)
+        """Prompts of one optimizer update."""
+        return self.value(A + "ppo_mini_batch_size")
 
     @property
     def prompts(self) -> int:
         """Of a training step; of the fully asynchronous trainer those between two syncs of the weights."""
         if self.ahead != FULLY_ASYNC:
-            return self.value("data.train_batch_size", 1024)
-        sync = self.value("async_training.trigger_parameter_sync_step", 4)
-        return sync * self.value("async_training.require_batches", 1) * self.mini_batch
+            return self.value("data.train_batch_size")
+        sync = self.value("async_training.trigger_parameter_sync_step")
+        return sync * self.value("async_training.require_batches") * self.mini_batch
 
     @property
     def updates(self) -> int:
@@ -247,8 +258,8 @@ class VerlSettings:
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest sample, padded as the layout cuts it; 0 where the limits are not known."""
-        prompt = self.value(R + "prompt_length", self.value("data.max_prompt_length", 512))
-        response = self.value(R + "response_length", self.value("data.max_response_length", 512))
+        prompt = self.value(R + "prompt_length", "data.max_prompt_length")
+        response = self.value(R + "response_length", "data.max_response_length")
         if not isinstance(prompt, int) or not isinstance(response, int):
             return 0
         cuts = LayoutDegrees.of({**self.degrees, "world_size": 1}).sequence_parts
