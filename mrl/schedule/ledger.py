@@ -32,9 +32,8 @@ FIXED = (
 class Fingerprint:
     """Of what kept tokens were made with: digests, compared as text."""
 
-    data: str  # prompts and their order
+    data: str  # tokens of the prompts, so of tokenizer and chat template, and their order
     model: str
-    template: str  # chat template and tokenizer
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,10 @@ class Ledger:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Ledger":
         """The ledger that `to_json` wrote. Raises DataError where numbers are missing or stand twice."""
+        made_with = data["fingerprint"]  # older ledgers say `template` too, which was the data's digest again
         ledger = cls(
-            Fingerprint(**data["fingerprint"]), Schedule(**data["schedule"]), data["step"], data["next_number"],
-            data["admitted"],
+            Fingerprint(made_with["data"], made_with["model"]), Schedule(**data["schedule"]), data["step"],
+            data["next_number"], data["admitted"],
             tuple(data["settled"]), tuple(map(Group.from_json, data["groups"])), Counts.from_json(data["counts"]),
         )  # fmt: skip
         _check_numbers(ledger)
@@ -102,7 +102,7 @@ def restored(ledger: Ledger, schedule: Schedule, now: Fingerprint, kept: Mapping
     """A buffer that goes on from there. Nothing is under way in it.
 
     `kept`: of each group that has tokens, how many of each response were found on disk. Raises DataError where the
-    ledger is of other data, another model or template, of a schedule with other rules, or where tokens are not there.
+    ledger is of other data, another model, of a schedule with other rules, or where tokens are not there.
     """
     ledger = Ledger.from_json(ledger.to_json())  # groups of its own
     _check_same(asdict(ledger.fingerprint), asdict(now), [field.name for field in fields(Fingerprint)])

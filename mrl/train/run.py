@@ -236,7 +236,7 @@ def _generation(
         return InTurn(config, responder, stream)
     data = stream.prompts.fingerprint  # of tokens, and so of the template
     model = hashlib.sha256(json.dumps(read_hf_config(config.model.path), sort_keys=True).encode()).hexdigest()
-    made_by = Fingerprint(data=data, model=model, template=data)
+    made_by = Fingerprint(data, model)
     lost = LostEngines(run_dir.lost_engines)
     return GenerationAhead(config, schedule, responder, stream, state, made_by, spool, lost)
 

@@ -24,7 +24,7 @@ from mrl.schedule.progress import ProgressWatch
 from mrl.schedule.rate import Observation, Rate, RateRules
 from mrl.schedule.staleness import Schedule
 
-MADE_WITH = Fingerprint(data="d", model="m", template="t")
+MADE_WITH = Fingerprint(data="d", model="m")
 Spans = tuple[tuple[int, int], ...]  # (first token, version)
 
 

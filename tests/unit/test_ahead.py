@@ -48,7 +48,7 @@ SIZES = [
     "data.max_prompt_length=4",
     "actor.ppo_mini_batch_size=3", "trainer.total_training_steps=6",
 ]  # fmt: skip
-MADE_BY = Fingerprint("data", "model", "template")
+MADE_BY = Fingerprint("data", "model")
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 
 

@@ -14,7 +14,7 @@ from mrl.schedule.groups import Counts, State, Tally
 from mrl.schedule.ledger import Fingerprint, Ledger, restored, snapshot
 from mrl.schedule.staleness import Schedule, violations
 
-MADE_WITH = Fingerprint("data", "model", "template")
+MADE_WITH = Fingerprint("data", "model")
 
 
 def schedule(**rules) -> Schedule:
@@ -298,10 +298,17 @@ def test_a_group_that_was_sent_and_had_no_token_begins_with_the_weights_of_then(
     assert again.groups[0].begun == begun
 
 
-@pytest.mark.parametrize("name", ["data", "model", "template"])
+@pytest.mark.parametrize("name", ["data", "model"])
 def test_a_ledger_made_with_something_else_is_refused_by_name(name):
     with pytest.raises(DataError, match=name):
         restored(snapshot(half_done(), MADE_WITH), schedule(), replace(MADE_WITH, **{name: "other"}), {3: [0, 5]})
+
+
+def test_a_ledger_that_also_says_its_template_is_read():
+    """As ledgers did while they repeated the digest of the data there."""
+    data = snapshot(half_done(), MADE_WITH).to_json()
+    data["fingerprint"]["template"] = data["fingerprint"]["data"]
+    assert Ledger.from_json(data).fingerprint == MADE_WITH
 
 
 def test_a_ledger_of_other_rules_is_refused_and_places_may_change():
