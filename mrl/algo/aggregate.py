@@ -19,7 +19,7 @@ Numerator = Callable[[Tensor, Tensor, float], Tensor]
 NUMERATORS: dict[str, Numerator] = {}
 
 MetricParts = dict[str, tuple[Tensor, Tensor]]  # name -> (sum of value x weight, sum of weight), 0-dim and detached
-FloatParts = dict[str, tuple[float, float]]
+FloatParts = dict[str, tuple[float, float]]  # the same as plain numbers; of what is no mean: (value, 1)
 
 # both moments add up over parts, a standard deviation would not; mrl.record makes it of them
 LOG_SEQ_RATIO = "actor/log_seq_ratio_mean"

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mrl.algo.rows import RowValues, on_tokens, places, row_extremes, row_sums, second_moment, total
+from mrl.algo.spec import LOG_RATIO_LIMIT
 from mrl.errors import NumericAbort
-
-LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True)

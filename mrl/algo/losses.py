@@ -27,7 +27,7 @@ from mrl.algo.aggregate import (
     masked,
     sequence_mean,
 )
-from mrl.algo.spec import KL_TYPES, ON_POLICY
+from mrl.algo.spec import KL_TYPES, LOG_RATIO_LIMIT, ON_POLICY
 from mrl.errors import ConfigError
 
 SEQUENCE_LOG_RATIO_MAX = 10.0
@@ -402,7 +402,6 @@ def _run_file(file: Path, name: str) -> None:
 # ---------------------------------------------------------------- KL to the reference policy, from sampled tokens
 
 
-LOG_RATIO_LIMIT = 20.0  # exp beyond it says nothing more and overflows in half precision
 K3_LIMIT = 10.0  # verl's bound on one token's k3
 
 ESTIMATORS = {

@@ -135,6 +135,9 @@ PER_SEQUENCE = ("seq-mean-token-mean",)
 SEQUENCE_BAND = 0.02
 TOKEN_BAND = 0.005  # a tenth of the narrowest in use (DPPO's 0.05); GSPO's 3e-4 would clip nearly every token
 
+# bound of a log ratio, in nats: exp beyond it says nothing more and overflows in half precision
+LOG_RATIO_LIMIT = 20.0
+
 LOSSES: dict[str, LossSpec] = _table(
     LossSpec(
         "gspo", PER_SEQUENCE, "one ratio and one clip for a whole sequence (arXiv:2507.18071, eq. 5)", SEQUENCE_BAND

@@ -22,9 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrl.megatron.packing import kept_positions
-
-# Tokens: a sequence is padded to the next of these; longer ones share a call only with sequences of their own length.
-PADDED_TO = (16, 24, 32, 48, 64, 96, 128)
+from mrl.model.computed_sizes import ATTENTION_LENGTHS
 
 
 class CausalAttention(torch.nn.Module):
@@ -119,7 +117,7 @@ def _calls(lengths: tuple[int, ...], context: int, device: torch.device) -> tupl
     """
     of_length, starts = defaultdict(list), np.cumsum([0, *lengths])
     for row, length in enumerate(lengths):
-        fitting = (padded for padded in PADDED_TO if length <= padded and context == 1)
+        fitting = (padded for padded in ATTENTION_LENGTHS if length <= padded and context == 1)
         of_length[next(fitting, length)].append(row)
     calls, positions = [], []
     for padded, rows in of_length.items():

@@ -5,7 +5,7 @@ several). Here they are made a block at a time, reduced, dropped, and made again
 may be divided over ranks.
 
 A block is some tokens by some of the vocabulary. On accelerators it has all of a rank's vocabulary and as many tokens
-as fit CHUNK_BYTES: few launches. On CPU it fits the cache, so that what is done to each logit costs next to nothing
+as fit LOGIT_CHUNK: few launches. On CPU it fits the cache, so that what is done to each logit costs next to nothing
 beside the products.
 """
 
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.model.computed_sizes import LOGIT_CHUNK
 from mrl.units import MIB
 
 # mark of a weight whose gradient buffer Megatron reduces in its backward: see mrl/megatron/overlap.py
 REDUCES_EARLY = "mrl_reduces_early"
-CHUNK_BYTES = 128 * MIB  # of one chunk of float32 logits; two tensors of this size are alive at a time
 _CPU_TOKENS, _CPU_BLOCK_BYTES = 2048, 8 * MIB  # many tokens: the weight's gradient is read and written once for so many
 
 
@@ -82,7 +82,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 def _block_shape(weight: Tensor, width: int) -> tuple[int, int]:
     """Tokens and rows of a block on the weight's device."""
     if weight.device.type != "cpu":
-        return max(1, CHUNK_BYTES // (4 * width)), width
+        return max(1, LOGIT_CHUNK // (4 * width)), width
     rows = min(width, _CPU_BLOCK_BYTES // (4 * _CPU_TOKENS))
     return max(_CPU_TOKENS, _CPU_BLOCK_BYTES // (4 * rows)), rows
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.nn import Module
 
+from mrl.algo.aggregate import FloatParts
 from mrl.megatron.adam_state import AdamState
 from mrl.megatron.offload import FrozenWeights, Residence
 from mrl.megatron.optimizer import is_frozen
 from mrl.megatron.overlap import GradientReduction
 from mrl.megatron.recompute import RecomputeCount
-from mrl.record.metrics import FloatParts
 
 
 class SwitchTraces:

@@ -16,18 +16,15 @@ from functools import cached_property
 from typing import Any, Literal
 
 from mrl.model import ModelSpec
+from mrl.model.computed_sizes import ATTENTION_LENGTHS, LOGIT_CHUNK
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
 from mrl.plan.model_state import key_value_heads, layer_kinds
-from mrl.units import MIB
 
 Kernels = Literal["torch", "transformer_engine"]
 _F32, _INT64 = 4, 8
 # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
 _PER_PREDICTED_TOKEN = 78
-# tokens that mrl/megatron/attention.py pads short sequences to (its PADDED_TO)
-ATTENTION_LENGTHS = (16, 24, 32, 48, 64, 96, 128)
-LOGIT_CHUNK = 128 * MIB  # bytes of float32 logits that mrl/megatron/logprob.py makes at a time (its CHUNK_BYTES)
 
 # what a module of Megatron's recompute_modules drops, in the terms below
 _DROPPED = {

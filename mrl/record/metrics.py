@@ -11,16 +11,14 @@ import numpy as np
 from mrl.data.samples import SampleRows
 from mrl.record.spec import DEVIATIONS, metric_spec
 
-# mean: (sum of value x weight, sum of weight); any other kind: (value, 1)
-FloatParts = Mapping[str, tuple[float, float]]
-
 WHOLE = "step"  # the phase that all others stand in, side by side
 GENERATING = "gen"  # its time is shared among response tokens; every other phase's among all tokens
 PER_TOKEN_PHASES = (GENERATING, "ref", "old_log_prob", "adv", "update_actor")
 
 
-def reduce_parts(parts: Iterable[FloatParts]) -> dict[str, float]:
-    """One number a metric, by its declared kind, over micro-batches and ranks in the given order.
+def reduce_parts(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """One number a metric, by its declared kind, over micro-batches and ranks in the given order. A part of a mean is
+    (sum of value x weight, sum of weight), of any other kind (value, 1).
 
     A mean without any weight is left out. Second moments become standard deviations. Raises KeyError for a metric that
     is not declared.

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mrl.megatron.attention import PADDED_TO, CausalAttention
+from mrl.megatron.attention import CausalAttention
+from mrl.model.computed_sizes import ATTENTION_LENGTHS
 
 HEADS, GROUPS, DIM = 4, 2, 8
 PACKS = {
@@ -67,4 +68,4 @@ def test_a_sequences_bits_do_not_depend_on_what_else_is_in_the_pack():
 
 
 def test_padded_lengths_waste_at_most_a_half_from_the_second_on():
-    assert all(longer <= 1.5 * shorter for shorter, longer in pairwise(PADDED_TO))
+    assert all(longer <= 1.5 * shorter for shorter, longer in pairwise(ATTENTION_LENGTHS))

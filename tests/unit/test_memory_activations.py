@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-import mrl.megatron.logprob
 from mrl.model import known_spec, model_spec
 from mrl.model.layout import TrainLayout
-from mrl.plan.activations import ATTENTION_LENGTHS, LOGIT_CHUNK, Activations, MicroBatchShape, Recompute, in_flight
+from mrl.plan.activations import Activations, MicroBatchShape, Recompute, in_flight
 
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -140,10 +139,6 @@ def test_logits_are_alive_a_chunk_at_a_time():
     assert few.head_temporaries() < both.head_temporaries() - 200 * 151936 * 10
 
 
-def test_the_chunk_is_that_of_the_log_probs():
-    assert mrl.megatron.logprob.CHUNK_BYTES == LOGIT_CHUNK
-
-
 def test_plain_attention_orders_its_outputs_and_under_context_parallelism_gathers_keys_and_values():
     """32 tokens in 2 sequences of 16, 4 query and 2 key/value heads of 10, bf16."""
     one, two = (replace(activations(DENSE, **degrees), kernels="torch") for degrees in ({}, {CP: 2}))
@@ -162,12 +157,6 @@ def test_plain_attention_counts_the_pads_of_short_sequences():
     layer = replace(activations(DENSE), kernels="torch", micro=replace(MICRO, length=20)).layer(False)
     assert layer["core attention"] == (48 * (40 + 20) + 40 * 40) * 2
     assert layer["attention internals"] == 48 * 4 * 4 + (48 * 40 + 48 * 20) * 2
-
-
-def test_what_the_plan_says_of_torch_layers_is_what_they_do():
-    from mrl.megatron import attention, logprob
-
-    assert attention.PADDED_TO == ATTENTION_LENGTHS and logprob.CHUNK_BYTES == LOGIT_CHUNK
 
 
 def test_padded_rows_share_their_rotary_factors():
