@@ -334,11 +334,11 @@ class MegatronActor:
 
     def _with_selection(self, batch: TrainBatch, mini_batches: Sequence[slice]) -> TrainBatch:
         parts = [batch.rows(rows) for rows in mini_batches]
-        found = [
+        selected = [
             select(self.loss_parameters, p.advantages, p.old_log_probs, p.loss_mask, p.response_lengths)
             for p in parts
         ]  # fmt: skip
-        return batch if any(each is None for each in found) else replace(batch, selected=np.concatenate(found))
+        return batch if any(each is None for each in selected) else replace(batch, selected=np.concatenate(selected))
 
     def _update_once(
         self, batch: TrainBatch, micros: Sequence[MicroBatch], count: Denominators

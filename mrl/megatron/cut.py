@@ -38,10 +38,10 @@ class ReplicaCut:
             for part in (*self.mini_batches, self.log_probs, self.reference)
             for micro in part
         }
-        found = np.zeros(int(lengths.sum()), bool)
+        computed = np.zeros(int(lengths.sum()), bool)
         for rows in micros:
-            found[computed_tokens(lengths, np.array(rows), shape, context_rank, tensor_rank)] = True
-        return found
+            computed[computed_tokens(lengths, np.array(rows), shape, context_rank, tensor_rank)] = True
+        return computed
 
     def renumbered(self, rows: np.ndarray) -> "ReplicaCut":
         """The same for a batch of `rows` [own], ascending numbers of the batch that this cut is of."""

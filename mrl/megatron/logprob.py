@@ -57,12 +57,12 @@ class _Head:
         """[tokens, rows] float32 in `place`, divided by the temperature [tokens]. `scratch`: another place, which a
         product in 16 bits overwrites.
         """
-        found, weight = _matrix(place, len(hidden), block.stop - block.start), self.weight[block].t()
+        logits, weight = _matrix(place, len(hidden), block.stop - block.start), self.weight[block].t()
         if hidden.dtype is torch.float32:
-            torch.mm(hidden, weight, out=found)
+            torch.mm(hidden, weight, out=logits)
         else:
-            found.copy_(torch.mm(hidden, weight, out=_matrix(scratch.view(hidden.dtype), *found.shape)))
-        return found.div_(temperature[:, None])
+            logits.copy_(torch.mm(hidden, weight, out=_matrix(scratch.view(hidden.dtype), *logits.shape)))
+        return logits.div_(temperature[:, None])
 
     def owned(self, targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
         """Column of each target in the block and whether it is there; where it is not, the column means nothing."""
@@ -109,11 +109,11 @@ class _LeanLogProbs(torch.autograd.Function):
         )
         places = head.place(len(hidden)), head.place(len(hidden))
         for part in head.parts(len(hidden)):
-            found = [
+            by_block = [
                 _block_sums(head, hidden[part], targets[part], temperature[part], block, places)
                 for block in head.blocks()
             ]
-            peaks, of_blocks = torch.stack([peak for peak, _ in found]), torch.stack([own for _, own in found], 1)
+            peaks, of_blocks = torch.stack([peak for peak, _ in by_block]), torch.stack([own for _, own in by_block], 1)
             peak[part] = peaks.amax(0)
             sums[:, part] = _at_peak(of_blocks, peaks - peak[part]).sum(1)
         log_sum_exp, entropy, target_logit = _over_ranks(peak, sums, head.group)

@@ -26,11 +26,11 @@ class GradientReduction:
         """
         self.early = 0
         overlaps = chunks[0].ddp_config.overlap_grad_reduce
-        held = [chunk.no_sync for chunk in chunks]
+        no_syncs = [chunk.no_sync for chunk in chunks]
         for chunk in chunks:
             chunk.config.finalize_model_grads_func = self._finalize if overlaps else finalize_model_grads
             if overlaps:
-                chunk.config.no_sync_func = held if len(held) > 1 else held[0]
+                chunk.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
                 for parameter in chunk.parameters():
                     setattr(parameter, REDUCES_EARLY, True)
 

@@ -377,24 +377,24 @@ class GenerationAhead:
     def _take_in(self, arrived: Arrived) -> None:
         check_finite(arrived.samples.rows)
         for row in range(len(arrived.samples)):
-            one = arrived.samples.take(np.array([row]))
-            request = int(one.rows.sample_id[0])
+            response = arrived.samples.take(np.array([row]))
+            request = int(response.rows.sample_id[0])
             sent = self._dispatcher.under_way.get(request)
             if sent is None:  # it was ended
                 continue
-            added, truncated = int(one.rows.response_lengths[0]) - sent.kept, bool(one.rows.truncated[0])
+            added, truncated = int(response.rows.response_lengths[0]) - sent.kept, bool(response.rows.truncated[0])
             group = self._dispatcher.answered(request, added, not truncated)
             self._came += added
-            if one.rows.response_lengths[0]:
-                self._responses[sent.number, sent.index] = one
+            if response.rows.response_lengths[0]:
+                self._responses[sent.number, sent.index] = response
             if group.ended[sent.index]:
-                self._score(sent, one, arrived.held_s)
+                self._score(sent, response, arrived.held_s)
 
-    def _score(self, sent: Assignment, one: StoredSamples, held_s: float) -> None:
+    def _score(self, sent: Assignment, response: StoredSamples, held_s: float) -> None:
         prompt, _ = self._prompts[sent.number]
         self._pending.add((sent.number, sent.index))
         asked = question(sent.number * self._config.rollout.n + sent.index, prompt)
-        self._responder.rewards.submit(one, [asked], sent.engine, held_s)
+        self._responder.rewards.submit(response, [asked], sent.engine, held_s)
 
     def _take_result(self, result: RewardResult) -> None:
         number, index = divmod(result.sample_id, self._config.rollout.n)
@@ -462,7 +462,7 @@ def _keys(group: Group) -> Iterator[Key]:
 
 def _lengths(kept: KeptGroups) -> dict[int, list[int]]:
     """Tokens of each response by group."""
-    found = {group.number: [0] * len(group.lengths) for group in kept.ledger.groups}
+    lengths = {group.number: [0] * len(group.lengths) for group in kept.ledger.groups}
     for (number, index), part in kept.responses.items():
-        found[number][index] = int(part.rows.response_lengths[0])
-    return found
+        lengths[number][index] = int(part.rows.response_lengths[0])
+    return lengths

@@ -27,10 +27,10 @@ def buffer_metrics(buffer: GroupBuffer) -> dict[str, float]:
 
 def version_metrics(step: int, responses: Sequence[SampleRows]) -> dict[str, float]:
     """Of the weights that made `responses`, a row each, beside those that the update of `step` begins from."""
-    ages = [step - int(one.span_versions.min()) for one in responses]
+    ages = [step - int(response.span_versions.min()) for response in responses]
     return {
         **distribution("training/off_policy/trajectory_staleness", ages),
-        "async/versions_per_sample": float(np.mean([int(one.span_counts[0]) for one in responses])),
+        "async/versions_per_sample": float(np.mean([int(response.span_counts[0]) for response in responses])),
         "async/recomputed_tokens": float(sum(map(recomputed_tokens, responses))),
     }
 

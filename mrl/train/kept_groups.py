@@ -43,7 +43,10 @@ class KeptGroups:
     def bytes_to_write(self, route_bytes: int) -> int:
         """At most, beside what the spool has. `route_bytes`: of a token's routes, as they come with samples."""
         rows = [part.rows for (number, _), part in self.responses.items() if not self.spool.holds(number)]
-        return sum(column_bytes(int(one.prompt_lengths[0]), int(one.response_lengths[0]), route_bytes) for one in rows)
+        return sum(
+            column_bytes(int(response.prompt_lengths[0]), int(response.response_lengths[0]), route_bytes)
+            for response in rows
+        )
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Writes the tokens into `folder`; what the manifest has to say of them.

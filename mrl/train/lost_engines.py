@@ -47,11 +47,11 @@ class Loss:
 
 def whole_losses(path: Path) -> tuple[list[Loss], int]:
     """Losses that can be read, in the order of time, and how many lines cannot; a torn last line is no line."""
-    found, lines = [], _lines(path)
+    losses, lines = [], _lines(path)
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
-            found.append(Loss.of(line))
-    return found, len(lines) - len(found)
+            losses.append(Loss.of(line))
+    return losses, len(lines) - len(losses)
 
 
 def _lines(path: Path) -> list[str]:
@@ -75,9 +75,9 @@ class LostEngines:
     def suspects(self) -> Suspects:
         """By the losses so far. Raises DataError for a file that is damaged; a torn last line is left out."""
         try:
-            found = [[group.prompt_id for group in Loss.of(line).groups] for line in _lines(self._path)]
+            prompts_of_losses = [[group.prompt_id for group in Loss.of(line).groups] for line in _lines(self._path)]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self._path} is damaged ({error}); without it prompts that engines were lost under are forgotten"
             ) from error
-        return suspects(found)
+        return suspects(prompts_of_losses)

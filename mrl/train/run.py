@@ -265,9 +265,9 @@ def prompt_parameters(config: RunConfig) -> PromptParameters:
 def load_training(config: RunConfig, tokenizer: Any) -> PromptStream:
     """The training prompts in their order, a sample of `data.train_max_samples` where that is set. Raises DataError."""
     data, seed = config.data, config.trainer.seed
-    found = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(config))
-    prompts = found.sample(data.train_max_samples, seed if data.shuffle else None)
-    print(f"training prompts: {_read_and_taken(found, prompts)}")
+    usable = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(config))
+    prompts = usable.sample(data.train_max_samples, seed if data.shuffle else None)
+    print(f"training prompts: {_read_and_taken(usable, prompts)}")
     return PromptStream(prompts, data.prompts_at_a_time, seed, data.shuffle, prompts.sizes, data.train_weights)
 
 
@@ -281,14 +281,14 @@ def load_validation(config: RunConfig, tokenizer: Any) -> PromptDataset | None:
     data = config.data
     if not data.val_files:
         return None
-    found = PromptDataset.load(data.val_files, tokenizer, prompt_parameters(config), files_apart=True)
-    prompts = found.sample(data.val_max_samples, VALIDATION_SAMPLE)
-    print(f"validation prompts: {_read_and_taken(found, prompts)}")
+    usable = PromptDataset.load(data.val_files, tokenizer, prompt_parameters(config), files_apart=True)
+    prompts = usable.sample(data.val_max_samples, VALIDATION_SAMPLE)
+    print(f"validation prompts: {_read_and_taken(usable, prompts)}")
     return prompts
 
 
-def _read_and_taken(found: PromptDataset, taken: PromptDataset) -> str:
-    return str(found.report) if taken is found else f"{len(taken)} of {len(found)}; {found.report}"
+def _read_and_taken(usable: PromptDataset, taken: PromptDataset) -> str:
+    return str(usable.report) if taken is usable else f"{len(taken)} of {len(usable)}; {usable.report}"
 
 
 def reward_spec(config: RunConfig, data_sources: Iterable[str] = ()) -> RewardSpec:

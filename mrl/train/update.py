@@ -137,8 +137,8 @@ def _select(config: RunConfig, step: TrainedStep, advantages: np.ndarray, correc
     parameters = loss_parameters(config)
     columns = [step.by_mini_batch(values) for values in (advantages, corrected["anchor"], corrected["trained"])]
     means = [means_of(total(a), total(p), int(count.sum())) for a, p, count in zip(*columns, strict=True)]
-    found = step.find(means)
-    step.select([least_chosen(parameters, parts, mean) for parts, mean in zip(found, means, strict=True)])
+    candidates = step.find(means)
+    step.select([least_chosen(parameters, parts, mean) for parts, mean in zip(candidates, means, strict=True)])
 
 
 def update(step: TrainedStep, corrected: RowValues) -> dict[str, float]:

@@ -39,10 +39,10 @@ def host_checks(machine: Machine) -> Iterator[Finding]:
 def _devices(machine: Machine) -> Finding:
     devices = machine.devices
     if devices.kind == "cpu":
-        found = f"{devices.count} cores ({devices.driver or 'no vector extensions'})"
+        cores = f"{devices.count} cores ({devices.driver or 'no vector extensions'})"
         if "avx" not in (devices.driver or "avx"):
-            return failure("devices", found, "vLLM's CPU build needs AVX2 or AVX-512")
-        return ok("devices", found)
+            return failure("devices", cores, "vLLM's CPU build needs AVX2 or AVX-512")
+        return ok("devices", cores)
     if devices.count == 0 or devices.error:
         cure = "install the driver and its tools; in a container pass the devices in; or choose another --device"
         return failure("devices", f"{devices.count} {devices.kind} devices ({devices.error or 'none shown'})", cure)
@@ -67,14 +67,14 @@ def _ports(machine: Machine) -> Finding:
 
 
 def _shared_memory(machine: Machine) -> Finding:
-    found = f"{machine.shm_free_gib:.1f} of {machine.shm_gib:.1f} GiB free in /dev/shm"
+    free = f"{machine.shm_free_gib:.1f} of {machine.shm_gib:.1f} GiB free in /dev/shm"
     cure = (
         "give a container --shm-size=16g or --ipc=host, else mount -o remount,size=16G /dev/shm; "
         f"{SHM_ENOUGH:g} GiB will do at first"
     )
     if machine.shm_free_gib < SHM_LEAST:
-        return failure("shared memory", found, cure)
-    return warning("shared memory", found, cure) if machine.shm_free_gib < SHM_ENOUGH else ok("shared memory", found)
+        return failure("shared memory", free, cure)
+    return warning("shared memory", free, cure) if machine.shm_free_gib < SHM_ENOUGH else ok("shared memory", free)
 
 
 def _left_behind(machine: Machine) -> Finding:
@@ -86,24 +86,24 @@ def _left_behind(machine: Machine) -> Finding:
 
 
 def _open_files(machine: Machine) -> Finding:
-    found, cure = (
+    limit, cure = (
         f"ulimit -n {machine.open_files}",
         f"ulimit -n {FILES_ENOUGH} in the shell that starts Ray, or limits.conf",
     )
     if machine.open_files < FILES_LEAST:
-        return failure("open files", found, cure)
+        return failure("open files", limit, cure)
     return (
-        warning("open files", found, cure)
+        warning("open files", limit, cure)
         if machine.open_files < FILES_ENOUGH and machine.device != "cpu"
-        else ok("open files", found)
+        else ok("open files", limit)
     )
 
 
 def _processes(machine: Machine) -> Finding:
-    found, cure = f"ulimit -u {machine.processes:g}", "ulimit -u unlimited in the shell that starts Ray, or limits.conf"
+    limit, cure = f"ulimit -u {machine.processes:g}", "ulimit -u unlimited in the shell that starts Ray, or limits.conf"
     if machine.processes < PROCESSES_LEAST:
-        return failure("processes", found, cure)
-    return warning("processes", found, cure) if machine.processes < PROCESSES_ENOUGH else ok("processes", found)
+        return failure("processes", limit, cure)
+    return warning("processes", limit, cure) if machine.processes < PROCESSES_ENOUGH else ok("processes", limit)
 
 
 def _device_state(machine: Machine) -> Iterator[Finding]:
@@ -112,12 +112,12 @@ def _device_state(machine: Machine) -> Iterator[Finding]:
 
 
 def _locked_memory(machine: Machine) -> Finding:
-    found = f"ulimit -l {machine.locked_memory:.2g} GiB"
+    limit = f"ulimit -l {machine.locked_memory:.2g} GiB"
     if machine.device != "cpu" and machine.locked_memory < LOCKED_ENOUGH:
         return warning(
-            "locked memory", found, "ulimit -l unlimited, or --ulimit memlock=-1 for a container: RDMA pins its buffers"
+            "locked memory", limit, "ulimit -l unlimited, or --ulimit memlock=-1 for a container: RDMA pins its buffers"
         )
-    return ok("locked memory", found)
+    return ok("locked memory", limit)
 
 
 def _rdma(machine: Machine) -> Finding:
@@ -127,11 +127,11 @@ def _rdma(machine: Machine) -> Finding:
 
 
 def _disk(folder: str, free: float) -> Finding:
-    name, found = f"disk:{folder}", f"{free:.1f} GiB free"
+    name, room = f"disk:{folder}", f"{free:.1f} GiB free"
     cure = "make room, or give --run-dir (and TEMP of launch/start_head.sh) another file system"
     if free < DISK_LEAST:
-        return failure(name, found, cure)
-    return warning(name, found, cure) if free < DISK_ENOUGH else ok(name, found)
+        return failure(name, room, cure)
+    return warning(name, room, cure) if free < DISK_ENOUGH else ok(name, room)
 
 
 def _environment(machine: Machine) -> Finding:
