@@ -20,7 +20,7 @@ from mrl.data.samples import SampleRows, Samples
 
 SHARE = 0.01  # of the time that a response took: so much longer a freed place of an engine is empty
 HELD_S = 2.0  # at most
-MANY = 32  # rows; what is told of them is below the kilobyte that Ray sends along with an answer
+MANY = 24  # rows; what is told of them is below the kilobyte that Ray sends along with an answer
 
 
 class Told(NamedTuple):
@@ -31,7 +31,7 @@ class Told(NamedTuple):
     routed: bool  # their routes lie beside them
     ticket: int  # by which the blocks can be taken
     ended: tuple[int, ...]  # calls that have told of all of their responses
-    held_s: float  # that the first of them waited at most
+    held_s: float  # at most so many seconds the first of them waited
 
 
 class Outbox:

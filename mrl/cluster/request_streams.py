@@ -34,7 +34,7 @@ class Arrived(NamedTuple):
 
     samples: StoredSamples
     engine: str
-    held_s: float = 0.0  # that they waited at their engine for others, at most
+    held_s: float = 0.0  # seconds that their engine held them for others, at most
 
 
 class RequestStreams:

@@ -129,7 +129,7 @@ class Channel:
     texts: Any = None  # and theirs
     awaited: int = 0  # results of what was sent
     sent_at: float = 0.0
-    patience_s: float = 0.0  # between two calls, at least
+    patience_s: float = 0.0  # between two calls that send something, at least
 
     def send(self) -> None:
         """All that is queued."""
@@ -175,7 +175,7 @@ class ScorerGroup:
     def submit(self, samples: StoredSamples, questions: Sequence[Question], engine: str, held_s: float = 0.0) -> None:
         """Queues responses of one engine, a question each; `forward`, `collect` or `drain` sends them.
 
-        `held_s`: that they waited for others; those that took long may wait as long here again.
+        `held_s`: seconds that their engine held them at most; the scorer's next call may wait as long.
         """
         channel = self.channels[self._near[engine]]
         channel.patience_s = held_s
@@ -189,7 +189,8 @@ class ScorerGroup:
         Raises what made scoring impossible, Late for a scorer that stands still.
         """
         for channel in self.channels:
-            every_s = max(EVERY_S, IN_ALL_S * len(self.channels), channel.patience_s)
+            patience_s = channel.patience_s if channel.queued else 0.0  # what is awaited is asked for as ever
+            every_s = max(EVERY_S, IN_ALL_S * len(self.channels), patience_s)
             if channel.under_way is not None and self._answered(channel):
                 self._results += channel.receive()
             due = at_once or time.monotonic() - channel.sent_at >= every_s

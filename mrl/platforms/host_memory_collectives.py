@@ -8,17 +8,23 @@ the others' as soon as they have said so:
     rank 0   | round 7 | ends 0 4 8 | bytes for 0 | bytes for 1 |      two such slots a rank: round 8 is written
     rank 1   | round 7 | ends 0 2 9 | bytes for 0 | bytes for 1 |      into the other while round 7 is still read
 
-A rank that is in round 9 has seen all others in round 8, so all have read round 7, whose slot it writes. Groups over
-several hosts and what is larger than a slot go by gloo; all ranks of a group see that from the same numbers. Sums are
-taken in the order of ranks.
+A rank that is in round 9 has seen all others in round 8, so all have read round 7, whose slot it writes. A rank
+that waits looks again and again, so all this is for runs with a core for each rank; other runs, groups over several
+hosts and what is larger than a slot go by gloo. All ranks of a group see that from the same numbers. So do collectives
+that torch coalesces, which are gradients and parameters of data-parallel ranks. Sums are taken in the order of ranks.
+
+A call that is made to be waited for later returns when all ranks have come: all ranks call collectives, of all groups,
+in one order, and a group's from one thread.
 """
 
 import mmap
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import accumulate
+from math import prod
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,8 +39,8 @@ from mrl.units import MIB
 SLOT_BYTES = 4 * MIB  # resident as far as it has been written
 MOST_RANKS = 16
 HEADER_BYTES = 4096
-SPIN_S = 0.5e-3  # then a rank that waits leaves its core to others
-NAP_S = 50e-6
+SPIN_S = 0.5e-3  # then a rank that waits leaves its core to others, for an eighth of the time that it has waited
+NAP_S = 5e-3  # at most
 LOOK_S = 1.0  # between looks whether the others still run
 _COMBINES: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
     (ReduceOp.SUM, torch.add), (ReduceOp.MAX, torch.maximum), (ReduceOp.MIN, torch.minimum),
@@ -42,20 +48,32 @@ _COMBINES: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
 
 
 class SharedSlots:
-    """Two slots of one rank, in memory without a name, which others of the host open by the owner's descriptor."""
+    """Two slots of one rank, in memory without a name, which others of the host open by the owner's descriptor.
+
+    Whoever maps it holds an open file for it; the memory lasts for as long as one does.
+    """
 
     def __init__(self, path: str):
         """`path`: of a descriptor of the owner's. Raises OSError where it cannot be opened."""
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), 2 * (HEADER_BYTES + SLOT_BYTES))
         halves = [slice(i * HEADER_BYTES, (i + 1) * HEADER_BYTES) for i in (0, 1)]
-        self.headers = [memoryview(memory)[half].cast("q") for half in halves]  # round, ends...
+        self.headers = [memoryview(memory)[half].cast("q") for half in halves]  # round, ends[0] ... ends[n]
         data = torch.frombuffer(memory, dtype=torch.uint8)[2 * HEADER_BYTES :]
         self.slots = data.view(2, SLOT_BYTES).unbind()
 
+    @property
+    def token(self) -> int:
+        """A number by which the owner's memory is known."""
+        return self.headers[0][-1]
+
+    @token.setter
+    def token(self, value: int) -> None:
+        self.headers[0][-1] = value
+
     @staticmethod
     def make() -> int:
-        """Descriptor of a rank's own memory, zeros, which lasts as long as this process."""
+        """Descriptor of a rank's own memory, zeros. Raises OSError, or AttributeError in a Python without it."""
         descriptor = os.memfd_create("mrl-collectives")
         os.ftruncate(descriptor, 2 * (HEADER_BYTES + SLOT_BYTES))
         return descriptor
@@ -102,14 +120,14 @@ class HostExchange:
             if now - began < SPIN_S:
                 os.sched_yield()
                 continue
-            time.sleep(NAP_S)
+            time.sleep(min(NAP_S, (now - began) / 8))
             if now - looked > LOOK_S:
                 looked = now
                 self._check(rank, now - began)
         return header
 
     def _check(self, rank: int, waited_s: float) -> None:
-        if not os.path.exists(f"/proc/{self._processes[rank]}"):
+        if not _lives(self._processes[rank]):
             raise RuntimeError(f"rank {rank} of a group of {len(self._slots)} is gone: a collective cannot end")
         if waited_s > self._timeout_s:
             raise RuntimeError(f"rank {rank} of a group of {len(self._slots)} did not come within {self._timeout_s} s")
@@ -120,6 +138,15 @@ def _fence() -> None:
     for _ in range(2):
         with _LOCK:
             pass
+
+
+def _lives(process: int) -> bool:
+    """Whether it runs: one that ended may stand in the table for as long as nobody asks how."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 _LOCK = Lock()
@@ -134,36 +161,49 @@ def exchange_of(group: ProcessGroup) -> HostExchange | None:
     return _exchanges[group]
 
 
+@torch.inference_mode(False)
 def _open(group: ProcessGroup) -> HostExchange | None:
-    """None on all ranks where one of them cannot see the others' memory."""
-    descriptor = SharedSlots.make()
-    told = torch.tensor([_host(), os.getpid(), descriptor])
-    of_all = [torch.empty_like(told) for _ in range(group.size())]
-    group.allgather([of_all], [told]).wait()
-    hosts, processes, descriptors = torch.stack(of_all).t().tolist()
-    slots = _slots_of(processes, descriptors) if len(set(hosts)) == 1 else None
-    opened = [torch.empty(1) for _ in processes]
-    group.allgather(
-        [opened], [torch.tensor([float(slots is not None)])]
-    ).wait()  # and all are done with the descriptors
-    os.close(descriptor)
+    """None on all ranks where one of them cannot see the others' memory, or has no core of its own."""
+    memory = _own_memory()
+    try:
+        own = torch.tensor(memory or (0, 0, 0, 0))
+        of_all = [torch.empty_like(own) for _ in range(group.size())]
+        group.allgather([of_all], [own]).wait()
+        rows = torch.stack(of_all).tolist()
+        together = len({row[0] for row in rows}) == 1 and dist.get_world_size() <= len(os.sched_getaffinity(0))
+        slots = _slots_of(rows) if together else None
+        opened = [torch.empty(1) for _ in rows]
+        group.allgather([opened], [torch.tensor([float(slots is not None)])]).wait()
+    finally:
+        if memory:
+            os.close(memory[2])  # nobody will open it any more
     if slots is None or not all(map(bool, opened)):
         return None
     timeout = group._get_backend(torch.device("cpu")).options._timeout
-    return HostExchange(group.rank(), slots, processes, timeout.total_seconds())
+    return HostExchange(group.rank(), slots, [row[1] for row in rows], timeout.total_seconds())
 
 
-def _slots_of(processes: Sequence[int], descriptors: Sequence[int]) -> list[SharedSlots] | None:
-    """None where the system forbids it."""
+def _own_memory() -> tuple[int, int, int, int] | None:
+    """(host, process, descriptor, token) of new memory; None where Python or the system has no such memory."""
     try:
-        paths = [f"/proc/{pair[0]}/fd/{pair[1]}" for pair in zip(processes, descriptors, strict=True)]
-        return [SharedSlots(path) for path in paths]
-    except OSError:
+        host, descriptor, token = _host(), SharedSlots.make(), secrets.randbits(62)
+        SharedSlots(f"/proc/self/fd/{descriptor}").token = token
+    except (OSError, AttributeError, ValueError):
         return None
+    return host, os.getpid(), descriptor, token
+
+
+def _slots_of(rows: Sequence[Sequence[int]]) -> list[SharedSlots] | None:
+    """Of all ranks, by what `_own_memory` gave them; None where one cannot be opened, or is a stranger's."""
+    try:
+        slots = [SharedSlots(f"/proc/{process}/fd/{descriptor}") for _, process, descriptor, _ in rows]
+    except (OSError, ValueError):
+        return None
+    return slots if [each.token for each in slots] == [row[3] for row in rows] else None
 
 
 def _host() -> int:
-    """Equal for processes that see each other: of one start of one machine, one container, one network."""
+    """Equal for processes that may see each other: of one start of one machine, one container, one network."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = int(file.read().replace("-", ""), 16)
     spaces = [os.stat(f"/proc/self/ns/{space}").st_ino for space in ("pid", "net")]
@@ -171,84 +211,121 @@ def _host() -> int:
 
 
 class _Done(dist.Work):
-    """A collective that has ended."""
+    """A collective that has ended. It has no future."""
 
-    def wait(self, *_: Any) -> bool:
+    def wait(self, timeout: Any = None) -> bool:
         return True
 
     def is_completed(self) -> bool:
         return True
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
 def all_gather(original: Any) -> Any:
     """ProcessGroup.all_gather_single."""
 
-    def gather(group: ProcessGroup, output: Tensor, input: Tensor, *options: Any, **named: Any) -> Any:
-        exchange = exchange_of(group) if output.is_contiguous() else None
+    def all_gather_single(group: ProcessGroup, output: Tensor, input: Tensor, *options: Any, **named: Any) -> Any:
+        exchange = exchange_of(group)
         parts = exchange.parts(_bytes(input), (0, input.nbytes)) if exchange else None
         if parts is None:
             return original(group, output, input, *options, **named)
-        torch.cat(parts, out=_bytes(output))
+        _check(parts, [output.nbytes // group.size()] * group.size(), input, output)
+        _write(output, parts)
         return _Done()
 
-    return gather
+    return all_gather_single
 
 
 def reduce_scatter(original: Any) -> Any:
     """ProcessGroup.reduce_scatter_single."""
 
-    def scatter(group: ProcessGroup, output: Tensor, input: Tensor, options: Any = None) -> Any:
-        combine = _combine(options)
-        exchange = exchange_of(group) if combine and output.is_contiguous() else None
-        ends = [rank * output.nbytes for rank in range(group.size() + 1)]
+    def reduce_scatter_single(group: ProcessGroup, output: Tensor, input: Tensor, *options: Any, **named: Any) -> Any:
+        combine = _combine(*options, **named)
+        exchange = exchange_of(group) if combine else None
+        ends = [rank * input.nbytes // group.size() for rank in range(group.size() + 1)]
         parts = exchange.parts(_bytes(input), ends) if exchange else None
         if parts is None:
-            return original(group, output, input, *([options] if options else []))
-        output.detach().view(-1).copy_(reduce(combine, [part.view(output.dtype) for part in parts]))
+            return original(group, output, input, *options, **named)
+        _check(parts, [output.nbytes] * group.size(), input, output)
+        output.detach().copy_(reduce(combine, [part.view(output.dtype) for part in parts]).view(output.shape))
         return _Done()
 
-    return scatter
+    return reduce_scatter_single
 
 
 def all_reduce(original: Any) -> Any:
     """ProcessGroup.allreduce."""
 
-    def reduced(group: ProcessGroup, tensors: Any, options: Any = None, *rest: Any, **named: Any) -> Any:
-        combine = _combine(options) if isinstance(tensors, list) and len(tensors) == 1 else None
+    def allreduce(group: ProcessGroup, tensors: Any, *options: Any, **named: Any) -> Any:
+        combine = _combine(*options, **named) if isinstance(tensors, list) and len(tensors) == 1 else None
         exchange = exchange_of(group) if combine else None
         parts = exchange.parts(_bytes(tensors[0]), (0, tensors[0].nbytes)) if exchange else None
         if parts is None:
-            return original(group, tensors, *([options] if options else []), *rest, **named)
+            return original(group, tensors, *options, **named)
         (tensor,) = tensors
+        _check(parts, [tensor.nbytes] * group.size(), tensor, tensor)
         tensor.detach().copy_(reduce(combine, [part.view(tensor.dtype) for part in parts]).view(tensor.shape))
         return _Done()
 
-    return reduced
+    return allreduce
 
 
 def all_to_all(original: Any) -> Any:
     """ProcessGroup.all_to_all_single."""
 
-    def exchanged(
-        group: ProcessGroup, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, *options: Any
+    def all_to_all_single(
+        group: ProcessGroup,
+        output: Tensor,
+        input: Tensor,
+        output_rows: Any,
+        input_rows: Any,
+        *options: Any,
+        **named: Any,
     ) -> Any:
-        exchange = exchange_of(group) if output.is_contiguous() else None
-        ranks = group.size()
-        row = input.nbytes // len(input) if len(input) else 0
-        sizes = input_sizes or [len(input) // ranks] * ranks
-        ends = list(accumulate((size * row for size in sizes), initial=0))
-        parts = exchange.parts(_bytes(input), ends) if exchange else None
+        exchange = exchange_of(group)
+        sent, expected = (_row_bytes(*pair, group.size()) for pair in ((input, input_rows), (output, output_rows)))
+        parts = exchange.parts(_bytes(input), list(accumulate(sent, initial=0))) if exchange else None
         if parts is None:
-            return original(group, output, input, output_sizes, input_sizes, *options)
-        torch.cat(parts, out=_bytes(output))
+            return original(group, output, input, output_rows, input_rows, *options, **named)
+        _check(parts, expected, input, output, sum(sent))
+        _write(output, parts)
         return _Done()
 
-    return exchanged
+    return all_to_all_single
 
 
-def _combine(options: Any) -> Callable[..., Tensor] | None:
-    return next((function for kind, function in _COMBINES if options is not None and options.reduceOp == kind), None)
+def _row_bytes(tensor: Tensor, rows: Sequence[int], ranks: int) -> list[int]:
+    """Bytes for each rank; no `rows`: as many for each."""
+    each = prod(tensor.shape[1:]) * tensor.element_size()
+    return [count * each for count in rows or [len(tensor) // ranks] * ranks]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _check(
+    parts: Sequence[Tensor], expected: Sequence[int], input: Tensor, output: Tensor, given: int | None = None
+) -> None:
+    """Raises RuntimeError for parts that are not of the expected bytes, or do not fill the output, and where not all
+    bytes of the input were `given`.
+    """
+    came = [len(part) for part in parts]
+    whole = sum(expected) == output.nbytes or {*expected} == {output.nbytes}
+    whole &= given is None or given == input.nbytes
+    if came != list(expected) or not whole or input.dtype != output.dtype:
+        raise RuntimeError(
+            f"ranks gave {came} bytes of {input.dtype} where {list(expected)} of {output.dtype} are expected, "
+            f"for {output.nbytes} bytes in all: they are not in the same collective, or their shapes differ"
+        )
+
+
+def _write(output: Tensor, parts: Sequence[Tensor]) -> None:
+    if output.is_contiguous():
+        torch.cat(parts, out=_bytes(output))
+    else:
+        output.detach().copy_(torch.cat(parts).view(output.dtype).view(output.shape))
+
+
+def _combine(opts: Any = None, *_: Any, **named: Any) -> Callable[..., Tensor] | None:
+    """What joins the parts of two ranks; None where gloo has to."""
+    return next((function for kind, function in _COMBINES if getattr(opts, "reduceOp", None) == kind), None)

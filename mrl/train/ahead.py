@@ -347,8 +347,9 @@ class GenerationAhead:
             return True
 
     def _scored(self) -> list[RewardResult]:
-        """Rewards that are there; while none is awaited, others may be waiting for theirs."""
-        return self._responder.rewards.collect(at_once=not self._streams.waiting_for) if self._pending else []
+        """Rewards that are there; others may be waiting for theirs, and so may the update, before which all rests."""
+        at_once = self._is_to_rest or not self._streams.waiting_for
+        return self._responder.rewards.collect(at_once) if self._pending else []
 
     def _send(self) -> None:
         with self._sending:

@@ -29,7 +29,7 @@ from mrl.platforms.process_memory import give_back_heap, note_baseline
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 from mrl.vllm.sleeping import NAN, clear, poison
 
-IDLE_SPIN_S = 0.01  # longer than between two steps of a generation
+IDLE_SPIN_S = 0.01  # from the arrival of the last call; a longer step is waited for by its notification
 
 
 class CpuWorker(CPUWorker):

@@ -23,7 +23,7 @@ from mrl.model import load_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.platforms import get_platform, patching
 from mrl.platforms.cpu_patches import rows_for
-from mrl.platforms.host_memory_collectives import SLOT_BYTES
+from mrl.platforms.host_memory_collectives import SLOT_BYTES, SharedSlots
 from mrl.platforms.torch_platforms import CpuPlatform
 
 TIMEOUT_S = 60
@@ -138,6 +138,38 @@ def host_memory(plan: dict, rank: int, world_size: int, port: int) -> None:
         received = torch.empty(sizes[0][rank] + sizes[1][rank], dtype=torch.uint8)
         dist.all_to_all_single(received, sent, [sizes[0][rank], sizes[1][rank]], sizes[rank])
         assert torch.equal(received.bincount(minlength=2), torch.tensor([sizes[0][rank], sizes[1][rank]]))
+    _check_refusals(rank)
+    if rank == 1:
+        SharedSlots.make, kept = _no_memory, SharedSlots.make
+    group = dist.new_group([0, 1])
+    dist.all_reduce(total := torch.full((3,), rank + 1.0), group=group)  # by gloo on both ranks
+    if rank == 1:
+        SharedSlots.make = kept
+    assert total.tolist() == [3.0] * 3
+
+
+def _no_memory() -> int:
+    raise AttributeError("memfd_create")
+
+
+def _check_refusals(rank: int) -> None:
+    """What does not fit is refused on every rank, and nothing beside the output is written."""
+    buffer = torch.zeros(12)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: dist.all_gather_into_tensor(buffer[:4], torch.ones(3)),
+        lambda: dist.reduce_scatter_tensor(buffer[:2], torch.ones(3)),
+        lambda: dist.all_reduce(buffer[: 1 + rank]),
+        lambda: dist.all_to_all_single(buffer[:3], torch.ones(3)),
+        lambda: dist.all_to_all_single(buffer[:3], torch.ones(4), [1, 2], [2, 2]),
+    )
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except RuntimeError as error:
+            assert "where" in str(error), error
+        else:
+            raise AssertionError(f"call {number} passed")
+    assert not buffer.any()
 
 
 def _check_collectives(kind: torch.dtype, rows: int, rank: int, world_size: int) -> None:
@@ -147,6 +179,8 @@ def _check_collectives(kind: torch.dtype, rows: int, rank: int, world_size: int)
     gathered, scattered = torch.empty(4 * rows, 3, dtype=kind), torch.empty(rows, 3, dtype=kind)
     dist.all_gather_into_tensor(gathered, of_ranks[rank])
     assert torch.equal(gathered, of_ranks.flatten(0, 1))
+    dist.all_gather_into_tensor(strided := torch.empty(3, 4 * rows, dtype=kind).t(), of_ranks[rank])
+    assert torch.equal(strided, gathered)
     summed = of_ranks[0] + of_ranks[1]
     dist.reduce_scatter_tensor(scattered, of_ranks[rank], async_op=True).wait()
     assert torch.equal(scattered, summed[rank * rows : (rank + 1) * rows])

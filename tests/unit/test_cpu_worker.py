@@ -91,7 +91,7 @@ def worker(module):
     return made
 
 
-def test_a_worker_polls_for_its_next_call_no_longer_than_between_two_steps(module, monkeypatch):
+def test_a_worker_blocks_soon_after_its_last_call(module, monkeypatch):
     monkeypatch.setattr(SpinCondition.__init__, "__defaults__", (1,))
     module.CpuWorker()
     assert SpinCondition(is_reader=True).busy_loop_s == module.IDLE_SPIN_S < 0.1

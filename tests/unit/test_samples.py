@@ -1,6 +1,7 @@
 """Responses in columns: rows stay whole through every cut, and the files of a run hold what travelled."""
 
 import json
+import pickle
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -293,7 +294,10 @@ def test_numbers_of_as_many_rows_as_are_told_of_at_once_are_below_a_kilobyte():
     rows, prompts = outbox.MANY, rng.integers(0, 100_000, outbox.MANY)
     seeds, lengths = rng.integers(0, 2**62, rows).tolist(), rng.integers(1000, 20000, rows).tolist()
     made = [
-        Sample(int(prompts[i]), 7 * i, 60 * i, seeds[i], [1] * 99, [1] * lengths[i], [0.0] * lengths[i], "stop", 5)
+        Sample(int(prompts[i]), 7 * i, 60 * i, seeds[i], [1] * 99, [1] * lengths[i], [0.0] * lengths[i], "stop", 5,
+            later_versions=((lengths[i] // 3, 6), (lengths[i] // 2, 7)))
         for i in range(rows)
-    ]
-    assert len(packed(made).numbers.to_bytes()) < 900
+    ]  # fmt: skip
+    numbers = packed(made).numbers.to_bytes()
+    told = outbox.Told(numbers, (1,) * rows, True, 1234, tuple(range(100, 110)), 2.0)
+    assert len(pickle.dumps(tuple(told))) < 1024 - 128  # and some 100 bytes are of Ray
