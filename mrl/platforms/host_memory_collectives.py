@@ -9,9 +9,9 @@ the others' as soon as they have said so:
     rank 1   | round 7 | ends 0 2 9 | bytes for 0 | bytes for 1 |      into the other while round 7 is still read
 
 A rank that is in round 9 has seen all others in round 8, so all have read round 7, whose slot it writes. A rank
-that waits looks again and again, so all this is for runs with a core for each rank; other runs, groups over several
-hosts and what is larger than a slot go by gloo. All ranks of a group see that from the same numbers. So do collectives
-that torch coalesces, which are gradients and parameters of data-parallel ranks. Sums are taken in the order of ranks.
+that waits looks again and again, so all this is for runs with a core for each rank. Other runs, groups over several
+hosts and what is larger than a slot go by gloo, which all ranks of a group see from the same numbers, and so do
+collectives that torch coalesces: gradients and parameters of data-parallel ranks. Sums are taken in the order of ranks.
 
 A call that is made to be waited for later returns when all ranks have come: all ranks call collectives, of all groups,
 in one order, and a group's from one thread.
@@ -29,6 +29,7 @@ from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -143,9 +144,8 @@ def _fence() -> None:
 def _lives(process: int) -> bool:
     """Whether it runs: one that ended may stand in the table for as long as nobody asks how."""
     try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
+        return psutil.Process(process).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
 
 
@@ -187,8 +187,12 @@ def _own_memory() -> tuple[int, int, int, int] | None:
     """(host, process, descriptor, token) of new memory; None where Python or the system has no such memory."""
     try:
         host, descriptor, token = _host(), SharedSlots.make(), secrets.randbits(62)
+    except (OSError, AttributeError):
+        return None
+    try:
         SharedSlots(f"/proc/self/fd/{descriptor}").token = token
-    except (OSError, AttributeError, ValueError):
+    except (OSError, ValueError):
+        os.close(descriptor)
         return None
     return host, os.getpid(), descriptor, token
 
@@ -228,7 +232,7 @@ def all_gather(original: Any) -> Any:
         parts = exchange.parts(_bytes(input), (0, input.nbytes)) if exchange else None
         if parts is None:
             return original(group, output, input, *options, **named)
-        _check(parts, [output.nbytes // group.size()] * group.size(), input, output)
+        _check(parts, [output.nbytes // group.size()] * group.size(), input, output, output.nbytes % group.size() == 0)
         _write(output, parts)
         return _Done()
 
@@ -286,7 +290,7 @@ def all_to_all(original: Any) -> Any:
         parts = exchange.parts(_bytes(input), list(accumulate(sent, initial=0))) if exchange else None
         if parts is None:
             return original(group, output, input, output_rows, input_rows, *options, **named)
-        _check(parts, expected, input, output, sum(sent))
+        _check(parts, expected, input, output, (sum(sent), sum(expected)) == (input.nbytes, output.nbytes))
         _write(output, parts)
         return _Done()
 
@@ -304,15 +308,14 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _check(
-    parts: Sequence[Tensor], expected: Sequence[int], input: Tensor, output: Tensor, given: int | None = None
+    parts: Sequence[Tensor], expected: Sequence[int], input: Tensor, output: Tensor, is_whole: bool = True
 ) -> None:
-    """Raises RuntimeError for parts that are not of the expected bytes, or do not fill the output, and where not all
-    bytes of the input were `given`.
+    """Raises RuntimeError for parts that are not of the expected bytes.
+
+    `is_whole`: all of the input was given and the parts fill the output.
     """
     came = [len(part) for part in parts]
-    whole = sum(expected) == output.nbytes or {*expected} == {output.nbytes}
-    whole &= given is None or given == input.nbytes
-    if came != list(expected) or not whole or input.dtype != output.dtype:
+    if came != list(expected) or not is_whole or input.dtype != output.dtype:
         raise RuntimeError(
             f"ranks gave {came} bytes of {input.dtype} where {list(expected)} of {output.dtype} are expected, "
             f"for {output.nbytes} bytes in all: they are not in the same collective, or their shapes differ"

@@ -161,6 +161,8 @@ def _check_refusals(rank: int) -> None:
         lambda: dist.all_reduce(buffer[: 1 + rank]),
         lambda: dist.all_to_all_single(buffer[:3], torch.ones(3)),
         lambda: dist.all_to_all_single(buffer[:3], torch.ones(4), [1, 2], [2, 2]),
+        lambda: dist.all_to_all_single(buffer[:2], torch.ones(4), [2, 2], [2, 2]),
+        lambda: dist.all_to_all_single(buffer[:2], torch.ones(3), [1, 1], [1, 1]),
     )
     for number, call in enumerate(calls):
         try:
