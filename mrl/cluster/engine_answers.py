@@ -41,6 +41,6 @@ class EngineAnswers:
         if self.unanswered and not self._streams.waiting_for:
             raise Interrupted(f"generation: {self.unanswered} requests are unanswered, and no engine has them")
         arrived = self._streams.take(wait_s)
-        for samples in (part.samples for part in arrived):
-            self._routing.answered(samples.rows.sample_id.tolist())
+        for part in arrived:
+            self._routing.answered(part.samples.rows.sample_id.tolist())
         return arrived

@@ -20,7 +20,7 @@ from mrl.data.samples import SampleRows, Samples
 
 SHARE = 0.01  # of the time that a response took: so much longer a freed place of an engine is empty
 HELD_S = 2.0  # at most
-MANY = 24  # rows; what is told of them is below the kilobyte that Ray sends along with an answer
+MANY = 20  # rows; what is told of them is below the kilobyte that Ray sends along with an answer
 
 
 class Told(NamedTuple):

@@ -199,7 +199,7 @@ class SampleRows(Columns):
         return self.prompt_lengths + self.response_lengths
 
     def to_bytes(self) -> bytes:
-        """All columns, packed: some 80 bytes of a row alone, less than 30 a row of many."""
+        """All columns, packed: some 80 bytes of a row alone, some 30 a row of many."""
         columns = (np.ascontiguousarray(getattr(self, f.name), f.metadata["dtype"]) for f in fields(SampleRows))
         sizes = np.array([len(self.prompt_lengths), len(self.span_starts)], np.int64)
         return zlib.compress(b"".join([sizes.tobytes(), *(column.tobytes() for column in columns)]))
