@@ -23,15 +23,15 @@ def _compare(options: argparse.Namespace) -> None:
     from mrl.extras.report.sections_compare import compare_page
     from mrl.extras.report.write import write_page
 
-    found = compare([Path(path) for path in options.run_dirs])
+    comparison = compare([Path(path) for path in options.run_dirs])
     if options.json:
-        print(json.dumps(found.to_json()))
+        print(json.dumps(comparison.to_json()))
         return
-    page = compare_page(found)
+    page = compare_page(comparison)
     size = write_page(page, Path(options.output))
     print(page.headline)
-    for test in found.tests:
+    for test in comparison.tests:
         print(f"  {test.words()}")
-    for note in found.notes:
+    for note in comparison.notes:
         print(f"  note: {note}")
-    print(f"{len(found.settings)} settings differ; wrote {options.output} ({size / 1e6:.2f} MB)")
+    print(f"{len(comparison.settings)} settings differ; wrote {options.output} ({size / 1e6:.2f} MB)")

@@ -47,14 +47,14 @@ def _samples(options: argparse.Namespace) -> None:
         rows = rows[file.prompt_ids[rows] == options.prompt]
         if not len(rows):
             raise ConfigError(f"--prompt {options.prompt}: step {step} has no response to it")
-    found = file.read(rows[: options.worst])
-    gaps = file.differences([row["sample_id"] for row in found]) if options.log_probs else [None] * len(found)
+    shown = file.read(rows[: options.worst])
+    gaps = file.differences([row["sample_id"] for row in shown]) if options.log_probs else [None] * len(shown)
     if options.jsonl:
         own = ({} if gap is None else {"trainer_less_rollout": gap} for gap in gaps)
-        sys.stdout.writelines(json_line(row | more) for row, more in zip(found, own, strict=True))
+        sys.stdout.writelines(json_line(row | more) for row, more in zip(shown, own, strict=True))
         return
     decode = _decoder(run.config)
-    for row, gap in zip(found, gaps, strict=True):
+    for row, gap in zip(shown, gaps, strict=True):
         print(_text(step, row, decode))
         if options.log_probs:
             print(_table(row, gap, decode))

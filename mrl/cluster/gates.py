@@ -83,9 +83,9 @@ class MemoryGate:
     def __call__(self, phase: str) -> None:
         """Raises Interrupted, with every device that is short and who holds how much there."""
         need = Need.of(self._plan, phase)
-        found = {device: shortage(need, holders) for device, holders in self._holders(phase).items()}
-        if short := {device: why for device, why in found.items() if why}:
-            nodes = {node: number for number, node in enumerate(dict.fromkeys(node for node, _ in found))}
+        shortages = {device: shortage(need, holders) for device, holders in self._holders(phase).items()}
+        if short := {device: why for device, why in shortages.items() if why}:
+            nodes = {node: number for number, node in enumerate(dict.fromkeys(node for node, _ in shortages))}
             lines = "; ".join(f"device {device} of node {nodes[node]}: {why}" for (node, device), why in short.items())
             cure = self._plan["memory"]["phases"][phase]["change"]
             raise Interrupted(f"no room for phase {phase}: {lines}" + (f". Change: {cure}" if cure else ""))

@@ -84,13 +84,13 @@ class Machines:
             {f"rank {i}": self._actor.workers[i].host_bytes_used.remote() for i in self._first_ranks},
             "measuring memory",
         )
-        found = [host_bytes_used(), *used.values()]
+        bytes_used = [host_bytes_used(), *used.values()]
         with suppress(Interrupted):  # whoever needs a lost engine says so
             asked = {
                 f"engine process {i}": self._engines.workers[i].host_bytes_used.remote() for i in self._first_engines
             }
-            found += gather(asked, SETTLE_S, "measuring memory").values()
-        return max(found)
+            bytes_used += gather(asked, SETTLE_S, "measuring memory").values()
+        return max(bytes_used)
 
     def _gathered(self, refs: dict[str, ray.ObjectRef], what: str) -> dict[str, Any]:
         return gather(refs, self._config.cluster.step_timeout_s, what)
@@ -113,17 +113,17 @@ class Machines:
 
 def first_of_each(values: Iterable[str]) -> list[int]:
     """Position of the first of each value."""
-    found: dict[str, int] = {}
+    places: dict[str, int] = {}
     for number, value in enumerate(values):
-        found.setdefault(value, number)
-    return list(found.values())
+        places.setdefault(value, number)
+    return list(places.values())
 
 
 def _in_words(speeds: list[Speed]) -> list[str]:
     kinds = {speed.device: [other.measured for other in speeds if other.device == speed.device] for speed in speeds}
     lines = [
-        f"{len(found)} x {device}: {_tera(found)} TFLOP/s in products{_published(device)}"
-        for device, found in kinds.items()
+        f"{len(of_kind)} x {device}: {_tera(of_kind)} TFLOP/s in products{_published(device)}"
+        for device, of_kind in kinds.items()
     ]
     if len(kinds) > 1:
         lines.append(

@@ -76,18 +76,18 @@ class Clock:
 
 def unlike_faults(nodes: Mapping[str, NodeFacts]) -> list[str]:
     """By address; what does not belong together, each with its cure."""
-    found = [
+    problems = [
         _unlike({address: node.devices for address, node in nodes.items()}, "devices", "give a run one kind of them"),
         _unlike({address: node.driver for address, node in nodes.items()}, "drivers", "install one on every node"),
     ]
     small = [f"{address} {node.shm_gib:.2f} GiB" for address, node in nodes.items() if node.shm_gib < SHM_LEAST]
     if small:
-        found.append(f"/dev/shm is small ({', '.join(small)}): give containers --shm-size=16g or --ipc=host")
+        problems.append(f"/dev/shm is small ({', '.join(small)}): give containers --shm-size=16g or --ipc=host")
     try:
         check_same({f"node {address}": (address, node.software) for address, node in nodes.items()})
     except EnvironmentFault as fault:
-        found.append(str(fault))
-    return [fault for fault in found if fault]
+        problems.append(str(fault))
+    return [fault for fault in problems if fault]
 
 
 def _unlike(values: Mapping[str, str], what: str, cure: str) -> str:

@@ -72,8 +72,8 @@ class RankStep:
         """See ReplicaRows.find."""
         if not parallel.on_last_stage():
             return None
-        found = self._rows.find(self._actor.loss_parameters, self._cut.trained_rows(), means)
-        return found if parallel.holds_result() else None
+        largest = self._rows.find(self._actor.loss_parameters, self._cut.trained_rows(), means)
+        return largest if parallel.holds_result() else None
 
     def select(self, least: list[float | int | None]) -> None:
         """See ReplicaRows.select."""
@@ -93,8 +93,8 @@ class RankStep:
     def _scored(self, result: RowResult | None) -> Scored | None:
         if result is None:
             return None
-        found = self._answer(self._rows.set_old(self._of_all_rows(result)))
-        return None if found is None else (found, result.entropy)
+        mismatch = self._answer(self._rows.set_old(self._of_all_rows(result)))
+        return None if mismatch is None else (mismatch, result.entropy)
 
     def _of_all_rows(self, result: RowResult) -> np.ndarray:
         batch = self._rows.batch
@@ -102,5 +102,5 @@ class RankStep:
         flat[batch.places_of(result.rows)] = result.log_probs
         return flat
 
-    def _answer(self, found: RowValues) -> RowValues | None:
-        return {name: values[self._own] for name, values in found.items()} if parallel.holds_result() else None
+    def _answer(self, of_rows: RowValues) -> RowValues | None:
+        return {name: values[self._own] for name, values in of_rows.items()} if parallel.holds_result() else None

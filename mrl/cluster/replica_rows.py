@@ -70,11 +70,11 @@ class ReplicaRows:
         known yet, and only the filter has something to do.
         """
         algorithm, batch, lengths = self._algorithm, self.batch, self._lengths
-        found: RowValues = {}
+        of_rows: RowValues = {}
         if algorithm.use_kl_in_reward:
             control = algorithm.kl_ctrl.kl_coef
             self._penalties = kl_in_reward(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty, control)
-            found["penalties"] = row_sums(self._penalties, lengths)
+            of_rows["penalties"] = row_sums(self._penalties, lengths)
         mask, weights, correction = np.ones(len(batch.rollout_log_probs), bool), None, algorithm.rollout_correction
         if algorithm.overlong_filter:
             mask = without_truncated(mask, self._truncated, lengths)
@@ -82,22 +82,22 @@ class ReplicaRows:
             parameters = CorrectionParameters(correction.level, correction.mode, correction.low, correction.high)
             result = correct(parameters, batch.old_log_probs, batch.rollout_log_probs, mask, lengths)
             mask, weights = result.keep, result.weights
-            found |= result.of_rows
+            of_rows |= result.of_rows
         self.batch = replace(batch, keep=mask, loss_weights=weights)
-        return found | {"trained": row_sums(mask, lengths)} | self._take_anchor()
+        return of_rows | {"trained": row_sums(mask, lengths)} | self._take_anchor()
 
     def _take_anchor(self) -> RowValues:
         """`anchor`: sums over the trained tokens, nothing on policy.
 
         `from_rollout`: 1 of a trained row that has generation's own.
         """
-        batch, lengths, found = self.batch, self._lengths, {}
+        batch, lengths, of_rows = self.batch, self._lengths, {}
         if self._algorithm.on_policy:
-            return found
+            return of_rows
         if self._algorithm.anchor == "rollout":
             batch = self.batch = replace(batch, old_log_probs=batch.rollout_log_probs)
-            found["from_rollout"] = (row_sums(batch.loss_mask, lengths) > 0).astype(np.int64)
-        return found | {
+            of_rows["from_rollout"] = (row_sums(batch.loss_mask, lengths) > 0).astype(np.int64)
+        return of_rows | {
             "anchor": row_sums(np.where(batch.loss_mask, batch.old_log_probs, 0.0).astype(np.float64), lengths)
         }
 
@@ -120,11 +120,13 @@ class ReplicaRows:
         self._candidates = []
         for rows, mean in zip(mini_batches, means, strict=True):
             part = self.batch.rows(rows)
-            found = candidates(
+            selectable = candidates(
                 parameters, part.advantages, part.old_log_probs, part.loss_mask, part.response_lengths, mean
             )
-            self._candidates.append((rows, found))
-        return [largest(parameters, found, mean) for (_, found), mean in zip(self._candidates, means, strict=True)]
+            self._candidates.append((rows, selectable))
+        return [
+            largest(parameters, selectable, mean) for (_, selectable), mean in zip(self._candidates, means, strict=True)
+        ]
 
     def select(self, least: list[float | int | None]) -> None:
         """Selects the tokens from `least` of each mini-batch on."""

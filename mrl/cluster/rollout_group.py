@@ -130,8 +130,8 @@ class RolloutGroup:
 
     def _stopped(self) -> str:
         with suppress(Interrupted):
-            found = gather(self.refs("stopped_processes"), SETTLE_S, "looking for stopped processes")
-            return "".join(f"; {name}: {', '.join(stopped)}" for name, stopped in found.items() if stopped)
+            answers = gather(self.refs("stopped_processes"), SETTLE_S, "looking for stopped processes")
+            return "".join(f"; {name}: {', '.join(stopped)}" for name, stopped in answers.items() if stopped)
         return ""
 
     @cached_property
@@ -223,8 +223,8 @@ class RolloutGroup:
 
     def fingerprints(self) -> list[dict[str, str]]:
         """Of each engine, all of its ranks together; see VllmEngine.fingerprints."""
-        held, ranks = self.call("fingerprints"), self.engine_ranks
-        return [dict(ChainMap(*held[first : first + ranks])) for first in range(0, len(held), ranks)]
+        fingerprints, ranks = self.call("fingerprints"), self.engine_ranks
+        return [dict(ChainMap(*fingerprints[first : first + ranks])) for first in range(0, len(fingerprints), ranks)]
 
     def stop(self) -> None:
         """Ends the engines and vLLM's processes below them."""

@@ -34,13 +34,13 @@ class RouteReader:
         known = next((each for each in routes if each is not None), None)
         if known is None:
             return None
-        found = np.full((sum(map(len, wanted)), len(layers), known.shape[2]), missing_in(known.dtype), known.dtype)
+        filled = np.full((sum(map(len, wanted)), len(layers), known.shape[2]), missing_in(known.dtype), known.dtype)
         ends = np.cumsum([len(tokens) for tokens in wanted])
         for tokens, end, each in zip(wanted, ends, routes, strict=True):
             for first, run in _runs(layers) if each is not None else ():
                 part = slice(first, first + run.stop - run.start)
-                found[end - len(tokens) : end, part] = recoded(each[_as_slice(tokens), run], known.dtype)
-        return found
+                filled[end - len(tokens) : end, part] = recoded(each[_as_slice(tokens), run], known.dtype)
+        return filled
 
 
 def _runs(numbers: np.ndarray) -> Iterator[tuple[int, slice]]:
@@ -80,8 +80,8 @@ def read_routes(
         routes = [stored.blocks[number].routes for number in numbers]
         parts.append(_asked(stored, readers.get(node), layers, [within[each] for each in own], routes))
         order.append(np.concatenate(own))
-    found = [stored.fetched([part])[0] if pending else part for part, pending in parts]
-    return None if all(part is None for part in found) else _together(len(needed), order, found)
+    fetched = [stored.fetched([part])[0] if pending else part for part, pending in parts]
+    return None if all(part is None for part in fetched) else _together(len(needed), order, fetched)
 
 
 def tokens_by_block(tokens: np.ndarray, block_of_token: np.ndarray, blocks: int) -> list[np.ndarray]:
@@ -111,9 +111,9 @@ def _asked(
     return RouteReader().read(layers, wanted, *stored.fetched(routes)), False
 
 
-def _together(size: int, order: list[np.ndarray], found: list[np.ndarray | None]) -> RoutesHere:
+def _together(size: int, order: list[np.ndarray], parts: list[np.ndarray | None]) -> RoutesHere:
     """Parts of several nodes, each the routes of the tokens in `order`."""
-    known = [(tokens, part) for tokens, part in zip(order, found, strict=True) if part is not None]
+    known = [(tokens, part) for tokens, part in zip(order, parts, strict=True) if part is not None]
     places = np.full(size, -1, np.int64)
     places[np.concatenate([tokens for tokens, _ in known])] = np.arange(sum(len(tokens) for tokens, _ in known))
     return RoutesHere(places, known[0][1] if len(known) == 1 else end_to_end([part for _, part in known]))

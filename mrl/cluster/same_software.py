@@ -20,13 +20,13 @@ _SHOWN = 12  # characters of a digest
 @cache
 def software() -> dict[str, str]:
     """What this process has, by name: Python, packages that are there, and a digest of mrl's sources."""
-    found = {"Python": ".".join(map(str, sys.version_info[:2])), _OWN: _digest(Path(mrl.__file__).parent)}
+    versions = {"Python": ".".join(map(str, sys.version_info[:2])), _OWN: _digest(Path(mrl.__file__).parent)}
     for name in PACKAGES:
         try:
-            found[name] = bare(version(name))
+            versions[name] = bare(version(name))
         except PackageNotFoundError:  # a driver's node may lack what ranks need, a rank's what engines need
             continue
-    return found
+    return versions
 
 
 def _digest(folder: Path) -> str:

@@ -292,9 +292,9 @@ def scorer_places(nodes: Mapping[str, str], workers: int) -> tuple[list[tuple[st
 
     Where there are fewer processes than nodes, engines of the other nodes take turns.
     """
-    found = list(dict.fromkeys(nodes.values()))
-    hosts = [(node, len(range(i, workers, min(len(found), workers)))) for i, node in enumerate(found[:workers])]
-    return hosts, {engine: found.index(node) % len(hosts) for engine, node in nodes.items()}
+    distinct = list(dict.fromkeys(nodes.values()))
+    hosts = [(node, len(range(i, workers, min(len(distinct), workers)))) for i, node in enumerate(distinct[:workers])]
+    return hosts, {engine: distinct.index(node) % len(hosts) for engine, node in nodes.items()}
 
 
 def _actor(model: str, node: str) -> ray.actor.ActorHandle:

@@ -59,21 +59,21 @@ class TrainedStep:
 
     def log_probs(self) -> Mismatch:
         """How far generation is from training."""
-        found = self._mismatch(self._call("log_probs", interruptible=True))
-        self.log_gaps = found.of_rows["log_gap"] / np.maximum(self.rows.response_lengths, 1)
-        return found
+        mismatch = self._mismatch(self._call("log_probs", interruptible=True))
+        self.log_gaps = mismatch.of_rows["log_gap"] / np.maximum(self.rows.response_lengths, 1)
+        return mismatch
 
     def old_log_probs_of(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
         """The trainer's log-probs of the given rows' tokens, by row; after `log_probs` and before `correct`,
         which may change them.
         """
         wanted = self._own_among(rows)
-        found: dict[int, np.ndarray] = {}
+        by_row: dict[int, np.ndarray] = {}
         for replica, answer in zip(self._replica_of, self._call("old_log_probs_of", wanted.__getitem__), strict=True):
             if answer is not None:
                 numbers = self._needed[replica][wanted[replica]].tolist()
-                found |= dict(zip(numbers, answer, strict=True))
-        return found
+                by_row |= dict(zip(numbers, answer, strict=True))
+        return by_row
 
     def differences(self, rows: np.ndarray) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[Any]]:
         """Of each rank, ids and response lengths of its replica's own ones among `rows`, and a reference to its
@@ -104,8 +104,8 @@ class TrainedStep:
 
     def find(self, means: list[Means]) -> list[list[np.ndarray]]:
         """Of each mini-batch, what each replica found; see ReplicaRows.find."""
-        found = [answer for answer in self._call("find", lambda replica: means) if answer is not None]
-        return [list(of_mini_batch) for of_mini_batch in zip(*found, strict=True)]
+        answers = [answer for answer in self._call("find", lambda replica: means) if answer is not None]
+        return [list(of_mini_batch) for of_mini_batch in zip(*answers, strict=True)]
 
     def select(self, least: list[float | int | None]) -> None:
         """See ReplicaRows.select."""
@@ -130,8 +130,8 @@ class TrainedStep:
 
     def _mismatch(self, answers: Sequence[Scored | None]) -> Mismatch:
         entropies = [answer[1] for answer in answers if answer is not None]
-        found = self._of_rows(None if answer is None else answer[0] for answer in answers)
-        return Mismatch(found, sum(value for value, _ in entropies) / sum(weight for _, weight in entropies))
+        of_rows = self._of_rows(None if answer is None else answer[0] for answer in answers)
+        return Mismatch(of_rows, sum(value for value, _ in entropies) / sum(weight for _, weight in entropies))
 
     def by_mini_batch(self, values: np.ndarray) -> list[np.ndarray]:
         """`values` [rows] of each mini-batch."""
@@ -148,17 +148,17 @@ class TrainedStep:
 
     def _of_rows(self, answers: Iterable[RowValues | None]) -> RowValues:
         """The replicas' numbers in the order of the step's rows."""
-        found: RowValues = {}
+        of_rows: RowValues = {}
         filled = np.zeros(len(self.rows), bool)
         for replica, answer in zip(self._replica_of, answers, strict=True):
             if answer is None:
                 continue
             filled[self._own[replica]] = True
             for name, values in answer.items():
-                found.setdefault(name, np.zeros(len(filled), values.dtype))[self._own[replica]] = values
+                of_rows.setdefault(name, np.zeros(len(filled), values.dtype))[self._own[replica]] = values
         if not filled.all():
             raise RuntimeError(f"no rank answered for rows {np.flatnonzero(~filled)[:8].tolist()}")
-        return found
+        return of_rows
 
 
 def counts_of(parts: list[np.ndarray]) -> list[Denominators]:

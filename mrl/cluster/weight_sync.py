@@ -282,8 +282,8 @@ def _by_engine(differing: list[Disagreement]) -> dict[int, list[Disagreement]]:
 
 def _kernels_in_words(of_workers: Sequence[Mapping[str, Sequence[str]]]) -> str:
     """Of all workers: what attention, and what experts are computed with; empty where none says."""
-    found = {part: sorted({name for kernels in of_workers for name in kernels.get(part, ())}) for part in _KERNELS}
-    return "; ".join(f"{_KERNELS[part]} {', '.join(names)}" for part, names in found.items() if names)
+    by_part = {part: sorted({name for kernels in of_workers for name in kernels.get(part, ())}) for part in _KERNELS}
+    return "; ".join(f"{_KERNELS[part]} {', '.join(names)}" for part, names in by_part.items() if names)
 
 
 def _metrics(totals: SyncTotals, resynced: int, read_back: bool) -> dict[str, float]:

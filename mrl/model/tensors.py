@@ -90,16 +90,16 @@ def forward_flops_per_token(model: ModelSpec, context: float) -> float:
 
 def module_flops_per_token(model: ModelSpec, context: float) -> dict[str, float]:
     """The part of `forward_flops_per_token` in each module that Megatron's selective recompute names."""
-    found = dict.fromkeys(("core_attn", "mlp", "moe", "shared_experts"), 0.0)
-    found["core_attn"] = forward_flops_per_token(model, context) - forward_flops_per_token(model, 0)
+    by_module = dict.fromkeys(("core_attn", "mlp", "moe", "shared_experts"), 0.0)
+    by_module["core_attn"] = forward_flops_per_token(model, context) - forward_flops_per_token(model, 0)
     for weight, layers in weight_map(model).counted:
         flops = 2.0 * _matmul_numel(model, weight) * layers
         if ".mlp.linear_" in weight.megatron:
-            found["mlp"] += flops
+            by_module["mlp"] += flops
         elif ".mlp." in weight.megatron:
-            found["moe"] += flops
-            found["shared_experts"] += flops * (".mlp.shared_experts." in weight.megatron)
-    return found
+            by_module["moe"] += flops
+            by_module["shared_experts"] += flops * (".mlp.shared_experts." in weight.megatron)
+    return by_module
 
 
 def forward_flops(model: ModelSpec, lengths: Sequence[int], predicted: int) -> float:

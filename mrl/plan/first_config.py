@@ -119,9 +119,9 @@ def _places_of_adam(count: DeviceCount) -> tuple[dict[str, Any], ...]:
 
 def _is_legal(config: RunConfig, model: ModelSpec, broken: list[Violation], candidate: Candidate) -> bool:
     """Whether a layout holds every rule of a configuration; those that it breaks go to `broken`."""
-    found = violations(ResolvedConfig(run_with(config, candidate.degrees, candidate.recompute), {}), model)
-    broken += found
-    return not found
+    violated = violations(ResolvedConfig(run_with(config, candidate.degrees, candidate.recompute), {}), model)
+    broken += violated
+    return not violated
 
 
 def _refusal(path: str, count: DeviceCount, against: _Against) -> str:

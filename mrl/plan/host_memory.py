@@ -38,10 +38,11 @@ def host_section(
     workers: Sequence[Place],
 ) -> dict[str, Any]:
     """Bytes of the fullest node by term, and of the process of each kind that has most. `actors`: by pipeline stage."""
-    held = [held_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
+    rank_bytes = [held_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
     stages = [inputs.train.dense_coords(rank).pp for rank in range(len(ranks))]
     of_ranks = [
-        actors[pp].host | {"save": save_bytes(inputs, rank), "samples": held[pp]} for rank, pp in enumerate(stages)
+        actors[pp].host | {"save": save_bytes(inputs, rank), "samples": rank_bytes[pp]}
+        for rank, pp in enumerate(stages)
     ]
     of_workers = [_worker_terms(inputs, engine, place, ranks) for place in workers]
     nodes: dict[int, Counter[str]] = {}

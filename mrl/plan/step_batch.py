@@ -177,12 +177,12 @@ def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
     data, algorithm = inputs.config.data, inputs.config.algorithm
     rows = -(-batch.samples // inputs.train.data)
     arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy + _F64 * algorithm.use_kl_in_reward  # penalties
-    held = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays
+    own_bytes = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays
     if not _routed(inputs):
-        return held
+        return own_bytes
     tokens = rows * (data.max_prompt_length + data.max_response_length)
     routes = _route_bytes(inputs.model, _moe_layers(inputs.model, inputs.train, pp))
-    return held + tokens * _INT64 + -(-tokens // _parts_of_tokens(inputs)) * routes  # places, and routes
+    return own_bytes + tokens * _INT64 + -(-tokens // _parts_of_tokens(inputs)) * routes  # places, and routes
 
 
 def _routed(inputs: PlanInputs) -> bool:

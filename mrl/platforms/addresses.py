@@ -32,12 +32,12 @@ def address_towards(host: str) -> str:
 
 def interface_of(address: str) -> str:
     """The interface that has `address`. Raises EnvironmentFault where none of this host has."""
-    held = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
-    if address not in held and not address.startswith("127."):  # all of 127/8 is loopback's, which lists one address
+    names = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
+    if address not in names and not address.startswith("127."):  # all of 127/8 is loopback's, which lists one address
         raise EnvironmentFault(
-            f"no interface of this host ({socket.gethostname()}) has the address {address}; it has {sorted(held)}"
+            f"no interface of this host ({socket.gethostname()}) has the address {address}; it has {sorted(names)}"
         )
-    return held.get(address) or held["127.0.0.1"]
+    return names.get(address) or names["127.0.0.1"]
 
 
 def gloo_environment(address: str) -> dict[str, str]:

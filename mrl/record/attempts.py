@@ -76,12 +76,12 @@ def generated_after(folder: Path, step: int, group_size: int) -> int:
     that goes on from `step` generates them again. To be asked before RunDir.truncate_metrics, after which none is left.
     """
     later = [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > step]
-    found = sum(int(row.get("train/trained_groups", 0)) * group_size for row in later)
+    responses = sum(int(row.get("train/trained_groups", 0)) * group_size for row in later)
     with suppress(OSError, ValueError, KeyError, TypeError):
         newest = json.loads((folder / UNDER_WAY).read_text(encoding="utf-8"))
         if newest["step"] > max([step, *(row["training/global_step"] for row in later)]):
-            found += int(newest["responses"])
-    return found
+            responses += int(newest["responses"])
+    return responses
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
@@ -89,18 +89,18 @@ def read_attempts(folder: Path) -> list[Attempt]:
 
     A line that is no such object is passed over.
     """
-    found: list[Attempt] = []
+    attempts: list[Attempt] = []
     with suppress(FileNotFoundError):
         for line in (folder / ATTEMPTS).read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError, AttributeError):
-                _take(found, json.loads(line))
-    return found
+                _take(attempts, json.loads(line))
+    return attempts
 
 
-def _take(found: list[Attempt], row: dict[str, Any]) -> None:
+def _take(attempts: list[Attempt], row: dict[str, Any]) -> None:
     if row["event"] == "began":
         versions = {str(name): str(version) for name, version in row["versions"].items()}
-        found.append(
+        attempts.append(
             Attempt(
                 str(row["time"]),
                 tuple(map(str, row["command"])),
@@ -111,9 +111,9 @@ def _take(found: list[Attempt], row: dict[str, Any]) -> None:
                 generated_again=int(row.get("generated_again", 0)),
             )
         )
-    elif found:
+    elif attempts:
         ended = {"ended": str(row["time"]), "exit_code": int(row["exit_code"]), "message": str(row["message"])}
-        found[-1] = Attempt(**vars(found[-1]) | ended)
+        attempts[-1] = Attempt(**vars(attempts[-1]) | ended)
 
 
 def _append(folder: Path, event: str, row: Mapping[str, Any]) -> None:

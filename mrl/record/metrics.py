@@ -148,9 +148,9 @@ class GeneratingTime:
 
     def metrics(self) -> dict[str, float]:
         """Since the last call; nothing where no token came back."""
-        found = {f"timing_per_token_ms/{GENERATING}": 1e3 * self._seconds / self._tokens} if self._tokens else {}
+        metrics = {f"timing_per_token_ms/{GENERATING}": 1e3 * self._seconds / self._tokens} if self._tokens else {}
         self._seconds, self._tokens = 0.0, 0
-        return found
+        return metrics
 
 
 class PhaseTimer:

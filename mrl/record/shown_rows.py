@@ -34,13 +34,13 @@ def extreme_rows(
     Of different prompts as long as there are such.
     """
     order = sorted(range(len(scores)), key=lambda row: scores[row])
-    found = {"best": _of_different(order[::-1], prompts)}
-    found["worst"] = _of_different([row for row in order if row not in found["best"]], prompts)
+    shown = {"best": _of_different(order[::-1], prompts)}
+    shown["worst"] = _of_different([row for row in order if row not in shown["best"]], prompts)
     if gaps is not None:
-        taken = {*found["best"], *found["worst"]}
+        taken = {*shown["best"], *shown["worst"]}
         furthest = sorted(set(range(len(scores))) - taken, key=lambda row: (-gaps[row], row))
-        found["changed"] = _of_different(furthest, prompts)
-    return found
+        shown["changed"] = _of_different(furthest, prompts)
+    return shown
 
 
 def _of_different(order: Sequence[int], prompts: Sequence[int]) -> list[int]:

@@ -329,8 +329,8 @@ class GenerationAhead:
         self._is_noted = True
         numbers = sorted({sent.number for sent in self._dispatcher.under_way.values() if sent.engine in engines})
         groups = [Unfinished(n, self._prompts[n][0].prompt_id, self._buffer.groups[n].tokens) for n in numbers]
-        told = self._lost.note(self._buffer.step, engines, str(error), groups)
-        return concerning(Interrupted(f"{error}; {told}" if told else str(error)), *processes_of(error))
+        words = self._lost.note(self._buffer.step, engines, str(error), groups)
+        return concerning(Interrupted(f"{error}; {words}" if words else str(error)), *processes_of(error))
 
     def _has_rested(self) -> bool:
         """Whether it did, since weights may change and are about to."""

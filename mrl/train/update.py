@@ -39,8 +39,8 @@ def old_log_probs(config: RunConfig, step: TrainedStep) -> dict[str, float]:
     return {} if config.algorithm.on_policy else _metrics_of(step.log_probs())
 
 
-def _metrics_of(found: Mismatch) -> dict[str, float]:
-    return {"actor/entropy": found.entropy} | mismatch_metrics(found.of_rows)
+def _metrics_of(mismatch: Mismatch) -> dict[str, float]:
+    return {"actor/entropy": mismatch.entropy} | mismatch_metrics(mismatch.of_rows)
 
 
 def check_any_route(rows: SampleRows) -> None:

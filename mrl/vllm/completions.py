@@ -90,17 +90,17 @@ def stamped_spans(answer: Any, begun: int, newest: int) -> Spans:
 
     Raises RuntimeError where they are not of all tokens, by versions from `begun` to `newest`.
     """
-    found = [(int(span.start), int(span.end), _number(span.version)) for span in answer.weight_versions or ()]
-    if not found and not len(answer.token_ids):
+    spans = [(int(span.start), int(span.end), _number(span.version)) for span in answer.weight_versions or ()]
+    if not spans and not len(answer.token_ids):
         return ((0, newest),)
-    ends = [0, *(end for _, end, _ in found)]
-    versions = [version for *_, version in found]
-    whole = [start for start, *_ in found] == ends[:-1] and ends[-1] == len(answer.token_ids)
+    ends = [0, *(end for _, end, _ in spans)]
+    versions = [version for *_, version in spans]
+    whole = [start for start, *_ in spans] == ends[:-1] and ends[-1] == len(answer.token_ids)
     if not (whole and versions == sorted(set(versions)) and begun <= versions[0] and versions[-1] <= newest):
         raise RuntimeError(
-            f"its {len(answer.token_ids)} tokens are of weight versions {found}, not of {begun} to {newest}"
+            f"its {len(answer.token_ids)} tokens are of weight versions {spans}, not of {begun} to {newest}"
         )
-    return tuple((start, version) for start, _, version in found)
+    return tuple((start, version) for start, _, version in spans)
 
 
 def _number(version: str) -> int:

@@ -132,12 +132,12 @@ def install() -> None:
 def preloaded_libraries(given: str) -> str:
     """LD_PRELOAD as vLLM's CPU platform sets it while it makes an engine's configuration: OpenMP of torch, its heap."""
     openmp, heap = _library("torch", *_OPENMP), _library("vllm", *_HEAP)
-    found = [given] if given else []
+    libraries = [given] if given else []
     if openmp and not re.search("libomp|libgomp|libiomp", given):
-        found = [*found, openmp]
+        libraries = [*libraries, openmp]
     if heap and "libtcmalloc" not in given:
-        found = [heap, *found]
-    return ":".join(found)
+        libraries = [heap, *libraries]
+    return ":".join(libraries)
 
 
 def _library(package: str, *patterns: str) -> str | None:

@@ -208,9 +208,9 @@ class FastPath:
             writer.finish()
             finalised = time.perf_counter()
             self._writer = None
-            held = self.held_digests() if self._read_back else None
+            digests = self.held_digests() if self._read_back else None
         seconds = {"finalise": finalised - began, "read_back": time.perf_counter() - finalised}
-        self._report |= {"worker": self._worker, "received": writer.received, "shown": writer.shown, "held": held}
+        self._report |= {"worker": self._worker, "received": writer.received, "shown": writer.shown, "held": digests}
         self._report["seconds"] |= seconds | writer.seconds
 
     def report(self) -> dict[str, Any]:

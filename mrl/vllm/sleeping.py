@@ -145,10 +145,10 @@ def clear(caches: Any) -> None:
         cache.zero_()
 
 
-def _tensors(found: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> Iterator[Tensor]:
     """A KV cache is a tensor a layer, or several."""
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, list | tuple):
-        for one in found:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
             yield from _tensors(one)

@@ -51,12 +51,12 @@ class Evidence:
     @cached_property
     def manifests(self) -> dict[int, Manifest]:
         """Of whole checkpoints, by step."""
-        found = {}
+        manifests = {}
         for folder in self.run.checkpoints.glob("step-*"):
             with suppress(EnvironmentFault):  # one that is not whole is no mark
                 manifest = read_manifest(folder)
-                found[manifest.step] = manifest
-        return found
+                manifests[manifest.step] = manifest
+        return manifests
 
     @cached_property
     def degrees(self) -> Mapping[str, int]:

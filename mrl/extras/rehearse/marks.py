@@ -53,13 +53,13 @@ def judge(rehearsal: Rehearsal, evidence: Evidence) -> tuple[list[Exercised], li
         value = switch.value(rehearsal.config)
         if value is None or switch.name in named:
             continue
-        found = switch.mark(evidence, rehearsal.config)
-        if found is None:
+        mark = switch.mark(evidence, rehearsal.config)
+        if mark is None:
             lost.append(
                 OutOfReach(switch.name, switch.missing if switch.mark is _never else f"{NO_MARK}: {switch.missing}")
             )
         else:
-            exercised.append(Exercised(switch.name, value, found))
+            exercised.append(Exercised(switch.name, value, mark))
     return exercised, lost
 
 

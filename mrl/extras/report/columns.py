@@ -49,16 +49,16 @@ class Curve:
 
 def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     """Every metric of the rows, in the order in which names first appear; what is no finite number is not there."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    series: dict[str, tuple[list[int], list[float]]] = {}
     for row in rows:
         step = row[STEP]
         for name, value in row.items():
             if value is None or isinstance(value, str | bool | list | dict) or name == STEP:
                 continue
-            steps, values = found.setdefault(name, ([], []))
+            steps, values = series.setdefault(name, ([], []))
             steps.append(step)
             values.append(value)
-    return {name: curve for name, (steps, values) in found.items() if len(curve := _finite(steps, values))}
+    return {name: curve for name, (steps, values) in series.items() if len(curve := _finite(steps, values))}
 
 
 def _finite(steps: list[int], values: list[float]) -> Curve:

@@ -94,22 +94,24 @@ def _responses(lines: Sequence[str]) -> Iterator[Response]:
 
 def prompt_means(responses: Sequence[Response]) -> dict[str, dict[tuple[int, str], float]]:
     """Mean score of each prompt, by data source. A prompt is its number and its text: other data has other prompts."""
-    found: dict[str, dict[tuple[int, str], list[float]]] = defaultdict(lambda: defaultdict(list))
+    by_prompt: dict[str, dict[tuple[int, str], list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in responses:
-        found[one.data_source][one.prompt_id, one.input].append(one.score)
-    return {source: {prompt: float(np.mean(scores)) for prompt, scores in by.items()} for source, by in found.items()}
+        by_prompt[one.data_source][one.prompt_id, one.input].append(one.score)
+    return {
+        source: {prompt: float(np.mean(scores)) for prompt, scores in by.items()} for source, by in by_prompt.items()
+    }
 
 
 def differences(first: Sequence[Response], second: Sequence[Response]) -> dict[str, Difference]:
     """By data source, over the prompts that both answered; none of a source that shares no two."""
-    before, after, found = prompt_means(first), prompt_means(second), {}
+    before, after, by_source = prompt_means(first), prompt_means(second), {}
     for source in sorted(before.keys() & after.keys()):
         shared = sorted(before[source].keys() & after[source].keys())
         if len(shared) >= 2:
-            found[source] = paired(
+            by_source[source] = paired(
                 np.array([before[source][p] for p in shared]), np.array([after[source][p] for p in shared])
             )
-    return found
+    return by_source
 
 
 def paired(first: np.ndarray, second: np.ndarray) -> Difference:

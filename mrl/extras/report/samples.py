@@ -115,12 +115,12 @@ def tokens_of(ids: Sequence[int], values: Sequence[float | None], decode: Decode
     """
     if decode is None:
         return tuple(Token(f"{one} ", value) for one, value in zip(ids, values, strict=True))
-    found, start = [], 0
+    tokens, start = [], 0
     for stop in range(1, len(ids) + 1):
         text = decode(ids[start:stop])
         if _TORN in text and stop - start < _WHOLE_AFTER and stop < len(ids):
             continue
         known = [value for value in values[start:stop] if value is not None]
-        found.append(Token(text, max(known, key=abs) if known else None))
+        tokens.append(Token(text, max(known, key=abs) if known else None))
         start = stop
-    return tuple(found)
+    return tuple(tokens)

@@ -346,10 +346,10 @@ def _incidents(run: RunRecord) -> Iterator[tuple[int, str, str]]:
         curve = run.curves.get(name)
         if curve is not None and curve.last > 0:
             yield int(curve.steps[curve.values > 0][0]), f"{name} {curve.last:g}", f"{meaning} (first in this step)"
-    for one in run.attempts:
-        if one.generated_again:
+    for attempt in run.attempts:
+        if attempt.generated_again:
             lost = "of later steps, lost with the process or the node that a start before ended with"
-            yield one.step, f"{one.generated_again} responses generated again", lost
+            yield attempt.step, f"{attempt.generated_again} responses generated again", lost
     for advice in run.advice:
         yield advice.step, "advice", advice.text
     yield from _lost_engines(run)
@@ -372,13 +372,12 @@ def _lost_engines(run: RunRecord) -> Iterator[tuple[int, str, str]]:
 
 
 def _starts(run: RunRecord) -> Iterator[str]:
-    for number, one in enumerate(run.attempts, 1):
-        again = f", with {one.generated_again} responses generated again" if one.generated_again else ""
-        begun = f"Start {number}: {one.began} on {one.host}, from step {one.step}{again}"
-        if one.exit_code is not None:
-            yield (
-                f"{begun}; ended {one.ended} with exit code {one.exit_code}{f': {one.message}' if one.message else ''}"
-            )
+    for number, attempt in enumerate(run.attempts, 1):
+        again = f", with {attempt.generated_again} responses generated again" if attempt.generated_again else ""
+        begun = f"Start {number}: {attempt.began} on {attempt.host}, from step {attempt.step}{again}"
+        if attempt.exit_code is not None:
+            why = f": {attempt.message}" if attempt.message else ""
+            yield f"{begun}; ended {attempt.ended} with exit code {attempt.exit_code}{why}"
         elif run.running and number == len(run.attempts):
             yield f"{begun}; it goes on"
         else:

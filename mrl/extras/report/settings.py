@@ -77,13 +77,13 @@ def read_settings(path: Path) -> Settings:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
-        found = _LEAF.fullmatch(line)
-        if found is None:
+        match = _LEAF.fullmatch(line)
+        if match is None:
             raise ConfigError(f"{path}:{number}: not a line of a resolved configuration: {line[:80]}")
-        open_keys = [*open_keys[: len(found["indent"]) // 2], found["key"].strip()]
-        if found["value"] is not None:
+        open_keys = [*open_keys[: len(match["indent"]) // 2], match["key"].strip()]
+        if match["value"] is not None:
             key = ".".join(open_keys)
-            by_key[key] = Setting(key, found["value"], found["origin"])
+            by_key[key] = Setting(key, match["value"], match["origin"])
     if not by_key:
         raise ConfigError(f"{path}: holds no key; it is no resolved configuration")
     head = tuple(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
