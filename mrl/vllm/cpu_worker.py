@@ -10,16 +10,17 @@ Private in vLLM, and why it is touched:
 * `layer.cpu_linear`, `dispatch_cpu_unquantized_gemm`: the closure that holds a packed linear, and what makes it.
 * `get_layerwise_info(layer).restore_metadata`: shape and dtype of a linear whose parameter packing left empty.
 * `model_runner.kv_caches`: the KV cache, layer by layer.
-* `SpinCondition`: how long a worker polls for its next call before it blocks.
+* `shm_broadcast.SpinCondition.wait`: how a core waits for its workers, and a worker for its next call.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.utils import get_model_architecture
@@ -29,7 +30,7 @@ from mrl.platforms.process_memory import give_back_heap, note_baseline
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 from mrl.vllm.sleeping import NAN, clear, poison
 
-IDLE_SPIN_S = 0.01  # from the arrival of the last call; a longer step is waited for by its notification
+NAP_S = 2e-4
 
 
 class CpuWorker(CPUWorker):
@@ -39,7 +40,7 @@ class CpuWorker(CPUWorker):
     unpacked_layers: list[nn.Module]
 
     def __init__(self, *arguments: Any, **named: Any):
-        rest_between_generations()  # before the queue of its calls is made
+        nap_while_waiting()  # before the queue of its calls is made
         super().__init__(*arguments, **named)
         if self.parallel_config.data_parallel_size > 1 or self.parallel_config.enable_expert_parallel:
             from mrl.vllm.cpu_parallel import install
@@ -105,11 +106,24 @@ class CpuWorker(CPUWorker):
             raise RuntimeError(f"{what} was asked of a worker whose {' and '.join(self.memory_asleep)} are asleep")
 
 
-def rest_between_generations() -> None:
-    """Makes the queues of this process block soon. vLLM's own polls a second long after the last call, on a core that
-    actor ranks compute on: a tenth of the tiny model's step.
+class NappingCondition(shm_broadcast.SpinCondition):
+    """Where vLLM's own polls on a core, for a second from the last call on, this looks and naps in turn.
+
+    The core is another's: a worker computes while its core waits, a front end while both do, actor ranks when a
+    generation is over. After that second it blocks, as vLLM's own; what ends that takes milliseconds on two cores.
     """
-    SpinCondition.__init__.__defaults__ = (IDLE_SPIN_S,)
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        """As vLLM's own."""
+        if time.monotonic() <= self.last_read + self.busy_loop_s:
+            time.sleep(NAP_S)
+        else:
+            super().wait(timeout_ms)
+
+
+def nap_while_waiting() -> None:
+    """The queues between core and workers that this process makes from now on wait so."""
+    shm_broadcast.SpinCondition = NappingCondition
 
 
 @dataclass(frozen=True)

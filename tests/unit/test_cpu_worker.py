@@ -6,6 +6,7 @@ What the memory of a real model comes to is in tests/real/test_engine_sleep.py.
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,15 @@ from mrl.vllm.engine_state import CACHE, WEIGHTS
 
 
 class SpinCondition:
-    """As vLLM's queues make it: without saying how long."""
+    """vLLM's, of a reader; `blocked` is what it was asked to wait for when it did not poll."""
 
-    def __init__(self, is_reader: bool, busy_loop_s: float = 1):
-        self.busy_loop_s = busy_loop_s
+    def __init__(self, last_read: float = 0.0, busy_loop_s: float = 1.0):
+        self.last_read, self.busy_loop_s, self.blocked = last_read, busy_loop_s, []
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        if time.monotonic() <= self.last_read + self.busy_loop_s:
+            raise AssertionError("it polled")
+        self.blocked.append(timeout_ms)
 
 
 class CPUWorker:
@@ -65,7 +71,7 @@ PACKED = SimpleNamespace(restore_metadata=({"weight": torch.empty(5, 4, device="
 def module(monkeypatch):
     """mrl.vllm.cpu_worker as it is where vLLM is the stand-in."""
     vllm = {
-        "vllm.distributed.device_communicators.shm_broadcast": {"SpinCondition": SpinCondition},
+        "vllm.distributed.device_communicators": {"shm_broadcast": SimpleNamespace(SpinCondition=SpinCondition)},
         "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": dispatch},
         "vllm.model_executor.model_loader.reload.layerwise": {"get_layerwise_info": lambda layer: PACKED},
         "vllm.model_executor.model_loader.utils": {"get_model_architecture": lambda config: None},
@@ -91,10 +97,15 @@ def worker(module):
     return made
 
 
-def test_a_worker_blocks_soon_after_its_last_call(module, monkeypatch):
-    monkeypatch.setattr(SpinCondition.__init__, "__defaults__", (1,))
+def test_processes_nap_between_two_looks_for_a_call_and_block_when_none_comes(module, monkeypatch):
+    shm_broadcast = module.shm_broadcast
+    assert shm_broadcast.SpinCondition is SpinCondition
     module.CpuWorker()
-    assert SpinCondition(is_reader=True).busy_loop_s == module.IDLE_SPIN_S < 0.1
+    naps = []
+    monkeypatch.setattr(module.time, "sleep", naps.append)
+    shm_broadcast.SpinCondition(last_read=time.monotonic()).wait(7)
+    (waiting := shm_broadcast.SpinCondition(last_read=time.monotonic() - 2)).wait(7)
+    assert (naps, waiting.blocked) == ([module.NAP_S], [7]) and module.NAP_S < 1e-3
 
 
 def held(worker) -> tuple[int, int]:
