@@ -113,10 +113,10 @@ class Machines:
 
 def first_of_each(values: Iterable[str]) -> list[int]:
     """Position of the first of each value."""
-    places: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for number, value in enumerate(values):
-        places.setdefault(value, number)
-    return list(places.values())
+        positions.setdefault(value, number)
+    return list(positions.values())
 
 
 def _in_words(speeds: list[Speed]) -> list[str]:

@@ -123,9 +123,9 @@ class RequestStreams:
         each = 1 + told.routed
         blocks = self._workers[engine].blocks.options(num_returns=1 + each * len(told.sizes))
         there, *made = blocks.remote(self._client, told.ticket, told.routed)
-        fetched = [ResponseBlock(*made[i : i + each], node=self._nodes[engine]) for i in range(0, len(made), each)]
+        responses = [ResponseBlock(*made[i : i + each], node=self._nodes[engine]) for i in range(0, len(made), each)]
         rows = SampleRows.from_bytes(told.rows)
-        self._coming[there] = Arrived(StoredSamples.of_blocks(rows, told.sizes, fetched), engine, told.held_s)
+        self._coming[there] = Arrived(StoredSamples.of_blocks(rows, told.sizes, responses), engine, told.held_s)
 
     def _arrived(self, timeout_s: float) -> list[Arrived]:
         """Whose blocks are there: they outlive the engine's process from here on. They take a moment to make; an engine

@@ -30,7 +30,7 @@ from mrl.platforms.process_memory import give_back_heap, note_baseline
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 from mrl.vllm.sleeping import NAN, clear, poison
 
-NAP_S = 2e-4
+NAP_S = 2e-4  # between two looks; two of them are a hundredth of a step of the tiny model's engine
 
 
 class CpuWorker(CPUWorker):
@@ -40,7 +40,7 @@ class CpuWorker(CPUWorker):
     unpacked_layers: list[nn.Module]
 
     def __init__(self, *arguments: Any, **named: Any):
-        nap_while_waiting()  # before the queue of its calls is made
+        nap_while_waiting()  # one that was spawned; forked.py does it for the others
         super().__init__(*arguments, **named)
         if self.parallel_config.data_parallel_size > 1 or self.parallel_config.enable_expert_parallel:
             from mrl.vllm.cpu_parallel import install

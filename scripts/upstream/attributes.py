@@ -45,6 +45,12 @@ REACHED = (
         _COMMON,
     ),
     Reached(
+        _BOTH,
+        "vllm.distributed.device_communicators.shm_broadcast.SpinCondition",
+        ("wait", "last_read", "busy_loop_s"),
+        "mrl/vllm/cpu_worker.py",
+    ),
+    Reached(
         _BOTH, "vllm.v1.worker.cpu_worker.CPUWorker", ("execute_model", "sleep", "wake_up"), "mrl/vllm/cpu_worker.py"
     ),
     Reached(

@@ -26,8 +26,9 @@ from mrl.vllm.process_watch import ProcessWatch, end_with_parent
 
 def facts():
     import torch
+    from vllm.distributed.device_communicators import shm_broadcast
     return [os.environ.get("TOLD"), os.environ.get("GONE"), torch.get_num_threads(), sorted(os.sched_getaffinity(0)),
-            os.getppid()]
+            os.getppid(), shm_broadcast.SpinCondition.__name__]
 
 def core(told):
     setproctitle.setproctitle("VLLM::EngineCore")
@@ -103,7 +104,9 @@ def answer(front_end: subprocess.Popen) -> list:
 def test_forked_processes_are_what_spawned_ones_would_be_and_end_as_they_would(front_end):
     core, worker, facts, server, folder = answer(front_end)
     front_end.below += [psutil.Process(pid) for pid in (core, worker, server)]
+    *facts, condition = facts
     assert facts == ["worker", None, 2, [max(os.sched_getaffinity(0))], server], "what the core set, not the server"
+    assert condition == "NappingCondition", "who waits for the other would keep a core busy"
     assert [psutil.Process(pid).cmdline()[0].split()[0] for pid in (core, worker)] == [
         "VLLM::EngineCore",
         "VLLM::Worker_TP0",
