@@ -119,7 +119,7 @@ def test_requests_in_flight_and_new_ones_outlast_a_pause_bit_for_bit(walked):
 
 
 SLOPE_MIB = 0.5  # a cycle; a leak of any tensor of these models' layers is more
-# 45 of them, since the heap grows in a few steps of 2 to 7 MiB and then stands still: over 20 one such step is the slope
+# 45, since the heap grows in a few steps of 2 to 7 MiB and then stands still: over 20 one such step is the slope
 WARM = 5  # cycles until heap and caches have found their size
 
 
