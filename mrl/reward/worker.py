@@ -33,7 +33,10 @@ def main(requests_fd: int, results_fd: int) -> None:
     """Serves until the requests end."""
     _die_with_the_parent()
     requests = os.fdopen(requests_fd, "rb")
-    spec = RewardSpec(**json.loads(requests.readline()))
+    first = requests.readline()
+    if not first:  # the run ended while this process started
+        return
+    spec = RewardSpec(**json.loads(first))
     _limit_memory(spec.max_memory_gib)
     try:
         function = resolve(spec)

@@ -1,6 +1,7 @@
 """Built-in rewards, how a function is found, and how its answers are judged: all without a process."""
 
 import math
+import os
 import subprocess
 import sys
 
@@ -170,3 +171,12 @@ def test_the_worker_imports_nothing_heavy():
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30).stdout.strip() == "[]"
     )
+
+
+def test_a_worker_whose_run_ends_before_it_was_told_anything_says_nothing():
+    requests, told = os.pipe()
+    os.close(told)
+    command = [sys.executable, "-m", "mrl.reward.worker", str(requests), "2"]
+    with subprocess.Popen(command, pass_fds=(requests,), stderr=subprocess.PIPE, text=True) as worker:
+        assert worker.communicate(timeout=30) == (None, "") and worker.returncode == 0
+    os.close(requests)
