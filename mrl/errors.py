@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 
@@ -37,6 +38,18 @@ class EnvironmentFault(MrlError):
     """
 
     exit_code = 4
+
+
+class DamagedCheckpoint(EnvironmentFault):
+    """A file of a checkpoint is not what was written: `DamagedCheckpoint(text, folder)`."""
+
+    @property
+    def folder(self) -> Path:
+        """Of the checkpoint."""
+        return Path(self.args[1])
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 class Interrupted(MrlError):

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import EnvironmentFault, NumericAbort
+from mrl.errors import DamagedCheckpoint, EnvironmentFault, NumericAbort
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
 
@@ -167,7 +167,7 @@ def read_manifest(folder: Path) -> Manifest:
 def check_digests(folder: Path, manifest: Manifest) -> None:
     """Reads every file of a checkpoint, several at once: one core hashes at a fraction of what storage gives.
 
-    Raises EnvironmentFault naming the first, in the manifest's order, whose bytes are not those that were written.
+    Raises DamagedCheckpoint naming the first, in the manifest's order, whose bytes are not those that were written.
     """
     check_files(folder, manifest.files() | manifest.files_beside(), min(MOST_READERS, os.cpu_count() or 1))
 
@@ -184,7 +184,7 @@ def share_of_files(files: FileFacts, reader: int, readers: int) -> FileFacts:
 
 
 def check_files(folder: Path, files: FileFacts, threads: int) -> None:
-    """Reads files, several at once. Raises EnvironmentFault naming the first whose bytes are not those of `files`."""
+    """Reads files, several at once. Raises DamagedCheckpoint naming the first whose bytes are not those of `files`."""
     with ThreadPoolExecutor(threads) as pool:
         checks = [pool.submit(check_digest, folder, name, files) for name in files]
         try:
@@ -195,19 +195,23 @@ def check_files(folder: Path, files: FileFacts, threads: int) -> None:
 
 
 def check_digest(folder: Path, name: str, files: FileFacts) -> None:
-    """Compares one file with its size and digest in `files`, a manifest's. Raises EnvironmentFault."""
+    """Compares one file with its size and digest in `files`, a manifest's.
+
+    Raises DamagedCheckpoint, EnvironmentFault for a name that is not listed.
+    """
     if name not in files or Path(name).name != name:
         raise EnvironmentFault(f"{folder}: the manifest does not list {name}")
     try:
         actual = file_facts(folder / name)
     except OSError as error:
-        raise EnvironmentFault(
-            f"{folder / name} cannot be read ({error.strerror}); resume from an older checkpoint"
+        raise DamagedCheckpoint(
+            f"{folder / name} cannot be read ({error.strerror}); resume from an older checkpoint", str(folder)
         ) from error
     if actual != files[name]:
-        raise EnvironmentFault(
+        raise DamagedCheckpoint(
             f"{folder / name}: its bytes are not those that were written (SHA-256 differs); resume "
-            "from an older checkpoint"
+            "from an older checkpoint",
+            str(folder),
         )
 
 

@@ -194,7 +194,7 @@ def step_folder(path: Path) -> Path:
 
 
 def _newest_of_run(run_dir: Path) -> Path | None:
-    newest = newest_checkpoint(run_dir / "checkpoints", digests=False)  # files are checked when they are read
+    newest = newest_checkpoint(run_dir / "checkpoints")
     for error in newest.damaged.values():
         print(f"passed over: {error}")
     return newest.path

@@ -7,12 +7,13 @@ Room is counted from arithmetic before a run starts, and from the ranks' own siz
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 
-from mrl.checkpoint.manifest import MANIFEST, Manifest, check_digests, fsync, read_manifest
+from mrl.checkpoint.manifest import MANIFEST, Manifest, fsync, read_manifest
 from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import RunConfig
 from mrl.data.routes import RouteShape
@@ -38,20 +39,18 @@ class Newest:
     damaged: dict[Path, EnvironmentFault]  # newest first, with what is wrong
 
 
-def newest_checkpoint(folder: Path, digests: bool) -> Newest:
-    """Looks below `folder`, newest first, until manifest and sizes are right; with `digests`, every byte
-    (about 2 GB/s).
+def newest_checkpoint(folder: Path, known: Mapping[Path, EnvironmentFault] = MappingProxyType({})) -> Newest:
+    """Looks below `folder`, newest first, until manifest and sizes are right. Bytes are compared with their digests by
+    those who read them, in parallel; `known`: which were found damaged so.
     """
     damaged: dict[Path, EnvironmentFault] = {}
     for _, path in reversed(checkpoint_steps(folder)):
         try:
-            manifest = read_manifest(path)
-            if digests:
-                check_digests(path, manifest)
+            if path in known:
+                raise known[path]
+            return Newest(path, read_manifest(path), damaged)
         except EnvironmentFault as error:
             damaged[path] = error
-        else:
-            return Newest(path, manifest, damaged)
     return Newest(None, None, damaged)
 
 

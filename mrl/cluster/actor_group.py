@@ -59,7 +59,11 @@ class ActorGroup:
             ).remote(config.model_dump(), rank, str(run_dir / "logs" / log_file(f"rank {rank}")), seat.places)
             for rank, seat in enumerate(self.seats.seats)
         ]
-        self._start(checkpoint, run_dir)
+        try:
+            self._start(checkpoint, run_dir)
+        except BaseException:
+            self.stop()  # nobody else has them
+            raise
 
     def _start(self, checkpoint: Path | None, run_dir: Path) -> None:
         limit = self.config.cluster.start_timeout_s

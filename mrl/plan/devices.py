@@ -137,9 +137,8 @@ class Assumptions:
     response_share: float = 0.5
     # Without a balancing loss, which RL leaves out, the busiest expert rank gets more than the mean.
     expert_load: float = 1.25
-    # SHA-256 of a core with the instructions for it, and how many files are hashed at once.
+    # SHA-256 of a core with the instructions for it.
     hash_rate: float = 1.5e9
-    hash_threads: int = 16
     # vLLM's level of sleep: 2 drops the weights, which the next sync brings anew; 1 would keep a copy of them on the
     # host.
     sleep_level: int = 2

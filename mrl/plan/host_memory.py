@@ -104,14 +104,10 @@ def save_bytes(inputs: PlanInputs, rank: int) -> int:
 
 
 def resume_seconds(inputs: PlanInputs) -> float:
-    """Until ranks go on from a checkpoint, by what hashing takes: the driver verifies all files, `hash_threads` at a
-    time (mrl/checkpoint/manifest.py), then ranks do, a file each, and read them (mrl/checkpoint/rank_load.py). Storage
-    that gives less than that decides instead.
+    """Until ranks go on from a checkpoint, by what hashing takes: each rank verifies the bytes of a file of its size,
+    all at once (mrl/checkpoint/rank_load.py). Storage that gives less than that decides instead.
     """
-    sizes = [save_bytes(inputs, rank) for rank in range(inputs.train.world_size)]
-    usual = inputs.assumptions
-    threads = min(usual.hash_threads, len(sizes))
-    return (sum(sizes) / threads + max(sizes)) / usual.hash_rate
+    return max(save_bytes(inputs, rank) for rank in range(inputs.train.world_size)) / inputs.assumptions.hash_rate
 
 
 def _saved(numel: int, precision: Precision, shards: int, is_first: bool) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mrl.checkpoint.group_files import group_file, read_group
+from mrl.checkpoint.manifest import check_digest
 from mrl.cluster.reward_texts import with_texts
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.data.order import DataCursor
@@ -92,15 +93,16 @@ def of_group(number: int, parts: Mapping[int, StoredSamples]) -> StoredSamples:
 def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups:
     """What `write` wrote, tokens in the object store of this node, read group by group.
 
-    The files have been compared with their digests, as all of a checkpoint.
+    Raises DamagedCheckpoint for a file that is not what was written.
     """
     responses: dict[Key, StoredSamples] = {}
     ledger = Ledger.from_json(said["ledger"])
     finished = {group.number for group in ledger.groups if group.state is State.FINISHED}
     for number in sorted({number for number, _ in said["responses"]}):
-        samples = read_group(file := folder / group_file(number))
+        check_digest(folder, name := group_file(number), said["files"])
+        samples = read_group(folder / name)
         if number in finished:
-            spool.take_over(number, file, said["files"][file.name])
+            spool.take_over(number, folder / name, said["files"][name])
         rows = (samples.rows(np.array([i])) for i in range(len(samples)))  # copies, so that each is put alone
         responses |= {(number, int(row.sample_id[0])): StoredSamples.put_here(row) for row in rows}
     results = {(number, index): RewardResult(**result) for number, index, result in said["results"]}

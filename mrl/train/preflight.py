@@ -47,7 +47,7 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
         raise InvalidConfig(broken)
     check_packages(config.trainer.logger)
     folder = run_dir_path(config, resume)
-    find_resume_point(config, folder, resume, digests=False)
+    find_resume_point(config, folder, resume)
     check_checkpoint(config.model.path, model)
     check_room(folder, checkpoint_bytes(model, config.model.dtype) + groups_ahead_bytes(config, model))
     _check_cluster(config)

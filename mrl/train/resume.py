@@ -3,17 +3,19 @@
 No torch, no Ray.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mrl.checkpoint.manifest import Manifest, check_digests, read_manifest
+from mrl.checkpoint.manifest import Manifest, read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
 from mrl.checkpoint.step_folders import Newest, newest_checkpoint, set_aside
 from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schema import RunConfig, leaf
 from mrl.data.order import DataCursor
-from mrl.errors import ConfigError, DataError, NothingToDo
+from mrl.errors import ConfigError, DataError, EnvironmentFault, NothingToDo
 from mrl.model import load_model_spec, model_spec
 from mrl.record.attempts import generated_after
 from mrl.record.run_dir import RunDir, read_metrics
@@ -72,21 +74,21 @@ def resume_note(config: RunConfig, resume: bool) -> list[str]:
     return []
 
 
-def find_resume_point(config: RunConfig, run_dir: Path, resume: bool, digests: bool) -> Newest | None:
+def find_resume_point(
+    config: RunConfig, run_dir: Path, resume: bool, damaged: Mapping[Path, EnvironmentFault] = MappingProxyType({})
+) -> Newest | None:
     """The newest complete checkpoint and what it says of itself, an empty one for a run that saved none, which starts
     anew.
 
-    Without `resume` the one that resume_mode: resume_path names; None for a run from the beginning. With `digests`, a
-    checkpoint counts as complete only when every byte of it is what was written. Raises EnvironmentFault when all that
-    there are are damaged, ConfigError when the newest is of another model than `config`'s or was trained with other
-    values of FIXED.
+    Without `resume` the one that resume_mode: resume_path names; None for a run from the beginning. Manifests and
+    sizes are looked at here, every byte by the ranks that load it; `damaged`: what they found at an earlier try.
+    Raises EnvironmentFault when all that there are are damaged, ConfigError when the newest is of another model than
+    `config`'s or was trained with other values of FIXED.
     """
     if not resume and config.trainer.resume_mode != "resume_path":
         return None
     newest = (
-        newest_checkpoint(RunDir(run_dir).checkpoints, digests)
-        if resume
-        else _named(config.trainer.resume_from_path, digests)
+        newest_checkpoint(RunDir(run_dir).checkpoints, damaged) if resume else _named(config.trainer.resume_from_path)
     )
     if newest.manifest is not None:
         _check_same_model(config, newest.manifest, newest.path)
@@ -96,13 +98,10 @@ def find_resume_point(config: RunConfig, run_dir: Path, resume: bool, digests: b
     return newest
 
 
-def _named(path: str, digests: bool) -> Newest:
-    """The checkpoint that a configuration names. Raises EnvironmentFault where it is none, or is damaged."""
+def _named(path: str) -> Newest:
+    """The checkpoint that a configuration names. Raises EnvironmentFault where it is none, or files are missing."""
     folder = step_folder(Path(path)).resolve()
-    manifest = read_manifest(folder)
-    if digests:
-        check_digests(folder, manifest)
-    return Newest(folder, manifest, {})
+    return Newest(folder, read_manifest(folder), {})
 
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
@@ -139,12 +138,14 @@ def _check_same_model(config: RunConfig, manifest: Manifest, folder: Path) -> No
         )
 
 
-def verified_resume_point(config: RunConfig, path: Path, resume: bool, data_fingerprint: str) -> Newest | None:
-    """As `find_resume_point`, every byte of it read. Writes nothing.
+def resume_point(
+    config: RunConfig, path: Path, resume: bool, damaged: Mapping[Path, EnvironmentFault], data_fingerprint: str
+) -> Newest | None:
+    """As `find_resume_point`, the data compared too. Writes nothing.
 
     Raises NothingToDo when the last step of the run in `path` is done.
     """
-    point = find_resume_point(config, path, resume, digests=True)
+    point = find_resume_point(config, path, resume, damaged)
     if point is None or point.manifest is None:
         return point
     _check_same_data(point.manifest, data_fingerprint, point.path)

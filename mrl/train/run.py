@@ -32,7 +32,7 @@ from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import OPTIMIZER
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
 from mrl.data.order import PromptStream
-from mrl.errors import Interrupted
+from mrl.errors import DamagedCheckpoint, Interrupted
 from mrl.model import load_model_spec, read_hf_config
 from mrl.plan.run_plan import plan_again, plan_text
 from mrl.platforms.versions import installed_versions
@@ -52,7 +52,7 @@ from mrl.train.lost_engines import LostEngines
 from mrl.train.placement import Colocated, Placement, Separate
 from mrl.train.preflight import run_dir_path
 from mrl.train.reporting import AdvisedRecord
-from mrl.train.resume import TrainState, generated_again, rewind, verified_resume_point
+from mrl.train.resume import TrainState, generated_again, resume_point, rewind
 from mrl.train.rollouts import Responder
 from mrl.train.saving import Saver
 from mrl.train.spool import Spool
@@ -126,52 +126,87 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
 
     `views`: of its metrics, beside those that trainer.logger names.
 
-    Raises one of mrl.errors. The run directory is made once the data, the reward and the cluster are known to be right.
+    A checkpoint whose bytes its ranks find damaged is passed over: the run starts again, from the one before. Raises
+    one of mrl.errors. The run directory is made once the data, the reward and the cluster are known to be right.
     """
-    config = resolved.config
+    damaged: dict[Path, DamagedCheckpoint] = {}
     with ExitStack() as stack:
-        tokenizer = load_tokenizer(config.model.path)
-        stream, val = load_training(config, tokenizer), load_validation(config, tokenizer)
-        scoring = reward_spec(config, stream.prompts.data_sources | (val.data_sources if val else frozenset()))
-        check_function(scoring)
-        total = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
-        config = _with_total(config, total)
-        path = run_dir_path(config, resume)
-        point = verified_resume_point(config, path, resume, stream.prompts.fingerprint)
-        stack.enter_context(ray_cluster(config))
-        plan = plan_again(config, load_model_spec(config.model.path), RunDir(path).plan, len(val) if val else None)
-        check_object_stores(plan["memory"]["host"]["object_store_bytes"], object_store_sizes(config))
-        stop = stack.enter_context(stop_on_signals())  # after Ray, whose own handlers abort the process
-        run_dir = RunDir.open(path, resolved.to_yaml(), resume)
-        stack.callback(run_dir.close)
-        again = generated_again(config, run_dir, point)
-        checkpoint, state = rewind(run_dir, point)
-        stack.enter_context(attempt(run_dir.path, state.step, installed_versions(), again))
-        spool = stack.enter_context(_spool(config, run_dir.spool))
-        if spool is not None and checkpoint is not None and (ahead := point.manifest.trainer.get("ahead")):
-            state = replace(state, ahead=read_kept(checkpoint, ahead, spool))
-        stack.enter_context(with_log_tails(run_dir.logs))
-        engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
-        actor.read_routes_at(engines.nodes.values())
-        rewards = stack.enter_context(start_scorers(config, scoring, run_dir.logs, engines.nodes))
-        run_dir.write_config(resolved.to_yaml())
-        write_text(run_dir.plan, plan_text(plan))
-        record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config), views), config)
-        stack.callback(record.close)
-        placement = _placement(config, actor, engines, plan)
-        saver = Saver(config, run_dir.checkpoints, placement, stream.prompts.fingerprint, state.step)
-        stack.callback(saver.close)  # before the ranks end
-        sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s, config.record)
-        stack.callback(sample_writer.close)
-        machines = Machines(config, actor, engines)
-        responder = Responder(engines, rewards, config.reward, record, stop.raise_if_set)
-        yield Run(
-            config=config, run_dir=run_dir, val_prompts=val, total_steps=total,
-            stop=stop, record=record, responder=responder, actor=actor, placement=placement, saver=saver,
-            sample_writer=sample_writer,
-            generation=stack.enter_context(closing(_generation(config, responder, stream, state, spool, run_dir))),
-            machines=machines, peak=machines.peak(), state=state,
-        )  # fmt: skip
+        while (run := _start_unless_damaged(resolved, resume, damaged, views, stack)) is None:
+            print("the run starts again, from the checkpoint before the damaged one", flush=True)
+        yield run
+
+
+def _start_unless_damaged(
+    resolved: ResolvedConfig,
+    resume: bool,
+    damaged: dict[Path, DamagedCheckpoint],
+    views: Mapping[str, View] | None,
+    stack: ExitStack,
+) -> Run | None:
+    """The run, which `stack` will take down; None where its checkpoint is damaged, which `damaged` then has too."""
+    try:
+        with ExitStack() as start:
+            run = _start(resolved, resume, damaged, views, start)
+            stack.push(start.pop_all())
+            return run
+    except DamagedCheckpoint as error:
+        if not resume or error.folder in damaged:
+            raise
+        damaged[error.folder] = error
+        return None
+
+
+def _start(
+    resolved: ResolvedConfig,
+    resume: bool,
+    damaged: Mapping[Path, DamagedCheckpoint],
+    views: Mapping[str, View] | None,
+    stack: ExitStack,
+) -> Run:
+    """From the newest checkpoint that is not in `damaged`."""
+    config = resolved.config
+    tokenizer = load_tokenizer(config.model.path)
+    stream, val = load_training(config, tokenizer), load_validation(config, tokenizer)
+    scoring = reward_spec(config, stream.prompts.data_sources | (val.data_sources if val else frozenset()))
+    check_function(scoring)
+    total = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
+    config = _with_total(config, total)
+    path = run_dir_path(config, resume)
+    point = resume_point(config, path, resume, damaged, stream.prompts.fingerprint)
+    stack.enter_context(ray_cluster(config))
+    plan = plan_again(config, load_model_spec(config.model.path), RunDir(path).plan, len(val) if val else None)
+    check_object_stores(plan["memory"]["host"]["object_store_bytes"], object_store_sizes(config))
+    stop = stack.enter_context(stop_on_signals())  # after Ray, whose own handlers abort the process
+    run_dir = RunDir.open(path, resolved.to_yaml(), resume)
+    stack.callback(run_dir.close)
+    again = generated_again(config, run_dir, point)
+    checkpoint, state = rewind(run_dir, point)
+    stack.enter_context(attempt(run_dir.path, state.step, installed_versions(), again))
+    spool = stack.enter_context(_spool(config, run_dir.spool))
+    if spool is not None and checkpoint is not None and (ahead := point.manifest.trainer.get("ahead")):
+        state = replace(state, ahead=read_kept(checkpoint, ahead, spool))
+    stack.enter_context(with_log_tails(run_dir.logs))
+    engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
+    actor.read_routes_at(engines.nodes.values())
+    rewards = stack.enter_context(start_scorers(config, scoring, run_dir.logs, engines.nodes))
+    run_dir.write_config(resolved.to_yaml())
+    write_text(run_dir.plan, plan_text(plan))
+    record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config), views), config)
+    stack.callback(record.close)
+    placement = _placement(config, actor, engines, plan)
+    saver = Saver(config, run_dir.checkpoints, placement, stream.prompts.fingerprint, state.step)
+    stack.callback(saver.close)  # before the ranks end
+    sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s, config.record)
+    stack.callback(sample_writer.close)
+    machines = Machines(config, actor, engines)
+    responder = Responder(engines, rewards, config.reward, record, stop.raise_if_set)
+    return Run(
+        config=config, run_dir=run_dir, val_prompts=val, total_steps=total,
+        stop=stop, record=record, responder=responder, actor=actor, placement=placement, saver=saver,
+        sample_writer=sample_writer,
+        generation=stack.enter_context(closing(_generation(config, responder, stream, state, spool, run_dir))),
+        machines=machines, peak=machines.peak(), state=state,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from typing import Any
 
 import psutil
 
+from mrl.checkpoint.manifest import check_digests
 from mrl.checkpoint.step_folders import checkpoint_steps, newest_checkpoint
 from mrl.platforms.hosting import get_hosting
 from mrl.record.run_dir import METRICS, read_metrics
@@ -122,9 +123,11 @@ def killed_once(broken: Path, number: int, config: dict, dice: random.Random, mo
     inside = bool(saves_under_way(broken))
     for left in saves_under_way(broken):
         shutil.rmtree(left)  # as opening a run directory does
-    point = newest_checkpoint(broken / "checkpoints", digests=True)
+    point = newest_checkpoint(broken / "checkpoints")
     if point.damaged:
         raise SystemExit(f"kill {number} left a damaged checkpoint: {point.damaged}")
+    if point.path:
+        check_digests(point.path, point.manifest)
     step = point.manifest.step if point.manifest else 0
     if point.path and not (broken / f"point-{step}").exists():
         shutil.copytree(point.path, broken / f"point-{step}")  # retention will remove it
@@ -140,7 +143,7 @@ def last_start(broken: Path, number: int, config: dict, resumed_from: int) -> Pa
 
 def start(broken: Path, number: int, config: dict, until: int) -> tuple[Path, list[subprocess.Popen]]:
     """All ranks, from the newest complete checkpoint."""
-    newest = newest_checkpoint(broken / "checkpoints", digests=False).path
+    newest = newest_checkpoint(broken / "checkpoints").path
     folder = broken / f"start-{number}"
     return folder, start_ranks(
         folder, config, broken / "checkpoints", [["task", newest and str(newest), until, SAVE_EVERY, False]]
@@ -293,7 +296,9 @@ def whole_loop(world: Path, work: Path, kills: int, steps: int, seed: int, more:
         finally:
             kill_driver(process)
         inside = any((broken / "checkpoints").glob("*.tmp-*"))
-        point = newest_checkpoint(broken / "checkpoints", digests=True)
+        point = newest_checkpoint(broken / "checkpoints")
+        if point.path:
+            check_digests(point.path, point.manifest)
         found.kills.append(Kill(inside, last_step(lines), point.manifest.step if point.manifest else 0))
     finish([train(world, broken, steps, *more, "--resume")], work)
     last = f"checkpoints/step-{steps}"

@@ -11,6 +11,7 @@ from test_runs import finish, train
 from tiny_models import save, tiny_moe
 from world import ROOT, make_world, metrics
 
+from mrl.checkpoint.manifest import check_digests
 from mrl.checkpoint.step_folders import newest_checkpoint
 
 pytestmark = pytest.mark.real
@@ -75,5 +76,6 @@ def test_a_run_whose_every_gradient_is_nan_passes_over_two_updates_and_ends_with
     assert "3 updates in a row could not be applied" in said and "Traceback" not in said
     (row,) = metrics(run_dir)
     assert row["actor/skipped_updates"] == 2 and row["actor/updates"] == 0
-    point = newest_checkpoint(run_dir / "checkpoints", digests=True)
+    point = newest_checkpoint(run_dir / "checkpoints")
+    check_digests(point.path, point.manifest)
     assert point.manifest.step == 1 and point.manifest.optimizer["num_updates"] == 0

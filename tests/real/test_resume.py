@@ -4,10 +4,15 @@ A short form of scripts/evidence/resume.py, which kills twenty times and the who
 """
 
 import importlib.util
+import shutil
 import sys
 
 import pytest
-from world import ROOT, make_world
+from test_runs import finish, train
+from world import ROOT, make_world, metrics
+
+from mrl.record.attempts import read_attempts
+from mrl.train.compare_runs import checkpoint_difference, metrics_difference
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +34,30 @@ def test_killed_twice_and_resumed_is_as_if_never_killed(harness, tmp_path):
     assert inside.resumed_from >= outside.resumed_from
     assert outside.same_bits and inside.same_bits
     assert outside.moved_error <= 1e-5 and inside.moved_error <= 1e-5
+
+
+@pytest.mark.real
+@pytest.mark.long
+def test_a_checkpoint_that_ranks_find_damaged_is_kept_aside_and_the_one_before_gone_on_from(tmp_path):
+    """Trained again, the lost steps are bit by bit what they were."""
+    world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
+    settings = dict(trainer__save_freq=1, trainer__test_freq=-1, trainer__val_before_train=False)
+    assert finish(train(world, run_dir, **settings, trainer__total_training_steps=2), run_dir) == 0
+    before, newest = metrics(run_dir), run_dir / "checkpoints" / "step-2"
+    kept = tmp_path / "kept"
+    shutil.copytree(newest, kept)
+    file = newest / "rank-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+    assert finish(train(world, run_dir, "--resume", **settings, trainer__total_training_steps=3), run_dir) == 0
+    said = run_dir.with_suffix(".log").read_text()
+    assert "not resumed from step-2, which is kept as damaged-step-2" in said and "SHA-256 differs" in said
+    assert "Traceback" not in said
+    assert checkpoint_difference(kept, newest) is None
+    after = metrics(run_dir)
+    assert [row["training/global_step"] for row in after] == [1, 2, 3]
+    assert metrics_difference(before, after[:2]) is None
+    assert [attempt.step for attempt in read_attempts(run_dir)] == [0, 2, 1]
 
 
 @pytest.mark.long

@@ -406,10 +406,7 @@ def test_resume_path_begins_a_run_of_its_own_from_a_checkpoint(refused, world):
     refused(2, ["rollout.n: 16, and", "step-2 was trained with 8"], *by_path(run), "--set", "rollout.n=16")
     refused(2, ["trainer.resume_from_path = nowhere", "is no folder"], *by_path("nowhere"))
     refused(4, ["model: neither a checkpoint"], *by_path("model"))
-    spoilt = run / "checkpoints" / "step-2" / "rank-00000.safetensors"
-    spoilt.write_bytes(b"12345679")
-    refused(4, ["SHA-256 differs"], *by_path(run))
-    assert [name for name, data in contents(run).items() if before[name] != data] == [str(spoilt)]
+    assert contents(run) == before
 
 
 def test_a_run_that_begins_from_a_checkpoint_has_its_step_and_its_place_in_the_data(world):
@@ -420,9 +417,9 @@ def test_a_run_that_begins_from_a_checkpoint_has_its_step_and_its_place_in_the_d
     shutil.copy("model/config.json", old / "checkpoints" / "step-2" / "hf")
     config = load_config("run.yaml", overrides=by_path(old)[1::2]).config
     new = RunDir.open(world / "runs" / "new", "")
-    folder, state = rewind(new, find_resume_point(config, new.path, resume=False, digests=True))
+    folder, state = rewind(new, find_resume_point(config, new.path, resume=False))
     assert (folder, state.step, state.cursor.index) == ((old / "checkpoints" / "step-2").resolve(), 2, 32)
-    assert find_resume_point(load_config("run.yaml").config, new.path, resume=False, digests=True) is None
+    assert find_resume_point(load_config("run.yaml").config, new.path, resume=False) is None
     new.close()
 
 
@@ -462,8 +459,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(refused_res
     run = made_run(world, [0, 1, 2], checkpoint=2)
     (run / "checkpoints" / "step-2" / "rank-00000.safetensors").write_bytes(b"123")
     refused_resume(4, ["rank-00000.safetensors has 3 bytes, not 8", "damaged"], run)
-    (run / "checkpoints" / "step-2" / "rank-00000.safetensors").write_bytes(b"12345679")
-    refused_resume(4, ["rank-00000.safetensors", "SHA-256 differs"], run)
 
 
 # --- the cluster ------------------------------------------------------------------------------------------------------

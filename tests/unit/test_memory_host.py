@@ -264,9 +264,8 @@ def test_a_node_that_is_too_small_is_told_what_weighs_most():
 
 
 def test_a_resume_takes_what_hashing_a_checkpoint_takes():
-    """235B: 3.3 TB by one thread at 1.5 GB/s are 37 minutes; 16 threads, then a rank's own file, are under 3."""
+    """235B: 3.3 TB by one thread at 1.5 GB/s are 37 minutes; 128 ranks, each a file of its own, take seconds."""
     inputs = inputs_of("qwen3-235b-a22b/h100-16x8")
-    one = replace(inputs, assumptions=replace(inputs.assumptions, hash_threads=1))
     whole = sum(save_bytes(inputs, rank) for rank in range(inputs.train.world_size))
-    assert resume_seconds(one) > whole / 1.5e9 > 30 * 60
-    assert whole / 1.5e9 / 16 < resume_seconds(inputs) < 3 * 60
+    assert whole / 1.5e9 > 30 * 60
+    assert whole / 1.5e9 / 128 <= resume_seconds(inputs) < 60
