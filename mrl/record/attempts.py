@@ -3,14 +3,16 @@
 A start writes a line with `event` began: `time` (UTC), `command`, `versions`, `host`, `pid`, `step` (of the checkpoint
 that it goes on from, 0 for a new run), `generated_again` (responses that the start before it had generated for later
 steps, and that were lost with them). Its end, unless the process was killed, writes one with `event` ended: `time`,
-`exit_code` and `message`, the codes being those of mrl.errors. `under_way.json` names the newest step that all
-responses were there for, and how many; who goes on from a checkpoint counts and removes it.
+`exit_code` and `message`, the codes being those of mrl.errors. `under_way.json` names the step that is under way and
+how many of its responses are there; who goes on from a checkpoint counts and removes it.
 """
 
 import json
+import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from mrl.errors import MrlError, described
 from mrl.record.run_dir import METRICS, UNDER_WAY, json_line, read_metrics
 
 ATTEMPTS = "attempts.jsonl"
+NOTE_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,46 @@ def attempt(folder: Path, step: int, versions: Mapping[str, str], generated_agai
     _append(folder, "ended", {"exit_code": 0, "message": ""})
 
 
+class UnderWay:
+    """Keeps `under_way.json`: responses that are there of the step after `step`, as they come, at most once a second
+    while more are awaited.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder, self._step = folder, step
+        self._responses = self._noted = 0
+        self._noted_at = -math.inf
+
+    def arrived(self, responses: int, asked: int) -> None:
+        """So many of those that were asked for are there."""
+        self._responses = responses
+        if responses == asked or time.monotonic() - self._noted_at >= NOTE_EVERY_S:
+            self._note()
+
+    def done(self, step: int) -> None:
+        """The step has its line of metrics, which counts them from here on."""
+        self._step, self._responses, self._noted = step, 0, 0
+
+    def close(self) -> None:
+        """Notes those that came since it last did."""
+        if self._responses > self._noted:
+            self._note()
+
+    def _note(self) -> None:
+        note_under_way(self._folder, self._step + 1, self._responses)
+        self._noted, self._noted_at = self._responses, time.monotonic()
+
+
 def note_under_way(folder: Path, step: int, responses: int) -> None:
-    """All responses of `step` are there. What the disk refuses of it ends no run."""
+    """So many responses of `step` are there. What the disk refuses of it ends no run."""
     with suppress(OSError):
         (folder / UNDER_WAY).write_text(json_line({"step": step, "responses": responses}), encoding="utf-8")
 
 
 def generated_after(folder: Path, step: int, group_size: int) -> int:
-    """Responses that the steps after `step` were trained on so far, and those of the step that was under way; a run
-    that goes on from `step` generates them again. To be asked before RunDir.truncate_metrics, after which none is left.
+    """Responses that the steps after `step` were trained on so far, and those that were there of the step that was
+    under way; a run that goes on from `step` generates them again. To be asked before RunDir.truncate_metrics, after
+    which none is left.
     """
     later = [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > step]
     responses = sum(int(row.get("train/trained_groups", 0)) * group_size for row in later)

@@ -28,6 +28,7 @@ from mrl.schedule.draws import Draws
 from mrl.train.numbered_prompts import with_first_index
 from mrl.train.rollouts import (
     TRAIN,
+    TRAIN_RESPONSES,
     JudgedGroup,
     Responder,
     Rollouts,
@@ -144,7 +145,7 @@ class DrawnGroups:
         part, questions = arrived.samples, []
         check_finite(part.rows)
         self._arrived += len(part)
-        self._responder.display.progress(f"{TRAIN} responses", self._arrived, self._asked)
+        self._responder.display.progress(TRAIN_RESPONSES, self._arrived, self._asked)
         for row, sample_id in enumerate(part.rows.sample_id.tolist()):
             number, index = divmod(sample_id, self._config.rollout.n)
             group = self._under_way[number]

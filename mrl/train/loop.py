@@ -32,7 +32,6 @@ a run consists of stands in run.py.
 from mrl.algo.rows import RowValues
 from mrl.cluster.trained_step import TrainedStep
 from mrl.errors import Interrupted
-from mrl.record.attempts import note_under_way
 from mrl.record.metrics import PhaseTimer
 from mrl.train.reporting import memory_metrics, mfu_metrics, sample_metrics, time_metrics
 from mrl.train.rollouts import Rollouts
@@ -66,7 +65,6 @@ def train_step(run: Run) -> None:
             run.placement.to_generation()
         rollouts = run.generation.take(run.state, timer)
         with timer("record"):
-            note_under_way(run.run_dir.path, step, len(rollouts.samples))
             run.sample_writer.write(step, rollouts.samples, rollouts.results)  # goes on beside what follows
         trained, corrected, metrics = weigh_samples(run, timer, step, rollouts)
         run.stop.hold()

@@ -9,11 +9,12 @@ from mrl.config.rollout_rules import needed_devices
 from mrl.config.schema import AlgorithmConfig, DataConfig, RunConfig
 from mrl.data.samples import SampleRows
 from mrl.model import ModelSpec, forward_flops
+from mrl.record.attempts import UnderWay
 from mrl.record.metrics import GENERATING, PhaseTimer, length_metrics, reward_metrics, speed_metrics
 from mrl.record.sinks import Record
 from mrl.record.views import Rows
 from mrl.train.advice import advisers
-from mrl.train.rollouts import Rollouts
+from mrl.train.rollouts import TRAIN_RESPONSES, Rollouts
 from mrl.units import GIB
 
 
@@ -61,15 +62,18 @@ def mfu_metrics(
 
 
 class AdvisedRecord:
-    """A record that also prints advice, the first of each kind there is, once a run."""
+    """A record that also prints advice, the first of each kind there is, once a run, and notes how many responses of
+    a step are there, for the start that goes on after a loss.
+    """
 
-    def __init__(self, record: Record, config: RunConfig) -> None:
-        self._record, self._config = record, config
+    def __init__(self, record: Record, config: RunConfig, under_way: UnderWay) -> None:
+        self._record, self._config, self._under_way = record, config, under_way
         self._advisers = advisers()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the step's metrics."""
         self._record.write(step, metrics)
+        self._under_way.done(step)
         for adviser in tuple(self._advisers):
             if advice := adviser(self._config, metrics):
                 self._advisers.remove(adviser)
@@ -77,6 +81,8 @@ class AdvisedRecord:
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Passes on how far a phase is."""
+        if phase == TRAIN_RESPONSES:
+            self._under_way.arrived(done, total)
         self._record.progress(phase, done, total)
 
     def generations(self, step: int, rows: Rows) -> None:
@@ -85,4 +91,5 @@ class AdvisedRecord:
 
     def close(self) -> None:
         """Closes the record."""
+        self._under_way.close()
         self._record.close()

@@ -30,6 +30,7 @@ from mrl.train.numbered_prompts import with_first_index
 from mrl.vllm.requests import Request, Sampling, training_sampling
 
 TRAIN = "train"
+TRAIN_RESPONSES = f"{TRAIN} responses"  # the phase whose progress counts them
 SCORE, REWARD = "score", "reward"
 
 

@@ -36,7 +36,7 @@ from mrl.errors import DamagedCheckpoint, Interrupted
 from mrl.model import load_model_spec, read_hf_config
 from mrl.plan.run_plan import plan_again, plan_text
 from mrl.platforms.versions import installed_versions
-from mrl.record.attempts import attempt
+from mrl.record.attempts import UnderWay, attempt
 from mrl.record.loggers import RunInfo
 from mrl.record.run_dir import RunDir, write_text
 from mrl.record.sinks import make_sinks
@@ -191,7 +191,8 @@ def _start(
     rewards = stack.enter_context(start_scorers(config, scoring, run_dir.logs, engines.nodes))
     run_dir.write_config(resolved.to_yaml())
     write_text(run_dir.plan, plan_text(plan))
-    record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config), views), config)
+    sinks = make_sinks(config.trainer.logger, run_dir, total, _run_info(config), views)
+    record = AdvisedRecord(sinks, config, UnderWay(run_dir.path, state.step))
     stack.callback(record.close)
     placement = _placement(config, actor, engines, plan)
     saver = Saver(config, run_dir.checkpoints, placement, stream.prompts.fingerprint, state.step)

@@ -25,6 +25,7 @@ from test_sync import CASES, config_for, two_models, weights_of
 
 from mrl.cluster import rollout_group
 from mrl.cluster.calls import Late
+from mrl.cluster.process_logs import log_file
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.errors import Interrupted
@@ -194,7 +195,7 @@ def after_a_sleep_it_serves_the_weights_that_it_was_brought(world):
 
 def below(world: World, name: str, kind: str) -> psutil.Process:
     """A process of vLLM below a rank: it writes to that rank's log."""
-    log = str(world.logs / f"{rollout_group.log_name(name)}.log")
+    log = str(world.logs / log_file(name))
     for process in psutil.process_iter(["cmdline"]):
         try:
             if kind in " ".join(process.info["cmdline"] or ()) and log in {

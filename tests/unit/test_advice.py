@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.load import load_config
+from mrl.record.attempts import UnderWay
 from mrl.train.advice import clip_advice, routes_advice
 from mrl.train.reporting import AdvisedRecord
 
@@ -41,7 +42,7 @@ def test_nothing_is_said_where_nothing_can_clip_or_the_loss_is_another_or_the_me
     assert clip_advice(config(), {"val-core/x": 1.0}) is None
 
 
-def test_it_is_printed_once_and_every_step_is_recorded(capsys):
+def test_it_is_printed_once_and_every_step_is_recorded(capsys, tmp_path):
     class Recorder:
         def __init__(self):
             self.steps = []
@@ -50,7 +51,7 @@ def test_it_is_printed_once_and_every_step_is_recorded(capsys):
             self.steps.append(step)
 
     recorder = Recorder()
-    record = AdvisedRecord(recorder, config())
+    record = AdvisedRecord(recorder, config(), UnderWay(tmp_path, 0))
     for step, clipped in ((1, 0.2), (2, 0.0), (3, 0.9)):
         record.write(step, metrics(clipped))
     said = capsys.readouterr().out.splitlines()

@@ -221,7 +221,9 @@ def test_kl_in_the_reward_worked_by_hand():
 
 def said(capsys, values, *overrides):
     record = AdvisedRecord(
-        SimpleNamespace(write=lambda step, metrics: None), load_config(TINY, overrides=overrides).config
+        SimpleNamespace(write=lambda step, metrics: None),
+        load_config(TINY, overrides=overrides).config,
+        SimpleNamespace(done=lambda step: None),
     )
     for step, value in enumerate(values, start=1):
         record.write(step, {"rollout_corr/k3_kl": value})

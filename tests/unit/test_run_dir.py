@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ import pytest
 from mrl.checkpoint.step_folders import Newest
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
-from mrl.record.attempts import attempt, generated_after, note_under_way, read_attempts
+from mrl.record import attempts
+from mrl.record.attempts import UnderWay, attempt, generated_after, note_under_way, read_attempts
 from mrl.record.run_dir import RunDir, json_line, read_metrics
 from mrl.record.sample_files import write_differences, write_samples
 from mrl.record.sinks import JsonlSink
+from mrl.train.reporting import AdvisedRecord
 from mrl.train.resume import generated_again, rewind
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -181,6 +184,31 @@ def test_what_a_lost_node_took_along_is_generated_again_and_counted(tmp_path, ca
     assert read_attempts(run.path)[-1].generated_again == again
     (run.path / "under_way.json").write_text('{"step": 5, "resp')
     assert generated_after(run.path, 0, 4) == 0
+
+
+def test_responses_of_a_step_that_is_lost_while_it_is_generated_are_counted_too(tmp_path, monkeypatch):
+    """The file is written at most once a second, at the end of generation, and when the run ends."""
+    config, run = load_config(TINY, None, ["rollout.n=4"]).config, _with_steps(tmp_path, [])
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(attempts, "time", clock)
+    sink = SimpleNamespace(write=lambda *_: None, progress=lambda *_: None, close=lambda: None)
+    record = AdvisedRecord(sink, config, UnderWay(run.path, 2))
+    seen = []
+    moments = [(0, "train", 1), (0.5, "train", 7), (0.9, "val", 9), (1.1, "train", 8), (1.2, "train", 64)]
+    for clock.now, phase, done in moments:
+        record.progress(f"{phase} responses", done, 64)
+        seen.append(generated_after(run.path, 2, 4))
+    assert seen == [1, 1, 1, 8, 64]
+
+    run.metrics.write_text(json_line({"training/global_step": 3, "train/trained_groups": 16}))
+    record.write(3, {})
+    record.close()
+    assert generated_after(run.path, 2, 4) == 16 * 4  # once
+    clock.now = 1.3
+    record.progress("train responses", 5, 64)
+    assert generated_after(run.path, 2, 4) == 16 * 4
+    record.close()  # as an engine is lost
+    assert generated_after(run.path, 2, 4) == 16 * 4 + 5
 
 
 def test_what_one_start_lost_is_counted_by_the_next_and_by_none_after_it(tmp_path):
