@@ -5,11 +5,12 @@ run.
 
 Engines synthesise responses (lognormal lengths: mean 7,385 tokens, 1,190 to 20,480, 3.9 % cut off) and hand them on by
 the product's code, as many a second as make 8,192 in 200 s, with seats for all at once; ranks fetch their rows and
-compute of tokens what is computed beside a model. The driver runs the phases of a step. Each size is a run of its own,
-in a process of its own, so its peak is its own. `--before`: the same with an earlier commit's code, checked out into a
-temporary folder, whose driver held everything. Extrapolated by a line through the sizes to 8,192 responses; `error` is
-the largest relative distance of a size from that line. `phases`: of each, the driver's processor seconds, all seconds,
-and what it then holds more.
+compute of tokens what is computed beside a model. The driver runs a step of the product's loop, but for sync and save.
+Each size is a run of its own, in a process of its own, so its peak is its own. `--before`: the same with an earlier
+commit's code, checked out into a temporary folder, whose driver held everything. Extrapolated by a line through the
+sizes to 8,192 responses; `error` is the largest relative distance of a size from that line. `phases`: of each of the
+loop's, the driver's processor seconds, all seconds, and what it then holds more; `outside_over_step`: of the step's
+seconds, those that no phase counts.
 
 `--nodes`: driver and ranks on one node, engines and their scorer on another, which are namespaces of this machine (see
 scripts/nodes/network.py; needs root), joined by a link of 4 Gbit/s: a hundredth of a node's of a cluster, as some
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,7 +56,7 @@ def settings(responses: int, routes: bool = False) -> list[str]:
         *replay,
         f"data.train_batch_size={responses // N}", f"rollout.n={N}", f"actor.ppo_mini_batch_size={responses // N // 4}",
         f"data.max_response_length={LONGEST}", f"data.max_prompt_length={PROMPT}", f"rollout.num_engines={ENGINES}",
-        f"rollout.max_num_seqs={responses // ENGINES}",
+        f"rollout.max_num_seqs={responses // ENGINES}", "trainer.save_freq=-1", "trainer.test_freq=-1",
         f"actor.layout={{{cut}world_size: {REPLICAS * (4 if routes else 1)}, tensor_model_parallel_size: 1, "
         "expert_model_parallel_size: 1, sequence_parallel: false}",
     ]  # fmt: skip
@@ -105,37 +107,42 @@ class Rewards:
 
 
 class Measured:
-    """From here on: bytes over what is held now, processor seconds, and seconds."""
+    """From here on: bytes over what is held now, and processor seconds."""
 
     def __init__(self):
-        self.rss, self.cpu, self.begun, self.came = rss(), time.process_time(), time.monotonic(), came()
-        self.phases = {}
-
-    def note(self, phase: str) -> None:
-        """What was done since the last note."""
-        now = {
-            "busy_s": time.process_time() - self.cpu,
-            "all_s": time.monotonic() - self.begun,
-            "bytes": rss() - self.rss,
-        }
-        before = self.phases.values()
-        self.phases[phase] = {name: value - sum(each[name] for each in before) for name, value in now.items()}
+        self.rss, self.cpu, self.came = rss(), time.process_time(), came()
 
     def of(self, tokens: int, **more) -> dict:
         return {
             "tokens": tokens,
             "driver_peak_bytes": peak() - self.rss,
             "driver_busy_s": time.process_time() - self.cpu,
-            **({"phases": self.phases} if self.phases else {}),
             **more,
         }
+
+
+def measuring_timer(phases: dict[str, dict[str, float]]) -> type:
+    """The loop's timer, which also notes in `phases` what the driver did in each."""
+    from mrl.record.metrics import PhaseTimer
+
+    class MeasuringTimer(PhaseTimer):
+        @contextmanager
+        def __call__(self, phase: str):
+            before, entered = np.array([time.process_time(), rss()]), super().__call__(phase)
+            with entered:
+                yield
+            busy, held = np.array([time.process_time(), rss()]) - before
+            told = phases.setdefault(phase, {"busy_s": 0.0, "all_s": 0.0, "bytes": 0})
+            told |= {"busy_s": told["busy_s"] + busy, "all_s": self.seconds[phase], "bytes": told["bytes"] + int(held)}
+
+    return MeasuringTimer
 
 
 # ---------------------------------------------------------------- this tree
 
 
 def run_now(responses: int, routes: bool, folder: Path) -> dict:
-    """One step through StoredSamples, TrainedStep and SampleWriter."""
+    """One step of the loop. What stands in is made of nothing: model, saver, weight sync."""
     import ray
 
     from mrl.cluster.actor_group import put_once
@@ -146,17 +153,21 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     from mrl.cluster.sample_writer import SampleWriter
     from mrl.cluster.scoring import Channel, PoolSettings, Scorer, ScorerGroup
     from mrl.cluster.stored_samples import SMALL_OBJECTS
-    from mrl.cluster.trained_step import TrainedStep
     from mrl.cluster.workers import EngineWorker
     from mrl.config.load import load_config
-    from mrl.data.order import DataCursor
     from mrl.data.samples import Sample, packed
     from mrl.model import planning_model_spec
     from mrl.model.layout import TrainLayout
+    from mrl.record.attempts import UnderWay
+    from mrl.record.run_dir import RunDir, read_metrics
+    from mrl.record.sinks import make_sinks
     from mrl.reward.items import RewardSpec
-    from mrl.train.rollouts import Responder, Rollouts, rewards_after_penalties
-    from mrl.train.update import advantages, corrections, old_log_probs, update
-    from mrl.vllm.requests import Sampling
+    from mrl.train import loop
+    from mrl.train.generation import InTurn
+    from mrl.train.reporting import AdvisedRecord
+    from mrl.train.resume import TrainState
+    from mrl.train.rollouts import Responder
+    from mrl.train.run import Run, StopFlag
 
     config, every = load_config(PRESET, "gspo", settings(responses, routes)).config, lengths_of(responses)
     here = ray.get_runtime_context().get_node_id()
@@ -217,10 +228,11 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
             if method == "log_probs":
                 rollout = self.rows.batch.rollout_log_probs
                 return self.of_own(self.rows.set_old(rollout + np.float32(1e-4))), (0.0, 1.0)
+            if method == "old_log_probs_of":
+                return self.rows.old_log_probs_of(*arguments)
             if method == "update":
-                return [
-                    {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)} for _ in arguments[0]
-                ], None
+                told = {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0), "perf/update_s": (1.0, 1.0)}
+                return [told for _ in arguments[0]], None
             return self.of_own(getattr(self.rows, method)(*arguments))
 
         def of_own(self, found):
@@ -250,8 +262,9 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     engines.workers = [kind.remote() for _ in range(ENGINES)]
     engines.names, engines.engine_ranks = [f"engine {i}" for i in range(ENGINES)], 1
     engines.nodes = dict.fromkeys(engines.names, far)
-    actor, writer = Ranks(), SampleWriter(folder, 600.0, config.record)
-    display = SimpleNamespace(progress=lambda *_: None)
+    run_dir = RunDir.open(folder / "run", "")
+    actor, writer = Ranks(), SampleWriter(run_dir.samples, 600.0, config.record)
+    record = AdvisedRecord(make_sinks([], run_dir, 2), config, UnderWay(run_dir.path, 0))
     scorer = (
         ray.remote(Scorer)
         .options(**on_node(far), runtime_env=environment)
@@ -260,29 +273,32 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     pool = PoolSettings(RewardSpec("exact_match"), 1, 60.0, 0.0, folder / "reward.log", dict(os.environ), str(folder))
     ray.get(scorer.start.remote(pool))
     scorers = ScorerGroup([Channel("scorer 0", scorer)], dict.fromkeys(engines.names, 0))
-    responder = Responder(engines, scorers, config.reward, display, lambda: None)
-    prompts = prompts_of(responses)
+    responder = Responder(engines, scorers, config.reward, record, lambda: None)
+    prompts, phases = prompts_of(responses), {}
+    loop.PhaseTimer = measuring_timer(phases)
+    stream = SimpleNamespace(next_batch=lambda cursor: (prompts, cursor))
+    placement = SimpleNamespace(
+        to_generation=lambda: None, to_log_probs=lambda: None, to_update=lambda: None, to_engines=lambda step: {},
+        seconds=dict,
+    )  # fmt: skip
+    run = Run(
+        config=config, run_dir=run_dir, val_prompts=None, total_steps=2, stop=StopFlag(), record=record,
+        responder=responder, actor=actor, placement=placement, saver=SimpleNamespace(finished=dict, failed_saves=0),
+        sample_writer=writer, generation=InTurn(config, responder, stream),
+        machines=SimpleNamespace(memory_used=lambda: 0), peak=SimpleNamespace(actor=1.0, run=1.0), state=TrainState(),
+    )  # fmt: skip
     warm(ray, actor.ranks, engines.workers)
 
     measured = Measured()
-    samples = responder.respond(prompts, N, Sampling(1.0, LONGEST, (), routes=routes), lambda prompt, k: k, "train")
-    measured.note("generation")
-    results = responder.collect_rewards(samples)
-    rollouts = Rollouts(samples, results, rewards_after_penalties(config, samples.rows, results), DataCursor(), {})
-    measured.note("rewards")
-    writer.write(1, samples, results)
-    measured.note("samples' file")
-    step = TrainedStep(actor, samples)
-    measured.note("rows to ranks")
-    old_log_probs(config, step)
-    corrected, _ = corrections(config.algorithm, step)
-    advantages(config, step, rollouts, corrected)
-    update(step, corrected)
-    measured.note("log-probs to update")
-    found = measured.of(int(samples.rows.lengths.sum()))
+    loop.train_step(run)
+    said = read_metrics(run_dir.metrics)[0]
+    found = measured.of(responses * PROMPT + int(every.sum()), phases=phases)
+    found["outside_over_step"] = said["timing_s/outside"] / said["timing_s/step"]
     writer.close()
     received = ray.get([rank.fetched.remote() for rank in actor.ranks])
-    size = (folder / "step-1.parquet").stat().st_size
+    size = (run_dir.samples / "step-1.parquet").stat().st_size
+    record.close()
+    run_dir.close()
     needed = sum(n for _, n in received)
     if far != here:
         found |= {"came_bytes": came() - measured.came, "needed_bytes": needed}
