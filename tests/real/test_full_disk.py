@@ -1,27 +1,98 @@
-"""A whole run whose checkpoint folder is a disk too small for a second checkpoint."""
+"""A whole run whose checkpoint folder is a disk too small for a second checkpoint; responses for which neither Ray's
+object store nor the disk that it spills to has room.
+"""
 
+import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import ray
 from safetensors.torch import load_file
 from test_runs import finish, train
-from world import make_world, metrics
+from world import PRESET, make_world, metrics
 
 from mrl.checkpoint.manifest import check_digests, read_manifest
 from mrl.checkpoint.step_folders import newest_checkpoint
+from mrl.cluster.outbox import Outboxes
+from mrl.cluster.rollout_group import RolloutGroup, request_places
+from mrl.cluster.scoring import Channel, PoolSettings, Scorer, ScorerGroup
+from mrl.cluster.workers import EngineWorker
+from mrl.config.load import load_config
+from mrl.data.samples import Sample, packed
+from mrl.errors import Interrupted
+from mrl.reward.items import Question, RewardSpec
+from mrl.vllm.requests import Request, Sampling
+
+
+@contextmanager
+def disk(folder: Path, size: int) -> Iterator[Path]:
+    """A file system of `size` bytes at `folder`."""
+    folder.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small file system can be mounted only by root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture
 def small_disk(tmp_path):
     """20 MB at run/checkpoints: the world's checkpoints have 12, and 4 MiB more are asked for."""
-    folder = tmp_path / "run" / "checkpoints"
-    folder.mkdir(parents=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20000000", "none", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("a small file system can be mounted only by root")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with disk(tmp_path / "run" / "checkpoints", 20_000_000) as folder:
+        yield folder
+
+
+@pytest.fixture
+def crowded_node(tmp_path):
+    """A Ray cluster whose object store holds 80 MiB, and spills to a disk of 40 MB."""
+    with disk(tmp_path / "spilled", 40_000_000) as spilled:
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+            object_store_memory=80 * 1024**2, object_spilling_directory=str(spilled),
+        )  # fmt: skip
+        yield
+        ray.shutdown()
+
+
+@pytest.mark.real
+def test_responses_without_room_in_the_object_store_or_on_its_disk_are_a_stop_that_can_be_resumed(
+    crowded_node, tmp_path
+):
+    class LongAnswers:
+        """An engine whose every response has 10 MB of tokens, and as much again of log-probs."""
+
+        async def generate(self, requests, sampling):
+            for r in requests:
+                ids, log_probs = np.ones(2_500_000, np.int32), np.full(2_500_000, -1.0, np.float32)
+                yield packed([Sample(r.prompt_id, r.group_id, r.sample_id, 0, r.prompt_ids, ids, log_probs, "stop", 0)])
+
+    class Engine(EngineWorker):  # here, so that Ray sends it as it is
+        def __init__(self):
+            self.engine, self.outboxes = LongAnswers(), Outboxes()
+
+    config = load_config(PRESET, overrides=["rollout.num_engines=1"]).config
+    engines = RolloutGroup.__new__(RolloutGroup)
+    engines.config, engines.poll, engines.places = config, lambda: None, request_places(config)
+    engines.workers, engines.names, engines.engine_ranks = [ray.remote(Engine).remote()], ["engine 0"], 1
+    engines.nodes = {"engine 0": ray.get_runtime_context().get_node_id()}
+    requests = [Request(i, (7,), 0, i, i) for i in range(12)]  # 240 MB
+    samples = engines.generate(requests, Sampling(1.0, 2_500_000, ()), lambda parts: None)
+    assert len(samples) == 12, "the driver knows of all: only what is behind the references has no room"
+    with pytest.raises(Interrupted, match="no room on this node: its object store and the disk that Ray spills to"):
+        samples.read()
+
+    scorer = ray.remote(Scorer).remote(lambda: SimpleNamespace(decode=lambda ids, **_: "text"))
+    pool = PoolSettings(RewardSpec("exact_match"), 1, 60.0, 0.0, tmp_path / "log", dict(os.environ), str(tmp_path))
+    ray.get(scorer.start.remote(pool))
+    scorers = ScorerGroup([Channel("scorer 0", scorer)], {"engine 0": 0})
+    scorers.submit(samples, [Question(i, "source", "x", {}) for i in range(12)], "engine 0")
+    with pytest.raises(Interrupted, match="scorer 0 found the object store of its node full, and its disk too"):
+        scorers.drain()
 
 
 @pytest.mark.real
