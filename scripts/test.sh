@@ -10,11 +10,13 @@ source scripts/install.sh cpu
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 unset PYTHONDONTWRITEBYTECODE  # containers tend to set it, and each of some thousand processes would compile mrl again
 
-unit() { python -m pytest tests/unit -n 2 --dist worksteal "$@"; }
+# with MRL_REPORTS, an absolute folder, each tier leaves its report there (scripts/evidence/tiers.py)
+report() { [ -z "${MRL_REPORTS:-}" ] || echo "--junitxml=$MRL_REPORTS/$1.xml"; }
+unit() { python -m pytest tests/unit -n 2 --dist worksteal $(report unit) "$@"; }
 docs() { bash scripts/docs.sh build; }
-browser() { python -m pytest tests/browser -rs "$@"; }
+browser() { python -m pytest tests/browser -rs $(report browser) "$@"; }
 # two rows of files that start Ray and engines (tests/real/conftest.py) and all others beside them: mostly they wait for each other
-real() { python -m pytest tests/real -m "not long" -n 2 "$@"; }
+real() { python -m pytest tests/real -m "not long" -n 2 $(report real) "$@"; }
 long() { python scripts/long_tests.py "$@"; }
 
 case "${1:-all}" in
