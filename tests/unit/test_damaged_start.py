@@ -1,0 +1,58 @@
+"""A run whose checkpoint turns out damaged when its ranks read it starts again from the one before, or says so."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mrl.errors import DamagedCheckpoint
+from mrl.train import run
+
+NEWEST, BEFORE = Path("run/checkpoints/step-2"), Path("run/checkpoints/step-1")
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Starts that find damaged what `found` says, one after another; what each was `told`, and what it did."""
+
+    class Starts:
+        def __init__(self):
+            self.told, self.events, self.found = [], [], []
+
+        def start(self, resolved, resume, damaged, views, stack: ExitStack):
+            self.told.append(set(damaged))
+            number = len(self.told)
+            self.events.append(f"open {number}")
+            stack.callback(self.events.append, f"close {number}")
+            if self.found:
+                folder = self.found.pop(0)
+                raise DamagedCheckpoint(f"{folder}: other bytes", str(folder))
+            return f"run {number}"
+
+    starts = Starts()
+    monkeypatch.setattr(run, "_start", starts.start)
+    return starts
+
+
+def test_it_starts_again_until_a_checkpoint_is_whole_and_nothing_is_left_of_earlier_starts(starts, capsys):
+    starts.found = [NEWEST, BEFORE]
+    with run.open_run(None, resume=True) as opened:
+        assert opened == "run 3"
+        assert starts.told == [set(), {NEWEST}, {NEWEST, BEFORE}]
+        assert starts.events == ["open 1", "close 1", "open 2", "close 2", "open 3"]
+    assert starts.events[-1] == "close 3"
+    assert capsys.readouterr().out.count("starts again, from the checkpoint before") == 2
+
+
+def test_a_checkpoint_that_a_new_run_is_to_begin_from_has_none_before_it(starts):
+    starts.found = [NEWEST]
+    with pytest.raises(DamagedCheckpoint, match="other bytes"), run.open_run(None, resume=False):
+        pass
+    assert starts.events == ["open 1", "close 1"]
+
+
+def test_one_that_is_known_to_be_damaged_is_not_tried_for_ever(starts):
+    starts.found = [NEWEST, NEWEST, NEWEST]
+    with pytest.raises(DamagedCheckpoint), run.open_run(None, resume=True):
+        pass
+    assert len(starts.told) == 2
