@@ -197,15 +197,16 @@ def check_files(folder: Path, files: FileFacts, threads: int) -> None:
 def check_digest(folder: Path, name: str, files: FileFacts) -> None:
     """Compares one file with its size and digest in `files`, a manifest's.
 
-    Raises DamagedCheckpoint, EnvironmentFault for a name that is not listed.
+    Raises DamagedCheckpoint for other bytes, EnvironmentFault for a file that cannot be read or is not listed.
     """
     if name not in files or Path(name).name != name:
         raise EnvironmentFault(f"{folder}: the manifest does not list {name}")
     try:
         actual = file_facts(folder / name)
     except OSError as error:
-        raise DamagedCheckpoint(
-            f"{folder / name} cannot be read ({error.strerror}); resume from an older checkpoint", str(folder)
+        raise EnvironmentFault(
+            f"{folder / name} cannot be read ({error.strerror}); if it stays so, move {folder} away: then an older "
+            "checkpoint is taken"
         ) from error
     if actual != files[name]:
         raise DamagedCheckpoint(

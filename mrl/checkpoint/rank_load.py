@@ -99,6 +99,7 @@ def load_rank(actor, folder: Path) -> BytesRead:
     _check_model(actor, manifest, folder)
     checked = share_of_files(manifest.files(), actor.rank, actor.layout.world_size)
     check_files(folder, checked, THREADS)
+    dist.barrier()  # nobody reads, and stumbles over, what another has not compared yet
     loader = TensorLoader(folder, manifest, check_first=False)
     facts = manifest.optimizer
     with torch.no_grad(), actor.residence.using(PARAMETERS, OPTIMIZER):

@@ -228,7 +228,7 @@ def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times["phase_seconds"].items())
     yield (
         f"predicted at the assumed rates: {phases}; update {times['flops']['update']:.3g} FLOP, bubble "
-        f"{times['pipeline_bubble']:.1%}; a resume verifies and reads its checkpoint in {times['resume_seconds']:.3g} s"
+        f"{times['pipeline_bubble']:.1%}; a resume verifies its checkpoint in {times['resume_seconds']:.3g} s"
     )
 
 

@@ -1,8 +1,9 @@
 """Every start of a run, and how it ended: `attempts.jsonl` in the run directory, which no resume cuts.
 
 A start writes a line with `event` began: `time` (UTC), `command`, `versions`, `host`, `pid`, `step` (of the checkpoint
-that it goes on from, 0 for a new run), `generated_again` (responses that the start before it had generated for later
-steps, and that were lost with them). Its end, unless the process was killed, writes one with `event` ended: `time`,
+that it goes on from, 0 for a new run). Once its processes stand it writes one with `event` resumed, where there is
+something to say: `generated_again` (responses that the start before it had generated for later steps, and that were
+lost with them). Its end, unless the process was killed, writes one with `event` ended: `time`,
 `exit_code` and `message`, the codes being those of mrl.errors. `under_way.json` names the step that is under way and
 how many of its responses are there; who goes on from a checkpoint counts and removes it.
 """
@@ -13,9 +14,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -49,19 +50,21 @@ class Attempt:
 
 
 @contextmanager
-def attempt(folder: Path, step: int, versions: Mapping[str, str], generated_again: int = 0) -> Iterator[None]:
-    """Writes that the run was started, and, when the block ends, how. What the disk refuses of it ends no run."""
+def attempt(folder: Path, step: int, versions: Mapping[str, str]) -> Iterator[Callable[[int], None]]:
+    """Writes that the run was started, and, when the block ends, how. What the disk refuses of it ends no run.
+
+    Gives what is to be called with the number of responses that are generated again.
+    """
     began = {
         "command": sys.argv,
         "versions": dict(versions),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "step": step,
-        "generated_again": generated_again,
     }
     _append(folder, "began", began)
     try:
-        yield
+        yield lambda responses: _append(folder, "resumed", {"generated_again": responses}) if responses else None
     except BaseException as error:
         _append(folder, "ended", {"exit_code": _exit_code(error), "message": _text(error)})
         raise
@@ -106,8 +109,8 @@ def note_under_way(folder: Path, step: int, responses: int) -> None:
 
 def generated_after(folder: Path, step: int, group_size: int) -> int:
     """Responses that the steps after `step` were trained on so far, and those that were there of the step that was
-    under way; a run that goes on from `step` generates them again. To be asked before RunDir.truncate_metrics, after
-    which none is left.
+    under way, dropped groups included; a run that goes on from `step` generates them again. To be asked before
+    RunDir.truncate_metrics, after which none is left.
     """
     later = [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > step]
     responses = sum(int(row.get("train/trained_groups", 0)) * group_size for row in later)
@@ -145,6 +148,8 @@ def _take(attempts: list[Attempt], row: dict[str, Any]) -> None:
                 generated_again=int(row.get("generated_again", 0)),
             )
         )
+    elif attempts and row["event"] == "resumed":
+        attempts[-1] = replace(attempts[-1], generated_again=int(row["generated_again"]))
     elif attempts:
         ended = {"ended": str(row["time"]), "exit_code": int(row["exit_code"]), "message": str(row["message"])}
         attempts[-1] = Attempt(**vars(attempts[-1]) | ended)

@@ -25,7 +25,7 @@ from mrl.record.console import PlainConsole
 from mrl.record.run_dir import json_line, write_text
 from mrl.reward.pool import check_function
 from mrl.train.rollouts import Responder
-from mrl.train.run import load_validation, reward_spec, stop_on_signals
+from mrl.train.run import StopFlag, load_validation, reward_spec, stop_on_signals
 from mrl.train.validation import Validation, answer_and_score
 
 RESULTS, GENERATIONS, CONFIG, MODEL = "results.json", "generations.jsonl", "config.resolved.yaml", "model.tmp"
@@ -54,7 +54,7 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         stores = object_store_sizes(config)
         nodes = min(len(stores), config.rollout.num_engines * config.rollout.data_parallel_size) or 1
         check_object_stores(-(-held_out_bytes(config, len(prompts)) // nodes), stores)
-        stop = stack.enter_context(stop_on_signals())
+        stop = stack.enter_context(stop_on_signals(StopFlag()))
         stack.enter_context(with_log_tails(output / "logs"))
         engines = RolloutGroup(config, output, stop.raise_if_set)
         stack.callback(engines.stop)

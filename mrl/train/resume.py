@@ -143,7 +143,7 @@ def resume_point(
 ) -> Newest | None:
     """As `find_resume_point`, the data compared too. Writes nothing.
 
-    Raises NothingToDo when the last step of the run in `path` is done.
+    Raises NothingToDo when the last step of the run in `path` is done, by its record and its checkpoint's manifest.
     """
     point = find_resume_point(config, path, resume, damaged)
     if point is None or point.manifest is None:
@@ -158,22 +158,28 @@ def resume_point(
     return point
 
 
-def rewind(run_dir: RunDir, point: Newest | None) -> tuple[Path | None, TrainState]:
-    """Removes what was recorded past the checkpoint; its folder and state.
+def resumed_state(point: Newest | None) -> TrainState:
+    """What the run goes on from; the beginning where there is no checkpoint."""
+    if point is None or point.manifest is None:
+        return TrainState()
+    return TrainState(point.manifest.step, DataCursor(**point.manifest.trainer["cursor"]))
 
-    None: a new run; without a manifest: anew.
+
+def rewind(run_dir: RunDir, point: Newest | None) -> None:
+    """Removes what was recorded past the checkpoint, and keeps damaged ones aside.
+
+    `point`: None of a new run; without a manifest it starts anew.
     """
     if point is None:
-        return None, TrainState()
+        return
     if point.manifest is None:
         print(f"{run_dir.path} has no checkpoint yet: it starts anew")
         run_dir.truncate_metrics(-1)
-        return None, TrainState()
+        return
     for damaged, reason in point.damaged.items():
         print(f"not resumed from {damaged.name}, which is kept as {set_aside(damaged).name}: {reason}")
     run_dir.truncate_metrics(point.manifest.step)
     _restore_line(point.manifest, run_dir)
-    return point.path, TrainState(point.manifest.step, DataCursor(**point.manifest.trainer["cursor"]))
 
 
 def generated_again(config: RunConfig, run_dir: RunDir, point: Newest | None) -> int:

@@ -52,7 +52,7 @@ from mrl.train.lost_engines import LostEngines
 from mrl.train.placement import Colocated, Placement, Separate
 from mrl.train.preflight import run_dir_path
 from mrl.train.reporting import AdvisedRecord
-from mrl.train.resume import TrainState, generated_again, resume_point, rewind
+from mrl.train.resume import TrainState, generated_again, resume_point, resumed_state, rewind
 from mrl.train.rollouts import Responder
 from mrl.train.saving import Saver
 from mrl.train.spool import Spool
@@ -88,9 +88,8 @@ class StopFlag:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopFlag]:
-    """Handles SIGTERM and SIGINT for the time of the block."""
-    flag = StopFlag()
+def stop_on_signals(flag: StopFlag) -> Iterator[StopFlag]:
+    """Sets the flag on SIGTERM and SIGINT for the time of the block."""
     before = {number: signal.signal(number, flag._receive) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield flag
@@ -130,9 +129,11 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
     one of mrl.errors. The run directory is made once the data, the reward and the cluster are known to be right.
     """
     damaged: dict[Path, DamagedCheckpoint] = {}
+    stop = StopFlag()
     with ExitStack() as stack:
-        while (run := _start_unless_damaged(resolved, resume, damaged, views, stack)) is None:
-            print("the run starts again, from the checkpoint before the damaged one", flush=True)
+        while (run := _start_unless_damaged(resolved, resume, damaged, views, stop, stack)) is None:
+            stop.raise_if_set()
+            print("the run starts again, without the damaged checkpoint", flush=True)
         yield run
 
 
@@ -141,18 +142,19 @@ def _start_unless_damaged(
     resume: bool,
     damaged: dict[Path, DamagedCheckpoint],
     views: Mapping[str, View] | None,
+    stop: StopFlag,
     stack: ExitStack,
 ) -> Run | None:
     """The run, which `stack` will take down; None where its checkpoint is damaged, which `damaged` then has too."""
     try:
         with ExitStack() as start:
-            run = _start(resolved, resume, damaged, views, start)
+            run = _start(resolved, resume, damaged, views, stop, start)
             stack.push(start.pop_all())
             return run
     except DamagedCheckpoint as error:
         if not resume or error.folder in damaged:
             raise
-        damaged[error.folder] = error
+        damaged[error.folder] = DamagedCheckpoint(*error.args)  # as it is it would keep all that the start had made
         return None
 
 
@@ -161,6 +163,7 @@ def _start(
     resume: bool,
     damaged: Mapping[Path, DamagedCheckpoint],
     views: Mapping[str, View] | None,
+    stop: StopFlag,
     stack: ExitStack,
 ) -> Run:
     """From the newest checkpoint that is not in `damaged`."""
@@ -176,12 +179,11 @@ def _start(
     stack.enter_context(ray_cluster(config))
     plan = plan_again(config, load_model_spec(config.model.path), RunDir(path).plan, len(val) if val else None)
     check_object_stores(plan["memory"]["host"]["object_store_bytes"], object_store_sizes(config))
-    stop = stack.enter_context(stop_on_signals())  # after Ray, whose own handlers abort the process
+    stack.enter_context(stop_on_signals(stop))  # after Ray, whose own handlers abort the process
     run_dir = RunDir.open(path, resolved.to_yaml(), resume)
     stack.callback(run_dir.close)
-    again = generated_again(config, run_dir, point)
-    checkpoint, state = rewind(run_dir, point)
-    stack.enter_context(attempt(run_dir.path, state.step, installed_versions(), again))
+    checkpoint, state = point and point.path, resumed_state(point)
+    note_generated_again = stack.enter_context(attempt(run_dir.path, state.step, installed_versions()))
     spool = stack.enter_context(_spool(config, run_dir.spool))
     if spool is not None and checkpoint is not None and (ahead := point.manifest.trainer.get("ahead")):
         state = replace(state, ahead=read_kept(checkpoint, ahead, spool))
@@ -189,6 +191,8 @@ def _start(
     engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
     actor.read_routes_at(engines.nodes.values())
     rewards = stack.enter_context(start_scorers(config, scoring, run_dir.logs, engines.nodes))
+    note_generated_again(generated_again(config, run_dir, point))
+    rewind(run_dir, point)  # all is known to be right: from here on the run is another than it was
     run_dir.write_config(resolved.to_yaml())
     write_text(run_dir.plan, plan_text(plan))
     sinks = make_sinks(config.trainer.logger, run_dir, total, _run_info(config), views)

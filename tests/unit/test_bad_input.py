@@ -410,15 +410,16 @@ def test_resume_path_begins_a_run_of_its_own_from_a_checkpoint(refused, world):
 
 
 def test_a_run_that_begins_from_a_checkpoint_has_its_step_and_its_place_in_the_data(world):
-    from mrl.train.resume import find_resume_point, rewind
+    from mrl.train.resume import find_resume_point, resumed_state
 
     old = made_run(world, [0, 1, 2], checkpoint=2)
     (old / "checkpoints" / "step-2" / "hf").mkdir()
     shutil.copy("model/config.json", old / "checkpoints" / "step-2" / "hf")
     config = load_config("run.yaml", overrides=by_path(old)[1::2]).config
     new = RunDir.open(world / "runs" / "new", "")
-    folder, state = rewind(new, find_resume_point(config, new.path, resume=False))
-    assert (folder, state.step, state.cursor.index) == ((old / "checkpoints" / "step-2").resolve(), 2, 32)
+    point = find_resume_point(config, new.path, resume=False)
+    state = resumed_state(point)
+    assert (point.path, state.step, state.cursor.index) == ((old / "checkpoints" / "step-2").resolve(), 2, 32)
     assert find_resume_point(load_config("run.yaml").config, new.path, resume=False) is None
     new.close()
 

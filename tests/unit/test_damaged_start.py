@@ -1,11 +1,12 @@
 """A run whose checkpoint turns out damaged when its ranks read it starts again from the one before, or says so."""
 
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from mrl.errors import DamagedCheckpoint
+from mrl.errors import DamagedCheckpoint, Interrupted
 from mrl.train import run
 
 NEWEST, BEFORE = Path("run/checkpoints/step-2"), Path("run/checkpoints/step-1")
@@ -17,13 +18,14 @@ def starts(monkeypatch):
 
     class Starts:
         def __init__(self):
-            self.told, self.events, self.found = [], [], []
+            self.told, self.events, self.found, self.signal = [], [], [], None
 
-        def start(self, resolved, resume, damaged, views, stack: ExitStack):
+        def start(self, resolved, resume, damaged, views, stop, stack: ExitStack):
             self.told.append(set(damaged))
             number = len(self.told)
             self.events.append(f"open {number}")
             stack.callback(self.events.append, f"close {number}")
+            stop.signal = self.signal
             if self.found:
                 folder = self.found.pop(0)
                 raise DamagedCheckpoint(f"{folder}: other bytes", str(folder))
@@ -41,7 +43,7 @@ def test_it_starts_again_until_a_checkpoint_is_whole_and_nothing_is_left_of_earl
         assert starts.told == [set(), {NEWEST}, {NEWEST, BEFORE}]
         assert starts.events == ["open 1", "close 1", "open 2", "close 2", "open 3"]
     assert starts.events[-1] == "close 3"
-    assert capsys.readouterr().out.count("starts again, from the checkpoint before") == 2
+    assert capsys.readouterr().out.count("the run starts again, without the damaged checkpoint") == 2
 
 
 def test_a_checkpoint_that_a_new_run_is_to_begin_from_has_none_before_it(starts):
@@ -56,3 +58,10 @@ def test_one_that_is_known_to_be_damaged_is_not_tried_for_ever(starts):
     with pytest.raises(DamagedCheckpoint), run.open_run(None, resume=True):
         pass
     assert len(starts.told) == 2
+
+
+def test_a_signal_that_came_meanwhile_is_not_forgotten(starts):
+    starts.found, starts.signal = [NEWEST], signal.SIGTERM
+    with pytest.raises(Interrupted, match="SIGTERM"), run.open_run(None, resume=True):
+        pass
+    assert starts.events == ["open 1", "close 1"]

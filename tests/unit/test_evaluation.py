@@ -155,7 +155,7 @@ def test_training_wants_room_for_its_validations_too(world, tmp_path, monkeypatc
     with pytest.raises(EnvironmentFault, match="of 1 of 1 nodes is too small"), run.open_run(resolved, False):
         pass
 
-    def past_the_check():
+    def past_the_check(_):
         raise InterruptedError
 
     monkeypatch.setattr(run, "stop_on_signals", past_the_check)  # what comes next

@@ -268,4 +268,4 @@ def test_a_resume_takes_what_hashing_a_checkpoint_takes():
     inputs = inputs_of("qwen3-235b-a22b/h100-16x8")
     whole = sum(save_bytes(inputs, rank) for rank in range(inputs.train.world_size))
     assert whole / 1.5e9 > 30 * 60
-    assert whole / 1.5e9 / 128 <= resume_seconds(inputs) < 60
+    assert 1.0 <= resume_seconds(inputs) / (whole / 1.5e9 / 128) < 1.1

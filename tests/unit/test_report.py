@@ -317,8 +317,8 @@ def test_attempts_say_command_versions_and_end_and_survive_a_resume(tmp_path):
 
 def test_what_is_generated_again_is_an_incident_of_the_report(tmp_path):
     run = write_run(tmp_path / "run")
-    with attempt(run.path, 2, {}, 156):
-        pass
+    with attempt(run.path, 2, {}) as note_generated_again:
+        note_generated_again(156)
     assert the_page(run).count("156 responses generated again") == 2  # among incidents, and of the start
 
 

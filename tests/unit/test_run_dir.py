@@ -179,7 +179,8 @@ def test_what_a_lost_node_took_along_is_generated_again_and_counted(tmp_path, ca
     assert again == 4 * (15 + 14 + 13 + 12) + 60 and f"{again} responses" in capsys.readouterr().out
     ahead = load_config(TINY, None, ["trainer.schedule=one_step_off"]).config
     assert generated_again(ahead, run, saved_nothing) == generated_again(config, run, None) == 0
-    with attempt(run.path, 0, {}, again):
+    with attempt(run.path, 0, {}) as note_generated_again:
+        note_generated_again(again)
         run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
     assert read_attempts(run.path)[-1].generated_again == again
     (run.path / "under_way.json").write_text('{"step": 5, "resp')

@@ -7,7 +7,7 @@ import pytest
 
 from mrl.errors import Interrupted
 from mrl.train import run
-from mrl.train.run import stop_on_signals
+from mrl.train.run import StopFlag, stop_on_signals
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -23,7 +23,7 @@ def interrupts(request):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_a_run_and_leaves_the_handlers_as_they_were(interrupts, number):
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Interrupted, match=number.name), stop_on_signals() as stop:
+    with pytest.raises(Interrupted, match=number.name), stop_on_signals(StopFlag()) as stop:
         os.kill(os.getpid(), number)
         stop.raise_if_set()
     assert signal.getsignal(signal.SIGINT) is interrupts and signal.getsignal(signal.SIGTERM) is before
@@ -33,7 +33,7 @@ def test_a_signal_stops_a_run_and_leaves_the_handlers_as_they_were(interrupts, n
 def test_a_second_signal_ends_the_process_with_the_code_of_a_resumable_run(interrupts, number, monkeypatch):
     codes = []
     monkeypatch.setattr(run.os, "_exit", codes.append)
-    with stop_on_signals() as stop:
+    with stop_on_signals(StopFlag()) as stop:
         stop.hold()
         os.kill(os.getpid(), number)
         assert codes == []
