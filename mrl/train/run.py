@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,26 +131,22 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
     """
     damaged: dict[Path, DamagedCheckpoint] = {}
     stop = StopFlag()
+    start = partial(_start, resolved, resume, damaged, views, stop)
     with ExitStack() as stack:
-        while (run := _start_unless_damaged(resolved, resume, damaged, views, stop, stack)) is None:
+        while (run := _unless_damaged(start, resume, damaged, stack)) is None:
             stop.raise_if_set()
             print("the run starts again, without the damaged checkpoint", flush=True)
         yield run
 
 
-def _start_unless_damaged(
-    resolved: ResolvedConfig,
-    resume: bool,
-    damaged: dict[Path, DamagedCheckpoint],
-    views: Mapping[str, View] | None,
-    stop: StopFlag,
-    stack: ExitStack,
+def _unless_damaged(
+    start: Callable[[ExitStack], Run], resume: bool, damaged: dict[Path, DamagedCheckpoint], stack: ExitStack
 ) -> Run | None:
     """The run, which `stack` will take down; None where its checkpoint is damaged, which `damaged` then has too."""
     try:
-        with ExitStack() as start:
-            run = _start(resolved, resume, damaged, views, stop, start)
-            stack.push(start.pop_all())
+        with ExitStack() as own:
+            run = start(own)
+            stack.push(own.pop_all())
             return run
     except DamagedCheckpoint as error:
         if not resume or error.folder in damaged:
