@@ -211,11 +211,14 @@ class WeightSync:
         address = self.actor.meeting_point(_hosting_rank(replace(self.setup, transport=meeting)))
         self.setup = replace(self.setup, transport=meeting | {"address": address})
         data = self.setup.to_json()
-        refs = self.engines.refs("connect_sync", data, plan_hash) | self.actor.refs("connect_sync", data, plan_hash)
-        answers = gather(refs, limit, "connecting the weight sync")
+        # first, and without a peer that waits for it: an engine may read all of its weights back for this
+        refs = self.engines.refs("agree_on_sync", data, plan_hash) | self.actor.refs("agree_on_sync", data, plan_hash)
+        answers = gather(refs, limit, "agreeing on the weight sync")
+        self._weight_bytes = sum(answer for name, answer in answers.items() if name.startswith("engine"))
+        refs = self.engines.refs("connect_sync") | self.actor.refs("connect_sync")
+        gather(refs, limit, "connecting the weight sync")
         self.engines.call("release_arenas")
         print(f"weight sync: {routes_in_words(self.setup)}")
-        self._weight_bytes = sum(answer for name, answer in answers.items() if name.startswith("engine"))
 
     def _setup(self, topology: dict[str, list[list[int]]]) -> SyncSetup:
         config, rollout = self.config, self.config.rollout

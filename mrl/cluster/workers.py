@@ -66,7 +66,8 @@ class ActorWorker:
         self.config = RunConfig.model_validate(config)
         self.rank = rank
         self.step = None  # rows of the newest step
-        self.sender = None  # of weight syncs, once they are connected
+        self.sync_setup = None  # of weight syncs, once it is agreed on
+        self.sender = None  # of them, once they are connected
         self.host_copy = None  # of a checkpoint, once one is saved
 
     def host(self) -> str:
@@ -178,26 +179,33 @@ class ActorWorker:
         """Node, and device on it where there is one, of this rank."""
         return self._places or own_places() or [(ray.get_runtime_context().get_node_id(), None)]
 
-    def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> None:
-        """Builds the plan of the weight syncs and meets the engines.
+    def agree_on_sync(self, setup: dict[str, Any], plan_hash: str) -> None:
+        """Builds the plan of the weight syncs and checks this rank's parameters against it.
 
         Raises EnvironmentFault when it is not the driver's plan, RuntimeError naming parameters that are not as the
         plan has them.
         """
-        from mrl.config.schema_actor import PARAMETERS
         from mrl.megatron.local_parameters import LocalParameters
         from mrl.model.megatron_shards import local_shapes, source_shards
-        from mrl.reshard.connect import connect_sender
         from mrl.reshard.setup import SyncSetup
 
         agreed = SyncSetup.from_json(setup)
         agreed.check_hash(plan_hash, f"rank {self.rank}")
         if self.sender is not None:
             self.sender.close()
-        shards = LocalParameters(self.actor.chunks)
-        shards.check(local_shapes(source_shards(agreed.model, agreed.train_layout, self.rank)))
+        LocalParameters(self.actor.chunks).check(
+            local_shapes(source_shards(agreed.model, agreed.train_layout, self.rank))
+        )
+        self.sync_setup = agreed
+
+    def connect_sync(self) -> None:
+        """Meets the engines, which do the same now. Raises TransferError."""
+        from mrl.config.schema_actor import PARAMETERS
+        from mrl.megatron.local_parameters import LocalParameters
+        from mrl.reshard.connect import connect_sender
+
         with self.actor.residence.using(PARAMETERS):
-            self.sender = connect_sender(agreed, self.rank, shards)
+            self.sender = connect_sender(self.sync_setup, self.rank, LocalParameters(self.actor.chunks))
 
     def send_weights(self, update: int, workers: list[int], check_replicas: bool) -> dict[str, Any]:
         """Sends this rank's part of the weights to `workers`; fields of a SendReport."""
@@ -322,9 +330,13 @@ class EngineWorker:
             or [(ray.get_runtime_context().get_node_id(), None)] * self.engine.settings.workers
         )
 
-    async def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
+    async def agree_on_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
+        """See VllmEngine.agree_on_sync."""
+        return await self.engine.agree_on_sync(setup, plan_hash)
+
+    async def connect_sync(self) -> None:
         """See VllmEngine.connect_sync."""
-        return await self.engine.connect_sync(setup, plan_hash)
+        await self.engine.connect_sync()
 
     async def release_arenas(self) -> None:
         """See VllmEngine.release_arenas."""

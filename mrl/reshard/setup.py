@@ -59,8 +59,9 @@ class SyncSetup:
         return Topology(*(tuple(Place(*place) for place in self.topology[side]) for side in ("ranks", "workers")))
 
     def plan(self) -> ReshardPlan:
-        """The plan; built once in a process."""
-        return _plan(json.dumps(self.to_json(), sort_keys=True))
+        """The plan; built once in a process, wherever the two sides meet."""
+        inputs = {name: value for name, value in self.to_json().items() if name not in ("timeout_s", "transport")}
+        return _plan(json.dumps(inputs, sort_keys=True))
 
     def check_hash(self, expected: str, who: str) -> None:
         """Raises EnvironmentFault when `who`, this process, comes to another plan than the driver did."""
@@ -81,7 +82,7 @@ class SyncSetup:
 
 @lru_cache(maxsize=2)
 def _plan(text: str) -> ReshardPlan:
-    setup = SyncSetup.from_json(json.loads(text))
+    setup = SyncSetup.from_json(json.loads(text) | {"timeout_s": 0.0, "transport": {}})
     return plan_reshard(
         setup.model, setup.train_layout, setup.rollout_layout, dialect=setup.dialect, dtype=setup.dtype,
         topology=setup.places,

@@ -360,10 +360,15 @@ class VllmEngine:
             await self._updates.finish()
             self._machine.received()
 
-    async def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
+    async def agree_on_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
+        """See EngineUpdates.agree_on_fast."""
+        async with self._controlled("agree_on_sync"):
+            return await self._updates.agree_on_fast(setup, plan_hash, self._machine.holds_weights)
+
+    async def connect_sync(self) -> None:
         """See EngineUpdates.connect_fast."""
         async with self._controlled("connect_sync"):
-            return await self._updates.connect_fast(setup, plan_hash, self._machine.holds_weights)
+            await self._updates.connect_fast()
 
     def release_arenas(self) -> None:
         """See EngineUpdates.release_arenas."""

@@ -61,6 +61,7 @@ VERBS: Mapping[str, Mapping[EngineState, EngineState]] = MappingProxyType(
         "wake_weights": {ASLEEP: WEIGHTS_AWAKE},
         "wake_cache": {WEIGHTS_AWAKE: FENCED},
         # fast path
+        "agree_on_sync": _LOOK,
         "connect_sync": _LOOK,
         "receive_weights": _UPDATE,
         # slow path

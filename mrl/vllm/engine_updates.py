@@ -6,7 +6,8 @@ What an update means for the engine's state and version is not known here; see m
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,8 @@ class EngineUpdates:
             shutil.rmtree(self._buckets, ignore_errors=True)
             self._buckets = None
 
-    async def connect_fast(self, setup: dict[str, Any], plan_hash: str, holds_weights: bool) -> int:
-        """Agrees on the plan of weight syncs, checks vLLM's parameters against it, meets the ranks; returns bytes of
-        weights.
+    async def agree_on_fast(self, setup: dict[str, Any], plan_hash: str, holds_weights: bool) -> int:
+        """Agrees on the plan of weight syncs and checks vLLM's parameters against it; returns bytes of weights.
 
         `holds_weights`: the engine holds whole weights, so that reading them back can be tried.
         Raises EnvironmentFault: another plan, or parameters that are not as the plan has them, by name.
@@ -94,8 +94,23 @@ class EngineUpdates:
             "plan_hash": plan_hash,
             "holds_weights": holds_weights,
         }
-        try:
+        with self._cannot_take():
             await self._calls.workers("init_weight_transfer_engine", info)
+        self._path = "fast"
+        return sum(await self._calls.workers("weight_bytes"))
+
+    async def connect_fast(self) -> None:
+        """Meets the ranks, which do the same now.
+
+        Raises EnvironmentFault when they do not come or memory for what travels cannot be had.
+        """
+        with self._cannot_take():
+            await self._calls.workers("meet_ranks")
+
+    @contextmanager
+    def _cannot_take(self) -> Iterator[None]:
+        try:
+            yield
         except Interrupted:
             raise
         except Exception as error:
@@ -103,8 +118,6 @@ class EngineUpdates:
                 f"{self._settings.name} cannot take weights by the plan: {error}; reshard.path: slow goes "
                 "through vLLM's own loader"
             ) from error
-        self._path = "fast"
-        return sum(await self._calls.workers("weight_bytes"))
 
     def release_arenas(self) -> None:
         """Unlinks shared memory, now that every rank has it open: nothing is left behind however a process ends."""

@@ -4,6 +4,7 @@ vLLM imports this module in each of its processes through the plugin entry point
 workers then drive one of two paths, call by call:
 
                FastPath (reshard.path: fast)               SlowPath (reshard.path: slow)
+    meet       waits for the ranks, once                   nothing
     start      enters vLLM's layerwise reload              the same
     receive    all of this worker's shards, by the plan    one bucket of full tensors, through vLLM's own loader
     finish     leaves the reload, reads weights back       leaves the reload; every parameter was written
@@ -32,6 +33,7 @@ from mrl.model.vllm_parameters import target_parameters
 from mrl.platforms.process_memory import note_baseline
 from mrl.platforms.versions import VLLM_GENERATIONS, VLLM_PACKAGES, VllmGeneration, vllm_generation
 from mrl.reshard.connect import connect_receiver
+from mrl.reshard.execute import Receiver
 from mrl.reshard.setup import SyncSetup
 from mrl.vllm.forking import install
 from mrl.vllm.handshake import EngineDegrees, check_degrees, check_engine
@@ -129,9 +131,9 @@ class UpdatePath(Protocol):
 def open_path(
     model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees
 ) -> UpdatePath:
-    """The path that `info` asks for.
+    """The path that `info` asks for; the fast one still has to meet its ranks.
 
-    Raises EnvironmentFault, HandshakeError, ValueError or TransferError when the fast one cannot be had.
+    Raises EnvironmentFault, HandshakeError or ValueError when the fast one cannot be had.
     """
     if info.path == "slow":
         return SlowPath(model, model_config, adapter, info.expected or {})
@@ -144,14 +146,15 @@ class FastPath:
     """
 
     def __init__(self, model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees):
-        """Checks that this engine is what the plan was made for, then meets the ranks.
+        """Checks that this engine is what the plan was made for, which may take long: nobody waits for it.
 
-        Raises EnvironmentFault for another plan, HandshakeError, ValueError, TransferError.
+        Raises EnvironmentFault for another plan, HandshakeError, ValueError.
         """
         self._setup = setup = SyncSetup.from_json(info.setup)
         self._engine, self._worker = info.engine, setup.worker(info.engine, degrees.position)
         self._model, self._config, self._adapter = model, model_config, adapter
         self._writer: LayerwiseWriter | None = None
+        self._receiver: Receiver | None = None
         self._read_back = True
         self._report: dict[str, Any] = {}
         setup.check_hash(info.plan_hash, f"engine {self._engine} worker {self._worker}")
@@ -168,7 +171,11 @@ class FastPath:
             self._by_identity = frozenset(
                 t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t)
             )
-            self._receiver = connect_receiver(setup, self._worker)
+
+    def meet(self) -> None:
+        """Meets the ranks, which wait for this worker now. Raises TransferError."""
+        with self._named_errors():
+            self._receiver = connect_receiver(self._setup, self._worker)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -234,7 +241,9 @@ class FastPath:
 
     def close(self) -> None:
         """Gives the transport's memory and connections back."""
-        self._receiver.close()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
 
 class SlowPath:

@@ -239,6 +239,10 @@ class CommonWorkerExtension(SleepingExtension):
         """The path in use."""
         return self.weight_transfer_engine.path
 
+    def meet_ranks(self) -> None:
+        """Of the fast path, once both sides have agreed on its plan. Raises TransferError."""
+        self.update_path().meet()
+
     def weight_fingerprints(self) -> dict[str, str]:
         """SHA-256 of all that this worker computes with: parameters, buffers and linears that CPU packs out of sight.
 

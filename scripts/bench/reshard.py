@@ -186,6 +186,7 @@ class Engine:
 
         plan_hash = SyncSetup.from_json(setup).plan().hash
         self.worker.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": plan_hash})
+        self.worker.meet_ranks()
         self.receiver = self.worker.weight_transfer_engine.path._receiver
         self.plain = self.block = None
         return self.worker.weight_bytes()

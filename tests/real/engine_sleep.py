@@ -117,7 +117,8 @@ class SleepingEngine(VllmEngine):
     async def lay_wire(self, setup: dict) -> None:
         """Connects the fast path, to files."""
         await self.workers("lay_wire")
-        await self.connect_sync(setup, SyncSetup.from_json(setup).plan().hash)
+        await self.agree_on_sync(setup, SyncSetup.from_json(setup).plan().hash)
+        await self.connect_sync()
 
     async def bring(self, folder: str, path: str) -> None:
         """A checkpoint's weights by one of the two paths."""

@@ -90,6 +90,7 @@ class SlicesExtension(Base):
         self.init_weight_transfer_engine(
             {"path": "fast", "setup": setup, "engine": 0, "plan_hash": SyncSetup.from_json(setup).plan().hash}
         )
+        self.meet_ranks()
 
     def refusal(self, setup: dict, plan_hash: str | None = None) -> str:
         """What the handshake says of a setup that does not fit."""

@@ -67,8 +67,7 @@ def test_faults_one_after_the_other(world, capfd):
 def an_engine_of_another_dtype_or_layout_is_refused_and_the_parameter_is_named(world):
     before = held_by(world.engines)
     with pytest.raises(EnvironmentFault, match=r"engine 0 .*dtype is float32 in vLLM, bfloat16 in the plan"):
-        # so long the ranks wait for the engine
-        sync_of(world, rollout__dtype="bfloat16", reshard__timeout_s=3.0).bring_to(1)
+        sync_of(world, rollout__dtype="bfloat16").bring_to(1)
     with pytest.raises(ConfigError, match="2 ranks and 2 workers, the layouts have 2 and 1"):
         sync_of(world, rollout__tensor_model_parallel_size=1).bring_to(1)
     assert held_by(world.engines) == before

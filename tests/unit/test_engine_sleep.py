@@ -277,7 +277,8 @@ def test_an_update_into_a_sleeping_engine_does_not_reach_vllm(engine):
         for update in (
             engine.receive_weights(1, True),
             engine.begin_update(),
-            engine.connect_sync({}, ""),
+            engine.agree_on_sync({}, ""),
+            engine.connect_sync(),
             engine.fingerprints(),
         ):
             with pytest.raises(RuntimeError, match="engine 3 is ASLEEP and refuses"):

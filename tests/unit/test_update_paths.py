@@ -67,9 +67,23 @@ def receiver(monkeypatch):
 
 
 def path_of(engine: Engine, plan_hash: str = "right") -> FastPath:
-    return FastPath(
+    path = FastPath(
         engine, None, ToyAdapter(), InitInfo("fast", setup={}, engine=1, plan_hash=plan_hash), Record(position=1)
     )
+    path.meet()
+    return path
+
+
+def test_an_engine_is_checked_before_any_rank_waits_for_it(receiver, monkeypatch):
+    said = []
+    monkeypatch.setattr(receive, "check_engine", lambda *given: said.append("checked"))
+    monkeypatch.setattr(receive, "connect_receiver", lambda setup, worker: said.append("met"))
+    info = InitInfo("fast", setup={}, engine=1, plan_hash="right")
+    path = FastPath(Engine(), None, ToyAdapter(), info, Record(position=1))
+    path.close()  # nothing is held yet
+    assert said == ["checked"]
+    path.meet()
+    assert said == ["checked", "met"]
 
 
 @pytest.mark.parametrize("read_back", [True, False])

@@ -67,14 +67,14 @@ class FakeCluster:
         return f"127.0.0.1:{free_port()}"
 
     def _rank_refs(self, method, *arguments):
-        if method == "connect_sync":  # ranks and engines meet together: see below
+        if method in ("agree_on_sync", "connect_sync"):  # ranks and engines meet together: see below
             return {}
         return {f"rank {r}": partial(getattr(self, method), r, *arguments) for r in self.held}
 
     def _engine_refs(self, method, *arguments, engines=None):
         chosen = [i for i in range(len(self.engines)) if engines is None or i // self.ranks in engines]
-        if method == "connect_sync":
-            return {"engine 0": partial(self.connect, *arguments)}
+        if method in ("agree_on_sync", "connect_sync"):
+            return {"engine 0": partial(getattr(self, method), *arguments)}
         return {
             rank_name(*divmod(i, self.ranks), self.ranks): partial(getattr(self, method), i, *arguments) for i in chosen
         }
@@ -82,15 +82,17 @@ class FakeCluster:
     def places(self, number):
         return [("node", None)]
 
-    def connect(self, data, plan_hash) -> int:
+    def agree_on_sync(self, data, plan_hash) -> int:
         if self.world:
             self.world.close()
-        setup = SyncSetup.from_json(data)
+        self.agreed = setup = SyncSetup.from_json(data)
         setup.check_hash(plan_hash, "engine 0")
-        self.world = World(setup, self.weights)
-        self.world.held = self.held
         workers = range(setup.rollout_layout.world_size)
         return sum(p.numel() * 4 for w in workers for p in expected(setup, w, self.weights).values())
+
+    def connect_sync(self) -> None:
+        self.world = World(self.agreed, self.weights)
+        self.world.held = self.held
 
     def send_weights(self, rank, update, workers, check_replicas) -> dict:
         return vars(self.world.senders[rank].send(update, workers, check_replicas))
@@ -442,11 +444,11 @@ def test_when_peers_do_not_meet_again_the_run_stops_with_what_broke_the_first_at
     def fail(take, messages):
         raise MemoryError("no memory for a module")
 
-    def refuse(data, plan_hash):
+    def refuse():
         raise EnvironmentFault("engine 0 cannot take weights by the plan")
 
     end.take = once(end.take, fail)
-    world.connect = refuse
+    world.connect_sync = refuse
     with pytest.raises(
         EnvironmentFault,
         match=r"version 2: .*no memory for a module.*; and connecting again failed: engine 0 cannot take",
