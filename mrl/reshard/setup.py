@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -60,8 +60,7 @@ class SyncSetup:
 
     def plan(self) -> ReshardPlan:
         """The plan; built once in a process, wherever the two sides meet."""
-        inputs = {name: value for name, value in self.to_json().items() if name not in ("timeout_s", "transport")}
-        return _plan(json.dumps(inputs, sort_keys=True))
+        return _plan(json.dumps(replace(self, timeout_s=0.0, transport={}).to_json(), sort_keys=True))
 
     def check_hash(self, expected: str, who: str) -> None:
         """Raises EnvironmentFault when `who`, this process, comes to another plan than the driver did."""
@@ -82,7 +81,7 @@ class SyncSetup:
 
 @lru_cache(maxsize=2)
 def _plan(text: str) -> ReshardPlan:
-    setup = SyncSetup.from_json(json.loads(text) | {"timeout_s": 0.0, "transport": {}})
+    setup = SyncSetup.from_json(json.loads(text))
     return plan_reshard(
         setup.model, setup.train_layout, setup.rollout_layout, dialect=setup.dialect, dtype=setup.dtype,
         topology=setup.places,

@@ -504,3 +504,10 @@ def test_a_run_says_once_which_transports_serve_its_pairs(cluster, capsys, trans
     sync.bring_to(2)
     pairs = TRAIN["world_size"] * 2
     assert capsys.readouterr().out.count(f"weight sync: {pairs} pairs of rank and worker by {transport}\n") == 1
+
+
+def test_the_plan_is_made_once_wherever_the_two_sides_meet():
+    setup = setup_for(TRAIN, {})
+    moved = replace(setup, timeout_s=setup.timeout_s + 1, transport=setup.transport | {"name": "another"})
+    assert moved.plan() is setup.plan()
+    assert replace(setup, budget_bytes=setup.budget_bytes // 2).plan() is not setup.plan()
