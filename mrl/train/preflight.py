@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mrl.checkpoint.manifest import read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
-from mrl.checkpoint.step_folders import check_room, checkpoint_bytes, groups_ahead_bytes, room_note
+from mrl.checkpoint.room import check_room, checkpoint_bytes, groups_ahead_bytes, room_note
 from mrl.cluster.prerequisites import check_port_free, check_reachable, check_size, own_cpus, ray_address
 from mrl.config.describe import describe_layout, describe_loss
 from mrl.config.load import ResolvedConfig

@@ -17,14 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mrl.checkpoint.manifest import Manifest, RankFiles, fsync, write_manifest
-from mrl.checkpoint.step_folders import (
-    BESIDE_TENSORS,
-    check_room,
-    discard,
-    route_bytes,
-    superseded,
-    write_atomically,
-)
+from mrl.checkpoint.room import BESIDE_TENSORS, check_room, route_bytes
+from mrl.checkpoint.step_folders import discard, superseded, write_atomically
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
 from mrl.model import load_model_spec

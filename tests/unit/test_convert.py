@@ -20,10 +20,10 @@ from tiny_models import in_dtype, save, tiny_dense, tiny_glm, tiny_moe, tiny_qwe
 import mrl.checkpoint.convert
 import mrl.checkpoint.convert_job
 import mrl.checkpoint.planned_file
-import mrl.checkpoint.safetensors_file
 import mrl.checkpoint.stored_boxes
 from mrl.checkpoint.convert import ExpectedModel, write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
+from mrl.checkpoint.direct_file import DirectFile
 from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, read_manifest
 from mrl.checkpoint.open_checkpoint import open_hf, open_saved, weight_role
 from mrl.checkpoint.rank_load import TensorLoader
@@ -222,17 +222,17 @@ class Killed(BaseException):
 
 def killed_after(monkeypatch, count: int) -> None:
     """The process ends while the file after `count` files is being written."""
-    real, calls = mrl.checkpoint.safetensors_file._write_all, []
+    real, calls = DirectFile.write, []
 
     def write(out, block):
-        if out.name not in calls:
-            calls.append(out.name)
+        if out.path.name not in calls:
+            calls.append(out.path.name)
         if len(calls) > count:
-            out.write(block[: len(block) // 2])
+            real(out, block[: len(block) // 2])
             raise Killed
         real(out, block)
 
-    monkeypatch.setattr(mrl.checkpoint.safetensors_file, "_write_all", write)
+    monkeypatch.setattr(DirectFile, "write", write)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -332,16 +332,16 @@ def test_files_of_another_conversion_that_are_deleted_count_as_free(models, tmp_
 
 
 def test_a_disk_that_fills_up_keeps_what_is_finished(models, tmp_path, monkeypatch):
-    real, calls = mrl.checkpoint.safetensors_file._write_all, []
+    real, calls = DirectFile.write, []
 
     def write(out, block):
-        calls.append(out.name)
+        calls.append(out.path.name)
         if len(set(calls)) > 2:
             raise OSError(28, "No space left on device")
         real(out, block)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mrl.checkpoint.safetensors_file, "_write_all", write)
+        patch.setattr(DirectFile, "write", write)
         with pytest.raises(
             EnvironmentFault, match=r"No space left on device\); free some and run the same command again"
         ):

@@ -8,7 +8,7 @@ import pytest
 from small_model import write_model
 
 from mrl.algo.advantages import TokenAdvantages
-from mrl.checkpoint.step_folders import BESIDE_TENSORS, checkpoint_bytes
+from mrl.checkpoint.room import BESIDE_TENSORS, checkpoint_bytes
 from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.replica_rows import ReplicaRows
 from mrl.config.load import load_config

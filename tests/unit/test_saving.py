@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file
 from small_model import SIZES, write_model
 
-from mrl.checkpoint import rank_save
-from mrl.checkpoint import step_folders as room
+from mrl.checkpoint import rank_save, room
 from mrl.checkpoint.manifest import (
     EXP_AVG,
     EXP_AVG_SQ,

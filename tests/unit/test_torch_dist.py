@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
 from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
 import mrl.checkpoint.planned_file
-import mrl.checkpoint.safetensors_file
 from mrl.checkpoint.convert import write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
+from mrl.checkpoint.direct_file import DirectFile
 from mrl.checkpoint.open_checkpoint import open_hf, open_saved
 from mrl.cli.convert import parse_layout
 from mrl.cli.main import main
@@ -235,16 +235,16 @@ def test_blocks_cut_anywhere_are_what_a_whole_tensor_has_there(models):
 
 def export_killed_in_its_third_file(model, target, monkeypatch):
     monkeypatch.setattr(mrl.checkpoint.planned_file, "FILE_BYTES", 300_000)
-    real, seen = mrl.checkpoint.safetensors_file._write_all, []
+    real, seen = DirectFile.write, []
 
     def killed(out, block):
-        seen.append(out.name)
+        seen.append(out.path.name)
         if len(set(seen)) > 2:
             raise KeyboardInterrupt
         real(out, block)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mrl.checkpoint.safetensors_file, "_write_all", killed)
+        patch.setattr(DirectFile, "write", killed)
         with pytest.raises(KeyboardInterrupt):
             write_torch_dist(open_hf(model), target, options=VERIFIED)
 

@@ -1,0 +1,98 @@
+"""A file written past the operating system's cache.
+
+Weights are written once and are not read again soon. Through the cache each megabyte costs a second copy and the making
+of its pages, and pushes out what others need: for a conversion as much processor as the digests of what it writes.
+Where a file system knows no direct writes (O_DIRECT) the same code goes through the cache.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from mrl.units import MIB
+
+BUFFER_BYTES = 4 * MIB  # of one write; a multiple of what any disk wants direct writes to be aligned to
+_IN_WORK = 2  # buffers that are being written while the next is filled
+_DIRECT = getattr(os, "O_DIRECT", 0)  # there is none on macOS
+
+
+class DirectFile:
+    """A new file to be written from its beginning to its end. As a context manager it is closed without `finish` where
+    the block fails.
+
+    `write` and `finish` raise OSError as the disk does, which may be that of an earlier `write`.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.size = path, 0  # bytes given to `write`
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
+        _try_direct(self._handle)
+        self._buffers = deque(mmap.mmap(-1, BUFFER_BYTES) for _ in range(_IN_WORK + 1))  # a mapping begins a page
+        self._filled = 0  # bytes in the first buffer, which is in no write
+        self._writing: deque[Future] = deque()
+        self._threads = ThreadPoolExecutor(_IN_WORK)
+
+    def __enter__(self) -> "DirectFile":
+        return self
+
+    def __exit__(self, *failure) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        os.close(self._handle)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends; `data` may be overwritten when it returns."""
+        view = memoryview(data)
+        while view:
+            taken = min(len(view), BUFFER_BYTES - self._filled)
+            self._buffers[0][self._filled : self._filled + taken] = view[:taken]
+            self._filled += taken
+            self.size += taken
+            view = view[taken:]
+            if self._filled == BUFFER_BYTES:
+                self._send_buffer()
+
+    def finish(self, durable: bool) -> None:
+        """Waits until all is handed over; with `durable` until the disk has it."""
+        while self._writing:
+            self._writing.popleft().result()
+        _give_up_direct(self._handle)  # the rest is of any length
+        write_at(self._handle, memoryview(self._buffers[0])[: self._filled], self.size - self._filled)
+        if durable:
+            os.fsync(self._handle)
+
+    def _send_buffer(self) -> None:
+        view = memoryview(self._buffers[0])
+        self._writing.append(self._threads.submit(write_at, self._handle, view, self.size - BUFFER_BYTES))
+        self._buffers.rotate(-1)  # the next one is the one that was sent longest ago
+        self._filled = 0
+        if len(self._writing) > _IN_WORK:
+            self._writing.popleft().result()
+
+
+def write_at(handle: int, view: memoryview, at: int) -> None:
+    """Writes all of `view` at an offset. Raises OSError as the disk does."""
+    while view:
+        try:
+            count = os.pwrite(handle, view, at)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            _give_up_direct(handle)  # a file system that takes the flag and not the writes, or not from here on
+            count = os.pwrite(handle, view, at)
+        view, at = view[count:], at + count
+
+
+def _try_direct(handle: int) -> None:
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | _DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+
+
+def _give_up_direct(handle: int) -> None:
+    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~_DIRECT)

@@ -1,0 +1,84 @@
+"""Whether one more checkpoint fits on the disk: counted from arithmetic before a run starts, and from the ranks' own
+sizes before each is written.
+"""
+
+import shutil
+from math import ceil
+from pathlib import Path
+
+from mrl.config.schedule_rules import schedule_of
+from mrl.config.schema import RunConfig
+from mrl.data.routes import RouteShape
+from mrl.data.samples import column_bytes
+from mrl.errors import EnvironmentFault
+from mrl.model import ModelSpec, parameter_count
+from mrl.model.precision import BF16, FLOAT32
+from mrl.units import MIB
+
+BESIDE_TENSORS = 4 * MIB  # bytes: manifest, tokenizer and configuration of the model, rounding to blocks
+
+
+def checkpoint_bytes(model: ModelSpec, dtype: str) -> int:
+    """Size of one checkpoint: weights, float32 master weights where the weights are narrower, and Adam's two moments,
+    each once.
+    """
+    precision = FLOAT32 if dtype == "float32" else BF16
+    return parameter_count(model) * precision.checkpoint + BESIDE_TENSORS
+
+
+def route_bytes(config: RunConfig, model: ModelSpec) -> int:
+    """Of a token's routes, as they come with samples; 0 where they do not."""
+    if config.actor.router_replay != "R3":
+        return 0
+    shape = RouteShape.of(model)
+    return shape.token_bytes
+
+
+def groups_ahead_bytes(config: RunConfig, model: ModelSpec) -> int:
+    """Of groups that generation is ahead with, at most: they are in every checkpoint, finished ones by a second name.
+
+    Counted as columns; files are compressed.
+    """
+    if (schedule := schedule_of(config)) is None:
+        return 0
+    lengths = config.data.max_prompt_length, config.data.max_response_length
+    response = column_bytes(*lengths, route_bytes(config, model))
+    return schedule.places * schedule.responses * response
+
+
+def free_bytes(folder: Path) -> int:
+    """Space left for this user on the disk of `folder`, or of its nearest parent that is there."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raises EnvironmentFault when `needed` bytes do not fit on the disk of `folder`."""
+    free = free_bytes(folder)
+    if free < needed:
+        raise EnvironmentFault(
+            f"{folder}: a checkpoint needs {_size(needed)} and {_size(free)} are free; make room, or give a run "
+            "directory on another disk (--run-dir)"
+        )
+
+
+def room_note(config: RunConfig, model: ModelSpec, folder: Path) -> list[str]:
+    """A line when the disk of `folder` holds one checkpoint,
+    and not as many as the run is to keep with one more beside them.
+    """
+    size = checkpoint_bytes(model, config.model.dtype) + groups_ahead_bytes(config, model)
+    wanted = config.trainer.max_actor_ckpt_to_keep + 1
+    present = len(list(folder.glob("checkpoints/step-*")))
+    free = free_bytes(folder)
+    if free >= size * (wanted - present):
+        return []
+    return [
+        f"note: {_size(free)} are free, room for {free // size} more checkpoints of {_size(size)}; "
+        f"trainer.max_actor_ckpt_to_keep is {wanted - 1}, and one more lies there while it is written. A save that "
+        "finds no room is left out"
+    ]
+
+
+def _size(nbytes: int) -> str:
+    return f"{ceil(nbytes / 1e7) / 100:.2f} GB" if nbytes >= 1e9 else f"{ceil(nbytes / 1e4) / 100:.2f} MB"
