@@ -1,11 +1,22 @@
-"""The responses of one group in a file: columns as they travel through a run, compressed; the same bytes for the same.
+"""One attempt at a group in a file: the columns of its responses, and its rewards; the same bytes for the same.
 
-A file appears whole or not at all, and is never changed afterwards. So where it was written before, a checkpoint has
-a second name of it, and its bytes are on the disk once.
+    group-17.2.npz    group 17, which was begun anew twice before
+      *.npy           columns of the responses that have tokens, as they travel through a run
+      record.npy      number, attempt and rewards, as JSON
+
+Tokens, rewards and attempt are one record with one digest, so that none of them can be taken for another attempt's. A
+file appears whole or not at all, and is never changed afterwards. So where it was written before, a checkpoint has a
+second name of it, and its bytes are on the disk once.
 """
 
+import io
+import json
 import os
 import shutil
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +24,71 @@ import numpy as np
 
 from mrl.checkpoint.manifest import file_facts, fsync
 from mrl.data.samples import Samples
+from mrl.reward.items import RewardResult
 from mrl.whole_file import appears_whole
 
+RECORD = "record"
+TRIED_BYTES = 64 * 1024  # of a column, from its middle: tells whether the rest would shrink
+WORTH = 0.8  # of its bytes: a column that keeps more is stored as it is, at the disk's speed
 
-def group_file(number: int) -> str:
-    """The name of a group's file."""
-    return f"group-{number}.npz"
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """What is known of one attempt at a group."""
+
+    number: int
+    attempt: int  # times that it was begun anew before
+    samples: Samples | None  # responses that have tokens, `sample_id` their index in the group; None: there are none
+    results: Mapping[int, RewardResult]  # by index; of responses that are judged
 
 
-def write_group(path: Path, samples: Samples) -> dict[str, Any]:
+def group_file(number: int, attempt: int) -> str:
+    """The name of the file of one attempt."""
+    return f"group-{number}.{attempt}.npz"
+
+
+def write_group(path: Path, record: GroupRecord) -> dict[str, Any]:
     """Writes `path` durably; its size and digest."""
     with appears_whole(path) as work:
-        with work.open("wb") as file:
-            np.savez_compressed(file, **samples.arrays)
+        with zipfile.ZipFile(work, "w") as archive:
+            for name, column in _columns(record).items():
+                _add(archive, name, column)
         return file_facts(work)
 
 
-def read_group(path: Path) -> Samples:
+def _columns(record: GroupRecord) -> dict[str, np.ndarray]:
+    results = [[index, asdict(record.results[index])] for index in sorted(record.results)]
+    said = json.dumps({"number": record.number, "attempt": record.attempt, "results": results})
+    columns = {RECORD: np.frombuffer(said.encode(), np.uint8)}
+    return columns if record.samples is None else columns | record.samples.arrays
+
+
+def _add(archive: zipfile.ZipFile, name: str, column: np.ndarray) -> None:
+    """Appends one column in numpy's format; deflated where that saves a fifth."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.ascontiguousarray(column), allow_pickle=False)
+    data = file.getbuffer()
+    how = zipfile.ZIP_DEFLATED if _shrinks(data) else zipfile.ZIP_STORED
+    archive.writestr(zipfile.ZipInfo(f"{name}.npy"), data, how, compresslevel=1)
+
+
+def _shrinks(data: memoryview) -> bool:
+    first = max(0, len(data) // 2 - TRIED_BYTES // 2)
+    tried = data[first : first + TRIED_BYTES]
+    return len(zlib.compress(tried, 1)) < WORTH * len(tried)
+
+
+def read_group(path: Path) -> GroupRecord:
     """What `write_group` wrote."""
+    with np.load(path) as file:
+        columns = dict(file)
+    said = json.loads(columns.pop(RECORD).tobytes())
+    results = {index: RewardResult(**result) for index, result in said["results"]}
+    return GroupRecord(said["number"], said["attempt"], Samples(**columns) if columns else None, results)
+
+
+def read_columns(path: Path) -> Samples:
+    """The responses in a file of an older checkpoint, whose rewards stood in its manifest."""
     with np.load(path) as columns:
         return Samples(**columns)
 

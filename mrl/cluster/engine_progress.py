@@ -35,6 +35,7 @@ class EngineProgress:
         self._readings: dict[str, EngineReading] = {}  # of engines that have requests, since `observed` said something
         self._observed_at = clock()
         self._preemptions: dict[str, int] = {}  # of each engine, that were told
+        self._is_paused = False
 
     def begin(self, engine: str) -> None:
         """It gets requests and had none: its time begins now."""
@@ -43,6 +44,8 @@ class EngineProgress:
 
     def check(self, holding: Iterable[str]) -> None:
         """`holding`: engines that have requests. Raises Interrupted naming those that made no token for too long."""
+        if self._is_paused:
+            return
         now, holding = self._clock(), set(holding)
         for engine in self._asked.keys() - holding:
             self._forget(engine)
@@ -62,7 +65,7 @@ class EngineProgress:
         asked: a cache that is full counts once. None where nothing is to be told. `under_way`: responses.
         """
         now, readings = self._clock(), self._readings
-        if not readings or now - self._observed_at < self._every:
+        if self._is_paused or not readings or now - self._observed_at < self._every:
             return None
         preempted = {name: each.preemptions for name, each in readings.items()}
         more = sum(count - self._preemptions.get(name, 0) for name, count in preempted.items())
@@ -71,8 +74,13 @@ class EngineProgress:
         self._readings, self._observed_at = {}, now
         return Observation(fullest, more, under_way)
 
-    def excuse(self) -> None:
-        """All engines stood still for a reason: their time begins anew."""
+    def pause(self) -> None:
+        """All engines stand still for a reason, and are not watched until `resume`."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Their time begins anew."""
+        self._is_paused = False
         self._watch.excuse(self._clock())
 
     def _forget(self, engine: str) -> None:

@@ -9,11 +9,12 @@ One call a scorer is under way at a time: it takes along all that has arrived si
 results.
 """
 
+import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -159,12 +160,39 @@ class Channel:
         return results
 
 
+@dataclass
+class _Exchange:
+    """What all who ask have in common: the scorers, and who gets which result."""
+
+    channels: Sequence[Channel]
+    near: Mapping[str, int]  # by engine, the number of the scorer that judges its responses
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    askers: dict[int, tuple["ScorerGroup", int]] = field(default_factory=dict)  # and their sample_id, by number
+
+
 class ScorerGroup:
-    """All scorers. One thread at a time may use it."""
+    """All scorers, as one of those who ask them has them: each gets the results of its own questions.
+
+    One thread at a time may use it, several threads each one of their own.
+    """
 
     def __init__(self, channels: Sequence[Channel], near: Mapping[str, int]):
         """`near`: by engine, the number of the scorer that judges its responses."""
-        self.channels, self._near, self._results = channels, near, []
+        self._exchange = _Exchange(channels, near)
+        self._results: list[RewardResult] = []
+        self._awaited = 0  # of its questions
+
+    def for_another(self) -> "ScorerGroup":
+        """The same scorers for somebody else who asks."""
+        other = type(self)(self.channels, self._exchange.near)
+        other._exchange = self._exchange
+        return other
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """The scorers."""
+        return self._exchange.channels
 
     def __enter__(self) -> "ScorerGroup":
         return self
@@ -177,10 +205,25 @@ class ScorerGroup:
 
         `held_s`: seconds that their engine held them at most; the scorer's next call may wait as long.
         """
-        channel = self.channels[self._near[engine]]
-        channel.patience_s = held_s
-        for block, row, question in zip(samples.block.tolist(), samples.place.tolist(), questions, strict=True):
-            channel.queued.append((samples.blocks[block].samples, row, question))
+        with self._exchange.lock:
+            channel = self.channels[self._exchange.near[engine]]
+            channel.patience_s = held_s
+            for block, row, question in zip(samples.block.tolist(), samples.place.tolist(), questions, strict=True):
+                number = next(self._exchange.numbers)
+                self._exchange.askers[number] = self, question.sample_id
+                self._awaited += 1
+                channel.queued.append((samples.blocks[block].samples, row, replace(question, sample_id=number)))
+
+    def withdraw(self, sample_ids: Collection[int]) -> None:
+        """Nobody waits for the results of these questions any more: none of them is given."""
+        with self._exchange.lock:
+            askers = self._exchange.askers
+            for number in [n for n, (asker, own) in askers.items() if asker is self and own in sample_ids]:
+                del askers[number]
+                self._awaited -= 1
+            for channel in self.channels:
+                channel.queued = [each for each in channel.queued if each[2].sample_id in askers]
+            self._results = [result for result in self._results if result.sample_id not in sample_ids]
 
     def forward(self, at_once: bool = False) -> None:
         """Takes results of finished calls and sends what is queued, waiting for nothing; `at_once`:
@@ -188,14 +231,22 @@ class ScorerGroup:
 
         Raises what made scoring impossible, Late for a scorer that stands still.
         """
-        for channel in self.channels:
-            patience_s = channel.patience_s if channel.queued else 0.0  # what is awaited is asked for as ever
-            every_s = max(EVERY_S, IN_ALL_S * len(self.channels), patience_s)
-            if channel.under_way is not None and self._answered(channel):
-                self._results += channel.receive()
-            due = at_once or time.monotonic() - channel.sent_at >= every_s
-            if channel.under_way is None and due and (channel.queued or channel.awaited):
-                channel.send()
+        with self._exchange.lock:
+            for channel in self.channels:
+                patience_s = channel.patience_s if channel.queued else 0.0  # what is awaited is asked for as ever
+                every_s = max(EVERY_S, IN_ALL_S * len(self.channels), patience_s)
+                if channel.under_way is not None and self._answered(channel):
+                    self._hand_out(channel.receive())
+                due = at_once or time.monotonic() - channel.sent_at >= every_s
+                if channel.under_way is None and due and (channel.queued or channel.awaited):
+                    channel.send()
+
+    def _hand_out(self, results: Sequence[RewardResult]) -> None:
+        for result in results:
+            asker, sample_id = self._exchange.askers.pop(result.sample_id, (None, 0))
+            if asker is not None:  # else it was withdrawn
+                asker._awaited -= 1
+                asker._results.append(replace(result, sample_id=sample_id))
 
     def collect(self, at_once: bool = False) -> list[RewardResult]:
         """Results that are there, none of them given again.
@@ -203,8 +254,13 @@ class ScorerGroup:
         Raises what `forward` raises. `at_once`: see there.
         """
         self.forward(at_once)
-        results, self._results = self._results, []
-        return results
+        return self._taken()
+
+    def _taken(self) -> list[RewardResult]:
+        with self._exchange.lock:
+            results = self._results
+            self._results = []
+            return results
 
     def drain(self, poll: Callable[[], None] = lambda: None, max_failures: int | None = None) -> list[RewardResult]:
         """Waits for all that was submitted; results that were not collected, by sample_id.
@@ -216,10 +272,9 @@ class ScorerGroup:
         self.forward(at_once=True)
         while self._awaited and not self._failed_more_than(max_failures):
             poll()
-            self._finished([channel for channel in self.channels if channel.under_way is not None], WAIT_S)
+            self._finished(self.channels, WAIT_S)
             self.forward(at_once=True)
-        results, self._results = self._results, []
-        return sorted(results, key=lambda result: result.sample_id)
+        return sorted(self._taken(), key=lambda result: result.sample_id)
 
     def write_generations(
         self,
@@ -234,10 +289,6 @@ class ScorerGroup:
         Raises EnvironmentFault for a full disk, Interrupted when the process dies or is late.
         """
         return self.channels[0].write_generations(path.absolute(), list(prompts), stored, list(results), list(shown))
-
-    @property
-    def _awaited(self) -> int:
-        return sum(channel.awaited + len(channel.queued) for channel in self.channels)
 
     def _failed_more_than(self, limit: int | None) -> bool:
         return limit is not None and sum(result.reason != OK for result in self._results) > limit
@@ -255,7 +306,8 @@ class ScorerGroup:
     @staticmethod
     def _finished(channels: Sequence[Channel], timeout_s: float) -> bool:
         """Whether one of the calls under way is finished; waits for the first."""
-        return bool(ray.wait([channel.under_way for channel in channels], timeout=timeout_s)[0])
+        refs = [ref for channel in channels if (ref := channel.under_way) is not None]  # another thread may take some
+        return bool(refs and ray.wait(refs, timeout=timeout_s)[0])
 
     def close(self) -> None:
         """Ends all scorers, what they are at included."""

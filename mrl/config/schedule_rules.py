@@ -32,6 +32,7 @@ def schedule_of(config: RunConfig) -> Schedule | None:
         on_stale=trainer.on_stale,
         total_steps=trainer.total_training_steps,
         whole_batches=config.algorithm.filter_groups.enable,
+        rewards_decide=config.algorithm.filter_groups.enable,
     )
 
 

@@ -222,6 +222,7 @@ _TIMING = [
     _phase("switch", "hand-overs of shared devices before log-probs and before the update"),
     _phase("record", "waiting for the writer of samples, which is a step behind at most"),
     _phase("step", "the whole step"),
+    _phase("pause", "pausing engines that hold what they are at, where generation runs ahead"),
     _phase("settle", "waiting until engines may be given other weights, where generation runs ahead"),
     _phase("outside", "of the step, what no phase counts"),
     MetricSpec(

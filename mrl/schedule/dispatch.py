@@ -200,7 +200,8 @@ class Dispatcher:
         """Whether no token would be made by other weights than it should be, nor a group be issued by others."""
         schedule = self.buffer.schedule
         if schedule.order == "in_order":
-            return not self._ready and not self.under_way and not self.buffer.awaits_rewards
+            undecided = schedule.rewards_decide and self.buffer.awaits_rewards
+            return not self._ready and not self.under_way and not undecided
         return schedule.partial_rollouts or not self.under_way
 
     def advance(self) -> list[Assignment]:

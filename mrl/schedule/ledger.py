@@ -98,25 +98,22 @@ def snapshot(buffer: GroupBuffer, fingerprint: Fingerprint) -> Ledger:
     return Ledger(fingerprint, buffer.schedule, *numbers, groups, counts)
 
 
-def restored(ledger: Ledger, schedule: Schedule, now: Fingerprint, kept: Mapping[int, Sequence[int]]) -> GroupBuffer:
-    """A buffer that goes on from there. Nothing is under way in it.
-
-    `kept`: of each group that has tokens, how many of each response were found on disk. Raises DataError where the
-    ledger is of other data, another model, of a schedule with other rules, or where tokens are not there.
-    """
-    ledger = Ledger.from_json(ledger.to_json())  # groups of its own
+def check_goes_on(ledger: Ledger, schedule: Schedule, now: Fingerprint) -> None:
+    """Raises DataError where the ledger is of other data, another model, or of a schedule with other rules."""
     _check_same(asdict(ledger.fingerprint), asdict(now), [field.name for field in fields(Fingerprint)])
     _check_same(asdict(ledger.schedule), asdict(schedule), FIXED)
-    missing = [g.number for g in ledger.groups if g.tokens and list(kept.get(g.number, ())) != g.lengths]
-    if missing:
-        raise DataError(
-            f"the tokens kept of groups {missing[:10]} are not those that the checkpoint counts: "
-            "it cannot go on with them"
-        )
+
+
+def restored(ledger: Ledger, schedule: Schedule) -> GroupBuffer:
+    """Returns a buffer that goes on from there; see `check_goes_on`. Nothing is under way in it."""
+    ledger = Ledger.from_json(ledger.to_json())  # groups of its own
     buffer = GroupBuffer(schedule)
-    buffer.step, buffer.next_number, buffer.admitted = ledger.step, ledger.next_number, ledger.admitted
+    buffer.step = ledger.step
+    buffer.next_number = ledger.next_number
+    buffer.admitted = ledger.admitted
     buffer.taken = ledger.step * schedule.batch
-    buffer.settled, buffer.counts = set(ledger.settled), ledger.counts
+    buffer.settled = set(ledger.settled)
+    buffer.counts = ledger.counts
     for group in ledger.groups:
         buffer.put_back(group)
     return buffer

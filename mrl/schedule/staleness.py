@@ -31,6 +31,7 @@ class Schedule:
     concurrency: int | None = None  # responses under way at most, in all engines; None: all
     total_steps: int | None = None  # of the run: nothing is issued for those after them
     whole_batches: bool = False  # at staleness 0: what a step lacks is issued by whole batches; see `unit`
+    rewards_decide: bool = True  # groups may be dropped for their rewards, so that in_order weights wait for them
     max_losses: int = 2  # engines lost under a group with which it is set aside: it may be what kills them
 
     @property

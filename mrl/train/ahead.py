@@ -11,19 +11,20 @@ mrl.schedule; here are the prompts, the engines and the rewards that they speak 
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from mrl.cluster.group_writer import GroupParts
 from mrl.cluster.process_logs import concerning, processes_of
 from mrl.cluster.request_streams import Arrived
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import RunConfig
 from mrl.data.order import PromptStream
-from mrl.errors import ConfigError, DataError, Interrupted
+from mrl.errors import DataError, Interrupted
 from mrl.record.metrics import GeneratingTime, PhaseTimer
 from mrl.reward.items import OK, RewardResult, check_failures, failure_counts
 from mrl.schedule.buffer import GroupBuffer
@@ -32,8 +33,9 @@ from mrl.schedule.groups import Group
 from mrl.schedule.ledger import Fingerprint, restored, snapshot
 from mrl.schedule.rate import Rate, RateRules
 from mrl.schedule.staleness import Schedule
+from mrl.schedule.suspects import Suspects
 from mrl.train.ahead_metrics import buffer_metrics, version_metrics
-from mrl.train.kept_groups import Filtered, KeptGroups, Key, of_group
+from mrl.train.kept_groups import Filtered, KeptGroups
 from mrl.train.lost_engines import LostEngines, Unfinished
 from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
 from mrl.train.resume import TrainState
@@ -57,49 +59,46 @@ WAIT_S = 0.1  # for a response, before rewards are looked at again
 POLL_S = 0.5
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """What generation ahead of training goes by, and where it keeps things."""
+
+    schedule: Schedule
+    made_by: Fingerprint
+    spool: Spool  # gets what is finished
+    lost: LostEngines
+    suspects: Suspects  # prompts that engines were lost under
+
+
 class GenerationAhead:
     """Groups by number, from their prompts to a step's batch."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        schedule: Schedule,
-        responder: Responder,
-        stream: PromptStream,
-        state: TrainState,
-        fingerprint: Fingerprint,
-        spool: Spool,
-        lost: LostEngines,
-    ):
-        """Goes on from `state`, at `begin`. `spool`: gets what is finished; `lost`: engines that were.
-
-        Raises ConfigError for a checkpoint of a run whose generation was not ahead, DataError for one whose groups are
-        others.
-        """
-        self._config, self._responder, self._fingerprint, self._spool = config, responder, fingerprint, spool
+    def __init__(self, config: RunConfig, responder: Responder, stream: PromptStream, state: TrainState, ahead: Ahead):
+        """Goes on from `state`, at `begin`."""
+        self._config = config
+        self._responder = responder
+        self._fingerprint = ahead.made_by
+        self._spool = ahead.spool
         self._sampling = training_sampling(config)
         self._streams = responder.engines.streams()
-        kept, self._prompts = (
-            state.ahead,
-            NumberedPrompts(stream, state.ahead.place if state.ahead else DrawPlace(0, state.cursor)),
-        )
-        if state.step and kept is None:
-            raise ConfigError(
-                f"trainer.schedule: {config.trainer.schedule}, and the checkpoint is of a synchronous run"
-            )
-        self._responses: dict[Key, StoredSamples] = dict(kept.responses) if kept else {}
-        self._results: dict[Key, RewardResult] = dict(kept.results) if kept else {}
-        buffer = restored(kept.ledger, schedule, fingerprint, _lengths(kept)) if kept else GroupBuffer(schedule)
+        self._rewards = responder.rewards.for_another()  # validation asks beside it
+        kept = state.ahead
+        self._prompts = NumberedPrompts(stream, kept.place if kept else DrawPlace(0, state.cursor))
+        self._made: dict[int, GroupParts] = _copies(kept.groups) if kept else {}  # by number
+        self._snapshot = kept  # the newest
+        buffer = restored(kept.ledger, ahead.schedule) if kept else GroupBuffer(ahead.schedule)
         self._dispatcher = Dispatcher(buffer, responder.engines.names, responder.engines.places)
-        self._rate = _rate(schedule, responder)
-        self._lost, self._suspects, self._is_noted = lost, lost.suspects(), False
+        self._rate = _rate(ahead.schedule, responder)
+        self._lost = ahead.lost
+        self._suspects = ahead.suspects
+        self._is_noted = False
         self._filtered: list[Filtered] = list(kept.filtered) if kept else []
         self._any_failed = self._knows_failures()  # rewards of the groups on their way
         self._counted = buffer_metrics(self._buffer)
-        self._pending: set[Key] = set()  # responses whose reward is awaited
+        self._pending: set[tuple[int, int]] = set()  # group and index of responses whose reward is awaited
         self._generating, self._came = GeneratingTime(), 0  # tokens that came back since it was last noted
         self._changed, self._sending = threading.Condition(), threading.Lock()
-        self._is_to_rest = self._rests = False  # the thread, between `settle` and `advanced`
+        self._is_settling = False  # the loop waits for what has to come before weights may change
         self._gives_back = False  # engines give back what they have, for other weights
         self._error: BaseException | None = None
         self._closed = False
@@ -111,8 +110,18 @@ class GenerationAhead:
 
     def begin(self) -> None:
         """Engines hold the weights that training begins from."""
+        self._ask_for_rewards()
         self._admit()
         self._thread.start()
+
+    def _ask_for_rewards(self) -> None:
+        """Of responses that ended before the checkpoint and were not judged then."""
+        for number, parts in self._made.items():
+            ended = self._buffer.groups[number].ended
+            for index, response in parts.responses.items():
+                if ended[index] and index not in parts.results:
+                    engines = self._responder.engines.names
+                    self._score(number, index, response, engines[number % len(engines)])
 
     def _admit(self) -> None:
         """Issues all that may be issued: at once where something changed,
@@ -144,14 +153,15 @@ class GenerationAhead:
         with timer("gen"):
             groups = self._wait(self._taken)
         with self._changed:
-            keys = [key for group in groups for key in _keys(group)]
-            parts, results = [self._responses.pop(key) for key in keys], [self._results.pop(key) for key in keys]
+            made = [self._made.pop(group.number) for group in groups]
+            parts = [each.responses[index] for each in made for index in range(self._config.rollout.n)]
+            results = [each.results[index] for each in made for index in range(self._config.rollout.n)]
             cursor = self._prompts.after(max(group.number for group in groups))
             filtered = self._filtered_before(groups[-1].number)
             self._filtered = [each for each in self._filtered if each not in filtered]
             metrics = self._metrics(groups, parts, results, [result for _, each in filtered for result in each])
             self._spool.forget(group.number for group in groups)
-        numbers, ids = np.repeat(np.arange(batch), self._config.rollout.n), np.arange(len(keys))
+        numbers, ids = np.repeat(np.arange(batch), self._config.rollout.n), np.arange(len(parts))
         samples = StoredSamples.joined(parts).renumbered(numbers, ids)
         judged = with_failures_scored(self._config.reward, results)
         results = [replace(result, sample_id=i) for i, result in enumerate(judged)]
@@ -171,7 +181,8 @@ class GenerationAhead:
         share, n = self._config.reward.max_failure_share, self._config.rollout.n
         if self._any_failed:
             made = [result for _, each in filtered for result in each]
-            made += [self._results[key] for group in groups for key in _keys(group) if key in self._results]
+            for group in groups:
+                made += self._results_of(group.number)
             if sum(failure_counts(made).values()) > int(share * batch * n):
                 check_failures(made, share)
         limit = (filtering.max_num_gen_batches - 1) * batch
@@ -184,31 +195,40 @@ class GenerationAhead:
                 "algorithm.filter_groups.max_num_gen_batches or rollout.n, or give other prompts"
             )
 
+    def _results_of(self, number: int) -> list[RewardResult]:
+        return list(self._made[number].results.values()) if number in self._made else []
+
     def _knows_failures(self) -> bool:
-        every = [*self._results.values(), *(result for _, results in self._filtered for result in results)]
-        return any(result.reason != OK for result in every)
+        judged = [parts.results.values() for parts in self._made.values()]
+        filtered = [results for _, results in self._filtered]
+        return any(result.reason != OK for results in [*judged, *filtered] for result in results)
 
     def _filtered_before(self, last: int) -> list[Filtered]:
         """Groups lost for a step whose last one is `last`; ready_first all since the step before."""
         return [each for each in self._filtered if each[0] < last or self._buffer.schedule.order == "ready_first"]
 
     def settle(self, timer: PhaseTimer, saves: bool) -> None:
-        """Returns once engines may be given other weights; nothing is sent or taken until `advanced`; phase "settle".
+        """Returns once engines may be given other weights; nothing is sent until `advanced`; phases "pause", "settle".
 
-        in_order what was to be made by these weights is back, and judged. ready_first engines hold what they are at;
-        where the step `saves` they give it back, so that the checkpoint has its tokens.
+        in_order what was to be made by these weights is back; where rewards decide which groups are trained on, it is
+        judged too. ready_first engines hold what they are at, and nobody waits; where the step `saves` they give it
+        back, so that the checkpoint has its tokens.
         """
-        with timer("settle"):
-            if self._buffer.schedule.order == "ready_first":
-                self._stop_sending()
-                if self._buffer.schedule.partial_rollouts:
+        if self._buffer.schedule.order == "ready_first":
+            self._stop_sending()
+            if self._buffer.schedule.partial_rollouts:
+                with timer("pause"):
                     self._pause(saves)
-            with self._changed:
-                self._is_to_rest = True
-                self._changed.notify_all()
-            self._wait(lambda: self._rests or None)
+        with timer("settle"):
+            self._is_settling = True
+            self._wait(self._settled)
+
+    def _settled(self) -> bool | None:
+        waits_for_tokens = self._gives_back and self._dispatcher.under_way
+        return True if self._dispatcher.may_change_weights and not waits_for_tokens else None
 
     def _pause(self, give_back: bool) -> None:
+        self._streams.progress.pause()
         try:
             self._gives_back = self._responder.engines.pause_for_update(give_back)
         except Interrupted as error:
@@ -228,24 +248,45 @@ class GenerationAhead:
         with self._changed:
             before = dict(self._buffer.groups)
             ended = self._dispatcher.advance()
-            for number, group in before.items():
-                if self._buffer.groups.get(number) is not group:
-                    self._forget(group)
-            if self._buffer.schedule.unit > 1:  # those among what a batch had too many are of no step
-                self._filtered = []
-            place = self._prompts.forget_before(self._buffer.frontier)
-            ledger = snapshot(self._buffer, self._fingerprint)
-            self._counted = buffer_metrics(self._buffer)
-            self._any_failed = self._knows_failures()
-            results, filtered = dict(self._results), tuple(self._filtered)
-            kept = KeptGroups(ledger, place, dict(self._responses), results, filtered, self._spool)
+            kept = self._taken_snapshot(before)
             self._admit()
-            self._streams.progress.excuse()
-            self._is_to_rest = self._rests = self._gives_back = False
+            self._streams.progress.resume()
+            self._is_settling = False
+            self._gives_back = False
             self._dispatcher.is_open = True
             self._changed.notify_all()
         self._end(ended)
         return replace(state, ahead=kept)
+
+    def given_up(self, state: TrainState) -> TrainState:
+        """The state with all groups on their way; where engines never came to hold its weights it ends generation.
+
+        What engines were at goes on from its last border, by the weights of `state`; in_order that may be younger ones
+        than in a run where no engine is lost.
+        """
+        if state.ahead is not None or not state.step:
+            return state
+        self.close()
+        before = dict(self._buffer.groups)
+        self._buffer.advance()
+        return replace(state, ahead=self._taken_snapshot(before))
+
+    def _taken_snapshot(self, before: Mapping[int, Group]) -> KeptGroups:
+        """Of now, just after the version went up. `before`: all groups that there were then."""
+        for number, group in before.items():
+            if self._buffer.groups.get(number) is not group:
+                self._forget(group)
+        if self._buffer.schedule.unit > 1:  # those among what a batch had too many are of no step
+            self._filtered = []
+        place = self._prompts.forget_before(self._buffer.frontier)
+        ledger = snapshot(self._buffer, self._fingerprint)
+        self._counted = buffer_metrics(self._buffer)
+        self._any_failed = self._knows_failures()
+        previous = self._snapshot
+        self._snapshot = KeptGroups.of(ledger, place, _copies(self._made), tuple(self._filtered), self._spool)
+        if previous is not None:
+            previous.release()
+        return self._snapshot
 
     def _end(self, requests: list[Assignment]) -> None:
         """Nobody waits for these any more."""
@@ -257,10 +298,14 @@ class GenerationAhead:
 
     def _forget(self, group: Group) -> None:
         """What was made of it is given up."""
-        for key in _keys(group):
-            self._responses.pop(key, None)
-            self._results.pop(key, None)
+        self._made.pop(group.number, None)
+        awaited = {key for key in self._pending if key[0] == group.number}
+        self._pending -= awaited
+        self._rewards.withdraw([self._sample_id(*key) for key in awaited])
         self._spool.forget([group.number])
+
+    def _sample_id(self, number: int, index: int) -> int:
+        return number * self._config.rollout.n + index
 
     def close(self) -> None:
         """Ends the thread; what engines are at is not waited for."""
@@ -289,8 +334,6 @@ class GenerationAhead:
     def _run(self) -> None:
         try:
             while not self._closed:
-                if self._has_rested():
-                    continue
                 self._send()
                 arrived = self._streams.take(WAIT_S) if self._streams.waiting_for else []
                 scored = self._scored()
@@ -301,7 +344,8 @@ class GenerationAhead:
                         self._take_result(result)
                     self._admit()
                     self._adjust_rate()
-                    self._generating.note(bool(self._streams.waiting_for), self._came, time.monotonic())
+                    generates = self._dispatcher.is_open and bool(self._streams.waiting_for)
+                    self._generating.note(generates, self._came, time.monotonic())
                     self._came = 0
                     if arrived or scored:
                         self._changed.notify_all()
@@ -332,24 +376,10 @@ class GenerationAhead:
         words = self._lost.note(self._buffer.step, engines, str(error), groups)
         return concerning(Interrupted(f"{error}; {words}" if words else str(error)), *processes_of(error))
 
-    def _has_rested(self) -> bool:
-        """Whether it did, since weights may change and are about to."""
-        with self._changed:
-            if not self._is_to_rest:
-                return False
-            if not self._rests:
-                waits_for_tokens = self._gives_back and self._dispatcher.under_way
-                if waits_for_tokens or self._pending or not self._dispatcher.may_change_weights:
-                    return False
-                self._rests = True
-                self._changed.notify_all()
-            self._changed.wait(WAIT_S)
-            return True
-
     def _scored(self) -> list[RewardResult]:
         """Rewards that are there; others may be waiting for theirs, and so may the update, before which all rests."""
-        at_once = self._is_to_rest or not self._streams.waiting_for
-        return self._responder.rewards.collect(at_once) if self._pending else []
+        at_once = self._is_settling or not self._streams.waiting_for
+        return self._rewards.collect(at_once) if self._pending else []
 
     def _send(self) -> None:
         with self._sending:
@@ -373,7 +403,7 @@ class GenerationAhead:
         )
 
     def _kept(self, sent: Assignment) -> StoredSamples | None:
-        return self._responses[sent.number, sent.index] if sent.kept else None
+        return self._made[sent.number].responses[sent.index] if sent.kept else None
 
     def _take_in(self, arrived: Arrived) -> None:
         check_finite(arrived.samples.rows)
@@ -386,36 +416,41 @@ class GenerationAhead:
             added, truncated = int(response.rows.response_lengths[0]) - sent.kept, bool(response.rows.truncated[0])
             group = self._dispatcher.answered(request, added, not truncated)
             self._came += added
-            if response.rows.response_lengths[0]:
-                self._responses[sent.number, sent.index] = response
+            if response.rows.response_lengths[0] or group.ended[sent.index]:
+                self._parts_of(group).responses[sent.index] = response
             if group.ended[sent.index]:
-                self._score(sent, response, arrived.held_s)
+                self._score(sent.number, sent.index, response, sent.engine, arrived.held_s)
 
-    def _score(self, sent: Assignment, response: StoredSamples, held_s: float) -> None:
-        prompt, _ = self._prompts[sent.number]
-        self._pending.add((sent.number, sent.index))
-        asked = question(sent.number * self._config.rollout.n + sent.index, prompt)
-        self._responder.rewards.submit(response, [asked], sent.engine, held_s)
+    def _parts_of(self, group: Group) -> GroupParts:
+        return self._made.setdefault(group.number, GroupParts(group.number, group.attempts, {}, {}))
+
+    def _score(self, number: int, index: int, response: StoredSamples, engine: str, held_s: float = 0.0) -> None:
+        prompt, _ = self._prompts[number]
+        self._pending.add((number, index))
+        self._rewards.submit(response, [question(self._sample_id(number, index), prompt)], engine, held_s)
 
     def _take_result(self, result: RewardResult) -> None:
         number, index = divmod(result.sample_id, self._config.rollout.n)
         self._pending.discard((number, index))
         self._any_failed |= result.reason != OK
         group = self._buffer.groups[number]
-        self._results[number, index] = result
-        if group.is_whole and all(key in self._results for key in _keys(group)):
-            self._judge(group)
+        parts = self._made[number]
+        parts.results[index] = result
+        if group.is_whole and len(parts.results) == len(group.lengths):
+            self._judge(parts)
 
-    def _judge(self, group: Group) -> None:
+    def _judge(self, parts: GroupParts) -> None:
         """A group with all its rewards is finished, or filtered."""
-        keys, filtering = list(_keys(group)), self._config.algorithm.filter_groups
-        results = [self._results[key] for key in keys]
-        if not filtering.enable or self._differs(results, [self._responses[key] for key in keys]):
-            self._buffer.finish(group.number)
-            self._spool.put(group.number, of_group(group.number, {key[1]: self._responses[key] for key in keys}))
+        number, every = parts.number, range(self._config.rollout.n)
+        results = [parts.results[index] for index in every]
+        filters = self._config.algorithm.filter_groups.enable
+        if not filters or self._differs(results, [parts.responses[index] for index in every]):
+            self._buffer.finish(number)
+            self._spool.put(parts)
             return
-        self._filtered.append((group.number, results))
-        self._dispatcher.evict(group.number, "filtered")
+        self._filtered.append((number, results))
+        group = self._buffer.groups[number]
+        self._dispatcher.evict(number, "filtered")
         self._forget(group)
 
     def _differs(self, results: list[RewardResult], parts: list[StoredSamples]) -> bool:
@@ -457,13 +492,9 @@ def _rate(schedule: Schedule, responder: Responder) -> Rate | None:
     return Rate.start(RateRules(len(names), min(every, places * len(names)) if places else every))
 
 
-def _keys(group: Group) -> Iterator[Key]:
-    return ((group.number, index) for index in range(len(group.lengths)))
-
-
-def _lengths(kept: KeptGroups) -> dict[int, list[int]]:
-    """Tokens of each response by group."""
-    lengths = {group.number: [0] * len(group.lengths) for group in kept.ledger.groups}
-    for (number, index), part in kept.responses.items():
-        lengths[number][index] = int(part.rows.response_lengths[0])
-    return lengths
+def _copies(groups: Mapping[int, GroupParts]) -> dict[int, GroupParts]:
+    """The same, independent of what comes to them; in the order of numbers."""
+    return {
+        number: replace(groups[number], responses=dict(groups[number].responses), results=dict(groups[number].results))
+        for number in sorted(groups)
+    }

@@ -20,13 +20,16 @@ class Generation(Protocol):
         """What the step after `state` trains on; phases "gen" and "reward"."""
 
     def settle(self, timer: PhaseTimer, saves: bool) -> None:
-        """Returns once engines may be given other weights; phase "settle".
+        """Returns once engines may be given other weights; phases "pause" and "settle".
 
         `saves`: a checkpoint of the step is written.
         """
 
     def advanced(self, state: TrainState) -> TrainState:
         """Engines hold the weights of `state`, and generation goes on by them; the state with what it had under way."""
+
+    def given_up(self, state: TrainState) -> TrainState:
+        """The state with what it had under way, where engines may never have come to hold its weights: the run ends."""
 
     def close(self) -> None:
         """Ends what is under way."""
@@ -50,6 +53,10 @@ class InTurn:
         """Nothing is under way."""
 
     def advanced(self, state: TrainState) -> TrainState:
+        """Nothing is under way."""
+        return state
+
+    def given_up(self, state: TrainState) -> TrainState:
         """Nothing is under way."""
         return state
 

@@ -1,73 +1,84 @@
 """Groups that generation was ahead with, in a checkpoint: what is known of each, its tokens so far, its rewards.
 
-    checkpoints/step-N/manifest.json   trainer.ahead: ledger, place in the data, rewards, size and digest of each file
-    checkpoints/step-N/group-N.npz     columns of a group's responses that have tokens, by their index in it
+    checkpoints/step-N/manifest.json     trainer.ahead: ledger, place in the data, size and digest of each file
+    checkpoints/step-N/group-N.A.npz     one record a group: attempt, responses that have tokens, rewards that are there
 
 A resumed run goes on with them: nothing is generated twice, nothing is lost. Tokens pass through no process but the one
 that writes them, one group at a time; those of finished groups are on the disk before anybody saves (spool.py).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mrl.checkpoint.group_files import group_file, read_group
+from mrl.checkpoint.group_files import GroupRecord, group_file, read_columns, read_group
 from mrl.checkpoint.manifest import check_digest
+from mrl.cluster.group_writer import GroupParts
 from mrl.cluster.reward_texts import with_texts
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.data.order import DataCursor
-from mrl.data.samples import column_bytes
+from mrl.errors import DamagedCheckpoint
 from mrl.reward.items import RewardResult
-from mrl.schedule.groups import State
+from mrl.schedule.groups import Group, State
 from mrl.schedule.ledger import Ledger
 from mrl.train.numbered_prompts import DrawPlace
-from mrl.train.spool import Spool
+from mrl.train.spool import Spool, SpoolFile
 
-Key = tuple[int, int]  # number of a group, index of a response in it
 Filtered = tuple[int, list[RewardResult]]  # number of a group whose responses do not differ, and its rewards
 
 
 @dataclass(frozen=True)
 class KeptGroups:
-    """Between two steps."""
+    """A snapshot between two steps. It holds what it names, whatever becomes of the groups, until `release`."""
 
     ledger: Ledger
     place: DrawPlace
-    responses: Mapping[Key, StoredSamples]  # one row each
-    results: Mapping[Key, RewardResult]
+    groups: Mapping[int, GroupParts]  # by number; of those that have a response
     filtered: Sequence[Filtered]  # dropped, and told of by no step yet
+    files: Mapping[int, SpoolFile]  # by number; of finished ones that are in the spool
     spool: Spool
+
+    @classmethod
+    def of(
+        cls,
+        ledger: Ledger,
+        place: DrawPlace,
+        groups: Mapping[int, GroupParts],
+        filtered: Sequence[Filtered],
+        spool: Spool,
+    ) -> "KeptGroups":
+        """Pins files of what is finished by the ledger."""
+        finished = [group.number for group in ledger.groups if group.state is State.FINISHED]
+        return cls(ledger, place, groups, filtered, spool.pinned(finished), spool)
+
+    def hold(self) -> None:
+        """One more needs it, until `release`."""
+        self.spool.hold(self.files.values())
+
+    def release(self) -> None:
+        """It is written, or given up."""
+        self.spool.release(self.files.values())
 
     def bytes_to_write(self, route_bytes: int) -> int:
         """At most, beside what the spool has. `route_bytes`: of a token's routes, as they come with samples."""
-        rows = [part.rows for (number, _), part in self.responses.items() if not self.spool.holds(number)]
-        return sum(
-            column_bytes(int(response.prompt_lengths[0]), int(response.response_lengths[0]), route_bytes)
-            for response in rows
-        )
+        return sum(parts.bytes(route_bytes) for number, parts in self.groups.items() if number not in self.files)
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Writes the tokens into `folder`; what the manifest has to say of them.
 
         Raises EnvironmentFault for a full disk.
         """
-        groups = by_group(self.responses)
-        files = self.spool.write(folder, {number: of_group(number, parts) for number, parts in groups.items()})
-        keys = sorted(self.results)
-        said = {
+        files = self.spool.write(folder, self.files, self.groups)
+        return {
             "ledger": self.ledger.to_json(),
             "draw": self.place.draw,
             "cursor": vars(self.place.cursor),
-            "responses": [list(key) for key in sorted(self.responses)],
-            "results": [
-                [*key, said] for key, said in zip(keys, _said([self.results[key] for key in keys]), strict=True)
-            ],
             "filtered": [[number, _said(results)] for number, results in self.filtered],
+            "files": files,
         }
-        return said | {"files": files}
 
 
 def _said(results: Sequence[RewardResult]) -> list[dict[str, Any]]:
@@ -75,37 +86,79 @@ def _said(results: Sequence[RewardResult]) -> list[dict[str, Any]]:
     return [asdict(result) for result in with_texts(results)]
 
 
-def by_group(responses: Mapping[Key, StoredSamples]) -> dict[int, dict[int, StoredSamples]]:
-    """Responses of each group by their index in it, groups and indices in order."""
-    groups: dict[int, dict[int, StoredSamples]] = {}
-    for number, index in sorted(responses):
-        groups.setdefault(number, {})[index] = responses[number, index]
-    return groups
-
-
-def of_group(number: int, parts: Mapping[int, StoredSamples]) -> StoredSamples:
-    """The responses of one group, under its number and their index in it:
-    ids of requests are an accident of their order.
-    """
-    return StoredSamples.joined(list(parts.values())).renumbered(np.full(len(parts), number), np.array(list(parts)))
-
-
 def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups:
     """What `write` wrote, tokens in the object store of this node, read group by group.
 
-    Raises DamagedCheckpoint for a file that is not what was written.
+    Raises DamagedCheckpoint for a file that is not what was written, or not what the ledger counts.
     """
-    responses: dict[Key, StoredSamples] = {}
     ledger = Ledger.from_json(said["ledger"])
-    finished = {group.number for group in ledger.groups if group.state is State.FINISHED}
-    for number in sorted({number for number, _ in said["responses"]}):
-        check_digest(folder, name := group_file(number), said["files"])
-        samples = read_group(folder / name)
-        if number in finished:
-            spool.take_over(number, folder / name, said["files"][name])
-        rows = (samples.rows(np.array([i])) for i in range(len(samples)))  # copies, so that each is put alone
-        responses |= {(number, int(row.sample_id[0])): StoredSamples.put_here(row) for row in rows}
-    results = {(number, index): RewardResult(**result) for number, index, result in said["results"]}
+    if "results" in said:
+        ledger, groups = _read_old(folder, said, ledger)
+    else:
+        there = [group for group in ledger.groups if group_file(group.number, group.attempts) in said["files"]]
+        groups = {group.number: _read(folder, said["files"], group, spool) for group in there}
+    _check_tokens(folder, ledger, groups)
     place = DrawPlace(said["draw"], DataCursor(**said["cursor"]))
     filtered = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
-    return KeptGroups(ledger, place, responses, results, filtered, spool)
+    return KeptGroups.of(ledger, place, groups, filtered, spool)
+
+
+def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) -> GroupParts:
+    name = group_file(group.number, group.attempts)
+    check_digest(folder, name, files)
+    record = read_group(folder / name)
+    if group.state is State.FINISHED:
+        spool.take_over(group.number, folder / name, files[name])
+    return _parts(record)
+
+
+def _parts(record: GroupRecord) -> GroupParts:
+    """Its responses one by one in the object store of this node."""
+    responses = {}
+    if record.samples is not None:
+        for row in range(len(record.samples)):
+            one = record.samples.rows(np.array([row]))  # a copy
+            responses[int(one.sample_id[0])] = StoredSamples.put_here(one)
+    return GroupParts(record.number, record.attempt, responses, record.results)
+
+
+def _check_tokens(folder: Path, ledger: Ledger, groups: Mapping[int, GroupParts]) -> None:
+    """Raises DamagedCheckpoint where records are not those of the attempts and tokens that the ledger counts."""
+    wrong = [group.number for group in ledger.groups if not _is_counted(group, groups.get(group.number))]
+    if wrong:
+        raise DamagedCheckpoint(
+            f"{folder}: what is kept of groups {wrong[:10]} is not what its ledger counts; the checkpoint is damaged, "
+            "resume from an older one",
+            folder,
+        )
+
+
+def _is_counted(group: Group, parts: GroupParts | None) -> bool:
+    if parts is None:
+        return group.tokens == 0 and not any(group.ended)
+    lengths = [0] * len(group.lengths)
+    for index, response in parts.responses.items():
+        lengths[index] = int(response.rows.response_lengths[0])
+    judged = group.state is not State.FINISHED or len(parts.results) == len(group.lengths)
+    return (parts.number, parts.attempt, lengths) == (group.number, group.attempts, group.lengths) and judged
+
+
+def _read_old(folder: Path, said: Mapping[str, Any], ledger: Ledger) -> tuple[Ledger, dict[int, GroupParts]]:
+    """Reads a checkpoint whose rewards stand in its manifest, apart from the tokens.
+
+    Where groups are begun anew their tokens may be those of another attempt than their rewards: nothing tells, so that
+    all are generated again.
+    """
+    if ledger.schedule.order == "ready_first" and ledger.schedule.on_stale == "requeue":
+        print(f"{folder.name} is older than its format: {len(ledger.groups)} groups on their way are generated again")
+        return replace(ledger, groups=tuple(replace(g.anew(), attempts=g.attempts) for g in ledger.groups)), {}
+    results: dict[int, dict[int, RewardResult]] = {}
+    for number, index, result in said["results"]:
+        results.setdefault(number, {})[index] = RewardResult(**result)
+    groups = {}
+    for number in sorted({number for number, _ in said["responses"]}):
+        name = f"group-{number}.npz"
+        check_digest(folder, name, said["files"])
+        record = GroupRecord(number, 0, read_columns(folder / name), results.get(number, {}))
+        groups[number] = _parts(record)
+    return ledger, groups

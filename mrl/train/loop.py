@@ -30,8 +30,9 @@ a run consists of stands in run.py.
 """
 
 from mrl.algo.rows import RowValues
+from mrl.cluster.process_logs import processes_of
 from mrl.cluster.trained_step import TrainedStep
-from mrl.errors import Interrupted
+from mrl.errors import DataError, EnvironmentFault, Interrupted, MrlError
 from mrl.record.metrics import PhaseTimer
 from mrl.train.reporting import memory_metrics, mfu_metrics, sample_metrics, time_metrics
 from mrl.train.rollouts import Rollouts
@@ -42,7 +43,7 @@ from mrl.train.validation import validate
 
 
 def train(run: Run) -> None:
-    """Trains until the last step. On a signal the state is saved and Interrupted raised."""
+    """Trains until the last step. Whatever ends it before in good order, what is whole on the ranks is saved."""
     try:
         run.placement.begin(run.state.step)
         if run.state.step == 0 and run.config.trainer.val_before_train:
@@ -50,11 +51,26 @@ def train(run: Run) -> None:
         run.generation.begin()
         while run.state.step < run.total_steps:
             train_step(run)
-        run.saver.save_last(run.state)
-    except Interrupted:
-        if run.stop.signal is not None and not run.stop.on_hold:
-            run.saver.save_last(run.state)  # weights and data position are those of the last finished step
+    except (Interrupted, DataError, EnvironmentFault) as error:  # weights that a NumericAbort is about are not kept
+        save_whole(run, error)
         raise
+    run.saver.save_last(run.state, run.line)
+
+
+def save_whole(run: Run, error: MrlError) -> None:
+    """Leaves a checkpoint of the newest weights, unless an update of them was under way or a rank is what was lost.
+
+    Raises EnvironmentFault where the disk takes none.
+    """
+    lost = processes_of(error)
+    if not run.is_whole or any(name.startswith("rank ") for name in lost):
+        return
+    if lost:
+        run.placement.give_up_engines()
+    try:
+        run.saver.save_last(run.generation.given_up(run.state), run.line)
+    except Interrupted as another:
+        print(f"error: step {run.state.step} is not saved: {another}", flush=True)
 
 
 def train_step(run: Run) -> None:
@@ -70,8 +86,13 @@ def train_step(run: Run) -> None:
         run.stop.hold()
         with timer("switch"):
             run.placement.to_update()
+        run.is_whole = False
         with timer("update_actor"):
             metrics |= update(trained, corrected)
+        run.state = run.state.advanced(rollouts.cursor)
+        run.is_whole = True
+        metrics = sample_metrics(config.data, run.state.cursor.epoch, rollouts) | rollouts.metrics | metrics
+        run.line = metrics
         save_metrics, saves = run.saver.finished(), due(config.trainer.save_freq, step, run.total_steps)
         if saves:
             with timer("save_checkpoint"):
@@ -79,8 +100,6 @@ def train_step(run: Run) -> None:
         run.generation.settle(timer, saves)
         with timer("reshard"):
             metrics |= run.placement.to_engines(step)
-        run.state = run.state.advanced(rollouts.cursor)
-        metrics = sample_metrics(config.data, run.state.cursor.epoch, rollouts) | rollouts.metrics | metrics
         metrics |= run.placement.seconds()
         if due(config.trainer.test_freq, step, run.total_steps):
             with timer("testing"):
@@ -97,6 +116,7 @@ def train_step(run: Run) -> None:
     metrics |= time_metrics(config, timer, rollouts)
     seconds = {"update": metrics["perf/update_s"], "step": timer.seconds["step"]}
     metrics |= mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds)
+    run.line = metrics
     run.record.write(step, metrics)
     run.stop.release()
 

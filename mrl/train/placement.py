@@ -60,6 +60,9 @@ class Placement(Protocol):
     def to_engines(self, step: int) -> dict[str, float]:
         """Metrics of bringing the weights after `step` to every engine."""
 
+    def give_up_engines(self) -> None:
+        """One of them is lost and the run ends: what is left of them keeps the ranks from nothing."""
+
     def seconds(self) -> dict[str, float]:
         """`switch/*` since the last call: what hand-overs took."""
 
@@ -95,6 +98,9 @@ class Separate:
     def to_engines(self, step: int) -> dict[str, float]:
         """Metrics of the sync."""
         return self._sync.bring_to(step)
+
+    def give_up_engines(self) -> None:
+        """They are not in the way."""
 
     def seconds(self) -> dict[str, float]:
         """Nothing was handed over."""
@@ -159,6 +165,11 @@ class Colocated:
         metrics |= self._sync.commit(step)
         self._engines_sleep = False
         return metrics
+
+    def give_up_engines(self) -> None:
+        """Ends them: those that live cannot be put to sleep together with one that does not."""
+        self._engines.stop()
+        self._engines_sleep = True
 
     def seconds(self) -> dict[str, float]:
         """`switch/NAME_s` of every kind of hand-over."""

@@ -3,6 +3,8 @@
 No torch, no Ray.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,13 +15,15 @@ from mrl.checkpoint.manifest import Manifest, read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
 from mrl.checkpoint.step_folders import Newest, newest_checkpoint, set_aside
 from mrl.config.run_rules import run_dir as run_dir_of
+from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import RunConfig, leaf
 from mrl.data.order import DataCursor
 from mrl.errors import ConfigError, DataError, EnvironmentFault, NothingToDo
-from mrl.model import load_model_spec, model_spec
+from mrl.model import load_model_spec, model_spec, read_hf_config
 from mrl.record.attempts import generated_after
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import JsonlSink
+from mrl.schedule.ledger import Fingerprint, Ledger, check_goes_on
 
 if TYPE_CHECKING:
     from mrl.train.kept_groups import KeptGroups
@@ -41,12 +45,14 @@ class TrainState:
     ahead: "KeptGroups | None" = field(default=None, compare=False, repr=False)
 
     def advanced(self, cursor: DataCursor) -> "TrainState":
-        """After one more step."""
-        return replace(self, step=self.step + 1, cursor=cursor)
+        """After one more update; what is on its way then, generation says."""
+        return replace(self, step=self.step + 1, cursor=cursor, ahead=None)
 
 
 # and the same of which weights make which token, where generation runs ahead
 FIXED_AHEAD = (
+    "trainer.order",
+    "algorithm.filter_groups.enable",
     "trainer.max_staleness",
     "trainer.partial_rollouts",
     "trainer.segment_tokens",
@@ -149,6 +155,7 @@ def resume_point(
     if point is None or point.manifest is None:
         return point
     _check_same_data(point.manifest, data_fingerprint, point.path)
+    _check_same_groups(config, point.manifest, data_fingerprint, point.path)
     total, lines = config.trainer.total_training_steps, read_metrics(RunDir(path).metrics)
     if point.manifest.step >= total and lines and lines[-1]["training/global_step"] >= point.manifest.step:
         raise NothingToDo(
@@ -203,6 +210,26 @@ def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) ->
             "nothing here; give the same files, tokenizer and limits, or start a new run from an export of the "
             "checkpoint (mrl convert megatron-to-hf)"
         )
+
+
+def _check_same_groups(config: RunConfig, manifest: Manifest, data_fingerprint: str, folder: Path) -> None:
+    """Where generation runs ahead: raises DataError for groups on their way that were made with something else."""
+    schedule = schedule_of(config)
+    if schedule is None:
+        return
+    if "ahead" not in manifest.trainer:
+        raise ConfigError(
+            f"trainer.schedule: {config.trainer.schedule}, and {folder} has no groups on their way: start a new run "
+            "from an export of the checkpoint (mrl convert megatron-to-hf)"
+        )
+    ledger = Ledger.from_json(manifest.trainer["ahead"]["ledger"])
+    check_goes_on(ledger, schedule, made_by(config, data_fingerprint))
+
+
+def made_by(config: RunConfig, data_fingerprint: str) -> Fingerprint:
+    """What kept tokens are made with. `data_fingerprint`: of the prompts' tokens, and so of the template."""
+    model = json.dumps(read_hf_config(config.model.path), sort_keys=True)
+    return Fingerprint(data_fingerprint, hashlib.sha256(model.encode()).hexdigest())
 
 
 def _restore_line(manifest: Manifest, run_dir: RunDir) -> None:

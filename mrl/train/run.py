@@ -4,17 +4,16 @@ Also ending it on a signal: the current phase stops where stopping is safe, the 
 resumable.
 """
 
-import hashlib
-import json
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mrl.checkpoint.room import route_bytes
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.gates import MemoryGate
 from mrl.cluster.group_writer import GroupWriter
@@ -34,7 +33,7 @@ from mrl.config.schema_actor import OPTIMIZER
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
 from mrl.data.order import PromptStream
 from mrl.errors import DamagedCheckpoint, Interrupted
-from mrl.model import load_model_spec, read_hf_config
+from mrl.model import load_model_spec
 from mrl.plan.run_plan import plan_again, plan_text
 from mrl.platforms.versions import installed_versions
 from mrl.record.attempts import UnderWay, attempt
@@ -45,15 +44,14 @@ from mrl.record.views import View
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import check_function
 from mrl.reward.resolve import check_data_sources
-from mrl.schedule.ledger import Fingerprint
-from mrl.train.ahead import GenerationAhead
+from mrl.train.ahead import Ahead, GenerationAhead
 from mrl.train.generation import Generation, InTurn
 from mrl.train.kept_groups import read_kept
 from mrl.train.lost_engines import LostEngines
 from mrl.train.placement import Colocated, Placement, Separate
 from mrl.train.preflight import run_dir_path
 from mrl.train.reporting import AdvisedRecord
-from mrl.train.resume import TrainState, generated_again, resume_point, resumed_state, rewind
+from mrl.train.resume import TrainState, generated_again, made_by, resume_point, resumed_state, rewind
 from mrl.train.rollouts import Responder
 from mrl.train.saving import Saver
 from mrl.train.spool import Spool
@@ -101,7 +99,7 @@ def stop_on_signals(flag: StopFlag) -> Iterator[StopFlag]:
 
 @dataclass
 class Run:
-    """A run under way: what the loop hands to its phases, each taking what it uses. Only the last changes."""
+    """A run under way: what the loop hands to its phases, each taking what it uses. Only the last three change."""
 
     config: RunConfig
     run_dir: RunDir
@@ -117,7 +115,9 @@ class Run:
     generation: Generation
     machines: Machines
     peak: Peak
-    state: TrainState
+    state: TrainState  # of the weights that the ranks hold
+    is_whole: bool = True  # false while an update changes them
+    line: dict[str, float] = field(default_factory=dict)  # metrics of the step that made them, as far as known
 
 
 @contextmanager
@@ -181,33 +181,34 @@ def _start(
     stack.callback(run_dir.close)
     checkpoint, state = point and point.path, resumed_state(point)
     note_generated_again = stack.enter_context(attempt(run_dir.path, state.step, installed_versions()))
-    spool = stack.enter_context(_spool(config, run_dir.spool))
-    if spool is not None and checkpoint is not None and (ahead := point.manifest.trainer.get("ahead")):
-        state = replace(state, ahead=read_kept(checkpoint, ahead, spool))
+    ahead = stack.enter_context(_ahead(config, run_dir, stream.prompts.fingerprint))
+    if ahead is not None and state.step:
+        state = replace(state, ahead=read_kept(checkpoint, point.manifest.trainer["ahead"], ahead.spool))
     stack.enter_context(with_log_tails(run_dir.logs))
     engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
     actor.read_routes_at(engines.nodes.values())
     rewards = stack.enter_context(start_scorers(config, scoring, run_dir.logs, engines.nodes))
-    note_generated_again(generated_again(config, run_dir, point))
-    rewind(run_dir, point)  # all is known to be right: from here on the run is another than it was
-    run_dir.write_config(resolved.to_yaml())
-    write_text(run_dir.plan, plan_text(plan))
-    sinks = make_sinks(config.trainer.logger, run_dir, total, _run_info(config), views)
-    record = AdvisedRecord(sinks, config, UnderWay(run_dir.path, state.step))
-    stack.callback(record.close)
     placement = _placement(config, actor, engines, plan)
     saver = Saver(config, run_dir.checkpoints, placement, stream.prompts.fingerprint, state.step)
     stack.callback(saver.close)  # before the ranks end
     sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s, config.record)
     stack.callback(sample_writer.close)
     machines = Machines(config, actor, engines)
+    peak = machines.peak()
+    note_generated_again(generated_again(config, run_dir, point))
+    rewind(run_dir, point)  # nothing refuses any more: from here on the run is another than it was
+    run_dir.write_config(resolved.to_yaml())
+    write_text(run_dir.plan, plan_text(plan))
+    sinks = make_sinks(config.trainer.logger, run_dir, total, _run_info(config), views)
+    record = AdvisedRecord(sinks, config, UnderWay(run_dir.path, state.step))
+    stack.callback(record.close)
     responder = Responder(engines, rewards, config.reward, record, stop.raise_if_set)
     return Run(
         config=config, run_dir=run_dir, val_prompts=val, total_steps=total,
         stop=stop, record=record, responder=responder, actor=actor, placement=placement, saver=saver,
         sample_writer=sample_writer,
-        generation=stack.enter_context(closing(_generation(config, responder, stream, state, spool, run_dir))),
-        machines=machines, peak=machines.peak(), state=state,
+        generation=stack.enter_context(closing(_generation(config, responder, stream, state, ahead))),
+        machines=machines, peak=peak, state=state,
     )  # fmt: skip
 
 
@@ -249,33 +250,29 @@ def _placement(config: RunConfig, actor: ActorGroup, engines: RolloutGroup, plan
 
 
 @contextmanager
-def _spool(config: RunConfig, folder: Path) -> Iterator[Spool | None]:
-    """Where finished groups wait for their step; None where each is trained on at once."""
-    if schedule_of(config) is None:
+def _ahead(config: RunConfig, run_dir: RunDir, data_fingerprint: str) -> Iterator[Ahead | None]:
+    """What generation ahead of training needs beside engines and prompts; None where each group is trained on at once.
+
+    Raises DataError where the file of lost engines is damaged.
+    """
+    schedule = schedule_of(config)
+    if schedule is None:
         yield None
         return
-    with closing(GroupWriter(config.cluster.step_timeout_s)) as writer:
-        spool = Spool(folder, writer)
-        yield spool
-    spool.close()
+    lost = LostEngines(run_dir.lost_engines)
+    suspects = lost.suspects()
+    token_routes = route_bytes(config, load_model_spec(config.model.path))
+    with closing(GroupWriter(config.cluster.step_timeout_s, token_routes)) as writer:
+        with closing(Spool(run_dir.spool, writer)) as spool:
+            yield Ahead(schedule, made_by(config, data_fingerprint), spool, lost, suspects)
 
 
 def _generation(
-    config: RunConfig,
-    responder: Responder,
-    stream: PromptStream,
-    state: TrainState,
-    spool: Spool | None,
-    run_dir: RunDir,
+    config: RunConfig, responder: Responder, stream: PromptStream, state: TrainState, ahead: Ahead | None
 ) -> Generation:
-    schedule = schedule_of(config)
-    if schedule is None or spool is None:
+    if ahead is None:
         return InTurn(config, responder, stream)
-    data = stream.prompts.fingerprint  # of tokens, and so of the template
-    model = hashlib.sha256(json.dumps(read_hf_config(config.model.path), sort_keys=True).encode()).hexdigest()
-    made_by = Fingerprint(data, model)
-    lost = LostEngines(run_dir.lost_engines)
-    return GenerationAhead(config, schedule, responder, stream, state, made_by, spool, lost)
+    return GenerationAhead(config, responder, stream, state, ahead)
 
 
 def _run_info(config: RunConfig) -> RunInfo:

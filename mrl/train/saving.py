@@ -139,7 +139,9 @@ class Saver:
         if self._taken != state.step:
             return {}
         self._taken = None
-        self._writing.begin(state.step, partial(self._write, state, dict(metrics or {})))
+        if state.ahead is not None:
+            state.ahead.hold()
+        self._writing.begin(state.step, partial(self._write_held, state, dict(metrics or {})))
         return {} if self._config.trainer.async_save else self.finished(wait=True)
 
     def finished(self, wait: bool = False) -> dict[str, float]:
@@ -156,9 +158,12 @@ class Saver:
             self.saved_step = result.step
         return {"perf/checkpoint_write_s": result.seconds}
 
-    def save_last(self, state: TrainState) -> None:
-        """Leaves a checkpoint of `state` behind. Raises EnvironmentFault when the disk takes none now."""
-        self.save(state)
+    def save_last(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
+        """Leaves a checkpoint of `state` behind; `metrics`: of its step, should their line be missing.
+
+        Raises EnvironmentFault when the disk takes none now.
+        """
+        self.save(state, metrics)
         self.finished(wait=True)
         if self.saved_step != state.step:
             newest = (
@@ -180,6 +185,13 @@ class Saver:
             f"error: step {step} is not saved: {fault}. Training goes on; the checkpoints before it are as they were",
             flush=True,
         )
+
+    def _write_held(self, state: TrainState, metrics: dict[str, float]) -> None:
+        try:
+            self._write(state, metrics)
+        finally:
+            if state.ahead is not None:
+                state.ahead.release()
 
     def _write(self, state: TrainState, metrics: dict[str, float]) -> None:
         """The whole of a save but for the ranks' copies; in a thread, so it uses only what does not change."""

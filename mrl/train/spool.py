@@ -1,104 +1,174 @@
 """Groups that are finished and not yet trained on, on the disk: written once, beside the loop, for checkpoints.
 
-    RUN/spool/group-N.npz    the responses to the prompt of number N
-    checkpoints/step-M/      has those on their way at step M: finished ones under a second name, others written then
+    RUN/spool/group-N.A.npz   attempt A at group N, once it is finished; what is in it never changes
+    checkpoints/step-M/       has those on their way at step M: finished ones under a second name, others written then
 
-What finds no room here is told once, and written with the checkpoint.
+    put ------> held by generation ---- forget ----+
+    pinned ---> held by a snapshot ---- release ---+---> nobody holds it: removed
+
+A snapshot names the files that it holds, so that a checkpoint that is written later has what was there then, whatever
+was trained on, finished or begun anew meanwhile. What finds no room here, or comes faster than it is written, is
+written with the checkpoint.
 """
 
 import shutil
+import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from mrl.checkpoint.group_files import group_file, name_again
-from mrl.cluster.stored_samples import StoredSamples
+from mrl.cluster.group_writer import GroupParts
 from mrl.errors import EnvironmentFault
+
+WRITTEN_AT_ONCE = 64  # groups that a checkpoint writes before it waits for them
 
 
 class GroupFileWriter(Protocol):
     """Writes files of groups; see GroupWriter."""
 
-    def begin(self, path: Path, responses: StoredSamples) -> Any:
-        """Begins with a file; facts of it to come."""
+    def begin(self, path: Path, parts: GroupParts) -> Any | None:
+        """Begins with a file; facts of it to come. None where too much waits already."""
 
     def facts(self, under_way: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Of each file, once all are written."""
+        """Size and digest of each file, by name, once all are written."""
+
+
+@dataclass(eq=False)
+class SpoolFile:
+    """The file of one finished attempt."""
+
+    path: Path
+    under_way: Any = None  # facts to come, of one that is written here
+    facts: Mapping[str, Any] | None = None  # of one that came from a checkpoint
+    holders: int = 1
 
 
 class Spool:
-    """Files of finished groups by number."""
+    """Files of finished groups by number. Threads may share it."""
 
     def __init__(self, folder: Path, writer: GroupFileWriter):
         """Makes `folder` where there is none.
 
         What an earlier process left in it is removed: the checkpoint has its own names for it.
         """
-        self._folder, self._writer = folder, writer
-        self._begun: dict[int, Any] = {}
-        self._written: dict[int, dict[str, Any]] = {}  # facts of files that came from a checkpoint
-        self._unwanted: set[int] = set()  # files that may still come
+        self._folder = folder
+        self._writer = writer
+        self._lock = threading.RLock()
+        self._files: dict[int, SpoolFile] = {}  # held by generation
+        self._unheld: list[SpoolFile] = []  # that were not there yet when they could be removed
         self._told = False
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
-    def put(self, number: int, responses: StoredSamples) -> None:
-        """The group is finished: its file is begun."""
-        self._unwanted.discard(number)  # it was finished before, by responses that became too old
-        self._begun[number] = self._writer.begin(self._folder / group_file(number), responses)
+    def put(self, parts: GroupParts) -> None:
+        """The group is finished: its file is begun, unless too many are."""
+        path = self._folder / group_file(parts.number, parts.attempt)
+        with self._lock:
+            self._remove_unheld()
+            under_way = self._writer.begin(path, parts)
+            if under_way is not None:
+                self._files[parts.number] = SpoolFile(path, under_way)
 
-    def take_over(self, number: int, written: Path, facts: dict[str, Any]) -> None:
+    def take_over(self, number: int, written: Path, facts: Mapping[str, Any]) -> None:
         """The group was finished by an earlier process, and a checkpoint has its file."""
-        name_again(written, self._folder / group_file(number))
-        self._written[number] = facts
+        path = self._folder / written.name
+        name_again(written, path)
+        with self._lock:
+            self._files[number] = SpoolFile(path, facts=facts)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """They are trained on; checkpoints that have them keep them."""
-        self._unwanted |= {number for number in numbers if self.holds(number)}
-        for number in sorted(self._unwanted):
-            self._begun.pop(number, None)
-            self._written.pop(number, None)
-            with suppress(FileNotFoundError):
-                (self._folder / group_file(number)).unlink()
-                self._unwanted.discard(number)
+        """Generation holds them no more: they are trained on, dropped or begun anew."""
+        with self._lock:
+            files = [self._files.pop(number) for number in numbers if number in self._files]
+            self.release(files)
 
-    def holds(self, number: int) -> bool:
-        """Whether the file of the group is written, or begun."""
-        return number in self._begun or number in self._written
+    def pinned(self, numbers: Iterable[int]) -> dict[int, SpoolFile]:
+        """Files of these groups, as far as there are any, by number; they stay until they are given to `release`."""
+        with self._lock:
+            files = {number: self._files[number] for number in numbers if number in self._files}
+            self.hold(files.values())
+            return files
 
-    def write(self, folder: Path, groups: Mapping[int, StoredSamples]) -> dict[str, dict[str, Any]]:
-        """All of `groups` into `folder`, each as a file; size and digest by name. Raises as GroupWriter.facts."""
-        named = {group_file(number): self._named(number, folder) for number in groups}
-        begun = {
-            group_file(number): self._writer.begin(folder / group_file(number), responses)
-            for number, responses in groups.items()
-            if named[group_file(number)] is None
-        }
-        return {name: facts for name, facts in named.items() if facts} | self._writer.facts(begun)
+    def hold(self, files: Iterable[SpoolFile]) -> None:
+        """One more holds them, until `release`."""
+        with self._lock:
+            for file in files:
+                file.holders += 1
 
-    def _named(self, number: int, folder: Path) -> dict[str, Any] | None:
-        """Facts of a file that the spool has, which `folder` has too now; None where it has none."""
-        name, begun = group_file(number), self._begun.get(number)
+    def release(self, files: Iterable[SpoolFile]) -> None:
+        """One fewer holds them; a file that nobody holds is removed."""
+        with self._lock:
+            for file in files:
+                file.holders -= 1
+                if not file.holders:
+                    self._unheld.append(file)
+            self._remove_unheld()
+
+    def _remove_unheld(self) -> None:
+        """What is not there yet may still come."""
+        left = []
+        for file in self._unheld:
+            try:
+                file.path.unlink()
+            except FileNotFoundError:
+                left.append(file)
+        self._unheld = left
+
+    def write(
+        self, folder: Path, files: Mapping[int, SpoolFile], groups: Mapping[int, GroupParts]
+    ) -> dict[str, dict[str, Any]]:
+        """Writes all of `groups` into `folder`, those of `files` as second names; size and digest by name.
+
+        Raises as GroupFileWriter.facts.
+        """
+        facts = {}
+        others = []
+        for number, parts in groups.items():
+            known = self._named_again(files[number], folder) if number in files else None
+            if known is None:
+                others.append(parts)
+            else:
+                facts[files[number].path.name] = known
+        for first in range(0, len(others), WRITTEN_AT_ONCE):
+            facts |= self._written(folder, others[first : first + WRITTEN_AT_ONCE])
+        return facts
+
+    def _written(self, folder: Path, groups: Iterable[GroupParts]) -> dict[str, dict[str, Any]]:
+        """Writes groups into `folder`; where too much waits, what was begun is waited for."""
+        facts = {}
+        begun: dict[str, Any] = {}
+        for parts in groups:
+            name = group_file(parts.number, parts.attempt)
+            while (under_way := self._begun(folder / name, parts)) is None:
+                facts |= self._writer.facts(begun)
+                begun = {}
+            begun[name] = under_way
+        return facts | self._writer.facts(begun)
+
+    def _begun(self, path: Path, parts: GroupParts) -> Any | None:
+        with self._lock:
+            return self._writer.begin(path, parts)
+
+    def _named_again(self, file: SpoolFile, folder: Path) -> Mapping[str, Any] | None:
+        """Facts of a file that `folder` has too now; None where the disk had no room for it."""
+        name = file.path.name
         try:
-            facts = self._writer.facts({name: begun})[name] if begun is not None else self._written.get(number)
-            if facts is None:
-                return None
-            name_again(self._folder / name, folder / name)
-        except FileNotFoundError:  # trained on meanwhile
-            return None
-        except EnvironmentFault as fault:
+            facts = file.facts or self._writer.facts({name: file.under_way})[name]
+            name_again(file.path, folder / name)
+        except (EnvironmentFault, FileNotFoundError) as fault:
             self._tell(fault)
             return None
         return facts
 
-    def _tell(self, fault: EnvironmentFault) -> None:
+    def _tell(self, fault: Exception) -> None:
         if not self._told:
             print(f"warning: {self._folder}: {fault}. Groups are written with checkpoints instead", flush=True)
             self._told = True
 
     def close(self) -> None:
-        """Removes all files, once nothing is written any more:
-        checkpoints have names of their own for what they need.
-        """
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Removes all files: checkpoints have names of their own for what they need."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self._folder, ignore_errors=True)

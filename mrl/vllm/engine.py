@@ -273,6 +273,7 @@ class VllmEngine:
         """
         async with self._controlled("pause"):
             await self._scheduler.pause("keep")
+            self._cache.paused()
 
     async def pause_for_update(self, give_back: bool) -> bool:
         """Pauses, for weights and a commit to follow; whether requests are given back with the tokens that they have.

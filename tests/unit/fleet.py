@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Assignment, Dispatcher
 from mrl.schedule.groups import Group, State
-from mrl.schedule.ledger import Fingerprint, Ledger, restored, snapshot
+from mrl.schedule.ledger import Fingerprint, Ledger, check_goes_on, restored, snapshot
 from mrl.schedule.progress import ProgressWatch
 from mrl.schedule.rate import Observation, Rate, RateRules
 from mrl.schedule.staleness import Schedule
@@ -313,7 +313,9 @@ class Fleet:
         text, books = self.saved
         lengths = {n: [books.lengths.get((n, k), 0) for k in range(self.schedule.responses)] for n, _ in books.spans}
         ledger = Ledger.from_json(json.loads(text))
-        self.begin(restored(ledger, self.schedule, MADE_WITH, lengths), books.copy())
+        check_goes_on(ledger, self.schedule, MADE_WITH)
+        assert all(lengths.get(g.number) == g.lengths for g in ledger.groups if g.tokens), "tokens are what is counted"
+        self.begin(restored(ledger, self.schedule), books.copy())
 
     # ------------------------------------------------------------ what happens
 

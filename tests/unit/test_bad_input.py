@@ -20,6 +20,7 @@ from mrl.checkpoint.manifest import Manifest, RankFiles, file_facts, write_manif
 from mrl.cli.main import main
 from mrl.cluster.prerequisites import check_reachable
 from mrl.config.load import load_config
+from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import RewardConfig
 from mrl.data.samples import Sample
 from mrl.errors import DataError, EnvironmentFault
@@ -27,6 +28,8 @@ from mrl.record.run_dir import RunDir
 from mrl.record.sinks import JsonlSink
 from mrl.reward.items import Question, RewardSpec
 from mrl.reward.pool import RewardPool
+from mrl.schedule.buffer import GroupBuffer
+from mrl.schedule.ledger import snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
@@ -447,6 +450,56 @@ def test_resuming_with_other_data_model_or_dtype(refused_resume, world):
 def test_resuming_with_another_order_of_samples(refused_resume, world, key, value, old):
     run = made_run(world, [0, 1, 2], checkpoint=2)
     refused_resume(2, [f"{key}: {value.title()}, and", "step-2 was trained with", old], run, "--set", f"{key}={value}")
+
+
+AHEAD = ("--set", "trainer.schedule=bounded", "--set", "trainer.max_staleness=1")
+
+
+def made_run_ahead(world) -> Path:
+    """The same with generation ahead of training, one group of it finished."""
+    from mrl.train.resume import fixed_values, made_by
+
+    config = load_config("run.yaml", overrides=AHEAD[1::2]).config
+    buffer = GroupBuffer(schedule_of(config))
+    old = made_run(world, [0, 1], checkpoint=1)
+    trainer = json.loads((old / "checkpoints" / "step-1" / "manifest.json").read_text())["trainer"]
+    ledger = snapshot(buffer, made_by(config, trainer["data_fingerprint"])).to_json()
+    trainer |= {"fixed": fixed_values(config), "ahead": {"ledger": ledger, "files": {}}}
+    shutil.rmtree(world / "runs")
+    return made_run(world, [0, 1, 2], checkpoint=2, trainer=trainer)
+
+
+CHANGED_AHEAD = [
+    ("trainer.max_staleness", "2", "1"),
+    ("trainer.order", "ready_first", "in_order"),
+    ("algorithm.filter_groups.enable", "true", "False"),
+    ("trainer.schedule", "one_step_off", "bounded"),
+    ("trainer.schedule", "sync", "bounded"),
+    ("data.max_response_length", "3", "4"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "old"), CHANGED_AHEAD)
+def test_resuming_generation_ahead_by_other_rules(refused_resume, world, key, value, old):
+    """Before a process is started, and before a byte of the run is another."""
+    run = made_run_ahead(world)
+    refused_resume(4, [REACHED], run, *AHEAD)
+    more = ("--set", "trainer.max_staleness=0") if key == "trainer.schedule" else ()
+    words = [f"{key}: ", "step-2 was trained with", old]
+    refused_resume(2, words, run, *AHEAD, *more, "--set", f"{key}={value}")
+
+
+def test_resuming_generation_ahead_whose_groups_were_made_with_something_else(refused_resume, world):
+    """As a checkpoint says it whose fixed values are not those of its ledger, or which has no groups at all."""
+    run = made_run_ahead(world)
+    manifest = run / "checkpoints" / "step-2" / "manifest.json"
+    said = json.loads(manifest.read_text())
+    said["trainer"]["ahead"]["ledger"]["fingerprint"]["model"] = "other"
+    manifest.write_text(json.dumps(said))
+    refused_resume(3, ['unfinished were made with other values of model ("other" then'], run, *AHEAD)
+    del said["trainer"]["ahead"]
+    manifest.write_text(json.dumps(said))
+    refused_resume(2, ["step-2 has no groups on their way", "mrl convert megatron-to-hf"], run, *AHEAD)
 
 
 def test_a_finished_run_is_left_as_it_is(refused_resume, world):

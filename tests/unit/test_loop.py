@@ -8,13 +8,14 @@ import pytest
 from replicas import Replicas, stored
 
 from mrl.cluster.machines import Peak
+from mrl.cluster.process_logs import concerning
 from mrl.cluster.request_streams import Arrived
 from mrl.cluster.sample_writer import reward_parts
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
 from mrl.data.samples import Sample
-from mrl.errors import Interrupted
+from mrl.errors import DataError, EnvironmentFault, Interrupted, NumericAbort
 from mrl.record.run_dir import RunDir
 from mrl.record.sample_files import read_samples, write_samples
 from mrl.record.spec import metric_spec
@@ -126,13 +127,14 @@ class SharedDevices(World):
     def __init__(self):
         super().__init__()
         self.engines, self.kinds, self.version, self.lost_in = set(), {"parameters", "gradients", "optimizer"}, None, ""
+        self.lost = "rank 1"
         self.taken = []  # (step that the weights are of, engines that were awake) of every copy for a checkpoint
         self.updates = 0
 
     def note(self, call):
         super().note(call)
         if call == self.lost_in:
-            raise Interrupted(f"{call}: rank 1 died")
+            raise concerning(Interrupted(f"{call}: {self.lost} died"), self.lost)
         assert not ({"gradients", "optimizer"} & self.kinds and self.engines) and not (
             self.kinds and "cache" in self.engines
         ), call
@@ -144,6 +146,9 @@ class SharedDevices(World):
     def offload(self):
         self.kinds = set()
         super().offload()
+
+    def stop(self):
+        self.engines, self.lost_in = set(), ""
 
     def sleep(self):
         self.engines, self.version = set(), None
@@ -358,10 +363,42 @@ def test_a_signal_at_a_later_hand_over_waits_for_the_step_and_saves_it_with_the_
 
 
 @pytest.mark.parametrize("call", [*BEFORE_UPDATE, *FROM_UPDATE])
-def test_a_process_that_is_lost_at_a_hand_over_ends_the_run_and_nothing_is_saved_of_what_it_left(
+def test_a_rank_that_is_lost_at_a_hand_over_ends_the_run_and_nothing_is_saved_of_what_it_left(
     shared, tmp_path, monkeypatch, call
 ):
     run = after_a_step(shared, tmp_path)
     shared.lost_in = call
     go_on(run, monkeypatch)
-    assert shared.taken == [] and run.state.step == 1 and len(shared.lines) == 1
+    assert shared.taken == [] and len(shared.lines) == 1
+
+
+@pytest.mark.parametrize("call", [*BEFORE_UPDATE, *FROM_UPDATE])
+def test_what_is_whole_on_the_ranks_is_saved_when_an_engine_is_lost(shared, tmp_path, monkeypatch, call):
+    """At every hand-over: the step before until its update, the step itself after it; nothing in between."""
+    run = after_a_step(shared, tmp_path)
+    shared.lost, shared.lost_in = "engine 1", call
+    go_on(run, monkeypatch)
+    whole = 1 if call in BEFORE_UPDATE or call == FROM_UPDATE[0] else 2
+    saved = [] if call == "update" else [(whole, set())]
+    assert shared.taken == saved and run.saver.saved_step == (whole if saved else 0)
+    assert run.line["training/epoch"] == 0.0 and "critic/score/mean" in run.line
+
+
+@pytest.mark.parametrize("error", [DataError("rewards fail"), EnvironmentFault("no disk")])
+def test_what_is_whole_is_saved_whatever_ends_the_run_in_good_order(shared, tmp_path, monkeypatch, error):
+    run = after_a_step(shared, tmp_path)
+    monkeypatch.setattr(run.generation, "take", lambda state, timer: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(run.placement, "begin", lambda step: None)
+    with pytest.raises(type(error)):
+        loop.train(run)
+    run.saver.close()
+    assert run.saver.saved_step == 1
+
+
+def test_weights_that_gave_no_numbers_are_not_kept(shared, tmp_path, monkeypatch):
+    run = after_a_step(shared, tmp_path)
+    monkeypatch.setattr(run.generation, "take", lambda state, timer: (_ for _ in ()).throw(NumericAbort("NaN")))
+    monkeypatch.setattr(run.placement, "begin", lambda step: None)
+    with pytest.raises(NumericAbort):
+        loop.train(run)
+    assert shared.taken == []

@@ -105,18 +105,19 @@ class LiveEngines(Engines):
             if not self.paused:
                 self.make_tokens()
         time.sleep(0.0005)
-        self._rng.shuffle(self.under_way)
-        count = self._rng.randrange(len(self.under_way) + 1)
-        taken, self.under_way = self.under_way[:count], self.under_way[count:]
+        with self._step:
+            self._rng.shuffle(self.under_way)
+            count = self._rng.randrange(len(self.under_way) + 1)
+            taken, self.under_way = self.under_way[:count], self.under_way[count:]
         return taken
 
     def pause_for_update(self, give_back):
         with self._step:
             self.paused = True
-        if not (give_back or self.gives_back_always):
-            return False
-        for one in list(self.live.values()):
-            self.answer_live(one)
+            if not (give_back or self.gives_back_always):
+                return False
+            for one in list(self.live.values()):
+                self.answer_live(one)
         return True
 
     def end_requests(self, handles):
@@ -146,9 +147,9 @@ class Flight(World):
         samples, step = rollouts.samples.read(), self.state.step
         check_tokens(samples, step, schedule_of(self.config).max_staleness)
         self.generation.settle(PhaseTimer(), saves)
-        at_rest = (len(self.engines.live), len(self.engines.under_way), self.engines.sent)
+        at_rest = (len(self.engines.live), self.engines.sent)
         time.sleep(0.005)  # a sync, and validation
-        assert at_rest == (len(self.engines.live), len(self.engines.under_way), self.engines.sent)
+        assert at_rest == (len(self.engines.live), self.engines.sent)
         self.engines.version, self.engines.paused = self.engines.version + 1, False
         self.state = self.generation.advanced(self.state.advanced(rollouts.cursor))
         self.trained += [(step, prompt) for prompt in samples.prompt_id[::N].tolist()]

@@ -371,13 +371,20 @@ def test_a_save_that_has_no_room_for_kept_groups_is_counted_and_leaves_nothing(r
     trained(run)
     free = room.BESIDE_TENSORS + 10**6
     monkeypatch.setattr(room, "free_bytes", lambda folder: free)
-    kept = SimpleNamespace(bytes_to_write=lambda route_bytes: 10**6, write=lambda work: {})
+    held = []
+    kept = SimpleNamespace(
+        bytes_to_write=lambda route_bytes: 10**6, write=lambda work: {}, hold=lambda: held.append(1), release=held.pop
+    )
     run.saver.save(replace(run.state, ahead=kept))
     run.saver.finished(wait=True)
     assert run.saver.failed_saves == 1 and list(run.folder.glob("step-*")) == []
     kept.bytes_to_write = lambda route_bytes: 10**5
+    kept.write = lambda work: {"held": len(held)}
     run.saver.save(replace(run.state, ahead=kept))
     run.saver.finished(wait=True)
+    assert held == [], "a write that is over or given up holds nothing"
+    written = json.loads((run.folder / f"step-{run.state.step}" / "manifest.json").read_text())
+    assert written["trainer"]["ahead"] == {"held": 1}
     assert run.saver.saved_step == run.state.step
 
 

@@ -11,7 +11,7 @@ from mrl.errors import DataError
 from mrl.schedule.borders import request_end, version_of
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.groups import Counts, State, Tally
-from mrl.schedule.ledger import Fingerprint, Ledger, restored, snapshot
+from mrl.schedule.ledger import Fingerprint, Ledger, check_goes_on, restored, snapshot
 from mrl.schedule.staleness import Schedule, violations
 
 MADE_WITH = Fingerprint("data", "model")
@@ -263,7 +263,7 @@ def test_a_ledger_goes_through_json_and_gives_the_same_run_again():
     buffer = half_done()
     ledger = Ledger.from_json(json.loads(json.dumps(snapshot(buffer, MADE_WITH).to_json())))
     assert (ledger.frontier, ledger.next_number, ledger.settled) == (2, 6, (4,))
-    again = restored(ledger, schedule(), MADE_WITH, {3: [0, 5]})
+    again = restored(ledger, schedule())
     assert again.groups[3].state is State.RESERVED and again.groups[3].lengths == [0, 5]
     for each in (buffer, again):
         complete(each, 2)
@@ -280,7 +280,7 @@ def test_a_ledger_goes_through_json_and_gives_the_same_run_again():
 def test_a_finished_group_stays_finished():
     buffer = half_done()
     complete(buffer, 2)
-    again = restored(snapshot(buffer, MADE_WITH), schedule(), MADE_WITH, {2: [3, 4], 3: [0, 5]})
+    again = restored(snapshot(buffer, MADE_WITH), schedule())
     complete(again, 3, 2, 0)
     assert numbers(again.take()) == [2, 3]
 
@@ -292,7 +292,7 @@ def test_a_group_that_was_sent_and_had_no_token_begins_with_the_weights_of_then(
     buffer = GroupBuffer(rules)
     buffer.reserve()
     buffer.start(0)
-    again = restored(snapshot(buffer, MADE_WITH), rules, MADE_WITH, {})
+    again = restored(snapshot(buffer, MADE_WITH), rules)
     again.step = 5
     again.start(0)
     assert again.groups[0].begun == begun
@@ -301,7 +301,7 @@ def test_a_group_that_was_sent_and_had_no_token_begins_with_the_weights_of_then(
 @pytest.mark.parametrize("name", ["data", "model"])
 def test_a_ledger_made_with_something_else_is_refused_by_name(name):
     with pytest.raises(DataError, match=name):
-        restored(snapshot(half_done(), MADE_WITH), schedule(), replace(MADE_WITH, **{name: "other"}), {3: [0, 5]})
+        check_goes_on(snapshot(half_done(), MADE_WITH), schedule(), replace(MADE_WITH, **{name: "other"}))
 
 
 def test_a_ledger_that_also_says_its_template_is_read():
@@ -314,14 +314,9 @@ def test_a_ledger_that_also_says_its_template_is_read():
 def test_a_ledger_of_other_rules_is_refused_and_places_may_change():
     ledger = snapshot(half_done(), MADE_WITH)
     with pytest.raises(DataError, match=r"max_staleness \(1 then, 2 now\)"):
-        restored(ledger, schedule(max_staleness=2), MADE_WITH, {3: [0, 5]})
-    assert restored(ledger, schedule(concurrency=7), MADE_WITH, {3: [0, 5]}).schedule.concurrency == 7
-
-
-@pytest.mark.parametrize("kept", [{}, {3: [0, 4]}, {3: [5]}])
-def test_tokens_that_are_not_there_are_refused(kept):
-    with pytest.raises(DataError, match=r"\[3\]"):
-        restored(snapshot(half_done(), MADE_WITH), schedule(), MADE_WITH, kept)
+        check_goes_on(ledger, schedule(max_staleness=2), MADE_WITH)
+    check_goes_on(ledger, schedule(concurrency=7), MADE_WITH)
+    assert restored(ledger, schedule(concurrency=7)).schedule.concurrency == 7
 
 
 @pytest.mark.parametrize(

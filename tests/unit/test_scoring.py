@@ -188,3 +188,34 @@ def test_what_took_long_waits_as_long_for_its_scorer_and_what_is_at_the_end_does
             assert len(group.channels[0].queued) == (1 if number == 1 else 0)
         group.submit(samples(["a"], 3), questions(["a"], 3), "engine 0", held_s=1.5)
         assert [result.sample_id for result in group.drain()] == [0, 1, 2, 3]
+
+
+def test_each_who_asks_gets_the_results_of_its_own_questions():
+    """Validation asks while rewards of training are awaited, with ids that both use."""
+    with RewardPool(RewardSpec("exact_match"), 2) as pool:
+        training = scorers(pool, CHARS)
+        validation = training.for_another()
+        training.submit(samples(["a", "b", "c"]), questions(["a", "b", "c"]), "engine 0")
+        training.forward(at_once=True)
+        validation.submit(samples(["a", "b"]), questions(["x", "x"]), "engine 0")
+        assert [(each.sample_id, each.score) for each in validation.drain()] == [(0, 0.0), (1, 0.0)]
+        assert [(each.sample_id, each.score) for each in training.drain()] == [(0, 1.0), (1, 1.0), (2, 1.0)]
+
+
+def test_a_question_that_is_withdrawn_has_no_result_wherever_it_is():
+    """Not sent yet, being judged, or judged and not collected; asked again under the same id it has the new one."""
+    with RewardPool(RewardSpec("exact_match"), 1) as pool:
+        group = scorers(pool, CHARS)
+        other = group.for_another()
+        group.submit(samples(["a"]), questions(["a"]), "engine 0")
+        other.submit(samples(["a"]), questions(["a"]), "engine 0")
+        group.withdraw([0])
+        group.submit(samples(["b"]), questions(["x"]), "engine 0")
+        group.forward(at_once=True)
+        group.withdraw([0])
+        group.submit(samples(["a", "b"]), questions(["x", "b"]), "engine 0")
+        while len(group._results) < 2:
+            group.forward(at_once=True)
+        group.withdraw([0])
+        assert [(each.sample_id, each.score) for each in group.drain()] == [(1, 1.0)]
+        assert [each.score for each in other.drain()] == [1.0]

@@ -277,7 +277,7 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
     monkeypatch.setattr(loop, "memory_metrics", lambda machines: {})
     record = SimpleNamespace(write=lambda step, metrics: done.append(f"record {sorted(metrics)}"))
     sync = SimpleNamespace(bring_to=lambda version: done.append(f"sync {version}"))
-    saver = SimpleNamespace(save_last=lambda state: done.append(f"save {state.step}"))
+    saver = SimpleNamespace(save_last=lambda state, metrics: done.append(f"save {state.step}"))
 
     def step(run):
         run.state = TrainState(run.state.step + 1)
@@ -289,7 +289,7 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
         placement = Separate(SimpleNamespace(take_checkpoint=None, write_checkpoint=None), sync)
         run = SimpleNamespace(
             config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, placement=placement,
-            saver=saver,
+            saver=saver, line={},
             generation=SimpleNamespace(begin=lambda: done.append("begin")), machines=None,
         )  # fmt: skip
         loop.train(run)

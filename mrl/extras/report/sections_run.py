@@ -35,7 +35,7 @@ from mrl.units import GIB
 PHASES = {
     "gen": "engines", "reward": "driver", "record": "driver", "switch": "both", "old_log_prob": "ranks",
     "ref": "ranks", "adv": "ranks",
-    "update_actor": "ranks", "save_checkpoint": "ranks", "settle": "engines", "reshard": "both",
+    "update_actor": "ranks", "save_checkpoint": "ranks", "pause": "engines", "settle": "engines", "reshard": "both",
     "testing": "engines", "outside": "driver",
 }  # fmt: skip
 STACKED_STEPS = 500
