@@ -92,8 +92,15 @@ def comparable(run_dir: Path, without: tuple[str, ...]) -> list[dict]:
     ]
 
 
-def test_partial_rollouts_mix_versions_within_the_bound_and_train(world, tmp_path):
-    rows = metrics(trained(world, tmp_path / "run", **PARTIAL))[1:]
+def test_partial_rollouts_mix_versions_within_the_bound_train_and_go_on_after_a_signal(world, tmp_path):
+    """The checkpoint of the signal is written while groups that it has are finished, and trained on."""
+    run_dir = tmp_path / "run"
+    stopped = start(world, run_dir, **PARTIAL | {"trainer__save_freq": 100})
+    wait_for_step(stopped, run_dir, 2)
+    stopped.send_signal(signal.SIGTERM)
+    assert finish(stopped, run_dir) == 5
+    assert not (run_dir / "spool").exists()
+    rows = metrics(trained(world, run_dir, "--resume", **PARTIAL))[1:]
     assert [row["training/global_step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[-1]["async/versions_per_sample"] > 2
     for row in rows:
