@@ -1,27 +1,34 @@
-"""What a checkpoint of ours says about itself: one JSON file that describes every stored tensor in Hugging Face
-coordinates.
+"""What a checkpoint of ours says about itself: JSON that describes every stored tensor in Hugging Face coordinates.
 
-A checkpoint is a folder `step-N` of safetensors files, one a rank, and `manifest.json`, which is written last: a folder
-without it is not a checkpoint. Each entry stores a local Megatron tensor, or a flat range of it where the distributed
-optimizer cuts it over data parallelism.
+    step-N/manifest.json            size and digest of all other files; what all ranks share
+    step-N/rank-R.json              the entries of rank R: what each tensor in its files is
+    step-N/rank-R.safetensors       its tensors
+    step-N/hf/                      configuration and tokenizer
+
+`manifest.json` is written last: a folder without it is not a checkpoint. Each entry stores a local Megatron tensor, or
+a flat range of it where the distributed optimizer cuts it over data parallelism. The manifests of format 1 have the
+entries of all ranks in them, and do not know the files in hf/.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mrl.checkpoint.tensor_names import TensorNames, tensor_names
 from mrl.errors import DamagedCheckpoint, EnvironmentFault, NumericAbort
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
 
-FORMAT = 1
+FORMAT = 2
+_READ_FORMATS = (1, FORMAT)
 MOST_READERS = 16  # of files at once; hashing lets go of the interpreter
 MANIFEST = "manifest.json"
+HF_FOLDER = "hf"  # configuration and tokenizer, beside the weights of every checkpoint of ours
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ, CONSTANT = ("weight", "master", "exp_avg", "exp_avg_sq", "constant")
 # what `mrl convert` writes under "converted" of a manifest's trainer part
 WEIGHTS_ONLY, WITH_OPTIMIZER = "weights", "weights and optimizer"
@@ -44,18 +51,48 @@ class StoredTensor:
 class RankFiles:
     """What one rank wrote."""
 
-    entries: tuple[StoredTensor, ...]
-    files: FileFacts
-    optimizer: dict[str, Any]  # step count, learning rates, scheduler: must agree over ranks
+    entries: tuple[StoredTensor, ...] | None  # None: `description` has them
+    files: FileFacts  # with tensors
+    optimizer: dict[str, Any]  # step count, learning rates, scheduler, skipped updates: must agree over ranks
+    description: FileFacts = field(default_factory=dict)  # the file of the entries; empty: they are known without it
+    holds: TensorNames = field(default_factory=dict)  # of which tensors the entries are
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` reads it back."""
-        return {"entries": [_entry_json(e) for e in self.entries], "files": self.files, "optimizer": self.optimizer}
+        entries = {} if self.entries is None else {"entries": [_entry_json(entry) for entry in self.entries]}
+        described = {"description": self.description, "holds": self.holds} if self.entries is None else {}
+        return {"files": self.files, "optimizer": self.optimizer} | entries | described
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RankFiles":
         """From `to_json`."""
-        return cls(tuple(_entry(e) for e in data["entries"]), data["files"], data["optimizer"])
+        if "entries" in data:
+            return cls(tuple(_entry(entry) for entry in data["entries"]), data["files"], data["optimizer"])
+        return cls(None, data["files"], data["optimizer"], data["description"], data["holds"])
+
+    def read_entries(self, folder: Path) -> tuple[StoredTensor, ...]:
+        """The entries, which a checkpoint in `folder` has in a file.
+
+        Raises DamagedCheckpoint where its bytes are not those that were written.
+        """
+        if self.entries is not None:
+            return self.entries
+        return tuple(entry for name in self.description for entry in _read_description(folder, name, self.description))
+
+
+def described(folder: Path, rank: int, part: RankFiles) -> RankFiles:
+    """The same with its entries in a file of `folder`, written durably. A rank without entries has none.
+
+    Raises OSError as the disk does.
+    """
+    if not part.entries:
+        return replace(part, entries=None)
+    path = folder / f"rank-{rank:05d}.json"
+    data = json.dumps([_entry_json(entry) for entry in part.entries], separators=(",", ":")).encode()
+    path.write_bytes(data)
+    fsync(path)
+    holds = tensor_names(piece.hf_name for entry in part.entries for piece in entry.pieces)
+    return replace(part, entries=None, description={path.name: facts_of(data)}, holds=holds)
 
 
 @dataclass(frozen=True)
@@ -69,14 +106,24 @@ class Manifest:
     ranks: tuple[RankFiles, ...]
     trainer: dict[str, Any]  # data cursor, metrics of the step
     versions: dict[str, str]
+    hf_files: FileFacts = field(default_factory=dict)  # by name in HF_FOLDER; empty in manifests of format 1
 
-    def entries(self) -> Iterable[StoredTensor]:
-        """Of all ranks."""
-        return (entry for rank in self.ranks for entry in rank.entries)
+    def read_entries(self, folder: Path) -> Iterator[StoredTensor]:
+        """Of all ranks. Raises DamagedCheckpoint as RankFiles.read_entries does."""
+        return (entry for rank in self.ranks for entry in rank.read_entries(folder))
 
     def files(self) -> FileFacts:
-        """Size and digest of every file."""
+        """Size and digest of every file with tensors."""
         return {name: facts for rank in self.ranks for name, facts in rank.files.items()}
+
+    def files_of_ranks(self) -> FileFacts:
+        """The same of all that ranks read: files with tensors, their descriptions, and those in HF_FOLDER."""
+        descriptions = {name: facts for rank in self.ranks for name, facts in rank.description.items()}
+        return self.files() | descriptions | {f"{HF_FOLDER}/{name}": facts for name, facts in self.hf_files.items()}
+
+    def all_files(self) -> FileFacts:
+        """The same of every file but the manifest."""
+        return self.files_of_ranks() | self.files_beside()
 
     def files_beside(self) -> FileFacts:
         """The same of files without tensors of the model: groups that generation was ahead with."""
@@ -111,7 +158,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes manifest.json of a finished folder, durably.
+    """Writes manifest.json of a finished folder, durably, and the descriptions of ranks that have written none.
 
     Raises NumericAbort when the ranks disagree about the optimizer.
     """
@@ -119,10 +166,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         updates = manifest.optimizer["num_updates"]
     except ValueError as error:
         raise NumericAbort(f"step {manifest.step} is not saved: {error}; resume from the checkpoint before") from error
-    data = asdict(manifest) | {
+    ranks = [
+        rank if rank.entries is None else described(folder, number, rank) for number, rank in enumerate(manifest.ranks)
+    ]
+    data = asdict(replace(manifest, ranks=())) | {
         "format": FORMAT,
         "num_updates": updates,
-        "ranks": [rank.to_json() for rank in manifest.ranks],
+        "ranks": [rank.to_json() for rank in ranks],
     }
     path = folder / MANIFEST
     path.write_text(json.dumps(data))
@@ -134,7 +184,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads manifest.json and checks that every file it names is there at its size, and that the ranks agree about the
     optimizer.
 
-    Raises EnvironmentFault naming what is wrong.
+    Raises EnvironmentFault naming what is wrong, DamagedCheckpoint where it is a file.
     """
     path = folder / MANIFEST
     try:
@@ -143,8 +193,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise EnvironmentFault(
             f"{path}: not a readable checkpoint manifest ({error}); choose another step-N folder"
         ) from error
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise EnvironmentFault(f"{path}: not a manifest of format {FORMAT}; convert it with the mrl that wrote it")
+    if not isinstance(data, dict) or data.pop("format", None) not in _READ_FORMATS:
+        known = " or ".join(map(str, _READ_FORMATS))
+        raise EnvironmentFault(f"{path}: not a manifest of format {known}; convert it with the mrl that wrote it")
     try:
         updates = data.pop("num_updates")
         manifest = Manifest(**data | {"ranks": tuple(RankFiles.from_json(r) for r in data["ranks"])})
@@ -152,7 +203,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(
                 f"ranks count {manifest.optimizer['num_updates']} optimizer updates, the manifest {updates}"
             )
-        sizes = {name: facts["bytes"] for name, facts in (manifest.files() | manifest.files_beside()).items()}
+        sizes = {name: facts["bytes"] for name, facts in manifest.all_files().items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EnvironmentFault(f"{path}: not a whole manifest ({error!r}); choose another step-N folder") from error
     for name, size in sizes.items():
@@ -160,7 +211,7 @@ def read_manifest(folder: Path) -> Manifest:
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
             state = "is missing" if actual is None else f"has {actual} bytes, not {size}"
-            raise EnvironmentFault(f"{file} {state}; the checkpoint is damaged, resume from an older one")
+            raise DamagedCheckpoint(f"{file} {state}; the checkpoint is damaged, resume from an older one", str(folder))
     return manifest
 
 
@@ -169,7 +220,7 @@ def check_digests(folder: Path, manifest: Manifest) -> None:
 
     Raises DamagedCheckpoint naming the first, in the manifest's order, whose bytes are not those that were written.
     """
-    check_files(folder, manifest.files() | manifest.files_beside(), min(MOST_READERS, os.cpu_count() or 1))
+    check_files(folder, manifest.all_files(), min(MOST_READERS, os.cpu_count() or 1))
 
 
 def share_of_files(files: FileFacts, reader: int, readers: int) -> FileFacts:
@@ -199,7 +250,8 @@ def check_digest(folder: Path, name: str, files: FileFacts) -> None:
 
     Raises DamagedCheckpoint for other bytes, EnvironmentFault for a file that cannot be read or is not listed.
     """
-    if name not in files or Path(name).name != name:
+    plain = Path(name).name
+    if name not in files or name not in (plain, f"{HF_FOLDER}/{plain}"):
         raise EnvironmentFault(f"{folder}: the manifest does not list {name}")
     try:
         actual = file_facts(folder / name)
@@ -222,6 +274,11 @@ def file_facts(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
+def facts_of(data: bytes) -> dict[str, Any]:
+    """Size and SHA-256 of a file's bytes."""
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
 def fsync(path: Path) -> None:
     """Makes a file or a folder's list of names durable."""
     handle = os.open(path, os.O_RDONLY)
@@ -229,6 +286,11 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _read_description(folder: Path, name: str, files: FileFacts) -> list[StoredTensor]:
+    check_digest(folder, name, files)
+    return [_entry(entry) for entry in json.loads((folder / name).read_bytes())]
 
 
 def _entry_json(entry: StoredTensor) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from mrl.checkpoint.manifest import (
     CONSTANT,
+    HF_FOLDER,
     MANIFEST,
     WEIGHT,
     FileFacts,
@@ -22,14 +23,13 @@ from mrl.checkpoint.manifest import (
 )
 from mrl.checkpoint.safetensors_file import ITEM_BYTES
 from mrl.checkpoint.step_folders import newest_checkpoint
-from mrl.checkpoint.stored_boxes import BoxReader, TensorFiles, check_disjoint, stored_boxes
+from mrl.checkpoint.stored_boxes import Boxes, BoxReader, TensorFiles
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, TensorSpec, load_model_spec, model_spec, read_hf_config, tensor_specs
 from mrl.model.boxes import Box
 from mrl.model.hf_files import TensorBytes, check_checkpoint, read_safetensors_header, weight_files
 from mrl.model.megatron_shards import Piece, Shard
 
-HF_FOLDER = "hf"  # configuration and tokenizer, beside the weights of every checkpoint of ours
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> the configuration's
 CODES = {name: code for code, name in DTYPES.items()}
 TORCH_DIST_METADATA, TORCH_DIST_TRACKER = ".metadata", "latest_checkpointed_iteration.txt"
@@ -145,17 +145,17 @@ def open_ours(folder: Path) -> Checkpoint:
     manifest = read_manifest(folder)
     if manifest.dtype not in CODES:
         raise EnvironmentFault(f"{folder / MANIFEST}: dtype {manifest.dtype}; allowed: {', '.join(CODES)}")
-    files = SafetensorsFiles(folder, manifest.files())
+    files = SafetensorsFiles(folder, manifest.files_of_ranks())
     stored = files.read_headers(manifest.files())
     model = model_spec(manifest.hf_config)
-    entries = tuple(manifest.entries())
+    entries = tuple(manifest.read_entries(folder))
     left_out = _left_out(stored, entries)
     checkpoint = Checkpoint(
         folder, folder / HF_FOLDER, model, manifest.hf_config, manifest.dtype, entries, files, manifest, left_out
     )
     _check_locations(checkpoint)
     _check_names(checkpoint)
-    check_disjoint(folder, stored_boxes(entries))
+    Boxes(entries).check_whole(folder)
     return checkpoint
 
 

@@ -25,7 +25,7 @@ from mrl.checkpoint.manifest import MASTER, Manifest, check_files, read_manifest
 from mrl.checkpoint.open_checkpoint import SafetensorsFiles, weight_role
 from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, rank_parameters
 from mrl.checkpoint.rank_save import CODES, rank_file
-from mrl.checkpoint.stored_boxes import BoxReader, check_disjoint
+from mrl.checkpoint.stored_boxes import BoxReader, Descriptions
 from mrl.config.schema_actor import OPTIMIZER, PARAMETERS
 from mrl.errors import EnvironmentFault
 from mrl.megatron.optimizer import current_lr, is_frozen
@@ -39,16 +39,17 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorLoader:
-    """Reads the tensors of one checkpoint.
+    """Reads the tensors of one checkpoint, and the descriptions of those ranks that wrote what is asked for.
 
-    Raises EnvironmentFault for a manifest that describes an element twice.
+    Raises EnvironmentFault where they describe an element twice.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, check_first: bool = True):
-        """`check_first`: files are compared with their digests when they are first opened."""
+    def __init__(self, folder: Path, manifest: Manifest, check_first: bool = True, rank: int = 0):
+        """`check_first`: files are compared with their digests when they are first opened. `rank`: who reads."""
         files = SafetensorsFiles(folder, manifest.files(), check_first, when_needed=True)
-        self._reader = BoxReader(folder, manifest.entries(), files)
-        check_disjoint(folder, self._reader.boxes)
+        known = [entry for part in manifest.ranks for entry in part.entries or ()]  # of a manifest of format 1
+        self._reader = BoxReader(folder, known, files, Descriptions(folder, manifest.ranks, rank))
+        self._reader.boxes.check_whole(folder)
 
     @property
     def bytes_read(self) -> int:
@@ -97,10 +98,10 @@ def load_rank(actor, folder: Path) -> BytesRead:
     """
     manifest = read_manifest(folder)
     _check_model(actor, manifest, folder)
-    checked = share_of_files(manifest.files(), actor.rank, actor.layout.world_size)
+    checked = share_of_files(manifest.files_of_ranks(), actor.rank, actor.layout.world_size)
     check_files(folder, checked, THREADS)
     dist.barrier()  # nobody reads, and stumbles over, what another has not compared yet
-    loader = TensorLoader(folder, manifest, check_first=False)
+    loader = TensorLoader(folder, manifest, check_first=False, rank=actor.rank)
     facts = manifest.optimizer
     with torch.no_grad(), actor.residence.using(PARAMETERS, OPTIMIZER):
         parameters = list(rank_parameters(actor))

@@ -13,7 +13,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from mrl.checkpoint.manifest import MASTER, RankFiles, StoredTensor
+from mrl.checkpoint.manifest import MASTER, RankFiles, StoredTensor, described
 from mrl.checkpoint.open_checkpoint import weight_role
 from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, distributed_optimizers, rank_parameters
 from mrl.checkpoint.safetensors_file import safetensors_header, write_blocks
@@ -42,7 +42,7 @@ class HostCopy:
         self._buffers: dict[str, Tensor] = {}
         self._entries: tuple[StoredTensor, ...] = ()
         self._facts: dict[str, Any] = {}
-        self._file = ""
+        self._rank = 0
         self._in_use = Lock()  # two saves at once would mix two steps in one file
 
     @property
@@ -65,13 +65,14 @@ class HostCopy:
         return file_bytes(self._buffers)
 
     def _copy(self, actor) -> None:
-        self._file = rank_file(actor.rank)
+        self._rank = actor.rank
+        file = rank_file(self._rank)
         entries: list[StoredTensor] = []
         for parameter in rank_parameters(actor):
             shard = parameter.shard
             for role, tensor, flat in _saved_tensors(actor, parameter):
                 entries.append(
-                    StoredTensor(self._file, f"{role}/{parameter.key}", role, shard.local_shape, flat, shard.pieces)
+                    StoredTensor(file, f"{role}/{parameter.key}", role, shard.local_shape, flat, shard.pieces)
                 )
                 self._keep(entries[-1].key, tensor)
         for name, state in _random_states(actor).items():
@@ -79,14 +80,17 @@ class HostCopy:
         self._entries, self._facts = tuple(entries), _optimizer_facts(actor)
 
     def write(self, folder: Path) -> RankFiles:
-        """Writes `rank-R.safetensors` into `folder`, durably. Raises EnvironmentFault when the disk refuses it."""
+        """Writes `rank-R.safetensors` and its description into `folder`, durably.
+
+        Raises EnvironmentFault when the disk refuses it.
+        """
         with self._in_use:
-            path = folder / self._file
+            path = folder / rank_file(self._rank)
             try:
                 facts = write_tensors(path, self._buffers)
+                return described(folder, self._rank, RankFiles(self._entries, {path.name: facts}, self._facts))
             except OSError as error:
                 raise EnvironmentFault(f"{path} cannot be written ({error.strerror})") from error
-            return RankFiles(self._entries, {self._file: facts}, self._facts)
 
     def _keep(self, key: str, tensor: Tensor) -> None:
         check_resident(key, [tensor])

@@ -13,16 +13,18 @@ Bits are moved and never interpreted, so integers of an element's width stand fo
 """
 
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from mrl.checkpoint.manifest import StoredTensor
+from mrl.checkpoint.manifest import RankFiles, StoredTensor
+from mrl.checkpoint.tensor_names import may_hold
 from mrl.errors import EnvironmentFault
 from mrl.model.boxes import Box, first_overlap
 from mrl.model.hf_files import TensorBytes
@@ -36,12 +38,86 @@ SCRATCH_BYTES = MIB
 class StoredBox:
     """A box of a Hugging Face tensor within a stored local tensor."""
 
-    # that make up the local tensor, in flat order; the tuple is shared by all its boxes
-    parts: tuple[StoredTensor, ...]
+    # that make up the local tensor, in flat order; shared by all its boxes, and longer when more of it is found
+    parts: list[StoredTensor]
     piece: Piece
 
 
-Boxes = Mapping[tuple[str, str], list[StoredBox]]  # by role and Hugging Face name
+class Boxes:
+    """What is known of a checkpoint's tensors, by role and Hugging Face name."""
+
+    def __init__(self, entries: Iterable[StoredTensor] = ()):
+        self.of_tensor: dict[tuple[str, str], list[StoredBox]] = {}
+        # flat parts of one local tensor describe the same pieces
+        self._parts: dict[tuple[str, tuple[Piece, ...]], list[StoredTensor]] = {}
+        self.add(entries)
+
+    def add(self, entries: Iterable[StoredTensor]) -> None:
+        """Takes in what more is stored."""
+        for entry in entries:
+            parts = self._parts.get((entry.role, entry.pieces))
+            if parts is not None:
+                insort(parts, entry, key=_flat_range)
+            elif entry.pieces:  # others are padding as a whole
+                self._add_tensor(entry)
+
+    def _add_tensor(self, entry: StoredTensor) -> None:
+        parts = self._parts[entry.role, entry.pieces] = [entry]
+        for piece in entry.pieces:
+            self.of_tensor.setdefault((entry.role, piece.hf_name), []).append(StoredBox(parts, piece))
+
+    def met(self, role: str, name: str, box: Box) -> list[tuple[StoredBox, Box]]:
+        """The boxes of a tensor that meet `box`, each with what both have."""
+        met = ((stored, stored.piece.hf_box.intersect(box)) for stored in self.of_tensor.get((role, name), ()))
+        return [(stored, common) for stored, common in met if common is not None]
+
+    def check_apart(self, folder: Path, entries: Iterable[StoredTensor]) -> None:
+        """No element of a tensor that `entries` are of is known twice: then counting elements tells what is missing.
+
+        Raises EnvironmentFault naming the tensor.
+        """
+        tensors = {(entry.role, piece.hf_name) for entry in entries for piece in entry.pieces}
+        for role, name in sorted(tensors):
+            of_tensor = self.of_tensor[role, name]
+            if len(of_tensor) > 1:
+                _check_apart(folder, f"{name} ({role})", [stored.piece.hf_box for stored in of_tensor])
+            for stored in of_tensor:
+                _check_parts_apart(folder, stored.parts)
+
+    def check_whole(self, folder: Path) -> None:
+        """No element is known twice, and of every local tensor all flat parts are known.
+
+        Raises EnvironmentFault naming the tensor.
+        """
+        for (role, name), of_tensor in self.of_tensor.items():
+            if len(of_tensor) > 1:
+                _check_apart(folder, f"{name} ({role})", [stored.piece.hf_box for stored in of_tensor])
+        for parts in self._parts.values():
+            _check_parts_apart(folder, parts)
+            if not _holds(parts, 0, prod(parts[0].shape)):
+                raise _do_not_add_up(folder, parts)
+
+
+class Descriptions:
+    """The descriptions of a checkpoint's ranks, each read when one of its tensors is asked for."""
+
+    def __init__(self, folder: Path, ranks: Sequence[RankFiles], first: int):
+        """`first`: the rank whose description is the likeliest to have what is asked for."""
+        self._folder = folder
+        self._unread = [*ranks[first : first + 1], *ranks[:first], *ranks[first + 1 :]]
+
+    @property
+    def unread(self) -> int:
+        """How many have not been read."""
+        return len(self._unread)
+
+    def next_with(self, name: str) -> tuple[StoredTensor, ...] | None:
+        """Entries not given before, of which some may be of a Hugging Face tensor; None where there are no more."""
+        part = next((part for part in self._unread if may_hold(part.holds, name)), None)
+        if part is None:
+            return None
+        self._unread.remove(part)
+        return part.read_entries(self._folder)
 
 
 class TensorFiles(Protocol):
@@ -57,31 +133,6 @@ class TensorFiles(Protocol):
         """Reads all of one; returns how many of its tensors have no checksum. EnvironmentFault for changed bytes."""
 
 
-def stored_boxes(entries: Iterable[StoredTensor]) -> Boxes:
-    """What a checkpoint holds of each tensor."""
-    parts: dict[tuple, list[StoredTensor]] = defaultdict(list)
-    for entry in entries:
-        parts[entry.role, entry.pieces].append(entry)  # flat parts of one local tensor describe the same pieces
-    boxes: dict[tuple[str, str], list[StoredBox]] = defaultdict(list)
-    for (role, pieces), unordered in parts.items():
-        ordered = tuple(sorted(unordered, key=lambda entry: entry.flat or (0, 0)))
-        for piece in pieces:
-            boxes[role, piece.hf_name].append(StoredBox(ordered, piece))
-    return dict(boxes)
-
-
-def check_disjoint(folder: Path, boxes: Boxes) -> None:
-    """No element is stored twice, of a tensor or of flat parts: then counting elements tells what is missing.
-
-    Raises EnvironmentFault naming the tensor.
-    """
-    for (role, name), of_tensor in boxes.items():
-        if len(of_tensor) > 1:
-            _check_apart(folder, f"{name} ({role})", [box.piece.hf_box for box in of_tensor])
-    for parts in {id(box.parts): box.parts for of_tensor in boxes.values() for box in of_tensor}.values():
-        _check_add_up(folder, parts)
-
-
 _DAMAGED = "the checkpoint is damaged, choose another one"
 
 
@@ -95,14 +146,46 @@ def _check_apart(folder: Path, tensor: str, boxes: list[Box]) -> None:
         )
 
 
-def _check_add_up(folder: Path, parts: tuple[StoredTensor, ...]) -> None:
+def _check_parts_apart(folder: Path, parts: list[StoredTensor]) -> None:
     ranges = [_flat_range(part) for part in parts]
-    ends = [0, *(stop for _, stop in ranges)]
-    if [start for start, _ in ranges] != ends[:-1] or ends[-1] != prod(parts[0].shape):
-        raise EnvironmentFault(
-            f"{folder}: {parts[0].key} is stored in parts that do not add up, {ranges}; a rank's file "
-            f"is missing or {_DAMAGED}"
-        )
+    inside = ranges[0][0] >= 0 and ranges[-1][1] <= prod(parts[0].shape)
+    if not inside or any(stop > start for (_, stop), (start, _) in pairwise(ranges)):
+        raise _do_not_add_up(folder, parts)
+
+
+def _do_not_add_up(folder: Path, parts: list[StoredTensor]) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"{folder}: {parts[0].key} is stored in parts that do not add up, {[_flat_range(part) for part in parts]}; a "
+        f"rank's file is missing or {_DAMAGED}"
+    )
+
+
+def _holds(parts: Iterable[StoredTensor], begin: int, end: int) -> bool:
+    """Whether flat parts, in order, have all elements from `begin` to `end` of a local tensor."""
+    for start, stop in map(_flat_range, parts):
+        if start <= begin:
+            begin = max(begin, stop)
+    return begin >= end
+
+
+def _is_whole(overlaps: list[tuple[StoredBox, Box]], box: Box) -> bool:
+    """Whether all of `box` is there, of every local tensor the rows that it lies in."""
+    return sum(common.volume for _, common in overlaps) >= box.volume and all(
+        _holds(stored.parts, *_run(stored, common)) for stored, common in overlaps
+    )
+
+
+def _run(stored: StoredBox, box: Box) -> tuple[int, int]:
+    """The flat range of a local tensor that is read for `box`: whole rows, or a part of one."""
+    (first, last), *tail = _in_local(stored, box).ranges
+    row = prod(stored.parts[0].shape[1:])
+    if last - first == 1 and len(tail) == 1:
+        return first * row + tail[0][0], first * row + tail[0][1]
+    return first * row, last * row
+
+
+def _in_local(stored: StoredBox, box: Box) -> Box:
+    return box.rebase(stored.piece.hf_box, stored.piece.local_box)
 
 
 def _flat_range(part: StoredTensor) -> tuple[int, int]:
@@ -112,9 +195,13 @@ def _flat_range(part: StoredTensor) -> tuple[int, int]:
 class BoxReader:
     """Reads boxes out of a checkpoint's files, which stay open until `close`."""
 
-    def __init__(self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles):
+    def __init__(
+        self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, more: Descriptions | None = None
+    ):
+        """`more`: has what is not among `entries`, and is asked when something is missing."""
         self.folder, self.files = folder, files
-        self.boxes = stored_boxes(entries)
+        self.boxes = Boxes(entries)
+        self._more = more
         self._handles: dict[str, int] = {}
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8)
         self.bytes_read = 0
@@ -137,8 +224,9 @@ class BoxReader:
 
         Raises EnvironmentFault when the checkpoint does not hold all of it.
         """
-        met = [(stored, stored.piece.hf_box.intersect(box)) for stored in self.boxes.get((role, name), ())]
-        overlaps = [(stored, common) for stored, common in met if common is not None]
+        overlaps = self.boxes.met(role, name, box)
+        while self._more is not None and not _is_whole(overlaps, box) and self._learn_more(name):
+            overlaps = self.boxes.met(role, name, box)
         volume = sum(common.volume for _, common in overlaps)
         if volume != box.volume:
             raise EnvironmentFault(
@@ -146,6 +234,15 @@ class BoxReader:
                 "it is damaged or of another model"
             )
         yield from overlaps
+
+    def _learn_more(self, name: str) -> bool:
+        """Whether there was more to know of a tensor. Raises EnvironmentFault for an element that is stored twice."""
+        entries = self._more.next_with(name)
+        if entries is None:
+            return False
+        self.boxes.add(entries)
+        self.boxes.check_apart(self.folder, entries)
+        return True
 
     def dtype(self, stored: StoredBox) -> str:
         """As safetensors names it."""
@@ -156,7 +253,7 @@ class BoxReader:
         """Writes `box`, which lies in `stored`, into `out`. Whole rows, and a part of one, are read at once; of several
         rows all is read and cut.
         """
-        (first, last), *tail = box.rebase(stored.piece.hf_box, stored.piece.local_box).ranges
+        (first, last), *tail = _in_local(stored, box).ranges
         columns, shape = Box(tuple(tail)), stored.parts[0].shape
         row = prod(shape[1:])
         if out.flags.c_contiguous:
@@ -187,7 +284,7 @@ class BoxReader:
             raise EnvironmentFault(f"{self.folder / file}: it has no {key}; {_DAMAGED}")
         return location
 
-    def _part_location(self, parts: tuple[StoredTensor, ...], part: StoredTensor, item_bytes: int) -> TensorBytes:
+    def _part_location(self, parts: list[StoredTensor], part: StoredTensor, item_bytes: int) -> TensorBytes:
         """Raises EnvironmentFault where the file has another size or dtype than described:
         the bytes behind it are a neighbour's.
         """
@@ -201,7 +298,7 @@ class BoxReader:
             )
         return location
 
-    def _read_run(self, parts: tuple[StoredTensor, ...], begin: int, out: np.ndarray) -> None:
+    def _read_run(self, parts: list[StoredTensor], begin: int, out: np.ndarray) -> None:
         """Fills the flat `out` from element `begin` of a local tensor on."""
         end, read = begin + out.size, 0
         for part in parts:

@@ -75,7 +75,7 @@ def _tensor_difference(first: Path, second: Path, manifest: Manifest) -> str:
     """Names the first tensor of two files that differs, what it is in the model, and where."""
     from safetensors import safe_open
 
-    names = {(e.file, e.key): sorted({p.hf_name for p in e.pieces}) for e in manifest.entries()}
+    names = {(e.file, e.key): sorted({p.hf_name for p in e.pieces}) for e in manifest.read_entries(first.parent)}
     with safe_open(first, "pt") as a, safe_open(second, "pt") as b:
         if sorted(a.keys()) != sorted(b.keys()):
             return f"{first.name}: tensors {sorted(set(a.keys()) ^ set(b.keys()))[:4]} are in one of the two only"

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.convert import write_hf
-from mrl.checkpoint.open_checkpoint import HF_FOLDER, open_saved
+from mrl.checkpoint.manifest import HF_FOLDER
+from mrl.checkpoint.open_checkpoint import open_saved
 from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.process_logs import with_log_tails
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster

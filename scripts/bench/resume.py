@@ -46,8 +46,8 @@ def load(folder: Path, manifest: Manifest, readers: int) -> int:
 
     def read(own: int) -> int:
         files = SafetensorsFiles(folder, manifest.files(), False, when_needed=True)
-        reader = BoxReader(folder, manifest.entries(), files)
-        for (role, name), boxes in list(reader.boxes.items())[own::readers]:
+        reader = BoxReader(folder, manifest.read_entries(folder), files)
+        for (role, name), boxes in list(reader.boxes.of_tensor.items())[own::readers]:
             ends = [[end for _, end in stored.piece.hf_box.ranges] for stored in boxes]
             whole = Box.whole([max(of_axis) for of_axis in zip(*ends, strict=True)])
             reader.fill(role, name, whole, np.empty(whole.shape, np.int16))  # bfloat16, all of them

@@ -97,7 +97,7 @@ def test_all_ranks_together_read_a_checkpoint_once(results, name):
     """Its digests, and its elements, whatever the layouts; padding of the vocabulary is nobody's."""
     saved, (source, world_size, *_) = results / f"saved-{MOVED[name][0]}", MOVED[name]
     manifest, item_bytes = read_manifest(saved), {WEIGHT: 2 if WRITTEN[source][1] == "bfloat16" else 4}
-    of_shards = {(entry.role, entry.pieces) for entry in manifest.entries()}
+    of_shards = {(entry.role, entry.pieces) for entry in manifest.read_entries(saved)}
     stored = sum(
         piece.hf_box.volume * item_bytes.get(role, 4)
         for role, pieces in of_shards
@@ -105,7 +105,7 @@ def test_all_ranks_together_read_a_checkpoint_once(results, name):
     )  # fmt: skip
     read = [json.loads(file.read_text()) for file in (results / f"result-{name}").glob("read-*.json")]
     assert len(read) == world_size and sum(rank["loaded"] for rank in read) == stored
-    assert sum(rank["checked"] for rank in read) == sum(facts["bytes"] for facts in manifest.files().values())
+    assert sum(rank["checked"] for rank in read) == sum(facts["bytes"] for facts in manifest.files_of_ranks().values())
     if "to dp2" in name:
         assert max(rank["loaded"] for rank in read) < 0.65 * stored
 

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import stat
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from mrl.checkpoint.manifest import (
     RankFiles,
     StoredTensor,
     check_digests,
+    facts_of,
     file_facts,
     read_manifest,
     share_of_files,
@@ -73,6 +75,17 @@ def a_checkpoint(folder, step: int, facts=(FACTS, FACTS)):
     return path
 
 
+def change_description(path, rank: int, change) -> None:
+    """As if the rank had said something else of what it wrote: `change` alters its entries, plain data."""
+    file = path / f"rank-{rank:05d}.json"
+    entries = json.loads(file.read_text())
+    change(entries)
+    file.write_text(json.dumps(entries))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["ranks"][rank]["description"] = {file.name: file_facts(file)}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
 def flip_a_byte(path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -88,9 +101,14 @@ def test_a_manifest_reads_back_as_it_was_written(tmp_path):
         {},
         FACTS,
     )
-    manifest = a_manifest(7, (rank,))
+    manifest = replace(a_manifest(7, (rank,)), hf_files={"config.json": facts_of(b"{}")})
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
     write_manifest(tmp_path, manifest)
-    assert read_manifest(tmp_path) == manifest
+    found = read_manifest(tmp_path)
+    assert tuple(found.read_entries(tmp_path)) == rank.entries
+    assert replace(found, ranks=()) == replace(manifest, ranks=())
+    assert [(part.files, part.optimizer) for part in found.ranks] == [(rank.files, rank.optimizer)]
     assert json.loads((tmp_path / "manifest.json").read_text())["num_updates"] == 2
 
 
@@ -150,14 +168,11 @@ def test_a_tensor_smaller_than_described_is_refused_and_no_neighbours_bytes_are_
 
 
 def test_flat_parts_with_a_hole_and_an_equally_large_overlap_are_refused(tmp_path):
-    path = a_checkpoint(tmp_path, 1)
-    written = json.loads((path / "manifest.json").read_text())
-    written["ranks"][1]["entries"][0]["flat"] = [4, 11]
-    (path / "manifest.json").write_text(json.dumps(written))
-    with pytest.raises(
-        EnvironmentFault, match=r"weight/0\.w is stored in parts that do not add up, \[\(0, 5\), \(4, 11\)\]"
-    ):
-        TensorLoader(path, read_manifest(path))
+    path, whole = a_checkpoint(tmp_path, 1), Box.whole((3, 4))
+    change_description(path, 1, lambda entries: entries[0].update(flat=[4, 11]))
+    said = r"weight/0\.w is stored in parts that do not add up, \[\(0, 5\), \(4, 11\)\]"
+    with pytest.raises(EnvironmentFault, match=said):
+        TensorLoader(path, read_manifest(path)).fill(WEIGHT, [Piece("w", whole, whole)], torch.zeros(3, 4))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
+from test_checkpoints import change_description
 from tiny_models import in_dtype, save, tiny_dense, tiny_glm, tiny_moe, tiny_qwen2, tiny_shared
 
 import mrl.checkpoint.convert
@@ -24,7 +25,7 @@ import mrl.checkpoint.stored_boxes
 from mrl.checkpoint.convert import ExpectedModel, write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.direct_file import DirectFile
-from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, read_manifest
+from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, file_facts, read_manifest
 from mrl.checkpoint.open_checkpoint import open_hf, open_saved, weight_role
 from mrl.checkpoint.rank_load import TensorLoader
 from mrl.cli.convert import parse_layout
@@ -116,7 +117,7 @@ def test_each_rank_is_stored_what_megatron_has_there(models, tmp_path, model, la
     manifest = read_manifest(tmp_path / "ours")
     stored, plan = TensorLoader(tmp_path / "ours", manifest), TrainLayout.build(degrees, spec)
     files = {name: load_file(tmp_path / "ours" / name) for name in manifest.files()}
-    written = {(e.file, e.key) for e in manifest.entries()}
+    written = {(e.file, e.key) for e in manifest.read_entries(tmp_path / "ours")}
     assert written == {(file, key) for file, tensors in files.items() for key in tensors}
     for rank in range(plan.world_size):
         for shard in source_shards(spec, plan, rank):
@@ -151,7 +152,11 @@ def test_optimizer_state_moves_between_layouts_with_the_weights(models, tmp_path
             assert torch.equal(found, expected), (name, role)
     write_layout(open_saved(tmp_path / "moved"), tmp_path / "alone", parse_layout("tp=1"), weights_only=True)
     alone = read_manifest(tmp_path / "alone")
-    assert alone.weights_only and {e.role for e in alone.entries()} == {WEIGHT} and alone.optimizer["step"] is None
+    assert (
+        alone.weights_only
+        and {e.role for e in alone.read_entries(tmp_path / "alone")} == {WEIGHT}
+        and alone.optimizer["step"] is None
+    )
 
 
 def numbered(tensor: torch.Tensor) -> torch.Tensor:
@@ -395,15 +400,18 @@ def test_a_configuration_for_another_model_or_dtype_is_refused(models):
 def test_a_manifest_that_does_not_match_its_files_is_refused(models, tmp_path):
     ours = tmp_path / "ours"
     write_layout(open_hf(models["qwen3_moe"]), ours, parse_layout("tp=2"))
-    manifest = (ours / "manifest.json").read_text()
+    manifest, description = (ours / "manifest.json").read_text(), (ours / "rank-00000.json").read_text()
     key = "weight/0.decoder.layers.3.mlp.router.weight"
     for change, said in (
         ((key, "weight/0.elsewhere"), "elsewhere is described as F32 .* the file has nothing"),
         (('"dtype": "float32"', '"dtype": "bfloat16"'), "is described as BF16"),
         (("layers.3.mlp.gate.weight", "layers.3.mlp.gates.weight"), r"not those of its hf_config \(2 differ\)"),
     ):
-        assert change[0] in manifest
-        (ours / "manifest.json").write_text(manifest.replace(*change))
+        assert change[0] in manifest + description
+        (ours / "rank-00000.json").write_text(description.replace(*change))
+        altered = json.loads(manifest.replace(*change))
+        altered["ranks"][0]["description"] = {"rank-00000.json": file_facts(ours / "rank-00000.json")}
+        (ours / "manifest.json").write_text(json.dumps(altered))
         with pytest.raises(EnvironmentFault, match=said):
             write_hf(open_saved(ours), tmp_path / "hf")
     assert [p.name for p in tmp_path.iterdir()] == ["ours"]
@@ -412,15 +420,20 @@ def test_a_manifest_that_does_not_match_its_files_is_refused(models, tmp_path):
 def test_a_manifest_with_a_hole_and_an_equally_large_overlap_is_refused(models, tmp_path):
     ours, name = tmp_path / "ours", "model.layers.1.self_attn.o_proj.weight"
     write_layout(open_hf(models["qwen3"]), ours, parse_layout("tp=2"))
-    manifest = json.loads((ours / "manifest.json").read_text())
-    (piece,) = (piece for entry in manifest["ranks"][1]["entries"] for piece in entry["pieces"] if piece[0] == name)
-    low, high = piece[1][1]
-    piece[1][1] = [low - 4, high - 4]
-    (ours / "manifest.json").write_text(json.dumps(manifest))
+
+    def overlap(entries: list) -> None:
+        (piece,) = (piece for entry in entries for piece in entry["pieces"] if piece[0] == name)
+        low, high = piece[1][1]
+        piece[1][1] = [low - 4, high - 4]
+
+    change_description(ours, 1, overlap)
     with pytest.raises(EnvironmentFault, match=rf"{name} \(weight\) is stored twice"):
         write_hf(open_saved(ours), tmp_path / "hf")
+    shape = weights(models["qwen3"])[name].shape
     with pytest.raises(EnvironmentFault, match=rf"{name} \(weight\) is stored twice"):
-        TensorLoader(ours, read_manifest(ours))
+        TensorLoader(ours, read_manifest(ours)).fill(
+            WEIGHT, [Piece(name, Box.whole(shape), Box.whole(shape))], torch.zeros(shape)
+        )
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "iter_0000005/__0_0.distcp", "latest_checkpointed_iteration.txt"])

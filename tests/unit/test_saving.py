@@ -135,15 +135,14 @@ def test_a_tensor_longer_than_a_piece_is_whole(tmp_path, monkeypatch):
 
 def test_a_rank_says_which_file_the_disk_did_not_take(tmp_path):
     copy = HostCopy()
-    copy._file = "rank-00003.safetensors"
-    (tmp_path / copy._file).symlink_to(FULL)
+    copy._rank = 3
+    (tmp_path / "rank-00003.safetensors").symlink_to(FULL)
     with pytest.raises(EnvironmentFault, match=r"rank-00003.*No space left on device"):
         copy.write(tmp_path)
 
 
 def test_a_copy_that_is_being_written_is_not_overwritten(tmp_path, monkeypatch):
     copy = HostCopy()
-    copy._file = "rank-00000.safetensors"
 
     def takes_meanwhile(path, tensors):
         with pytest.raises(EnvironmentFault, match="still being written"):

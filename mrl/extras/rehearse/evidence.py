@@ -4,7 +4,7 @@ engines said.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,7 +64,8 @@ class Evidence:
         manifest = self.manifests.get(1)
         if manifest is None:
             return {}
-        weights = [[entry for entry in rank.entries if entry.role == WEIGHT] for rank in manifest.ranks]
+        folder = self.run.checkpoints / "step-1"
+        weights = [_weights(rank.read_entries(folder)) for rank in manifest.ranks]
         layers, experts = (
             [_numbers(rank, _LAYER) for rank in weights],
             [_experts_of_first_layer(rank) for rank in weights],
@@ -96,6 +97,10 @@ class Evidence:
 def evidence_of(run: Path) -> Evidence:
     """Of a run directory."""
     return Evidence(RunDir(run))
+
+
+def _weights(entries: Iterable[StoredTensor]) -> list[StoredTensor]:
+    return [entry for entry in entries if entry.role == WEIGHT]
 
 
 def _numbers(entries: list[StoredTensor], pattern: re.Pattern) -> set[int]:

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from mrl.checkpoint.manifest import WEIGHT, StoredTensor
+from mrl.checkpoint.manifest import HF_FOLDER, WEIGHT, StoredTensor
 from mrl.checkpoint.open_checkpoint import (
     DTYPES,
-    HF_FOLDER,
     TORCH_DIST_METADATA,
     Checkpoint,
     find_torch_dist,
     one_dtype,
 )
-from mrl.checkpoint.stored_boxes import check_disjoint, stored_boxes
+from mrl.checkpoint.stored_boxes import Boxes
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.extras.torch_dist.archive import StoredElements, find_elements
 from mrl.extras.torch_dist.names import GlobalTensor, global_tensors
@@ -248,7 +247,7 @@ def _check_whole(checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder}: {len(odd)} tensors of the model that config.json describes are not whole: "
             f"{shown}{' ...' if len(odd) > _SHOWN else ''}; the checkpoint is damaged or of another model"
         )
-    check_disjoint(checkpoint.folder, stored_boxes(checkpoint.entries))
+    Boxes(checkpoint.entries).check_whole(checkpoint.folder)
 
 
 @dataclass
