@@ -6,14 +6,17 @@ A conversion is a source, opened by `mrl.checkpoint.open_checkpoint`, and a form
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.convert_job import ConversionReport, Options, Target, run_conversion
+from mrl.checkpoint.group_files import name_again
+from mrl.checkpoint.hf_folder import copy_hf_files
 from mrl.checkpoint.manifest import (
     CONSTANT,
     EXP_AVG,
+    HF_FOLDER,
     MASTER,
     WEIGHT,
     WEIGHTS_ONLY,
@@ -22,13 +25,15 @@ from mrl.checkpoint.manifest import (
     Manifest,
     RankFiles,
     StoredTensor,
+    check_digest,
+    facts_of,
     write_manifest,
 )
-from mrl.checkpoint.open_checkpoint import HF_FOLDER, Checkpoint, of_role, open_hf, open_ours, weight_role, whole_tensor
+from mrl.checkpoint.open_checkpoint import Checkpoint, of_role, open_hf, open_ours, weight_role, whole_tensor
 from mrl.checkpoint.planned_file import PlannedFile, Safetensors, entry_bytes, file_portions, planned_file
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, tensor_specs
-from mrl.model.hf_files import INDEX, check_same_architecture, copy_hf_files
+from mrl.model.hf_files import INDEX, check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
 
@@ -61,10 +66,12 @@ def write_hf(source: Checkpoint, output: str | Path, options: Options | None = N
     """
     files = hf_plan(source.model, source.dtype)
 
-    def finish(folder: Path, _: FileFacts) -> None:
-        copy_hf_files(source.hf_files, folder)
-        _name_dtype(folder / "config.json", source.dtype)
-        _write_index(folder, files, source.dtype)
+    def finish(folder: Path, _: FileFacts) -> FileFacts:
+        copied = copy_hf_files(source.hf_files, folder)
+        made = {"config.json": _config_of_export(source), INDEX: _index(files, source.dtype)}
+        for name, data in made.items():
+            (folder / name).write_bytes(data)
+        return copied | {name: facts_of(data) for name, data in made.items()}
 
     return run_conversion(
         source, Target(files, Safetensors(source.dtype), False, finish, open_hf), Path(output), options
@@ -87,9 +94,12 @@ def write_layout(
     layout = TrainLayout.build(degrees, source.model)
     files = layout_plan(source.model, layout, roles, source.dtype)
 
-    def finish(folder: Path, facts: FileFacts) -> None:
-        copy_hf_folder(source, folder)
-        write_manifest(folder, _manifest(source, degrees, roles, _rank_files(source, layout, files, roles, facts)))
+    def finish(folder: Path, facts: FileFacts) -> FileFacts:
+        ranks = _rank_files(source, layout, files, roles, facts)
+        manifest = replace(_manifest(source, degrees, roles, ranks), hf_files=copy_hf_folder(source, folder))
+        _name_groups_again(source.folder, folder, manifest.files_beside())
+        write_manifest(folder, manifest)
+        return manifest.all_files()
 
     return run_conversion(
         source, Target(files, Safetensors(source.dtype), True, finish, open_ours), Path(output), options
@@ -122,10 +132,21 @@ def layout_plan(model: ModelSpec, layout: TrainLayout, roles: Iterable[str], dty
     return tuple(files)
 
 
-def copy_hf_folder(source: Checkpoint, folder: Path) -> None:
-    """Configuration and tokenizer, where every checkpoint that is not in Hugging Face's form has them."""
+def copy_hf_folder(source: Checkpoint, folder: Path) -> FileFacts:
+    """Configuration and tokenizer, where every checkpoint that is not in Hugging Face's form has them; by name."""
     (folder / HF_FOLDER).mkdir(exist_ok=True)
-    copy_hf_files(source.hf_files, folder / HF_FOLDER)
+    return copy_hf_files(source.hf_files, folder / HF_FOLDER)
+
+
+def _name_groups_again(source: Path, folder: Path, files: FileFacts) -> None:
+    """Groups that generation was ahead with belong to a checkpoint of any layout.
+
+    Raises DamagedCheckpoint for a file whose bytes are not those that were written.
+    """
+    for name in files:
+        check_digest(source, name, files)
+        (folder / name).unlink(missing_ok=True)  # of a start that was killed
+        name_again(source / name, folder / name)
 
 
 def _rank_files(
@@ -164,15 +185,15 @@ def _only_weights(source: Checkpoint, roles: tuple[str, ...]) -> bool:
     return not {MASTER, EXP_AVG}.intersection(roles) or source.manifest is None
 
 
-def _name_dtype(config: Path, dtype: str) -> None:
-    """The configuration names the dtype of the weights: as `dtype` since transformers 4.56, `torch_dtype` before."""
-    data = json.loads(config.read_text())
+def _config_of_export(source: Checkpoint) -> bytes:
+    """config.json, which names the dtype of the weights: as `dtype` since transformers 4.56, `torch_dtype` before."""
+    data = json.loads((source.hf_files / "config.json").read_text())
     keys = [key for key in ("dtype", "torch_dtype") if key in data] or ["torch_dtype"]
-    config.write_text(json.dumps(data | dict.fromkeys(keys, dtype), indent=2))
+    return json.dumps(data | dict.fromkeys(keys, source.dtype), indent=2).encode()
 
 
-def _write_index(folder: Path, files: tuple[PlannedFile, ...], dtype: str) -> None:
+def _index(files: tuple[PlannedFile, ...], dtype: str) -> bytes:
     weight_map = {entry.key: file.name for file in files for entry in file.entries}
     total = sum(entry_bytes(entry, dtype) for file in files for entry in file.entries)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2))
+    return json.dumps(index, indent=2).encode()

@@ -50,7 +50,8 @@ class Target:
     files: tuple[PlannedFile, ...]
     container: Container
     digests: bool  # SHA-256 of every file, for a manifest; it is about half of the work
-    finish: Callable[[Path, FileFacts], None]  # writes what goes with the files, into their folder
+    # writes what goes with the files, into their folder; size and digest of what `verify` is to read again of it
+    finish: Callable[[Path, FileFacts], FileFacts]
     reopen: Callable[[Path], Checkpoint]  # opens the finished folder, to verify it
 
 
@@ -162,9 +163,12 @@ def run_conversion(
         tasks = [WriteFile(folder, file, target.container, digests) for file in files if file.name not in done]
         with _progress(options.progress, folder, sizes):
             unchecked = _write_and_check(run, tasks, source_checks(source), work, done)
-        target.finish(folder, done)
+        try:
+            beside = target.finish(folder, done)
+        except OSError as error:
+            raise EnvironmentFault(f"{error.filename or folder} cannot be written ({error.strerror})") from error
         if options.verify:
-            _verify(source, target, folder, done, processes)
+            _verify(source, target, folder, done | beside, processes)
         publish(folder, output, done)
     shutil.rmtree(work, ignore_errors=True)
     tensors = len({piece.hf_name for file in files for entry in file.entries for piece in entry.pieces})
@@ -209,11 +213,11 @@ def _alternated(checks: Iterable[Task], writes: Iterable[Task]) -> list[Task]:
     return [task for task in chain.from_iterable(zip_longest(checks, writes)) if task is not None]
 
 
-def _verify(source: Checkpoint, target: Target, folder: Path, done: FileFacts, processes: int) -> None:
+def _verify(source: Checkpoint, target: Target, folder: Path, facts: FileFacts, processes: int) -> None:
     """Wrong files are not left for the next start to go on from."""
     try:
         written = target.reopen(folder)
-        tasks = verification(source, written, folder, done)
+        tasks = verification(source, written, folder, facts)
         with workers(processes, [source, written]) as run:
             for _, result in run(tasks):
                 if isinstance(result, EnvironmentFault):

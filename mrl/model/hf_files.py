@@ -3,7 +3,6 @@ no pickle.
 """
 
 import json
-import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -64,12 +63,10 @@ def read_safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in read_safetensors_header(file).items()}
 
 
-def copy_hf_files(model: Path, folder: Path) -> None:
-    """Configuration and tokenizer of a checkpoint folder, into `folder`; the index of its weights stays."""
-    for pattern in HF_FILES:
-        for file in model.glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, folder / file.name)
+def hf_files(model: Path) -> list[Path]:
+    """Configuration and tokenizer in a checkpoint folder, without the index of its weights."""
+    found = {file for pattern in HF_FILES for file in model.glob(pattern)}
+    return sorted(file for file in found if not file.name.endswith(".index.json"))
 
 
 def checkpoint_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
@@ -110,7 +107,8 @@ def check_same_architecture(key: str, path: str | Path, model: ModelSpec) -> Non
     describes another model than `model`.
     """
     other = load_model_spec(path)
-    names = [f.name for f in fields(model) if f.name != "dtype" and getattr(other, f.name) != getattr(model, f.name)]
+    compared = [field.name for field in fields(model) if field.name != "dtype"]
+    names = [name for name in compared if getattr(other, name) != getattr(model, name)]
     if names:
         shown = ", ".join(f"{name} {getattr(other, name)}, not {getattr(model, name)}" for name in names[:_SHOWN])
         raise ConfigError(

@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from mrl.checkpoint.manifest import Manifest, RankFiles, fsync, write_manifest
+from mrl.checkpoint.hf_folder import copy_hf_files
+from mrl.checkpoint.manifest import HF_FOLDER, Manifest, RankFiles, write_manifest
 from mrl.checkpoint.room import BESIDE_TENSORS, check_room, route_bytes
 from mrl.checkpoint.step_folders import discard, superseded, write_atomically
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
 from mrl.model import load_model_spec
-from mrl.model.hf_files import copy_hf_files
 from mrl.train.resume import TrainState, fixed_values
 
 
@@ -206,11 +206,9 @@ class Saver:
     def _write_checkpoint(self, state: TrainState, work: Path, metrics: dict[str, float]) -> None:
         ranks = tuple(RankFiles.from_json(part) for part in self._actor.write_checkpoint(work))
         model = Path(self._config.model.path)
-        hf = work / "hf"
+        hf = work / HF_FOLDER
         hf.mkdir()
-        copy_hf_files(model, hf)
-        for path in (*hf.iterdir(), hf):
-            fsync(path)
+        hf_files = copy_hf_files(model, hf)
         trainer = {
             "cursor": vars(state.cursor),
             "data_fingerprint": self._data_fingerprint,
@@ -219,9 +217,8 @@ class Saver:
         } | ({"ahead": state.ahead.write(work)} if state.ahead else {})
         hf_config = json.loads((model / "config.json").read_text())
         layout = self._config.actor.layout.model_dump()
-        write_manifest(
-            work, Manifest(state.step, layout, self._config.model.dtype, hf_config, ranks, trainer, _versions())
-        )
+        dtype = self._config.model.dtype
+        write_manifest(work, Manifest(state.step, layout, dtype, hf_config, ranks, trainer, _versions(), hf_files))
 
 
 def _versions() -> dict[str, Any]:

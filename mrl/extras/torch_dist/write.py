@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from mrl.checkpoint.convert import copy_hf_folder
 from mrl.checkpoint.convert_job import ConversionReport, Options, Target, run_conversion
-from mrl.checkpoint.manifest import WEIGHT, FileFacts, StoredTensor
+from mrl.checkpoint.manifest import HF_FOLDER, WEIGHT, FileFacts, StoredTensor
 from mrl.checkpoint.open_checkpoint import TORCH_DIST_METADATA, TORCH_DIST_TRACKER, Checkpoint, code_of
 from mrl.checkpoint.planned_file import PlannedFile, entry_ranges, file_portions
 from mrl.extras.torch_dist.archive import ArchiveFrame, pickle_archive
@@ -46,9 +46,10 @@ def write_torch_dist(
     """
     plan = TorchDistFiles(source.model, source.dtype, separate_layers)
 
-    def finish(folder: Path, _: FileFacts) -> None:
-        copy_hf_folder(source, folder)
+    def finish(folder: Path, _: FileFacts) -> FileFacts:
+        hf_files = copy_hf_folder(source, folder)
         plan.finish(folder)
+        return {f"{HF_FOLDER}/{name}": facts for name, facts in hf_files.items()}
 
     return run_conversion(
         source, Target(plan.files, plan.container, False, finish, open_torch_dist), Path(output), options
