@@ -33,6 +33,7 @@ from mrl.checkpoint.open_checkpoint import Checkpoint, of_role, open_hf, open_ou
 from mrl.checkpoint.planned_file import PlannedFile, Safetensors, entry_bytes, file_portions, planned_file
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, tensor_specs
+from mrl.model.hf_config import MTP_KEYS
 from mrl.model.hf_files import INDEX, check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
@@ -73,9 +74,10 @@ def write_hf(source: Checkpoint, output: str | Path, options: Options | None = N
             (folder / name).write_bytes(data)
         return copied | {name: facts_of(data) for name, data in made.items()}
 
-    return run_conversion(
+    report = run_conversion(
         source, Target(files, Safetensors(source.dtype), False, finish, open_hf), Path(output), options
     )
+    return replace(report, left_out_layers=source.model.left_out_layers)
 
 
 def write_layout(
@@ -186,10 +188,13 @@ def _only_weights(source: Checkpoint, roles: tuple[str, ...]) -> bool:
 
 
 def _config_of_export(source: Checkpoint) -> bytes:
-    """config.json, which names the dtype of the weights: as `dtype` since transformers 4.56, `torch_dtype` before."""
+    """config.json, which names the dtype of the weights (as `dtype` since transformers 4.56, `torch_dtype` before) and
+    no layers that the export does not have.
+    """
     data = json.loads((source.hf_files / "config.json").read_text())
     keys = [key for key in ("dtype", "torch_dtype") if key in data] or ["torch_dtype"]
-    return json.dumps(data | dict.fromkeys(keys, source.dtype), indent=2).encode()
+    left_out = [key for key in MTP_KEYS if key in data and source.model.left_out_layers]
+    return json.dumps(data | dict.fromkeys(keys, source.dtype) | dict.fromkeys(left_out, 0), indent=2).encode()
 
 
 def _index(files: tuple[PlannedFile, ...], dtype: str) -> bytes:

@@ -68,6 +68,7 @@ class ConversionReport:
     # tensors of the source that its model computes by itself, random states, Megatron's optimizer states
     left_out: tuple[str, ...]
     unchecked: int  # stored tensors of a torch_dist source without a checksum: damage in them cannot be seen
+    left_out_layers: int = 0  # for multi-token prediction, which the written config.json does not name any more
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,11 @@ def _print_report(options: argparse.Namespace, report) -> None:
     if report.left_out:
         shown = ", ".join(report.left_out[:SHOWN]) + (", ..." if len(report.left_out) > SHOWN else "")
         print(f"note: {len(report.left_out)} tensors of the source are no parameters and stay behind: {shown}")
+    if report.left_out_layers:
+        print(
+            f"note: the model's layers for multi-token prediction ({report.left_out_layers}) are not trained and stay "
+            "behind; config.json names none"
+        )
     if report.unchecked:
         print(f"note: {report.unchecked} tensors carry no checksum; damage in them cannot be seen")
     print(f"wrote {report.tensors} tensors to {options.output} ({rate}{resumed}){verified}")

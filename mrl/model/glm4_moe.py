@@ -9,6 +9,7 @@ import re
 
 from mrl.model.decoder_weights import dense_layer, expert_layer, gated_mlp
 from mrl.model.hf_config import (
+    MTP_KEYS,
     HfConfig,
     ModelSpec,
     common,
@@ -47,7 +48,7 @@ def read(config: HfConfig) -> ModelSpec:
         router_score="sigmoid",
         routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
         partial_rotary_factor=partial_rotary_factor(config, 0.5),
-        left_out_layers=config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0,
+        left_out_layers=next((config[key] for key in MTP_KEYS if key in config), None) or 0,
     )
 
 

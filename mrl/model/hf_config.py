@@ -9,6 +9,7 @@ from mrl.errors import ConfigError
 HfConfig = Mapping[str, Any]
 # Of fields that came with a later family: `described` leaves them out of models that do not need them.
 _LATER = {"only_where_set": True}
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # one thing: layers for multi-token prediction
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class ModelSpec:
     router_score: Literal["softmax", "sigmoid"] = field(default="softmax", metadata=_LATER)
     routed_scaling_factor: float = field(default=1.0, metadata=_LATER)  # of the routed experts' sum
     partial_rotary_factor: float = field(default=1.0, metadata=_LATER)  # share of a head that turns with the position
-    left_out_layers: int = field(default=0, metadata=_LATER)  # for multi-token prediction; neither trained nor exported
+    # for multi-token prediction; neither trained nor exported, so an export is of the same model without them
+    left_out_layers: int = field(default=0, compare=False, metadata=_LATER)
 
     @property
     def is_moe(self) -> bool:

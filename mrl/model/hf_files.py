@@ -107,7 +107,7 @@ def check_same_architecture(key: str, path: str | Path, model: ModelSpec) -> Non
     describes another model than `model`.
     """
     other = load_model_spec(path)
-    compared = [field.name for field in fields(model) if field.name != "dtype"]
+    compared = [field.name for field in fields(model) if field.compare and field.name != "dtype"]
     names = [name for name in compared if getattr(other, name) != getattr(model, name)]
     if names:
         shown = ", ".join(f"{name} {getattr(other, name)}, not {getattr(model, name)}" for name in names[:_SHOWN])

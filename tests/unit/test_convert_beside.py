@@ -30,9 +30,11 @@ from mrl.checkpoint.manifest import (
 from mrl.checkpoint.open_checkpoint import open_hf, open_saved
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.cli.convert import parse_layout
+from mrl.cli.main import main
 from mrl.errors import DamagedCheckpoint, EnvironmentFault
 from mrl.extras.torch_dist.write import write_torch_dist
 from mrl.model import model_spec, tensor_specs
+from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
 
@@ -203,3 +205,34 @@ def test_a_disk_that_is_full_by_then_is_told(ours, tmp_path, monkeypatch):
     monkeypatch.setattr(mrl.checkpoint.convert, "copy_hf_files", full)
     with pytest.raises(EnvironmentFault, match=r"x cannot be written \(No space left on device\)"):
         write_hf(open_saved(ours), tmp_path / "hf")
+
+
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 8, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 16, "intermediate_size": 8,
+    "max_position_embeddings": 32, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "hidden_act": "silu", "n_routed_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 4,
+    "first_k_dense_replace": 1, "n_shared_experts": 1, "attention_bias": True, "dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", None])
+def test_an_export_names_no_layers_for_multi_token_prediction_that_it_does_not_have(capsys, tmp_path, key):
+    config = GLM if key is None else GLM | {key: 1}
+    model = made_model(tmp_path / "model", config)
+    write_layout(open_hf(model), tmp_path / "ours", parse_layout("tp=1"))
+    kept = json.loads((tmp_path / "ours" / "hf" / "config.json").read_text())
+    assert kept == config and read_manifest(tmp_path / "ours").hf_config == config
+    main(["convert", "megatron-to-hf", str(tmp_path / "ours"), "-o", str(tmp_path / "hf"), "--verify"])
+    said = "multi-token prediction" in capsys.readouterr().out
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    if key is None:
+        assert not said and exported == config
+        return
+    assert said and exported == config | {key: 0}
+    # the export is of the same model, for a reference or a checkpoint of ours made of it
+    check_same_architecture("ref.path", tmp_path / "hf", model_spec(config))
+    assert model_spec(exported) == model_spec(config)
+    shutil.rmtree(tmp_path / "hf")
+    main(["convert", "megatron-to-hf", str(tmp_path / "ours"), "-o", str(tmp_path / "hf"), "--json"])
+    assert json.loads(capsys.readouterr().out)["left_out_layers"] == 1
