@@ -17,6 +17,8 @@ from mrl.units import MIB
 
 BUFFER_BYTES = 4 * MIB  # of one write; a multiple of what any disk wants direct writes to be aligned to
 _IN_WORK = 2  # buffers that are being written while the next is filled
+# what file systems say that know no direct writes: disks, FUSE and 9p, virtiofs; all else is an error
+_NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _DIRECT = getattr(os, "O_DIRECT", 0)  # there is none on macOS
 
 
@@ -79,10 +81,12 @@ def write_at(handle: int, view: memoryview, at: int) -> None:
         try:
             count = os.pwrite(handle, view, at)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in _NOT_DIRECT:
                 raise
             _give_up_direct(handle)  # a file system that takes the flag and not the writes, or not from here on
             count = os.pwrite(handle, view, at)
+        if count == 0:
+            raise OSError(errno.EIO, f"the file system takes none of {len(view)} bytes and names no reason")
         view, at = view[count:], at + count
 
 
@@ -90,7 +94,7 @@ def _try_direct(handle: int) -> None:
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | _DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in _NOT_DIRECT:
             raise
 
 

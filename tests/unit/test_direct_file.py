@@ -43,12 +43,16 @@ def test_one_write_may_be_longer_than_all_buffers(tmp_path):
     assert (tmp_path / "a").read_bytes() == data
 
 
-def test_a_file_system_without_direct_writes_is_written_through_the_cache(tmp_path, monkeypatch):
+UNKNOWN = [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS]  # what file systems say of direct writes
+
+
+@pytest.mark.parametrize("number", UNKNOWN)
+def test_a_file_system_without_direct_writes_is_written_through_the_cache(tmp_path, monkeypatch, number):
     real = fcntl.fcntl
 
     def refuses(handle, command, flags=0):
         if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(number, os.strerror(number))
         return real(handle, command, flags)
 
     monkeypatch.setattr(direct_file.fcntl, "fcntl", refuses)
@@ -57,13 +61,14 @@ def test_a_file_system_without_direct_writes_is_written_through_the_cache(tmp_pa
     assert (tmp_path / "a").read_bytes() == data
 
 
-def test_a_file_system_that_refuses_the_writes_only_is_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", UNKNOWN)
+def test_a_file_system_that_refuses_the_writes_only_is_too(tmp_path, monkeypatch, number):
     real, refused = os.pwrite, []
 
     def refuses(handle, view, at):
         if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT:
             refused.append(at)
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(number, os.strerror(number))
         return real(handle, view, at)
 
     monkeypatch.setattr(direct_file.os, "pwrite", refuses)
@@ -93,3 +98,19 @@ def test_a_full_disk_is_told_by_a_later_write_or_at_the_end(tmp_path, monkeypatc
     monkeypatch.setattr(direct_file.os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "a", some_bytes(SIZES[-1]))
+
+
+def test_an_error_of_the_disk_is_not_taken_for_a_file_system_without_direct_writes(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(direct_file.os, "pwrite", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        write(tmp_path / "a", some_bytes(BUFFER_BYTES))
+
+
+@pytest.mark.timeout(20)
+def test_a_file_system_that_takes_no_bytes_and_names_no_reason_is_not_asked_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct_file.os, "pwrite", lambda handle, view, at: 0)
+    with pytest.raises(OSError, match=f"takes none of {BUFFER_BYTES} bytes"):
+        write(tmp_path / "a", some_bytes(BUFFER_BYTES))
