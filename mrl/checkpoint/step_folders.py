@@ -56,16 +56,20 @@ def write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
     A process killed in between leaves `work`, `folder` with `.tmp-` and a suffix; opening the run again removes it.
     """
     work = _aside(folder)
+    old = _aside(folder)
     work.mkdir()
     try:
         write(work)
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(old)
         work.rename(folder)
         fsync(folder.parent)
+        fsync(folder.parent.parent)  # made with the run, whose folder nobody else waits for
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
+    if old.exists():
+        discard(old)
 
 
 def set_aside(checkpoint: Path) -> Path:

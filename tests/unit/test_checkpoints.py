@@ -300,6 +300,27 @@ def test_a_folder_is_written_whole_or_not_at_all_and_is_readable_as_others_are(t
     assert (folder / "whole").read_text() == "x" and stat.S_IMODE(folder.stat().st_mode) == 0o750
 
 
+def test_a_folder_that_is_replaced_stays_whole_until_the_new_one_has_its_name(tmp_path, monkeypatch):
+    folder, removed = tmp_path / "step-1", []
+    write_atomically(folder, lambda work: (work / "file").write_text("old"))
+
+    def removes(path, **_):
+        removed.append(((path / "file").read_text(), (folder / "file").read_text()))
+
+    monkeypatch.setattr("mrl.checkpoint.step_folders.shutil.rmtree", removes)
+    write_atomically(folder, lambda work: (work / "file").write_text("new"))
+    assert removed == [("old", "new")]
+
+
+def test_a_checkpoint_is_durable_with_the_folder_that_holds_all_of_them(tmp_path, monkeypatch):
+    """That was made with the run, and nothing else waits for its name to be on the disk."""
+    synced = []
+    monkeypatch.setattr("mrl.checkpoint.step_folders.fsync", synced.append)
+    (tmp_path / "checkpoints").mkdir()
+    write_atomically(tmp_path / "checkpoints" / "step-1", lambda work: None)
+    assert synced == [tmp_path / "checkpoints", tmp_path]
+
+
 def test_what_a_kill_in_the_middle_of_saving_left_is_removed_when_the_run_is_opened(tmp_path):
     run = RunDir.open(tmp_path, "a: 1\n")
     run.close()
