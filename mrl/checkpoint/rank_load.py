@@ -111,7 +111,7 @@ def load_rank(actor, folder: Path) -> BytesRead:
                 _load_optimizer_part(loader, parameter, facts["step"], not manifest.weights_only)
     if not manifest.weights_only:
         _restore_schedule(actor, facts, folder)
-    actor.num_updates = facts["num_updates"]
+    _restore_counts(actor, facts)
     if not manifest.converted and manifest.layout == actor.config.actor.layout.model_dump():
         _restore_random_states(actor, loader)
     loader.close()
@@ -162,6 +162,11 @@ def _load_optimizer_part(loader: TensorLoader, parameter: RankParameter, step: f
         frozen = is_frozen(parameter.parameter)
         moments = {name: torch.zeros_like(master) if frozen else part(role).clone() for role, name in MOMENTS.items()}
         parameter.adam.set_moments(main, step, moments)
+
+
+def _restore_counts(actor, facts: dict[str, Any]) -> None:
+    actor.num_updates = facts["num_updates"]
+    actor.skipped_in_a_row = facts.get("skipped_in_a_row", 0)  # a checkpoint may be older than the count
 
 
 def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:

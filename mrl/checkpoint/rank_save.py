@@ -166,6 +166,7 @@ def _optimizer_facts(actor) -> dict[str, Any]:
     return {
         "step": steps.pop() if steps else None,
         "num_updates": actor.num_updates,
+        "skipped_in_a_row": actor.skipped_in_a_row,
         "lr": current_lr(actor.optimizer),
         "scheduler": actor.scheduler.state_dict(),
     }

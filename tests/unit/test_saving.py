@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from small_model import SIZES, write_model
 
-from mrl.checkpoint import rank_save, room
+from mrl.checkpoint import rank_load, rank_save, room
 from mrl.checkpoint.manifest import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -139,6 +139,20 @@ def test_a_rank_says_which_file_the_disk_did_not_take(tmp_path):
     (tmp_path / "rank-00003.safetensors").symlink_to(FULL)
     with pytest.raises(EnvironmentFault, match=r"rank-00003.*No space left on device"):
         copy.write(tmp_path)
+
+
+def test_updates_that_were_skipped_in_a_row_are_counted_on_after_a_resume(monkeypatch):
+    """Or a run of NaN that is saved and started again would never meet trainer.max_skipped_updates."""
+    monkeypatch.setattr(rank_save, "distributed_optimizers", lambda actor: [])
+    monkeypatch.setattr(rank_save, "current_lr", lambda optimizer: 0.5)
+    scheduler = SimpleNamespace(state_dict=dict)
+    saved = SimpleNamespace(num_updates=5, skipped_in_a_row=2, optimizer=None, scheduler=scheduler)
+    facts = rank_save._optimizer_facts(saved)
+    fresh = SimpleNamespace(num_updates=0, skipped_in_a_row=0)
+    rank_load._restore_counts(fresh, facts)
+    assert (fresh.num_updates, fresh.skipped_in_a_row) == (5, 2)
+    rank_load._restore_counts(fresh, {"num_updates": 4})  # of a checkpoint that is older than the count
+    assert (fresh.num_updates, fresh.skipped_in_a_row) == (4, 0)
 
 
 def test_a_copy_that_is_being_written_is_not_overwritten(tmp_path, monkeypatch):
