@@ -5,10 +5,11 @@ and renamed at the end.
 import fcntl
 import json
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mrl.checkpoint.manifest import FileFacts, fsync
 from mrl.errors import ConfigError, EnvironmentFault
@@ -27,12 +28,7 @@ def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[P
     except OSError as error:
         raise ConfigError(f"{work.parent} cannot be written ({error.strerror}); choose another output") from error
     with (work / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"{work} is being written by another conversion; wait for it or choose another output"
-            ) from None
+        _take(lock, work)
         done = _finished(work, identity, sizes)
         _check_space(work, done, sizes)
         if not done:
@@ -43,6 +39,22 @@ def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[P
         finally:
             if not done:
                 shutil.rmtree(work, ignore_errors=True)
+
+
+def _take(lock: IO[str], work: Path) -> None:
+    """Raises ConfigError while another process has the lock. A file system without locks is written without one."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{work} is being written by another conversion; wait for it or choose another output"
+        ) from None
+    except OSError as error:
+        print(
+            f"warning: {work.absolute().parent} is on a file system without locks ({error.strerror}); see to it that "
+            "no other conversion has the same output",
+            file=sys.stderr,
+        )
 
 
 def finish_file(work: Path, name: str, facts: dict[str, Any]) -> None:

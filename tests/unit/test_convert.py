@@ -2,7 +2,9 @@
 and what cannot be converted is refused by name.
 """
 
+import errno
 import json
+import os
 import shutil
 import sys
 from collections import namedtuple
@@ -22,6 +24,7 @@ import mrl.checkpoint.convert
 import mrl.checkpoint.convert_job
 import mrl.checkpoint.planned_file
 import mrl.checkpoint.stored_boxes
+import mrl.checkpoint.work_folder
 from mrl.checkpoint.convert import ExpectedModel, write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.direct_file import DirectFile
@@ -278,6 +281,18 @@ def test_two_conversions_do_not_write_one_output(models, tmp_path, monkeypatch):
     monkeypatch.setattr(mrl.checkpoint.convert_job, "write_planned_file", second)
     with pytest.raises(ConfigError, match="being written by another conversion"):
         write_layout(open_hf(models["qwen3"]), tmp_path / "ours", parse_layout("tp=1"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_not_taken_for_another_conversion(models, tmp_path, monkeypatch, capsys, number):
+    def refuses(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(mrl.checkpoint.work_folder.fcntl, "flock", refuses)
+    write_layout(open_hf(models["qwen3"]), tmp_path / "ours", parse_layout("tp=1"))
+    said = capsys.readouterr()
+    assert os.strerror(number) in said.err and "no other conversion" in said.err and not said.out
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
