@@ -217,15 +217,19 @@ def _writes_float32(device: str, dtype: torch.dtype) -> bool:
 
 
 class _WeightGradient:
-    """Sum over chunks of grad^T hidden [width, hidden], into Megatron's gradient buffer where the weight has one.
+    """Sum over chunks of grad^T hidden [width, hidden] in float32, into Megatron's gradient buffer where that is
+    float32.
 
-    The buffer is float32 and exists anyway; a sum of its own would be as large as the layer and, in 16 bits, lose
-    digits with every chunk. So would a product that is rounded to 16 bits before it is added.
+    Such a buffer exists anyway, and a sum of its own is as large as the layer. A buffer in 16 bits would lose digits
+    with every chunk, so beside one there is such a sum, which autograd adds once. So would a product lose them that is
+    rounded to 16 bits before it is added.
     """
 
     def __init__(self, weight: Tensor, width: int):
         self.width, self.dtype = width, weight.dtype
-        self.buffer, self.reduces_early = getattr(weight, "main_grad", None), getattr(weight, REDUCES_EARLY, False)
+        buffer = getattr(weight, "main_grad", None)
+        self.buffer = buffer if buffer is not None and buffer.dtype is torch.float32 else None
+        self.reduces_early = getattr(weight, REDUCES_EARLY, False)
         self.total = (
             torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if self.buffer is None else self.buffer
         )
@@ -266,7 +270,7 @@ def lean_log_probs(
     at.
 
     The gradient of `hidden` is this rank's share, to be summed over the group. The weight's gradient goes straight into
-    `weight.main_grad` where there is one. Gradients flow from the entropy only when asked for.
+    `weight.main_grad` where there is one in float32. Gradients flow from the entropy only when asked for.
     """
     rows = weight.shape[0]
     first = dist.get_rank(group) * rows

@@ -10,7 +10,7 @@ class Precision:
     """Bytes per element of what training keeps."""
 
     parameters: int = 2
-    gradients: int = _FLOAT32  # Megatron's grad_reduce_in_fp32, which mrl switches on
+    gradients: int = _FLOAT32  # with Megatron's grad_reduce_in_fp32, which mrl switches on
     moments: int = 2 * _FLOAT32
     host_share: float = 0.0  # of Adam, that Megatron's hybrid optimizer has on the host for good
     # the device keeps float32 weights beside those on the host: without use_precision_aware_optimizer

@@ -92,6 +92,7 @@ class Activations:
     kernels: Kernels = "transformer_engine"
     recompute: Recompute = field(default_factory=Recompute)
     expert_load: float = 1.0  # tokens of the busiest expert rank over the mean
+    gradient_bytes: int = 4  # per element of the gradient buffers
 
     # ---------------------------------------------------------------- sizes
 
@@ -309,10 +310,13 @@ class Activations:
 
     def head_temporaries(self) -> int:
         """Backward of the log-probabilities: chunks of logits, hidden states of all tokens with their gradient,
-        and that of the weight.
+        and that of the weight, which beside buffers in 16 bits is summed in float32 before.
         """
-        h, weight = self.model.hidden_size * self.bytes, self.vocabulary * self.model.hidden_size * self.bytes
-        return self._logit_chunks() + (2 * self.tokens + self.predicted) * h + (weight if self.bytes < _F32 else 0)
+        weight = self.vocabulary * self.model.hidden_size
+        gradient = weight * self.bytes if self.bytes < _F32 else 0
+        total = weight * _F32 if self.gradient_bytes < _F32 else 0
+        states = (2 * self.tokens + self.predicted) * self.model.hidden_size * self.bytes
+        return self._logit_chunks() + states + gradient + total
 
     def _logit_chunks(self) -> int:
         """Two blocks of float32 logits and one in the weight's format, of as many tokens as a chunk has."""

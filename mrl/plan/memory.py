@@ -110,6 +110,7 @@ def activations_of(inputs: PlanInputs, micro: MicroBatchShape) -> Activations:
         kernels=kernels_of(inputs),
         recompute=recompute_of(inputs.config),
         expert_load=inputs.assumptions.expert_load_in(inputs.train),
+        gradient_bytes=precision_of(inputs.config, inputs.element_bytes).gradients,
     )
 
 

@@ -138,10 +138,18 @@ def recompute_of(config: RunConfig) -> Recompute:
 
 
 def precision_of(config: RunConfig, element_bytes: int) -> Precision:
-    """Of weights of `element_bytes`, with the share of Adam that Megatron's hybrid optimizer has on the host."""
+    """Of weights of `element_bytes`, with gradients in float32 or in the weights' format, and the share of Adam that
+    Megatron's hybrid optimizer has on the host.
+    """
     given = config.actor.optim.override_optimizer_config
     share = float(given.get("optimizer_offload_fraction") or 0.0) if given.get("optimizer_cpu_offload") else 0.0
-    return Precision(element_bytes, host_share=share, masters_stay=not given.get("use_precision_aware_optimizer"))
+    in_float32 = config.actor.override_ddp_config.get("grad_reduce_in_fp32", True)
+    return Precision(
+        element_bytes,
+        gradients=Precision.gradients if in_float32 else element_bytes,
+        host_share=share,
+        masters_stay=not given.get("use_precision_aware_optimizer"),
+    )
 
 
 def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:

@@ -25,13 +25,20 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
 
     first = actor("float32", 0)
     report["kernels"] = first.kernels()
+    modes: list[bool] = []
+    first.chunks[0].register_forward_pre_hook(lambda chunk, _: modes.append(chunk.training))
     before, state = _weights(first), _optimizer_state(first)
     bad = replace(batch, advantages=_infinite_in_row_1(batch))
     report["skipped"] = first.update(bad).parts
     report["unchanged"] = (
         _same(before, _weights(first)) and _same(state, _optimizer_state(first)) and first.num_updates == 0
     )
-    log_probs, updates = first.log_probs(batch), [first.update(batch), first.update(batch)]
+    modes.clear()
+    log_probs = first.log_probs(batch)
+    report["trains_while_scoring"] = sorted(set(modes))
+    modes.clear()
+    updates = [first.update(batch), first.update(batch)]
+    report["trains_while_updating"] = sorted(set(modes))
     after, steps = _weights(first), first.num_updates
     first.close()
 
@@ -56,6 +63,12 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
     report["bfloat16_update"] = half.update(batch).parts
     report["bfloat16_moved"] = not _same(loaded, _weights(half))
     half.close()
+
+    coarse = actor("16-bit gradients", 3)
+    report["coarse_buffers"] = sorted({str(b.grad_data.dtype) for c in coarse.chunks for b in c.buffers})
+    report["coarse_update"] = coarse.update(batch).parts
+    report["coarse_moved"] = not _same(loaded, _weights(coarse))
+    coarse.close()
     (out / f"report-{rank}.json").write_text(json.dumps(report))
 
 

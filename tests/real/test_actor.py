@@ -25,7 +25,8 @@ def reports(tmp_path_factory) -> list[dict]:
     np.savez(out / "batch.npz", **_batch())
     plan = {
         "batch": str(out / "batch.npz"),
-        "configs": {dtype: _config(str(model), dtype) for dtype in ("float32", "bfloat16")},
+        "configs": {dtype: _config(str(model), dtype) for dtype in ("float32", "bfloat16")}
+        | {"16-bit gradients": _config(str(model), "bfloat16", {"grad_reduce_in_fp32": False})},
     }
     (out / "plan.json").write_text(json.dumps(plan))
     run_ranks(ROOT / "tests/real/actor_worker.py", 2, out, [str(out / "plan.json")])
@@ -63,6 +64,21 @@ def test_sixteen_bit_weights_load_rounded_train_and_export_in_their_own_dtype(re
     assert reports[0]["bfloat16_update"][0]["actor/skipped_updates"] == [0.0, 1.0]
 
 
+def test_log_probs_are_computed_as_in_evaluation_and_updates_as_in_training(reports):
+    for report in reports:
+        assert report["trains_while_scoring"] == [False] and report["trains_while_updating"] == [True]
+
+
+def test_gradients_in_sixteen_bits_train_as_those_in_float32_but_for_their_rounding(reports):
+    """bfloat16 has 8 bits, and a rank sums three micro-batches: the norms of such sums agree to a few 2**-9."""
+    for report in reports:
+        assert report["coarse_buffers"] == ["torch.bfloat16"] and report["coarse_moved"]
+    (usual,), (coarse,) = reports[0]["bfloat16_update"], reports[0]["coarse_update"]
+    assert coarse["actor/skipped_updates"] == [0.0, 1.0]
+    assert coarse["actor/grad_norm"] != usual["actor/grad_norm"]
+    assert coarse["actor/grad_norm"] == pytest.approx(usual["actor/grad_norm"], rel=2**-7)
+
+
 def _batch() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     samples = []
@@ -77,13 +93,14 @@ def _batch() -> dict[str, np.ndarray]:
     }
 
 
-def _config(path: str, dtype: str) -> dict:
+def _config(path: str, dtype: str, ddp: dict | None = None) -> dict:
     layout = {"world_size": 2, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
     return {
         "model": {"path": path, "dtype": dtype},
         "actor": {
             "layout": layout,
             "optim": {"lr": 1e-2},
+            "override_ddp_config": ddp or {},
             "ppo_mini_batch_size": ROWS,
             "ppo_micro_batch_size_per_gpu": 5,
         },

@@ -90,6 +90,21 @@ def test_the_weight_gradient_is_added_to_the_buffer_of_a_weight_that_has_one(cas
     torch.testing.assert_close(buffered.main_grad, 1 + plain.grad, rtol=1e-6, atol=1e-6)
 
 
+def test_beside_a_buffer_in_sixteen_bits_the_gradient_is_rounded_once(case):
+    """It is what a buffer in float32 would get, rounded: Megatron adds it to its own, once a micro-batch."""
+    hidden, weight, targets, temperature, weights = case
+    gradients = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        leaf = weight.bfloat16().requires_grad_()
+        leaf.main_grad = torch.zeros_like(leaf, dtype=dtype)
+        setattr(leaf, REDUCES_EARLY, True)
+        (weights[0] * computed(hidden.bfloat16(), leaf, targets, temperature, (4, 5))[0]).sum().backward()
+        gradients[dtype] = leaf
+    whole, half = gradients[torch.float32].main_grad, gradients[torch.bfloat16]
+    assert torch.count_nonzero(half.main_grad) == 0 and torch.count_nonzero(whole) == VOCAB * HIDDEN
+    assert torch.equal(half.grad, whole.bfloat16())
+
+
 def test_a_weight_that_is_reduced_early_gets_a_gradient_of_zeros_beside_its_buffer(case):
     """Megatron reduces a buffer once each of its weights has a gradient, and adds that to what is in the buffer."""
     hidden, weight, targets, temperature, weights = case

@@ -135,6 +135,8 @@ def test_logits_are_alive_a_chunk_at_a_time():
     tokens = 128 * 1024**2 // (4 * 151936)  # of one chunk: 220
     chunks = tokens * 151936 * (4 + 4 + 2)
     assert both.head_temporaries() == chunks + (2 * 8192 + 6144) * 4096 * 2 + 151936 * 4096 * 2
+    sixteen = replace(both, gradient_bytes=2)  # the weight's gradient is summed in float32 beside the buffers
+    assert sixteen.head_temporaries() == both.head_temporaries() + 151936 * 4096 * 4
     few = replace(both, micro=MicroBatchShape(1, 64, 10))
     assert few.head_temporaries() < both.head_temporaries() - 200 * 151936 * 10
 

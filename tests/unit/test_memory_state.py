@@ -5,12 +5,15 @@ padded and sharded as Megatron does.
 from math import lcm, prod
 
 import pytest
+from test_memory_host import inputs_of
 
 from mrl.model import known_spec, model_spec, parameter_count
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.model.precision import FLOAT32, Precision
+from mrl.plan.memory import actor_bytes
 from mrl.plan.model_state import stage_state
+from mrl.plan.plan_inputs import batch_plan
 
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -102,6 +105,17 @@ def test_a_whole_model_on_one_rank_has_the_published_size(name, gigabytes):
     assert state.parameters / 1e9 == pytest.approx(gigabytes, abs=0.01)
     assert state.parameters == pytest.approx(2 * parameter_count(model), rel=1e-4)
     assert state.optimizer == 6 * state.parameters  # master and two moments in float32
+
+
+def test_a_plan_has_gradients_in_the_format_that_they_are_summed_in():
+    """Of bfloat16 weights 2 bytes an element where grad_reduce_in_fp32 is false, and 4 elsewhere."""
+    preset, key = "qwen3-30b-a3b/h100-4x8", "actor.override_ddp_config.grad_reduce_in_fp32"
+    planned = {}
+    for given in ([], [f"{key}=true"], [f"{key}=false"], [f"{key}=false", "model.dtype=float32"]):
+        inputs = inputs_of(preset, *given)
+        actor = actor_bytes(inputs, batch_plan(inputs.config, inputs.train), 0)
+        planned[str(given)] = actor.gradients / actor.parameters
+    assert list(planned.values()) == [2, 2, 1, 1]
 
 
 def test_an_unsharded_optimizer_is_whole_on_every_rank():
