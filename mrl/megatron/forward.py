@@ -1,7 +1,7 @@
 """One pass of micro-batches through Megatron's pipeline schedules, forward only or with backward."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,8 +89,20 @@ def log_prob_pass(
     def keep(inputs: MicroInputs, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
         return outputs.log_probs.new_zeros(()), outputs
 
-    with torch.no_grad():
+    with torch.no_grad(), _evaluating(chunks):
         return _run(chunks, micro_inputs, vocab_size, keep, around, forward_only=True)
+
+
+@contextmanager
+def _evaluating(chunks: list[torch.nn.Module]) -> Iterator[None]:
+    """The chunks compute as engines do: what is done to activations for training's sake alone is left out."""
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            chunk.train()
 
 
 def loss_pass(
