@@ -3,7 +3,7 @@
 Used through mrl/model/layout.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from math import lcm
@@ -118,7 +118,38 @@ def _list_fits(d: LayoutDegrees, m: ModelFacts) -> bool:
     if (listed := d.pipeline_layers) is None:
         return True
     chunks = d.pipeline_model_parallel_size * d.virtual_pipeline
-    return len(listed) == chunks and min(listed) >= 0 and sum(listed) == m.num_layers
+    return (
+        len(listed) == chunks
+        and min(listed) >= 0
+        and all(count > 0 for count in listed[1:-1])
+        and sum(listed) == m.num_layers
+    )
+
+
+def _lists(d: LayoutDegrees, m: ModelFacts) -> Iterable[tuple[int, ...]]:
+    """Cuts that are worth trying: the given one with a layer for each inner chunk that has none, an even one, and one
+    whose ends have none.
+    """
+    chunks = d.pipeline_model_parallel_size * d.virtual_pipeline
+    if d.pipeline_layers is not None:
+        yield _with_inner_layers(d.pipeline_layers)
+    yield _even(m.num_layers, chunks)
+    if chunks > 2:
+        yield (0, *_even(m.num_layers, chunks - 2), 0)
+
+
+def _with_inner_layers(listed: Sequence[int]) -> tuple[int, ...]:
+    """`listed` with a layer of the fullest chunk moved to each inner one that has none."""
+    counts = list(listed)
+    for empty in (place for place in range(1, len(counts) - 1) if counts[place] == 0):
+        counts[counts.index(max(counts))] -= 1
+        counts[empty] = 1
+    return tuple(counts)
+
+
+def _even(layers: int, chunks: int) -> tuple[int, ...]:
+    each, more = divmod(layers, chunks)
+    return tuple(each + (chunk < more) for chunk in range(chunks))
 
 
 _TP, _PP, _VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -242,9 +273,10 @@ _RULES = (
     _Rule(
         "pipeline_layers",
         _list_fits,
-        "must have one count (0 or more) for each of {d.pipeline_model_parallel_size} x {d.virtual_pipeline} "
-        "chunks, in all {m.num_layers}",
-        "every layer lies in exactly one model chunk",
+        "must have one count for each of {d.pipeline_model_parallel_size} x {d.virtual_pipeline} chunks, in all "
+        "{m.num_layers}, and 0 for none but the first and the last",
+        "every layer lies in exactly one model chunk; the first has the embedding too and the last the head, and a "
+        "chunk without any weight cannot run",
     ),
     _Rule(
         "pipeline_layers",
@@ -315,8 +347,7 @@ def _candidates(field: str, d: LayoutDegrees, m: ModelFacts) -> Iterable[Any]:
         below = d.world_size // step
         return [step * k for k in range(max(1, below - 1), below + 3)]
     if field == "pipeline_layers":
-        each, more = divmod(m.num_layers, chunks := d.pipeline_model_parallel_size * d.virtual_pipeline)
-        return [None] if d.notations > 1 else [tuple(each + (i < more) for i in range(chunks))]
+        return [None] if d.notations > 1 else dict.fromkeys(_lists(d, m))
     if field == "sequence_parallel" or field.startswith("account_for_"):
         return [False, True]
     return range(1, max(m.num_attention_heads, m.num_experts, m.num_layers + 2) + 1)

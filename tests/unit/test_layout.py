@@ -6,6 +6,7 @@ import random
 import warnings
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -197,6 +198,54 @@ def test_an_explicit_list_means_what_megatrons_layout_means():
     held = [[theirs.layout[p][v].count(theirs.flatten_layout[1]) for v in range(2)] for p in range(2)]
     assert held == [[0, 1], [3, 2]]
     assert [list(layout.stage_layers(p, v)) for v in range(2) for p in range(2)] == [[], [0, 1, 2], [3], [4, 5]]
+
+
+PIPELINE, CHUNKS, LISTED = (
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "pipeline_layers",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "listed", "nearest"),
+    [
+        (3, 1, [2, 0, 2], ((1, 1, 2), (2, 1, 1), (0, 4, 0))),
+        (2, 2, [2, 0, 1, 1], ((1, 1, 1, 1), (0, 2, 2, 0))),  # the first chunk of the last stage
+        (4, 1, [0, 0, 4, 0], ((0, 1, 3, 0), (1, 1, 1, 1), (0, 2, 2, 0))),
+        (3, 2, [0, 1, 1, 2, 0, 0], ((0, 1, 1, 1, 1, 0),)),
+        (3, 1, [2, 2, -1], ((2, 1, 1), (0, 4, 0))),
+    ],
+)
+def test_a_chunk_without_any_weight_is_refused_with_the_nearest_cuts(stages, chunks, listed, nearest):
+    """The first has the embedding and the last the head; one between them would have no parameters at all."""
+    degrees = {"world_size": stages, PIPELINE: stages, CHUNKS: chunks, LISTED: listed}
+    (found,) = check_train_layout(degrees, Facts().with_layers(4))
+    assert found.field == LISTED and "0 for none but the first and the last" in found.rule
+    assert found.allowed == nearest
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "listed"), [(3, 1, [0, 4, 0]), (2, 1, [0, 4]), (2, 2, [0, 3, 1, 0]), (1, 1, [4])]
+)
+def test_the_first_and_the_last_chunk_may_have_no_layers(stages, chunks, listed):
+    degrees = {"world_size": stages, PIPELINE: stages, CHUNKS: chunks, LISTED: listed}
+    assert check_train_layout(degrees, Facts().with_layers(4)) == []
+
+
+def test_no_other_way_to_say_an_uneven_cut_leaves_an_inner_chunk_empty():
+    first, last = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+    embedding, loss = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+    ways = [{}, {first: 1}, {last: 1}, {first: 1, last: 1}, {first: 2, last: 3}]
+    ways += [{embedding: True}, {loss: True}, {embedding: True, loss: True}]
+    legal = 0
+    for layers, stages, chunks, way in product(range(1, 9), range(1, 6), (None, 2, 3), ways):
+        degrees = {"world_size": stages, PIPELINE: stages, CHUNKS: chunks} | way
+        model = Facts().with_layers(layers)
+        if not check_train_layout(degrees, model):
+            counts = TrainLayout.build(degrees, model).chunk_layers
+            in_order = [stage[chunk] for chunk in range(chunks or 1) for stage in counts]
+            assert min(in_order[1:-1], default=1) > 0, degrees
+            legal += 1
+    assert legal > 40
 
 
 def test_all_violations_are_reported_at_once():
