@@ -27,18 +27,10 @@ Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
 # What Megatron-core 0.16.1 lets selective recompute name (TransformerConfig.__post_init__), without those of attention
 # we do not build.
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
-# fields of OptimizerConfig
-_STATE_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-# key: field, its value that is compatible with parameters or gradients that leave the device and come back elsewhere,
-# and why
-_KEEP_ADDRESSES = {
-    _TRANSFORMER: (("fp8_param", False, "weights in fp8 lie beside Megatron's buffers"),),
-    _DDP: (
-        ("fp8_param_gather", False, "weights in fp8 lie beside Megatron's buffers"),
-        ("nccl_ub", False, "the communicator has registered the memory of the buffers"),
-    ),
-}
-_DISPATCHERS = ("allgather", "alltoall", "flex")
+# Megatron refuses allgather where sequences differ in length (TransformerConfig.__post_init__), as they always do here.
+_DISPATCHERS = ("alltoall", "flex")
+# "a2a+p2p" goes over process groups of two levels, which nobody makes.
+_CONTEXT_KINDS = ("p2p", "all_gather", "a2a")
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 # vLLM arguments under which the engine's routes are refused, wrong or incomplete, each with the value that is right and
 # why.
@@ -53,18 +45,7 @@ _ROUTES_NEED = {
 
 def actor_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
     """Settings that are legal and cost something, or do nothing."""
-    given = config.model.override_transformer_config
     yield from _offload_notes(config)
-    if model.is_moe and any(_number(given.get(name)) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")):
-        yield (
-            f"{_TRANSFORMER}: an auxiliary router loss moves log-probs that the policy loss does not account "
-            "for; in RL it is usually 0"
-        )
-    if model.is_moe and "moe_router_dtype" in given and given["moe_router_dtype"] not in ("fp32", "fp64"):
-        yield (
-            f"{_TRANSFORMER}.moe_router_dtype: a router below fp32 picks other experts than the engine's "
-            "in about one token of ten"
-        )
     if config.ref != RefConfig() and not (config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward):
         yield (
             "ref: is set, and no reference model is loaded, because neither algorithm.use_kl_loss nor "
@@ -204,6 +185,35 @@ def _context(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_TRANSFORMER}.cp_comm_type", rule, why, ("p2p", "all_gather"))
 
 
+def _context_kind(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    kind = config.model.override_transformer_config.get("cp_comm_type")
+    kinds = kind if isinstance(kind, list) else [kind]
+    if kind is not None and not all(each in _CONTEXT_KINDS for each in kinds):
+        why = "these go over the one group of ranks that share a sequence"
+        yield Violation(f"{_TRANSFORMER}.cp_comm_type", "is unknown, or needs groups of its own", why, _CONTEXT_KINDS)
+
+
+def _stage_exchange(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Megatron's schedules raise in the first pass (core/pipeline_parallel/schedules.py)."""
+    given, layout = config.model.override_transformer_config, config.actor.layout
+    interleaved = (layout.virtual_pipeline_model_parallel_size or 1) > 1
+    overlaps = given.get("overlap_p2p_comm", interleaved)
+    if overlaps and layout.pipeline_model_parallel_size > 1 and not interleaved:
+        rule, why = "needs virtual_pipeline_model_parallel_size above 1", "only an interleaved pipeline exchanges so"
+        yield Violation(f"{_TRANSFORMER}.overlap_p2p_comm", rule, why, (False,))
+    elif overlaps and given.get("batch_p2p_comm"):
+        why = "Megatron refuses both; an interleaved pipeline overlaps its exchange by itself"
+        yield Violation(f"{_TRANSFORMER}.batch_p2p_comm", "must be false with overlap_p2p_comm", why, (False,))
+
+
+def _activation(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    given = config.model.override_transformer_config
+    if given.get("use_te_activation_func") and given.get("bias_activation_fusion", model.is_moe):
+        why = "Megatron refuses both, and a mixture of experts is built with the fusion"
+        key = f"{_TRANSFORMER}.use_te_activation_func"
+        yield Violation(key, "needs bias_activation_fusion: false", why, (False,))
+
+
 def _host_adam(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     given = config.actor.optim.override_optimizer_config
     for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
@@ -214,19 +224,12 @@ def _host_adam(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_OPTIMIZER}.optimizer_offload_fraction", rule, why, (0.0, 1.0))
 
 
-def _storages_stay(place: str) -> Rule:
-    """Against what knows weights or gradients by their address, or keeps them elsewhere than Megatron's buffers."""
-
-    def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-        given = leaf(config, place) or {}
-        moved = " and ".join(
-            f"actor.{name}" for name in ("param_offload", "grad_offload") if getattr(config.actor, name)
-        )
-        for name, off, why in _KEEP_ADDRESSES[place] if moved else ():
-            if given.get(name, off) not in (off, None):
-                yield Violation(f"{place}.{name}", f"must be {str(off).lower()} with {moved}", why, (off,))
-
-    return judge
+def _storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Against what knows weights or gradients by their address: what leaves the device comes back elsewhere."""
+    moved = " and ".join(f"actor.{name}" for name in ("param_offload", "grad_offload") if getattr(config.actor, name))
+    if moved and config.actor.override_ddp_config.get("nccl_ub"):
+        why = "the communicator has registered the memory of the buffers"
+        yield Violation(f"{_DDP}.nccl_ub", f"must be false with {moved}", why, (False,))
 
 
 def _hybrid_adam_dtype(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -245,12 +248,7 @@ def _hybrid_adam(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _precision(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """States of other formats are of Transformer Engine's Adam on the device, which is refused."""
     given = config.actor.optim.override_optimizer_config
-    for name in _STATE_DTYPES:
-        if given.get(name) not in (None, "fp32", "float32"):
-            why = "Megatron's Adam, on the device and on the host, keeps gradients and states in float32"
-            yield Violation(f"{_OPTIMIZER}.{name}", "must be float32", why, ("float32",))
     if given.get("use_precision_aware_optimizer") and not given.get("optimizer_cpu_offload"):
         rule = "must be false, or optimizer_cpu_offload true with it"
         why = (
@@ -315,7 +313,7 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if dispatcher not in _DISPATCHERS:
         yield Violation(
             f"{_TRANSFORMER}.moe_token_dispatcher_type",
-            "is unknown",
+            "is unknown, or not for sequences of different lengths",
             "Megatron has these ways to bring tokens to experts",
             _DISPATCHERS,
         )
@@ -333,14 +331,9 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield Violation(
             f"{_TRANSFORMER}.moe_shared_expert_overlap", rule, "there is nothing to overlap otherwise", (False,)
         )
-    if given.get("moe_expert_capacity_factor") is not None:
-        why = (
-            "tokens over an expert's capacity are dropped in training and not in generation: the log-probs would differ"
-        )
-        yield Violation(f"{_TRANSFORMER}.moe_expert_capacity_factor", "must be null", why, (None,))
 
 
-def _routers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+def _balancing(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     given = config.model.override_transformer_config
     if not model.is_moe:
         return
@@ -353,17 +346,6 @@ def _routers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield Violation(
             f"{_TRANSFORMER}.moe_router_load_balancing_type", "must keep the routers' own choice", why, _BALANCING
         )
-    if model.router_score == "sigmoid":
-        wanted = {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_topk_scaling_factor": model.routed_scaling_factor,
-            "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,
-        }
-        why = "engines route as the checkpoint says, by constants that stay as they are"
-        for name, value in wanted.items():
-            if given.get(name, value) != value:
-                yield Violation(f"{_TRANSFORMER}.{name}", f"must be {value} for {model.family}", why, (value,))
 
 
 def _freeze(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -423,7 +405,10 @@ ACTOR_RULES = (
     _ref_has_budget,
     *_BUDGETS,
     _context,
-    *map(_storages_stay, _KEEP_ADDRESSES),
+    _context_kind,
+    _stage_exchange,
+    _activation,
+    _storages_stay,
     _hybrid_adam_dtype,
     _hybrid_adam,
     _host_adam,
@@ -431,7 +416,7 @@ ACTOR_RULES = (
     _recompute,
     _saved_activations,
     _experts,
-    _routers,
+    _balancing,
     _freeze,
     _replay,
     _replay_unfused,

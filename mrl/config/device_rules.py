@@ -193,9 +193,6 @@ def _npu_layers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.cluster.device != "npu":
         return
     given = config.model.override_transformer_config
-    if given.get("moe_use_legacy_grouped_gemm"):
-        why = "its expert weights are flattened and transposed, which no name mapping of ours describes"
-        yield Violation(f"{_TRANSFORMER}.moe_use_legacy_grouped_gemm", "must be false on npu", why, (False,))
     if given.get("use_flash_attn") is False:
         why = "MindSpeed's packed and context-parallel attention exist in that form only"
         yield Violation(f"{_TRANSFORMER}.use_flash_attn", "must be true on npu, or left out", why, (True,))

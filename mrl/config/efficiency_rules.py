@@ -1,11 +1,10 @@
 """Switches that make an update faster, where they would fail after the model is built, or do nothing: kernels that a
-device lacks, and graphs.
+device lacks.
 
 Sources are of Megatron-core 0.16.1, and the same in 0.17.0.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from mrl.config.schema import RunConfig
 from mrl.errors import Violation
@@ -21,19 +20,13 @@ _BOTH = "moe_enable_deepep is the old way to say deepep, and Megatron refuses tw
 # first forward
 _TE_KERNELS = ("moe_permute_fusion", "moe_router_fusion")
 _NO_TE = "its kernel is Transformer Engine's, and Megatron refuses it in the first forward without"
-_GRAPHS = {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False}
-_SHAPES = (
-    "a captured graph asserts that every tensor has the shape that it was captured with (core/transformer/"
-    "cuda_graphs.py), and a micro-batch has as many tokens as its samples have; graphs of Transformer Engine also "
-    "refuse packed sequences (core/transformer/transformer_layer.py)"
-)
 
 
 def _flex_device(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     device = config.cluster.device
     if _is_flex(config, model) and not get_hosting(device).has_flex_dispatcher:
         why = f"the kernels of DeepEP and HybridEP are NVIDIA's; {device} has neither"
-        yield Violation(_DISPATCHER, f"must be alltoall on {device}", why, ("alltoall", "allgather"))
+        yield Violation(_DISPATCHER, f"must be alltoall on {device}", why, ("alltoall",))
 
 
 def _flex_ranks(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -68,13 +61,4 @@ def _kernels_of_device(config: RunConfig, model: ModelSpec) -> Iterator[Violatio
             yield Violation(f"{_TRANSFORMER}.{name}", f"must be false on {device}", _NO_TE, (False,))
 
 
-def _graphs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    given: dict[str, Any] = config.model.override_transformer_config
-    for name, legal in _GRAPHS.items():
-        if given.get(name, legal) != legal:
-            yield Violation(f"{_TRANSFORMER}.{name}", f"must be {str(legal).lower()}", _SHAPES, (legal,))
-    if given.get("cuda_graph_scope"):
-        yield Violation(f"{_TRANSFORMER}.cuda_graph_scope", "must be left out", _SHAPES, (None,))
-
-
-EFFICIENCY_RULES = (_flex_device, _flex_ranks, _flex_backend, _kernels_of_device, _graphs)
+EFFICIENCY_RULES = (_flex_device, _flex_ranks, _flex_backend, _kernels_of_device)

@@ -1,69 +1,23 @@
-"""`override_*` and `engine_kwargs`: keys must be fields that upstream has,
-and not ones that a key of ours already sets.
+"""`override_*` and `engine_kwargs`: keys must be fields that upstream has, with values that mrl can run and under
+which the actor stays the model that the engines have (mrl/config/override_fields.py), and not ones that a key of ours
+already sets.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from mrl.config.override_fields import DDP, OPTIMIZER, TRANSFORMER, Effect, Field
 from mrl.config.schema import RunConfig, leaf
 from mrl.config.upstream_fields import UPSTREAM_FIELDS, UpstreamClass
-from mrl.errors import Violation, did_you_mean
+from mrl.errors import UnknownValue, Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
 
-_LAYOUT = "actor.layout."
-_CHECKPOINT = "the checkpoint's config.json (model.path)"
-_SHARDED = "mrl itself, which always shards the optimizer"
 _SYNC = "mrl itself, for the weight transfer"
 
-# field -> the key (or, where there is none, what else) that decides it
-_TRANSFORMER = {
-    "tensor_model_parallel_size": _LAYOUT + "tensor_model_parallel_size",
-    "pipeline_model_parallel_size": _LAYOUT + "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size": _LAYOUT + "virtual_pipeline_model_parallel_size",
-    "context_parallel_size": _LAYOUT + "context_parallel_size",
-    "expert_model_parallel_size": _LAYOUT + "expert_model_parallel_size",
-    "expert_tensor_parallel_size": _LAYOUT + "expert_tensor_parallel_size",
-    "sequence_parallel": _LAYOUT + "sequence_parallel",
-    "num_layers_in_first_pipeline_stage": _LAYOUT + "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage": _LAYOUT + "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split": _LAYOUT + "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split": _LAYOUT + "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout": _LAYOUT + "pipeline_layers",
-    "params_dtype": "model.dtype",
-    "pipeline_dtype": "model.dtype",
-    "bf16": "model.dtype",
-    "fp16": "model.dtype",
-    "deterministic_mode": "trainer.deterministic",
-    **dict.fromkeys(
-        (
-            "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
-            "moe_ffn_hidden_size",
-            "num_moe_experts", "moe_router_topk", "moe_layer_freq", "moe_shared_expert_intermediate_size",
-            "moe_shared_expert_gate", "moe_router_pre_softmax", "normalization",
-            "layernorm_epsilon", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias",
-            "qk_layernorm",
-        ),
-        _CHECKPOINT,
-    ),
-}  # fmt: skip
-_OPTIMIZER = {
-    "lr": "actor.optim.lr",
-    "min_lr": "actor.optim.min_lr",
-    "weight_decay": "actor.optim.weight_decay",
-    "adam_beta1": "actor.optim.betas",
-    "adam_beta2": "actor.optim.betas",
-    "adam_eps": "actor.optim.eps",
-    "clip_grad": "actor.optim.clip_grad",
-    "params_dtype": "model.dtype",
-    "bf16": "model.dtype",
-    "fp16": "model.dtype",
-    "optimizer": "mrl itself, which trains with Adam",
-    "use_distributed_optimizer": _SHARDED,
-}
-_DDP = {"use_distributed_optimizer": _SHARDED}
-_VLLM = {
+# argument of vLLM -> the key (or, where there is none, what else) that decides it
+_VLLM_DECIDED_BY = {
     "model": "model.path",
     "tokenizer": "model.path",
     "dtype": "rollout.dtype",
@@ -102,59 +56,49 @@ _VLLM = {
     "worker_cls": "mrl itself, by device",
 }
 
-_GATHER = "Megatron reads it from actor.override_ddp_config, which has a key of the same name"
-_GATHER_IN_STEP = "its gathers are begun inside Megatron's own optimizer step; ours leaves out what is not finite"
-_ALIGNED = "gathers would begin where the schedule is told to begin them, and nobody tells it"
-_WHOLE = (
-    "checkpoints and the weight sync read parameters and optimizer shards as the plain "
-    "distributed optimizer lays them out"
-)
-_DELAYED = "nothing in the actor's schedule runs the postponed half, so gradients would be lost"
-_PLANNED = (
-    "Megatron then asks the forward step for a plan of its layers' parts (core/pipeline_parallel/combined_1f1b.py, "
-    "return_schedule_plan), which log-probs without logits and replayed routes do not have"
-)
+_VLLM = {name: Field(Effect.OURS, decides) for name, decides in _VLLM_DECIDED_BY.items()}
 
-# field -> the one value that it may have, and why: with another one the actor would run and compute something else
-_TRANSFORMER_ONLY = {
-    "calculate_per_token_loss": (
-        False,
-        "gradients would no longer be divided by the data-parallel size, for which the loss makes up",
-    ),
-    "delay_wgrad_compute": (False, _DELAYED),
-    "overlap_moe_expert_parallel_comm": (False, _PLANNED),
-}
-_OPTIMIZER_ONLY = {
-    "overlap_param_gather": (False, _GATHER),
-    "overlap_param_gather_with_optimizer_step": (False, _GATHER_IN_STEP),
-    "loss_scale": (None, "gradients would be divided by a scale that the loss was never multiplied with"),
-}
-_DDP_ONLY = {
-    "align_param_gather": (False, _ALIGNED),
-    "num_distributed_optimizer_instances": (1, _WHOLE),
-    "use_megatron_fsdp": (False, _WHOLE),
-    "use_custom_fsdp": (False, _WHOLE),
-    "data_parallel_sharding_strategy": ("no_shard", _WHOLE),
-    "delay_wgrad_compute": (False, _DELAYED),
-}
-
-_Only = Mapping[str, tuple[Any, str]]
-
-# key, upstream class, fields that are ours, fields that may have one value only
-_TARGETS: tuple[tuple[str, str, Mapping[str, str], _Only], ...] = (
-    ("model.override_transformer_config", "TransformerConfig", _TRANSFORMER, _TRANSFORMER_ONLY),
-    ("actor.optim.override_optimizer_config", "OptimizerConfig", _OPTIMIZER, _OPTIMIZER_ONLY),
-    ("actor.override_ddp_config", "DistributedDataParallelConfig", _DDP, _DDP_ONLY),
-    ("rollout.engine_kwargs.vllm", "AsyncEngineArgs", _VLLM, {}),
+# key, upstream class, what is known of its fields: all of Megatron's, and those of vLLM's that are ours
+_TARGETS: tuple[tuple[str, str, Mapping[str, Field]], ...] = (
+    ("model.override_transformer_config", "TransformerConfig", TRANSFORMER),
+    ("actor.optim.override_optimizer_config", "OptimizerConfig", OPTIMIZER),
+    ("actor.override_ddp_config", "DistributedDataParallelConfig", DDP),
+    ("rollout.engine_kwargs.vllm", "AsyncEngineArgs", _VLLM),
 )
 
 
-def override_rules(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+def override_rules(config: RunConfig, model: ModelSpec | None) -> Iterator[Violation]:
     """Keys handed on to Megatron and vLLM that are unknown there or that mrl decides,
     and values that it cannot have.
     """
     for key, *_rest in _TARGETS:
-        yield from override_faults(key, leaf(config, key) or {}, leaf(config, "cluster.device"))
+        yield from override_faults(key, leaf(config, key) or {}, leaf(config, "cluster.device"), model)
+
+
+def override_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
+    """Fields of Megatron's that are legal, and under which log-probs or gradients are other ones than usual."""
+    for key, _, fields in _TARGETS:
+        given = _of_the_model(leaf(config, key) or {}, model)
+        yield from _rounding_notes(key, given, fields)
+        terms = [name for name in given if name in fields and fields[name].effect is Effect.LOSS]
+        if any(_is_above_zero(given[name]) for name in terms):
+            yield (
+                f"{key}: an auxiliary router loss moves log-probs that the policy loss does not account "
+                "for; in RL it is usually 0"
+            )
+
+
+def _rounding_notes(key: str, given: Mapping[str, Any], fields: Mapping[str, Field]) -> Iterator[str]:
+    """One for each reason, with all fields that it is said of."""
+    rounding = {n: fields[n] for n in given if n in fields and fields[n].effect is Effect.ROUNDING}
+    others = {name: field for name, field in rounding.items() if given[name] not in field.usual(None)}
+    for why in dict.fromkeys(field.why for field in others.values()):
+        names = [name for name, field in others.items() if field.why == why]
+        yield f"{key}.{', '.join(names)}: {why}"
+
+
+def _is_above_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 def _gathers_beside_reduction(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -173,22 +117,42 @@ def _engine_names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation(f"rollout.engine_kwargs.{name}", rule, "it would be ignored", (config.rollout.name,))
 
 
-OVERRIDE_RULES = (override_rules, _gathers_beside_reduction, _engine_names)
+def _averages(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    given, device = config.actor.override_ddp_config, config.cluster.device
+    if given.get("average_in_collective") and device == "cpu":
+        key, why = "actor.override_ddp_config.average_in_collective", "gloo's collectives sum, and have no mean"
+        yield Violation(key, f"must be false on {device}", why, (False,))
 
 
-def override_faults(key: str, given: Mapping[str, Any], device: str | None) -> list[Violation]:
+OVERRIDE_RULES = (override_rules, _gathers_beside_reduction, _averages, _engine_names)
+
+
+def override_faults(
+    key: str, given: Mapping[str, Any], device: str | None, model: ModelSpec | None = None
+) -> list[Violation]:
     """What is wrong with fields given under one of the override keys on a device: `model.override_transformer_config`,
     ...
 
-    `device` None: not known, and nothing is said of fields that some device has.
+    `device` None: not known, and nothing is said of fields that some device has. `model` None: not known either, and
+    nothing is said of values that depend on it.
     """
-    upstream, ours, only = next((upstream, ours, only) for target, upstream, ours, only in _TARGETS if target == key)
-    return [*_names(key, upstream, ours, given, device), *_values(key, only, given)]
+    upstream, fields = next((upstream, fields) for target, upstream, fields in _TARGETS if target == key)
+    return [*_names(key, upstream, fields, given, device), *_values(key, fields, _of_the_model(given, model), model)]
+
+
+def _of_the_model(given: Mapping[str, Any], model: ModelSpec | None) -> dict[str, Any]:
+    """Without what is of mixtures where the model is dense; another rule speaks of that."""
+    try:
+        dense = model is not None and not model.is_moe
+    except UnknownValue:
+        dense = False
+    return {name: value for name, value in given.items() if not (dense and name.startswith("moe_"))}
 
 
 def decided_by(key: str, name: str) -> str | None:
     """Our key (or what else) that decides a field of an override key; None where the field is the user's."""
-    return next(ours.get(name) for target, _, ours, _ in _TARGETS if target == key)
+    field = next(fields.get(name) for target, _, fields in _TARGETS if target == key)
+    return field.why if field is not None and field.effect is Effect.OURS else None
 
 
 def upstream_class(name: str, device: str | None) -> UpstreamClass:
@@ -203,21 +167,41 @@ def upstream_class(name: str, device: str | None) -> UpstreamClass:
     return replace(usual, fields=usual.fields.union(*others))
 
 
-def _values(key: str, only: _Only, given: Mapping[str, Any]) -> Iterator[Violation]:
-    for name, (legal, why) in only.items():
-        if name in given and given[name] != legal:
-            yield Violation(
-                f"{key}.{name}", f"must be {'null' if legal is None else str(legal).lower()}", why, (legal,)
-            )
+def _values(
+    key: str, fields: Mapping[str, Field], given: Mapping[str, Any], model: ModelSpec | None
+) -> Iterator[Violation]:
+    """Those under which the actor would be another model, or could not run."""
+    for name, value in given.items():
+        field = fields.get(name)
+        if field is None or field.effect not in (Effect.FUNCTION, Effect.BARRED):
+            continue
+        legal = _usual(field, model)
+        if legal and value not in legal:
+            own = ", as the model has it" if field.effect is Effect.FUNCTION else ""
+            yield Violation(f"{key}.{name}", f"must be {_text(legal[0])}{own}", field.why, legal[:1])
+
+
+def _usual(field: Field, model: ModelSpec | None) -> tuple[Any, ...]:
+    try:
+        return field.usual(model)
+    except UnknownValue:
+        return ()
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null, or left out"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _names(
-    key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str, Any], device: str | None
+    key: str, upstream: str, fields: Mapping[str, Field], given: Mapping[str, Any], device: str | None
 ) -> Iterator[Violation]:
     known = upstream_class(upstream, device)
     for name in given:
-        if name in ours:
-            yield Violation(f"{key}.{name}", f"is decided by {ours[name]}", "two places could contradict each other")
+        if name in fields and fields[name].effect is Effect.OURS:
+            rule = f"is decided by {fields[name].why}"
+            yield Violation(f"{key}.{name}", rule, "two places could contradict each other")
         elif name in MINDSPEED_FIELDS and upstream == "TransformerConfig":
             if device not in ("npu", None):
                 yield Violation(

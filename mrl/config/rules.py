@@ -18,7 +18,7 @@ from mrl.config.device_rules import DEVICE_RULES, npu_notes, version_notes
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
 from mrl.config.load import ResolvedConfig, SchemaRefusal
 from mrl.config.loss_rules import LOSS_RULES, loss_notes
-from mrl.config.override_rules import OVERRIDE_RULES
+from mrl.config.override_rules import OVERRIDE_RULES, override_notes
 from mrl.config.rollout_rules import ROLLOUT_RULES, reshard_notes, rollout_notes
 from mrl.config.run_rules import PATH_RULES, RUN_RULES
 from mrl.config.schedule_rules import SCHEDULE_RULES, schedule_notes
@@ -54,6 +54,7 @@ def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
         *loss_notes(resolved.config),
         *rollout_notes(resolved.config, model),
         *actor_notes(resolved.config, model),
+        *override_notes(resolved.config, model),
         *version_notes(resolved.config),
         *npu_notes(resolved.config),
         *reshard_notes(resolved.config),

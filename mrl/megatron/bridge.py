@@ -26,6 +26,7 @@ from mrl.model.registry import weight_map
 from mrl.platforms.layers import layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_FORMATS = {**DTYPES, "fp32": torch.float32}  # as fields of Megatron's classes are given
 
 
 class Bridge(Protocol):
@@ -135,7 +136,12 @@ def _repaired_hf_config(path: str, model: ModelSpec) -> Any:
 
 def _transformer_config(model: ModelSpec, layout: TrainLayout) -> dict[str, Any]:
     """What differs from mbridge's defaults for every run."""
-    config: dict[str, Any] = {"sequence_parallel": layout.sequence_parallel}
+    # engines have no dropout, whatever config.json says of pretraining
+    config: dict[str, Any] = {
+        "sequence_parallel": layout.sequence_parallel,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
     if len({count for stage in layout.chunk_layers for count in stage}) > 1:
         config["pipeline_model_parallel_layout"] = layout.pipeline_rows()
     if model.is_moe:
@@ -187,8 +193,8 @@ def _mark_expert_parameters(chunk: torch.nn.Module, **_: Any) -> None:
 
 
 def checked_overrides(key: str, overrides: dict[str, Any], config_class: type) -> dict[str, Any]:
-    """`overrides` as given, after a check against the fields of the dataclass `config_class`. `key` is where they stand
-    in the YAML.
+    """`overrides` for the dataclass `config_class`, names of number formats as torch's, after a check against its
+    fields. `key` is where they stand in the YAML.
 
     Raises ConfigError that lists every unknown name with the nearest real ones.
     """
@@ -200,4 +206,5 @@ def checked_overrides(key: str, overrides: dict[str, Any], config_class: type) -
             for name in unknown
         ]
         raise ConfigError(f"{key}: not a field of Megatron's {config_class.__name__}:\n" + "\n".join(lines))
-    return dict(overrides)
+    formats = {f.name for f in fields(config_class) if f.type is torch.dtype}
+    return {name: _FORMATS.get(value, value) if name in formats else value for name, value in overrides.items()}

@@ -4,14 +4,13 @@ and what its routers' constants need everywhere.
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
 
-from mrl.config.actor_rules import _experts, _routers
+from mrl.config.override_rules import override_faults
 from mrl.errors import ConfigError
 from mrl.model import known_spec, model_spec, tensor_specs
 from mrl.model.boxes import Box
@@ -75,8 +74,7 @@ def test_what_megatron_would_compute_otherwise_is_refused(change, words):
 
 def test_nothing_may_move_the_constants_or_route_otherwise_than_engines_do():
     def refused(**given) -> list[str]:
-        config = SimpleNamespace(model=SimpleNamespace(override_transformer_config=given))
-        told = [violation for rule in (_experts, _routers) for violation in rule(config, model_spec(CONFIG))]
+        told = override_faults("model.override_transformer_config", given, "cuda", model_spec(CONFIG))
         return [violation.field.rpartition(".")[2] for violation in told]
 
     assert refused(moe_router_bias_update_rate=0.0, moe_router_score_function="sigmoid") == []

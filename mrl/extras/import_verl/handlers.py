@@ -18,12 +18,7 @@ OVERRIDE_DDP = "actor.override_ddp_config"
 ENGINE = "rollout.engine_kwargs.vllm"
 
 # What every model here has in any case.
-_OF_THE_MODELS = {
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "gated_linear_unit": True,
-    "add_bias_linear": False,
-}
+_OF_THE_MODELS = {"position_embedding_type": "rope"}
 
 
 def _gen_batch(o: Override, out: Import, settings: VerlSettings) -> None:

@@ -1,0 +1,383 @@
+"""What each field of Megatron's configuration classes does, and so what a user may say of it.
+
+Every field of the classes in upstream_fields.py that `override_*` reaches stands here, and MindSpeed's too; a release
+with a new one fails tests/unit/test_override_fields.py. Engines compute the model as its config.json describes it, so
+what changes the function that the actor computes may only say what is so anyway.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from mrl.model import ModelSpec
+from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
+
+Values = tuple[Any, ...] | Callable[[ModelSpec], tuple[Any, ...]]
+
+
+class Effect(Enum):
+    """What another value of a field changes."""
+
+    SPEED = "speed, memory, what is logged, or nothing: taken"
+    ROUNDING = "how numbers are rounded: taken, and noted"
+    LOSS = "a term of the training loss alone: taken, and noted"
+    OPTIMISATION = "how gradients change weights: taken"
+    FUNCTION = "what the actor computes: taken with the model's own value"
+    BARRED = "what mrl cannot run: taken with the value that switches it off"
+    OURS = "what a key of mrl's says, or mrl itself: refused"
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field. `why`: what follows from another value, of OURS what decides the field; `values`: the value that goes
+    without saying and others that mean the same.
+    """
+
+    effect: Effect
+    why: str = ""
+    values: Values = ()
+
+    def usual(self, model: ModelSpec | None) -> tuple[Any, ...]:
+        """`values` for a model; () where they depend on a model that is not known.
+
+        Raises UnknownValue for a part of it that is not known.
+        """
+        if not callable(self.values):
+            return self.values
+        return () if model is None else self.values(model)
+
+
+def _each(effect: Effect, names: str, why: str = "") -> dict[str, Field]:
+    return {name: Field(effect, why) for name in names.split()}
+
+
+def _ours(decides: str, names: str) -> dict[str, Field]:
+    return _each(Effect.OURS, names, decides)
+
+
+def _with(effect: Effect, why: str, values: Mapping[str, Any] | None = None, /, **more: Any) -> dict[str, Field]:
+    """Fields with the one value, the tuple of values or the function of the model that goes without saying."""
+    given = {**(values or {}), **more}
+    return {name: Field(effect, why, v if callable(v) or isinstance(v, tuple) else (v,)) for name, v in given.items()}
+
+
+def _same_names(section: str, names: Iterable[str]) -> dict[str, Field]:
+    return {name: Field(Effect.OURS, section + name) for name in names}
+
+
+_LAYOUT = "actor.layout."
+_CHECKPOINT = "the checkpoint's config.json (model.path)"
+_ITSELF = "mrl itself"
+_SHARDED = "mrl itself, which always shards the optimizer"
+
+_ENGINE = "engines compute the model as its config.json describes it, and the actor would compute another"
+_DROPPED = "engines have no dropout, and the actor would be trained as another model than the one that generated"
+_ROUTES = "engines route as the checkpoint says, by constants that stay as they are"
+_OTHER_LAYERS = "layers of that kind are in no model that mrl trains; engines and checkpoints have no weights for them"
+_OF_OTHERS = "it belongs to layers that no model has that mrl trains"
+_GROUPED = (
+    "checkpoints and the weight sync name the weights of experts as grouped layers have them; Megatron's other experts "
+    "have other names and shapes"
+)
+_CAPACITY = "tokens over an expert's capacity are dropped in training and not in generation: the log-probs would differ"
+_DELAYED = "nothing in the actor's schedule runs the postponed half, so gradients would be lost"
+_PLANNED = (
+    "Megatron then asks the forward step for a plan of its layers' parts (core/pipeline_parallel/combined_1f1b.py, "
+    "return_schedule_plan), which log-probs without logits and replayed routes do not have"
+)
+_SHAPES = (
+    "a captured graph asserts that every tensor has the shape that it was captured with (core/transformer/"
+    "cuda_graphs.py), and a micro-batch has as many tokens as its samples have; graphs of Transformer Engine also "
+    "refuse packed sequences (core/transformer/transformer_layer.py)"
+)
+_OLD_NAME = "it is an old way to say another key, which plan and rules read"
+_INFERENCE = "it is of Megatron's own generation; here engines generate"
+_NO_MTP = "layers for multi-token prediction are neither built, trained nor exported"
+_FORMATS = "log-probs and pipeline stages take activations in the model's own format"
+_EIGHT_BIT_WEIGHTS = "checkpoints, the weight sync and offloading read weights in the model's own format"
+_FOUR_BIT = "Megatron 0.16.1 has it for pretraining on Blackwell alone; no row of mrl's can build it"
+_SCHEDULE = "mrl's forward step and its head of log-probs take no part in it, and an update would fail"
+_GROUPS = "mrl makes the process groups, and none for it"
+_BUFFERS = "nobody makes Transformer Engine's user buffers, which it needs in the first forward"
+_NO_TORCH = "no row's torch is built with torch.distributed.ring_exchange"
+_ONLY_FLOAT16 = "it is made for float16, and Transformer Engine refuses it unless its environment says so too"
+_ONE_SIDED = "what it compares of norms of queries and keys has a bias, which no model has that mrl trains"
+_MICRO_BATCHES = "a rank has multiples of the pipeline's size of micro-batches; Megatron refuses others in the update"
+_KITCHEN = "its package is in no row"
+_INITIAL = "weights come from the checkpoint"
+_MUON = "mrl trains with Adam, and it would be ignored"
+_ALIGNED = "gathers would begin where the schedule is told to begin them, and nobody tells it"
+_WHOLE = (
+    "checkpoints and the weight sync read parameters and optimizer shards as the plain "
+    "distributed optimizer lays them out"
+)
+_STATES = "Megatron's Adam, on the device and on the host, keeps gradients and states in float32"
+_GATHER = "Megatron reads it from actor.override_ddp_config, which has a key of the same name"
+_GATHER_IN_STEP = "its gathers are begun inside Megatron's own optimizer step; ours leaves out what is not finite"
+_SCALE = "gradients would be divided by a scale that the loss was never multiplied with"
+_FLOAT16 = "it scales losses in float16, which mrl does not train in, and would be ignored"
+
+_LOW_ROUTER = "a router below fp32 picks other experts than the engine's in about one token of ten"
+_FP8 = "products in 8 bits: log-probs differ from the engine's by more than those of bfloat16 do"
+_ROUNDS = "activations are rounded in other places than the engine's, and log-probs differ a little more"
+_SUMS = "gradients of micro-batches and replicas are summed in the weights' own format, and small ones are lost"
+_MEANS = "gradients are summed over replicas in another order or format"
+
+
+def _scaling(model: ModelSpec) -> tuple[Any, ...]:
+    """None and 1 both leave a router's scores as they are."""
+    factor = model.routed_scaling_factor
+    return (None, 1.0) if factor == 1.0 else (factor,)
+
+
+_MODEL = (
+    _with(
+        Effect.FUNCTION, _DROPPED, hidden_dropout=0.0, attention_dropout=0.0, moe_input_jitter_eps=None,
+    )
+    | _with(
+        Effect.FUNCTION, _ROUTES,
+        moe_router_score_function=lambda m: (m.router_score,),
+        moe_router_topk_scaling_factor=_scaling,
+        moe_router_enable_expert_bias=lambda m: (m.router_score == "sigmoid",),
+        moe_router_bias_update_rate=0.0,
+        moe_router_pre_softmax=lambda m: (not m.norm_topk_prob,),
+        moe_router_force_load_balancing=False,
+        moe_router_num_groups=None, moe_router_group_topk=None, moe_router_topk_limited_devices=None,
+    )
+    | _with(Effect.FUNCTION, _CAPACITY, moe_expert_capacity_factor=None, moe_token_dropping=False)
+    | _with(
+        Effect.FUNCTION, _ENGINE,
+        layernorm_epsilon=lambda m: (m.rms_norm_eps,),
+        add_qkv_bias=lambda m: (m.qkv_bias,),
+        qk_layernorm=lambda m: (m.qk_norm,),
+        softmax_scale=lambda m: (None, m.head_dim**-0.5),
+        normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=False,
+        activation_func_clamp_value=None, glu_linear_offset=0.0,
+        apply_residual_connection_post_layernorm=False, layernorm_zero_centered_gamma=False,
+        rotary_interleaved=False, no_rope_freq=None, mrope_section=None,
+        window_size=None, window_attn_skip_freq=None, softmax_type="vanilla",
+        qk_l2_norm=False, qk_clip=False, attention_output_gate=False, moe_apply_probs_on_input=False,
+    )
+)  # fmt: skip
+
+_NEVER = (
+    _with(
+        Effect.BARRED, _OTHER_LAYERS,
+        multi_latent_attention=False, experimental_attention_variant=None, linear_attention_freq=None,
+        heterogeneous_block_specs=False, hetereogenous_dist_checkpoint=False, is_hybrid_model=False,
+        moe_latent_size=None, use_fused_weighted_squared_relu=False,
+    )
+    | _with(
+        Effect.BARRED, _OF_OTHERS,
+        dsa_indexer_n_heads=None, dsa_indexer_head_dim=None, dsa_indexer_topk=None, dsa_indexer_loss_coeff=None,
+        dsa_indexer_use_sparse_loss=False,
+        linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        mamba_state_dim=128, mamba_head_dim=64, mamba_num_groups=8, mamba_num_heads=None, use_mamba_mem_eff_path=True,
+        qk_clip_alpha=0.5, qk_clip_threshold=100,
+    )
+    | _with(
+        Effect.BARRED, _NO_MTP, mtp_num_layers=(None, 0), mtp_loss_scaling_factor=0.1, mtp_standalone=False,
+    )
+    | _with(Effect.BARRED, _GROUPED, moe_grouped_gemm=True, moe_use_legacy_grouped_gemm=False)
+    | _with(
+        Effect.BARRED, "it belongs to a capacity of experts, which would drop tokens",
+        moe_pad_expert_input_to_capacity=False, moe_token_drop_policy="probs",
+    )
+    | _with(
+        Effect.BARRED, "gradients would no longer be divided by the data-parallel size, for which the loss makes up",
+        calculate_per_token_loss=False,
+    )
+    | _with(Effect.BARRED, _DELAYED, delay_wgrad_compute=False)
+    | _with(
+        Effect.BARRED, _PLANNED,
+        overlap_moe_expert_parallel_comm=False, ep_overlap_early_attn_memory_release=False,
+    )
+    | _with(
+        Effect.BARRED, _SHAPES,
+        cuda_graph_impl="none", enable_cuda_graph=False, external_cuda_graph=False, cuda_graph_scope=(None, [], "full"),
+    )
+    | _with(Effect.BARRED, _OLD_NAME + ": recompute_modules [moe]", moe_layer_recompute=False)
+    | _with(Effect.BARRED, "mrl replays routes itself, as actor.router_replay says", moe_enable_routing_replay=False)
+    | _with(
+        Effect.BARRED, _INFERENCE,
+        flash_decode=False, mlp_chunks_for_prefill=1, inference_fuse_tp_communication=False,
+        inference_rng_tracker=False, inference_sampling_seed=42, use_inference_optimized_layers=False,
+    )
+    | _with(
+        Effect.BARRED, _FORMATS,
+        fp32_residual_connection=False, enable_autocast=False, autocast_dtype=None, quant_recipe=None,
+    )
+    | _with(Effect.BARRED, _EIGHT_BIT_WEIGHTS, fp8_param=False)
+    | _with(
+        Effect.BARRED, _FOUR_BIT, fp4=None, fp4_param=False, fp4_recipe="nvfp4", fp4_quantizer_factory=None,
+    )
+    | _with(
+        Effect.BARRED, _SCHEDULE,
+        defer_embedding_wgrad_compute=False, wgrad_deferral_limit=0,
+        num_microbatches_with_partial_activation_checkpoints=None, variable_seq_lengths=True,
+    )
+    | _with(
+        Effect.BARRED, "it keeps activations by layers of a chunk without a pipeline; recompute_* and "
+        "fine_grained_activation_offloading are the ways that mrl plans with",
+        cpu_offloading=False, cpu_offloading_num_layers=0, cpu_offloading_activations=True,
+        cpu_offloading_weights=False, cpu_offloading_double_buffering=False,
+    )
+    | _with(
+        Effect.BARRED, _GROUPS,
+        hierarchical_context_parallel_sizes=None, hybrid_context_parallel=False, max_seqlen_per_dp_cp_rank=None,
+        pipeline_model_parallel_comm_backend=None,
+    )
+    | _with(Effect.BARRED, _BUFFERS, tp_comm_overlap=False)
+    | _with(Effect.BARRED, _NO_TORCH, use_ring_exchange_p2p=False)
+    | _with(Effect.BARRED, _ONLY_FLOAT16, apply_query_key_layer_scaling=False)
+    | _with(Effect.BARRED, _ONE_SIDED, test_mode=False)
+    | _with(Effect.BARRED, _MICRO_BATCHES, microbatch_group_size_per_vp_stage=None)
+    | _with(
+        Effect.BARRED, _KITCHEN,
+        use_kitchen=False, use_kitchen_attention=False, kitchen_attention_backend="sdpa",
+    )
+    | _with(
+        Effect.BARRED, _INITIAL,
+        init_method=None, output_layer_init_method=None, embedding_init_method=None, init_model_with_meta_device=False,
+    )
+    | _with(Effect.BARRED, "layers are those of the device's row", transformer_impl="transformer_engine")
+)  # fmt: skip
+
+_ROUNDED = (
+    _with(Effect.ROUNDING, _LOW_ROUTER, moe_router_dtype=("fp32", "fp64"))
+    | _with(
+        Effect.ROUNDING, _FP8,
+        fp8=(None, False), fp8_recipe="delayed", fp8_quantizer_factory=None, fp8_margin=0, fp8_interval=1,
+        fp8_amax_history_len=1, fp8_amax_compute_algo="most_recent", fp8_wgrad=True, fp8_dot_product_attention=False,
+        fp8_multi_head_attention=False, tp_only_amax_red=False, first_last_layers_bf16=False,
+        num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1, activation_func_fp8_input_store=False,
+    )
+    | _with(
+        Effect.ROUNDING, _ROUNDS,
+        attention_softmax_in_fp32=True, disable_bf16_reduced_precision_matmul=False, batch_invariant_mode=False,
+    )
+)  # fmt: skip
+
+TRANSFORMER: Mapping[str, Field] = (
+    _same_names(
+        _LAYOUT,
+        (
+            "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+            "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+            "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+            "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+        ),
+    )
+    | _ours(_LAYOUT + "pipeline_layers", "pipeline_model_parallel_layout")
+    | _ours("model.dtype", "params_dtype pipeline_dtype bf16 fp16")
+    | _ours("trainer.deterministic", "deterministic_mode")
+    | _ours(
+        _CHECKPOINT,
+        """
+        num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size moe_ffn_hidden_size
+        num_moe_experts moe_router_topk moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate
+        activation_func
+        """,
+    )
+    | _ours(
+        _ITSELF, "finalize_model_grads_func grad_scale_func grad_sync_func no_sync_func param_sync_func timers"
+    )
+    | _MODEL
+    | _NEVER
+    | _ROUNDED
+    | _each(Effect.LOSS, "moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type")
+    | _each(
+        Effect.SPEED,
+        """
+        apply_rope_fusion async_tensor_model_parallel_allreduce attention_backend barrier_with_L1_time batch_p2p_comm
+        batch_p2p_sync bias_activation_fusion bias_dropout_fusion clone_scatter_output_in_embedding config_logger_dir
+        cp_comm_type cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_retain_backward_graph
+        cuda_graph_use_single_mempool cuda_graph_warmup_steps deallocate_pipeline_outputs
+        disable_parameter_transpose_cache distribute_saved_activations embedding_init_method_std
+        fine_grained_activation_offloading fused_single_qkv_rope gradient_accumulation_fusion init_method_std
+        log_max_attention_logit masked_softmax_fusion
+        memory_efficient_layer_norm min_offloaded_tensor_size moe_deepep_num_sms moe_enable_deepep
+        moe_extended_tp moe_flex_dispatcher_backend moe_hybridep_num_sms moe_per_layer_logging moe_permute_fusion
+        moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_shared_expert_overlap
+        moe_token_dispatcher_type offload_modules overlap_p2p_comm overlap_p2p_comm_warmup_flush perform_initialization
+        persist_layer_norm recompute_granularity recompute_method recompute_modules recompute_num_layers
+        symmetric_ar_type tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend tp_comm_bulk_dgrad
+        tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_comm_overlap_rs
+        tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs use_cpu_initialization use_te_activation_func
+        use_te_rng_tracker
+        """,
+    )
+    | {name: Field(Effect.SPEED) for name in MINDSPEED_FIELDS}
+)  # fmt: skip
+
+OPTIMIZER: Mapping[str, Field] = (
+    _same_names("actor.optim.", ("lr", "min_lr", "weight_decay", "clip_grad"))
+    | _ours("actor.optim.betas", "adam_beta1 adam_beta2")
+    | _ours("actor.optim.eps", "adam_eps")
+    | _ours("model.dtype", "params_dtype bf16 fp16")
+    | _ours("mrl itself, which trains with Adam", "optimizer")
+    | _ours(_SHARDED, "use_distributed_optimizer")
+    | _ours(_ITSELF, "timers")
+    | _each(Effect.OPTIMISATION, "apply_wd_to_qk_layernorm decoupled_lr decoupled_min_lr decoupled_weight_decay")
+    | _with(
+        Effect.BARRED,
+        _STATES,
+        dict.fromkeys(
+            ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), ("float32", "fp32")
+        ),
+    )
+    | _with(Effect.BARRED, _GATHER, overlap_param_gather=False)
+    | _with(Effect.BARRED, _GATHER_IN_STEP, overlap_param_gather_with_optimizer_step=False)
+    | _with(Effect.BARRED, _SCALE, loss_scale=None)
+    | _with(Effect.BARRED, _FLOAT16, initial_loss_scale=2**32, min_loss_scale=1.0, loss_scale_window=1000, hysteresis=2)
+    | _with(
+        Effect.BARRED,
+        _MUON,
+        sgd_momentum=0.9,
+        muon_momentum=0.95,
+        muon_split_qkv=True,
+        muon_use_nesterov=False,
+        muon_scale_mode="spectral",
+        muon_fp32_matmul_prec="medium",
+        muon_num_ns_steps=5,
+        muon_tp_mode="blockwise",
+        muon_extra_scale_factor=1.0,
+    )
+    | _with(Effect.BARRED, _EIGHT_BIT_WEIGHTS, reuse_grad_buf_for_mxfp8_param_ag=False)
+    | _each(
+        Effect.SPEED,
+        """
+        barrier_with_L1_time config_logger_dir fp8_recipe log_num_zeros_in_grad optimizer_cpu_offload
+        optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params store_param_remainders
+        use_precision_aware_optimizer use_torch_optimizer_for_cpu_offload
+        """,
+    )
+)
+
+DDP: Mapping[str, Field] = (
+    _ours(_SHARDED, "use_distributed_optimizer")
+    | _with(Effect.ROUNDING, _SUMS, grad_reduce_in_fp32=True)
+    | _with(Effect.ROUNDING, _MEANS, average_in_collective=False, reduce_scatter_with_fp32_accumulation=False)
+    | _with(Effect.BARRED, _ALIGNED, align_param_gather=False)
+    | _with(
+        Effect.BARRED,
+        _WHOLE,
+        num_distributed_optimizer_instances=1,
+        use_megatron_fsdp=False,
+        use_custom_fsdp=False,
+        data_parallel_sharding_strategy="no_shard",
+        outer_dp_sharding_strategy="no_shard",
+    )
+    | _with(Effect.BARRED, _DELAYED, delay_wgrad_compute=False)
+    | _with(Effect.BARRED, _EIGHT_BIT_WEIGHTS, fp8_param_gather=False, reuse_grad_buf_for_mxfp8_param_ag=False)
+    | _each(
+        Effect.SPEED,
+        """
+        bucket_size check_for_large_grads check_for_nan_in_grad disable_symmetric_registration fsdp_double_buffer
+        fsdp_manual_registration gradient_reduce_div_fusion keep_fp8_transpose_cache nccl_ub overlap_grad_reduce
+        overlap_param_gather pad_buckets_for_high_nccl_busbw preserve_fp32_weights suggested_communication_unit_size
+        """,
+    )
+)
