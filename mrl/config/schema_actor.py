@@ -30,8 +30,8 @@ class ModelConfig(Section):
     )
     override_transformer_config: dict[str, Any] = key(
         {},
-        "Fields of Megatron's TransformerConfig that no key here has, under their own names; "
-        "checked against the real ones.",
+        "Fields of Megatron's TransformerConfig that no key here has, under their own names. What "
+        "would make the actor another model than the engines' may only say what the model has anyway.",
         advice="MoE on accelerators: moe_router_dtype: fp32, moe_permute_fusion: true. When memory is "
         "short: recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1.",
     )
@@ -203,7 +203,8 @@ class ActorConfig(Section):
         {},
         "Fields of Megatron's DistributedDataParallelConfig.",
         advice="Replicas over a network: overlap_grad_reduce: true sums gradients beside the backward of the last "
-        "micro-batch, overlap_param_gather: true gathers updated weights beside the next forward.",
+        "micro-batch, overlap_param_gather: true gathers updated weights beside the next forward. "
+        "grad_reduce_in_fp32: false halves gradients, and rounds their sums to 16 bits.",
     )
 
     @property
