@@ -193,17 +193,29 @@ def _context_kind(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_TRANSFORMER}.cp_comm_type", "is unknown, or needs groups of its own", why, _CONTEXT_KINDS)
 
 
-def _stage_exchange(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """Megatron's schedules raise in the first pass (core/pipeline_parallel/schedules.py)."""
+# Megatron's schedules raise in the first pass (core/pipeline_parallel/schedules.py).
+def _overlapped_exchange(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     given, layout = config.model.override_transformer_config, config.actor.layout
-    interleaved = (layout.virtual_pipeline_model_parallel_size or 1) > 1
-    overlaps = given.get("overlap_p2p_comm", interleaved)
-    if overlaps and layout.pipeline_model_parallel_size > 1 and not interleaved:
+    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
+    if stages > 1 and chunks == 1 and given.get("overlap_p2p_comm"):
         rule, why = "needs virtual_pipeline_model_parallel_size above 1", "only an interleaved pipeline exchanges so"
         yield Violation(f"{_TRANSFORMER}.overlap_p2p_comm", rule, why, (False,))
-    elif overlaps and given.get("batch_p2p_comm"):
-        why = "Megatron refuses both; an interleaved pipeline overlaps its exchange by itself"
-        yield Violation(f"{_TRANSFORMER}.batch_p2p_comm", "must be false with overlap_p2p_comm", why, (False,))
+    if chunks > 1 and given.get("batch_p2p_comm") and "overlap_p2p_comm" not in given:
+        yield _BATCHED
+
+
+def _batched_exchange(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    given = config.model.override_transformer_config
+    if given.get("batch_p2p_comm") and given.get("overlap_p2p_comm"):
+        yield _BATCHED
+
+
+_BATCHED = Violation(
+    f"{_TRANSFORMER}.batch_p2p_comm",
+    "must be false with overlap_p2p_comm",
+    "Megatron refuses both, and an interleaved pipeline overlaps its exchange by itself",
+    (False,),
+)
 
 
 def _activation(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -406,7 +418,8 @@ ACTOR_RULES = (
     *_BUDGETS,
     _context,
     _context_kind,
-    _stage_exchange,
+    _overlapped_exchange,
+    _batched_exchange,
     _activation,
     _storages_stay,
     _hybrid_adam_dtype,
