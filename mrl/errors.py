@@ -52,6 +52,15 @@ class DamagedCheckpoint(EnvironmentFault):
         return self.args[0]
 
 
+class LostLock(MrlError):
+    """The run directory is another process's by now: nothing may be written into it any more.
+
+    No EnvironmentFault: those are also a disk's refusals, which a run outlives.
+    """
+
+    exit_code = EnvironmentFault.exit_code
+
+
 class Interrupted(MrlError):
     """Stopped but resumable: a signal, preemption, a lost worker."""
 

@@ -50,8 +50,9 @@ def superseded(folder: Path, saved: int, keep: int) -> list[Path]:
     return [path for step, path in checkpoint_steps(folder) if step <= saved][:-keep]
 
 
-def write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write(work)` on a fresh folder, then gives it the name `folder`, durably. What was there stays until then.
+def write_atomically(folder: Path, write: Callable[[Path], None], check: Callable[[], None] = lambda: None) -> None:
+    """Calls `write(work)` on a fresh folder, then gives it the name `folder`, durably. What was there stays until then,
+    and for good where `check`, called last, raises.
 
     A process killed in between leaves `work`, `folder` with `.tmp-` and a suffix; opening the run again removes it.
     """
@@ -60,6 +61,7 @@ def write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
     work.mkdir()
     try:
         write(work)
+        check()
         if folder.exists():
             folder.rename(old)
         work.rename(folder)

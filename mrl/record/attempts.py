@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import MrlError, described
-from mrl.record.run_dir import METRICS, UNDER_WAY, json_line, read_metrics
+from mrl.errors import LostLock, MrlError, described
+from mrl.record.run_dir import METRICS, UNDER_WAY, json_line, open_lines, read_metrics
 
 ATTEMPTS = "attempts.jsonl"
 NOTE_EVERY_S = 1.0
@@ -50,11 +51,15 @@ class Attempt:
 
 
 @contextmanager
-def attempt(folder: Path, step: int, versions: Mapping[str, str]) -> Iterator[Callable[[int], None]]:
+def attempt(
+    folder: Path, step: int, versions: Mapping[str, str], check: Callable[[], None] = lambda: None
+) -> Iterator[Callable[[int], None]]:
     """Writes that the run was started, and, when the block ends, how. What the disk refuses of it ends no run.
 
-    Gives what is to be called with the number of responses that are generated again.
+    Gives what is to be called with the number of responses that are generated again. Where `check` raises LostLock
+    nothing is written: the last start is another's.
     """
+    append = partial(_append, folder, check)
     began = {
         "command": sys.argv,
         "versions": dict(versions),
@@ -62,27 +67,27 @@ def attempt(folder: Path, step: int, versions: Mapping[str, str]) -> Iterator[Ca
         "pid": os.getpid(),
         "step": step,
     }
-    _append(folder, "began", began)
+    append("began", began)
     try:
-        yield lambda responses: _append(folder, "resumed", {"generated_again": responses}) if responses else None
+        yield lambda responses: append("resumed", {"generated_again": responses}) if responses else None
     except BaseException as error:
-        _append(folder, "ended", {"exit_code": _exit_code(error), "message": _text(error)})
+        append("ended", {"exit_code": _exit_code(error), "message": _text(error)})
         raise
-    _append(folder, "ended", {"exit_code": 0, "message": ""})
+    append("ended", {"exit_code": 0, "message": ""})
 
 
 class UnderWay:
     """Keeps `under_way.json`: responses that are there of the step after `step`, as they come, at most once a second
-    while more are awaited.
+    while more are awaited. `check`: raises LostLock where nothing may be written.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self._folder, self._step = folder, step
+    def __init__(self, folder: Path, step: int, check: Callable[[], None] = lambda: None) -> None:
+        self._folder, self._step, self._check = folder, step, check
         self._responses = self._noted = 0
         self._noted_at = -math.inf
 
     def arrived(self, responses: int, asked: int) -> None:
-        """So many of those that were asked for are there."""
+        """So many of those that were asked for are there. Raises LostLock."""
         self._responses = responses
         if responses == asked or time.monotonic() - self._noted_at >= NOTE_EVERY_S:
             self._note()
@@ -92,11 +97,14 @@ class UnderWay:
         self._step, self._responses, self._noted = step, 0, 0
 
     def close(self) -> None:
-        """Notes those that came since it last did."""
+        """Notes those that came since it last did, where it may."""
         if self._responses > self._noted:
-            self._note()
+            with suppress(LostLock):
+                self._note()
 
     def _note(self) -> None:
+        with suppress(OSError):
+            self._check()
         note_under_way(self._folder, self._step + 1, self._responses)
         self._noted, self._noted_at = self._responses, time.monotonic()
 
@@ -155,9 +163,12 @@ def _take(attempts: list[Attempt], row: dict[str, Any]) -> None:
         attempts[-1] = Attempt(**vars(attempts[-1]) | ended)
 
 
-def _append(folder: Path, event: str, row: Mapping[str, Any]) -> None:
-    with suppress(OSError), (folder / ATTEMPTS).open("a", encoding="utf-8") as file:
-        file.write(json_line({"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds")} | row))
+def _append(folder: Path, check: Callable[[], None], event: str, row: Mapping[str, Any]) -> None:
+    line = json_line({"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds")} | row)
+    with suppress(OSError, LostLock):
+        check()
+        with open_lines(folder / ATTEMPTS) as file:
+            file.write(line)
 
 
 def _exit_code(error: BaseException) -> int:

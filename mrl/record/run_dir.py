@@ -1,33 +1,32 @@
-"""The folder of one run: its layout, lock and JSON lines, and how it is continued without a line lost or doubled."""
+"""The folder of one run: its layout and JSON lines, and how it is continued without a line lost or doubled."""
 
-import fcntl
 import json
 import math
 import os
 import re
 import shutil
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from mrl.errors import ConfigError
+from mrl.record.run_lock import RunLock, Waiting
 from mrl.whole_file import appears_whole
 
 CONFIG = "config.resolved.yaml"
 METRICS = "metrics.jsonl"
-LOCK = "run.lock"
 SHOWN_ROWS = "shown_rows.json"
 UNDER_WAY = "under_way.json"  # see mrl.record.attempts
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of a run directory. Made by `RunDir.open`, which also takes the lock; `close` gives it back."""
+    """Paths of a run directory. `RunDir.open` makes it and takes its lock; `close` gives that back."""
 
     path: Path
+    lock: RunLock | None = field(default=None, compare=False, repr=False)  # None where it is only looked at
 
     @property
     def config(self) -> Path:
@@ -88,18 +87,26 @@ class RunDir:
         return self.path / "report.html"
 
     @classmethod
-    def open(cls, path: Path | str, config_yaml: str, resume: bool = False) -> "RunDir":
+    def open(
+        cls,
+        path: Path | str,
+        config_yaml: str,
+        resume: bool = False,
+        poll: Callable[[], None] = lambda: None,
+        clock: Waiting = time,
+    ) -> "RunDir":
         """Takes `path` for this process, makes its folders and writes the resolved configuration where none stands.
 
         A folder that holds a run is opened only to resume it, and keeps its configuration until `write_config`: an
         attempt to resume that fails changes nothing. What an attempt left that reached no step is removed, and so are
-        checkpoints and files of responses that were never finished. Raises ConfigError where another run stands, where
-        a live process holds it, or where no folder can be written.
+        checkpoints and files of responses that were never finished. Raises ConfigError where another run stands or
+        where no folder can be written; as RunLock.take, which may wait and then calls `poll`, where another process
+        has it.
         """
         run = cls(Path(path))
         try:
             run._make(resume)
-            _take_lock(run.path / LOCK)
+            run = replace(run, lock=RunLock.take(run.path, poll, clock))
         except OSError as error:
             raise ConfigError(
                 f"trainer.run_dir: cannot write {run.path} ({error.strerror}); give another one"
@@ -113,6 +120,7 @@ class RunDir:
 
     def write_config(self, config_yaml: str) -> None:
         """Replaces the resolved configuration."""
+        self.check_lock()
         write_text(self.config, config_yaml)
 
     def refuse_another_run(self) -> None:
@@ -147,7 +155,18 @@ class RunDir:
 
     def close(self) -> None:
         """Gives the lock back, if it is this process's."""
-        _give_back(self.path / LOCK)
+        if self.lock is not None:
+            self.lock.give_back()
+
+    def check_lock(self) -> None:
+        """To be called before something is written. Raises LostLock where another process has the directory by now."""
+        if self.lock is not None:
+            self.lock.check()
+
+    def raise_if_lost(self) -> None:
+        """Raises LostLock once it is known that another process has the directory; cheap enough to be called often."""
+        if self.lock is not None:
+            self.lock.raise_if_lost()
 
     def truncate_metrics(self, after_step: int) -> int:
         """Drops what was written past `after_step`, the step of the checkpoint that is resumed; returns the number of
@@ -156,6 +175,7 @@ class RunDir:
         The steps that are trained again write their lines, and samples, again, so none is there twice. A torn last
         line, left by a crash in the middle of a write, is dropped. The file is rewritten atomically.
         """
+        self.check_lock()
         kept = [line for line, row in _whole_lines(self.metrics) if row["training/global_step"] <= after_step]
         write_text(self.metrics, "".join(kept))
         for file in (*self.samples.glob("step-*.*"), *self.validation.glob("step-*.jsonl")):
@@ -171,16 +191,6 @@ class RunDir:
 def step_of(file: Path) -> int:
     """Of a file of `samples/` or `validation/`: `step-N.` and whatever kind it is of."""
     return int(file.name.split(".")[0].removeprefix("step-"))
-
-
-def in_use(folder: Path) -> bool:
-    """Whether a live process has the run directory; it is only looked at, no lock is made."""
-    try:
-        with (folder / LOCK).open(encoding="utf-8") as file:
-            holder = _holder(file)
-    except OSError:
-        return False
-    return holder is not None and _alive(holder)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -213,6 +223,19 @@ def write_text(path: Path, text: str) -> None:
         work.write_text(text, encoding="utf-8")
 
 
+def open_lines(path: Path) -> TextIO:
+    """Opens a file of lines to add some; one that a kill in the middle of a write left torn is ended first.
+
+    Readers pass over a torn line, and what is added to one would be lost with it.
+    """
+    with path.open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        if file.read(1) not in (b"", b"\n"):
+            file.write(b"\n")
+    return path.open("a", encoding="utf-8")
+
+
 def json_safe(value: Any) -> Any:
     """The same with numbers that JSON cannot hold (NaN, inf) as null, and numpy scalars as plain ones."""
     match value:
@@ -233,71 +256,3 @@ def json_line(row: Mapping[str, Any]) -> str:
         return json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
     except (ValueError, TypeError):
         return json.dumps(json_safe(row), allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def _take_lock(lock: Path) -> None:
-    """Puts this process's mark into `lock`. Raises ConfigError while its holder lives; a stale mark is replaced."""
-    with _guarded(lock) as file:
-        holder = _holder(file)
-        if holder is not None and _alive(holder):
-            raise ConfigError(
-                f"trainer.run_dir: {lock.parent} is in use by process {holder['pid']} on host {holder['host']}; "
-                f"stop that run or give another --run-dir (if it is certainly dead, remove {lock})"
-            )
-        file.truncate(0)
-        json.dump(_own_mark(), file)
-
-
-def _give_back(lock: Path) -> None:
-    with _guarded(lock) as file:
-        if _holder(file) == _own_mark():
-            file.truncate(0)
-
-
-@contextmanager
-def _guarded(lock: Path) -> Iterator[TextIO]:
-    """The lock file, which is never removed, under the kernel's lock:
-    two processes cannot both find it stale and both take it.
-    """
-    with lock.open("a+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
-
-
-def _holder(file: TextIO) -> dict[str, Any] | None:
-    """The mark in an open lock file; None of an empty or unreadable one."""
-    file.seek(0)
-    try:
-        mark = json.load(file)
-        return {"host": mark["host"], "pid": int(mark["pid"]), "started": mark["started"]}
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _own_mark() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
-
-
-def _alive(holder: dict[str, Any]) -> bool:
-    """Of another host nothing can be known, so its lock counts;
-    here the same pid with another start time is another process.
-    """
-    if holder["host"] != socket.gethostname():
-        return True
-    try:
-        os.kill(holder["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return _started(holder["pid"]) == holder["started"]
-
-
-def _started(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot (field 22 of Linux's /proc/PID/stat);
-    None where there is no such file.
-    """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None

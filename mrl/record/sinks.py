@@ -8,21 +8,22 @@ from pathlib import Path
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.record.loggers import MlflowSink, RunInfo, SwanlabSink, TensorBoardSink, WandbSink
-from mrl.record.run_dir import RunDir, json_line
+from mrl.record.run_dir import RunDir, json_line, open_lines
 from mrl.record.views import Metrics, Rows, View, ViewThread
 
 
 class JsonlSink:
     """One object a step, on disk when `write` returns.
 
-    Keys keep the order in which they come, `training/global_step` first.
+    Keys keep the order in which they come, `training/global_step` first. `check`: raises where nothing may be written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+        self._file, self._check = open_lines(path), check
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Appends the step's line, durably."""
+        self._check()
         self._file.write(json_line({"training/global_step": step} | dict(metrics)))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -125,7 +126,7 @@ def make_sinks(
         if name not in VIEWS and name != "jsonl":
             raise ConfigError(f"trainer.logger: {name!r} is no logger; allowed: {', '.join(['jsonl', *VIEWS])}")
     views = {name: _view(name, run_dir, total_steps, info) for name in dict.fromkeys(names) if name != "jsonl"}
-    return Record(JsonlSink(run_dir.metrics), {**views, **(more or {})}, info.timeout_s)
+    return Record(JsonlSink(run_dir.metrics, run_dir.check_lock), {**views, **(more or {})}, info.timeout_s)
 
 
 def _view(name: str, run_dir: RunDir, total_steps: int, info: RunInfo) -> View:

@@ -81,6 +81,7 @@ def train_step(run: Run) -> None:
             run.placement.to_generation()
         rollouts = run.generation.take(run.state, timer)
         with timer("record"):
+            run.run_dir.check_lock()
             run.sample_writer.write(step, rollouts.samples, rollouts.results)  # goes on beside what follows
         trained, corrected, metrics = weigh_samples(run, timer, step, rollouts)
         run.stop.hold()

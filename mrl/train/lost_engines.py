@@ -8,12 +8,13 @@ aside by its id (mrl/schedule/suspects.py), and said so; without the file it is 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mrl.errors import DataError
+from mrl.record.run_dir import open_lines
 from mrl.schedule.suspects import Suspects, suspects
 
 TOLD = 5  # prompts named in a message
@@ -46,7 +47,7 @@ class Loss:
 
 
 def whole_losses(path: Path) -> tuple[list[Loss], int]:
-    """Losses that can be read, in the order of time, and how many lines cannot; a torn last line is no line."""
+    """Losses that can be read, in the order of time, and how many lines cannot; a last line without an end is none."""
     losses, lines = [], _lines(path)
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
@@ -62,22 +63,32 @@ def _lines(path: Path) -> list[str]:
 class LostEngines:
     """What the file says, and what is added to it."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None):
+        """`check`: raises where nothing may be written."""
+        self._path, self._check = path, check
 
     def note(self, step: int, engines: Sequence[str], why: str, groups: Sequence[Unfinished]) -> str:
         """Adds a loss; what to tell of it."""
-        with self._path.open("a", encoding="utf-8") as file:
+        self._check()
+        with open_lines(self._path) as file:
             file.write(json.dumps(asdict(Loss(step, list(engines), why, list(groups)))) + "\n")
         prompts = ", ".join(str(group.prompt_id) for group in groups[:TOLD]) + (", ..." if len(groups) > TOLD else "")
         return f"{len(groups)} unfinished groups go on when the run is resumed (prompts {prompts})" if groups else ""
 
     def suspects(self) -> Suspects:
-        """By the losses so far. Raises DataError for a file that is damaged; a torn last line is left out."""
-        try:
-            prompts_of_losses = [[group.prompt_id for group in Loss.of(line).groups] for line in _lines(self._path)]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{self._path} is damaged ({error}); without it prompts that engines were lost under are forgotten"
-            ) from error
-        return suspects(prompts_of_losses)
+        """By the losses so far. Raises DataError for a file that is damaged; torn lines are passed over, and said."""
+        losses, torn = [], 0
+        for line in _lines(self._path):
+            try:
+                losses.append(Loss.of(line))
+            except json.JSONDecodeError:
+                torn += 1
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{self._path} is damaged ({error}); without it prompts that engines were lost under are forgotten"
+                ) from error
+        if torn:
+            print(
+                f"warning: {self._path}: {torn} torn lines are passed over, of losses written as a process was killed"
+            )
+        return suspects([[group.prompt_id for group in loss.groups] for loss in losses])

@@ -7,7 +7,7 @@ resumable.
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import OPTIMIZER
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
 from mrl.data.order import PromptStream
-from mrl.errors import DamagedCheckpoint, Interrupted
+from mrl.errors import DamagedCheckpoint, Interrupted, LostLock
 from mrl.model import load_model_spec
 from mrl.plan.run_plan import plan_again, plan_text
 from mrl.platforms.versions import installed_versions
@@ -177,19 +177,21 @@ def _start(
     plan = plan_again(config, load_model_spec(config.model.path), RunDir(path).plan, len(val) if val else None)
     check_object_stores(plan["memory"]["host"]["object_store_bytes"], object_store_sizes(config))
     stack.enter_context(stop_on_signals(stop))  # after Ray, whose own handlers abort the process
-    run_dir = RunDir.open(path, resolved.to_yaml(), resume)
+    run_dir = RunDir.open(path, resolved.to_yaml(), resume, stop.raise_if_set)
     stack.callback(run_dir.close)
     checkpoint, state = point and point.path, resumed_state(point)
-    note_generated_again = stack.enter_context(attempt(run_dir.path, state.step, installed_versions()))
+    check = run_dir.check_lock
+    poll = partial(_poll, run_dir, stop)
+    note_generated_again = stack.enter_context(attempt(run_dir.path, state.step, installed_versions(), check))
     ahead = stack.enter_context(_ahead(config, run_dir, stream.prompts.fingerprint))
     if ahead is not None and state.step:
         state = replace(state, ahead=read_kept(checkpoint, point.manifest.trainer["ahead"], ahead.spool))
     stack.enter_context(with_log_tails(run_dir.logs))
-    engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
+    engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, poll))
     actor.read_routes_at(engines.nodes.values())
     rewards = stack.enter_context(start_scorers(config, scoring, run_dir.logs, engines.nodes))
     placement = _placement(config, actor, engines, plan)
-    saver = Saver(config, run_dir.checkpoints, placement, stream.prompts.fingerprint, state.step)
+    saver = Saver(config, run_dir.checkpoints, placement, stream.prompts.fingerprint, state.step, check)
     stack.callback(saver.close)  # before the ranks end
     sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s, config.record)
     stack.callback(sample_writer.close)
@@ -200,9 +202,9 @@ def _start(
     run_dir.write_config(resolved.to_yaml())
     write_text(run_dir.plan, plan_text(plan))
     sinks = make_sinks(config.trainer.logger, run_dir, total, _run_info(config), views)
-    record = AdvisedRecord(sinks, config, UnderWay(run_dir.path, state.step))
+    record = AdvisedRecord(sinks, config, UnderWay(run_dir.path, state.step, check))
     stack.callback(record.close)
-    responder = Responder(engines, rewards, config.reward, record, stop.raise_if_set)
+    responder = Responder(engines, rewards, config.reward, record, poll)
     return Run(
         config=config, run_dir=run_dir, val_prompts=val, total_steps=total,
         stop=stop, record=record, responder=responder, actor=actor, placement=placement, saver=saver,
@@ -210,6 +212,12 @@ def _start(
         generation=stack.enter_context(closing(_generation(config, responder, stream, state, ahead))),
         machines=machines, peak=peak, state=state,
     )  # fmt: skip
+
+
+def _poll(run_dir: RunDir, stop: StopFlag) -> None:
+    """Raises LostLock once the run directory is another process's, and Interrupted once the run is to stop."""
+    run_dir.raise_if_lost()
+    stop.raise_if_set()
 
 
 @contextmanager
@@ -252,6 +260,7 @@ def _placement(config: RunConfig, actor: ActorGroup, engines: RolloutGroup, plan
 @contextmanager
 def _ahead(config: RunConfig, run_dir: RunDir, data_fingerprint: str) -> Iterator[Ahead | None]:
     """What generation ahead of training needs beside engines and prompts; None where each group is trained on at once.
+    The spool is empty afterwards, however the run ends.
 
     Raises DataError where the file of lost engines is damaged.
     """
@@ -259,12 +268,20 @@ def _ahead(config: RunConfig, run_dir: RunDir, data_fingerprint: str) -> Iterato
     if schedule is None:
         yield None
         return
-    lost = LostEngines(run_dir.lost_engines)
+    lost = LostEngines(run_dir.lost_engines, run_dir.check_lock)
     suspects = lost.suspects()
     token_routes = route_bytes(config, load_model_spec(config.model.path))
-    with closing(GroupWriter(config.cluster.step_timeout_s, token_routes)) as writer:
-        with closing(Spool(run_dir.spool, writer)) as spool:
-            yield Ahead(schedule, made_by(config, data_fingerprint), spool, lost, suspects)
+    with ExitStack() as afterwards, closing(GroupWriter(config.cluster.step_timeout_s, token_routes)) as writer:
+        spool = Spool(run_dir.spool, writer)
+        afterwards.callback(_close_spool, spool, run_dir)  # once nobody writes
+        yield Ahead(schedule, made_by(config, data_fingerprint), spool, lost, suspects)
+
+
+def _close_spool(spool: Spool, run_dir: RunDir) -> None:
+    """Removes the files, unless the directory is another process's by now, and so are they."""
+    with suppress(LostLock, OSError):
+        run_dir.check_lock()
+        spool.close()
 
 
 def _generation(

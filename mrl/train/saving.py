@@ -97,15 +97,28 @@ def _timed(step: int, write: Callable[[], None]) -> WriteResult:
 
 
 class Saver:
-    """Saves one run into `folder`/step-N. `data_fingerprint`: of the training prompts, which a resume compares."""
+    """Saves one run into `folder`/step-N. `data_fingerprint`: of the training prompts, which a resume compares.
 
-    def __init__(self, config: RunConfig, folder: Path, actor: SavingActor, data_fingerprint: str, saved_step: int):
+    `check` is called before a checkpoint gets its name and older ones go: it raises LostLock where nothing may be
+    written any more.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        actor: SavingActor,
+        data_fingerprint: str,
+        saved_step: int,
+        check: Callable[[], None] = lambda: None,
+    ):
         self.saved_step = saved_step  # of the newest complete checkpoint
         self.failed_saves = 0
         self._last_fault = ""  # why the newest of them failed
         self._taken: int | None = None  # step of which the ranks hold a copy that nobody writes yet
         self._taken_bytes = 0  # of that copy
         self._config, self._folder, self._actor, self._data_fingerprint = config, folder, actor, data_fingerprint
+        self._check = check
         self._writing = BackgroundWrite()
 
     def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> dict[str, float]:
@@ -199,7 +212,7 @@ class Saver:
             kept_bytes = state.ahead.bytes_to_write(route_bytes(self._config, load_model_spec(self._config.model.path)))
             check_room(self._folder, self._taken_bytes + BESIDE_TENSORS + kept_bytes)
         folder = self._folder / f"step-{state.step}"
-        write_atomically(folder, lambda work: self._write_checkpoint(state, work, metrics))
+        write_atomically(folder, lambda work: self._write_checkpoint(state, work, metrics), self._check)
         for old in superseded(self._folder, state.step, self._config.trainer.max_actor_ckpt_to_keep):
             discard(old)
 

@@ -15,7 +15,7 @@ from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
 from mrl.data.samples import Sample
-from mrl.errors import DataError, EnvironmentFault, Interrupted, NumericAbort
+from mrl.errors import DataError, EnvironmentFault, Interrupted, LostLock, NumericAbort
 from mrl.record.run_dir import RunDir
 from mrl.record.sample_files import read_samples, write_samples
 from mrl.record.spec import metric_spec
@@ -214,6 +214,14 @@ def test_a_step_goes_through_its_phases_in_order_and_advances_the_state(world, t
     loop.train_step(run)
     assert [step for step, _ in world.lines] == [1, 2] and world.lines[1][1]["reshard/weight_version"] == 2
     assert len(read_samples(run.run_dir.samples, 2)) == 4
+
+
+def test_a_step_of_a_run_that_lost_its_directory_ends_before_its_first_file(world, tmp_path):
+    run = run_of(world, tmp_path)
+    (run.run_dir.path / "run.lock.1").rename(run.run_dir.path / "run.lock.2")
+    with pytest.raises(LostLock):
+        loop.train_step(run)
+    assert not list(run.run_dir.samples.iterdir()) and "update" not in world.calls and not world.lines
 
 
 ON_POLICY = ("algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=2")

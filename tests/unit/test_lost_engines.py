@@ -14,7 +14,7 @@ from mrl.errors import DataError, Interrupted
 from mrl.record.metrics import PhaseTimer
 from mrl.schedule.suspects import Suspects, suspects
 from mrl.train.kept_groups import read_kept
-from mrl.train.lost_engines import LostEngines, Unfinished
+from mrl.train.lost_engines import LostEngines, Unfinished, whole_losses
 from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
 from mrl.train.resume import TrainState
 from mrl.train.spool import Spool
@@ -64,6 +64,20 @@ def test_the_file_outlives_the_process_and_a_torn_line(tmp_path):
     (tmp_path / "lost").write_text("{}\n")
     with pytest.raises(DataError, match="is damaged"):
         LostEngines(tmp_path / "lost").suspects()
+
+
+def test_a_torn_line_takes_no_loss_with_it_that_comes_after(tmp_path, capsys):
+    """A kill in the middle of a write; then two more losses."""
+    path = tmp_path / "lost"
+    LostEngines(path).note(1, ["engine 0"], "it died", [Unfinished(1, KILLER, 3)])
+    with path.open("a") as file:
+        file.write('{"step": 2, "engines": ["engine 0"], "wh')
+    for step in (3, 3):
+        LostEngines(path).note(step, ["engine 0"], "it died", [Unfinished(9, KILLER, 0)])
+    assert LostEngines(path).suspects() == Suspects(frozenset({KILLER}), frozenset())
+    assert "1 torn lines" in capsys.readouterr().out
+    losses, unread = whole_losses(path)
+    assert ([loss.step for loss in losses], unread) == ([1, 3, 3], 1)
 
 
 class Killed(LiveEngines):

@@ -14,7 +14,7 @@ from mrl.config.load import load_config
 from mrl.errors import ConfigError
 from mrl.record import attempts
 from mrl.record.attempts import UnderWay, attempt, generated_after, note_under_way, read_attempts
-from mrl.record.run_dir import RunDir, json_line, read_metrics
+from mrl.record.run_dir import RunDir, json_line, open_lines, read_metrics
 from mrl.record.sample_files import write_differences, write_samples
 from mrl.record.sinks import JsonlSink
 from mrl.train.reporting import AdvisedRecord
@@ -62,33 +62,7 @@ def test_two_live_runs_cannot_share_a_folder(tmp_path):
     RunDir.open(tmp_path, "")
     code = f"from mrl.record.run_dir import RunDir; RunDir.open({str(tmp_path)!r}, '', resume=True)"
     other = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=False)
-    assert f"in use by process {os.getpid()}" in other.stderr
-
-
-def test_the_lock_of_a_dead_process_is_stale(tmp_path):
-    code = f"from mrl.record.run_dir import RunDir; RunDir.open({str(tmp_path)!r}, '')"
-    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)  # ends without close
-    assert json.loads((tmp_path / "run.lock").read_text())["pid"] != os.getpid()
-    RunDir.open(tmp_path, "").close()
-
-
-def test_the_lock_is_stale_when_its_pid_is_another_process_now(tmp_path):
-    RunDir.open(tmp_path, "")
-    lock = tmp_path / "run.lock"
-    mark = json.loads(lock.read_text())
-    lock.write_text(json.dumps(mark | {"started": "1"}))
-    RunDir.open(tmp_path, "").close()
-
-
-def test_a_lock_from_another_host_counts(tmp_path):
-    (tmp_path / "run.lock").write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
-    with pytest.raises(ConfigError, match="on host elsewhere"):
-        RunDir.open(tmp_path, "")
-
-
-def test_closing_gives_the_folder_back(tmp_path):
-    RunDir.open(tmp_path, "").close()
-    assert (tmp_path / "run.lock").read_text() == ""
+    assert f"EnvironmentFault: trainer.run_dir: {tmp_path} is in use by process {os.getpid()}" in other.stderr
 
 
 def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path):
@@ -143,6 +117,31 @@ def test_a_text_that_holds_another_line_separator_stays_one_line(tmp_path, separ
     rows = [{"training/global_step": step, "note": f"a{separator}b"} for step in (1, 2)]
     path.write_text("".join(map(json_line, rows)), encoding="utf-8")
     assert read_metrics(path) == rows
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(None, "b\n"), ("", "b\n"), ("a\n", "a\nb\n"), ('{"a": ', '{"a": \nb\n'), ("ä", "ä\nb\n"), ("\n", "\nb\n")],
+)
+def test_lines_are_added_after_the_end_of_the_last(tmp_path, before, after):
+    path = tmp_path / "lines.jsonl"
+    if before is not None:
+        path.write_text(before, encoding="utf-8")
+    with open_lines(path) as file:
+        file.write("b\n")
+    assert path.read_text(encoding="utf-8") == after
+
+
+def test_a_torn_line_takes_no_attempt_and_no_step_with_it(tmp_path):
+    run = _with_steps(tmp_path, [1])
+    for file, torn in ((run.path / "attempts.jsonl", '{"event": "beg'), (run.metrics, '{"training/glo')):
+        with file.open("a") as lines:
+            lines.write(torn)
+    with attempt(run.path, 7, {}):
+        pass
+    assert [(one.step, one.exit_code) for one in read_attempts(run.path)] == [(7, 0)]
+    JsonlSink(run.metrics).write(2, {})
+    assert run.metrics.read_text().splitlines()[-1] == '{"training/global_step": 2}'
 
 
 def test_a_torn_last_line_is_dropped_even_where_it_parses(tmp_path):

@@ -32,7 +32,7 @@ from mrl.checkpoint.rank_save import HostCopy, file_bytes, write_tensors
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.config.schema import RunConfig
 from mrl.data.order import DataCursor
-from mrl.errors import EnvironmentFault, NumericAbort
+from mrl.errors import EnvironmentFault, LostLock, NumericAbort
 from mrl.megatron.adam_state import AdamState
 from mrl.model import model_spec
 from mrl.model.boxes import Box
@@ -406,3 +406,31 @@ def test_the_manifest_of_a_save_is_json_of_plain_numbers(run):
     run.saver.save_last(run.state)
     written = json.loads((run.folder / "step-1" / "manifest.json").read_text())
     assert written["step"] == 1 and written["num_updates"] == 1
+
+
+@pytest.mark.parametrize("when", ["begun before", "asked for after"])
+def test_a_run_that_lost_its_directory_names_and_removes_no_checkpoint(model, tmp_path, when):
+    """Unlike a full disk it ends the run."""
+    run = made_run(model, tmp_path, max_actor_ckpt_to_keep=1)
+    trained(run)
+    run.saver.save_last(run.state)
+    before = bytes_below(tmp_path)
+
+    def lost():
+        raise LostLock("another has it")
+
+    if when == "begun before":
+        run.actor.may_write.clear()
+    else:
+        run.saver._check = lost
+    trained(run)
+    run.saver.save(run.state)
+    run.saver._check = lost
+    run.actor.may_write.set()
+    with pytest.raises(LostLock):
+        run.saver.finished(wait=True)
+    assert bytes_below(tmp_path) == before
+    with pytest.raises(LostLock):
+        run.saver.save_last(run.state)
+    assert bytes_below(tmp_path) == before
+    run.saver.close()

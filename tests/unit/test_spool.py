@@ -1,5 +1,6 @@
 """Finished groups on disk: written once, named again by every checkpoint; what a full disk or late writer changes."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,13 @@ from replicas import stored
 from mrl.checkpoint.group_files import group_file, write_group
 from mrl.checkpoint.manifest import file_facts
 from mrl.cluster.group_writer import GroupParts, record_of
+from mrl.config.load import load_config
 from mrl.data.samples import Sample
-from mrl.errors import EnvironmentFault
+from mrl.errors import EnvironmentFault, Interrupted, NumericAbort
+from mrl.record.run_dir import RunDir
 from mrl.schedule.groups import Group, State
 from mrl.schedule.ledger import Ledger
+from mrl.train import run as run_module
 from mrl.train.kept_groups import KeptGroups
 from mrl.train.spool import Spool
 
@@ -148,3 +152,19 @@ def test_room_is_asked_for_what_the_spool_has_not(spool):
     without = 4 * (3 * 2 + 5 + 6 + 7) + 4 * (5 + 6 + 7)
     assert kept.bytes_to_write(0) == without
     assert kept.bytes_to_write(48) == without + 48 * (3 * 2 + 5 + 6 + 7)
+
+
+@pytest.mark.parametrize("error", [None, Interrupted("an engine died"), NumericAbort("nan"), KeyboardInterrupt()])
+def test_however_a_run_ends_its_spool_goes_once_nobody_writes(tmp_path, monkeypatch, error):
+    folder, seen = tmp_path / "spool", []
+    writer = Writer()
+    writer.close = lambda: seen.append(folder.is_dir())
+    monkeypatch.setattr("mrl.train.run.GroupWriter", lambda timeout_s, route_bytes: writer)
+    monkeypatch.setattr("mrl.train.run.load_model_spec", lambda path: None)
+    monkeypatch.setattr("mrl.train.run.made_by", lambda config, data: None)
+    config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, ["trainer.schedule=one_step_off"]).config
+    with pytest.raises(type(error)) if error else nullcontext(), run_module._ahead(config, RunDir(tmp_path), "data"):
+        (folder / "group-3.0.npz").touch()
+        if error:
+            raise error
+    assert seen == [True] and not folder.exists()

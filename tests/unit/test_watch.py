@@ -10,8 +10,8 @@ from report_run import World, write_run
 
 from mrl.cli.main import main
 from mrl.extras.report.columns import STEP
-from mrl.extras.report.live import SHARE, LivePage, LiveServer
-from mrl.record.run_dir import json_line
+from mrl.extras.report.live import SHARE, LivePage, LiveServer, state_tag
+from mrl.record.run_dir import RunDir, json_line
 
 LOADED = {"critic/score/mean": 0.75, "timing_s/step": 3.0}
 
@@ -85,6 +85,16 @@ def test_a_page_that_is_known_is_not_sent_again_until_a_step_is_written(served, 
     append_step(run, 4)
     status, later, body = ask(server, **{"If-None-Match": headers["ETag"]})
     assert status == 200 and later["ETag"] != headers["ETag"] and "4 of 6 steps" in body
+
+
+def test_a_beat_of_the_lock_makes_no_new_page(tmp_path):
+    run = write_run(tmp_path / "run", World(steps=1))
+    going = RunDir.open(run.path, "", resume=True)
+    before = state_tag(run.path)
+    going.lock.beat()
+    assert state_tag(run.path) == before
+    going.close()
+    assert state_tag(run.path) != before
 
 
 def test_pages_are_made_a_tenth_of_the_time_at_most(tmp_path, monkeypatch):

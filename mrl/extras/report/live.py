@@ -22,7 +22,8 @@ from mrl.extras.report.page import Page, PageSection, Paragraph
 from mrl.extras.report.run_record import NoStepYet, read_run
 from mrl.extras.report.sections import run_page
 from mrl.record.attempts import ATTEMPTS
-from mrl.record.run_dir import LOCK, RunDir, in_use
+from mrl.record.run_dir import RunDir
+from mrl.record.run_lock import in_use
 
 LOOPBACK = "127.0.0.1"
 SHARE = 0.1  # of the time, at most, that goes into making pages
@@ -74,7 +75,6 @@ def state_tag(folder: Path) -> str:
     for path in (
         run.metrics,
         folder / ATTEMPTS,
-        folder / LOCK,
         run.config,
         run.samples,
         run.validation,

@@ -15,7 +15,8 @@ from mrl.extras.report.heldout import Response, read_responses
 from mrl.extras.report.settings import Settings, read_settings
 from mrl.plan.run_plan import read_plan
 from mrl.record.attempts import Attempt, read_attempts
-from mrl.record.run_dir import RunDir, in_use, read_metrics
+from mrl.record.run_dir import RunDir, read_metrics
+from mrl.record.run_lock import in_use
 from mrl.train.advice import advisers
 
 _NUMBERED = re.compile(r"step-(\d+)(\.\w+)?")
