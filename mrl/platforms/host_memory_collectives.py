@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import accumulate
 from math import prod
-from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from mrl.platforms.memory_fence import memory_fence
 from mrl.units import MIB
 
 SLOT_BYTES = 4 * MIB  # resident as far as it has been written
@@ -101,10 +101,10 @@ class HostExchange:
             own.headers[half][1 + i] = end
         if len(sent) <= SLOT_BYTES:
             own.slots[half][: len(sent)] = sent
-        _fence()
+        memory_fence()
         own.headers[half][0] = self._round
         headers = [self._header(rank, half) for rank in range(len(self._slots))]
-        _fence()
+        memory_fence()
         if any(header[len(ends)] > SLOT_BYTES for header in headers):
             return None
         here = self._rank if len(ends) > 2 else 0
@@ -134,13 +134,6 @@ class HostExchange:
             raise RuntimeError(f"rank {rank} of a group of {len(self._slots)} did not come within {self._timeout_s} s")
 
 
-def _fence() -> None:
-    """Orders what was written or read before against what comes after, on every architecture."""
-    for _ in range(2):
-        with _LOCK:
-            pass
-
-
 def _lives(process: int) -> bool:
     """Whether it runs: one that ended may stand in the table for as long as nobody asks how."""
     try:
@@ -149,7 +142,6 @@ def _lives(process: int) -> bool:
         return False
 
 
-_LOCK = Lock()
 _exchanges: WeakKeyDictionary[ProcessGroup, HostExchange | None] = WeakKeyDictionary()
 
 

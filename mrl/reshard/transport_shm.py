@@ -2,8 +2,9 @@
 
 An arena has two halves, and a half serves one round. The worker grants each rank its slot in it, the rank writes its
 message there and marks it ready, the worker unpacks and grants the half for the round after the next. Control words are
-64-bit; what they do not order, the sync's digests would show. The arena is touched when it is made, and its file's name
-goes as soon as everybody has it open.
+64-bit, with a fence on both sides of each: who writes it has written, or read, what it speaks of before, and who has
+seen it looks at that afterwards, also on processors that reorder. The arena is touched when it is made, and its file's
+name goes as soon as everybody has it open.
 
 In device memory that is opened by others (`DeviceReceiver`, `DeviceSender`) only the data lies on the device; the
 control words stay in a file of the host.
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from mrl.errors import EnvironmentFault
 from mrl.platforms.hosting import get_hosting
+from mrl.platforms.memory_fence import memory_fence
 from mrl.platforms.transfer import Transfer
 from mrl.reshard.messages import Message
 from mrl.reshard.setup import SyncSetup, route
@@ -157,6 +159,7 @@ class SharedMemoryReceiver:
         for message in self._rounds[self._granted]:
             words = self._words(half, message)
             words[_OFFSET], words[_NBYTES], words[_READY], words[_PLAN] = offset, message.nbytes, 0, self._plan_word
+            memory_fence()
             words[_GRANTED] = sequence_number(self._update, message)
             offset += aligned(message.nbytes)
             self._half_of[message.round] = half
@@ -179,6 +182,7 @@ class SharedMemoryReceiver:
             return words[_READY] != 0
 
         wait_until(ready, self._timeout, f"{who}: nothing came")
+        memory_fence()
         arrived = words[_READY], words[_NBYTES], words[_PLAN]
         if arrived != (sequence_number(self._update, message), message.nbytes, self._plan_word):
             raise TransferError(
@@ -192,6 +196,7 @@ class SharedMemoryReceiver:
         return self._data.device == self._transfer.device
 
     def release(self, messages: Sequence[Message]) -> None:
+        memory_fence()  # they have been read
         for message in messages:
             self._words(self._half_of[message.round], message)[_GRANTED] = 0
         self._grant()
@@ -246,6 +251,7 @@ class SharedMemorySender:
         wait_until(
             lambda: self._is_granted(message), self._timeout, f"{who}: rank {self._rank} got no room for its message"
         )
+        memory_fence()
         words = self._granted_words(message)
         if (words[_NBYTES], words[_PLAN]) != (message.nbytes, self._plan_word):
             raise TransferError(
@@ -282,6 +288,7 @@ class SharedMemorySender:
         if (staged := self._staged.pop(message.worker, None)) is not None:
             self._data[message.worker][words[_OFFSET] : words[_OFFSET] + message.nbytes].copy_(staged)
         self._transfer.synchronize()
+        memory_fence()
         words[_READY] = sequence_number(self._update, message)
         self._posted.append(message)
 
