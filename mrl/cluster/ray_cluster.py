@@ -4,17 +4,17 @@ Ray listens on all addresses, with a token.
 """
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mrl.cluster.prerequisites import check_size, needed_resources, own_cpus, ray_address, unreachable
+from mrl.cluster.ray_folder import ray_folder, remove_folders_of_the_dead
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
 from mrl.model.device_grid import rank_order
@@ -28,19 +28,17 @@ def ray_cluster(config: RunConfig, actor: bool = True) -> Iterator[None]:
     Raises EnvironmentFault when the cluster is unreachable or too small; without `actor` only the engines have to fit.
     """
     address = ray_address(config)
-    folder = None if address else tempfile.mkdtemp(prefix="mrl-ray-", dir="/tmp")  # short: Ray puts sockets below it
+    remove_folders_of_the_dead()
     few_heaps()
-    try:
+    with ExitStack() as stack:
+        folder = None if address else stack.enter_context(ray_folder())
+        stack.callback(ray.shutdown)
         _connect(address, folder)
         check_size(config, ray.cluster_resources(), actor=actor)
         yield
-    finally:
-        ray.shutdown()
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _connect(address: str | None, folder: str | None) -> None:
+def _connect(address: str | None, folder: Path | None) -> None:
     quiet = {"log_to_driver": False, "logging_level": "warning", "namespace": f"mrl-{os.getpid()}"}
     try:
         if address is None:
@@ -48,7 +46,7 @@ def _connect(address: str | None, folder: str | None) -> None:
                 address="local",
                 num_cpus=own_cpus(),
                 include_dashboard=False,
-                _temp_dir=folder,
+                _temp_dir=str(folder),
                 _node_ip_address="127.0.0.1",
                 **quiet,
             )
