@@ -27,7 +27,7 @@ from mrl.extras.report.sections import curve_charts, run_page
 from mrl.extras.report.settings import read_settings
 from mrl.extras.report.verdict import verdict
 from mrl.record.attempts import attempt, read_attempts
-from mrl.record.run_dir import RunDir
+from mrl.record.run_dir import RunDir, json_line, read_metrics
 from mrl.record.shown_rows import extreme_rows, read_shown_rows, write_shown_rows
 
 RISING = {0: [0.0] * 8 + [1.0] * 8, 6: [0.0] * 2 + [1.0] * 14}
@@ -265,6 +265,70 @@ def test_a_finished_run_is_judged_by_its_held_out_scores(tmp_path, scores, words
     assert said.headline.startswith("Finished, 6 of 6 steps. ") and words in said.headline and said.tone == tone
 
 
+def without_lines(run: RunDir, *steps: int) -> None:
+    rows = [row for row in read_metrics(run.metrics) if row[STEP] not in steps]
+    run.metrics.write_text("".join(map(json_line, rows)))
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ((5, 6), "steps 5 to 6"),
+        ((6,), "step 6"),
+        ((3,), "step 3"),
+        ((1,), "step 1"),
+        ((1, 3, 5, 6), "steps 1, 3 and 5 to 6"),
+        ((1, 2, 3, 4, 5, 6), "steps 1 to 6"),
+    ],
+)
+@pytest.mark.parametrize("total_is_known", [True, False])
+def test_a_run_whose_lines_are_missing_is_not_finished(tmp_path, lost, words, total_is_known):
+    """It ended well; of its six steps the end, or one in between, has no line."""
+    run = write_run(tmp_path / "run", World(held_out=RISING))
+    with attempt(run.path, 0, {}):
+        without_lines(run, *lost)
+    if not total_is_known:
+        run.config.write_text(
+            re.sub(r"total_training_steps: \d+", "total_training_steps: null", run.config.read_text())
+        )
+        (run.checkpoints / "step-6").mkdir()
+    if len(lost) == 6:
+        run.metrics.write_text(json_line({STEP: 0}))
+    said = verdict(read_run(run.path))
+    assert f"Ended with exit code 0, but metrics.jsonl has no line of {words}. " in said.headline
+    assert said.tone == "bad" and "Finished" not in said.headline and "bring metrics.jsonl back" in said.next_steps[0]
+
+
+def test_a_gap_of_a_run_that_was_stopped_or_goes_on_is_said_beside_why(tmp_path):
+    run = write_run(tmp_path / "run", World(steps=5))
+    without_lines(run, 2)
+    (run.checkpoints / "step-6").mkdir()
+    ended_by(run.path, Interrupted("stopped by SIGTERM"))
+    said = verdict(read_run(run.path))
+    assert "stopped by SIGTERM" in said.headline
+    assert any("no line of steps 2 and 6" in step for step in said.next_steps)
+    again = RunDir.open(run.path, "", resume=True)
+    said = verdict(read_run(run.path))  # the checkpoint of a step stands before its line
+    assert said.headline.startswith("Running") and any("no line of step 2." in step for step in said.next_steps)
+    again.close()
+
+
+def test_a_run_that_began_from_anothers_checkpoint_lacks_nothing_before_it(tmp_path):
+    run = write_run(tmp_path / "run")
+    without_lines(run, 1, 2)
+    assert verdict(read_run(run.path)).headline.startswith("Finished")  # of an older version, which wrote no starts
+    with attempt(run.path, 2, {}):
+        pass
+    assert verdict(read_run(run.path)).headline.startswith("Finished, 6 of 6 steps")
+
+
+def test_many_gaps_are_counted(tmp_path):
+    run = write_run(tmp_path / "run", World(steps=14, total=14, with_samples=False))
+    with attempt(run.path, 0, {}):
+        without_lines(run, 1, 3, 5, 7, 9, 11, 13)
+    assert "no line of steps 1, 3, 5, 7 and 3 others." in verdict(read_run(run.path)).headline
+
+
 def ended_by(path, error) -> None:
     with pytest.raises(type(error)), attempt(path, 0, {"torch": "2"}):
         raise error
@@ -489,7 +553,7 @@ def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch,
     @contextmanager
     def open_run(resolved, resume, views):
         assert list(views) == ["report"]
-        with attempt(write_run(folder, World(steps=3)).path, 0, {}):
+        with attempt(write_run(folder, World(steps=3, total=3)).path, 0, {}):
             yield SimpleNamespace(state=SimpleNamespace(step=3), run_dir=SimpleNamespace(path=folder))
 
     def train(_):
@@ -509,4 +573,4 @@ def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch,
     else:
         main(arguments)
     assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
-    assert ("exit code 1: a defect" if error else "Finished, 3 of 6 steps") in (folder / "report.html").read_text()
+    assert ("exit code 1: a defect" if error else "Finished, 3 of 3 steps") in (folder / "report.html").read_text()

@@ -79,8 +79,24 @@ class RunRecord:
     @property
     def finished(self) -> bool:
         """Whether nothing of the run is left to do."""
-        ended = bool(self.attempts) and self.attempts[-1].exit_code == 0
-        return not self.running and (ended or (not self.attempts and self.last_step == self.total_steps))
+        return not self.running and (self._ended_well or (not self.attempts and self.last_step == self.total_steps))
+
+    @property
+    def _ended_well(self) -> bool:
+        return bool(self.attempts) and self.attempts[-1].exit_code == 0
+
+    @cached_property
+    def missing_steps(self) -> tuple[int, ...]:
+        """Steps that were done and have no line: in between, up to the newest checkpoint, or, where the last start
+        ended well, up to the last step of the run.
+        """
+        first = min((attempt.step for attempt in self.attempts), default=min(self.by_step, default=1) - 1)
+        done = [self.last_step]
+        if not self.running:  # a step is saved before its line is written
+            done += self.checkpoints
+        if self.finished and self._ended_well:
+            done.append(self.total_steps or 0)
+        return tuple(step for step in range(first + 1, max(done) + 1) if step not in self.by_step)
 
     @cached_property
     def checkpoints(self) -> tuple[int, ...]:

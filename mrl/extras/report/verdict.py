@@ -12,6 +12,10 @@ from mrl.extras.report.run_record import RunRecord
 
 Tone = Literal["good", "plain", "warn", "bad"]
 CUT_OFF, UNIFORM, FLAT_ENTROPY = 0.2, 0.5, 0.1
+TOLD = 5  # stretches of missing steps
+_OF_OTHER_LINES = (
+    "All of this page is of the lines that are there: bring metrics.jsonl back from a copy, and see what shortened it."
+)
 FIRST_SHARE = 10  # the start and the end of a curve: a tenth of it each, one point at least
 
 
@@ -69,6 +73,9 @@ def _state(run: RunRecord) -> _State:
     done = f"{run.last_step} of {run.total_steps} steps" if run.total_steps else f"{run.last_step} steps"
     if run.running:
         return _State("plain", f"Running, {done}")
+    if run.finished and run.missing_steps:
+        lines = f"metrics.jsonl has no line of {_steps_words(run.missing_steps)}"
+        return _State("bad", f"Ended with exit code 0, but {lines}", _OF_OTHER_LINES)
     if run.finished:
         return _State("plain", f"Finished, {done}")
     last = run.attempts[-1] if run.attempts else None
@@ -102,6 +109,21 @@ def _state(run: RunRecord) -> _State:
             return _State(
                 "bad", f"Failed after {done}, exit code {code}: {last.message}", f"See Incidents below; {resume}."
             )
+
+
+def _steps_words(steps: Sequence[int]) -> str:
+    """Steps in words, as `step 3`, or `steps 3, 5 to 9 and 11`."""
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and step == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], step]
+        else:
+            ranges.append([step])
+    words = [" to ".join(map(str, each)) for each in ranges]
+    if len(words) > TOLD:
+        words[TOLD - 1 :] = [f"{sum(step >= ranges[TOLD - 1][0] for step in steps)} others"]
+    listed = " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+    return f"step{'s' if len(steps) > 1 else ''} {listed}"
 
 
 def _newest(run: RunRecord) -> str:
@@ -154,7 +176,9 @@ def _start_and_end(run: RunRecord, name: str) -> tuple[float, float] | None:
 
 
 def _cures(run: RunRecord) -> Iterator[str]:
-    """What a number of the last steps asks for, the gravest first."""
+    """What missing lines, and a number of the last steps, ask for, the gravest first."""
+    if run.missing_steps and not run.finished:
+        yield f"metrics.jsonl has no line of {_steps_words(run.missing_steps)}. {_OF_OTHER_LINES}"
     verified = run.curves.get("reshard/verified")
     if run.settings.text("reshard.verify_every") == "1" and verified is not None and (verified.values < 1).any():
         yield (
