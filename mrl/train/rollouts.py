@@ -115,6 +115,16 @@ def check_finite(rows: SampleRows) -> None:
         )
 
 
+def check_not_all_empty(rows: SampleRows) -> None:
+    """Raises DataError when no response has a token. Some may be empty: they have their rewards, and no gradient."""
+    if rows.response_lengths.any():
+        return
+    raise DataError(
+        f"all {len(rows)} responses of the step are empty, and there is nothing to train on: the engines ended every "
+        "request before its first token. See logs/engine-N.log in the run directory for why, cure it, and pass --resume"
+    )
+
+
 def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: int) -> int:
     """Seed of response `index` of a prompt in a step; 48 bits, which every engine and platform accepts.
 
@@ -174,7 +184,11 @@ def rollouts_of(
     cursor: DataCursor,
     metrics: dict[str, float],
 ) -> Rollouts:
-    """What a step trains on, from the samples and results that were chosen for it; `metrics`: of their generation."""
+    """What a step trains on, from the samples and results that were chosen for it; `metrics`: of their generation.
+
+    Raises DataError where every response is empty.
+    """
+    check_not_all_empty(samples.rows)
     rewards = rewards_after_penalties(config, samples.rows, results)
     if config.algorithm.overlong_buffer.enable:
         metrics = metrics | {

@@ -71,14 +71,12 @@ def corrections(algorithm: AlgorithmConfig, step: TrainedStep) -> tuple[RowValue
         metrics |= correction_metrics(of_rows)
     if "from_rollout" in of_rows:
         metrics["ran/anchor/rollout"] = total(of_rows["from_rollout"])
-    _check_something_left(algorithm, step.rows, of_rows["trained"], metrics)
+    _check_something_left(algorithm, of_rows["trained"], metrics)
     return of_rows, metrics
 
 
-def _check_something_left(
-    algorithm: AlgorithmConfig, rows: SampleRows, trained: np.ndarray, metrics: dict[str, float]
-) -> None:
-    if trained.any() or not rows.response_lengths.any():
+def _check_something_left(algorithm: AlgorithmConfig, trained: np.ndarray, metrics: dict[str, float]) -> None:
+    if trained.any():
         return
     dropped, cures = [], []
     if algorithm.overlong_filter:

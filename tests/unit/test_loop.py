@@ -41,6 +41,7 @@ class World:
     def __init__(self):
         self.calls, self.lines, self.results = [], [], []
         self.run, self.signal_in = None, ""  # SIGTERM comes to the run in this call
+        self.empty = 0  # responses without a token, of a step
 
     def note(self, call):
         self.calls.append(call)
@@ -53,9 +54,10 @@ class World:
     def generate(self, requests, sampling, on_arrival):
         self.note("generate")
         reasons, ids, log_probs = ("length", "stop"), (5, 6), (-1.0, -1.0)
+        of_lengths = [0 if i < self.empty else 2 for i in range(len(requests))]
         done = stored([
-            Sample(r.prompt_id, r.group_id, i, r.seed, r.prompt_ids, ids, log_probs, reasons[i % 2], 0) for i,
-            r in enumerate(requests)
+            Sample(r.prompt_id, r.group_id, i, r.seed, r.prompt_ids, ids[:n], log_probs[:n], reasons[i % 2], 0)
+            for i, (r, n) in enumerate(zip(requests, of_lengths, strict=True))
         ])  # fmt: skip
         on_arrival([Arrived(done, "engine 0")])
         return done
@@ -222,6 +224,24 @@ def test_a_step_of_a_run_that_lost_its_directory_ends_before_its_first_file(worl
     with pytest.raises(LostLock):
         loop.train_step(run)
     assert not list(run.run_dir.samples.iterdir()) and "update" not in world.calls and not world.lines
+
+
+@pytest.mark.parametrize("settings", [(), ("algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=2")])
+def test_a_step_of_empty_responses_ends_before_anything_is_computed_or_written(world, tmp_path, settings):
+    run = run_of(world, tmp_path, *settings)
+    world.empty = 4
+    with pytest.raises(DataError, match=r"all 4 responses of the step are empty.*logs/engine"):
+        loop.train_step(run)
+    assert world.calls == ["offload", "generate", "rewards"] and run.state == TrainState()
+    assert not list(run.run_dir.samples.iterdir())
+
+
+@pytest.mark.parametrize("empty", [1, 3])
+def test_a_step_is_trained_on_as_long_as_one_response_has_a_token(world, tmp_path, empty):
+    run = run_of(world, tmp_path)
+    world.empty = empty
+    loop.train_step(run)
+    assert run.state.step == 1 and world.lines[0][1]["response_length/mean"] == 2 * (4 - empty) / 4
 
 
 ON_POLICY = ("algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=2")
