@@ -176,6 +176,13 @@ def test_with_devices_of_their_own_nothing_is_handed_over():
     assert devices.calls == ["sync 4", "actor off", "sync 5"] and placement.seconds() == {}
 
 
+@pytest.mark.parametrize("step", [1, 2, 3, 1000])
+def test_a_run_that_goes_on_brings_its_weights_to_engines_that_have_loaded_those_of_step_0(step):
+    devices = Devices()
+    Separate(devices, devices).begin(step)
+    assert devices.calls == [f"sync {step}"]
+
+
 # --- the gate ---------------------------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,15 @@ def test_best_and_worst_are_the_mean_over_all_draws(k):
         )
 
 
+def test_a_prompts_best_and_worst_have_their_own_numbers():
+    """One of four is right: of k draws one is with chance 1 - (3/4)^k, and all are with chance (1/4)^k."""
+    found = prompt_metrics(Answers("a", {"reward": [0.0, 1.0, 0.0, 0.0]}))["reward"]
+    for k in (2, 4):
+        for name, chance in ((f"best@{k}", 1 - 0.75**k), (f"worst@{k}", 0.25**k)):
+            assert found[f"{name}/mean"] == pytest.approx(chance)
+            assert found[f"{name}/std"] == pytest.approx(np.sqrt(chance * (1 - chance)))
+
+
 def test_a_majority_is_near_the_mean_over_all_draws():
     values, preds, k = [1.0, 1.0, 0.0, 0.0, 0.0], ["a", "a", "b", "c", "c"], 3
 

@@ -1,0 +1,151 @@
+"""What a load brings back beside tensors: the numbers that generators draw next, and the rate of the next update.
+
+The actor is a stand-in of one rank without parameters; the file, the manifest and the load are the real ones.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from test_checkpoints import CONFIG
+
+from mrl.checkpoint.manifest import WEIGHTS_ONLY, WITH_OPTIMIZER, Manifest, write_manifest
+from mrl.checkpoint.rank_load import load_rank
+from mrl.checkpoint.rank_save import HostCopy
+from mrl.config.schema import OptimConfig
+from mrl.errors import EnvironmentFault
+from mrl.megatron.optimizer import build_scheduler, current_lr
+from mrl.model import model_spec
+
+EXPERTS = "expert-parallel-rng"
+WARM_UP = {"lr": 8.0, "lr_warmup_steps": 8}  # update k, from 1, has rate k
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path_factory.mktemp('store') / 'rendezvous'}", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def without_parameters(monkeypatch):
+    monkeypatch.setattr("mrl.checkpoint.rank_parameters.source_shards", lambda model, layout, rank: [])
+
+
+@pytest.fixture
+def experts():
+    """The generator that Megatron's tracker has for experts. It and torch's are afterwards what they were before."""
+    tracker, generator = get_cuda_rng_tracker(), torch.Generator().manual_seed(3)
+    before = tracker.get_states()
+    tracker.set_states({EXPERTS: generator})
+    with torch.random.fork_rng(devices=[]):
+        yield generator
+    tracker.set_states(before)
+
+
+class Device:
+    """A platform whose generator is another than the host's."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(2)
+
+    def rng_state(self) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.generator.set_state(state)
+
+
+def an_actor(tensor: int = 1, **optim) -> SimpleNamespace:
+    """One rank of `tensor`, of rates `optim`."""
+    optimizer = SimpleNamespace(param_groups=[{"default_config": True}], chained_optimizers=[])
+    layout = SimpleNamespace(model_dump=lambda: {"tensor_model_parallel_size": tensor})
+    residence = SimpleNamespace(using=lambda *kinds: nullcontext(), require=lambda *kinds: None)
+    return SimpleNamespace(
+        config=SimpleNamespace(actor=SimpleNamespace(layout=layout), model=SimpleNamespace(dtype="float32", path="m")),
+        rank=0, layout=SimpleNamespace(world_size=1), model=model_spec(CONFIG), chunks=[], platform=Device(),
+        residence=residence, optimizer=optimizer, scheduler=build_scheduler(OptimConfig(**optim), optimizer, None),
+        num_updates=0,
+    )  # fmt: skip
+
+
+def saved(actor: SimpleNamespace, folder, trainer: dict | None = None):
+    """The folder of a checkpoint of it."""
+    copy = HostCopy()
+    copy.take(actor)
+    layout = actor.config.actor.layout.model_dump()
+    write_manifest(folder, Manifest(1, layout, "float32", CONFIG, (copy.write(folder),), trainer or {}, {}))
+    return folder
+
+
+def drawn(actor: SimpleNamespace, experts: torch.Generator) -> list[float]:
+    """The next number of each generator."""
+    generators = (torch.default_generator, actor.platform.generator, experts)
+    return [float(torch.rand((), generator=generator)) for generator in generators]
+
+
+def test_after_a_load_every_generator_draws_what_it_would_have_drawn_after_the_save(tmp_path, experts):
+    actor = an_actor()
+    torch.manual_seed(1)
+    drawn(actor, experts)
+    folder = saved(actor, tmp_path)
+    expected = drawn(actor, experts)
+    assert drawn(actor, experts) != expected
+    load_rank(actor, folder)
+    assert drawn(actor, experts) == expected and len(set(expected)) == 3
+
+
+@pytest.mark.parametrize("why", ["another layout", "converted"])
+def test_generators_go_on_where_the_checkpoint_has_no_states_for_these_ranks(tmp_path, experts, why):
+    trainer = {"converted": WITH_OPTIMIZER} if why == "converted" else {}
+    folder = saved(an_actor(), tmp_path, trainer)
+    actor = an_actor(tensor=2 if why == "another layout" else 1)
+    states = [g.get_state() for g in (torch.default_generator, actor.platform.generator, experts)]
+    expected = [float(torch.rand((), generator=torch.Generator().manual_seed(0).set_state(s))) for s in states]
+    load_rank(actor, folder)
+    assert drawn(actor, experts) == expected
+
+
+def test_after_a_load_updates_go_on_with_the_rates_that_were_next(tmp_path, experts):
+    actor = an_actor(**WARM_UP)
+    actor.scheduler.step(2)
+    actor.num_updates = 2
+    assert current_lr(actor.optimizer) == 3.0
+    folder = saved(actor, tmp_path)
+    again = an_actor(**WARM_UP)
+    assert current_lr(again.optimizer) == 1.0
+    load_rank(again, folder)
+    assert (current_lr(again.optimizer), again.num_updates) == (3.0, 2)
+    again.scheduler.step(1)
+    assert current_lr(again.optimizer) == 4.0
+
+
+def test_a_changed_schedule_goes_on_from_the_saved_count_and_a_saved_rate_that_is_none_of_its_is_refused(
+    tmp_path, experts
+):
+    actor = an_actor(**WARM_UP)
+    actor.scheduler.step(2)
+    folder = saved(actor, tmp_path)
+    doubled = an_actor(**WARM_UP | {"lr": 16.0})
+    load_rank(doubled, folder)
+    assert current_lr(doubled.optimizer) == 6.0  # the third of eight steps to 16
+    actor.optimizer.param_groups[0]["lr"] = 5.0  # not what its schedule says
+    (tmp_path / "wrong").mkdir()
+    folder = saved(actor, tmp_path / "wrong")
+    with pytest.raises(EnvironmentFault, match=r"comes back as 3\.0, not as 5\.0"):
+        load_rank(an_actor(**WARM_UP), folder)
+
+
+def test_a_checkpoint_of_weights_alone_begins_the_schedule(tmp_path, experts):
+    actor = an_actor(**WARM_UP)
+    actor.scheduler.step(2)
+    folder = saved(actor, tmp_path, {"converted": WEIGHTS_ONLY})
+    again = an_actor(**WARM_UP)
+    load_rank(again, folder)
+    assert current_lr(again.optimizer) == 1.0
