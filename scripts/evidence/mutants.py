@@ -1,0 +1,336 @@
+"""Puts mutants into the code, one at a time, and keeps which unit test sees each.
+
+    scripts/evidence/mutants.sh [WORD ...]     those with a WORD in file or reason; none: all that are not known yet
+    scripts/evidence/mutants.sh --list         the mutants, and what each came to
+
+The mutants are in scripts/evidence/mutants/ROOM.toml: a file, a text that stands in it exactly once, what stands there
+instead, and why that is wrong; with `equivalent`, why nobody can see it. One whose text is not there exactly once is
+stale and ends the script before anything runs.
+
+Each is put into a clone of the committed tree. First the unit tests run whose files name the mutated module, then, if
+all of them pass, those whose helpers do and those that name another module of its package, until the first that fails.
+All of these have to pass without any mutant. Results go to docs/results/mutants.json after each, so that what was
+interrupted goes on.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import xml.etree.ElementTree as xml
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from queue import Queue
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+MUTANTS = Path(__file__).with_name("mutants")
+RESULTS = ROOT / "docs" / "results" / "mutants.json"
+COMMAND = "scripts/evidence/mutants.sh"
+CODE = ("mrl", "tests/unit")  # what results depend on, beside the mutants themselves
+LIMIT_S = 900  # of one run of pytest; a mutant that never ends is seen
+OWN_NAME = re.compile(r"mrl(?:\.\w+)+")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake: `old` stands exactly once in `file`."""
+
+    file: str
+    old: str
+    new: str
+    why: str
+    equivalent: str = ""  # why no test can see it
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of what is changed."""
+        return hashlib.sha256("\0".join((self.file, self.old, self.new)).encode()).hexdigest()[:16]
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the mutated module."""
+        return self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def room(self) -> str:
+        """The package below mrl."""
+        return _room(self.file)
+
+    def applied(self, text: str) -> str:
+        """The file's text with the mistake. Raises ValueError where the mutant is stale."""
+        if (count := text.count(self.old)) != 1 or self.old == self.new:
+            raise ValueError(f"{self.file}: {self.why!r} is stale: its text is there {count} times, not once")
+        changed = text.replace(self.old, self.new)
+        ast.parse(changed)
+        return changed
+
+
+def _room(file: str) -> str:
+    return file.split("/")[1]
+
+
+def read(path: Path) -> list[Mutant]:
+    """Those of one room."""
+    return [Mutant(**row) for row in tomllib.loads(path.read_text())["mutant"]]
+
+
+def mutants() -> list[Mutant]:
+    """All of them, in the order of files. Raises SystemExit naming those that are stale."""
+    listed = [
+        Mutant(**row) for path in sorted(MUTANTS.glob("*.toml")) for row in tomllib.loads(path.read_text())["mutant"]
+    ]
+    wrong = []
+    for mutant in listed:
+        try:
+            mutant.applied((ROOT / mutant.file).read_text())
+        except (ValueError, OSError, SyntaxError) as error:
+            wrong.append(f"{mutant.file}: {mutant.why!r}: {error}")
+    twice = [key for key, count in Counter(mutant.key for mutant in listed).items() if count > 1]
+    if wrong or twice:
+        raise SystemExit("\n".join([*wrong, *(f"a mutant is listed twice: {key}" for key in twice)]))
+    return listed
+
+
+# ---------------------------------------------------------------- which tests
+
+
+def named_modules(path: Path) -> set[str]:
+    """Modules of mrl, and other modules of the tests, that a file of tests imports or names in a string."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.ImportFrom(module=str(module)):
+                found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+            case ast.Import():
+                found |= {alias.name for alias in node.names}
+            case ast.Constant(value=str(text)):
+                found |= {".".join(name.split(".")[:count]) for name in OWN_NAME.findall(text) for count in (2, 3)}
+    return found
+
+
+@dataclass(frozen=True)
+class Named:
+    """Modules that a file of tests names."""
+
+    itself: set[str]
+    reached: set[str]  # through helpers of the tests too
+
+
+def modules_of_tests(folder: Path) -> dict[str, Named]:
+    """By file of tests."""
+    named = {path.stem: named_modules(path) for path in folder.glob("*.py")}
+
+    def reached(stem: str, seen: set[str]) -> set[str]:
+        seen.add(stem)
+        further = [reached(other, seen) for other in sorted(named[stem] & named.keys() - seen)]
+        return named[stem].union(*further)
+
+    return {f"{stem}.py": Named(named[stem], reached(stem, set())) for stem in named if stem.startswith("test_")}
+
+
+def stages(mutant: Mutant, modules: dict[str, Named]) -> Iterator[tuple[str, list[str]]]:
+    """("direct", files that name the module), ("helper", those whose helpers do), ("package", those that name another
+    module of its package).
+    """
+    package = mutant.module.rpartition(".")[0] + "."
+    direct = [file for file, named in modules.items() if mutant.module in named.itself]
+    helper = [file for file, named in modules.items() if mutant.module in named.reached]
+    near = [file for file, named in modules.items() if any(name.startswith(package) for name in named.itself)]
+    yield "direct", direct
+    yield "helper", [file for file in helper if file not in direct]
+    yield "package", [file for file in near if file not in (*direct, *helper)]
+
+
+# ---------------------------------------------------------------- runs
+
+
+class Copy:
+    """A clone of the committed tree, in which one mutant at a time is put."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._changes = 0
+        _git("clone", "--quiet", "--shared", str(ROOT), str(folder))
+
+    @contextmanager
+    def mutated(self, mutant: Mutant) -> Iterator[None]:
+        """While it lasts the mutant is there."""
+        path = self.folder / mutant.file
+        text = path.read_text()
+        self._write(path, mutant.applied(text))
+        try:
+            yield
+        finally:
+            self._write(path, text)
+
+    def _write(self, path: Path, text: str) -> None:
+        """Compiled files go by whole seconds and sizes, so each content has a second of its own."""
+        path.write_text(text)
+        self._changes += 1
+        os.utime(path, (self._changes * 10, self._changes * 10))
+
+    def pytest(self, files: Iterable[str], *arguments: str, limit_s: float | None = None) -> tuple[int, str]:
+        """Exit code and output. A run that takes longer than it may has code -1."""
+        tests = [f"tests/unit/{file}" for file in files]
+        command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", *arguments, *tests]
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=os.environ | {"PYTHONPATH": str(self.folder)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return -1, ""
+
+
+def baseline(copy: Copy, files: list[str]) -> dict[str, float]:
+    """Seconds of each file of tests without a mutant. Raises SystemExit where one fails."""
+    with TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        code, output = copy.pytest(files, f"--junitxml={report}")
+        if code:
+            raise SystemExit(f"without any mutant:\n{output[-4000:]}")
+        seconds: Counter[str] = Counter()
+        for case in xml.parse(report).getroot().iter("testcase"):
+            seconds[f"{case.get('classname').split('.')[2]}.py"] += float(case.get("time"))
+    return dict(seconds)
+
+
+def judged(copy: Copy, mutant: Mutant, modules: dict[str, Named], seconds: dict[str, float]) -> dict:
+    """The row of a mutant: which test sees it, if any does."""
+    began = time.monotonic()
+    row = {"file": mutant.file, "why": mutant.why, "key": mutant.key, "result": "survived", "by": ""}
+    with copy.mutated(mutant):
+        for stage, files in stages(mutant, modules):
+            if not files:
+                continue
+            code, output = copy.pytest(sorted(files, key=lambda file: seconds.get(file, 0.0)), "-x", limit_s=LIMIT_S)
+            if code:
+                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+                row |= {"result": "killed", "stage": stage, "by": failed[1] if failed else f"exit code {code}"}
+                break
+    if mutant.equivalent:
+        row |= {"equivalent": mutant.equivalent, "result": "equivalent" if row["result"] == "survived" else "killed"}
+    return row | {"seconds": round(time.monotonic() - began, 1)}
+
+
+# ---------------------------------------------------------------- results
+
+
+def stored() -> dict[str, dict]:
+    """Rows by mutant."""
+    return {row["key"]: row for row in json.loads(RESULTS.read_text())["mutants"]} if RESULTS.exists() else {}
+
+
+def write_results(rows: dict[str, dict], listed: list[Mutant]) -> None:
+    """Of the mutants that are listed, in their order."""
+    kept = [rows[mutant.key] for mutant in listed if mutant.key in rows]
+    counts = Counter(row["result"] for row in kept)
+    rooms: dict[str, Counter[str]] = {}
+    for row in kept:
+        rooms.setdefault(_room(row["file"]), Counter())[row["result"]] += 1
+    killable = counts["killed"] + counts["survived"]
+    data = {
+        "command": COMMAND,
+        "listed": len(listed),
+        "counts": counts,
+        "killed_share": round(counts["killed"] / killable, 4) if killable else None,
+        "seconds": round(sum(row["seconds"] for row in kept), 1),
+        "rooms": {room: dict(of_room) for room, of_room in sorted(rooms.items())},
+        "mutants": kept,
+    }
+    RESULTS.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def where() -> dict:
+    """The commit, its code and the machine. Raises SystemExit where the code has changes that are not committed."""
+    if changed := _git("status", "--porcelain", "--", *CODE, "scripts/evidence"):
+        raise SystemExit(f"commit these first, results name a commit:\n{changed}")
+    trees = _git("rev-parse", *(f"HEAD:{path}" for path in CODE)).split()
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "code": "-".join(tree[:12] for tree in trees),
+        "date": time.strftime("%Y-%m-%d"),
+        "load": round(os.getloadavg()[0], 2),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def chosen(listed: list[Mutant], words: list[str], rows: dict[str, dict], code: str) -> list[Mutant]:
+    """By word; without any, those without a row of this code."""
+    if words:
+        return [m for m in listed if any(word in f"{m.file} {m.why}" for word in words)]
+    return [m for m in listed if rows.get(m.key, {}).get("code") != code]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at once")
+    arguments = parser.parse_args()
+    listed, rows = mutants(), stored()
+    if arguments.list:
+        print(*(f"{rows.get(m.key, {}).get('result', '-'):12}{m.file}: {m.why}" for m in listed), sep="\n")
+        return
+    at = where()
+    run(chosen(listed, arguments.words, rows, at["code"]), listed, rows, at, arguments.jobs)
+
+
+def run(todo: list[Mutant], listed: list[Mutant], rows: dict[str, dict], at: dict, jobs: int) -> None:
+    """Judges `todo`, several at once. Raises SystemExit where one that is said to be equivalent is seen."""
+    modules = modules_of_tests(ROOT / "tests" / "unit")
+    with TemporaryDirectory() as folder:
+        copies = Queue[Copy]()
+        for number in range(jobs):
+            copies.put(Copy(Path(folder) / str(number)))
+        needed = sorted({file for m in todo for _, files in stages(m, modules) for file in files})
+        seconds = _known_baseline(copies.queue[0], needed, at["code"])
+
+        def judge(mutant: Mutant) -> None:
+            copy = copies.get()
+            row = judged(copy, mutant, modules, seconds) | at
+            copies.put(copy)
+            rows[mutant.key] = row
+            write_results(rows, listed)
+            print(f"{row['result']:12}{row['seconds']:6.1f} s  {mutant.file}: {mutant.why}  {row['by']}", flush=True)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(judge, todo))
+    if wrong := [m for m in listed if m.equivalent and rows.get(m.key, {}).get("result") == "killed"]:
+        raise SystemExit("\n".join(f"{m.file}: {m.why!r} is said to be equivalent, and a test sees it" for m in wrong))
+
+
+def _known_baseline(copy: Copy, needed: list[str], code: str) -> dict[str, float]:
+    """Of files whose seconds are known for this code nothing runs."""
+    path = ROOT / "runs" / "mutants" / f"{code}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if missing := [file for file in needed if file not in known]:
+        known |= dict.fromkeys(missing, 0.0) | baseline(copy, missing)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(known))
+    return known
+
+
+if __name__ == "__main__":
+    main()
