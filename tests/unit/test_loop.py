@@ -218,7 +218,6 @@ def test_a_step_goes_through_its_phases_in_order_and_advances_the_state(world, t
     assert len(read_samples(run.run_dir.samples, 2)) == 4
 
 
-<<<<<<< HEAD
 def test_a_step_of_a_run_that_lost_its_directory_ends_before_its_first_file(world, tmp_path):
     run = run_of(world, tmp_path)
     (run.run_dir.path / "run.lock.1").rename(run.run_dir.path / "run.lock.2")
@@ -243,9 +242,10 @@ def test_a_step_is_trained_on_as_long_as_one_response_has_a_token(world, tmp_pat
     world.empty = empty
     loop.train_step(run)
     assert run.state.step == 1 and world.lines[0][1]["response_length/mean"] == 2 * (4 - empty) / 4
-=======
+
+
 def test_a_run_that_goes_on_syncs_before_it_generates_and_a_new_one_has_nothing_to_sync(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(Saver, "save_last", lambda saver, state: None)
+    monkeypatch.setattr(Saver, "save_last", lambda saver, state, metrics: None)
     run = run_of(world, tmp_path)
     run.state = TrainState(step=1)
     loop.train(run)
@@ -254,7 +254,6 @@ def test_a_run_that_goes_on_syncs_before_it_generates_and_a_new_one_has_nothing_
     world.calls.clear()
     loop.train(run_of(world, tmp_path / "new"))
     assert world.calls.index("generate") < world.calls.index("sync 1") and world.calls[-1] == "sync 2"
->>>>>>> abe6abf (Unit tests see what a load brings back, what clips an update and what guards it)
 
 
 ON_POLICY = ("algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=2")
