@@ -240,7 +240,8 @@ def test_time_without_requests_and_time_that_is_excused_do_not_count(monkeypatch
     fleet.pass_time(8, "stopped")
     fleet.pass_time(100)
     fleet.pass_time(108, "stopped")
-    fleet.progress.excuse()
+    fleet.progress.pause()
+    fleet.progress.resume()
     fleet.pass_time(116, "stopped")
     fleet.now = 300.0
     fleet.progress.begin("stopped")
