@@ -193,6 +193,14 @@ class ActorGroup:
         """Every rank copies its part of a checkpoint to host memory; the bytes that writing all of them will need."""
         return sum(self.call("take_checkpoint"))
 
+    def are_free(self, within_s: float) -> bool:
+        """Whether every rank answers in that time: one that sends weights to an engine that is lost does not."""
+        try:
+            gather(self.refs("host"), within_s, "asking the ranks")
+        except Interrupted:
+            return False
+        return True
+
     def write_checkpoint(self, folder: Path) -> list[dict]:
         """Every rank writes the copy it took, while it answers other calls; its parts of the manifest in rank order.
 

@@ -42,6 +42,9 @@ from mrl.train.update import advantages, corrections, old_log_probs, update
 from mrl.train.validation import validate
 
 
+RANKS_FREE_S = 30.0  # for ranks to end what they are at once the run ends
+
+
 def train(run: Run) -> None:
     """Trains until the last step. Whatever ends it before in good order, what is whole on the ranks is saved."""
     try:
@@ -67,6 +70,9 @@ def save_whole(run: Run, error: MrlError) -> None:
         return
     if lost:
         run.placement.give_up_engines()
+    if not run.actor.are_free(RANKS_FREE_S):
+        print(f"error: step {run.state.step} is not saved: the ranks still wait for what is lost", flush=True)
+        return
     try:
         run.saver.save_last(run.generation.given_up(run.state), run.line)
     except Interrupted as another:

@@ -40,6 +40,7 @@ class World:
 
     def __init__(self):
         self.calls, self.lines, self.results = [], [], []
+        self.are_stuck = False  # the ranks, in a transfer to an engine that is lost
         self.run, self.signal_in = None, ""  # SIGTERM comes to the run in this call
         self.empty = 0  # responses without a token, of a step
 
@@ -84,6 +85,9 @@ class World:
         parts = [{"actor/grad_norm": (norm, 1.0), "actor/skipped_updates": (0.0, 1.0)} for norm in (1.0, 3.0)]
         first = replica is self.ranks.replicas[0]
         return [*(parts if first else []), {"perf/update_s": (0.5 if first else 0.25, 1.0)}]
+
+    def are_free(self, within_s):
+        return not self.are_stuck
 
     def memory_used(self):
         return 3 * GIB
@@ -422,6 +426,15 @@ def test_what_is_whole_on_the_ranks_is_saved_when_an_engine_is_lost(shared, tmp_
     saved = [] if call == "update" else [(whole, set())]
     assert shared.taken == saved and run.saver.saved_step == (whole if saved else 0)
     assert run.line["training/epoch"] == 0.0 and "critic/score/mean" in run.line
+
+
+def test_ranks_that_are_stuck_in_a_transfer_to_a_lost_engine_are_not_waited_for(shared, tmp_path, monkeypatch, capsys):
+    run = after_a_step(shared, tmp_path)
+    shared.are_stuck = True
+    shared.lost, shared.lost_in = "engine 1", "transfer"
+    go_on(run, monkeypatch)
+    assert shared.taken == []
+    assert "step 2 is not saved: the ranks still wait for what is lost" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", [DataError("rewards fail"), EnvironmentFault("no disk")])
