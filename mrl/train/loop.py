@@ -41,7 +41,6 @@ from mrl.train.shown_rows import record_shown_rows
 from mrl.train.update import advantages, corrections, old_log_probs, update
 from mrl.train.validation import validate
 
-
 RANKS_FREE_S = 30.0  # for ranks to end what they are at once the run ends
 
 
