@@ -36,6 +36,7 @@ WRITTEN_WITH = {
     SAVING: {"timing_s/save_checkpoint"},
     STEPS_AFTER_SAVING: {"perf/checkpoint_write_s"},
     AHEAD: {
+        "timing_s/pause",
         "timing_s/settle",
         *(spec.name for spec in METRICS if spec.name.startswith(("async/", "training/off_policy/"))),
     }
