@@ -26,16 +26,12 @@ class GroupBuffer:
         self.next_number = 0
         self.taken = 0  # groups trained on
         self.admitted = -1  # in_order: the last version with which groups were admitted
+        self.frontier = 0  # the oldest number that is neither trained on nor dropped: all before it are settled
         self.settled: set[int] = set()  # trained on or dropped, from the frontier on
         self.counts = Counts()
         self._finished = 0
         self._last: int | None = None  # in_order: the last number that the step will train on; None: to be looked up
         self._unjudged: set[int] = set()  # groups whose rewards are awaited
-
-    @property
-    def frontier(self) -> int:
-        """The oldest number that is neither trained on nor dropped: all before it are settled."""
-        return min(self.groups, default=self.next_number)
 
     @property
     def awaits_rewards(self) -> bool:
@@ -207,7 +203,8 @@ class GroupBuffer:
     def _kept(self, group: Group) -> Group:
         self.groups[group.number] = group
         self._finished += group.state is State.FINISHED
-        self._last = None
+        if len(self.groups) <= self.schedule.batch:
+            self._last = None  # it may be the newest
         if group.is_whole and group.state is State.RUNNING:
             self._unjudged.add(group.number)
         return group
@@ -215,16 +212,21 @@ class GroupBuffer:
     def _gone(self, number: int) -> Group:
         group = self.groups.pop(number)
         self._finished -= group.state is State.FINISHED
-        self._last = None
+        if self._last is not None and number <= self._last:
+            self._last = self._following(self._last)
         self._unjudged.discard(number)
         return group
+
+    def _following(self, number: int) -> int:
+        """The next number that is on its way; the same one where it is the last."""
+        return next((n for n in range(number + 1, self.next_number) if n in self.groups), number)
 
     def _settle(self, number: int) -> None:
         """Keeps what is settled small: numbers before the frontier are not listed."""
         self.settled.add(number)
-        frontier = self.frontier
-        if number <= frontier:
-            self.settled = {settled for settled in self.settled if settled >= frontier}
+        while self.frontier in self.settled:
+            self.settled.remove(self.frontier)
+            self.frontier += 1
 
     def _in(self, number: int, *states: State) -> Group:
         group = self.groups[number]

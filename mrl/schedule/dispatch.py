@@ -11,14 +11,15 @@ What a step needs sooner goes first, then what has more tokens. A request bears 
 to one that was taken back is known for what it is.
 """
 
-import heapq
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mrl.schedule.borders import request_end, version_of
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.engine_loads import EngineLoads
 from mrl.schedule.groups import Cause, Group
+from mrl.schedule.lines import AheadLine, InLine, ReadyLine
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,8 @@ class Dispatcher:
         self.alone: set[int] = set()  # groups of which one is under way at a time
         self.under_way: dict[int, Assignment] = {}
         self._of_group: dict[int, set[int]] = defaultdict(set)  # requests under way
-        self._ready: list[tuple[int, int, int, int, int]] = []  # a heap: priority, number, index, tokens
-        self._ready_tokens = 0
-        self._ahead: list[tuple[int, int]] = []
+        self._ready = ReadyLine()
+        self._ahead = AheadLine()
         self._requests = 0
 
     def admit(self, group: Group) -> None:
@@ -59,11 +59,10 @@ class Dispatcher:
 
     def _line_up(self, group: Group, index: int) -> None:
         if self._is_ahead(group, index):
-            self._ahead.append((group.number, index))
+            self._ahead.add(group.number, index)
         else:
             tokens = group.prompt_tokens + group.lengths[index] + self._allowed(group, index)
-            heapq.heappush(self._ready, (self._first(group), -group.lengths[index], group.number, index, tokens))
-            self._ready_tokens += tokens
+            self._ready.add(InLine(self._first(group), -group.lengths[index], group.number, index, tokens))
 
     @property
     def _in_order(self) -> bool:
@@ -73,9 +72,9 @@ class Dispatcher:
         """in_order: whether the response's next token is of later weights."""
         if not self._in_order:
             return False
-        now, quota = self.buffer.step, self.buffer.schedule.quota
-        trained = now if self.buffer.is_next(group.number) else now + 1  # at the earliest
-        return version_of(group.lengths[index], group.begun, trained, quota) > now
+        now = self.buffer.step
+        later = version_of(group.lengths[index], group.begun, now + 1, self.buffer.schedule.quota) > now
+        return later and not self.buffer.is_next(group.number)  # what the step trains on is finished by its weights
 
     def _first(self, group: Group) -> int:
         """Less for what is needed sooner: a step's number, about."""
@@ -91,30 +90,36 @@ class Dispatcher:
 
     def assignments(self) -> list[Assignment]:
         """Requests to be sent now, in this order."""
-        sent, waiting = list[Assignment](), list[tuple[int, int, int, int, int]]()
+        sent = list[Assignment]()
+        held = list[InLine]()
+        in_line = self._ready.tokens
         room = len(self._ready) if self.window is None else self.window - len(self.under_way)
         while self.is_open and self.loads.free and self._ready and len(sent) < room:
-            entry = heapq.heappop(self._ready)
-            *_, number, index, tokens = entry
-            if self._waits_alone(number):
-                waiting.append(entry)
+            response = self._ready.pop()
+            if self._waits_alone(response.number):
+                held.append(response)
             else:
-                sent.append(self._sent(self.buffer.groups[number], index, tokens))
-        for entry in waiting:
-            heapq.heappush(self._ready, entry)
+                sent.append(self._sent(response, in_line))
+                in_line -= response.tokens
+        for response in held:
+            self._ready.add(response)
         return sent
 
     def _waits_alone(self, number: int) -> bool:
         return number in self.alone and any(self._of_group.get(other) for other in self.alone - {number})
 
-    def _sent(self, group: Group, index: int, tokens: int) -> Assignment:
-        engine = self.loads.place(group.number, tokens, self._ready_tokens)
-        self._ready_tokens -= tokens
+    def _sent(self, response: InLine, in_line: int) -> Assignment:
+        """`in_line`: tokens of all responses that are to be sent now, this one among them."""
+        group = self.buffer.groups[response.number]
+        index = response.index
+        engine = self.loads.place(group.number, response.tokens, in_line)
         self.buffer.start(group.number)
         self._requests += 1
         allowed = self._allowed(group, index)
         kept = group.lengths[index]
-        request = Assignment(self._requests, group.number, index, engine, kept, allowed, tokens, self._in_order)
+        request = Assignment(
+            self._requests, group.number, index, engine, kept, allowed, response.tokens, self._in_order
+        )
         self.under_way[request.request] = request
         self._of_group[group.number].add(request.request)
         return request
@@ -153,28 +158,20 @@ class Dispatcher:
         """The group is dropped; its requests under way, for engines to end. in_order the next takes its place."""
         self.buffer.evict(number, cause)
         ended = self._taken_back(number)
-        self._look_ahead()
+        self._look_ahead(self.buffer.is_next)
         return ended
 
     def _taken_back(self, number: int) -> list[Assignment]:
         requests = [self._back(request) for request in sorted(self._of_group.get(number, ()))]
         self._of_group.pop(number, None)
-        self._leave_lines({number})
+        self._ready.leave(number)
+        self._ahead.leave(number)
         return requests
 
-    def _look_ahead(self) -> None:
-        """Lines up what was ahead and is not any more."""
-        ahead, self._ahead = self._ahead, []
-        for number, index in ahead:
+    def _look_ahead(self, due: Callable[[int], bool]) -> None:
+        """Lines up again what was ahead, of the oldest groups: of all up to the first that is not `due`."""
+        for number, index in self._ahead.pop_while(due):
             self._line_up(self.buffer.groups[number], index)
-
-    def _leave_lines(self, numbers: set[int]) -> None:
-        ready = [entry for entry in self._ready if entry[2] not in numbers]
-        if len(ready) < len(self._ready):
-            heapq.heapify(ready)
-            self._ready = ready
-            self._ready_tokens = sum(tokens for *_, tokens in ready)
-        self._ahead = [entry for entry in self._ahead if entry[0] not in numbers]
 
     def lose(self, engine: str) -> list[Assignment]:
         """The engine is gone: its responses go on elsewhere, from the tokens that came back before.
@@ -188,7 +185,7 @@ class Dispatcher:
             if sent.number not in aside:
                 self._line_up(self.buffer.groups[sent.number], sent.index)
         ended = [sent for number in aside for sent in self._taken_back(number)]
-        self._look_ahead()
+        self._look_ahead(self.buffer.is_next)
         return ended
 
     def join(self, engine: str) -> None:
@@ -218,7 +215,7 @@ class Dispatcher:
         stale = self.buffer.advance()
         ended = [sent for number in stale for sent in self._taken_back(number)]
         self.loads.forget_prefixes()
-        self._look_ahead()
+        self._look_ahead(lambda number: True)
         for number in stale:
             if number in self.buffer.groups:
                 self.admit(self.buffer.groups[number])

@@ -112,6 +112,7 @@ def restored(ledger: Ledger, schedule: Schedule) -> GroupBuffer:
     buffer.next_number = ledger.next_number
     buffer.admitted = ledger.admitted
     buffer.taken = ledger.step * schedule.batch
+    buffer.frontier = ledger.frontier
     buffer.settled = set(ledger.settled)
     buffer.counts = ledger.counts
     for group in ledger.groups:
