@@ -258,6 +258,12 @@ def test_groups_of_one_mind_teach_nothing_under_any_group_estimator(estimator, s
     ).any()
 
 
+@pytest.mark.parametrize("value", [0.1, -0.7, 1 / 3])
+def test_equal_scores_are_whitened_to_exactly_zero_however_their_mean_rounds(value):
+    given = inputs([value] * 3, [0, 1, 2], lengths=[10, 7, 3])
+    assert (compute_advantages("reinforce_plus_plus", given) == 0).all()
+
+
 def test_a_group_of_one_under_the_whitened_estimators():
     """Scores 1 and 0 of a pair and 2 alone: centred 1/2, -1/2 and 2, as its baseline is 0; mean 2/3,
     squares sum 4.5 - 4/3 = 19/6.

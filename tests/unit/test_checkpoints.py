@@ -21,6 +21,7 @@ from mrl.checkpoint.manifest import (
     Manifest,
     RankFiles,
     StoredTensor,
+    check_digest,
     check_digests,
     facts_of,
     file_facts,
@@ -28,10 +29,11 @@ from mrl.checkpoint.manifest import (
     share_of_files,
     write_manifest,
 )
-from mrl.checkpoint.open_checkpoint import open_saved
+from mrl.checkpoint.open_checkpoint import open_saved, whole_tensor
+from mrl.checkpoint.planned_file import file_portions
 from mrl.checkpoint.rank_load import TensorLoader
 from mrl.checkpoint.rank_parameters import RankParameter
-from mrl.checkpoint.step_folders import newest_checkpoint, set_aside, superseded, write_atomically
+from mrl.checkpoint.step_folders import checkpoint_steps, newest_checkpoint, set_aside, superseded, write_atomically
 from mrl.errors import DamagedCheckpoint, EnvironmentFault, NumericAbort
 from mrl.megatron.adam_state import AdamState
 from mrl.model import model_spec, tensor_specs
@@ -136,6 +138,23 @@ def test_parts_of_a_flat_tensor_are_put_together(tmp_path):
     out = torch.zeros(2, 2)
     TensorLoader(path, read_manifest(path)).fill(WEIGHT, [Piece("w", Box(((1, 3), (2, 4))), Box.whole((2, 2)))], out)
     assert out.tolist() == [[6.0, 7.0], [10.0, 11.0]]
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint_and_none_that_is_damaged(tmp_path):
+    path = a_checkpoint(tmp_path, 1)
+    (tmp_path / "step-2").mkdir()
+    assert checkpoint_steps(tmp_path) == [(1, path)]
+    newest = newest_checkpoint(tmp_path)
+    assert (newest.path, newest.damaged) == (path, {})
+
+
+@pytest.mark.parametrize("name", ["../outside", "hf/../../outside", "/etc/hostname"])
+def test_a_manifest_names_no_file_outside_its_folder(tmp_path, name):
+    (tmp_path / "outside").write_text("x")
+    folder = tmp_path / "step-1"
+    (folder / "hf").mkdir(parents=True)
+    with pytest.raises(EnvironmentFault, match="does not list"):
+        check_digest(folder, name, {name: file_facts(tmp_path / "outside")})
 
 
 def test_a_file_is_compared_with_its_digest_when_a_rank_first_needs_it_and_not_before(tmp_path):
@@ -393,3 +412,11 @@ def test_an_export_names_the_dtype_of_its_weights(tmp_path, keys, named):
     assert write_hf(open_saved(path), tmp_path / "out").tensors == len(tensors)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: written[key] for key in ("dtype", "torch_dtype") if key in written} == dict.fromkeys(named, "float32")
+
+
+def test_files_are_cut_at_their_size_and_a_tensor_above_it_has_one_of_its_own(monkeypatch):
+    monkeypatch.setattr("mrl.checkpoint.planned_file.FILE_BYTES", 40)
+    sizes = {"a": 11, "b": 5, "c": 5, "d": 1, "e": 30}  # elements of four bytes
+    entries = [whole_tensor(name, (size,)) for name, size in sizes.items()]
+    cut = [[entry.key for entry in portion] for portion in file_portions(entries, "float32")]
+    assert cut == [["a"], ["b", "c"], ["d"], ["e"]]

@@ -155,6 +155,19 @@ def test_stale_groups_requests_are_taken_back():
     assert len(again) == 1 and again[0].request != slow.request and made.buffer.groups[slow.number].begun == 2
 
 
+def test_with_new_weights_a_response_goes_on_where_least_waits_not_where_its_prefix_was():
+    made = dispatcher(schedule(batch=1, responses=1, order="ready_first", partial_rollouts=True))
+    first, second = made.assignments()
+    assert (first.engine, second.engine) == ("a", "b")
+    made.answered(first.request, 4, stopped=False)
+    made.answered(second.request, 4, stopped=True)
+    made.buffer.finish(second.number)
+    made.buffer.take()
+    made.advance()
+    made.loads.tokens.update(a=1)
+    assert [(each.number, each.engine) for each in made.assignments()] == [(first.number, "b")]
+
+
 def test_weights_do_not_change_under_a_response_of_one_version():
     made = dispatcher(schedule(batch=1, responses=1, order="ready_first"))
     sent = made.assignments()

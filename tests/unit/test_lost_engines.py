@@ -53,6 +53,10 @@ def test_losses_that_have_other_causes_set_nobody_aside():
     assert suspects([*elsewhere, elsewhere[-1]]) == Suspects(frozenset(), frozenset(elsewhere[-1]))
 
 
+def test_a_prompt_with_several_responses_under_a_loss_was_under_one_loss():
+    assert suspects([[4, 4, 5], [4, 5, 9]]) == Suspects(frozenset(), frozenset({4, 5}))
+
+
 def test_the_file_outlives_the_process_and_a_torn_line(tmp_path):
     lost = LostEngines(tmp_path / "lost")
     assert lost.suspects() == Suspects()

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from test_checkpoints import CONFIG
+from test_frozen import VALUES, Stored
 
-from mrl.checkpoint.manifest import WEIGHTS_ONLY, WITH_OPTIMIZER, Manifest, write_manifest
-from mrl.checkpoint.rank_load import load_rank
+from mrl.checkpoint.manifest import MASTER, WEIGHTS_ONLY, WITH_OPTIMIZER, Manifest, write_manifest
+from mrl.checkpoint.rank_load import _load_optimizer_part, load_rank
+from mrl.checkpoint.rank_parameters import RankParameter
 from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import OptimConfig
 from mrl.errors import EnvironmentFault
@@ -106,6 +108,7 @@ def test_generators_go_on_where_the_checkpoint_has_no_states_for_these_ranks(tmp
     trainer = {"converted": WITH_OPTIMIZER} if why == "converted" else {}
     folder = saved(an_actor(), tmp_path, trainer)
     actor = an_actor(tensor=2 if why == "another layout" else 1)
+    drawn(actor, experts)
     states = [g.get_state() for g in (torch.default_generator, actor.platform.generator, experts)]
     expected = [float(torch.rand((), generator=torch.Generator().manual_seed(0).set_state(s))) for s in states]
     load_rank(actor, folder)
@@ -149,3 +152,18 @@ def test_a_checkpoint_of_weights_alone_begins_the_schedule(tmp_path, experts):
     again = an_actor(**WARM_UP)
     load_rank(again, folder)
     assert current_lr(again.optimizer) == 1.0
+
+
+def test_master_weights_that_an_adam_keeps_apart_and_those_that_megatron_knows_are_both_loaded():
+    """As on the host: HybridDeviceOptimizer updates copies of its own."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+    main, kept_apart = torch.zeros(6), torch.zeros(6)
+    adam = SimpleNamespace(master=lambda tensor: kept_apart, set_moments=lambda *given: None)
+    group = {"params": [main]}
+    optimizer = SimpleNamespace(
+        optimizer=SimpleNamespace(param_groups=[group]), model_param_group_index_map={parameter: (0, 0)}
+    )
+    shard = SimpleNamespace(local_shape=(2, 3), pieces=())
+    with torch.no_grad():
+        _load_optimizer_part(Stored(), RankParameter(shard, parameter, optimizer, (0, 6), adam), 7.0, has_masters=True)
+    assert torch.equal(main, torch.full((6,), VALUES[MASTER])) and torch.equal(kept_apart, main)

@@ -197,6 +197,38 @@ def test_a_group_that_is_always_slow_is_waited_for_when_it_comes_again():
     assert numbers(buffer.take()) == [0]
 
 
+def test_ready_first_the_oldest_tokens_go_first_whatever_their_groups_numbers():
+    buffer = GroupBuffer(schedule(batch=1, max_staleness=2, order="ready_first"))
+    buffer.reserve()
+    for number in (1, 3):
+        if number == 3:
+            buffer.start(2)
+        complete(buffer, number)
+        assert numbers(buffer.take()) == [number]
+        buffer.advance()
+        buffer.reserve()
+    complete(buffer, 0)  # by version 2; group 2 began with version 1
+    for index in range(2):
+        buffer.add(2, index, 3, ended=True)
+    buffer.finish(2)
+    assert numbers(buffer.take()) == [2]
+
+
+def test_a_batch_is_in_the_order_of_numbers_whichever_was_older():
+    buffer = GroupBuffer(schedule(batch=2, max_staleness=2, order="ready_first"))
+    buffer.reserve()
+    buffer.start(5)
+    for number in (1, 2):
+        complete(buffer, number)
+    assert numbers(buffer.take()) == [1, 2]
+    buffer.advance()
+    complete(buffer, 0)  # by version 1; group 5 began with version 0
+    for index in range(2):
+        buffer.add(5, index, 3, ended=True)
+    buffer.finish(5)
+    assert numbers(buffer.take()) == [0, 5]
+
+
 def test_the_frontier_is_the_oldest_that_is_not_settled():
     buffer = GroupBuffer(schedule())
     buffer.reserve()

@@ -96,6 +96,12 @@ def test_a_part_that_is_not_finite_spoils_its_response_and_any_known_route_is_on
     )
 
 
+def test_what_was_not_finite_before_a_response_went_on_is_not_after_it():
+    kept = packed([replace(sample([7, 8], [1], 4), rollout_log_probs=(math.inf,)), sample([7, 8], [1], 4, sample_id=4)])
+    more = packed([sample([7, 8, 1], [2], 5), sample([7, 8, 1], [2], 5, sample_id=4)])
+    assert joined(kept, more).finite.tolist() == [False, True]
+
+
 def test_nothing_kept_and_nothing_added_are_no_spans():
     empty = packed([sample([7, 8], [], 4)])
     after = joined(empty, packed([sample([7, 8], [1], 5)]))
