@@ -9,8 +9,8 @@ stale and ends the script before anything runs.
 
 Each is put into a clone of the committed tree. First the unit tests run whose files name the mutated module, then, if
 all of them pass, those whose helpers do and those that name another module of its package, until the first that fails.
-All of these have to pass without any mutant. Results go to docs/results/mutants.json after each, so that what was
-interrupted goes on.
+Tests that fail without any mutant are left out, and named in the results: such as hold seconds on a machine that others
+use. Results go to docs/results/mutants.json after each, so that what was interrupted goes on.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from queue import Queue
@@ -40,6 +40,7 @@ MUTANTS = Path(__file__).with_name("mutants")
 RESULTS = ROOT / "docs" / "results" / "mutants.json"
 COMMAND = "scripts/evidence/mutants.sh"
 CODE = ("mrl", "tests/unit")  # what results depend on, beside the mutants themselves
+_SOME_FAILED = 1  # exit code of pytest
 LIMIT_S = 900  # of one run of pytest; a mutant that never ends is seen
 OWN_NAME = re.compile(r"mrl(?:\.\w+)+")
 
@@ -199,20 +200,28 @@ class Copy:
             return -1, ""
 
 
-def baseline(copy: Copy, files: list[str]) -> dict[str, float]:
-    """Seconds of each file of tests without a mutant. Raises SystemExit where one fails."""
+@dataclass(frozen=True)
+class Baseline:
+    """What tests come to without any mutant."""
+
+    seconds: dict[str, float]  # by file
+    left_out: list[str]  # tests that fail
+
+
+def baseline(copy: Copy, files: list[str]) -> Baseline:
+    """Of some files of tests. Raises SystemExit where they cannot be run."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         code, output = copy.pytest(files, f"--junitxml={report}")
-        if code:
+        if code not in (0, _SOME_FAILED):
             raise SystemExit(f"without any mutant:\n{output[-4000:]}")
         seconds: Counter[str] = Counter()
         for case in xml.parse(report).getroot().iter("testcase"):
             seconds[f"{case.get('classname').split('.')[2]}.py"] += float(case.get("time"))
-    return dict(seconds)
+    return Baseline(dict(seconds), re.findall(r"^FAILED (\S+)", output, re.M))
 
 
-def judged(copy: Copy, mutant: Mutant, modules: dict[str, Named], seconds: dict[str, float]) -> dict:
+def judged(copy: Copy, mutant: Mutant, modules: dict[str, Named], known: Baseline) -> dict:
     """The row of a mutant: which test sees it, if any does."""
     began = time.monotonic()
     row = {"file": mutant.file, "why": mutant.why, "key": mutant.key, "result": "survived", "by": ""}
@@ -220,14 +229,16 @@ def judged(copy: Copy, mutant: Mutant, modules: dict[str, Named], seconds: dict[
         for stage, files in stages(mutant, modules):
             if not files:
                 continue
-            code, output = copy.pytest(sorted(files, key=lambda file: seconds.get(file, 0.0)), "-x", limit_s=LIMIT_S)
+            quick_first = sorted(files, key=lambda file: known.seconds.get(file, 0.0))
+            left_out = [f"--deselect={test}" for test in known.left_out]
+            code, output = copy.pytest(quick_first, "-x", *left_out, limit_s=LIMIT_S)
             if code:
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
                 row |= {"result": "killed", "stage": stage, "by": failed[1] if failed else f"exit code {code}"}
                 break
     if mutant.equivalent:
         row |= {"equivalent": mutant.equivalent, "result": "equivalent" if row["result"] == "survived" else "killed"}
-    return row | {"seconds": round(time.monotonic() - began, 1)}
+    return row | {"seconds": round(time.monotonic() - began, 1), "left_out": known.left_out}
 
 
 # ---------------------------------------------------------------- results
@@ -305,11 +316,12 @@ def run(todo: list[Mutant], listed: list[Mutant], rows: dict[str, dict], at: dic
         for number in range(jobs):
             copies.put(Copy(Path(folder) / str(number)))
         needed = sorted({file for m in todo for _, files in stages(m, modules) for file in files})
-        seconds = _known_baseline(copies.queue[0], needed, at["code"])
+        known = _known_baseline(copies.queue[0], needed, at["code"])
+        print("left out:", *(known.left_out or ["none"]), flush=True)
 
         def judge(mutant: Mutant) -> None:
             copy = copies.get()
-            row = judged(copy, mutant, modules, seconds) | at
+            row = judged(copy, mutant, modules, known) | at
             copies.put(copy)
             rows[mutant.key] = row
             write_results(rows, listed)
@@ -321,14 +333,16 @@ def run(todo: list[Mutant], listed: list[Mutant], rows: dict[str, dict], at: dic
         raise SystemExit("\n".join(f"{m.file}: {m.why!r} is said to be equivalent, and a test sees it" for m in wrong))
 
 
-def _known_baseline(copy: Copy, needed: list[str], code: str) -> dict[str, float]:
-    """Of files whose seconds are known for this code nothing runs."""
+def _known_baseline(copy: Copy, needed: list[str], code: str) -> Baseline:
+    """Of files that ran for this code before nothing runs."""
     path = ROOT / "runs" / "mutants" / f"{code}.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    if missing := [file for file in needed if file not in known]:
-        known |= dict.fromkeys(missing, 0.0) | baseline(copy, missing)
+    known = Baseline(**json.loads(path.read_text())) if path.exists() else Baseline({}, [])
+    if missing := [file for file in needed if file not in known.seconds]:
+        more = baseline(copy, missing)
+        seconds = dict.fromkeys(missing, 0.0) | known.seconds | more.seconds
+        known = Baseline(seconds, known.left_out + more.left_out)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(known))
+        path.write_text(json.dumps(asdict(known)))
     return known
 
 
