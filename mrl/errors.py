@@ -67,6 +67,16 @@ class Interrupted(MrlError):
     exit_code = 5
 
 
+class LostProcess(Interrupted):
+    """A process of the run died, or does not answer: the error bears its name (`concerning`)."""
+
+
+class LostWeights(LostProcess):
+    """Nobody holds the weights any more that responses are to be finished by: only from a checkpoint before can the run
+    repeat them bit by bit.
+    """
+
+
 class NumericAbort(MrlError):
     """Numbers that must not reach the optimizer (NaN, inf, ranks that disagree)."""
 
@@ -84,6 +94,16 @@ def described(error: Exception) -> str:
     if isinstance(error, RuntimeError | ValueError | MrlError) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Text without what a terminal obeys (control characters but newline and tab, changes of direction) and halves of
+    characters, each as its escape sequence in Python.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class UnknownValue(AttributeError):

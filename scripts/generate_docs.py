@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Writes docs/{configuration,metrics,from_verl,tuning,efficiency,known_problems}.md from the schema, the spec tables
-and docs/source.
+"""Writes docs/{configuration,metrics,from_verl,tuning,efficiency,predictions,known_problems,evidence}.md from the
+schema, the spec tables, docs/source and docs/results, and the measured figures that other pages mark.
 
     python scripts/generate_docs.py [--check]     with --check writes nothing and exits 1 when a page is out of date
+    python scripts/generate_docs.py --ages        renews docs/evidence.md for its ages, which make no page out of date
 
 Raises ValueError when a text names a key or a metric that does not exist, or a field has no text: so the pages cannot
 go stale.
@@ -13,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import CodeType
@@ -21,20 +23,29 @@ from typing import Any
 import yaml
 from pydantic.fields import FieldInfo
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import published_runs
+
 from mrl.algo import spec
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig, Section, leaf, schema_keys
 from mrl.config.schema_errors import allowed_text
 from mrl.config.section import notes_of, section_of
 from mrl.config.yaml_tree import dump_value
-from mrl.extras.import_verl.handlers import HANDLERS
-from mrl.extras.import_verl.keys import ROWS
-from mrl.record.spec import METRICS, metric_spec
+from mrl.plan.devices import USUAL, faster, slower
+from mrl.record.spec import all_metrics, metric_spec
+from mrl.tools.import_verl.handlers import HANDLERS
+from mrl.tools.import_verl.keys import ROWS
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "scripts"))
+import claims  # noqa: E402
+
 SOURCE = ROOT / "docs" / "source"
 VERL_SCRIPTS = ROOT / "docs" / "results" / "verl_scripts.json"  # scripts/evidence/verl_scripts.py
 _COLUMNS = ("key", "may be", "default", "meaning", "advice")
+# written by hand, but for the figures between marks
+FILLED = ("README.md", "docs/algorithms.md", "docs/asynchronous.md", "docs/tutorial/first_hour.md")
 _MADE = (
     "<!-- made by scripts/generate_docs.py; edit mrl/config/schema_*.py, the spec tables or docs/source instead -->\n"
 )
@@ -101,10 +112,6 @@ def _names(title: str, key: str, table: dict[str, Any]) -> list[str]:
 
 def metrics() -> str:
     """Every metric with unit, reduction and how to read it."""
-    reading = _source("metrics")
-    for name in reading:
-        if not any(_speaks_for(name, spec.name) for spec in METRICS):
-            raise ValueError(f"docs/source/metrics.yaml: no metric is called {name}")
     kinds = "How parts become one number: sum, mean over weights (tokens or samples), max, min, or the last."
     page = [
         _MADE,
@@ -112,14 +119,10 @@ def metrics() -> str:
         f"`metrics.jsonl` has one object a step. {kinds}\n",
         *_table(("metric", "unit", "reduced by", "meaning", "how to read it")),
     ]
-    for metric in METRICS:
-        best = max((name for name in reading if _speaks_for(name, metric.name)), key=len, default=None)
-        page.append(_row(f"`{metric.name}`", metric.unit, metric.kind, metric.summary, reading[best] if best else ""))
+    page += [
+        _row(f"`{metric.name}`", metric.unit, metric.kind, metric.summary, metric.reading) for metric in all_metrics()
+    ]
     return "\n".join([*page, ""])
-
-
-def _speaks_for(name: str, metric: str) -> bool:
-    return metric == name or (name[-1] in "/_" and metric.startswith(name))
 
 
 _FROM_VERL = (
@@ -202,7 +205,7 @@ def _public_scripts() -> Iterator[str]:
 
 
 def _targets(handler: Callable) -> str:
-    """Our keys that a handler of mrl/extras/import_verl/handlers.py names,
+    """Our keys that a handler of mrl/tools/import_verl/handlers.py names,
     in its own strings or in those of its module.
     """
     names = handler.__code__.co_names
@@ -288,6 +291,45 @@ def setting_of(config: RunConfig, key: str) -> Any:
     return leaf(config, above).get(name) if above.rpartition(".")[2].startswith("override_") else leaf(config, key)
 
 
+def predictions() -> str:
+    """Published runs beside what is predicted of them, and where the constants are from."""
+    page = [
+        _MADE,
+        "# Predictions against published runs\n",
+        "What `mrl plan` predicts of runs that others have published, in the shapes that they were measured in "
+        "(`python scripts/published_runs.py`). Low and high are the same formulas with every constant at the better or "
+        "the worse end of its range. A decode step is one token of every sequence; an update is one optimizer step.\n",
+        *_table(("run", "published", "low", "expected", "high", "error", "source", "missed because")),
+    ]
+    page += [_row(*_prediction(run)) for run in published_runs.compared()]
+    page += [
+        "",
+        "## Constants\n",
+        "One value for all runs; none is set for one of them. A check of `scripts/hardware` measures what it can.\n",
+        *_table(("constant", "value", "low", "high", "from", "check")),
+    ]
+    page += [_row(*_constant(row)) for row in _source("assumptions")]
+    return "\n".join([*page, ""])
+
+
+def _prediction(run: "published_runs.Compared") -> tuple[str, ...]:
+    row = run.row
+    published, *sides = (f"{1000 * s:.3g} ms" if s < 0.1 else f"{s:.3g} s" for s in (
+        row["seconds"], run.low, run.expected, run.high))  # fmt: skip
+    goal = f" (goal {row['goal']:.0%})" if "goal" in row else ""
+    return row["run"], published, *sides, f"{run.error:+.0%}{goal}", row["source"], row.get("missed", "")
+
+
+def _constant(row: dict[str, str]) -> tuple[str, ...]:
+    name, rung = row["name"], row.get("rung")
+    check = f"`{rung}`" if rung else "none"
+    if row["of"] == "devices":
+        values = json.loads((ROOT / "mrl" / "plan" / "devices.json").read_text(encoding="utf-8"))
+        return f"`{name}`", f"{values['h100-80g'][name]} (H100)", "", "", row["source"], check
+    low, usual, high = (f"{getattr(side(USUAL), name):g}" for side in (faster, replace, slower))
+    return f"`{name}`", usual, low if low != usual else "", high if high != usual else "", row["source"], check
+
+
 def known_problems() -> str:
     """Symptoms with cause and cure."""
     page = [
@@ -326,30 +368,60 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(re.sub(r"\s+", " ", cell).replace("|", "\\|") for cell in cells) + " |"
 
 
+def evidence() -> str:
+    """Claims with their figures and without ages."""
+    return f"{_MADE}{claims.page()}"
+
+
+def filled(name: str) -> str:
+    """A page of `FILLED` with the figures of today's results."""
+    return claims.filled((ROOT / name).read_text(encoding="utf-8"), claims.load())
+
+
 PAGES = {
     "configuration": configuration,
     "metrics": metrics,
     "from_verl": from_verl,
     "tuning": tuning,
     "efficiency": efficiency,
+    "predictions": predictions,
     "known_problems": known_problems,
+    "evidence": evidence,
 }
+
+
+def out_of_date() -> dict[Path, str]:
+    """Pages that are not what they are made of, and their text; ages count for nothing."""
+    made = {ROOT / "docs" / f"{name}.md": make() for name, make in PAGES.items()}
+    made |= {ROOT / name: filled(name) for name in FILLED}
+    return {path: text for path, text in made.items() if not path.exists() or not is_current(path, text)}
+
+
+def is_current(path: Path, text: str) -> bool:
+    """Whether the page there has this text, ages apart."""
+    return claims.without_ages(path.read_text(encoding="utf-8")) == claims.without_ages(text)
+
+
+def dated(page: Path, renewed: bool) -> str:
+    """docs/evidence.md with ages: those as of the commit that stands there, so that rows which nobody changed stay."""
+    there = page.read_text(encoding="utf-8") if page.exists() else ""
+    return _MADE + claims.page(claims.head() if renewed else claims.stands_at(there))
 
 
 def main() -> None:
     """Writes or checks the pages."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is out of date")
-    check = parser.parse_args().check
-    stale = []
-    for name, make in PAGES.items():
-        path, text = ROOT / "docs" / f"{name}.md", make()
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            stale.append(path.name)
-            if not check:
-                path.write_text(text, encoding="utf-8")
-    print(f"{'out of date' if check else 'written'}: {', '.join(stale) or 'none'}")
-    sys.exit(1 if check and stale else 0)
+    parser.add_argument("--ages", action="store_true", help="write docs/evidence.md anew for its ages alone too")
+    options = parser.parse_args()
+    stale = out_of_date()
+    page = ROOT / "docs" / "evidence.md"
+    if options.ages:
+        stale[page] = evidence()
+    for path, text in {} if options.check else stale.items():
+        path.write_text(dated(page, options.ages) if path == page else text, encoding="utf-8")
+    print(f"{'out of date' if options.check else 'written'}: {', '.join(path.name for path in stale) or 'none'}")
+    sys.exit(1 if options.check and stale else 0)
 
 
 if __name__ == "__main__":

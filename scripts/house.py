@@ -11,6 +11,7 @@ import argparse
 import ast
 import io
 import json
+import re
 import subprocess
 import tarfile
 import tempfile
@@ -24,19 +25,23 @@ from statistics import median, quantiles
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS: dict[int, tuple[str, ...]] = {
     8: ("cli",),
-    7: ("extras",),
+    7: ("tools",),
     6: ("train",),
-    5: ("cluster",),
-    4: ("vllm", "megatron", "checkpoint", "plan"),
+    5: ("cluster", "flow"),
+    4: ("vllm", "megatron", "checkpoint", "plan", "remote"),
     3: ("reshard",),
     2: ("config",),
-    1: ("model", "algo", "data", "schedule", "reward", "record", "platforms"),
-    0: ("errors", "units", "whole_file"),
+    1: ("model", "algo", "data", "schedule", "reward", "environments", "record", "platforms"),
+    0: ("errors", "exercised", "plain_files", "units", "whole_file"),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-CORE = ("train", "megatron", "vllm", "reshard", "checkpoint", "cluster", "config")  # the path of a training step
+# the path of a training step
+CORE = ("train", "megatron", "vllm", "reshard", "checkpoint", "cluster", "flow", "remote", "config")
 WIDE = 120  # columns that a line should keep to
 SMALL = 80  # lines
+# who may be given the whole configuration: rooms (tools were called extras), and modules that assemble a run
+CONFIGURED_ROOMS = ("config", "plan", "tools", "extras", "cli")
+ASSEMBLY = ("mrl.train.assemble", "mrl.train.run")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -156,6 +161,25 @@ def _functions(body: Iterable[ast.stmt], public: bool) -> Iterator[tuple[Functio
             yield from _functions(node.body, public)
 
 
+def takes_whole_configuration(function: Function) -> bool:
+    """Whether a parameter of the function is annotated as RunConfig, alone or as part of a type."""
+    arguments = function.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    annotations = [each.annotation for each in every if each.annotation is not None]
+    return any(re.search(r"\bRunConfig\b", ast.unparse(annotation)) for annotation in annotations)
+
+
+def functions_with_whole_configuration(house: House) -> list[str]:
+    """Functions that take a RunConfig outside CONFIGURED_ROOMS and ASSEMBLY, those inside functions too."""
+    found = []
+    for module, nodes in house.nodes.items():
+        if room_of(module) in CONFIGURED_ROOMS or module.startswith(ASSEMBLY):
+            continue
+        functions = [node for node in nodes if isinstance(node, Function) and takes_whole_configuration(node)]
+        found += [f"{module}:{node.name}" for node in functions]
+    return sorted(found)
+
+
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Groups of nodes that reach each other (Tarjan's strongly connected components of more than one node)."""
     order: dict[str, int] = {}
@@ -204,6 +228,7 @@ def measure(house: House) -> dict:
         "function_lines": {"median": median(lengths), "p90": quantiles(lengths, n=10)[-1], "longest": max(lengths)},
         "files_with_one_importer": len(single),
         "of_these_under_80_lines": sum(house.lines(name) < SMALL for name in single),
+        "functions_with_whole_configuration": functions_with_whole_configuration(house),
         "circles_of_modules": circles(house.graph),
         "circles_of_rooms": circles(house.room_graph),
         "public_functions_without_docstring": sum(

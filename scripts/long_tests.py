@@ -32,7 +32,8 @@ PIECES = {
     "rehearsals": ("test_rehearse",),
     "ranks": ("test_dp2", "test_dp_runs", "test_overlap"),
     "rows": ("test_rows",),
-    "runs": ("test_eval", "test_glm_run", "test_recipes", "test_submit", "test_hosted_loggers"),
+    "restarts": ("test_rank_restart", "test_engines_back"),
+    "runs": ("test_eval", "test_glm_run", "test_latent_run", "test_recipes", "test_submit", "test_hosted_loggers"),
 }
 OUTCOMES = {"failed": ("failures", "errors"), "skipped": ("skipped",)}
 

@@ -18,6 +18,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "scripts" / "evidence"))
+from stamp import facts  # noqa: E402
+
 RESULTS = ROOT / "docs" / "results" / "rows.json"
 BUILT = ROOT / "scripts" / "built_from_source.json"
 # row -> extra of setup.py, Python and platform
@@ -40,7 +43,7 @@ def main() -> int:
     )
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for row in parser.parse_args().rows or PLATFORMS:
-        results[row] = resolve(row)
+        results[row] = facts("python scripts/resolve_rows.py") | resolve(row)
         print(f"{row}: {len(results[row]['packages'])} packages")
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     return 0

@@ -15,10 +15,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from mrl.algo.own_functions import load_registered
 from mrl.algo.rows import RowValues, on_tokens, second_moment, total
 from mrl.algo.spec import ADVANTAGES
 from mrl.errors import ConfigError, DataError
+from mrl.exercised import exercised
 
+CUSTOM_ADVANTAGE_KEY = "algorithm.custom_advantage.path"
 STD_EPS = 1e-6
 WHITEN_EPS = 1e-8
 
@@ -39,6 +42,7 @@ class AdvantageInputs:
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # gdpo: the reward's parts by name, [batch] each
     # gdpo: weight of each part; a part without one weighs 1
     part_weights: Mapping[str, float] = field(default_factory=dict)
+    custom: Mapping[str, float] = field(default_factory=dict)  # constants of a user's advantage
 
     @property
     def totals(self) -> np.ndarray:
@@ -57,11 +61,16 @@ class TokenAdvantages:
     to_come: bool = False  # penalties of the token and of those after it are taken off
     shift: float = 0.0
     scale: float = 1.0
-    estimator: str = ""  # the name of the function that made them
 
     def rows(self, index: np.ndarray) -> "TokenAdvantages":
         """Of the given responses alone."""
         return replace(self, per_response=self.per_response[index])
+
+    def among(self, counted: np.ndarray) -> "TokenAdvantages":
+        """The same among all responses, of which these are the `counted` ones; 0 of the others."""
+        every = np.zeros(len(counted))
+        every[counted] = self.per_response
+        return replace(self, per_response=every)
 
     def values(self, lengths: np.ndarray, penalties: np.ndarray | None) -> np.ndarray:
         """float64 [tokens] before shift and scale; `penalties` [tokens] where there are any."""
@@ -75,7 +84,6 @@ class TokenAdvantages:
 
 AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]  # -> float64 [batch]
 ADVANTAGE_FUNCTIONS: dict[str, AdvantageFunction] = {}
-_NAME_OF: dict[AdvantageFunction, str] = {}  # for a mark of the one that ran
 WHITENED: set[str] = set()  # estimators whose advantages are then whitened over the batch's trained tokens
 PENALTIES_TO_COME: set[str] = set()  # those where a token's own penalty and later ones count, not those before it
 
@@ -126,12 +134,37 @@ def _advantage(
     name: str, whitened: bool = False, to_come: bool = False
 ) -> Callable[[AdvantageFunction], AdvantageFunction]:
     def bind(function: AdvantageFunction) -> AdvantageFunction:
-        ADVANTAGE_FUNCTIONS[ADVANTAGES[name].name], _NAME_OF[function] = function, name
+        ADVANTAGE_FUNCTIONS[ADVANTAGES[name].name] = function
         WHITENED.update({name} if whitened else ())
         PENALTIES_TO_COME.update({name} if to_come else ())
         return function
 
     return bind
+
+
+def register_advantage(name: str, whitened: bool = False) -> Callable[[AdvantageFunction], AdvantageFunction]:
+    """Makes a user's `function(inputs) -> float64 [batch]`, of one step's responses, known under `name`.
+
+    `whitened`: its values are then whitened over the trained tokens. Raises ConfigError for a name that is taken.
+    """
+
+    def bind(function: AdvantageFunction) -> AdvantageFunction:
+        if name in ADVANTAGE_FUNCTIONS:
+            taken = ", ".join(ADVANTAGE_FUNCTIONS)
+            raise ConfigError(f"register_advantage: the name {name!r} is taken; taken: {taken}")
+        ADVANTAGE_FUNCTIONS[name] = function
+        WHITENED.update({name} if whitened else ())
+        return function
+
+    return bind
+
+
+def load_custom_advantage(path: str, adv_estimator: str) -> None:
+    """Runs the file at `path`, once a process, which must bind a function to `adv_estimator` with @register_advantage.
+
+    Raises ConfigError.
+    """
+    load_registered(path, CUSTOM_ADVANTAGE_KEY, "register_advantage", adv_estimator, ADVANTAGE_FUNCTIONS)
 
 
 @_advantage("grpo")
@@ -223,7 +256,7 @@ def whitened(advantages: TokenAdvantages, of_rows: RowValues) -> TokenAdvantages
     """
     count = int(of_rows["count"].sum())
     if count < 2 or of_rows["low"].min() == of_rows["high"].max():
-        return TokenAdvantages(np.zeros_like(advantages.per_response), estimator=advantages.estimator)
+        return TokenAdvantages(np.zeros_like(advantages.per_response))
     variance = second_moment(of_rows["m2"], of_rows["sum"], of_rows["sum"], of_rows["count"]) / (count - 1)
     return replace(advantages, shift=total(of_rows["sum"]) / count, scale=math.sqrt(variance + WHITEN_EPS))
 
@@ -240,13 +273,20 @@ def sums_to_come(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def response_advantages(adv_estimator: str, inputs: AdvantageInputs) -> TokenAdvantages:
     """Each response's advantage, not yet whitened where the estimator is one of WHITENED.
 
-    Raises ConfigError for an unknown estimator.
+    Raises ConfigError for an unknown estimator, and for one that does not give a number a response.
     """
     function = ADVANTAGE_FUNCTIONS.get(adv_estimator)
     if function is None:
         raise ConfigError(f"algorithm.adv_estimator: {adv_estimator!r} is unknown; allowed: {', '.join(ADVANTAGES)}")
+    exercised(f"algorithm.adv_estimator={adv_estimator}")
     to_come = adv_estimator in PENALTIES_TO_COME and inputs.penalties is not None
-    return TokenAdvantages(function(inputs), to_come, estimator=_NAME_OF[function])
+    values = np.asarray(function(inputs), dtype=np.float64)
+    if values.shape != np.shape(inputs.scores):
+        raise ConfigError(
+            f"algorithm.adv_estimator {adv_estimator}: gives an array of shape {values.shape}, and there are "
+            f"{np.size(inputs.scores)} responses"
+        )
+    return TokenAdvantages(values, to_come)
 
 
 def soft_overlong_penalty(

@@ -6,12 +6,8 @@ A loss of one's own is one function under `@register_loss(name)`, in a file that
 algorithm.policy_loss.custom; it has the signature of those below.
 """
 
-import hashlib
-import importlib.util
-import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,8 +23,10 @@ from mrl.algo.aggregate import (
     masked,
     sequence_mean,
 )
+from mrl.algo.own_functions import load_registered
 from mrl.algo.spec import KL_TYPES, LOG_RATIO_LIMIT, ON_POLICY
 from mrl.errors import ConfigError
+from mrl.exercised import exercised
 
 SEQUENCE_LOG_RATIO_MAX = 10.0
 CUSTOM_LOSS_KEY = "algorithm.policy_loss.custom.path"
@@ -94,7 +92,6 @@ class TokenLoss:
 
 TokenLossFunction = Callable[[PolicyLossParameters, LossInputs, Tensor], TokenLoss]
 TOKEN_LOSSES: dict[str, TokenLossFunction] = {}
-_NAME_OF: dict[TokenLossFunction, str] = {}  # what a function was registered under, for a mark of the one that ran
 
 
 def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]:
@@ -108,7 +105,7 @@ def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]
     def bind(function: TokenLossFunction) -> TokenLossFunction:
         if name in TOKEN_LOSSES:
             raise ConfigError(f"register_loss: the name {name!r} is taken; taken: {', '.join(TOKEN_LOSSES)}")
-        TOKEN_LOSSES[name], _NAME_OF[function] = function, name
+        TOKEN_LOSSES[name] = function
         return function
 
     return bind
@@ -290,7 +287,7 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
         raise ConfigError(
             f"policy_loss.loss_mode: {parameters.loss_mode!r} is unknown; allowed: {', '.join(TOKEN_LOSSES)}"
         )
-    marks = [f"ran/policy_loss/{_NAME_OF[function]}", *[f"ran/anchor/{ON_POLICY}"] * (inputs.old_log_probs is None)]
+    exercised(f"algorithm.policy_loss.loss_mode={parameters.loss_mode}")
     inputs = _without_padding(_anchored(inputs))
     log_ratio = inputs.log_probs - inputs.old_log_probs
     token_loss = function(parameters, inputs, log_ratio)
@@ -307,9 +304,7 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
     if parameters.kl_loss_coef:
         total = total + parameters.kl_loss_coef * _needed(numerators, "actor/kl_loss", "ref_log_probs", "kl_loss_coef")
     weight = local_weight(inputs.response_mask, parameters.loss_agg_mode)
-    metrics = {name: (numerator.detach(), weight) for name, numerator in numerators.items()} | _counted(
-        marks, inputs.response_mask
-    )
+    metrics = {name: (numerator.detach(), weight) for name, numerator in numerators.items()}
     return LossOutput(
         total / max(denominators.of(parameters.loss_agg_mode), 1),
         metrics | _ratio_metrics(inputs, log_ratio, token_loss),
@@ -320,7 +315,10 @@ def _anchored(inputs: LossInputs) -> LossInputs:
     """The current log-probs in the place of old ones that are not given:
     a ratio of exactly 1 that keeps its gradient.
     """
-    return inputs if inputs.old_log_probs is not None else replace(inputs, old_log_probs=inputs.log_probs.detach())
+    if inputs.old_log_probs is not None:
+        return inputs
+    exercised(f"algorithm.anchor={ON_POLICY}")
+    return replace(inputs, old_log_probs=inputs.log_probs.detach())
 
 
 def _without_padding(inputs: LossInputs) -> LossInputs:
@@ -341,12 +339,6 @@ def _needed(numerators: dict[str, Tensor], name: str, field: str, coefficient: s
             f"{coefficient} is not 0, so the loss needs {field} of every response token, and none was computed"
         )
     return numerators[name]
-
-
-def _counted(marks: Collection[str], mask: Tensor) -> MetricParts:
-    """The responses that have a trained token, under each name."""
-    responses = mask.any(-1).sum()
-    return dict.fromkeys(marks, (responses, torch.ones_like(responses)))
 
 
 @torch.no_grad()
@@ -370,33 +362,7 @@ def load_custom_loss(path: str, loss_mode: str) -> None:
 
     Raises ConfigError.
     """
-    file = Path(path).resolve()
-    module = f"mrl_custom_loss_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-    before = set(TOKEN_LOSSES)
-    if module not in sys.modules:
-        _run_file(file, module)
-    if loss_mode not in TOKEN_LOSSES:
-        registered = ", ".join(sorted(set(TOKEN_LOSSES) - before)) or "nothing"
-        raise ConfigError(
-            f"{CUSTOM_LOSS_KEY}: {file} registers {registered}, not {loss_mode!r}; put "
-            f'@register_loss("{loss_mode}") on the function'
-        )
-
-
-def _run_file(file: Path, name: str) -> None:
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None or not file.is_file():
-        raise ConfigError(f"{CUSTOM_LOSS_KEY}: {file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except ConfigError:
-        del sys.modules[name]
-        raise
-    except Exception as error:
-        del sys.modules[name]
-        raise ConfigError(f"{CUSTOM_LOSS_KEY}: {file} cannot be loaded: {type(error).__name__}: {error}") from error
+    load_registered(path, CUSTOM_LOSS_KEY, "register_loss", loss_mode, TOKEN_LOSSES)
 
 
 # ---------------------------------------------------------------- KL to the reference policy, from sampled tokens

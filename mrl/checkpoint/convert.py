@@ -1,7 +1,7 @@
 """The conversions between Hugging Face's form and ours: what is planned, and what goes beside the weights.
 
 A conversion is a source, opened by `mrl.checkpoint.open_checkpoint`, and a form to write it in: `write_hf` or
-`write_layout`. `mrl.extras.torch_dist` has one more of each.
+`write_layout`. `mrl.tools.torch_dist` has one more of each.
 """
 
 import json
@@ -33,7 +33,7 @@ from mrl.checkpoint.open_checkpoint import Checkpoint, of_role, open_hf, open_ou
 from mrl.checkpoint.planned_file import PlannedFile, Safetensors, entry_bytes, file_portions, planned_file
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, tensor_specs
-from mrl.model.hf_config import MTP_KEYS
+from mrl.model.hf_config import MTP_KEYS, without_quantization
 from mrl.model.hf_files import INDEX, check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
@@ -189,9 +189,10 @@ def _only_weights(source: Checkpoint, roles: tuple[str, ...]) -> bool:
 
 def _config_of_export(source: Checkpoint) -> bytes:
     """config.json, which names the dtype of the weights (as `dtype` since transformers 4.56, `torch_dtype` before) and
-    no layers that the export does not have.
+    neither layers nor code that the export does not have.
     """
-    data = json.loads((source.hf_files / "config.json").read_text())
+    data = without_quantization(json.loads((source.hf_files / "config.json").read_text()))
+    data.pop("auto_map", None)
     keys = [key for key in ("dtype", "torch_dtype") if key in data] or ["torch_dtype"]
     left_out = [key for key in MTP_KEYS if key in data and source.model.left_out_layers]
     return json.dumps(data | dict.fromkeys(keys, source.dtype) | dict.fromkeys(left_out, 0), indent=2).encode()

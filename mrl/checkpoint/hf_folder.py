@@ -1,21 +1,41 @@
 """Configuration and tokenizer of a model, which go with every checkpoint."""
 
+import json
 from pathlib import Path
 
 from mrl.checkpoint.manifest import FileFacts, facts_of, fsync
+from mrl.errors import EnvironmentFault
+from mrl.model.hf_config import QUANTIZATION, without_quantization
 from mrl.model.hf_files import hf_files
+from mrl.plain_files import parse_json, read_bytes
+from mrl.units import MIB
+
+MODEL_FILE_BYTES = 512 * MIB  # the largest tokenizers have some tens of MiB
 
 
 def copy_hf_files(model: Path, folder: Path) -> FileFacts:
-    """Copies configuration and tokenizer from one folder into another, durably; size and digest of what was read.
+    """Copies configuration and tokenizer from one folder into another, durably; size and digest of what was written.
 
-    Raises OSError as the disk does.
+    Weights are never written in FP8, so config.json does not say that they are.
+    Raises OSError as the disk does, EnvironmentFault for what is no file of the model's own or is too large for one.
     """
     facts = {}
     for file in hf_files(model):
-        data = file.read_bytes()
+        try:
+            data = read_bytes(file, MODEL_FILE_BYTES)
+            if file.name == "config.json":
+                data = _of_written_weights(data)
+        except ValueError as error:
+            raise EnvironmentFault(f"{file}: {error}") from None
         facts[file.name] = facts_of(data)
         (folder / file.name).write_bytes(data)
         fsync(folder / file.name)
     fsync(folder)
     return facts
+
+
+def _of_written_weights(config: bytes) -> bytes:
+    """The bytes of a config.json, as they are where it names no quantisation."""
+    if QUANTIZATION.encode() not in config:
+        return config
+    return json.dumps(without_quantization(parse_json(config)), indent=2).encode()

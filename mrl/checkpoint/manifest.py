@@ -13,7 +13,7 @@ entries of all ranks in them, and do not know the files in hf/.
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from mrl.checkpoint.tensor_names import TensorNames, tensor_names
 from mrl.errors import DamagedCheckpoint, EnvironmentFault, NumericAbort
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
+from mrl.plain_files import read_json
 
 FORMAT = 2
 _READ_FORMATS = (1, FORMAT)
@@ -117,13 +118,17 @@ class Manifest:
         return {name: facts for rank in self.ranks for name, facts in rank.files.items()}
 
     def files_of_ranks(self) -> FileFacts:
-        """The same of all that ranks read: files with tensors, their descriptions, and those in HF_FOLDER."""
+        """The same of all that ranks read: files with tensors and their descriptions."""
         descriptions = {name: facts for rank in self.ranks for name, facts in rank.description.items()}
-        return self.files() | descriptions | {f"{HF_FOLDER}/{name}": facts for name, facts in self.hf_files.items()}
+        return self.files() | descriptions
+
+    def files_for_others(self) -> FileFacts:
+        """The same of files that no training reads: configuration and tokenizer."""
+        return {f"{HF_FOLDER}/{name}": facts for name, facts in self.hf_files.items()}
 
     def all_files(self) -> FileFacts:
         """The same of every file but the manifest."""
-        return self.files_of_ranks() | self.files_beside()
+        return self.files_of_ranks() | self.files_for_others() | self.files_beside()
 
     def files_beside(self) -> FileFacts:
         """The same of files without tensors of the model: groups that generation was ahead with."""
@@ -175,37 +180,46 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "ranks": [rank.to_json() for rank in ranks],
     }
     path = folder / MANIFEST
-    path.write_text(json.dumps(data))
+    path.write_text(json.dumps(sealed(data)))
     fsync(path)
     fsync(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads manifest.json and checks that every file it names is there at its size, and that the ranks agree about the
-    optimizer.
+    """Reads manifest.json and checks that every file that a run goes on from is there at its size, and that the ranks
+    agree about the optimizer.
 
     Raises EnvironmentFault naming what is wrong, DamagedCheckpoint where it is a file.
     """
     path = folder / MANIFEST
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path, strict=False)  # metrics of the step are among it
     except (OSError, ValueError) as error:
         raise EnvironmentFault(
             f"{path}: not a readable checkpoint manifest ({error}); choose another step-N folder"
         ) from error
-    if not isinstance(data, dict) or data.pop("format", None) not in _READ_FORMATS:
+    number = data.pop("format", None) if isinstance(data, dict) else None
+    if isinstance(number, bool) or not isinstance(number, int) or number not in _READ_FORMATS:
         known = " or ".join(map(str, _READ_FORMATS))
         raise EnvironmentFault(f"{path}: not a manifest of format {known}; convert it with the mrl that wrote it")
     try:
+        written, digest = _digest(data | {"format": number}), data.pop("digest", None)
         updates = data.pop("num_updates")
         manifest = Manifest(**data | {"ranks": tuple(RankFiles.from_json(r) for r in data["ranks"])})
         if manifest.optimizer["num_updates"] != updates:
             raise ValueError(
                 f"ranks count {manifest.optimizer['num_updates']} optimizer updates, the manifest {updates}"
             )
-        sizes = {name: facts["bytes"] for name, facts in manifest.all_files().items()}
+        _check_kinds(manifest)
+        read_by_runs = manifest.files_of_ranks() | manifest.files_beside()
+        sizes = {name: facts["bytes"] for name, facts in read_by_runs.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EnvironmentFault(f"{path}: not a whole manifest ({error!r}); choose another step-N folder") from error
+    if digest is not None and digest != written:  # manifests of earlier versions have none
+        raise DamagedCheckpoint(
+            f"{path}: is not what was written (its digest differs); the checkpoint is damaged, resume from another",
+            str(folder),
+        )
     for name, size in sizes.items():
         file = folder / name
         actual = file.stat().st_size if file.is_file() else None
@@ -215,12 +229,56 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def sealed(data: dict[str, Any]) -> dict[str, Any]:
+    """A manifest's values with the digest of them all."""
+    return data | {"digest": _digest(json.loads(json.dumps(data)))}
+
+
+def _digest(data: dict[str, Any]) -> str:
+    """SHA-256 of a manifest's values, without its own, in one order."""
+    text = json.dumps({key: value for key, value in data.items() if key != "digest"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+_KINDS = {"step": int, "layout": dict, "dtype": str, "hf_config": dict, "trainer": dict, "versions": dict,
+    "hf_files": dict}  # fmt: skip
+
+
+def _check_kinds(manifest: Manifest) -> None:
+    """Raises ValueError for a field of another kind than it is written as, and for names that lead elsewhere."""
+    for name, kind in _KINDS.items():
+        value = getattr(manifest, name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{name} is {str(value)[:80]}")
+    if not 0 <= manifest.step < 2**63:
+        raise ValueError(f"step is {manifest.step}")
+    world = manifest.layout.get("world_size", len(manifest.ranks))
+    if not manifest.ranks or world != len(manifest.ranks):
+        raise ValueError(f"files of {len(manifest.ranks)} ranks and a layout of {world}")
+    for name, facts in manifest.all_files().items():
+        if Path(name).name != name and name != f"{HF_FOLDER}/{Path(name).name}":
+            raise ValueError(f"a file {name[:80]!r}")
+        if not isinstance(facts["bytes"], int):
+            raise ValueError(f"{name} has {str(facts['bytes'])[:80]} bytes")
+
+
 def check_digests(folder: Path, manifest: Manifest) -> None:
     """Reads every file of a checkpoint, several at once: one core hashes at a fraction of what storage gives.
 
     Raises DamagedCheckpoint naming the first, in the manifest's order, whose bytes are not those that were written.
     """
     check_files(folder, manifest.all_files(), min(MOST_READERS, os.cpu_count() or 1))
+
+
+def changed_files(folder: Path, files: FileFacts) -> list[str]:
+    """Those of `files` that are gone, or whose bytes are not those that were written."""
+    changed = []
+    for name in files:
+        try:
+            check_digest(folder, name, files)
+        except EnvironmentFault:
+            changed.append(name)
+    return changed
 
 
 def share_of_files(files: FileFacts, reader: int, readers: int) -> FileFacts:
@@ -290,7 +348,10 @@ def fsync(path: Path) -> None:
 
 def _read_description(folder: Path, name: str, files: FileFacts) -> list[StoredTensor]:
     check_digest(folder, name, files)
-    return [_entry(entry) for entry in json.loads((folder / name).read_bytes())]
+    try:
+        return [_entry(entry) for entry in read_json(folder / name)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EnvironmentFault(f"{folder / name}: not the description of a rank ({error!r})") from error
 
 
 def _entry_json(entry: StoredTensor) -> dict[str, Any]:
@@ -307,9 +368,18 @@ def _entry_json(entry: StoredTensor) -> dict[str, Any]:
 
 def _entry(data: dict[str, Any]) -> StoredTensor:
     pieces = tuple(Piece(name, _box(hf), _box(local)) for name, hf, local in data["pieces"])
-    flat = tuple(data["flat"]) if data["flat"] else None
-    return StoredTensor(data["file"], data["key"], data["role"], tuple(data["shape"]), flat, pieces)
+    flat = _numbers(data["flat"]) if data["flat"] else None
+    words = [data["file"], data["key"], data["role"]]
+    if not all(isinstance(word, str) for word in words) or (flat is not None and len(flat) != 2):
+        raise ValueError(f"an entry of {str(words)[:200]}")
+    return StoredTensor(*words, _numbers(data["shape"]), flat, pieces)
+
+
+def _numbers(values: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(values, list | tuple) or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{str(values)[:80]} where sizes are expected")
+    return tuple(values)
 
 
 def _box(ranges: list[list[int]]) -> Box:
-    return Box(tuple((start, stop) for start, stop in ranges))
+    return Box(tuple(_numbers([start, stop]) for start, stop in ranges))

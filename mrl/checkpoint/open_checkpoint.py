@@ -1,15 +1,17 @@
 """Opens a checkpoint to be read, Hugging Face's or ours: which tensors are stored, in which files, of which model.
 
-Megatron's own format (torch_dist) is recognised by its file names and refused; `mrl.extras.torch_dist` opens it.
+Megatron's own format (torch_dist) is recognised by its file names and refused; `mrl.tools.torch_dist` opens it.
 """
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mrl.checkpoint.fp8_reader import Fp8Reader
 from mrl.checkpoint.manifest import (
     CONSTANT,
     HF_FOLDER,
@@ -19,6 +21,7 @@ from mrl.checkpoint.manifest import (
     Manifest,
     StoredTensor,
     check_digest,
+    check_files,
     read_manifest,
 )
 from mrl.checkpoint.safetensors_file import ITEM_BYTES
@@ -27,8 +30,10 @@ from mrl.checkpoint.stored_boxes import Boxes, BoxReader, TensorFiles
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, TensorSpec, load_model_spec, model_spec, read_hf_config, tensor_specs
 from mrl.model.boxes import Box
-from mrl.model.hf_files import TensorBytes, check_checkpoint, read_safetensors_header, weight_files
+from mrl.model.hf_config import without_quantization
+from mrl.model.hf_files import FP8, TensorBytes, check_checkpoint, read_safetensors_header, scale_of, weight_files
 from mrl.model.megatron_shards import Piece, Shard
+from mrl.plain_files import read_text, reason
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> the configuration's
 CODES = {name: code for code, name in DTYPES.items()}
@@ -51,6 +56,7 @@ class Checkpoint:
     files: TensorFiles
     manifest: Manifest | None
     left_out: tuple[str, ...]  # tensors that no conversion carries: those that a model computes itself, random states
+    scales: Mapping[str, str] = field(default_factory=dict)  # of each matrix in FP8: the file that has its scales
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -60,12 +66,14 @@ class Checkpoint:
     @property
     def identity(self) -> str:
         """Changes when a file does: its size or the time it was written."""
-        names = sorted({entry.file for entry in self.entries})
+        names = sorted({entry.file for entry in self.entries} | set(self.scales.values()))
         facts = [(name, (stat := (self.folder / name).stat()).st_size, stat.st_mtime_ns) for name in names]
         return hashlib.sha256(repr((str(self.folder.resolve()), facts, self.hf_config)).encode()).hexdigest()
 
     def reader(self) -> BoxReader:
         """Whoever takes it closes it."""
+        if self.scales:
+            return Fp8Reader(self.folder, self.entries, self.files, self.scales, self.model.fp8_block)
         return BoxReader(self.folder, self.entries, self.files)
 
 
@@ -125,11 +133,12 @@ def open_hf(folder: Path) -> Checkpoint:
     entries = tuple(
         whole_tensor(spec.name, spec.shape, file_of[spec.name], weight_role(spec)) for spec in tensor_specs(model)
     )
-    code = one_dtype(
-        folder, {entry.key: files.find(entry.file, entry.key).dtype for entry in entries if entry.role == WEIGHT}
-    )
-    left_out = _left_out(stored, entries)
-    checkpoint = Checkpoint(folder, folder, model, read_hf_config(folder), DTYPES[code], entries, files, None, left_out)
+    codes = {entry.key: files.find(entry.file, entry.key).dtype for entry in entries if entry.role == WEIGHT}
+    scales = {name: file_of[scale_of(name)] for name, code in codes.items() if code == FP8}
+    dtype = DTYPES[one_dtype(folder, codes | dict.fromkeys(scales, CODES["bfloat16"]))]
+    left_out = tuple(name for name in _left_out(stored, entries) if name.removesuffix(scale_of("")) not in scales)
+    hf_config = without_quantization(read_hf_config(folder))
+    checkpoint = Checkpoint(folder, folder, model, hf_config, dtype, entries, files, None, left_out, scales)
     _check_locations(checkpoint)
     return checkpoint
 
@@ -145,7 +154,8 @@ def open_ours(folder: Path) -> Checkpoint:
     manifest = read_manifest(folder)
     if manifest.dtype not in CODES:
         raise EnvironmentFault(f"{folder / MANIFEST}: dtype {manifest.dtype}; allowed: {', '.join(CODES)}")
-    files = SafetensorsFiles(folder, manifest.files_of_ranks())
+    check_files(folder, manifest.files_for_others(), 1)  # which no rank reads, and every conversion copies
+    files = SafetensorsFiles(folder, manifest.files_of_ranks() | manifest.files_for_others())
     stored = files.read_headers(manifest.files())
     model = model_spec(manifest.hf_config)
     entries = tuple(manifest.read_entries(folder))
@@ -211,7 +221,12 @@ def find_torch_dist(path: Path) -> Path | None:
         return path
     tracker = path / TORCH_DIST_TRACKER
     if tracker.is_file():
-        word = tracker.read_text().strip()
+        try:
+            word = read_text(tracker, 4096).strip()
+        except (OSError, ValueError) as error:
+            raise EnvironmentFault(f"{tracker}: cannot be read: {reason(error)}") from None
+        if not re.fullmatch(r"\d{1,18}|[A-Za-z]\w*", word):
+            raise EnvironmentFault(f"{tracker}: names no iteration: {word[:80]!r}")
         return path / (f"iter_{int(word):07d}" if word.isdecimal() else word)
     below = sorted(file.parent for file in (*path.glob("iter_*/*.distcp"), *path.glob("dist_ckpt/*.distcp")))
     return below[-1] if below else None
@@ -251,7 +266,8 @@ def _left_out(stored: Iterable[tuple[str, str]], entries: Iterable[StoredTensor]
 def _check_locations(checkpoint: Checkpoint) -> None:
     """Every entry is in its file, with the dtype and the bytes that it describes."""
     for entry in checkpoint.entries:
-        location, code = checkpoint.files.find(entry.file, entry.key), code_of(entry.role, checkpoint.dtype)
+        location = checkpoint.files.find(entry.file, entry.key)
+        code = FP8 if entry.key in checkpoint.scales else code_of(entry.role, checkpoint.dtype)
         elements = entry.flat[1] - entry.flat[0] if entry.flat else prod(entry.shape)
         size = elements * ITEM_BYTES[code]
         if location is not None and (location.dtype, prod(location.shape), location.stop - location.start) == (

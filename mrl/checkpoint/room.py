@@ -6,13 +6,13 @@ import shutil
 from math import ceil
 from pathlib import Path
 
-from mrl.config.schedule_rules import schedule_of
-from mrl.config.schema import RunConfig
+from mrl.config.schema import ActorConfig, DataConfig
 from mrl.data.routes import RouteShape
 from mrl.data.samples import column_bytes
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, parameter_count
 from mrl.model.precision import BF16, FLOAT32
+from mrl.schedule.staleness import Schedule
 from mrl.units import MIB
 
 BESIDE_TENSORS = 4 * MIB  # bytes: manifest, tokenizer and configuration of the model, rounding to blocks
@@ -26,23 +26,22 @@ def checkpoint_bytes(model: ModelSpec, dtype: str) -> int:
     return parameter_count(model) * precision.checkpoint + BESIDE_TENSORS
 
 
-def route_bytes(config: RunConfig, model: ModelSpec) -> int:
+def route_bytes(actor: ActorConfig, model: ModelSpec) -> int:
     """Of a token's routes, as they come with samples; 0 where they do not."""
-    if config.actor.router_replay != "R3":
+    if actor.router_replay != "R3":
         return 0
     shape = RouteShape.of(model)
     return shape.token_bytes
 
 
-def groups_ahead_bytes(config: RunConfig, model: ModelSpec) -> int:
+def groups_ahead_bytes(schedule: Schedule, data: DataConfig, token_routes: int) -> int:
     """Of groups that generation is ahead with, at most: they are in every checkpoint, finished ones by a second name.
 
-    Counted as columns; files are compressed.
+    Counted as columns; files are compressed. `token_routes`: bytes of a token's routes.
     """
-    if (schedule := schedule_of(config)) is None:
+    if schedule.is_synchronous:
         return 0
-    lengths = config.data.max_prompt_length, config.data.max_response_length
-    response = column_bytes(*lengths, route_bytes(config, model))
+    response = column_bytes(data.max_prompt_length, data.max_response_length, token_routes)
     return schedule.places * schedule.responses * response
 
 
@@ -63,12 +62,11 @@ def check_room(folder: Path, needed: int) -> None:
         )
 
 
-def room_note(config: RunConfig, model: ModelSpec, folder: Path) -> list[str]:
-    """A line when the disk of `folder` holds one checkpoint,
-    and not as many as the run is to keep with one more beside them.
+def room_note(folder: Path, size: int, kept: int) -> list[str]:
+    """A line when the disk of `folder` holds one checkpoint of `size` bytes,
+    and not as many as the run is to keep, `kept`, with one more beside them.
     """
-    size = checkpoint_bytes(model, config.model.dtype) + groups_ahead_bytes(config, model)
-    wanted = config.trainer.max_actor_ckpt_to_keep + 1
+    wanted = kept + 1
     present = len(list(folder.glob("checkpoints/step-*")))
     free = free_bytes(folder)
     if free >= size * (wanted - present):

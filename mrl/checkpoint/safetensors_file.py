@@ -13,7 +13,8 @@ from typing import Any
 
 from mrl.checkpoint.direct_file import DirectFile
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}  # the format's dtypes
+# the format's dtypes
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 
 
 def safetensors_header(

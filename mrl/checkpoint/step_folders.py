@@ -11,11 +11,20 @@ from types import MappingProxyType
 from mrl.checkpoint.manifest import MANIFEST, Manifest, fsync, read_manifest
 from mrl.errors import EnvironmentFault
 
+_REPLACED = ".replaced"  # the checkpoint of a step while a new one takes its name
+
 
 def checkpoint_steps(folder: Path) -> list[tuple[int, Path]]:
-    """Finished checkpoints below `folder`, oldest first: those that have a manifest."""
-    named = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.glob("step-*"))
-    return sorted((int(match[1]), path) for match, path in named if match and (path / MANIFEST).exists())
+    """Finished checkpoints below `folder`, oldest first: those that have a manifest.
+
+    One that was being replaced when its process was killed counts where no other of its step is finished.
+    """
+    found: dict[int, Path] = {}
+    for path in sorted(folder.glob("step-*")):  # step-5 before step-5.replaced
+        match = re.fullmatch(rf"step-(\d+)(?:{re.escape(_REPLACED)})?", path.name)
+        if match and (path / MANIFEST).exists():
+            found.setdefault(int(match[1]), path)
+    return sorted(found.items())
 
 
 @dataclass(frozen=True)
@@ -55,14 +64,17 @@ def write_atomically(folder: Path, write: Callable[[Path], None], check: Callabl
     and for good where `check`, called last, raises.
 
     A process killed in between leaves `work`, `folder` with `.tmp-` and a suffix; opening the run again removes it.
+    What was there is `folder` with `.replaced` between the two renames; see `finish_replacements`.
     """
     work = _aside(folder)
-    old = _aside(folder)
+    old = folder.with_name(f"{folder.name}{_REPLACED}")
     work.mkdir()
     try:
         write(work)
         check()
-        if folder.exists():
+        if folder.exists() and old.exists():  # of a kill before
+            discard(folder)
+        elif folder.exists():
             folder.rename(old)
         work.rename(folder)
         fsync(folder.parent)
@@ -72,6 +84,19 @@ def write_atomically(folder: Path, write: Callable[[Path], None], check: Callabl
         raise
     if old.exists():
         discard(old)
+
+
+def finish_replacements(folder: Path) -> None:
+    """Ends what a kill in the middle of `write_atomically` left below `folder`.
+
+    What was being replaced goes, or gets its name back where no other has it.
+    """
+    for old in folder.glob(f"step-*{_REPLACED}"):
+        named = old.with_name(old.name.removesuffix(_REPLACED))
+        if (named / MANIFEST).exists():
+            discard(old)
+        elif not named.exists():
+            old.rename(named)
 
 
 def set_aside(checkpoint: Path) -> Path:

@@ -19,9 +19,9 @@ def add(commands) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    from mrl.extras.report.comparison import compare
-    from mrl.extras.report.sections_compare import compare_page
-    from mrl.extras.report.write import write_page
+    from mrl.tools.report.comparison import compare
+    from mrl.tools.report.sections_compare import compare_page
+    from mrl.tools.report.write import write_page
 
     comparison = compare([Path(path) for path in options.run_dirs])
     if options.json:

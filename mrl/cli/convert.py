@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -46,6 +47,12 @@ def add(commands) -> None:
     again.add_argument("--weights-only", action="store_true", help="leave master weights, moments and schedule out")
     _add_target(again)
     _add_common(again, _megatron_to_megatron)
+    tokenizer = conversions.add_parser(
+        "tokenizer", help="write a tokenizer that is code over tiktoken.model (Moonlight, Kimi-K2) as one without code"
+    )
+    tokenizer.add_argument("checkpoint", help="folder with tiktoken.model and tokenizer_config.json")
+    tokenizer.add_argument("-o", "--output", required=True, help="folder to write; must not exist")
+    tokenizer.set_defaults(run=_tokenizer)
 
 
 def _add_megatron_source(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +116,13 @@ def _megatron_to_megatron(options: argparse.Namespace) -> None:
     _print_report(options, write(_open_megatron(options)))
 
 
+def _tokenizer(options: argparse.Namespace) -> None:
+    from mrl.tools.tiktoken_folder import convert_tokenizer
+
+    names = convert_tokenizer(Path(options.checkpoint), Path(options.output))
+    print(f"{options.output}: {', '.join(names)}; put them in the place of those in {options.checkpoint}")
+
+
 def _open_megatron(options: argparse.Namespace):
     """The checkpoint to convert: one of ours, or where it is trusted, of Megatron's own format."""
     from mrl.checkpoint.open_checkpoint import find_torch_dist, open_saved
@@ -120,7 +134,7 @@ def _open_megatron(options: argparse.Namespace):
         )
     if not options.trust_checkpoint or find_torch_dist(path) is None:
         return open_saved(path)
-    from mrl.extras.torch_dist.read import open_torch_dist
+    from mrl.tools.torch_dist.read import open_torch_dist
 
     return open_torch_dist(path, options.hf_files)
 
@@ -149,7 +163,7 @@ def _write_layout(options: argparse.Namespace, degrees: Mapping[str, Any], expec
 
 
 def _write_torch_dist(options: argparse.Namespace, source: Any):
-    from mrl.extras.torch_dist.write import write_torch_dist
+    from mrl.tools.torch_dist.write import write_torch_dist
 
     if not options.trust_checkpoint:
         raise ConfigError(
@@ -199,9 +213,9 @@ def parse_layout(text: str) -> dict[str, int]:
     short: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
-        if name not in DEGREES or name in short or not value.isdecimal() or int(value) < 1:
+        if name not in DEGREES or name in short or not re.fullmatch("0*[1-9][0-9]{0,4}", value):
             raise ConfigError(
-                f"--layout: {part!r}; give each of {', '.join(DEGREES)} at most once, positive, as in tp=2,ep=4"
+                f"--layout: {part!r}; give each of {', '.join(DEGREES)} at most once, from 1 to 99999, as in tp=2,ep=4"
             )
         short[name] = int(value)
     least = lcm(*(prod(short.get(name, 1) for name in grid) for grid in (("tp", "cp", "pp"), ("etp", "ep", "pp"))))

@@ -1,8 +1,10 @@
 """`mrl data`."""
 
 import argparse
+import math
 
 from mrl.data.sources import SOURCES
+from mrl.errors import ConfigError
 
 
 def add(commands) -> None:
@@ -20,10 +22,20 @@ def add(commands) -> None:
     data.add_argument("-o", "--output", required=True, help="the .parquet file to write; must not exist")
     data.add_argument("--split", default="train", help="written into extra_info.split; default: train")
     data.add_argument(
-        "--max-bad-share", type=float, default=0.01, help="more bad rows than this share write nothing; default: 0.01"
+        "--max-bad-share", type=_share, default=0.01, help="more bad rows than this share write nothing; default: 0.01"
     )
     data.add_argument("--json", action="store_true", help="print the report as one JSON object")
     data.set_defaults(run=_data, parser=data)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no share: 0 to 1")
+    return share
 
 
 def _data(options: argparse.Namespace) -> None:
@@ -33,5 +45,7 @@ def _data(options: argparse.Namespace) -> None:
     from mrl.data.prepare import prepare
 
     output = Path(options.output)
+    if output.suffix != ".parquet" and not output.exists():
+        raise ConfigError(f"-o {output}: the name must end in .parquet")
     report = prepare(SOURCES[options.source], options.files, output, options.split, options.max_bad_share)
     print(json.dumps(report.to_json(), ensure_ascii=False) if options.json else f"{report}\nwrote {output}")

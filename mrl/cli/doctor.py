@@ -5,6 +5,7 @@ import json
 import os
 import time
 
+from mrl.cli.config_arguments import positive
 from mrl.errors import EnvironmentFault
 from mrl.platforms import PLATFORMS
 
@@ -21,12 +22,12 @@ def add(commands) -> None:
         "--device", choices=PLATFORMS, help="judge the host as one for runs on this; default: what it shows"
     )
     doctor.add_argument(
-        "--port", type=int, action="append", metavar="PORT", help="a port to look at; repeatable; default: 6379, 8265"
+        "--port", type=_port, action="append", metavar="PORT", help="a port to look at; repeatable; default: 6379, 8265"
     )
     doctor.add_argument("--address", help="a Ray head to try, HOST:PORT; default: $RAY_ADDRESS")
     doctor.add_argument(
         "--nnodes",
-        type=int,
+        type=positive,
         default=1,
         metavar="N",
         help="nodes of the run: with several, the network between them counts",
@@ -36,6 +37,12 @@ def add(commands) -> None:
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or len(text) > 5 or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no port: 1 to 65535")
+    return int(text)
 
 
 def _doctor(options: argparse.Namespace) -> None:
@@ -59,10 +66,10 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _checks(device: str, options: argparse.Namespace) -> list:
-    from mrl.plan.doctor.host_checks import cluster_checks, host_checks
-    from mrl.plan.doctor.machine import read_machine
-    from mrl.plan.doctor.probes import DEADLINE_S, probes, run_probes
-    from mrl.plan.doctor.version_checks import engine_checks, version_checks
+    from mrl.tools.doctor.host_checks import cluster_checks, host_checks
+    from mrl.tools.doctor.machine import read_machine
+    from mrl.tools.doctor.probes import DEADLINE_S, probes, run_probes
+    from mrl.tools.doctor.version_checks import engine_checks, version_checks
 
     machine = read_machine(device, options.port or PORTS, options.nnodes)
     judged = [check for part in (version_checks, host_checks, cluster_checks, engine_checks) for check in part(machine)]

@@ -27,18 +27,19 @@ def _eval(options: argparse.Namespace) -> None:
     import sys
     from pathlib import Path
 
-    from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address
+    from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address, refuse_open_ray
     from mrl.config.yaml_tree import dump_value
     from mrl.record.console import PlainConsole
     from mrl.train.preflight import preflight_evaluation, with_models_at_hand
 
     if options.model is not None:
         options.overrides = [*options.overrides, f"model.path={dump_value(options.model)}"]
+    refuse_open_ray()
     resolved = resolved_config(options)
     if options.checkpoint is None:
         resolved = with_models_at_hand(resolved, check_paths=False)
     checkpoint = preflight_evaluation(resolved, options.checkpoint)
-    if ray_address(resolved.config) is None:
+    if ray_address(resolved.config.cluster) is None:
         ask_for_token_authentication()
 
     from mrl.train.evaluation import evaluate, table  # brings Ray, which takes seconds

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -62,8 +63,8 @@ def _import(options: argparse.Namespace) -> None:
 
 
 def _sources(given: list[str]) -> tuple[list[Path], list[str]]:
-    scripts = [Path(text) for text in given if Path(text).is_file()]
-    words = [text for text in given if not Path(text).is_file()]
+    scripts = [Path(text) for text in given if os.path.isfile(text)]
+    words = [text for text in given if not os.path.isfile(text)]
     if lost := [word for word in words if "=" not in word or "\n" in word]:
         raise ConfigError(f"{', '.join(lost)}: no such file, and no override (key=value) either")
     return scripts, words
@@ -91,7 +92,7 @@ def _import_script(script: Path | None, words: list[str], options: argparse.Name
     """Imports one script (or `words` alone), writes or prints the result and its report."""
     out = _translated(script, words, options)
     text = out.to_yaml()
-    file = _written(options.output, script, text, several)
+    file = _written(options, script, text, several)
     violations, remarks = _checked(file, text)
     refused = bool(violations or out.faults)
     verdict = "refused" if refused else "carried with losses" if out.losses else "valid"
@@ -137,14 +138,15 @@ def _translated(script: Path | None, words: list[str], options: argparse.Namespa
 
 
 def _read(script: Path | None, words: list[str], variables: dict[str, str], **settings: Any):
-    from mrl.extras.import_verl.translate import import_overrides, import_script
+    from mrl.plain_files import TEXT_BYTES, read_text, reason
+    from mrl.tools.import_verl.translate import import_overrides, import_script
 
     if script is None:
         return import_overrides(words, **settings)
     try:
-        text = script.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{script}: cannot be read as text: {error}") from None
+        text = read_text(script, TEXT_BYTES)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{script}: cannot be read as text: {reason(error)}") from None
     return import_script(text, str(script), variables, words, **settings)
 
 
@@ -152,13 +154,13 @@ def _searched(out, translated):
     """The import with the fastest layout that breaks no rule and fits in every phase; None where there is none,
     or no known model.
     """
-    from mrl.extras.import_verl.script_model import Chosen
     from mrl.model import planning_model_spec
     from mrl.plan.memory import memory_section
     from mrl.plan.plan_inputs import PlanInputs, device_for
-    from mrl.plan.search import search
-    from mrl.plan.search_report import search_problem
     from mrl.platforms.versions import MEGATRON
+    from mrl.tools.import_verl.script_model import Chosen
+    from mrl.tools.search import search
+    from mrl.tools.search_report import search_problem
 
     try:
         config = _loaded(out.to_yaml()).config
@@ -190,11 +192,16 @@ def _recompute(out, recompute, device: str) -> None:
         out.put("chosen", "", key + name, value, f"without it the layout does not fit {device}")
 
 
+def _of_every_shell() -> dict[str, str]:
+    """HOME, where this shell has it: every shell that runs the script sets it."""
+    return {"HOME": home} if (home := os.environ.get("HOME")) else {}
+
+
 def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """(shell variables, keys of ours) that --set gives."""
-    from mrl.extras.import_verl.verl_command import hydra_value
+    from mrl.tools.import_verl.verl_command import hydra_value
 
-    variables, own = {}, {}
+    variables, own = _of_every_shell(), {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
@@ -206,13 +213,17 @@ def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
     return variables, own
 
 
-def _written(output: str | None, script: Path | None, text: str, several: bool) -> Path | None:
-    if output is None:
+def _written(options: argparse.Namespace, script: Path | None, text: str, several: bool) -> Path | None:
+    from mrl.plain_files import check_output
+    from mrl.record.run_dir import write_text
+
+    if options.output is None:
         return None
-    file = Path(output) / f"{script.stem}.yaml" if several else Path(output)
+    file = Path(options.output) / f"{script.stem}.yaml" if several else Path(options.output)
+    check_output(file, tuple(Path(name) for name in (*options.source, options.preset) if name))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        write_text(file, text)
     except OSError as error:
         raise ConfigError(f"-o {file}: cannot be written: {error.strerror}") from None
     return file
@@ -248,7 +259,7 @@ def _loaded(text: str, file: Path | None = None):
 
 
 def _report(out, violations: list, remarks: list[str], verdict: str, stream) -> None:
-    from mrl.extras.import_verl.report import KINDS
+    from mrl.tools.import_verl.report import KINDS
 
     counts = ", ".join(f"{len(out.of(kind))} {kind.replace('_', ' ')}" for kind in KINDS if out.of(kind))
     print(f"{out.name}: {len(out.keys)} keys: {counts}", file=stream)

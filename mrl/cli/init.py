@@ -12,7 +12,7 @@ from mrl.errors import ConfigError, InvalidConfig, MrlError
 
 _QUESTIONS = {
     "model": "model (a folder with a Hugging Face checkpoint, or a name such as Qwen/Qwen3-30B-A3B): ",
-    "devices": "devices (how many of which kind, such as 8 x h100-80g or 2 x cpu): ",
+    "devices": "devices (how many of which kind, such as 8 x h100-80g, 4x8 a3 for nodes of 8, or 2 x cpu): ",
     "data": "training prompts (a .parquet or .jsonl file in verl's schema; mrl data makes one): ",
 }
 _NO_RULE = "  # no rule is known for these rows' data_source; see docs/rewards.md"
@@ -24,7 +24,7 @@ def add(commands) -> None:
         "init", help="write a first configuration from a model, devices and data: the fastest layout that fits"
     )
     init.add_argument("--model", metavar="PATH|NAME", help="a checkpoint folder, or a name on the Hugging Face hub")
-    init.add_argument("--devices", metavar="'N x NAME'", help="such as '8 x h100-80g'; names as of mrl plan --device")
+    init.add_argument("--devices", metavar="'N x NAME'", help="such as '8 x h100', or '4x8 a3' for nodes of 8")
     init.add_argument("--data", metavar="FILE", action="append", help="training prompts; repeatable")
     init.add_argument("--val", metavar="FILE", action="append", default=[], help="held-out prompts; repeatable")
     output = "the file to write; must not exist (default: %(default)s)"
@@ -85,7 +85,7 @@ def _model(path: str) -> str:
 
 
 def _devices(text: str):
-    from mrl.plan.first_config import parse_devices
+    from mrl.tools.first_config import parse_devices
 
     return parse_devices(text)
 
@@ -125,7 +125,7 @@ def _source_of(name: str) -> str | None:
 
 def _first(path: str, count, train: list[str], val: list[str]):
     from mrl.model import planning_model_spec
-    from mrl.plan.first_config import first_config
+    from mrl.tools.first_config import first_config
 
     data = {"data.train_files": train} | ({"data.val_files": _files(val), "trainer.test_freq": 20} if val else {})
     return first_config(path, planning_model_spec(path)[0], count, data | _reward([*train, *val]))

@@ -6,9 +6,10 @@ Exit codes are those of mrl.errors; anything unforeseen keeps its traceback and 
 import argparse
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 from mrl.cli import (
     compare,
@@ -29,7 +30,8 @@ from mrl.cli import (
     verify,
     watch,
 )
-from mrl.errors import ConfigError, Interrupted, MrlError
+from mrl.cli.config_arguments import refuse_leftovers
+from mrl.errors import ConfigError, Interrupted, MrlError, printable
 
 GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "begin": (init, import_verl, data, doctor),
@@ -38,6 +40,7 @@ GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "afterwards": (report, compare, samples, convert),
     "shell": (completion,),
 }
+PASS_ON = ("train", "submit")  # which draw on a terminal, or pass on what a job prints
 EXIT_CODES = (
     "exit codes: 0 done, 2 configuration or usage, 3 data, 4 environment, 5 stopped but resumable, 6 numbers that must "
     "not reach the optimizer, 1 a defect",
@@ -47,12 +50,23 @@ EXIT_CODES = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `mrl`."""
-    parser = make_parser()
-    options = parser.parse_args(arguments)
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stderr(_Plain(sys.stderr)))
+        parser = make_parser()
+        options, leftovers = parser.parse_known_args(arguments)
+        if options.command not in PASS_ON:
+            stack.enter_context(redirect_stdout(_Plain(sys.stdout)))
+        _run(parser, options, leftovers)
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, leftovers: Sequence[str]) -> None:
     if options.run is None:
         options.parser.print_help(sys.stderr)
         raise SystemExit(ConfigError.exit_code)
     try:
+        if leftovers:
+            refuse_leftovers(options, leftovers)
+            parser.error(f"unrecognized arguments: {' '.join(leftovers)}")
         options.run(options)
     except MrlError as error:
         print("\n".join([f"mrl {options.command}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
@@ -60,6 +74,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print(f"mrl {options.command}: interrupted", file=sys.stderr)
         raise SystemExit(Interrupted.exit_code) from None
+
+
+class _Plain:
+    """A stream of text that a terminal only shows: names, messages and answers are other people's."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(printable(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Version(argparse.Action):

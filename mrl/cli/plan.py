@@ -73,16 +73,22 @@ def _plan_of_run(options: argparse.Namespace) -> dict[str, Any]:
     plan = plan_of(config, model, device_for(config, options.device))
     if options.run_dir is not None:
         file = RunDir(Path(options.run_dir)).plan
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, plan_text(plan))
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, plan_text(plan))
+        except OSError as error:
+            raise ConfigError(f"--run-dir {options.run_dir}: cannot be written: {error.strerror}") from None
     return plan | {"notes": _notes(config, options.device, plan["device"]["name"], stand_in)}
 
 
 def _search(options: argparse.Namespace) -> dict[str, Any]:
-    from mrl.plan.devices import find_device
+    from mrl.plan.devices import device_by_part
     from mrl.plan.plan_inputs import device_for
-    from mrl.plan.search_report import config_for_model, search_problem, search_report
     from mrl.platforms.versions import MEGATRON
+    from mrl.tools.first_config import usual_config
+    from mrl.tools.run_search import run_report
+    from mrl.tools.search import search
+    from mrl.tools.search_report import search_problem, search_report
 
     if options.config is not None:
         config = _resolved(options).config
@@ -91,14 +97,17 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     else:
         if options.devices is None or options.device is None:
             raise ConfigError("--search with --model needs --devices N and --device NAME")
-        device, devices = find_device(options.device), options.devices
-        config, per_node = config_for_model(options.model, devices, device.platform), device.devices_per_node
+        device, devices = device_by_part(options.device), options.devices
+        config = usual_config(options.model, _model(options.model)[0], device, devices)
+        per_node = device.devices_per_node
     model, stand_in = _model(config.model.path)
     megatron = config.cluster.versions.get("megatron-core", options.megatron or MEGATRON)
     problem = search_problem(config, model, device, devices, per_node, megatron)
     planned = options.config is not None and devices == config.actor.layout.world_size
     notes = _notes(config, options.device, device.name, stand_in) + ([] if planned else [_ACTOR_ALONE])
-    return search_report(config, problem, options.top, planned) | {"notes": notes}
+    result = search(problem)
+    run = run_report(config, problem, result) if planned else None
+    return search_report(config, problem, options.top, planned, result) | {"run": run, "notes": notes}
 
 
 def _model(path: str):
@@ -224,12 +233,18 @@ def _held_out_words(prompts: int) -> str:
 
 
 def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
+    from mrl.plan.run_plan import slow_generation, step_seconds
+
     times = plan["times"]
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times["phase_seconds"].items())
+    low, expected, high = (f"{seconds:.3g}" for seconds in step_seconds(plan))
     yield (
-        f"predicted at the assumed rates: {phases}; update {times['flops']['update']:.3g} FLOP, bubble "
-        f"{times['pipeline_bubble']:.1%}; a resume verifies its checkpoint in {times['resume_seconds']:.3g} s"
+        f"predicted at the assumed rates: a step {expected} s, from {low} to {high}: {phases}; update "
+        f"{times['flops']['update']:.3g} FLOP, bubble {times['pipeline_bubble']:.1%}; a resume verifies its checkpoint "
+        f"in {times['resume_seconds']:.3g} s"
     )
+    if slow := slow_generation(plan):
+        yield f"SLOW: {slow}"
 
 
 def _sync_lines(sync: dict[str, Any]) -> Iterator[str]:
@@ -270,7 +285,8 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
         ", counting the actor alone; below, those that fit with the whole configuration" if result["planned"] else ""
     )
     where = f"{result['devices']} x {result['device']}"
-    yield f"{result['fitting']} of {result['legal']} legal layouts on {where} fit{whole}; fastest update first"
+    yield f"{result['fitting']} of {result['legal']} legal layouts on {where} fit{whole}; fastest first"
+    yield f"seconds of an update of {result['samples']} samples, of which a step has {result['updates']}:"
     for place, row in enumerate(result["layouts"], 1):
         degrees = (
             ", ".join(f"{key} {value}" for key, value in row["degrees"].items() if key != "world_size") or "not sharded"
@@ -285,3 +301,10 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
             f"{name} {count}" for name, count in result["too_large"].items()
         )
     yield from result["engines"]
+    if run := result["run"]:
+        yield (
+            f"whole steps, without their sync: {run['seconds']:.3g} s as it is; with engines and micro-batches too "
+            f"{run['best_seconds']:.3g} s is the fastest that fits"
+        )
+        if run["settings"]:
+            yield "  " + " ".join(f"--set {setting}" for setting in run["settings"])

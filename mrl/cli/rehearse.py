@@ -47,9 +47,9 @@ def _answer(options: argparse.Namespace):
     """Raises what `mrl validate` and `mrl train` raise of a configuration and of the user's own files."""
     from mrl.cli.validate import check_config
     from mrl.cluster.prerequisites import own_cpus
-    from mrl.extras.rehearse.prepare import prepare
-    from mrl.extras.rehearse.report import answer, first_lines, last_lines
-    from mrl.extras.rehearse.stages import run_stages
+    from mrl.tools.rehearse.prepare import prepare
+    from mrl.tools.rehearse.report import answer, first_lines, last_lines
+    from mrl.tools.rehearse.stages import run_stages
 
     began = time.monotonic()
     resolved = resolved_config(options)
@@ -72,7 +72,7 @@ def _work_folder(path: str):
 
     Raises ConfigError for one that holds something else.
     """
-    from mrl.extras.rehearse.compose import WorkFolder
+    from mrl.tools.rehearse.compose import WorkFolder
 
     work = WorkFolder(Path(path).resolve())
     if work.path.exists() and not work.path.is_dir():

@@ -19,7 +19,7 @@ def add(commands) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from mrl.extras.report.write import write_report
+    from mrl.tools.report.write import write_report
 
     written = write_report(Path(options.run_dir), Path(options.output) if options.output else None)
     print(written.headline)

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +25,35 @@ def add(commands) -> None:
         help="each response token with generation's log-prob and how far the trainer's is from it "
         "(record.trainer_log_probs)",
     )
+    samples.add_argument(
+        "--turns",
+        action="store_true",
+        help="turn by turn: what was sampled, what was called, and what was read (rollout.turns)",
+    )
     samples.add_argument("--jsonl", action="store_true", help="one JSON object a response, token ids and all, no text")
     samples.set_defaults(run=_samples)
 
 
 def _samples(options: argparse.Namespace) -> None:
     """Raises ConfigError where the run, the step or the prompt has none."""
-    import numpy as np
-
-    from mrl.record.run_dir import RunDir, json_line
-    from mrl.record.sample_files import StepFile
+    from mrl.record.run_dir import RunDir
+    from mrl.record.sample_files import StepFile, readable
 
     run = RunDir(Path(options.run_dir))
     step = _step(run.samples, options.step)
     try:
-        file = StepFile(run.samples, step)
+        with readable(run.samples, step):
+            _show(options, run, step, StepFile(run.samples, step))
     except FileNotFoundError:
         steps = ", ".join(map(str, _steps(run.samples))) or "no step"
         raise ConfigError(f"--step {step}: {run.samples} has no file of it; it has {steps}") from None
+
+
+def _show(options: argparse.Namespace, run: Any, step: int, file: Any) -> None:
+    import numpy as np
+
+    from mrl.record.run_dir import json_line
+
     rows = np.arange(len(file.scores)) if options.worst is None else file.worst(len(file.scores))
     if options.prompt is not None:
         rows = rows[file.prompt_ids[rows] == options.prompt]
@@ -55,7 +67,7 @@ def _samples(options: argparse.Namespace) -> None:
         return
     decode = _decoder(run.config)
     for row, gap in zip(shown, gaps, strict=True):
-        print(_text(step, row, decode))
+        print(_text(step, row, decode, options.turns))
         if options.log_probs:
             print(_table(row, gap, decode))
 
@@ -79,13 +91,11 @@ def _decoder(config: Path) -> Callable[[list[int]], str]:
 
     Raises ConfigError where its model's folder is not here.
     """
-    import yaml
-
     from mrl.data.dataset import load_tokenizer
-    from mrl.extras.report.samples import decoder
     from mrl.model.hub import local_folder
+    from mrl.tools.report.samples import decoder
 
-    path = yaml.safe_load(config.read_text(encoding="utf-8"))["model"]["path"] if config.exists() else ""
+    path = _model_path(config) if config.exists() else ""
     try:
         folder = local_folder(path)
         return decoder([Path(folder)]) or load_tokenizer(folder).decode
@@ -93,7 +103,20 @@ def _decoder(config: Path) -> Callable[[list[int]], str]:
         raise ConfigError(f"{config}: {error}; --jsonl needs no tokenizer") from None
 
 
-def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str]) -> str:
+def _model_path(config: Path) -> str:
+    from mrl.config.yaml_tree import parse_yaml
+    from mrl.plain_files import CONFIG_BYTES, read_text, reason
+
+    try:
+        node, steps = parse_yaml(read_text(config, CONFIG_BYTES), str(config)).find(("model", "path"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{config}: cannot be read: {reason(error)}") from None
+    if steps < 2 or not isinstance(node.value, str):
+        raise ConfigError(f"{config}: names no model.path; --jsonl needs no tokenizer")
+    return node.value
+
+
+def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str], by_turn: bool) -> str:
     reward = {name: value for name, value in row["reward"].items() if name not in ("score", "reason")}
     head = (
         f"step {step}  prompt {row['prompt_id']}  sample {row['sample_id']}  score {row['reward']['score']:g}"
@@ -106,18 +129,44 @@ def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str]) ->
             *([f"--- reward  {json.dumps(reward, ensure_ascii=False)}"] if reward else []),
             "--- prompt",
             decode(row["prompt_ids"]),
-            "--- response",
-            decode(row["response_ids"]),
+            *(_turns(row, decode) if by_turn else ["--- response", decode(row["response_ids"])]),
         ]
     )
+
+
+def _turns(row: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]:
+    """Of each turn what was sampled, its calls, and the context that they brought; a response without turns is one."""
+    turns = row.get("turns") or [{"first_token": 0, "stop_reason": row["stop_reason"], "calls": 0, "seconds": 0.0}]
+    ids = row["response_ids"]
+    sampled = row.get("sampled") or [True] * len(ids)
+    calls = iter(row.get("calls") or [])
+    ends = [turn["first_token"] for turn in turns[1:]] + [len(ids)]
+    lines = []
+    for number, (turn, end) in enumerate(zip(turns, ends, strict=True), start=1):
+        own = range(turn["first_token"], end)
+        reward = f", reward {turn['reward']:g}" if turn.get("reward") else ""
+        lines += [f"--- turn {number}: {turn['stop_reason']}{reward}", decode([ids[i] for i in own if sampled[i]])]
+        lines += [_call(call) for call in islice(calls, turn["calls"])]
+        context = [ids[i] for i in own if not sampled[i]]
+        lines += [f"--- context of turn {number}, after {turn['seconds']:.2f} s", decode(context)] if context else []
+    return lines
+
+
+def _call(call: dict[str, Any]) -> str:
+    return f"--- call: {call['name'] or '(of no tool)'}, {call['reason']}, {call['seconds']:.2f} s"
 
 
 def _table(row: dict[str, Any], gap: list[float] | None, decode: Callable[[list[int]], str]) -> str:
     """A line a token; the third column is the trainer's log-prob less generation's."""
     missing = [] if gap is not None else ["(the trainer's are not kept: record.trainer_log_probs)"]
-    columns = zip(row["response_ids"], row["rollout_log_probs"], gap or [None] * len(row["response_ids"]), strict=True)
-    lines = [
-        f"{i:6}  {log_prob:10.4f}  {'' if other is None else format(other, '+.1e'):>9}  {decode([token])!r}"
-        for i, (token, log_prob, other) in enumerate(columns)
-    ]
+    tokens = len(row["response_ids"])
+    sampled = row.get("sampled") or [True] * tokens
+    columns = zip(row["response_ids"], sampled, row["rollout_log_probs"], gap or [None] * tokens, strict=True)
+    lines = [f"{i:6}  {_numbers(*numbers)}  {decode([token])!r}" for i, (token, *numbers) in enumerate(columns)]
     return "\n".join(["--- log-probs", *missing, *lines])
+
+
+def _numbers(sampled: bool, log_prob: float, gap: float | None) -> str:
+    if not sampled:
+        return f"{'context':>10}  {'':>9}"
+    return f"{log_prob:10.4f}  {'' if gap is None else format(gap, '+.1e'):>9}"

@@ -4,6 +4,8 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from mrl.cli import train
 from mrl.cli.config_arguments import resolved_config
@@ -16,64 +18,92 @@ def add(commands) -> None:
     submit = commands.add_parser(
         "submit", help="run `mrl train` as a job of a Ray cluster and wait for it; exits as the run does"
     )
-    address = os.environ.get("RAY_API_SERVER_ADDRESS", DASHBOARD)
+    _add_own(submit)
     submit.add_argument(
+        "train", nargs=argparse.REMAINDER, metavar="CONFIG ...",
+        help="arguments of `mrl train`; the options above may stand among them",
+    )  # fmt: skip
+    submit.set_defaults(run=_submit)
+
+
+def _add_own(parser: argparse.ArgumentParser) -> None:
+    address = os.environ.get("RAY_API_SERVER_ADDRESS", DASHBOARD)
+    parser.add_argument(
         "--address", default=address, help="the cluster's dashboard; default: $RAY_API_SERVER_ADDRESS, else %(default)s"
     )
-    submit.add_argument(
+    parser.add_argument(
         "--runtime-env",
         type=Path,
         help="YAML of the job's environment; default: launch/runtime_env.<cluster.device>.yaml",
     )
-    submit.add_argument(
+    parser.add_argument(
         "--grace-s",
         type=int,
         help="seconds that a stopped job has to save before it is killed; default: the YAML's, else 120",
     )
-    submit.add_argument(
+    parser.add_argument(
         "--agent-timeout-s", type=float, default=120.0, help="how long to try while the head cannot start jobs yet"
     )
-    submit.add_argument("--no-wait", action="store_true", help="return once the job is handed over")
-    submit.add_argument(
-        "train",
-        nargs=argparse.REMAINDER,
-        metavar="CONFIG ...",
-        help="arguments of `mrl train`, after the options above",
-    )
-    submit.set_defaults(run=_submit)
+    parser.add_argument("--no-wait", action="store_true", help="return once the job is handed over")
+
+
+def _own_behind_config(options: argparse.Namespace) -> list[str]:
+    """The arguments of `mrl train` alone; own options that stand among them are set in `options`."""
+    parser = argparse.ArgumentParser(prog="mrl submit", add_help=False, allow_abbrev=False)
+    _add_own(parser)
+    return parser.parse_known_args(options.train, options)[1]
 
 
 def _submit(options: argparse.Namespace) -> None:
     from mrl.cluster.job import follow, read_runtime_env, submit, train_job
-    from mrl.cluster.prerequisites import ask_for_token_authentication
+    from mrl.cluster.prerequisites import ask_for_token_authentication, check_token, refuse_open_ray
     from mrl.config.run_rules import run_dir
 
-    # what cannot be read is told before anything is sent
-    config = resolved_config(_train_options(options.train)).config
+    # what cannot be read, and what the job would not find, is told before anything is sent
+    arguments = _own_behind_config(options)
+    given = _train_options(arguments)
+    config = resolved_config(given).config
     path = options.runtime_env or Path(f"launch/runtime_env.{config.cluster.device}.yaml")
-    job = train_job(options.train, run_dir(config), read_runtime_env(path, options.grace_s))
-    for key, value in local_only(config):
-        print(
-            f"note: {key}: {value} is relative: the job looks in its copy of the working "
-            "directory; give an absolute path"
-        )
-    ask_for_token_authentication()
+    environment = read_runtime_env(path, options.grace_s)
+    _check_found(config, given.config, environment, options.address)
+    job = train_job(arguments, run_dir(config.trainer), environment)
+    refuse_open_ray()
+    ask_for_token_authentication(own_cluster=False)
+    check_token(options.address)
     client = _client(options.address)
     submit(client, job, options.agent_timeout_s)
     print(f"job {job.name} at {options.address}: {job.entrypoint}", flush=True)
     if options.no_wait:
-        print(f"follow it with: ray job logs --follow --address {options.address} {job.name}")
+        print(f"follow it with: RAY_AUTH_MODE=token ray job logs --follow --address {options.address} {job.name}")
         return
     raise SystemExit(follow(client, job, _say))
 
 
-def local_only(config) -> list[tuple[str, str]]:
-    """(key, path) of models and data that are here under a relative path;
-    the job's copy of the working directory leaves them out.
+def _check_found(config, preset: str, environment: dict[str, Any], address: str) -> None:
+    """Raises ConfigError for what the job's processes would not find: files that its copy of the working directory
+    lacks, and a run directory that no other host has.
     """
-    named = [("model.path", config.model.path)]
-    named += [(f"data.{name}", file) for name in ("train_files", "val_files") for file in getattr(config.data, name)]
-    return [(key, path) for key, path in named if not Path(path).is_absolute() and Path(path).exists()]
+    from mrl.cluster.job import not_sent
+    from mrl.config.run_rules import named_files, run_dir
+    from mrl.errors import ConfigError
+
+    files = [("CONFIG", preset), ("model.path", config.model.path), *named_files(config)]
+    lost = [
+        f"{key}: {file} {why}" for key, file in files if Path(file).exists() and (why := not_sent(file, environment))
+    ]
+    folder = run_dir(config.trainer)
+    if not folder.is_absolute() and (config.cluster.nnodes > 1 or not _is_here(address)):
+        lost.append(
+            f"trainer.run_dir: {folder} is relative to this host, and the job runs on others; give an absolute path on "
+            "a file system that all of them see"
+        )
+    if lost:
+        raise ConfigError("the job would not find what it needs:\n  " + "\n  ".join(lost))
+
+
+def _is_here(address: str) -> bool:
+    """Whether a dashboard's address is this host's loopback."""
+    return urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1")
 
 
 def _train_options(arguments: list[str]) -> argparse.Namespace:
@@ -83,17 +113,22 @@ def _train_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def _client(address: str):
+    from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
     from mrl.errors import EnvironmentFault
 
     try:
         return JobSubmissionClient(address)
-    except (RuntimeError, ConnectionError, ValueError) as error:
+    except (RuntimeError, ConnectionError, ValueError, RayError) as error:
         raise EnvironmentFault(
-            f"no Ray dashboard answers at {address} ({error}); start a head with launch/start_head.sh, or give "
-            "--address; a head elsewhere also wants its token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+            f"no Ray dashboard answers at {address} ({_first_line(error)}); start a head with launch/start_head.sh, or "
+            "give --address; a head elsewhere also wants its token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _say(text: str) -> None:

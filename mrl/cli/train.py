@@ -1,8 +1,10 @@
 """`mrl train`."""
 
 import argparse
+import shlex
 
-from mrl.cli.config_arguments import add_config, resolved_config
+from mrl.cli.config_arguments import add_config, positive, resolved_config
+from mrl.errors import Interrupted
 
 
 def add(commands) -> None:
@@ -17,33 +19,78 @@ def add(commands) -> None:
         "steps stays as it is (trainer.resume_mode: auto does so where there is a run, and begins one where "
         "there is none)",
     )
+    train.add_argument(
+        "--restarts",
+        type=positive,
+        metavar="N",
+        help="start the run again, up to N times, after exit code 5 or death by a signal; never after another end, nor "
+        "after a SIGTERM or Ctrl-C given to this command; three ends with no finished step between them stop it",
+    )
     train.set_defaults(run=_train)
 
 
 def _train(options: argparse.Namespace) -> None:
-    from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address
-    from mrl.train.preflight import preflight, start_lines, with_models_at_hand
-    from mrl.train.resume import goes_on, resume_note
+    if options.restarts is None:
+        _train_once(options)
+        return
+    from mrl.config.run_rules import run_dir
+    from mrl.tools.supervisor import supervise
 
+    folder = run_dir(resolved_config(options, check_paths=True).config.trainer).resolve()
+    if code := supervise(_arguments_of_a_start(options), folder, options.restarts):
+        raise SystemExit(code)
+
+
+def _given(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Options with a value, of those that every start gets."""
+    named = [("--recipe", options.recipe), ("--run-dir", options.run_dir)]
+    return [(name, value) for name, value in named if value is not None] + [("--set", one) for one in options.overrides]
+
+
+def _arguments_of_a_start(options: argparse.Namespace) -> list[str]:
+    """Those of this command that every start gets."""
+    given = [f"{name}={value}" for name, value in _given(options)]
+    return [options.config, *given, *(["--resume"] if options.resume else [])]
+
+
+def _train_once(options: argparse.Namespace) -> None:
+    from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address, refuse_open_ray
+    from mrl.train.preflight import check_inputs, plug_in_lines, plug_ins, preflight, start_lines, with_models_at_hand
+    from mrl.train.resume import goes_on, resume_note, what_is_left
+
+    refuse_open_ray()
     resolved = with_models_at_hand(resolved_config(options, check_paths=True))
-    resume = goes_on(resolved.config, options.resume)
+    resume = goes_on(resolved.config.trainer, options.resume)
     model = preflight(resolved, resume)
-    for line in [*resume_note(resolved.config, resume), *start_lines(resolved, model)]:
+    for line in plug_in_lines(plug_ins(resolved.config)):
         print(line, flush=True)
-    if ray_address(resolved.config) is None:
+    check_inputs(resolved.config, resume)
+    for line in [*resume_note(resolved.config.trainer, resume), *start_lines(resolved, model)]:
+        print(line, flush=True)
+    if ray_address(resolved.config.cluster) is None:
         ask_for_token_authentication()
 
-    from mrl.extras.report.at_checkpoints import ReportView, report_at_the_end
-    from mrl.train.loop import due, train  # brings Ray, which takes seconds
+    from mrl.tools.report.at_checkpoints import ReportView, report_at_the_end
+    from mrl.train.assemble import open_run  # brings Ray, which takes seconds
+    from mrl.train.loop import due
     from mrl.train.preflight import run_dir_path
-    from mrl.train.run import open_run
+    from mrl.train.rank_restarts import train_on
 
-    trainer, folder = resolved.config.trainer, run_dir_path(resolved.config, resume)
+    trainer, folder = resolved.config.trainer, run_dir_path(resolved.config.trainer, resume)
     report = ReportView(folder, lambda step: due(trainer.save_freq, step, trainer.total_training_steps or 0))
     try:
         with open_run(resolved, resume, {"report": report}) as run:
-            train(run)
+            run = train_on(run)
             print(f"finished {run.state.step} steps in {run.run_dir.path}")
+    except Interrupted as error:
+        error.add_note(what_is_left(folder, _command(options)))
+        raise
     finally:
         if said := report_at_the_end(folder):
             print(said, flush=True)
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command as it was given."""
+    given = [word for pair in _given(options) for word in pair]
+    return shlex.join(["mrl", "train", options.config, *given, *(["--resume"] if options.resume else [])])

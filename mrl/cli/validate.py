@@ -10,9 +10,14 @@ from mrl.errors import ConfigError, MrlError
 
 def add(commands) -> None:
     """Registers the command."""
-    validate = commands.add_parser("validate", help="check a configuration against every rule, in under a second")
+    validate = commands.add_parser(
+        "validate", help="check a configuration against every rule, and the files that it names"
+    )
     add_config(validate)
-    validate.add_argument("--check-paths", action="store_true", help="also look at the files that it names")
+    validate.add_argument(
+        "--check-paths", action="store_true",
+        help="also refuse files whose folders are not on this host, as mrl train does; else they are said",
+    )  # fmt: skip
     validate.add_argument(
         "--json", action="store_true", help="print one JSON object, also when the configuration cannot be read at all"
     )
@@ -46,7 +51,26 @@ def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
         from mrl.plan.plan_rules import accelerator_violations
 
         return [*refusal.violations, *accelerator_violations(refusal.rest)], []
-    return check_config(resolved, options.check_paths)
+    broken, remarks = check_config(resolved, options.check_paths)
+    return (broken, remarks) if broken else _look(resolved, remarks, options.check_paths)
+
+
+def _look(resolved, remarks: list[str], check_paths: bool) -> tuple[list, list[str]]:
+    """What the files that it names have against it, as `mrl train` finds it before it starts anything.
+
+    Of those that are on this host; with `check_paths` all have been found there. Raises DataError and ConfigError.
+    """
+    from mrl.config.rules import seen_violations
+    from mrl.config.run_rules import unseen_files
+    from mrl.model import planning_model_spec
+
+    model, _ = planning_model_spec(resolved.config.model.path)
+    if not check_paths and (broken := seen_violations(resolved, model)):
+        return broken, []
+    from mrl.train.first_look import look
+
+    look(resolved.config)
+    return [], [*remarks, *unseen_files(resolved.config)]
 
 
 def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:

@@ -19,14 +19,14 @@ def add(commands) -> None:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no port: 0 to 65535")
     return int(text)
 
 
 def _watch(options: argparse.Namespace) -> None:
-    from mrl.extras.report.live import LiveServer
-    from mrl.extras.report.run_record import NoStepYet, read_run
+    from mrl.tools.report.live import LiveServer
+    from mrl.tools.report.run_record import NoStepYet, read_run
 
     folder = Path(options.run_dir)
     try:

@@ -7,19 +7,21 @@ from typing import Any
 
 import ray
 
-from mrl.cluster.calls import Late, LostPeer, blame, gather, gather_all, unwrap
-from mrl.cluster.process_logs import concerning, log_file
-from mrl.cluster.routes import start_readers
 from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seats, actor_seats
 from mrl.cluster.shared_folder import check_seen, marked
-from mrl.cluster.stored_samples import StoredSamples
-from mrl.cluster.workers import WRITING, ActorWorker
+from mrl.cluster.workers import LOOKING, MODEL_VERBS, WRITING, ActorWorker
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault, Interrupted
+from mrl.flow.response_store import ResponseStore
+from mrl.flow.routes import start_readers
 from mrl.model import load_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.platforms.hosting import get_hosting
+from mrl.platforms.process_tree import end_below
+from mrl.remote.calls import SETTLE_S, Late, LostPeer, ask, blame, gather, gather_all, unwrap
+from mrl.remote.deadlines import Deadlines
+from mrl.remote.process_logs import concerning, log_file, processes_of
 
 _EXPORT = "weight export"
 _AHEAD = 2  # objects: the head and the data of one bucket are made while the bucket before is loaded
@@ -30,7 +32,7 @@ def put_once(arguments: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
     They hold thousands of references, which would be written again for every rank.
     """
-    same = {id(value): value for own in arguments for value in own if isinstance(value, StoredSamples)}
+    same = {id(value): value for own in arguments for value in own if isinstance(value, ResponseStore)}
     put = {key: ray.put(value) for key, value in same.items()}
     return [[put.get(id(value), value) for value in own] for own in arguments]
 
@@ -47,12 +49,14 @@ class ActorGroup:
         `seats`: of the ranks, by default on devices of their own.
         """
         self.config, self.poll = config, poll
-        self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node; see mrl/cluster/routes.py
+        self._deadlines = Deadlines.of_steps(config.cluster)
+        self.pids: list[int] = []  # of ranks that have started
+        self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node; see mrl/flow/routes.py
         self.model = load_model_spec(config.model.path)
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
         hosting = get_hosting(config.cluster.device)
-        self.seats = seats or actor_seats(config)
-        kind = ray.remote(concurrency_groups={WRITING: 1})(worker)
+        self.seats = seats or actor_seats(config.cluster, config.actor.layout)
+        kind = ray.remote(concurrency_groups={WRITING: 1, LOOKING: 1})(worker)
         self.workers = [
             kind.options(
                 runtime_env={"env_vars": seat.environment | hosting.actor_environment()}, **seat.options
@@ -76,7 +80,7 @@ class ActorGroup:
         if port is None:
             port = gather({"rank 0": self.workers[0].free_port.remote()}, limit, "starting the actor")["rank 0"]
         self.pids = self.call("start", address, port, str(checkpoint) if checkpoint else None, timeout_s=limit)
-        asked = {"rank 0": self.workers[0].kernels.remote()}
+        asked = {"rank 0": self.workers[0].do.remote("kernels")}
         print(f"actor: {gather(asked, limit, 'asking the actor what it computes with')['rank 0']}")
 
     def read_routes_at(self, nodes: Iterable[str]) -> None:
@@ -94,11 +98,14 @@ class ActorGroup:
         """Calls a method on all ranks; answers in rank order."""
         refs = self.refs(method, *arguments)
         poll = self.poll if interruptible else lambda: None
-        return list(gather(refs, timeout_s or self.config.cluster.step_timeout_s, method, poll).values())
+        return list(self._answers(refs, timeout_s, method, poll).values())
 
     def refs(self, method: str, *arguments: Any) -> dict[str, ray.ObjectRef]:
-        """Calls a method on all ranks without waiting; answers to come, by name."""
-        return {f"rank {i}": getattr(w, method).remote(*arguments) for i, w in enumerate(self.workers)}
+        """Asks all ranks without waiting; answers to come, by name.
+
+        `method`: one of MODEL_VERBS, or a method of ActorWorker.
+        """
+        return {f"rank {i}": ask(worker, MODEL_VERBS, method, *arguments) for i, worker in enumerate(self.workers)}
 
     def each(
         self, method: str, arguments: Sequence[Sequence[Any]], phase: str, interruptible: bool = False
@@ -108,7 +115,31 @@ class ActorGroup:
         `phase`: how errors name it.
         """
         poll = self.poll if interruptible else lambda: None
-        return list(gather(self.refs_each(method, arguments), self.config.cluster.step_timeout_s, phase, poll).values())
+        refs = self.refs_each(method, arguments)
+        return list(self._answers(refs, None, phase, poll).values())
+
+    def _answers(
+        self, refs: dict[str, ray.ObjectRef], timeout_s: float | None, phase: str, poll: Callable[[], None]
+    ) -> dict[str, Any]:
+        """As `gather`; of ranks that are late together, those are named that do not run at all."""
+        began = time.monotonic()
+        try:
+            answers = gather(refs, timeout_s or self._deadlines.of(phase), phase, poll)
+        except Late as error:
+            raise self._told(error) from error
+        self._deadlines.ended(phase, time.monotonic() - began)
+        return answers
+
+    def _told(self, error: Late) -> Late:
+        """The error with whom to blame: all ranks that run write where they are, so the others are the culprits."""
+        asked = self.refs("write_stacks")
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=SETTLE_S)
+        silent = [name for name, ref in asked.items() if ref not in ready]
+        if silent and len(silent) < len(asked):
+            words = f"{', '.join(silent)} did not even say where it is: stopped, or cut off"
+            return concerning(Late(f"{error}; {words}; where the others are stands in logs/*.stacks"), *silent)
+        where = "none of them said where it is" if silent else "where they are stands in logs/*.stacks"
+        return concerning(Late(f"{error}; {where}"), *processes_of(error))
 
     def refs_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, ray.ObjectRef]:
         """As `each`, without waiting; answers to come, by name."""
@@ -216,7 +247,8 @@ class ActorGroup:
         return list(parts.values())
 
     def stop(self) -> None:
-        """Ends the ranks."""
+        """Ends the ranks; twice is once."""
         for worker in self.workers:
             ray.kill(worker)
+        end_below(self.pids)
         self.seats.release()

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.cluster.actor_group import ActorGroup
-from mrl.cluster.calls import gather
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.errors import Interrupted
 from mrl.plan.memory_phases import ACTOR, ENGINE, phase_bytes
 from mrl.platforms.process_memory import ProcessMemory
+from mrl.remote.calls import gather
 from mrl.units import GIB
 
 
@@ -78,7 +78,7 @@ class MemoryGate:
 
     def __init__(self, plan: dict[str, Any], actor: ActorGroup, engines: RolloutGroup, timeout_s: float) -> None:
         self._plan, self._actor, self._engines, self._timeout_s = plan, actor, engines, timeout_s
-        self._places: dict[str, list] | None = None  # name of a group's actor -> (node, device) of its workers
+        self._rank_places: dict[str, list] | None = None  # (node, device) of each rank, by name
 
     def __call__(self, phase: str) -> None:
         """Raises Interrupted, with every device that is short and who holds how much there."""
@@ -92,15 +92,18 @@ class MemoryGate:
 
     def _holders(self, phase: str) -> dict[tuple[str, int], list[MemoryHolder]]:
         """Of every device that both have processes on."""
-        if self._places is None:
-            self._places = self._asked("places", "placing the processes")
+        if self._rank_places is None:
+            self._rank_places = gather(self._actor.refs("places"), self._timeout_s, "placing the processes")
+        at = self._rank_places | self._engines.device_places
         devices: dict[tuple[str, int], list[MemoryHolder]] = defaultdict(list)
-        for name, memory in self._asked("memory", f"measuring memory before {phase}").items():
+        for name, memory in self._memory(f"measuring memory before {phase}").items():
             workers = memory if isinstance(memory, list) else [memory]
-            for number, (place, one) in enumerate(zip(self._places[name], workers, strict=True)):
+            for number, (place, one) in enumerate(zip(at[name], workers, strict=True)):
                 who = name if len(workers) == 1 else f"{name} worker {number}"
                 devices[tuple(place)].append(MemoryHolder(who, ACTOR if name.startswith("rank") else ENGINE, one))
         return devices
 
-    def _asked(self, method: str, phase: str) -> dict[str, Any]:
-        return gather(self._actor.refs(method) | self._engines.refs(method), self._timeout_s, phase)
+    def _memory(self, phase: str) -> dict[str, Any]:
+        """Of ranks and of engines that live, by name."""
+        of_ranks = gather(self._actor.refs("memory"), self._timeout_s, phase)
+        return of_ranks | self._engines.answers("memory", phase)

@@ -12,17 +12,23 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
-
+from mrl.config.yaml_tree import parse_yaml
 from mrl.errors import ConfigError, EnvironmentFault, Interrupted
+from mrl.plain_files import CONFIG_BYTES, read_text, reason
 from mrl.units import MIB
 
 GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
 GRACE_S = 120  # Ray kills a stopped job after 3 s unless told otherwise; finishing a step and saving it takes longer
 LOST_AFTER_S = 60.0  # a head that does not answer for so long is gone
+# what a runtime environment may hold (ray.runtime_env.RuntimeEnv.known_fields, those without an underscore)
+_KNOWN = (
+    "py_modules", "py_executable", "java_jars", "working_dir", "conda", "pip", "uv", "container", "excludes",
+    "env_vars", "config", "worker_process_setup_hook", "image_uri",
+)  # fmt: skip
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _NOT_YET = "No available agent"  # a head that has just started takes requests before it has an agent that can run them
 
@@ -64,9 +70,9 @@ def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
     job later).
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--runtime-env {path} cannot be read: {error}") from error
+        content = parse_yaml(read_text(path, CONFIG_BYTES), str(path)).plain()
+    except (OSError, ValueError, ConfigError) as error:
+        raise ConfigError(f"--runtime-env {path} cannot be read: {reason(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("env_vars", {}), dict):
         raise ConfigError(
             f"--runtime-env {path}: a mapping with working_dir, excludes and env_vars (a mapping) is wanted"
@@ -77,8 +83,52 @@ def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
         raise ConfigError(
             f"--runtime-env {path}: env_vars {', '.join(map(str, wrong))}: values must be text; put them in quotes"
         )
+    if unknown := [str(name) for name in content if name not in _KNOWN]:
+        raise ConfigError(
+            f"--runtime-env {path}: {', '.join(unknown)}: Ray knows no such entry; the file may be of another version "
+            f"(known: {', '.join(_KNOWN)})"
+        )
     grace = str(grace_s) if grace_s is not None else variables.get(GRACE, str(GRACE_S))
     return content | {"env_vars": variables | {GRACE: grace}}
+
+
+def not_sent(file: str, runtime_env: dict[str, Any]) -> str | None:
+    """Why the job's copy of the working directory has no `file`, which is here; None where it has it.
+
+    An absolute path is looked for on the job's own host, of which nothing is known here.
+    """
+    if Path(file).expanduser().is_absolute():
+        return None
+    sent = runtime_env.get("working_dir")
+    if sent is None:
+        return "is relative, and the runtime environment sends no working_dir; give an absolute path"
+    if "://" in str(sent):
+        return None
+    root = Path(sent).resolve()
+    path = Path(file).resolve()
+    if not path.is_relative_to(root):
+        return f"is outside of {root}, which is all that is sent; give an absolute path that the job's hosts have"
+    parts = path.relative_to(root).parts
+    ignored = root / ".gitignore"
+    rules = [("excludes of the runtime environment", line) for line in runtime_env.get("excludes", [])]
+    if ignored.is_file():
+        rules += [(".gitignore", line) for line in ignored.read_text(encoding="utf-8", errors="replace").split("\n")]
+    for where, pattern in rules:
+        if _excludes(pattern, parts):
+            return f"is not sent ({pattern} in {where}); give an absolute path that the job's hosts have"
+    return None
+
+
+def _excludes(pattern: str, parts: tuple[str, ...]) -> bool:
+    """Whether a line of gitignore's names a part of a path; negated lines, which send what another keeps, are none."""
+    pattern = pattern.strip()
+    if not pattern or pattern.startswith(("#", "!")):
+        return False
+    bare = pattern.rstrip("/")
+    if "/" not in bare:
+        return any(fnmatchcase(part, bare) for part in parts)
+    below = bare.lstrip("/")
+    return any(fnmatchcase("/".join(parts[:count]), below) for count in range(1, len(parts) + 1))
 
 
 def submit(client: JobClient, job: Job, agent_timeout_s: float, wait: Callable[[float], None] = time.sleep) -> None:

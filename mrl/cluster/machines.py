@@ -11,13 +11,12 @@ from typing import Any
 import ray
 
 from mrl.cluster.actor_group import ActorGroup
-from mrl.cluster.calls import SETTLE_S, gather
 from mrl.cluster.rollout_group import RolloutGroup
-from mrl.config.rollout_rules import needed_devices
-from mrl.config.schema import RunConfig
+from mrl.config.places import Deployment
 from mrl.errors import Interrupted
 from mrl.plan.devices import published_flops
 from mrl.platforms.process_memory import host_bytes_used
+from mrl.remote.calls import SETTLE_S, gather
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,21 @@ class Peak:
     run: float
 
     @classmethod
-    def of(cls, config: RunConfig, speeds: Iterable[Speed]) -> "Peak":
+    def of(cls, deployment: Deployment, speeds: Iterable[Speed]) -> "Peak":
         """`speeds`: of every rank's device; on the CPU of every host that has ranks."""
         each = [speed.peak for speed in speeds]
-        devices = config.cluster.nnodes if config.cluster.device == "cpu" else needed_devices(config)
+        cluster = deployment.cluster
+        devices = cluster.nnodes if cluster.device == "cpu" else deployment.devices
         return cls(sum(each), sum(each) / len(each) * max(devices, len(each)))
 
 
 class Machines:
     """Asks one process of each node."""
 
-    def __init__(self, config: RunConfig, actor: ActorGroup, engines: RolloutGroup) -> None:
-        self._config, self._actor, self._engines = config, actor, engines
+    def __init__(self, deployment: Deployment, actor: ActorGroup, engines: RolloutGroup) -> None:
+        self._deployment = deployment
+        self._actor = actor
+        self._engines = engines
 
     def speeds(self) -> list[Speed]:
         """Of every rank's device; on the CPU of every host that has ranks.
@@ -61,7 +63,7 @@ class Machines:
         """
         everybody = (
             self._actor.workers
-            if self._config.cluster.device != "cpu"
+            if self._deployment.cluster.device != "cpu"
             else [self._actor.workers[i] for i in self._first_ranks]
         )
         asked = {f"rank {number}": worker.speed.remote() for number, worker in enumerate(everybody)}
@@ -73,7 +75,7 @@ class Machines:
         """
         speeds = self.speeds()
         print("\n".join(_in_words(speeds)), flush=True)
-        return Peak.of(self._config, speeds)
+        return Peak.of(self._deployment, speeds)
 
     def memory_used(self) -> int:
         """Bytes of host memory in use on the fullest host.
@@ -93,7 +95,7 @@ class Machines:
         return max(bytes_used)
 
     def _gathered(self, refs: dict[str, ray.ObjectRef], what: str) -> dict[str, Any]:
-        return gather(refs, self._config.cluster.step_timeout_s, what)
+        return gather(refs, self._deployment.cluster.step_timeout_s, what)
 
     @cached_property
     def _rank_nodes(self) -> list[str]:

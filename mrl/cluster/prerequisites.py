@@ -3,16 +3,17 @@
 import os
 import random
 import re
+import secrets
 import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
 
-from mrl.config.places import rank_places, rollout_layout
-from mrl.config.schema import RunConfig
+from mrl.config.places import Deployment, rank_places, rollout_layout
+from mrl.config.schema import ClusterConfig, LayoutConfig
 from mrl.errors import EnvironmentFault
 from mrl.model.device_grid import Place
-from mrl.platforms.hosting import Hosting, get_hosting
+from mrl.platforms.hosting import get_hosting
 from mrl.units import GIB
 
 CONNECT_TIMEOUT_S = 10.0
@@ -21,11 +22,13 @@ _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0,
 _SETTINGS = 4
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PORT_TRIES = 100
+_MODE = "RAY_AUTH_MODE"
+_TOKEN = "RAY_AUTH_TOKEN"
 
 
-def ray_address(config: RunConfig) -> str | None:
+def ray_address(cluster: ClusterConfig) -> str | None:
     """Address of the cluster to join; None when the run starts one of its own."""
-    address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    address = cluster.address or os.environ.get("RAY_ADDRESS")
     return None if address in (None, "", "local") else address
 
 
@@ -101,13 +104,65 @@ def _own_ports() -> range:
     return range(20000, min(30000, first_ephemeral))
 
 
-def ask_for_token_authentication() -> None:
+OPEN_RAY = "MRL_ALLOW_OPEN_RAY"
+
+
+def refuse_open_ray() -> None:
+    """Raises EnvironmentFault where Ray's token is switched off, and nobody says that this is meant.
+
+    Ray listens on every address of a host and runs what it is sent.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode != "token" and os.environ.get(OPEN_RAY) != "1":
+        raise EnvironmentFault(
+            f"RAY_AUTH_MODE={mode}: whoever reaches this host could have Ray run anything; unset it, or set "
+            f"{OPEN_RAY}=1 where the network itself keeps others out"
+        )
+
+
+def ask_for_token_authentication(own_cluster: bool = True) -> None:
     """Says Ray's own default for clusters that it starts, which spares its warning; a value of the user's stays.
 
-    Ray reads the variable when it is imported, and a change after that would split the cluster in two minds.
+    Ray reads the variable when it is imported, and a change after that would split the cluster in two minds. Where it
+    could not write a token below HOME, one of this run's `own_cluster` alone is given.
     """
     if "ray" not in sys.modules:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault(_MODE, "token")
+    if own_cluster and os.environ.get(_MODE) == "token" and not has_token() and not _home_takes_a_token():
+        os.environ[_TOKEN] = secrets.token_hex(32)
+
+
+def has_token() -> bool:
+    """Whether Ray finds a token: in RAY_AUTH_TOKEN, or in the file that RAY_AUTH_TOKEN_PATH or HOME names."""
+    file = _token_file()
+    return bool(os.environ.get(_TOKEN)) or (file is not None and file.is_file() and file.stat().st_size > 0)
+
+
+def check_token(address: str) -> None:
+    """Raises EnvironmentFault where a head at `address` would be asked without a token."""
+    if os.environ.get(_MODE) != "token" or has_token():
+        return
+    file = _token_file()
+    where = "HOME is not set" if file is None else f"{file} is not there"
+    raise EnvironmentFault(
+        f"no token of Ray's for the head at {address}: {where}. launch/start_head.sh makes one on its host; copy it "
+        "from there, or set RAY_AUTH_TOKEN"
+    )
+
+
+def _token_file() -> Path | None:
+    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return Path(path)
+    home = os.environ.get("HOME")
+    return Path(home) / ".ray" / "auth_token" if home else None
+
+
+def _home_takes_a_token() -> bool:
+    file = _token_file()
+    if file is None:
+        return False
+    existing = next(folder for folder in (file.parent, *file.parents) if folder.exists())
+    return os.access(existing, os.W_OK | os.X_OK)
 
 
 def own_cpus() -> int:
@@ -115,13 +170,13 @@ def own_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def needed_resources(config: RunConfig, actor: bool = True) -> dict[str, float]:
+def needed_resources(deployment: Deployment, actor: bool = True) -> dict[str, float]:
     """Ray resources of the whole run, by name; without `actor` those of its engines alone."""
-    hosting = get_hosting(config.cluster.device)
-    if actor and config.cluster.placement == "colocated":
-        bundles = device_bundles(config, hosting)
+    if actor and deployment.is_colocated:
+        bundles = device_bundles(deployment)
     else:
-        bundles = [*(actor_bundles(config, hosting) if actor else ()), *engine_bundles(config, hosting)]
+        bundles = actor_bundles(deployment.cluster, deployment.layout) if actor else []
+        bundles += engine_bundles(deployment)
     total: dict[str, float] = {}
     for bundle in bundles:
         for name, amount in bundle.items():
@@ -129,59 +184,59 @@ def needed_resources(config: RunConfig, actor: bool = True) -> dict[str, float]:
     return total
 
 
-def actor_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]:
+def actor_bundles(cluster: ClusterConfig, layout: LayoutConfig) -> list[dict[str, float]]:
     """Resources of each actor rank."""
-    return [hosting.ray_resources(config.cluster.cpus_per_actor, devices=1)] * config.actor.layout.world_size
+    return [get_hosting(cluster.device).ray_resources(cluster.cpus_per_actor, devices=1)] * layout.world_size
 
 
-def engine_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]:
+def engine_bundles(deployment: Deployment) -> list[dict[str, float]]:
     """Resources of each data-parallel rank of each engine, whose tensor workers share one node.
 
     Raises ConfigError when engines do not fit.
     """
-    layout, _ = rollout_layout(config), rank_places(config)
-    return (
-        [hosting.ray_resources(config.cluster.cpus_per_engine / layout.data, devices=layout.tensor)]
-        * layout.num_engines
-        * layout.data
-    )
+    rank_places(deployment)  # raises
+    cluster, layout = deployment.cluster, rollout_layout(deployment.rollout)
+    bundle = get_hosting(cluster.device).ray_resources(cluster.cpus_per_engine / layout.data, devices=layout.tensor)
+    return [bundle] * layout.num_engines * layout.data
 
 
-def shared_devices(config: RunConfig) -> tuple[Place, ...]:
+def shared_devices(deployment: Deployment) -> tuple[Place, ...]:
     """The devices of a colocated run, node by node. Raises ConfigError when engines do not fit."""
-    ranks, workers = rank_places(config)
+    ranks, workers = rank_places(deployment)
     return tuple(sorted({*ranks, *workers}))
 
 
-def device_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]:
+def device_bundles(deployment: Deployment) -> list[dict[str, float]]:
     """Resources of each device of a colocated run.
 
     They are alike, so that whichever node Ray finds one on, it can be any of them.
     """
-    devices = len(shared_devices(config))
-    ranks, engines = actor_bundles(config, hosting), engine_bundles(config, hosting)
+    devices = len(shared_devices(deployment))
+    ranks = actor_bundles(deployment.cluster, deployment.layout)
+    engines = engine_bundles(deployment)
     cpus = sum(bundle["CPU"] for bundle in (*ranks, *engines)) / devices
-    return [hosting.ray_resources(cpus, devices=1)] * devices
+    return [get_hosting(deployment.cluster.device).ray_resources(cpus, devices=1)] * devices
 
 
 def check_size(
-    config: RunConfig, have: dict[str, float], names: tuple[str, ...] | None = None, actor: bool = True
+    deployment: Deployment, have: dict[str, float], names: tuple[str, ...] | None = None, actor: bool = True
 ) -> None:
     """Raises EnvironmentFault when the run needs more than `have`.
 
     `names`: only these are known; `actor`: see needed_resources.
     """
-    need = needed_resources(config, actor)
+    need = needed_resources(deployment, actor)
     short = {
         n: amount for n, amount in need.items() if (names is None or n in names) and have.get(n, 0.0) + 1e-6 < amount
     }
     if not short:
         return
     lines = [f"{name}: the run needs {amount:g}, {have.get(name, 0.0):g} are there" for name, amount in short.items()]
+    cluster = deployment.cluster
     raise EnvironmentFault(
-        f"the cluster is too small: {'; '.join(lines)}. {config.actor.layout.world_size if actor else 0} actor ranks "
-        f"(cluster.cpus_per_actor {config.cluster.cpus_per_actor:g}) and {config.rollout.num_engines} engines "
-        f"(cluster.cpus_per_engine {config.cluster.cpus_per_engine:g}) must fit at once; "
+        f"the cluster is too small: {'; '.join(lines)}. {deployment.layout.world_size if actor else 0} actor ranks "
+        f"(cluster.cpus_per_actor {cluster.cpus_per_actor:g}) and {deployment.rollout.num_engines} engines "
+        f"(cluster.cpus_per_engine {cluster.cpus_per_engine:g}) must fit at once; "
         "add nodes, choose a smaller layout or lower the CPUs per process"
     )
 

@@ -4,10 +4,12 @@ Ray listens on all addresses, with a token.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -15,52 +17,83 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mrl.cluster.prerequisites import check_size, needed_resources, own_cpus, ray_address, unreachable
 from mrl.cluster.ray_folder import ray_folder, remove_folders_of_the_dead
-from mrl.config.schema import RunConfig
+from mrl.config.places import Deployment
 from mrl.errors import EnvironmentFault
 from mrl.model.device_grid import rank_order
 from mrl.platforms.process_memory import few_heaps
+from mrl.platforms.process_tree import end_below, pids_below
+
+_STARTS = 3  # of a cluster of a run's own, each as long as Ray waits for its processes
+_OUT_OF_TIME = re.compile(r"timed? ?out", re.I)
 
 
 @contextmanager
-def ray_cluster(config: RunConfig, actor: bool = True) -> Iterator[None]:
+def ray_cluster(deployment: Deployment, actor: bool = True) -> Iterator[None]:
     """Connects for the time of the block.
 
     Raises EnvironmentFault when the cluster is unreachable or too small; without `actor` only the engines have to fit.
     """
-    address = ray_address(config)
+    address = ray_address(deployment.cluster)
     remove_folders_of_the_dead()
     few_heaps()
     with ExitStack() as stack:
-        folder = None if address else stack.enter_context(ray_folder())
-        stack.callback(ray.shutdown)
-        _connect(address, folder)
-        check_size(config, ray.cluster_resources(), actor=actor)
+        if address is None:
+            _start_own(stack)
+        else:
+            stack.callback(ray.shutdown)
+            _join(address)
+        check_size(deployment, ray.cluster_resources(), actor=actor)
         yield
 
 
-def _connect(address: str | None, folder: Path | None) -> None:
-    quiet = {"log_to_driver": False, "logging_level": "warning", "namespace": f"mrl-{os.getpid()}"}
+def _start_own(stack: ExitStack) -> None:
+    """Starts a cluster for this run alone, which `stack` takes down. Raises EnvironmentFault where none comes up.
+
+    Ray gives its own processes 30 s to find each other, whatever the machine has to do meanwhile; so a start that ran
+    out of time is tried again once what it left has ended.
+    """
+    for again in range(_STARTS):
+        folder = stack.enter_context(ray_folder())
+        stack.callback(ray.shutdown)
+        before = pids_below()
+        try:
+            _init_own(folder)
+            return
+        except Exception as error:  # a node that does not come up in time is a bare one of Ray's
+            why = f"{type(error).__name__}: {error}"
+            if not _OUT_OF_TIME.search(why) or again + 1 == _STARTS:
+                tries = "" if not again else f", {again + 1} times"
+                raise EnvironmentFault(f"Ray did not start on this machine{tries}: {why}") from error
+        ray.shutdown()
+        end_below(pids_below() - before)
+        print(f"Ray did not start in time, and is started again ({why})", flush=True)
+
+
+def _init_own(folder: Path) -> None:
+    ray.init(
+        address="local",
+        num_cpus=own_cpus(),
+        include_dashboard=False,
+        _temp_dir=str(folder),
+        _node_ip_address="127.0.0.1",
+        **_quiet(),
+    )
+
+
+def _join(address: str) -> None:
     try:
-        if address is None:
-            ray.init(
-                address="local",
-                num_cpus=own_cpus(),
-                include_dashboard=False,
-                _temp_dir=str(folder),
-                _node_ip_address="127.0.0.1",
-                **quiet,
-            )
-        else:
-            ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
-        if address is None:
-            raise EnvironmentFault(f"Ray did not start on this machine: {type(error).__name__}: {error}") from error
+        ray.init(address=address, **_quiet())
+    except Exception as error:
         raise unreachable(address, str(error)) from error
 
 
-def object_store_sizes(config: RunConfig) -> dict[str, int]:
+def _quiet() -> dict[str, Any]:
+    return {"log_to_driver": False, "logging_level": "warning", "namespace": f"mrl-{os.getpid()}"}
+
+
+def object_store_sizes(deployment: Deployment) -> dict[str, int]:
     """Bytes by address, of the nodes that processes of the run may be on."""
-    wanted = needed_resources(config)
+    wanted = needed_resources(deployment)
     nodes = [node for node in ray.nodes() if node["Alive"] and wanted.keys() <= node["Resources"].keys()]
     return {node["NodeManagerAddress"]: int(node["Resources"].get("object_store_memory", 0)) for node in nodes}
 

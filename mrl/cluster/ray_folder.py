@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mrl.record.process_mark import ProcessMark
@@ -16,6 +16,7 @@ from mrl.record.process_mark import ProcessMark
 PREFIX = "mrl-ray-"
 PLACE = Path("/tmp")  # short: Ray puts sockets below it
 _OWNER = "owner.json"
+_TRIES = 3
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def ray_folder() -> Iterator[Path]:
         (folder / _OWNER).write_text(json.dumps(ProcessMark.own().to_json()), encoding="utf-8")
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
 
 
 def remove_folders_of_the_dead() -> None:
@@ -35,14 +36,45 @@ def remove_folders_of_the_dead() -> None:
     """
     for folder in PLACE.glob(f"{PREFIX}*"):
         if _is_of_the_dead(folder):
+            _remove(folder)
+
+
+def remove_own_folders() -> None:
+    """Removes the folders of this process, which is about to end and whose processes of Ray have ended."""
+    for folder in PLACE.glob(f"{PREFIX}*"):
+        if _owner(folder) == ProcessMark.own():
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Removes the note of the owner last: what a process of Ray still writes is then known to a later start."""
+    for _ in range(_TRIES):
+        for entry in folder.iterdir():
+            if entry.name != _OWNER:
+                _remove_entry(entry)
+        if all(entry.name == _OWNER for entry in folder.iterdir()):
             shutil.rmtree(folder, ignore_errors=True)
+            return
+
+
+def _remove_entry(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            entry.unlink()
 
 
 def _is_of_the_dead(folder: Path) -> bool:
+    owner = _owner(folder)
+    return owner is not None and owner.lives() is False
+
+
+def _owner(folder: Path) -> ProcessMark | None:
+    """Whose folder it is; None where it does not say, or is another user's."""
     try:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            return False
-        owner = ProcessMark.from_json(json.loads((folder / _OWNER).read_text(encoding="utf-8")))
+            return None
+        return ProcessMark.from_json(json.loads((folder / _OWNER).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return owner.lives() is False
+        return None

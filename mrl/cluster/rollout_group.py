@@ -1,66 +1,72 @@
-"""All engines: requests are spread over them, answers stream back, new weights reach every one or none is used.
+"""All engines: requests stream to them and answers back, new weights reach every one or none is used.
 
 An engine is one Ray actor, or one for each of its data-parallel ranks: `engine 1 rank 0`. Ranks of one engine compute
 every step together, so that whoever is asked alone to pause, to resume or to sleep waits for the others inside vLLM:
 what changes an engine is asked of all of its ranks at once, after each of them has said that it is there.
 """
 
+import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
 import ray
 
-from mrl.cluster.calls import SETTLE_S, Late, gather
-from mrl.cluster.engine_answers import EngineAnswers
-from mrl.cluster.process_logs import log_file
-from mrl.cluster.request_streams import Arrived, RequestStreams
+from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.same_software import check_same
-from mrl.cluster.seats import Seat, Seats, engine_seats
-from mrl.cluster.stored_samples import SMALL_OBJECTS, StoredSamples
+from mrl.cluster.seats import Seats, engine_seats
 from mrl.cluster.workers import EngineWorker
-from mrl.config.schema import RunConfig
-from mrl.errors import Interrupted
+from mrl.config.places import Deployment
+from mrl.errors import Interrupted, LostProcess
+from mrl.flow.request_streams import RequestStreams
+from mrl.flow.response_store import SMALL_OBJECTS
 from mrl.platforms.hosting import get_hosting
+from mrl.remote.calls import SETTLE_S, Late, ask, gather
+from mrl.remote.deadlines import Deadlines
+from mrl.remote.helper_actors import on_node
+from mrl.remote.process_logs import concerning, log_file, processes_of
 from mrl.schedule.engine_loads import places_of
-from mrl.schedule.request_routing import RequestRouting
-from mrl.vllm.requests import Request, Sampling, engine_settings, rank_name
+from mrl.vllm.engine_state import ASLEEP, CONTROL_VERBS, WEIGHTS_AWAKE
+from mrl.vllm.process_watch import end_processes
+from mrl.vllm.requests import EngineSettings, VersionServed
 
-JOINED_AT = 64  # parts: columns of a row each are kilobytes, of many rows a hundred bytes a row
+GIVE_UP_S = 30.0  # for what an engine is at to end, once the ranks that it was at it with are gone
 PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
-
-
-class VersionServed(NamedTuple):
-    """What a version of the weights came to, in all engines."""
-
-    stale_tokens: int  # that prefix caches gave its requests and other weights had computed: 0; see VllmEngine.commit
-    cache_peak: float  # share of the KV cache, in the fullest engine
-    preemptions: int  # since the engines were started
-
-
-OnArrival = Callable[[list[Arrived]], None]
 
 
 class RolloutGroup:
     """Handles of the engines and the weight version that all of them serve."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, poll: Callable[[], None] = lambda: None, seats: Seats | None = None
+        self,
+        deployment: Deployment,
+        settings: Sequence[EngineSettings],
+        places: int | None,
+        logs: Path,
+        poll: Callable[[], None] = lambda: None,
+        seats: Seats | None = None,
     ):
         """Starts every engine. Raises EnvironmentFault when a start-up check fails.
 
-        `seats`: of the engines, by default on devices of their own.
+        `settings`: of each rank, engine by engine; `places`: see `request_places`; `seats`: of the engines, by default
+        on devices of their own.
         """
-        self.config, self.poll = config, poll
-        self.engine_ranks = data = config.rollout.data_parallel_size  # of one engine
-        self.names = [rank_name(*divmod(number, data), data) for number in range(config.rollout.num_engines * data)]
-        self.places = request_places(config)
-        self.seats = seats or engine_seats(config)
-        self.workers = [self._worker(number, seat, run_dir / "logs") for number, seat in enumerate(self.seats.seats)]
+        self.cluster = deployment.cluster
+        self.rollout = deployment.rollout
+        self._deadlines = Deadlines.of_steps(deployment.cluster)
+        self.places = places
+        self.poll = poll
+        self.engine_ranks = self.rollout.data_parallel_size  # of one engine
+        self.names = [each.name for each in settings]
+        self.seats = seats or engine_seats(deployment)
+        self._settings = list(settings)
+        self._logs = logs
+        self.workers = [self._worker(number) for number in range(len(self.names))]
+        self._below: dict[int, list[tuple[int, float]]] = {}  # processes of each rank, and when they began
+        self.fleet = EngineFleet(self, self.rollout.start_timeout_s)
         self._software = self.refs("software")
         self._starting = self._start()
 
@@ -69,64 +75,143 @@ class RolloutGroup:
         wanted = set(engines)
         return [name for number, name in enumerate(self.names) if number // self.engine_ranks in wanted]
 
-    def _worker(self, number: int, seat: Seat, logs: Path) -> ray.actor.ActorHandle:
-        """The actor of the `number`-th of all ranks, engine by engine."""
-        rollout, hosting = self.config.rollout, get_hosting(self.config.cluster.device)
-        settings = engine_settings(self.config, number // self.engine_ranks, logs, number % self.engine_ranks)
-        own = hosting.engine_environment(
-            number, len(self.names), rollout.tensor_model_parallel_size, rollout.cpu_kvcache_gib
+    def _worker(self, number: int) -> ray.actor.ActorHandle:
+        """Makes the actor of the `number`-th of all ranks, engine by engine."""
+        settings = self._settings[number]
+        seat = self.seats.seats[number]
+        own = get_hosting(self.cluster.device).engine_environment(
+            number, len(self.names), self.rollout.tensor_model_parallel_size, self.rollout.cpu_kvcache_gib
         )
         kind = ray.remote(EngineWorker).options(
             runtime_env={"env_vars": SMALL_OBJECTS | seat.environment | own}, **seat.options
         )
-        return kind.remote(settings, str(logs / log_file(settings.name)), seat.places)
+        return kind.remote(settings, str(self._logs / log_file(settings.name)), seat.places)
 
     def _start(self) -> dict[str, ray.ObjectRef]:
-        """Starts all ranks at once, those of one engine with the address where they meet: at their first one."""
+        """Starts all ranks at once."""
+        starts: dict[str, ray.ObjectRef] = {}
+        for engine in range(len(self.names) // self.engine_ranks):
+            starts |= self._start_of(engine)
+        return starts
+
+    def _start_of(self, engine: int) -> dict[str, ray.ObjectRef]:
+        """Those of one engine with the address where they meet: at their first one."""
         if self.engine_ranks == 1:
-            return self.refs("start")
-        meetings = [first.meeting_point.remote() for first in self.workers[:: self.engine_ranks]]
-        numbered = enumerate(zip(self.names, self.workers, strict=True))
-        return {name: worker.start.remote(meetings[number // self.engine_ranks]) for number, (name, worker) in numbered}
+            return self.refs("start", engines=[engine])
+        meeting = self.workers[engine * self.engine_ranks].meeting_point.remote()
+        return self.refs("start", meeting, engines=[engine])
+
+    def start_again(self, engine: int) -> dict[str, ray.ObjectRef]:
+        """Of one that was ended, on the same seats; answers to come once it serves, by name."""
+        for number in self._ranks_of(engine):
+            self.workers[number] = self._worker(number)
+        return self._start_of(engine)
+
+    def end(self, engine: int) -> None:
+        """Kills an engine's actors and all below them, also such as are stopped."""
+        for number in self._ranks_of(engine):
+            ray.kill(self.workers[number])
+            self._end_below(self.names[number], self._below.pop(number, []))
+
+    def _end_below(self, name: str, processes: list[tuple[int, float]]) -> None:
+        if self.nodes[name] == ray.get_runtime_context().get_node_id():
+            end_processes(processes)
+            return
+        with suppress(Exception):  # where its node is gone, so are they
+            ended = ray.remote(max_retries=0)(end_processes).options(**on_node(self.nodes[name])).remote(processes)
+            gather({name: ended}, PREPARE_S, "ending what is left of an engine")
+
+    def note_place(self, engine: int) -> None:
+        """Asks an engine that has started where it is, and which its processes are."""
+        limit_s = self.cluster.start_timeout_s
+        self.device_places |= gather(self.refs("places", engines=[engine]), limit_s, "asking where an engine is")
+        self.nodes |= {name: places[0][0] for name, places in self.device_places.items()}
+        self._note_processes(engine)
+
+    def _note_processes(self, engine: int) -> None:
+        found = gather(self.refs("processes", engines=[engine]), self.cluster.start_timeout_s, "asking for processes")
+        self._below |= {self.names.index(name): processes for name, processes in found.items()}
+
+    def _ranks_of(self, engine: int) -> range:
+        return range(engine * self.engine_ranks, (engine + 1) * self.engine_ranks)
 
     def wait_started(self) -> None:
         """Blocks until every engine serves; the actor can start meanwhile.
 
         Raises EnvironmentFault where one has other software.
         """
-        check_same(gather(self._software, self.config.rollout.start_timeout_s, "starting the engines", self.poll))
-        gather(self._starting, self.config.rollout.start_timeout_s, "starting the engines", self.poll)
+        check_same(gather(self._software, self.rollout.start_timeout_s, "starting the engines", self.poll))
+        gather(self._starting, self.rollout.start_timeout_s, "starting the engines", self.poll)
+        for engine in range(len(self.names) // self.engine_ranks):
+            self._note_processes(engine)
 
-    def refs(self, method: str, *arguments, engines: Sequence[int] | None = None) -> dict[str, ray.ObjectRef]:
-        """Calls a method on all ranks of all engines, or of some, without waiting; answers to come, by name."""
+    def refs(self, method: str, *arguments, engines: Collection[int] | None = None) -> dict[str, ray.ObjectRef]:
+        """Asks all ranks of all engines that are there, or of some, without waiting; answers to come, by name.
+
+        `method`: one of CONTROL_VERBS, or a method of EngineWorker.
+        """
+        asked = self.fleet.reached() if engines is None else engines
         return {
-            name: getattr(worker, method).remote(*arguments)
+            name: ask(worker, CONTROL_VERBS, method, *arguments)
             for number, (name, worker) in enumerate(zip(self.names, self.workers, strict=True))
-            if engines is None or number // self.engine_ranks in engines
+            if number // self.engine_ranks in asked
         }
 
-    def call(self, method: str, *arguments) -> list:
-        """Calls a method on all ranks of all engines; answers in their order.
+    def call(self, method: str, *arguments, engines: Collection[int] | None = None) -> list:
+        """Asks all ranks of all engines, or of some, as `refs` does; answers of those that live on, in their order.
 
-        Raises Interrupted naming those that are lost, or not there in time.
+        Raises Interrupted naming those that are lost, or not there in time, where the run cannot do without.
         """
-        self.prepare(method)
-        return list(self._answers(self.refs(method, *arguments), self.config.cluster.step_timeout_s, method).values())
+        self.prepare(method, engines)
+        refs = self.refs(method, *arguments, engines=self._still(engines))
+        return list(self._in_time(refs, method).values())
 
-    def prepare(self, what: str, engines: Sequence[int] | None = None) -> None:
+    def answers(self, method: str, phase: str) -> dict[str, Any]:
+        """As `call`, by name; `phase`: how errors name it."""
+        return self._in_time(self.refs(method), phase)
+
+    def _still(self, engines: Collection[int] | None) -> Collection[int] | None:
+        return engines if engines is None else self.fleet.reached() & set(engines)
+
+    def prepare(self, what: str, engines: Collection[int] | None = None) -> None:
         """The first phase of what is asked of ranks that wait for each other: each says that it is there.
 
         Raises Late naming those that do not; where they were asked at once, all others would be late with them.
         """
         if self.engine_ranks > 1:
-            self._answers(self.refs("check_there", engines=engines), PREPARE_S, f"{what}, asking who is there")
+            self.check_there(what, engines)
+
+    def check_there(self, what: str, engines: Collection[int] | None = None) -> None:
+        """Asks all ranks of all engines, or of some, whether they live. Raises Late naming those that do not answer,
+        Interrupted those that died.
+        """
+        self._answers(self.refs("check_there", engines=engines), PREPARE_S, f"{what}, asking who is there")
+
+    def _in_time(self, refs: dict[str, ray.ObjectRef], phase: str) -> dict[str, Any]:
+        """As `_answers`, in the time that calls of the kind may take."""
+        began = time.monotonic()
+        answers = self._answers(refs, self._deadlines.of(phase), phase)
+        if refs and len(answers) == len(refs):  # else what it took is how long somebody was waited for
+            self._deadlines.ended(phase, time.monotonic() - began)
+        return answers
 
     def _answers(self, refs: dict[str, ray.ObjectRef], timeout_s: float, what: str) -> dict:
-        """As `gather`; of ranks that are late together, whose processes do not run is told."""
-        try:
-            return gather(refs, timeout_s, what)
-        except Late as error:
-            raise Late(f"{error}{self._stopped()}") from error
+        """As `gather`, without engines that are lost meanwhile where the run can do without them.
+
+        Of ranks that are late together, whose processes do not run is told.
+        """
+        asked = self.fleet.epochs()
+        while True:
+            try:
+                return gather(refs, timeout_s, what)
+            except LostProcess as error:
+                lost = error
+                if isinstance(error, Late):
+                    lost = concerning(Late(f"{error}{self._stopped()}"), *processes_of(error))
+                if not self.fleet.loses(lost, asked):
+                    raise lost from error.__cause__
+                left = set(self.names_of(self.fleet.reached()))
+                refs = {name: ref for name, ref in refs.items() if name in left}
 
     def _stopped(self) -> str:
         with suppress(Interrupted):
@@ -135,60 +220,41 @@ class RolloutGroup:
         return ""
 
     @cached_property
+    def device_places(self) -> dict[str, list[tuple[str, int | None]]]:
+        """Ray's id of the node, and the device on it, of each worker of each rank, by the rank's name."""
+        return self._answers(self.refs("places"), self.cluster.start_timeout_s, "asking where engines are")
+
+    @cached_property
     def nodes(self) -> dict[str, str]:
         """Ray's id of the node that each rank of an engine is on, by its name."""
-        places = self._answers(self.refs("places"), self.config.cluster.start_timeout_s, "asking where engines are")
-        return {name: own[0][0] for name, own in places.items()}
+        return {name: own[0][0] for name, own in self.device_places.items()}
 
     def streams(self) -> RequestStreams:
         """Nothing sent yet."""
-        workers, limit_s = dict(zip(self.names, self.workers, strict=True)), self.config.rollout.generate_timeout_s
-        return RequestStreams(workers, partial(self.refs, "check_there"), self.nodes, limit_s)
+        limit_s = self.rollout.generate_timeout_s
+        return RequestStreams(self.fleet, partial(self.refs, "check_there"), self.nodes, limit_s)
 
-    def answers(self, sampling: Sampling) -> EngineAnswers:
-        """Nothing asked yet."""
-        return EngineAnswers(self.streams(), RequestRouting(self.names, self.places), sampling, self.poll)
-
-    def generate(
-        self, requests: list[Request], sampling: Sampling, on_arrival: OnArrival = lambda arrived: None
-    ) -> StoredSamples:
-        """All responses, ordered by `sample_id`; `on_arrival` is told at least twice a second of those that came since,
-        if any.
-
-        Raises Interrupted when an engine dies or stands still.
-        """
-        done: list[StoredSamples] = []
-        answers = self.answers(sampling)
-        answers.ask(requests)
-        while answers.unanswered:
-            arrived = answers.take()
-            done += [part.samples for part in arrived]
-            if len(done) >= JOINED_AT:
-                done = [StoredSamples.joined(done)]
-            on_arrival(arrived)
-        samples = StoredSamples.joined(done)
-        return samples.take(np.argsort(samples.rows.sample_id))
-
-    def load_weights(self, buckets: Iterable[tuple[ray.ObjectRef, str]]) -> int:
-        """Hands every engine full HF tensors; returns bytes received, all engines together. `commit` completes it.
+    def load_weights(self, buckets: Iterable[tuple[ray.ObjectRef, str]], engines: Collection[int]) -> int:
+        """Hands these engines full HF tensors; returns bytes received, all together. `commit` completes it.
 
         `buckets`: a reference to the bytes of a safetensors file as a uint8 array, and their SHA-256.
 
         An engine whose update failed holds no version and refuses to generate, so a mixture is never served.
         """
-        self.call("begin_update")
-        moved = sum(sum(self.call("load_bucket", data, sha256)) for data, sha256 in buckets)
-        self.call("finish_update")
+        self.call("begin_update", engines=engines)
+        moved = sum(sum(self.call("load_bucket", data, sha256, engines=engines)) for data, sha256 in buckets)
+        self.call("finish_update", engines=engines)
         return moved
 
-    def commit(self, version: int) -> VersionServed:
-        """From here on every engine serves `version`. Each of them holds it already; see VllmEngine.receive_weights.
+    def commit(self, version: int, engines: Collection[int]) -> VersionServed:
+        """From here on these engines serve `version`, whose weights each of them holds already.
 
-        What the version before came to, in all engines.
+        Returns what the version before came to, in all of them.
         """
-        stale, readings = zip(*self.call("commit", version), strict=True)
-        peak = max(reading.cache_peak for reading in readings)
-        return VersionServed(sum(stale), peak, sum(reading.preemptions for reading in readings))
+        served = self.call("commit", version, engines=engines)
+        self.fleet.committed(self._still(engines), version)
+        stale, peaks, preemptions = zip(*served, strict=True) if served else ((), (0.0,), ())
+        return VersionServed(sum(stale), max(peaks), sum(preemptions))
 
     def pause_for_update(self, give_back: bool) -> bool:
         """Every engine pauses for new weights and `commit`; whether one of them gives its requests back.
@@ -197,29 +263,26 @@ class RolloutGroup:
         """
         return any(self.call("pause_for_update", give_back))
 
-    def end_requests(self, handles: Mapping[str, list[int]]) -> None:
-        """Ends requests that nobody waits for any more, by the name of the engine that has them."""
-        workers = dict(zip(self.names, self.workers, strict=True))
-        refs = {name: workers[name].end_requests.remote(numbers) for name, numbers in handles.items()}
-        self._answers(refs, self.config.cluster.step_timeout_s, "ending requests")
+    def give_up(self, version: int, sleeps: bool) -> None:
+        """Ends all requests of every engine, which serves nothing until it is brought to `version`;
+        `sleeps`: and which is asleep.
 
-    def sleep(self) -> None:
-        """Every engine gives its devices' memory back, weights included, and gives up requests under way;
-        see VllmEngine.sleep.
+        Raises Interrupted where one does not answer within GIVE_UP_S.
         """
+        states = set(self._answers(self.refs("give_up"), GIVE_UP_S, "giving up requests").values())
+        self.fleet.rewind(version)
+        if not sleeps or states == {ASLEEP}:
+            return
+        if states == {WEIGHTS_AWAKE}:
+            self.call("wake_cache")
         self.call("sleep")
 
-    def wake_weights(self) -> None:
-        """Every sleeping engine has room for weights again, which have to be brought there;
-        see VllmEngine.wake_weights.
-        """
-        self.call("wake_weights")
-
-    def wake_cache(self) -> None:
-        """Every engine that was brought weights has its cache again, and serves after `commit`;
-        see VllmEngine.wake_cache.
-        """
-        self.call("wake_cache")
+    def end_requests(self, handles: Mapping[str, list[int]]) -> None:
+        """Ends requests that nobody waits for any more, by the name of the engine that has them."""
+        serving = self.fleet.serving()
+        here = {name: numbers for name, numbers in handles.items() if name in serving}
+        refs = {name: serving[name].worker.do.remote("end_requests", numbers) for name, numbers in here.items()}
+        self._in_time(refs, "ending requests")
 
     def fingerprints(self) -> list[dict[str, str]]:
         """Of each engine, all of its ranks together; see VllmEngine.fingerprints."""
@@ -235,12 +298,12 @@ class RolloutGroup:
         self.seats.release()
 
 
-def request_places(config: RunConfig) -> int | None:
+def request_places(deployment: Deployment, deterministic: bool) -> int | None:
     """Requests that a front end has at most; None: each call's are spread before the first is answered.
 
     A response is a function of its request and the weights where what else an engine computes changes no bit, which
     engines check when they start. Elsewhere who is beside whom decides the last bits, and a run that is to repeat must
     not leave that to a clock.
     """
-    needs_order = config.trainer.deterministic and not get_hosting(config.cluster.device).checks_batch_order
-    return None if needs_order else places_of(config.rollout.max_num_seqs)
+    needs_order = deterministic and not get_hosting(deployment.cluster.device).checks_batch_order
+    return None if needs_order else places_of(deployment.rollout.max_num_seqs)

@@ -17,13 +17,13 @@ from typing import Any
 
 import ray
 
-from mrl.cluster.calls import gather
 from mrl.cluster.prerequisites import actor_bundles, device_bundles, engine_bundles, shared_devices
 from mrl.cluster.ray_cluster import Reservation, reserve
-from mrl.config.places import rank_places
-from mrl.config.schema import RunConfig
+from mrl.config.places import Deployment, rank_places
+from mrl.config.schema import ClusterConfig, LayoutConfig
 from mrl.model.device_grid import bundles_of_places
 from mrl.platforms.hosting import Hosting, get_hosting
+from mrl.remote.calls import gather
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,21 @@ class Seats:
     release: Callable[[], None]
 
 
-def actor_seats(config: RunConfig) -> Seats:
-    """Of the ranks, on devices of their own; ranks that talk at every layer share a node where that can be."""
-    bundles = actor_bundles(config, get_hosting(config.cluster.device))
-    return _own(reserve(bundles, config.cluster.start_timeout_s, config.actor.layout.tensor_model_parallel_size))
+def actor_seats(cluster: ClusterConfig, layout: LayoutConfig, within_s: float | None = None) -> Seats:
+    """Of the ranks, on devices of their own; ranks that talk at every layer share a node where that can be.
+
+    `within_s`: how long the devices are waited for, by default as long as for a start.
+    """
+    bundles = actor_bundles(cluster, layout)
+    return _own(reserve(bundles, within_s or cluster.start_timeout_s, layout.tensor_model_parallel_size))
 
 
-def engine_seats(config: RunConfig) -> Seats:
+def engine_seats(deployment: Deployment) -> Seats:
     """Of the engines' data-parallel ranks, on devices of their own;
     those of one engine share a node where that can be.
     """
-    bundles = engine_bundles(config, get_hosting(config.cluster.device))
-    return _own(reserve(bundles, config.cluster.start_timeout_s, config.rollout.data_parallel_size))
+    limit_s = deployment.cluster.start_timeout_s
+    return _own(reserve(engine_bundles(deployment), limit_s, deployment.rollout.data_parallel_size))
 
 
 def _own(reserved: Reservation) -> Seats:
@@ -81,18 +84,20 @@ class _Device:
     name: str
 
 
-def shared_seats(config: RunConfig) -> SharedSeats:
+def shared_seats(deployment: Deployment) -> SharedSeats:
     """Seats of a colocated run.
 
     Raises EnvironmentFault when Ray cannot give the devices node by node as the layout needs them.
     """
-    hosting, (ranks, workers) = get_hosting(config.cluster.device), rank_places(config)
-    reserved = reserve(device_bundles(config, hosting), config.cluster.start_timeout_s)
+    cluster = deployment.cluster
+    hosting = get_hosting(cluster.device)
+    ranks, workers = rank_places(deployment)
+    reserved = reserve(device_bundles(deployment), cluster.start_timeout_s)
     try:
-        names = _device_names(reserved, hosting, config.cluster.start_timeout_s)
+        names = _device_names(reserved, hosting, cluster.start_timeout_s)
         # CANN knows no other order
         ascending = sorted(range(len(names)), key=lambda bundle: (len(names[bundle]), names[bundle]))
-        places = shared_devices(config)
+        places = shared_devices(deployment)
         bundles = [ascending[i] for i in bundles_of_places(places, [reserved.nodes[bundle] for bundle in ascending])]
     except BaseException:
         reserved.release()
@@ -103,12 +108,10 @@ def shared_seats(config: RunConfig) -> SharedSeats:
         node = reserved.nodes[bundle]
         devices[place] = _Device(reserved.idle_options(bundle), node, numbers[node], names[bundle])
         numbers[node] += 1
-    of_ranks = [_seat([devices[place]], hosting, config.cluster.cpus_per_actor) for place in ranks]
-    together = config.rollout.tensor_model_parallel_size  # an engine's tensor workers are below one process
+    of_ranks = [_seat([devices[place]], hosting, cluster.cpus_per_actor) for place in ranks]
+    together = deployment.rollout.tensor_model_parallel_size  # an engine's tensor workers are below one process
     groups = [workers[first : first + together] for first in range(0, len(workers), together)]
-    of_engines = [
-        _seat([devices[place] for place in group], hosting, config.cluster.cpus_per_engine) for group in groups
-    ]
+    of_engines = [_seat([devices[place] for place in group], hosting, cluster.cpus_per_engine) for group in groups]
     return SharedSeats(Seats(tuple(of_ranks), _keep), Seats(tuple(of_engines), _keep), reserved.release)
 
 

@@ -10,23 +10,26 @@ import itertools
 import sys
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mrl.cluster.actor_group import ActorGroup
-from mrl.cluster.calls import gather, settle
-from mrl.cluster.process_logs import concerning
 from mrl.cluster.rollout_group import RolloutGroup
-from mrl.config.schema import RunConfig
-from mrl.errors import EnvironmentFault, Interrupted
+from mrl.config.places import Deployment
+from mrl.config.schema import ModelConfig, ReshardConfig
+from mrl.errors import EnvironmentFault, Interrupted, LostProcess
 from mrl.model import read_hf_config
+from mrl.remote.calls import gather, settle
+from mrl.remote.deadlines import LEAST_S, Deadlines
+from mrl.remote.process_logs import concerning
 from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, p2p_members, routes_in_words
 from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, disagreements, in_words, replica_faults
 from mrl.units import GIB, MIB
 from mrl.vllm.requests import rank_name
 
+PHASE = "weight sync"
 _ATTEMPTS = 2
 _KERNELS = {"attention": "attention", "moe": "MoE kernels"}  # part of an engine's report -> as it is printed
 
@@ -51,10 +54,15 @@ class SyncProgress:
     fenced: set[int]  # engines that are not verified yet
     verified: dict[int, list[Report]] = field(default_factory=dict)  # engine -> reports of its workers
     reasons: dict[int, str] = field(default_factory=dict)  # engine -> why the last attempt failed
-    bytes_sent: int = 0  # to verified engines
+    bytes_sent: Counter[int] = field(default_factory=Counter)  # to each verified engine
     staging_bytes: int = 0  # of the rank that held most
     free_bytes: list[int | None] = field(default_factory=list)  # of each rank's device, after the last attempt
     transports_broken: bool = False  # by the last attempt
+
+    def keep(self, engines: set[int]) -> None:
+        """The others were lost."""
+        self.fenced &= engines
+        self.verified = {engine: reports for engine, reports in self.verified.items() if engine in engines}
 
     @property
     def why(self) -> str:
@@ -65,17 +73,36 @@ class SyncProgress:
 class WeightSync:
     """Brings all engines to the trainer's weights, by the path that the configuration chooses."""
 
-    def __init__(self, config: RunConfig, actor: ActorGroup, engines: RolloutGroup):
-        self.config, self.actor, self.engines = config, actor, engines
+    def __init__(
+        self,
+        model: ModelConfig,
+        deployment: Deployment,
+        reshard: ReshardConfig,
+        actor: ActorGroup,
+        engines: RolloutGroup,
+    ):
+        self._model = model
+        self._deployment = deployment
+        self._reshard = reshard
+        self.actor = actor
+        self.engines = engines
+        # ranks wait for a peer that is lost, too, and say so: whoever is late after that is who is lost
+        self._deadlines = Deadlines.of_steps(deployment.cluster, LEAST_S + reshard.timeout_s)
         self._updates = itertools.count(1)
         self._syncs = 0
         self._preempted = 0  # requests, since the engines were started
         self.setup: SyncSetup | None = None
-        self._weight_bytes = 0
+        self._met: dict[int, int] = {}  # engines that transports are open to, with the epoch of each
+        self._held: set[int] = set()  # engines that hold what is to be committed
+        self._weight_bytes: Counter[int] = Counter()  # of each engine
 
     def bring_to(self, version: int) -> dict[str, float]:
-        """Metrics of one sync after which every engine serves `version`; raises what `transfer` does."""
+        """Metrics of one sync after which every engine serves `version`, those too that have started again meanwhile.
+
+        Raises what `transfer` does.
+        """
         began = time.perf_counter()
+        self.engines.fleet.collect()
         metrics = self.transfer(version) | self.commit(version)
         return metrics | {"reshard/seconds": time.perf_counter() - began}
 
@@ -86,44 +113,91 @@ class WeightSync:
         Raises Interrupted when one could not be brought there, EnvironmentFault when ranks and engines cannot meet.
         """
         began = time.perf_counter()
-        metrics = self._fast(version) if self.config.reshard.path == "fast" else self._slow()
+        metrics = self._brought(version, self.engines.fleet.reached(), self._syncs % self._reshard.verify_every == 0)
         return metrics | {"reshard/seconds": time.perf_counter() - began, "reshard/weight_version": float(version)}
+
+    def _brought(self, version: int, engines: set[int], read_back: bool) -> dict[str, float]:
+        """Metrics of moving weights to these engines: those of them that live on hold them then."""
+        metrics = self._fast(version, engines, read_back) if self._reshard.path == "fast" else self._slow(engines)
+        self._held = engines & self.engines.fleet.reached()
+        self.engines.fleet.proven(self._held, version)
+        return metrics
+
+    def mend(self) -> None:
+        """Brings engines that have started again to the weights that the others serve. Ranks are idle, and hold them.
+
+        Raises what `transfer` does.
+        """
+        self.engines.fleet.collect()
+        if self.engines.fleet.stale():
+            self.transfer_again()
+            self.commit_again()
+
+    def transfer_again(self) -> None:
+        """Moves the current weights to engines that have started again, which serve nothing until `commit_again`.
+
+        Raises what `transfer` does.
+        """
+        fleet = self.engines.fleet
+        self._brought(fleet.version, fleet.stale(), read_back=True)
+
+    def commit_again(self) -> None:
+        """Those serve the current version from here on."""
+        self.engines.commit(self.engines.fleet.version, self._held)
 
     def commit(self, version: int) -> dict[str, float]:
         """From here on every engine serves `version`, which `transfer` brought there. Metrics of the version before."""
-        served = self.engines.commit(version)
+        served = self.engines.commit(version, self._held)
         self._syncs += 1
-        preempted, self._preempted = served.preemptions - self._preempted, served.preemptions
+        preempted = max(0, served.preemptions - self._preempted)  # of engines that were started again since: fewer
+        self._preempted = served.preemptions
         return {
             "rollout/stale_prefix_tokens": float(served.stale_tokens),
             "perf/kv_cache_peak": served.cache_peak,
             "perf/preemptions": float(preempted),
         }
 
-    def _slow(self) -> dict[str, float]:
-        return {"reshard/bytes_moved": float(self.engines.load_weights(self.actor.export_buckets(BUCKET_BYTES)))}
+    def _slow(self, engines: set[int]) -> dict[str, float]:
+        moved = self.engines.load_weights(self.actor.export_buckets(BUCKET_BYTES), engines)
+        return {"reshard/bytes_moved": float(moved)}
 
-    def _fast(self, version: int) -> dict[str, float]:
-        if self.setup is None:
-            self._agree()
-        progress = SyncProgress(fenced=set(range(self.config.rollout.num_engines)))
-        for attempt in itertools.count():
-            if progress.transports_broken:
-                self._agree_again(version, progress.why)
-            read_back = attempt > 0 or self._syncs % self.config.reshard.verify_every == 0
-            self._compare(self._move(progress.fenced, read_back), progress)
-            if not progress.fenced:
-                return self._transferred(progress)
-            self._keep_fenced(version, progress, is_last=attempt + 1 == _ATTEMPTS)
+    def _fast(self, version: int, engines: set[int], read_back: bool) -> dict[str, float]:
+        progress = SyncProgress(fenced=set(engines))
+        failed = 0
+        while progress.fenced:
+            asked = self.engines.fleet.epochs()
+            try:
+                self._attempt(version, engines, progress, read_back or failed > 0)
+            except LostProcess as error:
+                if not self.engines.fleet.loses(error, asked):
+                    raise
+            left = engines & self.engines.fleet.reached()
+            if left != engines:
+                engines = left
+                progress.keep(engines)
+            elif progress.fenced:
+                failed += 1
+                self._keep_fenced(version, progress, is_last=failed == _ATTEMPTS)
+        return self._transferred(progress)
+
+    def _attempt(self, version: int, engines: set[int], progress: SyncProgress, read_back: bool) -> None:
+        if progress.transports_broken:
+            self._agree_again(version, engines, progress.why)
+        elif self._met != self.engines.fleet.starts(engines):
+            self._agree(engines)
+        self._compare(self._move(progress.fenced, read_back), progress)
 
     def _move(self, engines: set[int], read_back: bool) -> AttemptAnswers:
         """Sends all weights to these engines. `read_back`: digest what they finally hold, too."""
         update, ranks = next(self._updates), self.setup.rollout_layout.data
-        workers = [w for w in range(self.setup.rollout_layout.world_size) if self.setup.engine_of(w) in engines]
-        self.engines.prepare("weight sync", sorted(engines))
-        sending = self.actor.refs("send_weights", update, workers, read_back)
+        self.engines.check_there(PHASE, sorted(engines))
+        engines = engines & self.engines.fleet.reached()
+        sending = self.actor.refs("send_weights", update, self._workers(engines), read_back)
         receiving = self.engines.refs("receive_weights", update, read_back, engines=sorted(engines))
-        answers = settle(sending | receiving, self.config.cluster.step_timeout_s, "weight sync")
+        began = time.perf_counter()
+        answers = settle(sending | receiving, self._deadlines.of(PHASE), PHASE)
+        if not any(isinstance(answer, Exception) for answer in answers.values()):
+            self._deadlines.ended(PHASE, time.perf_counter() - began)
         received = {
             engine: _of_engine([answers[rank_name(engine, rank, ranks)] for rank in range(ranks)])
             for engine in sorted(engines)
@@ -150,9 +224,10 @@ class WeightSync:
                 progress.verified[engine] = answer
         progress.fenced -= progress.verified.keys()
         for report in sends:
-            progress.bytes_sent += sum(
-                n for worker, n in report["moved"].items() if self.setup.engine_of(worker) in progress.verified
-            )
+            for worker, count in report["moved"].items():
+                engine = self.setup.engine_of(worker)
+                if engine in progress.verified:
+                    progress.bytes_sent[engine] += count
             progress.staging_bytes = max(progress.staging_bytes, report["staging_bytes"])
         progress.free_bytes = [report.get("free_bytes") for report in sends]
 
@@ -173,9 +248,11 @@ class WeightSync:
         Raises RuntimeError when the two sides counted other bytes.
         """
         receives = [report for reports in progress.verified.values() for report in reports]
-        if self._syncs == 0:
+        if self._syncs == 0 and receives:
             self._say_what_is_there(progress.free_bytes, receives)
-        totals = SyncTotals.of(progress.bytes_sent, receives, self._weight_bytes, progress.staging_bytes)
+        sent = sum(progress.bytes_sent[engine] for engine in progress.verified)
+        weights = sum(self._weight_bytes[engine] for engine in progress.verified)
+        totals = SyncTotals.of(sent, receives, weights, progress.staging_bytes)
         metrics = _metrics(totals, len(progress.reasons), all(report["held"] is not None for report in receives))
         return metrics | {"reshard/engines": float(len(progress.verified)), "reshard/workers": float(len(receives))}
 
@@ -188,52 +265,69 @@ class WeightSync:
         if known := [n for n in (*free, *(report.get("free_bytes") for report in receives)) if n is not None]:
             print(f"after the first weight sync the fullest device has {min(known) / GIB:.1f} GiB free")
 
-    def _agree_again(self, version: int, why: str) -> None:
+    def _agree_again(self, version: int, engines: set[int], why: str) -> None:
         """After a transport broke.
 
         Raises EnvironmentFault with what broke it, which is more than that peers do not meet any more.
         """
         try:
-            self._agree()
+            self._agree(engines)
         except EnvironmentFault as error:
             raise EnvironmentFault(
                 f"weight sync to version {version}: {why}; and connecting again failed: {error}"
             ) from error
 
-    def _agree(self) -> None:
-        """Agrees on the plan and opens the transports; before the first byte, and again after a transport broke."""
-        config, limit = self.config, self.config.cluster.start_timeout_s
-        if self.setup is None:
-            places = gather(self.actor.refs("places") | self.engines.refs("places"), limit, "placing the weight sync")
-            self.setup = self._setup(_topology(places, config.actor.layout.world_size))
+    def _agree(self, engines: set[int]) -> None:
+        """Agrees on the plan and opens the transports to these engines; before the first byte, again after a transport
+        broke, and where others take part than before.
+        """
+        limit = self._deployment.cluster.start_timeout_s
+        places = gather(self.actor.refs("places"), limit, "placing the weight sync") | self.engines.device_places
+        topology = _topology(places, self._deployment.layout.world_size)
+        if self.setup is None or self.setup.topology != topology:
+            self.setup = self._setup(topology)
         plan_hash = self.setup.plan().hash  # first: it refuses layouts that these processes do not have
-        meeting = {"kind": config.reshard.transport, "name": uuid.uuid4().hex[:12]}
+        self._met = {}
+        met = self.engines.fleet.starts(engines)
+        meeting = {"kind": self._reshard.transport, "name": uuid.uuid4().hex[:12], "workers": self._workers(engines)}
         address = self.actor.meeting_point(_hosting_rank(replace(self.setup, transport=meeting)))
         self.setup = replace(self.setup, transport=meeting | {"address": address})
         data = self.setup.to_json()
         # first, and without a peer that waits for it: an engine may read all of its weights back for this
-        refs = self.engines.refs("agree_on_sync", data, plan_hash) | self.actor.refs("agree_on_sync", data, plan_hash)
-        answers = gather(refs, limit, "agreeing on the weight sync")
-        self._weight_bytes = sum(answer for name, answer in answers.items() if name.startswith("engine"))
-        refs = self.engines.refs("connect_sync") | self.actor.refs("connect_sync")
+        refs = self.engines.refs("agree_on_sync", data, plan_hash, engines=engines)
+        answers = gather(refs | self.actor.refs("agree_on_sync", data, plan_hash), limit, "agreeing on the weight sync")
+        self._count_weights(answers)
+        refs = self.engines.refs("connect_sync", engines=engines) | self.actor.refs("connect_sync")
         gather(refs, limit, "connecting the weight sync")
-        self.engines.call("release_arenas")
+        self.engines.call("release_arenas", engines=engines)
+        self._met = met
         print(f"weight sync: {routes_in_words(self.setup)}")
 
+    def _count_weights(self, answers: Mapping[str, Any]) -> None:
+        """`answers`: of engines' ranks, among others, bytes of the weights of each."""
+        self._weight_bytes.clear()
+        for name, answer in answers.items():
+            if name.startswith("engine"):
+                self._weight_bytes[int(name.split()[1])] += answer
+
+    def _workers(self, engines: set[int]) -> list[int]:
+        """Numbers of these engines' workers."""
+        return [w for w in range(self.setup.rollout_layout.world_size) if self.setup.engine_of(w) in engines]
+
     def _setup(self, topology: dict[str, list[list[int]]]) -> SyncSetup:
-        config, rollout = self.config, self.config.rollout
+        rollout = self._deployment.rollout
         return SyncSetup(
-            hf_config=read_hf_config(config.model.path),
-            train=config.actor.layout.model_dump(),
+            hf_config=read_hf_config(self._model.path),
+            train=self._deployment.layout.model_dump(),
             rollout={
                 "num_engines": rollout.num_engines, "tensor": rollout.tensor_model_parallel_size,
                 "data": rollout.data_parallel_size, "expert": rollout.expert_parallel_size,
             },
-            dialect=config.cluster.device,
-            dtype=config.rollout_dtype,
+            dialect=self._deployment.cluster.device,
+            dtype=rollout.weights_dtype(self._model.dtype),
             topology=topology,
-            budget_bytes=config.reshard.budget_mb * MIB,
-            timeout_s=config.reshard.timeout_s,
+            budget_bytes=self._reshard.budget_mb * MIB,
+            timeout_s=self._reshard.timeout_s,
             transport={},
         )  # fmt: skip
 

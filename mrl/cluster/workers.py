@@ -3,10 +3,11 @@
 Their public methods take and return small plain data.
 """
 
+import faulthandler
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,24 +16,29 @@ from typing import Any
 import numpy as np
 import ray
 
-from mrl.cluster.kept_tokens import fetched, going_on, with_kept
-from mrl.cluster.outbox import Outboxes
 from mrl.cluster.prerequisites import free_port, own_cpus
-from mrl.cluster.routes import Readers
 from mrl.cluster.same_software import software
 from mrl.cluster.shared_folder import Mark
-from mrl.cluster.stored_samples import ResponseBlock, StoredSamples
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig
+from mrl.data.samples import Samples
+from mrl.flow.kept_tokens import fetched, going_on, with_kept
+from mrl.flow.outbox import Outboxes
+from mrl.flow.response_store import ResponseBlock, ResponseStore
+from mrl.flow.routes import Readers
 from mrl.megatron.cut import ReplicaCut
 from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
 from mrl.platforms.addresses import address_environment
 from mrl.platforms.inventory import device_number
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
+from mrl.remote.process_logs import stacks_file
+from mrl.vllm.engine_state import CONTROL_VERBS
 from mrl.vllm.requests import EngineReading
 
 WRITING = "writing"  # the methods that a rank answers in a thread of their own, while it trains
+LOOKING = "looking"  # and in another one, while it trains or writes
+MODEL_VERBS = ("kernels", "offload", "bring", "prefetch")  # methods of MegatronActor that the driver calls
 
 
 def log_to(path: str) -> None:
@@ -56,19 +62,26 @@ def own_places() -> list[tuple[str, int]]:
 class ActorWorker:
     """One rank of the trained model.
 
-    Every method but those of WRITING is collective: the group calls it on all ranks.
+    Every method but those of WRITING and LOOKING is collective: the group calls it on all ranks.
     """
 
     def __init__(self, config: dict[str, Any], rank: int, log_path: str, places: list[tuple[str, int]] | None = None):
         """`places`: see Seat; of one device."""
         log_to(log_path)
+        self._log = Path(log_path)
         self._places = places
         self.config = RunConfig.model_validate(config)
         self.rank = rank
-        self.step = None  # rows of the newest step
+        self.batch = None  # rows of the newest step
         self.sync_setup = None  # of weight syncs, once it is agreed on
         self.sender = None  # of them, once they are connected
         self.host_copy = None  # of a checkpoint, once one is saved
+
+    @ray.method(concurrency_group=LOOKING)
+    def write_stacks(self) -> None:
+        """Writes beside its log where every thread of this rank is; answers whatever the rank is at, if it runs."""
+        with stacks_file(self._log).open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
 
     def host(self) -> str:
         """Address under which the other ranks reach this one."""
@@ -111,46 +124,31 @@ class ActorWorker:
             load_rank(self.actor, Path(checkpoint))
         return os.getpid()
 
-    def begin_step(self, samples: StoredSamples, own: np.ndarray, cut: ReplicaCut, readers: Readers) -> None:
-        """Fetches the rows of a step; see RankStep."""
-        from mrl.cluster.rank_step import RankStep  # it would bring Megatron into the driver
+    def begin_step(self, samples: ResponseStore, own: np.ndarray, cut: ReplicaCut, readers: Readers) -> None:
+        """Fetches the rows of a step; see RankBatch."""
+        from mrl.flow.rank_batch import RankBatch  # torch with it, which a prepared process alone may import
 
-        self.step = None  # the rows of the step before go first
+        self.batch = None  # the rows of the step before go first
         here = ray.get_runtime_context().get_node_id()  # what lies here, the rank cuts out itself
-        self.step = RankStep(
-            self.actor, samples, own, cut, {node: reader for node, reader in readers.items() if node != here}
-        )
+        elsewhere = {node: reader for node, reader in readers.items() if node != here}
+        self.batch = RankBatch.fetched(self.actor, samples, own, cut, elsewhere)
 
-    def on_step(self, method: str, *arguments: Any) -> Any:
-        """A method of RankStep."""
-        return getattr(self.step, method)(*arguments)
-
-    def kernels(self) -> str:
-        """See MegatronActor.kernels."""
-        return self.actor.kernels()
+    def do(self, verb: str, *arguments: Any) -> Any:
+        """Asks MegatronActor for one of MODEL_VERBS, or the rows of the step for one of RankBatch's verbs."""
+        if verb in MODEL_VERBS:
+            return getattr(self.actor, verb)(*arguments)
+        return self.batch.do(verb, *arguments)
 
     def speed(self) -> tuple[str, float]:
-        """See MegatronActor.speed; on the CPU by all cores of the host."""
+        """Name of this rank's device and its FLOP/s, on the CPU with all cores of the host."""
         return self.actor.speed(own_cpus())
 
     def host_bytes_used(self) -> int:
-        """See mrl.platforms.process_memory.host_bytes_used; of this rank's host."""
+        """Bytes of memory in use on this rank's host."""
         return host_bytes_used()
 
-    def offload(self) -> None:
-        """See MegatronActor.offload."""
-        self.actor.offload()
-
-    def bring(self, *kinds: str) -> None:
-        """See MegatronActor.bring."""
-        self.actor.bring(*kinds)
-
-    def prefetch(self, *kinds: str) -> None:
-        """See MegatronActor.prefetch."""
-        self.actor.prefetch(*kinds)
-
     def memory(self) -> ProcessMemory:
-        """See MegatronActor.memory; the copy of a checkpoint is on the host too."""
+        """What this rank's process holds, the copy of a checkpoint on the host too."""
         return self.actor.memory(self.host_copy.tensors.values() if self.host_copy else ())
 
     def export_buckets(self, limit_bytes: int) -> Iterator[str | np.ndarray]:
@@ -242,6 +240,8 @@ def _packed(data: bytes) -> Iterator[str | np.ndarray]:
 class EngineWorker:
     """One vLLM engine in a Ray actor, or one data-parallel rank of it."""
 
+    conversations = None  # where responses are of several turns, once it is started
+
     def __init__(self, settings, log_path: str, places: list[tuple[str, int]] | None = None):
         """`places`: see Seat; of a device a worker."""
         from mrl.vllm.engine import VllmEngine
@@ -257,6 +257,7 @@ class EngineWorker:
         folder = local_folder(settings.arguments["model"])  # this node's
         self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": folder}))
         self.outboxes = Outboxes()
+        self._tools_log = Path(log_path).with_suffix(".tools.log")
 
     async def software(self) -> tuple[str, dict[str, str]]:
         """This node's address, and what runs here."""
@@ -267,17 +268,29 @@ class EngineWorker:
         return ray.util.get_node_ip_address(), free_port()
 
     async def start(self, meeting: tuple[str, int] | None = None) -> float:
-        """See VllmEngine.start."""
+        """Starts vLLM; returns seconds. `meeting`: see VllmEngine.start."""
+        if self.engine.settings.turns is not None:
+            from mrl.data.dataset import load_tokenizer
+            from mrl.flow.conversations import Conversations
+
+            tokenizer = load_tokenizer(self.engine.settings.arguments["model"])
+            self.conversations = Conversations(self.engine.settings.turns, tokenizer, self._tools_log)
         return await self.engine.start(meeting)
 
     async def stopped_processes(self) -> list[str]:
-        """See stopped_below."""
+        """Says which of vLLM's processes do not run, though they live."""
         from mrl.vllm.process_watch import stopped_below
 
         return stopped_below()
 
+    async def processes(self) -> list[tuple[int, float]]:
+        """This one and those below it; see mrl.vllm.process_watch."""
+        from mrl.vllm.process_watch import processes_here
+
+        return processes_here()
+
     async def check_there(self) -> None:
-        """See VllmEngine.check_there."""
+        """Returns once vLLM's processes have answered. Raises Interrupted when one is lost."""
         await self.engine.check_there()
 
     async def generate(
@@ -291,8 +304,13 @@ class EngineWorker:
         with outbox.call(call):
             before = await fetched(kept or {})
             asked = [going_on(request, before.get(request.sample_id)) for request in requests]
-            async for batch in self.engine.generate(asked, sampling):
+            async for batch in self._answers(asked, sampling):
                 outbox.add(call, with_kept(before, batch), sampling.routes)
+
+    def _answers(self, requests, sampling) -> AsyncIterator[Samples]:
+        if self.conversations is None:
+            return self.engine.generate(requests, sampling)
+        return self.conversations.generate(self.engine, requests, sampling)
 
     async def told(self, client: int, awaited: tuple[int, ...]) -> tuple:
         """What finished of a client's calls, as a tuple; see Outbox.told. Raises what one of them raised."""
@@ -307,20 +325,17 @@ class EngineWorker:
         return [None, *(each for values in of_each for each in values)]
 
     async def reading(self) -> EngineReading:
-        """See VllmEngine.reading."""
+        """What the engine's meters say now, whatever state it is in."""
         return self.engine.reading
 
-    async def begin_update(self) -> None:
-        """See VllmEngine.begin_update."""
-        await self.engine.begin_update()
+    async def do(self, verb: str, *arguments: Any) -> Any:
+        """Asks the engine for one of CONTROL_VERBS, which are methods of VllmEngine.
 
-    async def load_bucket(self, data: np.ndarray, sha256: str) -> int:
-        """See VllmEngine.load_bucket."""
-        return await self.engine.load_bucket(data, sha256)
-
-    async def finish_update(self) -> None:
-        """See VllmEngine.finish_update."""
-        await self.engine.finish_update()
+        Raises ValueError for another name, and what the engine raises in a state in which it refuses.
+        """
+        if verb not in CONTROL_VERBS:
+            raise ValueError(f"an engine was asked to {verb}, which is none of {', '.join(CONTROL_VERBS)}")
+        return await getattr(self.engine, verb)(*arguments)
 
     def places(self) -> list[tuple[str, int | None]]:
         """Node, and device on it where there is one, of every worker of this engine."""
@@ -330,67 +345,12 @@ class EngineWorker:
             or [(ray.get_runtime_context().get_node_id(), None)] * self.engine.settings.workers
         )
 
-    async def agree_on_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
-        """See VllmEngine.agree_on_sync."""
-        return await self.engine.agree_on_sync(setup, plan_hash)
-
-    async def connect_sync(self) -> None:
-        """See VllmEngine.connect_sync."""
-        await self.engine.connect_sync()
-
-    async def release_arenas(self) -> None:
-        """See VllmEngine.release_arenas."""
-        self.engine.release_arenas()
-
-    async def receive_weights(self, update: int, read_back: bool) -> list[dict[str, Any]]:
-        """See VllmEngine.receive_weights."""
-        return await self.engine.receive_weights(update, read_back)
-
-    async def commit(self, version: int) -> tuple[int, EngineReading]:
-        """See VllmEngine.commit; and the engine's meters before it."""
-        reading = self.engine.reading
-        return await self.engine.commit(version), reading
-
-    async def pause(self) -> None:
-        """See VllmEngine.pause."""
-        await self.engine.pause()
-
-    async def pause_for_update(self, give_back: bool) -> bool:
-        """See VllmEngine.pause_for_update."""
-        return await self.engine.pause_for_update(give_back)
-
-    async def end_requests(self, handles: list[int]) -> None:
-        """See VllmEngine.end_requests."""
-        await self.engine.end_requests(handles)
-
-    async def resume(self) -> None:
-        """See VllmEngine.resume."""
-        await self.engine.resume()
-
-    async def sleep(self):
-        """See VllmEngine.sleep."""
-        return await self.engine.sleep()
-
-    async def wake_weights(self) -> None:
-        """See VllmEngine.wake_weights."""
-        await self.engine.wake_weights()
-
-    async def wake_cache(self) -> None:
-        """See VllmEngine.wake_cache."""
-        await self.engine.wake_cache()
-
-    async def memory(self):
-        """See VllmEngine.memory."""
-        return await self.engine.memory()
-
     async def host_bytes_used(self) -> int:
-        """See mrl.platforms.process_memory.host_bytes_used; of this engine's host."""
+        """Bytes of memory in use on this engine's host."""
         return host_bytes_used()
 
-    async def fingerprints(self) -> dict[str, str]:
-        """See VllmEngine.fingerprints."""
-        return await self.engine.fingerprints()
-
     async def stop(self) -> None:
-        """See VllmEngine.stop."""
+        """Ends vLLM's processes and those of tools, and removes what an unfinished update left behind."""
+        if self.conversations is not None:
+            self.conversations.close()
         await self.engine.stop()

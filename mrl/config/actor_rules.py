@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
+from mrl.config.rule_row import Rule, RuleRow, on_only_where
 from mrl.config.schema import RefConfig, RunConfig, leaf
 from mrl.errors import Violation, nearest
 from mrl.model import ModelSpec
@@ -22,7 +23,6 @@ _DDP = "actor.override_ddp_config"
 _MINI, _BATCH = "actor.ppo_mini_batch_size", "data.train_batch_size"
 _VLLM = "rollout.engine_kwargs.vllm"
 _IGNORED = "it would be ignored"
-Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
 
 # What Megatron-core 0.16.1 lets selective recompute name (TransformerConfig.__post_init__), without those of attention
 # we do not build.
@@ -61,7 +61,7 @@ def actor_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
 
 def _offload_notes(config: RunConfig) -> Iterator[str]:
     moved = [f"actor.{name}" for name in config.actor.offloaded] + ["ref.param_offload"] * config.ref.param_offload
-    given = config.actor.optim.override_optimizer_config
+    given = _adam(config)
     share, aware = _number(given.get("optimizer_offload_fraction")), given.get("use_precision_aware_optimizer")
     if moved and config.cluster.placement == "separate":
         yield (
@@ -110,12 +110,31 @@ def longest_sample(config: RunConfig) -> int:
     padded to the parts that tensor and context parallelism cut it into.
     """
     parts = config.actor.layout.sequence_parts
-    return ceil((config.data.max_prompt_length + config.data.max_response_length) / parts) * parts
+    return ceil(config.data.max_sample_length / parts) * parts
 
 
 def _smallest_budget(config: RunConfig) -> int:
     """Tokens a device that hold the longest sample, which context parallelism cuts."""
     return ceil(longest_sample(config) / config.actor.layout.context_parallel_size)
+
+
+def _adam(config: RunConfig) -> dict[str, Any]:
+    return config.actor.optim.override_optimizer_config
+
+
+def _transformer(config: RunConfig) -> dict[str, Any]:
+    return config.model.override_transformer_config
+
+
+def _overlaps_exchange(config: RunConfig) -> bool:
+    """Whether stages exchange beside their work: as said, else wherever a pipeline is interleaved."""
+    if "overlap_p2p_comm" in _transformer(config):
+        return _transformer(config)["overlap_p2p_comm"]
+    return config.actor.layout.virtual_pipeline > 1
+
+
+def _dispatcher(config: RunConfig) -> Any:
+    return _transformer(config).get("moe_token_dispatcher_type", "alltoall")
 
 
 def _actor_is_dynamic(config: RunConfig) -> bool:
@@ -127,23 +146,8 @@ def _ref_is_dynamic(config: RunConfig) -> bool:
     return config.actor.use_dynamic_bsz if own is None else own
 
 
-def _actor_has_budget(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.actor.use_dynamic_bsz and config.actor.ppo_max_token_len_per_gpu is None:
-        rule = "is not set while actor.use_dynamic_bsz is true"
-        yield Violation(
-            "actor.ppo_max_token_len_per_gpu", rule, "micro-batches need a size", (_smallest_budget(config),)
-        )
-
-
-def _ref_has_budget(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if (
-        _ref_is_dynamic(config)
-        and not config.actor.use_dynamic_bsz
-        and config.ref.log_prob_max_token_len_per_gpu is None
-    ):
-        rule = "is not set while ref.log_prob_use_dynamic_bsz is true and actor.use_dynamic_bsz is false"
-        why = "the actor has no limit in tokens to lend"
-        yield Violation("ref.log_prob_max_token_len_per_gpu", rule, why, (_smallest_budget(config),))
+def _ref_alone_is_dynamic(config: RunConfig) -> bool:
+    return _ref_is_dynamic(config) and not config.actor.use_dynamic_bsz
 
 
 def _budget(field: str, switch: str, is_on: Callable[[RunConfig], bool]) -> Rule:
@@ -174,7 +178,7 @@ _BUDGETS = (
 
 
 def _context(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    layout, kind = config.actor.layout, config.model.override_transformer_config.get("cp_comm_type")
+    layout, kind = config.actor.layout, _transformer(config).get("cp_comm_type")
     cp, tp = layout.context_parallel_size, layout.tensor_model_parallel_size
     if cp > 1 and kind == "a2a" and (model.num_attention_heads // tp % cp or model.num_key_value_heads // tp % cp):
         rule = f"a2a needs context_parallel_size = {cp} to divide the heads of a tensor rank"
@@ -186,54 +190,11 @@ def _context(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _context_kind(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    kind = config.model.override_transformer_config.get("cp_comm_type")
+    kind = _transformer(config).get("cp_comm_type")
     kinds = kind if isinstance(kind, list) else [kind]
     if kind is not None and not all(each in _CONTEXT_KINDS for each in kinds):
         why = "these go over the one group of ranks that share a sequence"
         yield Violation(f"{_TRANSFORMER}.cp_comm_type", "is unknown, or needs groups of its own", why, _CONTEXT_KINDS)
-
-
-# Megatron's schedules raise in the first pass (core/pipeline_parallel/schedules.py).
-def _overlapped_exchange(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    given, layout = config.model.override_transformer_config, config.actor.layout
-    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
-    if stages > 1 and chunks == 1 and given.get("overlap_p2p_comm"):
-        rule, why = "needs virtual_pipeline_model_parallel_size above 1", "only an interleaved pipeline exchanges so"
-        yield Violation(f"{_TRANSFORMER}.overlap_p2p_comm", rule, why, (False,))
-    if chunks > 1 and given.get("batch_p2p_comm") and "overlap_p2p_comm" not in given:
-        yield _BATCHED
-
-
-def _batched_exchange(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    given = config.model.override_transformer_config
-    if given.get("batch_p2p_comm") and given.get("overlap_p2p_comm"):
-        yield _BATCHED
-
-
-_BATCHED = Violation(
-    f"{_TRANSFORMER}.batch_p2p_comm",
-    "must be false with overlap_p2p_comm",
-    "Megatron refuses both, and an interleaved pipeline overlaps its exchange by itself",
-    (False,),
-)
-
-
-def _activation(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    given = config.model.override_transformer_config
-    if given.get("use_te_activation_func") and given.get("bias_activation_fusion", model.is_moe):
-        why = "Megatron refuses both, and a mixture of experts is built with the fusion"
-        key = f"{_TRANSFORMER}.use_te_activation_func"
-        yield Violation(key, "needs bias_activation_fusion: false", why, (False,))
-
-
-def _host_adam(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    given = config.actor.optim.override_optimizer_config
-    for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
-        if given.get(name) and not given.get("optimizer_cpu_offload"):
-            yield Violation(f"{_OPTIMIZER}.{name}", "needs optimizer_cpu_offload: true", _IGNORED)
-    if not 0 <= _number(given.get("optimizer_offload_fraction")) <= 1:
-        rule, why = "must be from 0 to 1", "it is the share of parameters"
-        yield Violation(f"{_OPTIMIZER}.optimizer_offload_fraction", rule, why, (0.0, 1.0))
 
 
 def _storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -244,109 +205,62 @@ def _storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_DDP}.nccl_ub", f"must be false with {moved}", why, (False,))
 
 
-def _hybrid_adam_dtype(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.actor.optim.override_optimizer_config.get("optimizer_cpu_offload") and config.model.dtype == "float32":
-        why = "Megatron 0.16.1 builds this Adam over views of float32 weights, which torch refuses"
-        yield Violation(f"{_OPTIMIZER}.optimizer_cpu_offload", "needs model.dtype: bfloat16", why, (False,))
-
-
-def _hybrid_adam(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    given = config.actor.optim.override_optimizer_config
-    if not given.get("optimizer_cpu_offload"):
+def _full_recompute(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    given = _transformer(config)
+    if given.get("recompute_granularity") != "full":
         return
-    if not given.get("decoupled_weight_decay", True):
-        rule = "must be true with optimizer_cpu_offload"
-        yield Violation(f"{_OPTIMIZER}.decoupled_weight_decay", rule, "Megatron's is an AdamW", (True,))
-
-
-def _precision(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    given = config.actor.optim.override_optimizer_config
-    if given.get("use_precision_aware_optimizer") and not given.get("optimizer_cpu_offload"):
-        rule = "must be false, or optimizer_cpu_offload true with it"
-        why = (
-            "Transformer Engine's Adam then has the float32 weights on the device, in forms of "
-            "its own that no save holds"
-        )
-        yield Violation(f"{_OPTIMIZER}.use_precision_aware_optimizer", rule, why, (False,))
-
-
-def _recompute(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    given = config.model.override_transformer_config
-    kind, method, layers = (given.get(f"recompute_{part}") for part in ("granularity", "method", "num_layers"))
-    if kind not in (None, "full", "selective"):
-        why = "Megatron recomputes whole layers, the modules that are named, or nothing"
-        yield Violation(f"{_TRANSFORMER}.recompute_granularity", "is unknown", why, ("full", "selective", None))
-    if kind == "full":
-        yield from _full_recompute(method, layers)
-    for part, value in (("method", method), ("num_layers", layers)):
-        if kind in (None, "selective") and value is not None:
-            why = _IGNORED if kind is None else "selective recompute goes by recompute_modules"
-            yield Violation(f"{_TRANSFORMER}.recompute_{part}", "needs recompute_granularity: full", why, (None,))
-    modules = given.get("recompute_modules")
-    if modules and kind != "selective":
-        yield Violation(
-            f"{_TRANSFORMER}.recompute_modules", "needs recompute_granularity: selective", _IGNORED, (None,)
-        )
-    for name in modules if isinstance(modules, list) and kind == "selective" else ():
-        if name not in RECOMPUTE_MODULES:
-            rule, why = (
-                f"{name} is no module that can be recomputed",
-                "selective recompute goes by Megatron's own names",
-            )
-            yield Violation(f"{_TRANSFORMER}.recompute_modules", rule, why, RECOMPUTE_MODULES)
-
-
-def _saved_activations(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    given = config.model.override_transformer_config
-    if given.get("distribute_saved_activations") and config.actor.layout.uses_sequence_parallel:
-        why = "with sequence parallelism they are distributed already"
-        yield Violation(f"{_TRANSFORMER}.distribute_saved_activations", "must be false", why, (False,))
-
-
-def _full_recompute(method: Any, layers: Any) -> Iterator[Violation]:
-    if method not in ("uniform", "block"):
+    if given.get("recompute_method") not in ("uniform", "block"):
         rule = "must say how with recompute_granularity: full"
         why = "layers go in equal groups (uniform), or only the first of a stage do (block)"
         yield Violation(f"{_TRANSFORMER}.recompute_method", rule, why, ("uniform", "block"))
+    layers = given.get("recompute_num_layers")
     if not isinstance(layers, int) or layers < 1:
+        rule = "must be at least 1 with recompute_granularity: full"
         why = "full recompute goes by groups of that many layers"
-        yield Violation(
-            f"{_TRANSFORMER}.recompute_num_layers", "must be at least 1 with recompute_granularity: full", why, (1,)
-        )
+        yield Violation(f"{_TRANSFORMER}.recompute_num_layers", rule, why, (1,))
 
 
-def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    given = config.model.override_transformer_config
-    if not model.is_moe:
-        for name in (n for n in given if n.startswith("moe_")):
-            yield Violation(f"{_TRANSFORMER}.{name}", "is of mixtures of experts, and the model is dense", _IGNORED)
+def _recomputed_layers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    kind = _transformer(config).get("recompute_granularity")
+    if kind not in (None, "selective"):
         return
-    dispatcher = given.get("moe_token_dispatcher_type", "alltoall")
-    if dispatcher not in _DISPATCHERS:
-        yield Violation(
-            f"{_TRANSFORMER}.moe_token_dispatcher_type",
-            "is unknown, or not for sequences of different lengths",
-            "Megatron has these ways to bring tokens to experts",
-            _DISPATCHERS,
-        )
-    if given.get("moe_enable_deepep") and dispatcher != "flex":
-        yield Violation(
-            f"{_TRANSFORMER}.moe_enable_deepep",
-            "needs moe_token_dispatcher_type: flex",
-            "Megatron refuses it",
-            (False,),
-        )
-    if given.get("moe_shared_expert_overlap") and (
-        dispatcher != "alltoall" or not model.shared_expert_intermediate_size
-    ):
-        rule = "needs a shared expert and moe_token_dispatcher_type: alltoall"
-        yield Violation(
-            f"{_TRANSFORMER}.moe_shared_expert_overlap", rule, "there is nothing to overlap otherwise", (False,)
-        )
+    why = _IGNORED if kind is None else "selective recompute goes by recompute_modules"
+    for name in ("recompute_method", "recompute_num_layers"):
+        if _transformer(config).get(name) is not None:
+            yield Violation(f"{_TRANSFORMER}.{name}", "needs recompute_granularity: full", why, (None,))
+
+
+def _recomputed_modules(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    modules = _transformer(config).get("recompute_modules")
+    if _transformer(config).get("recompute_granularity") != "selective" or not isinstance(modules, list):
+        return
+    for name in modules:
+        if name not in RECOMPUTE_MODULES:
+            rule = f"{name} is no module that can be recomputed"
+            why = "selective recompute goes by Megatron's own names"
+            yield Violation(f"{_TRANSFORMER}.recompute_modules", rule, why, RECOMPUTE_MODULES)
+
+
+def _dense(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    for name in _transformer(config):
+        if name.startswith("moe_") and not model.is_moe:
+            yield Violation(f"{_TRANSFORMER}.{name}", "is of mixtures of experts, and the model is dense", _IGNORED)
+
+
+def _many(name: str, config: RunConfig) -> int | None:
+    """How many values a key of the transformer has; None for one that is no list, or that is not given."""
+    value = _transformer(config).get(name)
+    return len(value) if isinstance(value, list | tuple) else None
+
+
+def _no_auxiliary_loss(config: RunConfig) -> float | list[float]:
+    """Coefficients of 0, as many as there are types."""
+    types = _many("moe_router_load_balancing_type", config)
+    return 0.0 if types is None else [0.0] * types
 
 
 def _balancing(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    given = config.model.override_transformer_config
+    given = _transformer(config)
     if not model.is_moe:
         return
     balancing = given.get("moe_router_load_balancing_type", "none")
@@ -360,50 +274,12 @@ def _balancing(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         )
 
 
-def _freeze(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    if config.actor.freeze_router and not model.is_moe:
-        yield Violation(
-            "actor.freeze_router", "must be false for a dense model", "there is no router to freeze", (False,)
-        )
-
-
-def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    if config.actor.router_replay != "disabled" and not model.is_moe:
-        yield Violation(
-            "actor.router_replay", "must be disabled for a dense model", "there is no router to replay", ("disabled",)
-        )
-
-
-def _replay_unfused(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    mode = config.actor.router_replay
-    if mode != "disabled" and config.model.override_transformer_config.get("moe_router_fusion"):
-        why = "the fused kernel chooses experts where nothing can be replayed"
-        yield Violation(
-            f"{_TRANSFORMER}.moe_router_fusion", f"must be false with actor.router_replay {mode}", why, (False,)
-        )
-
-
-def _replay_same_cut(name: str) -> Rule:
-    def judge(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-        if config.actor.router_replay == "R2" and getattr(config.actor, name) is not None and model.is_moe:
-            why = "routes are kept by micro-batch, so old log-probs must be cut as the update is"
-            yield Violation(f"actor.{name}", "must be left out with actor.router_replay R2", why, (None,))
-
-    return judge
-
-
 def _replay_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     given = config.rollout.vllm_kwargs
     for name, (value, why) in _ROUTES_NEED.items() if config.actor.router_replay == "R3" else ():
         if name in given and given[name] != value:
             rule = f"must be {'null' if value is None else str(value).lower()} with actor.router_replay R3"
             yield Violation(f"{_VLLM}.{name}", rule, why, (value,))
-
-
-def _reference_layout(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.ref.layout is not None:
-        why = "the reference model lies as the actor does, on its ranks and in its process groups"
-        yield Violation("ref.layout", "must be null", why, (None,))
 
 
 def _number(value: Any) -> float:
@@ -413,27 +289,165 @@ def _number(value: Any) -> float:
 ACTOR_RULES = (
     _layout,
     _batches,
-    _actor_has_budget,
-    _ref_has_budget,
+    RuleRow(
+        "actor.ppo_max_token_len_per_gpu",
+        lambda c, m: c.actor.use_dynamic_bsz and c.actor.ppo_max_token_len_per_gpu is None,
+        "is not set while actor.use_dynamic_bsz is true",
+        "micro-batches need a size",
+        lambda c, m: (_smallest_budget(c),),
+    ),
+    RuleRow(
+        "ref.log_prob_max_token_len_per_gpu",
+        lambda c, m: _ref_alone_is_dynamic(c) and c.ref.log_prob_max_token_len_per_gpu is None,
+        "is not set while ref.log_prob_use_dynamic_bsz is true and actor.use_dynamic_bsz is false",
+        "the actor has no limit in tokens to lend",
+        lambda c, m: (_smallest_budget(c),),
+    ),
     *_BUDGETS,
     _context,
     _context_kind,
-    _overlapped_exchange,
-    _batched_exchange,
-    _activation,
+    # Megatron's schedules raise in the first pass (core/pipeline_parallel/schedules.py).
+    on_only_where(
+        f"{_TRANSFORMER}.overlap_p2p_comm",
+        lambda c, m: c.actor.layout.pipeline_model_parallel_size == 1 or c.actor.layout.virtual_pipeline > 1,
+        "needs virtual_pipeline_model_parallel_size above 1",
+        "only an interleaved pipeline exchanges so",
+    ),
+    on_only_where(
+        f"{_TRANSFORMER}.batch_p2p_comm",
+        lambda c, m: not _overlaps_exchange(c),
+        "must be false with overlap_p2p_comm",
+        "Megatron refuses both, and an interleaved pipeline overlaps its exchange by itself",
+    ),
+    on_only_where(
+        f"{_TRANSFORMER}.use_te_activation_func",
+        lambda c, m: not _transformer(c).get("bias_activation_fusion", m.is_moe),
+        "needs bias_activation_fusion: false",
+        "Megatron refuses both, and a mixture of experts is built with the fusion",
+    ),
     _storages_stay,
-    _hybrid_adam_dtype,
-    _hybrid_adam,
-    _host_adam,
-    _precision,
-    _recompute,
-    _saved_activations,
-    _experts,
+    on_only_where(
+        f"{_OPTIMIZER}.optimizer_cpu_offload",
+        lambda c, m: c.model.dtype != "float32",
+        "needs model.dtype: bfloat16",
+        "Megatron 0.16.1 builds this Adam over views of float32 weights, which torch refuses",
+    ),
+    RuleRow(
+        f"{_OPTIMIZER}.decoupled_weight_decay",
+        lambda c, m: _adam(c).get("optimizer_cpu_offload") and not _adam(c).get("decoupled_weight_decay", True),
+        "must be true with optimizer_cpu_offload",
+        "Megatron's is an AdamW",
+        (True,),
+    ),
+    *(
+        on_only_where(
+            f"{_OPTIMIZER}.{name}",
+            lambda c, m: _adam(c).get("optimizer_cpu_offload"),
+            "needs optimizer_cpu_offload: true",
+            _IGNORED,
+            (),
+        )
+        for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
+    ),
+    RuleRow(
+        f"{_OPTIMIZER}.optimizer_offload_fraction",
+        lambda c, m: not 0 <= _number(_adam(c).get("optimizer_offload_fraction")) <= 1,
+        "must be from 0 to 1",
+        "it is the share of parameters",
+        (0.0, 1.0),
+    ),
+    on_only_where(
+        f"{_OPTIMIZER}.use_precision_aware_optimizer",
+        lambda c, m: _adam(c).get("optimizer_cpu_offload"),
+        "must be false, or optimizer_cpu_offload true with it",
+        "Transformer Engine's Adam then has the float32 weights on the device, in forms of its own that no save holds",
+    ),
+    RuleRow(
+        f"{_TRANSFORMER}.recompute_granularity",
+        lambda c, m: _transformer(c).get("recompute_granularity") not in (None, "full", "selective"),
+        "is unknown",
+        "Megatron recomputes whole layers, the modules that are named, or nothing",
+        ("full", "selective", None),
+    ),
+    _full_recompute,
+    _recomputed_layers,
+    on_only_where(
+        f"{_TRANSFORMER}.recompute_modules",
+        lambda c, m: _transformer(c).get("recompute_granularity") == "selective",
+        "needs recompute_granularity: selective",
+        _IGNORED,
+        (None,),
+    ),
+    _recomputed_modules,
+    on_only_where(
+        f"{_TRANSFORMER}.distribute_saved_activations",
+        lambda c, m: not c.actor.layout.uses_sequence_parallel,
+        "must be false",
+        "with sequence parallelism they are distributed already",
+    ),
+    _dense,
+    RuleRow(
+        f"{_TRANSFORMER}.moe_token_dispatcher_type",
+        lambda c, m: m.is_moe and _dispatcher(c) not in _DISPATCHERS,
+        "is unknown, or not for sequences of different lengths",
+        "Megatron has these ways to bring tokens to experts",
+        _DISPATCHERS,
+    ),
+    on_only_where(
+        f"{_TRANSFORMER}.moe_enable_deepep",
+        lambda c, m: not m.is_moe or _dispatcher(c) == "flex",
+        "needs moe_token_dispatcher_type: flex",
+        "Megatron refuses it",
+    ),
+    on_only_where(
+        f"{_TRANSFORMER}.moe_shared_expert_overlap",
+        lambda c, m: not m.is_moe or (_dispatcher(c) == "alltoall" and m.shared_expert_intermediate_size),
+        "needs a shared expert and moe_token_dispatcher_type: alltoall",
+        "there is nothing to overlap otherwise",
+    ),
     _balancing,
-    _freeze,
-    _replay,
-    _replay_unfused,
-    *map(_replay_same_cut, ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")),
+    RuleRow(
+        f"{_TRANSFORMER}.moe_aux_loss_coeff",
+        lambda c, m: _many("moe_aux_loss_coeff", c) != _many("moe_router_load_balancing_type", c),
+        "must be one number with one moe_router_load_balancing_type, and a list of one a type with a list of them",
+        "Megatron builds a loss of each type with its own coefficient, and fails where they do not match",
+        lambda c, m: (_no_auxiliary_loss(c),),
+    ),
+    on_only_where(
+        "actor.freeze_router",
+        lambda c, m: m.is_moe,
+        "must be false for a dense model",
+        "there is no router to freeze",
+    ),
+    RuleRow(
+        "actor.router_replay",
+        lambda c, m: c.actor.router_replay != "disabled" and not m.is_moe,
+        "must be disabled for a dense model",
+        "there is no router to replay",
+        ("disabled",),
+    ),
+    on_only_where(
+        f"{_TRANSFORMER}.moe_router_fusion",
+        lambda c, m: c.actor.router_replay == "disabled",
+        "must be false with actor.router_replay {c.actor.router_replay}",
+        "the fused kernel chooses experts where nothing can be replayed",
+    ),
+    *(
+        on_only_where(
+            f"actor.{name}",
+            lambda c, m: c.actor.router_replay != "R2" or not m.is_moe,
+            "must be left out with actor.router_replay R2",
+            "routes are kept by micro-batch, so old log-probs must be cut as the update is",
+            (None,),
+        )
+        for name in ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
+    ),
     _replay_engines,
-    _reference_layout,
+    RuleRow(
+        "ref.layout",
+        lambda c, m: c.ref.layout is not None,
+        "must be null",
+        "the reference model lies as the actor does, on its ranks and in its process groups",
+        (None,),
+    ),
 )

@@ -5,6 +5,7 @@ and what fails on Ascend NPUs.
 from collections.abc import Iterator
 from typing import Any
 
+from mrl.config.rule_row import Rule, RuleRow, on_only_where
 from mrl.config.schema import RunConfig, leaf
 from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
@@ -37,6 +38,10 @@ def _tested(config: RunConfig) -> dict[str, str]:
 def _assumed(config: RunConfig) -> dict[str, str]:
     """The versions that the cluster has; those that are named, where the device is not known."""
     return ({} if leaf(config, "cluster.device") is None else _tested(config)) | config.cluster.versions
+
+
+def _on_npu(config: RunConfig) -> bool:
+    return config.cluster.device == "npu"
 
 
 def _names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -75,29 +80,20 @@ def _megatron(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         )
 
 
-def _cpu_ranks(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    yield from _completed_on_cpu(config, "data_parallel_size")
-
-
-def _cpu_experts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    yield from _completed_on_cpu(config, "expert_parallel_size")
-
-
-def _completed_on_cpu(config: RunConfig, name: str) -> Iterator[Violation]:
-    """Of a key of the engines that has to be 1 on CPU, but where mrl brings what vLLM's platform lacks."""
-    version = vllm_package(_assumed(config))[1]
+def _completed_on_cpu(name: str) -> Rule:
+    """The rule of a key of the engines that is 1 on CPU, but where mrl brings what vLLM's platform lacks."""
     able = [generation for generation in VLLM_GENERATIONS if generation.completed_on_cpu]
-    if (
-        config.cluster.device == "cpu"
-        and getattr(config.rollout, name) != 1
-        and vllm_generation(version) not in (None, *able)
-    ):
-        rule = (
-            f"above 1 on cpu needs vLLM {' or '.join(generation.name for generation in able)}, and {version} is to run"
-        )
-        yield Violation(
-            f"rollout.{name}", rule, "what vLLM's CPU platform lacks for it, mrl brings in ways of that release", (1,)
-        )
+
+    def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+        version = vllm_package(_assumed(config))[1]
+        above = config.cluster.device == "cpu" and getattr(config.rollout, name) != 1
+        if above and vllm_generation(version) not in (None, *able):
+            needed = " or ".join(generation.name for generation in able)
+            rule = f"above 1 on cpu needs vLLM {needed}, and {version} is to run"
+            why = "what vLLM's CPU platform lacks for it, mrl brings in ways of that release"
+            yield Violation(f"rollout.{name}", rule, why, (1,))
+
+    return judge
 
 
 def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -154,7 +150,7 @@ def _routes_in_turn(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _ascend(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.cluster.device != "npu":
+    if not _on_npu(config):
         return
     versions = _assumed(config)
     pair = VLLM_ASCEND.get(versions["vllm-ascend"])
@@ -178,40 +174,33 @@ def _ascend(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_KEY}.torch-npu", rule, "torch_npu is built against one CANN", TORCH_NPU[toolkit])
 
 
-def _npu_chunks(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    device, virtual = config.cluster.device, config.actor.layout.virtual_pipeline_model_parallel_size or 1
-    if virtual > 1 and not get_hosting(device).interleaves_stages:
-        why = (
-            "mbridge and virtual pipeline stages exclude each other on NPU: MindSpeed's schedule builds "
-            "chunks that mbridge cannot map"
-        )
-        key = "actor.layout.virtual_pipeline_model_parallel_size"
-        yield Violation(key, f"must be left out on {device}", why, (None,))
-
-
-def _npu_layers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.cluster.device != "npu":
-        return
-    given = config.model.override_transformer_config
-    if given.get("use_flash_attn") is False:
-        why = "MindSpeed's packed and context-parallel attention exist in that form only"
-        yield Violation(f"{_TRANSFORMER}.use_flash_attn", "must be true on npu, or left out", why, (True,))
-
-
-def _npu_swap(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    swaps = config.cluster.device == "npu" and config.model.override_transformer_config.get("swap_optimizer")
-    if swaps and config.actor.optimizer_offload:
-        why = "both empty and fill the same storages, each without knowing of the other"
-        yield Violation("actor.optimizer_offload", f"must be false with {_TRANSFORMER}.swap_optimizer", why, (False,))
+_BLOCK = 16  # numbers of 16 bits
 
 
 def npu_notes(config: RunConfig) -> Iterator[str]:
     """What who trains on NPUs has to know."""
-    if config.cluster.device == "npu":
+    if _on_npu(config):
         yield (
             "cluster.device npu: written against the documented interfaces and never run on hardware; begin with few "
             "steps, and read the metrics of mismatch between engine and trainer"
         )
+
+
+def narrow_experts(config: RunConfig, model: ModelSpec) -> Iterator[str]:
+    """Of experts on NPUs that are cut to a width which their matrix unit has no whole blocks for."""
+    if not _on_npu(config) or not model.is_moe:
+        return
+    rollout, actor = config.rollout, config.actor.layout
+    widths = {
+        "rollout.expert_parallel_size": max(1, rollout.workers_per_engine // rollout.expert_parallel_size),
+        "actor.layout.expert_tensor_parallel_size": actor.expert_tensor,
+    }
+    for key, parts in widths.items():
+        if (model.moe_intermediate_size // parts) % _BLOCK:
+            yield (
+                f"{key}: each expert is cut {parts} times, to a width of {model.moe_intermediate_size // parts}, which "
+                f"is no multiple of {_BLOCK}: an NPU's matrix unit works on blocks of {_BLOCK}, so this is slow at best"
+            )
 
 
 _CUT_OTHERWISE = "cut otherwise than the plan of the weight sync has them"
@@ -235,7 +224,7 @@ _FLASHCOMM = "enable_flashcomm1"
 
 
 def _npu_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.cluster.device != "npu":
+    if not _on_npu(config):
         return
     given = config.rollout.vllm_kwargs
     additional = given.get("additional_config") or {}
@@ -253,7 +242,7 @@ def _npu_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 def _npu_flashcomm(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     """What platform.py of vllm-ascend 0.23 asserts when an engine starts, after its weights are found."""
-    if config.cluster.device != "npu":
+    if not _on_npu(config):
         return
     rollout = config.rollout
     given = rollout.vllm_kwargs.get("additional_config") or {}
@@ -270,13 +259,30 @@ DEVICE_RULES = (
     _routes,
     _routes_by_block,
     _routes_in_turn,
-    _cpu_ranks,
-    _cpu_experts,
+    *map(_completed_on_cpu, ("data_parallel_size", "expert_parallel_size")),
     _adapters,
     _ascend,
-    _npu_chunks,
-    _npu_layers,
-    _npu_swap,
+    RuleRow(
+        "actor.layout.virtual_pipeline_model_parallel_size",
+        lambda c, m: c.actor.layout.virtual_pipeline > 1 and not get_hosting(c.cluster.device).interleaves_stages,
+        "must be left out on {c.cluster.device}",
+        "mbridge and virtual pipeline stages exclude each other on NPU: MindSpeed's schedule builds chunks that "
+        "mbridge cannot map",
+        (None,),
+    ),
+    RuleRow(
+        f"{_TRANSFORMER}.use_flash_attn",
+        lambda c, m: _on_npu(c) and c.model.override_transformer_config.get("use_flash_attn") is False,
+        "must be true on npu, or left out",
+        "MindSpeed's packed and context-parallel attention exist in that form only",
+        (True,),
+    ),
+    on_only_where(
+        "actor.optimizer_offload",
+        lambda c, m: not (_on_npu(c) and c.model.override_transformer_config.get("swap_optimizer")),
+        f"must be false with {_TRANSFORMER}.swap_optimizer",
+        "both empty and fill the same storages, each without knowing of the other",
+    ),
     _npu_engines,
     _npu_flashcomm,
 )

@@ -6,6 +6,7 @@ Sources are of Megatron-core 0.16.1, and the same in 0.17.0.
 
 from collections.abc import Iterator
 
+from mrl.config.rule_row import RuleRow
 from mrl.config.schema import RunConfig
 from mrl.errors import Violation
 from mrl.model import ModelSpec
@@ -20,21 +21,6 @@ _BOTH = "moe_enable_deepep is the old way to say deepep, and Megatron refuses tw
 # first forward
 _TE_KERNELS = ("moe_permute_fusion", "moe_router_fusion")
 _NO_TE = "its kernel is Transformer Engine's, and Megatron refuses it in the first forward without"
-
-
-def _flex_device(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    device = config.cluster.device
-    if _is_flex(config, model) and not get_hosting(device).has_flex_dispatcher:
-        why = f"the kernels of DeepEP and HybridEP are NVIDIA's; {device} has neither"
-        yield Violation(_DISPATCHER, f"must be alltoall on {device}", why, ("alltoall",))
-
-
-def _flex_ranks(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    layout = config.actor.layout
-    spread = layout.expert_model_parallel_size * (layout.expert_tensor_parallel_size or 1)
-    if _is_flex(config, model) and spread == 1:
-        why = "there is nobody to send tokens to, and Megatron's dispatcher asserts that there is"
-        yield Violation(_DISPATCHER, "needs experts over several ranks", why, ("alltoall",))
 
 
 def _is_flex(config: RunConfig, model: ModelSpec) -> bool:
@@ -61,4 +47,21 @@ def _kernels_of_device(config: RunConfig, model: ModelSpec) -> Iterator[Violatio
             yield Violation(f"{_TRANSFORMER}.{name}", f"must be false on {device}", _NO_TE, (False,))
 
 
-EFFICIENCY_RULES = (_flex_device, _flex_ranks, _flex_backend, _kernels_of_device)
+EFFICIENCY_RULES = (
+    RuleRow(
+        _DISPATCHER,
+        lambda c, m: _is_flex(c, m) and not get_hosting(c.cluster.device).has_flex_dispatcher,
+        "must be alltoall on {c.cluster.device}",
+        "the kernels of DeepEP and HybridEP are NVIDIA's; {c.cluster.device} has neither",
+        ("alltoall",),
+    ),
+    RuleRow(
+        _DISPATCHER,
+        lambda c, m: _is_flex(c, m) and c.actor.layout.expert_model_parallel_size * c.actor.layout.expert_tensor == 1,
+        "needs experts over several ranks",
+        "there is nobody to send tokens to, and Megatron's dispatcher asserts that there is",
+        ("alltoall",),
+    ),
+    _flex_backend,
+    _kernels_of_device,
+)

@@ -17,6 +17,8 @@ from mrl.config.schema import RunConfig
 from mrl.config.schema_errors import rest_of, schema_violations
 from mrl.config.yaml_tree import Node, Origin, dump_value, merge, parse_yaml
 from mrl.errors import ConfigError, InvalidConfig, Violation, did_you_mean
+from mrl.plain_files import CONFIG_BYTES, read_text, reason
+from mrl.record.redact import without_secrets
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = Origin("default")
@@ -42,12 +44,19 @@ class ResolvedConfig:
 
         `load_config` reads it back to an equal RunConfig: what a recipe said is written out, so it names none.
         """
+        return self._text(self.config.model_dump())
+
+    def to_record(self) -> str:
+        """The same without secrets, as a run writes it down; a configuration read from it wants them again."""
+        return self._text(without_secrets(self.config.model_dump()))
+
+    def _text(self, values: dict[str, Any]) -> str:
         head = [
             f"# loss: {describe_loss(self.config)}",
             f"# recipe: {self.recipe or 'none'}",
             f"# files: {', '.join(self.files)}",
         ]
-        return "\n".join([*head, *_lines(self.config.model_dump(), self.origins), ""])
+        return "\n".join([*head, *_lines(values, self.origins), ""])
 
 
 class SchemaRefusal(InvalidConfig):
@@ -125,11 +134,11 @@ def _file_layers(path: Path, chain: tuple[Path, ...]) -> list[_Layer]:
 
 def _read(path: Path, trail: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path, CONFIG_BYTES)
     except UnicodeDecodeError:
         raise ConfigError(f"{trail}: not UTF-8 text") from None
-    except OSError as error:
-        raise ConfigError(f"{trail}: cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{trail}: cannot be read: {reason(error)}") from None
 
 
 def _base_paths(bases: Node | None, path: Path) -> list[Path]:
@@ -137,6 +146,8 @@ def _base_paths(bases: Node | None, path: Path) -> list[Path]:
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise ConfigError(f"{bases.origin}: extends must be a file name or a list of them, relative to this file")
+    if any("\0" in name for name in names):
+        raise ConfigError(f"{bases.origin}: extends names a file with a zero byte in its name")
     return [_shortest(path.parent / name) for name in names]
 
 

@@ -1,6 +1,6 @@
 """Advantage, loss, aggregation, clip, correction and sampling: names that exist, and settings that go together."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 
 from mrl.algo.spec import (
     ADVANTAGES,
@@ -12,6 +12,7 @@ from mrl.algo.spec import (
     NEEDS_CRITIC,
     TOKEN_BAND,
 )
+from mrl.config.rule_row import Rule, RuleRow, on_only_where
 from mrl.config.schema import RolloutCorrectionConfig, RunConfig
 from mrl.config.section import unknown_name
 from mrl.errors import Violation
@@ -26,7 +27,6 @@ _CLIPS = ("clip_ratio_low", "clip_ratio_high")
 # A clip this many times wider than the widest sensible one was written for another kind of ratio.
 _OTHER_SCALE = 10
 _PENALISED = "reward"  # the part that is the score after penalties
-Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
 
 
 def loss_notes(config: RunConfig) -> Iterator[str]:
@@ -68,7 +68,11 @@ def _estimator(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         why = "it estimates from a learned value function, and nothing here trains one"
         yield Violation(field, "needs a critic, which there is none of", why, tuple(ADVANTAGES))
         return
-    yield from _known(field, name, ADVANTAGES)
+    if config.algorithm.custom_advantage is None:
+        yield from _known(field, name, ADVANTAGES)
+    elif name in ADVANTAGES:
+        why = "algorithm.custom_advantage.path is set, and a function of one's own needs a name of its own"
+        yield Violation(field, "is the name of a built-in advantage", why)
 
 
 def _needs_parts(config: RunConfig) -> bool:
@@ -88,16 +92,6 @@ def _parts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             "algorithm.gdpo_reward_weights",
             f"must have one number for each of the {len(keys)} gdpo_reward_keys, or none",
         )
-
-
-def _parts_without_kl(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if _needs_parts(config) and config.algorithm.use_kl_in_reward:
-        name = config.algorithm.adv_estimator
-        why = (
-            f"{name} reads the named parts of the reward, and the KL is in none of them; "
-            "algorithm.use_kl_loss works with it"
-        )
-        yield Violation("algorithm.use_kl_in_reward", f"does not go with adv_estimator {name}", why, (False,))
 
 
 def _parts_with_penalty(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -132,12 +126,6 @@ def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     elif config.algorithm.filter_groups.enable:
         why = "dynamic sampling keeps groups whose responses differ, and one response does not"
         yield Violation("rollout.n", f"must be at least 2 with {_GROUPS}.enable", why, (2, 4, 8, 16))
-
-
-def _one_kl(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.algorithm.use_kl_in_reward and config.algorithm.use_kl_loss:
-        why = "the KL to the reference would count twice, once as a reward and once as a loss"
-        yield Violation("algorithm.use_kl_in_reward", "does not go with algorithm.use_kl_loss: true", why, (False,))
 
 
 def _without_level(name: str) -> Rule:
@@ -176,45 +164,6 @@ def _correction_band(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         )
 
 
-def _correction_anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.algorithm.rollout_correction.level is not None and config.algorithm.anchor == "rollout":
-        why = (
-            "the ratio of the loss is then taken against generation's probabilities already, so the correction would "
-            "count the same gap twice; use algorithm.anchor: recompute with a correction, or no correction"
-        )
-        yield Violation(f"{_CORRECTION}.level", "does not go with algorithm.anchor: rollout", why, (None,))
-
-
-def _one_update(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    batch = config.data.train_batch_size
-    if config.algorithm.on_policy and config.updates_per_step > 1:
-        why = f"after the first of several updates the policy is no longer the one that generated; {_PASS}"
-        yield Violation(
-            "actor.ppo_mini_batch_size", f"must be data.train_batch_size = {batch} with {_ON_POLICY}", why, (batch,)
-        )
-
-
-def _on_policy_correction(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.algorithm.on_policy and config.algorithm.rollout_correction.level is not None:
-        why = (
-            "its weights, and what it rejects from the loss's denominators, are settled before the update, "
-            f"by old log-probs; {_PASS}"
-        )
-        yield Violation(f"{_CORRECTION}.level", f"does not go with {_ON_POLICY}", why, (None,))
-
-
-def _on_policy_reward(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.algorithm.on_policy and config.algorithm.use_kl_in_reward:
-        why = f"rewards are settled before the update, and this KL by old log-probs; {_PASS}, use_kl_loss needs none"
-        yield Violation("algorithm.use_kl_in_reward", f"does not go with {_ON_POLICY}", why, (False,))
-
-
-def _on_policy_record(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.algorithm.on_policy and config.record.trainer_log_probs:
-        why = f"the trainer's log-probs are known when the rows are gone; {_PASS}"
-        yield Violation("record.trainer_log_probs", f"does not go with {_ON_POLICY}", why, (False,))
-
-
 def _on_policy_selection(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     spec = LOSSES.get(config.algorithm.policy_loss.loss_mode)
     if config.algorithm.on_policy and spec is not None and spec.selects_tokens:
@@ -240,18 +189,6 @@ def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             f"{_LOSS}.force: true keeps it as it is"
         )
         yield Violation("algorithm.anchor", f"must be rollout with loss_mode {spec.name}", why, ("rollout",))
-
-
-def _sampling(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    groups, data = config.algorithm.filter_groups, config.data
-    if not groups.enable and data.gen_batch_size not in (None, data.train_batch_size):
-        why = f"without {_GROUPS}.enable a step trains on all that it generates"
-        yield Violation(
-            "data.gen_batch_size",
-            f"must be data.train_batch_size = {data.train_batch_size}",
-            why,
-            (data.train_batch_size,),
-        )
 
 
 def _exhaustion(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -345,22 +282,69 @@ def _unless_forced(rule: Rule) -> Rule:
 LOSS_RULES = (
     _estimator,
     _parts,
-    _parts_without_kl,
+    on_only_where(
+        "algorithm.use_kl_in_reward",
+        lambda c, m: not _needs_parts(c),
+        "does not go with adv_estimator {c.algorithm.adv_estimator}",
+        "{c.algorithm.adv_estimator} reads the named parts of the reward, and the KL is in none of them; "
+        "algorithm.use_kl_loss works with it",
+    ),
     _parts_with_penalty,
     _loss_name,
     _group,
-    _one_kl,
+    on_only_where(
+        "algorithm.use_kl_in_reward",
+        lambda c, m: not c.algorithm.use_kl_loss,
+        "does not go with algorithm.use_kl_loss: true",
+        "the KL to the reference would count twice, once as a reward and once as a loss",
+    ),
     *map(_without_level, ("mode", "low", "high")),
     _correction_mode,
     _correction_band,
-    _correction_anchor,
-    _one_update,
-    _on_policy_correction,
-    _on_policy_reward,
-    _on_policy_record,
+    RuleRow(
+        f"{_CORRECTION}.level",
+        lambda c, m: c.algorithm.rollout_correction.level is not None and c.algorithm.anchor == "rollout",
+        "does not go with algorithm.anchor: rollout",
+        "the ratio of the loss is then taken against generation's probabilities already, so the correction would "
+        "count the same gap twice; use algorithm.anchor: recompute with a correction, or no correction",
+        (None,),
+    ),
+    RuleRow(
+        "actor.ppo_mini_batch_size",
+        lambda c, m: c.algorithm.on_policy and c.updates_per_step > 1,
+        "must be data.train_batch_size = {c.data.train_batch_size} with " + _ON_POLICY,
+        f"after the first of several updates the policy is no longer the one that generated; {_PASS}",
+        lambda c, m: (c.data.train_batch_size,),
+    ),
+    RuleRow(
+        f"{_CORRECTION}.level",
+        lambda c, m: c.algorithm.rollout_correction.level is not None and c.algorithm.on_policy,
+        f"does not go with {_ON_POLICY}",
+        "its weights, and what it rejects from the loss's denominators, are settled before the update, by old "
+        f"log-probs; {_PASS}",
+        (None,),
+    ),
+    on_only_where(
+        "algorithm.use_kl_in_reward",
+        lambda c, m: not c.algorithm.on_policy,
+        f"does not go with {_ON_POLICY}",
+        f"rewards are settled before the update, and this KL by old log-probs; {_PASS}, use_kl_loss needs none",
+    ),
+    on_only_where(
+        "record.trainer_log_probs",
+        lambda c, m: not c.algorithm.on_policy,
+        f"does not go with {_ON_POLICY}",
+        f"the trainer's log-probs are known when the rows are gone; {_PASS}",
+    ),
     _on_policy_selection,
     _on_policy_replay,
-    _sampling,
+    RuleRow(
+        "data.gen_batch_size",
+        lambda c, m: not c.algorithm.filter_groups.enable and c.data.prompts_at_a_time != c.data.train_batch_size,
+        "must be data.train_batch_size = {c.data.train_batch_size}",
+        f"without {_GROUPS}.enable a step trains on all that it generates",
+        lambda c, m: (c.data.train_batch_size,),
+    ),
     _exhaustion,
     _lengths,
     _covariances,

@@ -131,6 +131,10 @@ def _scaling(model: ModelSpec) -> tuple[Any, ...]:
     return (None, 1.0) if factor == 1.0 else (factor,)
 
 
+def _groups(model: ModelSpec, number: int) -> tuple[Any, ...]:
+    return (number,) if model.expert_groups > 1 else (None,)
+
+
 _MODEL = (
     _with(
         Effect.FUNCTION, _DROPPED, hidden_dropout=0.0, attention_dropout=0.0, moe_input_jitter_eps=None,
@@ -143,15 +147,17 @@ _MODEL = (
         moe_router_bias_update_rate=0.0,
         moe_router_pre_softmax=lambda m: (not m.norm_topk_prob,),
         moe_router_force_load_balancing=False,
-        moe_router_num_groups=None, moe_router_group_topk=None, moe_router_topk_limited_devices=None,
+        moe_router_num_groups=lambda m: _groups(m, m.expert_groups),
+        moe_router_group_topk=lambda m: _groups(m, m.chosen_expert_groups),
+        moe_router_topk_limited_devices=None,
     )
     | _with(Effect.FUNCTION, _CAPACITY, moe_expert_capacity_factor=None, moe_token_dropping=False)
     | _with(
         Effect.FUNCTION, _ENGINE,
         layernorm_epsilon=lambda m: (m.rms_norm_eps,),
         add_qkv_bias=lambda m: (m.qkv_bias,),
-        qk_layernorm=lambda m: (m.qk_norm,),
-        softmax_scale=lambda m: (None, m.head_dim**-0.5),
+        qk_layernorm=lambda m: (m.qk_norm or m.is_latent,),
+        softmax_scale=lambda m: (None,) if m.is_latent else (None, m.head_dim**-0.5),
         normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=False,
         activation_func_clamp_value=None, glu_linear_offset=0.0,
         apply_residual_connection_post_layernorm=False, layernorm_zero_centered_gamma=False,
@@ -164,7 +170,8 @@ _MODEL = (
 _NEVER = (
     _with(
         Effect.BARRED, _OTHER_LAYERS,
-        multi_latent_attention=False, experimental_attention_variant=None, linear_attention_freq=None,
+        multi_latent_attention=lambda m: (m.is_latent,),
+        experimental_attention_variant=None, linear_attention_freq=None,
         heterogeneous_block_specs=False, hetereogenous_dist_checkpoint=False, is_hybrid_model=False,
         moe_latent_size=None, use_fused_weighted_squared_relu=False,
     )

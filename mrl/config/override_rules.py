@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mrl.config.override_fields import DDP, OPTIMIZER, TRANSFORMER, Effect, Field
+from mrl.config.rule_row import on_only_where
 from mrl.config.schema import RunConfig, leaf
 from mrl.config.upstream_fields import UPSTREAM_FIELDS, UpstreamClass
 from mrl.errors import UnknownValue, Violation, did_you_mean
@@ -101,15 +102,6 @@ def _is_above_zero(value: Any) -> bool:
     return isinstance(value, int | float) and value > 0
 
 
-def _gathers_beside_reduction(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    given, key = config.actor.override_ddp_config, "actor.override_ddp_config.overlap_param_gather"
-    if given.get("overlap_param_gather") and not given.get("overlap_grad_reduce"):
-        why = (
-            "weights are gathered by buckets, which Megatron makes for overlap_grad_reduce alone; it refuses the other"
-        )
-        yield Violation(key, "needs overlap_grad_reduce: true", why, (False,))
-
-
 def _engine_names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     for name in config.rollout.engine_kwargs:
         if name != config.rollout.name:
@@ -117,14 +109,22 @@ def _engine_names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation(f"rollout.engine_kwargs.{name}", rule, "it would be ignored", (config.rollout.name,))
 
 
-def _averages(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    given, device = config.actor.override_ddp_config, config.cluster.device
-    if given.get("average_in_collective") and device == "cpu":
-        key, why = "actor.override_ddp_config.average_in_collective", "gloo's collectives sum, and have no mean"
-        yield Violation(key, f"must be false on {device}", why, (False,))
-
-
-OVERRIDE_RULES = (override_rules, _gathers_beside_reduction, _averages, _engine_names)
+OVERRIDE_RULES = (
+    override_rules,
+    on_only_where(
+        "actor.override_ddp_config.overlap_param_gather",
+        lambda c, m: c.actor.override_ddp_config.get("overlap_grad_reduce"),
+        "needs overlap_grad_reduce: true",
+        "weights are gathered by buckets, which Megatron makes for overlap_grad_reduce alone; it refuses the other",
+    ),
+    on_only_where(
+        "actor.override_ddp_config.average_in_collective",
+        lambda c, m: c.cluster.device != "cpu",
+        "must be false on cpu",
+        "gloo's collectives sum, and have no mean",
+    ),
+    _engine_names,
+)
 
 
 def override_faults(

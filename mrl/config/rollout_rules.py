@@ -2,16 +2,24 @@
 and how weights reach them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from mrl.config.schema import RunConfig, leaf
+from mrl.config.places import Deployment
+from mrl.config.rule_row import RuleRow, on_only_where
+from mrl.config.schema import AlgorithmConfig, RolloutConfig, RunConfig, leaf
+from mrl.environments.builtin_environments import BUILTIN_ENVIRONMENTS
+from mrl.environments.named import SHIPPED
+from mrl.environments.search_tool import SEARCH
 from mrl.errors import ConfigError, Violation, nearest
 from mrl.model import ModelSpec
 from mrl.model.device_grid import ClusterShape, engine_places
 from mrl.model.layout import RolloutLayout
 from mrl.platforms.hosting import get_hosting
+from mrl.reward.builtin_rules import ENVIRONMENT
+from mrl.reward.items import ACC
 
 _TP, _DP, _EP = "rollout.tensor_model_parallel_size", "rollout.data_parallel_size", "rollout.expert_parallel_size"
+_VLLM = "rollout.engine_kwargs.vllm"
 _CPU_MULTIPLE = 32  # of vLLM's CPU kernels
 _CPU_TENSOR = (1, 2)
 _UNFILTERED = {"top_p": 1.0, "top_k": -1}
@@ -41,12 +49,12 @@ def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
             f"model.path: {model.left_out_layers} multi-token prediction layers are neither trained, "
             "exported nor used by engines"
         )
-    for name, value in filters(config).items():
+    for name, value in filters(config.rollout).items():
         yield (
             f"rollout.{name} {value:g}: {_RENORMALISED}. The loss reads only those of training (anchor: recompute), as "
             "verl's does; the mismatch metrics have the difference in them"
         )
-    idle = cluster_devices(config) - needed_devices(config)
+    idle = cluster_devices(config) - Deployment.of(config).devices
     if idle > 0:
         yield f"{idle} of {cluster_devices(config)} devices are used by neither the actor nor an engine"
 
@@ -65,12 +73,6 @@ def reshard_notes(config: RunConfig) -> Iterator[str]:
 def cluster_devices(config: RunConfig) -> int:
     """Devices of all nodes."""
     return config.cluster.nnodes * config.cluster.n_gpus_per_node
-
-
-def needed_devices(config: RunConfig) -> int:
-    """Devices of actor and engines: beside each other, or on the same ones."""
-    actor, engines = config.actor.layout.world_size, config.rollout.num_engines * config.rollout.workers_per_engine
-    return actor + engines if config.cluster.placement == "separate" else max(actor, engines)
 
 
 def engine_splits_heads(tensor: int, model: ModelSpec) -> bool:
@@ -99,20 +101,6 @@ def _dense_layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield Violation(_TP, f"must divide intermediate_size = {size}", "projections are cut into equal slices", legal)
 
 
-def _no_experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    if not model.is_moe and config.rollout.expert_parallel_size != 1:
-        yield Violation(_EP, "must be 1 for a dense model", "there are no experts to spread", (1,))
-
-
-def _dense_ranks(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    if not model.is_moe and config.rollout.data_parallel_size != 1:
-        why = (
-            "data-parallel ranks share experts, and vLLM starts none without; copies of a dense "
-            "model are rollout.num_engines"
-        )
-        yield Violation(_DP, "must be 1 for a dense model", why, (1,))
-
-
 def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if not model.is_moe:
         return
@@ -131,7 +119,7 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _cluster(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    have, need, rollout = cluster_devices(config), needed_devices(config), config.rollout
+    have, need, rollout = cluster_devices(config), Deployment.of(config).devices, config.rollout
     if need <= have:
         return
     actor, engines = config.actor.layout.world_size, f"{rollout.num_engines} x {config.rollout.workers_per_engine}"
@@ -151,9 +139,10 @@ def _placement(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """
     rollout, cluster = config.rollout, ClusterShape(config.cluster.nnodes, config.cluster.n_gpus_per_node)
     tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
-    if config.cluster.device == "cpu" or needed_devices(config) > cluster.devices or tp > cluster.devices_per_node:
+    deployment = Deployment.of(config)
+    if config.cluster.device == "cpu" or deployment.devices > cluster.devices or tp > cluster.devices_per_node:
         return
-    first = config.actor.layout.world_size if config.cluster.placement == "separate" else 0
+    first = 0 if deployment.is_colocated else config.actor.layout.world_size
 
     def fault(engines: int) -> str:
         try:
@@ -195,16 +184,6 @@ def _log_probs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("rollout.calculate_log_probs", "must be true", why, (True,))
 
 
-def _vllm_arguments(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    given = config.rollout.vllm_kwargs
-    if given.get("quantization") is not None:
-        why = "weights arrive after every update as they are trained, and no sync of ours quantises them on the way"
-        yield Violation("rollout.engine_kwargs.vllm.quantization", "must be null", why, (None,))
-    if given.get("pipeline_parallel_size", 1) != 1:
-        why = "the weight sync knows engines cut by tensor, data and expert parallelism"
-        yield Violation("rollout.engine_kwargs.vllm.pipeline_parallel_size", "must be 1", why, (1,))
-
-
 def _fixed_experts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     given = config.rollout.vllm_kwargs
     for name, legal in _FIXED_EXPERTS.items():
@@ -212,12 +191,7 @@ def _fixed_experts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             why = (
                 "experts would move between workers, or stand where the plan of the weight sync does not look for them"
             )
-            yield Violation(f"rollout.engine_kwargs.vllm.{name}", f"must be {str(legal).lower()}", why, (legal,))
-
-
-def _longest(config: RunConfig) -> int:
-    """Tokens of the longest prompt and response."""
-    return config.data.max_prompt_length + config.data.max_response_length
+            yield Violation(f"{_VLLM}.{name}", f"must be {str(legal).lower()}", why, (legal,))
 
 
 def _on_cpu(config: RunConfig) -> bool:
@@ -226,43 +200,30 @@ def _on_cpu(config: RunConfig) -> bool:
 
 def _engine_sequences(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     tokens = config.rollout.max_num_batched_tokens
-    # on cpu _cpu_tokens asks for more where a sample does not fit
+    if tokens is None or tokens >= config.rollout.max_num_seqs:
+        return
+    # on cpu another rule asks for more where a sample does not fit
     off_cpu = leaf(config, "cluster.device") not in ("cpu", None)
-    if tokens is not None and tokens < config.rollout.max_num_seqs and (off_cpu or tokens >= _longest(config)):
+    if off_cpu or tokens >= config.data.max_sample_length:
         why = "vLLM refuses to start: each sequence takes one token a step"
         yield Violation("rollout.max_num_seqs", f"must be at most max_num_batched_tokens = {tokens}", why, (tokens,))
 
 
-def _engine_tokens(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    rollout = config.rollout
-    if not _on_cpu(config) and rollout.enable_chunked_prefill is False and rollout.max_num_batched_tokens:
-        length = _longest(config)
-        if rollout.max_num_batched_tokens < length:
-            rule = (
-                f"must be at least max_prompt_length + max_response_length = {length} with "
-                "enable_chunked_prefill: false"
-            )
-            yield Violation(
-                "rollout.max_num_batched_tokens",
-                rule,
-                "vLLM refuses to start: a prompt may then not come in parts",
-                (length,),
-            )
+def _lacks_tokens(config: RunConfig) -> bool:
+    """Whether a step of an engine has a limit of tokens that the longest sample does not keep to."""
+    limit = config.rollout.max_num_batched_tokens
+    return limit is not None and limit < config.data.max_sample_length
 
 
-def filters(config: RunConfig) -> dict[str, float]:
+def filters(rollout: RolloutConfig) -> dict[str, float]:
     """Settings by which words are left out of training responses, with their values."""
-    return {
-        name: leaf(config.rollout, name)
-        for name, neutral in _UNFILTERED.items()
-        if leaf(config.rollout, name) != neutral
-    }
+    return {name: leaf(rollout, name) for name, neutral in _UNFILTERED.items() if leaf(rollout, name) != neutral}
 
 
 def _filters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """Ratios against the engine's log-probs need the distribution that training computes."""
     loss_readers = log_prob_readers(config)[:-1]
-    for name in filters(config) if loss_readers else ():
+    for name in filters(config.rollout) if loss_readers else ():
         rule = f"must be {_UNFILTERED[name]:g} with {' and '.join(loss_readers)}"
         yield Violation(f"rollout.{name}", rule, _RENORMALISED, (_UNFILTERED[name],))
 
@@ -280,59 +241,16 @@ def log_prob_readers(config: RunConfig) -> list[str]:
     return [name for name, needed in readers if needed]
 
 
-def _lengths(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    prompt, response, limit = (
-        config.data.max_prompt_length,
-        config.data.max_response_length,
-        model.max_position_embeddings,
-    )
-    if prompt + response > limit:
-        allowed = (limit - prompt,) if prompt < limit else ()
-        rule = f"plus max_prompt_length = {prompt} must be at most max_position_embeddings = {limit}"
-        yield Violation("data.max_response_length", rule, "the model knows no positions beyond", allowed)
-
-
-def _cpu_workers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if _on_cpu(config) and config.rollout.tensor_model_parallel_size not in _CPU_TENSOR:
-        yield Violation(_TP, "must be 1 or 2 on cpu", "vLLM's CPU build was seen to work with no more", _CPU_TENSOR)
-
-
-def _cpu_eager(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if _on_cpu(config) and config.rollout.enforce_eager is False:
-        yield Violation(
-            "rollout.enforce_eager",
-            "must be true or null on cpu",
-            "vLLM's CPU build has no graphs to capture",
-            (True, None),
-        )
-
-
-def _cpu_prefill(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if _on_cpu(config) and config.rollout.enable_chunked_prefill:
-        why = "a prompt computed in parts kills requests with a seed, and its log-probs depend on the rest of the batch"
-        yield Violation("rollout.enable_chunked_prefill", "must be false or null on cpu", why, (False, None))
+def _legal_response_length(config: RunConfig, model: ModelSpec) -> tuple[int, ...]:
+    left = model.max_position_embeddings - config.data.max_prompt_length
+    return (left,) if left > 0 else ()
 
 
 def _cpu_kernels(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    for name, size in _cpu_sizes(config, model) if config.cluster.device == "cpu" else ():
+    for name, size in _cpu_sizes(config, model) if _on_cpu(config) else ():
         if size % _CPU_MULTIPLE:
             rule = f"has {name} = {size} on one worker, which must be a multiple of {_CPU_MULTIPLE}"
             yield Violation("model.path", rule, "vLLM's CPU kernels compute in blocks of that size")
-
-
-def _cpu_tokens(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    rollout = config.rollout
-    if config.cluster.device != "cpu":
-        return
-    length = config.data.max_prompt_length + config.data.max_response_length
-    if rollout.max_num_batched_tokens is not None and rollout.max_num_batched_tokens < length:
-        why = "on cpu a prompt is never computed in parts, because per-request seeds and repeatable bits need it whole"
-        yield Violation(
-            "rollout.max_num_batched_tokens",
-            f"must be at least max_prompt_length + max_response_length = {length}",
-            why,
-            (length,),
-        )
 
 
 def _cpu_sizes(config: RunConfig, model: ModelSpec) -> Iterator[tuple[str, int]]:
@@ -345,20 +263,80 @@ def _cpu_sizes(config: RunConfig, model: ModelSpec) -> Iterator[tuple[str, int]]
         )
 
 
-def _transport(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    kind, nodes = config.reshard.transport, config.cluster.nnodes
-    if kind == "shm" and nodes > 1:
-        why = f"{kind} connects processes of one host, and cluster.nnodes is {nodes}"
+def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    turns = config.rollout.turns
+    if turns is None:
+        return
+    if not turns.tools and not turns.environments:
+        known = (*SHIPPED, *BUILTIN_ENVIRONMENTS)
         yield Violation(
-            "reshard.transport", "must be auto, p2p or ipc on more than one node", why, ("auto", "p2p", "ipc")
+            "rollout.turns.tools", "must name a tool where there is no environment", "there is nothing to call", known
         )
+    yield from _names("rollout.turns.tools", turns.tools, SHIPPED, turns.path, "function")
+    if SEARCH in turns.tools and turns.index is None and turns.path is None:
+        why = "search finds passages in a file; scripts/make_search_index.py writes one"
+        yield Violation("rollout.turns.index", "must be given with the tool search", why, ())
+    known = tuple(BUILTIN_ENVIRONMENTS)
+    yield from _names("rollout.turns.environments", turns.environments, known, turns.path, "class")
+
+
+def _rewards_environment(config: RunConfig) -> bool:
+    return config.reward.custom_reward_function is None and config.reward.function == ENVIRONMENT
+
+
+def _parts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    """Of shipped environments, of which it is known what they declare."""
+    turns = config.rollout.turns
+    if not (_rewards_environment(config) and turns and turns.environments) or turns.path is not None:
+        return
+    declared = [set(BUILTIN_ENVIRONMENTS[name].parts) for name in turns.environments if name in BUILTIN_ENVIRONMENTS]
+    bonus = config.reward.bonus_rules
+    of_all = set.intersection(*declared) if declared else set()
+    known = ("score", "reward", ACC, *sorted(of_all), *bonus, *(("main",) if bonus else ()))
+    for field, names in _read_parts(config.algorithm):
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            why = "the parts are those that every environment of rollout.turns.environments declares"
+            yield Violation(field, f"names {unknown[0]}, which is no part of the reward", why, known)
+
+
+def _read_parts(algorithm: AlgorithmConfig) -> Iterator[tuple[str, Sequence[str]]]:
+    filtering = algorithm.filter_groups
+    yield "algorithm.filter_groups.metric", (filtering.metric,) if filtering.enable else ()
+    yield "algorithm.gdpo_reward_keys", algorithm.gdpo_reward_keys
+
+
+def _names(
+    field: str, names: Sequence[str], known: tuple[str, ...], path: str | None, kind: str
+) -> Iterator[Violation]:
+    """Of tools, or of environments."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        yield Violation(field, f"names {twice[0]} twice", "nobody could say which is meant", ())
+    unknown = [name for name in names if name not in known]
+    if unknown and path is None:
+        why = f"{unknown[0]} is not shipped; a {kind} of your own goes under rollout.turns.path"
+        yield Violation(field, "must name shipped ones where there is no path", why, known)
 
 
 ROLLOUT_RULES = (
     _layout,
     _dense_layers,
-    _no_experts,
-    _dense_ranks,
+    RuleRow(
+        _EP,
+        lambda c, m: not m.is_moe and c.rollout.expert_parallel_size != 1,
+        "must be 1 for a dense model",
+        "there are no experts to spread",
+        (1,),
+    ),
+    RuleRow(
+        _DP,
+        lambda c, m: not m.is_moe and c.rollout.data_parallel_size != 1,
+        "must be 1 for a dense model",
+        "data-parallel ranks share experts, and vLLM starts none without; copies of a dense model are "
+        "rollout.num_engines",
+        (1,),
+    ),
     _experts,
     _cluster,
     _placement,
@@ -366,15 +344,94 @@ ROLLOUT_RULES = (
     _own_devices,
     _log_probs,
     _filters,
-    _vllm_arguments,
+    RuleRow(
+        "rollout.min_engines",
+        lambda c, m: c.rollout.min_engines > c.rollout.num_engines,
+        "must be at most rollout.num_engines = {c.rollout.num_engines}",
+        "the run would end with its first step, though no engine is lost",
+        lambda c, m: (c.rollout.num_engines,),
+    ),
+    RuleRow(
+        f"{_VLLM}.quantization",
+        lambda c, m: c.rollout.vllm_kwargs.get("quantization") is not None,
+        "must be null",
+        "weights arrive after every update as they are trained, and no sync of ours quantises them on the way",
+        (None,),
+    ),
+    RuleRow(
+        f"{_VLLM}.pipeline_parallel_size",
+        lambda c, m: c.rollout.vllm_kwargs.get("pipeline_parallel_size", 1) != 1,
+        "must be 1",
+        "the weight sync knows engines cut by tensor, data and expert parallelism",
+        (1,),
+    ),
     _fixed_experts,
     _engine_sequences,
-    _engine_tokens,
-    _lengths,
-    _cpu_workers,
-    _cpu_eager,
-    _cpu_prefill,
+    RuleRow(
+        "rollout.max_num_batched_tokens",
+        lambda c, m: not _on_cpu(c) and c.rollout.enable_chunked_prefill is False and _lacks_tokens(c),
+        "must be at least max_prompt_length + max_response_length = {c.data.max_sample_length} with "
+        "enable_chunked_prefill: false",
+        "vLLM refuses to start: a prompt may then not come in parts",
+        lambda c, m: (c.data.max_sample_length,),
+    ),
+    RuleRow(
+        "data.max_response_length",
+        lambda c, m: c.data.max_sample_length > m.max_position_embeddings,
+        "plus max_prompt_length = {c.data.max_prompt_length} must be at most max_position_embeddings = "
+        "{m.max_position_embeddings}",
+        "the model knows no positions beyond",
+        _legal_response_length,
+    ),
+    RuleRow(
+        _TP,
+        lambda c, m: _on_cpu(c) and c.rollout.tensor_model_parallel_size not in _CPU_TENSOR,
+        "must be 1 or 2 on cpu",
+        "vLLM's CPU build was seen to work with no more",
+        _CPU_TENSOR,
+    ),
+    RuleRow(
+        "rollout.enforce_eager",
+        lambda c, m: _on_cpu(c) and c.rollout.enforce_eager is False,
+        "must be true or null on cpu",
+        "vLLM's CPU build has no graphs to capture",
+        (True, None),
+    ),
+    on_only_where(
+        "rollout.enable_chunked_prefill",
+        lambda c, m: not _on_cpu(c),
+        "must be false or null on cpu",
+        "a prompt computed in parts kills requests with a seed, and its log-probs depend on the rest of the batch",
+        (False, None),
+    ),
     _cpu_kernels,
-    _cpu_tokens,
-    _transport,
+    RuleRow(
+        "rollout.max_num_batched_tokens",
+        lambda c, m: _on_cpu(c) and _lacks_tokens(c),
+        "must be at least max_prompt_length + max_response_length = {c.data.max_sample_length}",
+        "on cpu a prompt is never computed in parts, because per-request seeds and repeatable bits need it whole",
+        lambda c, m: (c.data.max_sample_length,),
+    ),
+    RuleRow(
+        "trainer.schedule",
+        lambda c, m: c.rollout.turns is not None and c.trainer.schedule != "sync",
+        "must be sync with rollout.turns",
+        "a response that goes on by other weights would have to take its conversation along, which is not built",
+        ("sync",),
+    ),
+    _tools,
+    _parts,
+    RuleRow(
+        "reward.function",
+        lambda c, m: _rewards_environment(c) and not (c.rollout.turns and c.rollout.turns.environments),
+        "must be another one without rollout.turns.environments",
+        "it is the reward that a response's environment gave",
+    ),
+    RuleRow(
+        "reshard.transport",
+        lambda c, m: c.reshard.transport == "shm" and c.cluster.nnodes > 1,
+        "must be auto, p2p or ipc on more than one node",
+        "shm connects processes of one host, and cluster.nnodes is {c.cluster.nnodes}",
+        ("auto", "p2p", "ipc"),
+    ),
 )

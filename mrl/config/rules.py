@@ -3,37 +3,42 @@
 All are judged: one look shows all that is wrong.
 
 Rules stand in actor_rules.py, efficiency_rules.py, loss_rules.py, rollout_rules.py, run_rules.py, override_rules.py
-and device_rules.py, each a function of the configuration and the model; a rule of one key stands at the key. Each is
-judged by itself: where the schema refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do
+and device_rules.py, each a row or a function (rule_row.py); a rule of one key stands at the key. Each is judged by
+itself: where the schema refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do
 not read that part still speak. A function ends where it reads what is refused, so it holds one rule, or rules that
 read the same keys.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from mrl.config.actor_rules import ACTOR_RULES, actor_notes
-from mrl.config.device_rules import DEVICE_RULES, npu_notes, version_notes
+from mrl.config.device_rules import DEVICE_RULES, narrow_experts, npu_notes, version_notes
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
+from mrl.config.latent_rules import LATENT_RULES
 from mrl.config.load import ResolvedConfig, SchemaRefusal
 from mrl.config.loss_rules import LOSS_RULES, loss_notes
 from mrl.config.override_rules import OVERRIDE_RULES, override_notes
 from mrl.config.rollout_rules import ROLLOUT_RULES, reshard_notes, rollout_notes
-from mrl.config.run_rules import PATH_RULES, RUN_RULES
+from mrl.config.rule_row import Rule
+from mrl.config.run_rules import PATH_RULES, RUN_RULES, SEEN_RULES
 from mrl.config.schedule_rules import SCHEDULE_RULES, schedule_notes
 from mrl.config.schema import RunConfig, leaf, schema_keys
 from mrl.config.section import KeyRule, notes_of
 from mrl.errors import InvalidConfig, MrlError, UnknownValue, Violation
 from mrl.model import ModelSpec, planning_model_spec
 
-Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
-
 
 def violations(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> list[Violation]:
     """All broken rules; empty when the configuration is legal. `check_paths`: also look at the files that it names."""
     judged = (*RULES, *PATH_RULES) if check_paths else RULES
     return [_placed(violation, resolved) for rule in judged for violation in _judged(rule, resolved.config, model)]
+
+
+def seen_violations(resolved: ResolvedConfig, model: ModelSpec) -> list[Violation]:
+    """What can be seen to be wrong with the files that it names, on a host that may not be the run's."""
+    return [_placed(violation, resolved) for rule in SEEN_RULES for violation in _judged(rule, resolved.config, model)]
 
 
 def check(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> None:
@@ -57,6 +62,7 @@ def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
         *override_notes(resolved.config, model),
         *version_notes(resolved.config),
         *npu_notes(resolved.config),
+        *narrow_experts(resolved.config, model),
         *reshard_notes(resolved.config),
         *schedule_notes(resolved.config, model),
     ]
@@ -105,6 +111,7 @@ RULES = (
     *_KEY_RULES,
     *LOSS_RULES,
     *ROLLOUT_RULES,
+    *LATENT_RULES,
     *RUN_RULES,
     *SCHEDULE_RULES,
     *OVERRIDE_RULES,

@@ -4,18 +4,23 @@ Files are looked for only where the run is to happen: a preset is legal on a mac
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mrl.config.schema import RunConfig
+from mrl.algo.own_functions import registered_names
+from mrl.config.rule_row import Rule, RuleRow
+from mrl.config.schema import RunConfig, TrainerConfig
 from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
+from mrl.record.redact import HIDDEN
 from mrl.record.sinks import VIEWS
 from mrl.reward.builtin_rules import RULES
 from mrl.reward.resolve import AUTO
 
 _REWARDS = (AUTO, *RULES)
 _LOGGERS = ("jsonl", *VIEWS)
+_LOSS = "algorithm.policy_loss.custom.path"
+_ADVANTAGE = "algorithm.custom_advantage.path"
 
 
 def _rewards(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -37,12 +42,6 @@ def _bonus(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             )
 
 
-def _reward_manager(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.reward.reward_manager == "naive" and config.algorithm.overlong_buffer.enable:
-        why = "verl's naive manager pays no overlong penalty; leave reward_manager out to have both"
-        yield Violation("reward.reward_manager", "is naive while algorithm.overlong_buffer is on", why, ("dapo", None))
-
-
 def _loggers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     for name in config.trainer.logger:
         if name not in _LOGGERS:
@@ -50,26 +49,20 @@ def _loggers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation("trainer.logger", rule, "each is a view of the metrics", _LOGGERS)
 
 
+def _left_out(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    custom = config.reward.custom_reward_function
+    for name, value in (custom.reward_kwargs if custom else {}).items():
+        if value == HIDDEN:
+            rule = f"{name} is what a secret is written down as"
+            why = "give it again, or better a variable that reward.environment names and the function reads"
+            yield Violation("reward.custom_reward_function.reward_kwargs", rule, why)
+
+
 def _mixing(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     weights, files = config.data.train_weights, config.data.train_files
     if weights and len(weights) != len(files):
         rule = f"has {len(weights)} weights for {len(files)} train_files"
         yield Violation("data.train_weights", rule, "each file has one, in their order")
-
-
-def _enough_prompts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    data = config.data
-    at_a_time = data.prompts_at_a_time
-    if data.train_max_samples is not None and data.train_max_samples < at_a_time:
-        why = f"a step takes {at_a_time} prompts (data.gen_batch_size or data.train_batch_size)"
-        yield Violation("data.train_max_samples", f"must be at least {at_a_time}", why, (at_a_time,))
-
-
-def _lowest_rate(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    optim = config.actor.optim
-    if optim.min_lr > optim.lr:
-        rule = f"must be at most actor.optim.lr = {optim.lr:g}"
-        yield Violation("actor.optim.min_lr", rule, "the rate decays towards it", (0.0, optim.lr))
 
 
 def _decay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -91,99 +84,184 @@ def _warmup(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("actor.optim.lr_warmup_steps", f"must be less than {total}", why, (0, total - 1))
 
 
-def _validation(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.trainer.test_freq >= 1 and not config.data.val_files:
-        rule = f"is empty while trainer.test_freq = {config.trainer.test_freq}"
-        yield Violation("data.val_files", rule, "there is nothing to validate on")
-
-
-def _resume(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    trainer = config.trainer
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
-        rule = "is not set while trainer.resume_mode is resume_path"
-        yield Violation("trainer.resume_from_path", rule, "there is no checkpoint to begin from")
-    elif trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
-        rule = "must be resume_path while trainer.resume_from_path is set"
-        why = "a checkpoint that is named would be passed over without a word"
-        yield Violation("trainer.resume_mode", rule, why, ("resume_path",))
-
-
 RUN_RULES = (
-    _lowest_rate,
+    RuleRow(
+        "actor.optim.min_lr",
+        lambda c, m: c.actor.optim.min_lr > c.actor.optim.lr,
+        "must be at most actor.optim.lr = {c.actor.optim.lr:g}",
+        "the rate decays towards it",
+        lambda c, m: (0.0, c.actor.optim.lr),
+    ),
     _decay,
     _warmup,
-    _validation,
+    RuleRow(
+        "data.val_files",
+        lambda c, m: c.trainer.test_freq >= 1 and not c.data.val_files,
+        "is empty while trainer.test_freq = {c.trainer.test_freq}",
+        "there is nothing to validate on",
+    ),
     _rewards,
     _bonus,
-    _reward_manager,
+    _left_out,
+    RuleRow(
+        "reward.reward_manager",
+        lambda c, m: c.reward.reward_manager == "naive" and c.algorithm.overlong_buffer.enable,
+        "is naive while algorithm.overlong_buffer is on",
+        "verl's naive manager pays no overlong penalty; leave reward_manager out to have both",
+        ("dapo", None),
+    ),
     _mixing,
-    _enough_prompts,
+    RuleRow(
+        "data.train_max_samples",
+        lambda c, m: c.data.train_max_samples is not None and c.data.train_max_samples < c.data.prompts_at_a_time,
+        "must be at least {c.data.prompts_at_a_time}",
+        "a step takes {c.data.prompts_at_a_time} prompts (data.gen_batch_size or data.train_batch_size)",
+        lambda c, m: (c.data.prompts_at_a_time,),
+    ),
     _loggers,
-    _resume,
+    RuleRow(
+        "trainer.resume_from_path",
+        lambda c, m: c.trainer.resume_mode == "resume_path" and c.trainer.resume_from_path is None,
+        "is not set while trainer.resume_mode is resume_path",
+        "there is no checkpoint to begin from",
+    ),
+    RuleRow(
+        "trainer.resume_mode",
+        lambda c, m: c.trainer.resume_mode != "resume_path" and c.trainer.resume_from_path is not None,
+        "must be resume_path while trainer.resume_from_path is set",
+        "a checkpoint that is named would be passed over without a word",
+        ("resume_path",),
+    ),
 )
 
 
-def run_dir(config: RunConfig) -> Path:
+def run_dir(trainer: TrainerConfig) -> Path:
     """Where the run writes: trainer.run_dir, else runs/<experiment_name>."""
-    return Path(config.trainer.run_dir or Path("runs") / config.trainer.experiment_name)
+    return Path(trainer.run_dir or Path("runs") / trainer.experiment_name)
 
 
-def _names_prompts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if not config.data.train_files:
-        yield Violation(
-            "data.train_files", "names no file", "training needs prompts; --set data.train_files=[FILE, ...]"
-        )
-
-
-def _train_files(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    yield from _unreadable("data.train_files", *config.data.train_files)
-
-
-def _val_files(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    yield from _unreadable("data.val_files", *config.data.val_files)
-
-
-def _reward_file(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+def _reward_file(config: RunConfig) -> tuple[str, ...]:
     custom = config.reward.custom_reward_function
-    if custom is not None and not _readable(str(Path(custom.path).expanduser())):
-        yield Violation("reward.custom_reward_function.path", "is not a file that can be read", _from_here(custom.path))
+    return () if custom is None else (str(Path(custom.path).expanduser()),)
 
 
-def _loss_file(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    loss = config.algorithm.policy_loss.custom
-    if loss is not None and not _readable(loss.path):
-        yield Violation("algorithm.policy_loss.custom.path", "is not a file that can be read", _from_here(loss.path))
+def _loss_file(config: RunConfig) -> tuple[str, ...]:
+    custom = config.algorithm.policy_loss.custom
+    return () if custom is None else (custom.path,)
 
 
-def _unreadable(field: str, *files: str) -> Iterator[Violation]:
-    return (
-        Violation(field, f"{file} is not a file that can be read", _from_here(file))
-        for file in files
-        if not _readable(file)
-    )
+def _advantage_file(config: RunConfig) -> tuple[str, ...]:
+    custom = config.algorithm.custom_advantage
+    return () if custom is None else (custom.path,)
+
+
+def _tools_file(config: RunConfig) -> tuple[str, ...]:
+    turns = config.rollout.turns
+    return () if turns is None or turns.path is None else (turns.path,)
+
+
+def _index_file(config: RunConfig) -> tuple[str, ...]:
+    turns = config.rollout.turns
+    return () if turns is None or turns.index is None else (turns.index,)
+
+
+# the user's files that a run reads where it starts, by key
+_FILES: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
+    "data.train_files": lambda c: c.data.train_files,
+    "data.val_files": lambda c: c.data.val_files,
+    "reward.custom_reward_function.path": _reward_file,
+    _LOSS: _loss_file,
+    _ADVANTAGE: _advantage_file,
+    "rollout.turns.path": _tools_file,
+    "rollout.turns.index": _index_file,
+}
+
+
+def _missing(field: str, config: RunConfig, seen: bool | None) -> Iterator[Violation]:
+    """Files of a key that cannot be read; `seen`: those alone whose folder is, or is not, on this host."""
+    for file in _FILES[field](config):
+        if _readable(file) or seen not in (None, Path(file).absolute().parent.is_dir()):
+            continue
+        named = f"{file} " if field.startswith("data.") else ""
+        yield Violation(field, f"{named}is not a file that can be read", _from_here(file))
+
+
+def named_files(config: RunConfig) -> list[tuple[str, str]]:
+    """(key, path) of every file of the user's that a run reads where it starts."""
+    return [(field, file) for field, files in _FILES.items() for file in files(config)]
+
+
+def _file_rule(field: str, seen: bool | None) -> Rule:
+    return lambda config, _: _missing(field, config, seen)
+
+
+def unseen_files(config: RunConfig) -> list[str]:
+    """Lines about files that are named and whose folders are not on this host, so that nothing is known of them."""
+    lost = [(field, file) for field, file in named_files(config) if not _readable(file)]
+    unseen = [f"{field}: {file}" for field, file in lost if not Path(file).absolute().parent.is_dir()]
+    if not unseen:
+        return []
+    return [f"not looked at, as their folders are not on this host: {', '.join(unseen)}"]
 
 
 def _readable(file: str) -> bool:
-    return Path(file).is_file() and os.access(file, os.R_OK)
+    return os.path.isfile(file) and os.access(file, os.R_OK)
 
 
 def _from_here(file: str) -> str:
     return "" if Path(file).is_absolute() else f"a relative path starts at the current directory, {Path.cwd()}"
 
 
+def _registered_loss(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    loss = config.algorithm.policy_loss
+    if loss.custom is not None and _readable(loss.custom.path):
+        yield from _registered(_LOSS, loss.custom.path, "register_loss", loss.loss_mode)
+
+
+def _registered_advantage(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    custom = config.algorithm.custom_advantage
+    if custom is not None and _readable(custom.path):
+        yield from _registered(_ADVANTAGE, custom.path, "register_advantage", config.algorithm.adv_estimator)
+
+
+def _registered(field: str, file: str, decorator: str, wanted: str) -> Iterator[Violation]:
+    """A file that is no Python, or binds other names than the wanted one, as far as its text tells."""
+    try:
+        names = registered_names(Path(file), decorator)
+    except SyntaxError as error:
+        yield Violation(field, f"is no Python: {error.msg} (line {error.lineno})")
+        return
+    if names is not None and wanted not in names:
+        why = f'put @{decorator}("{wanted}") on the function'
+        yield Violation(field, f"registers {', '.join(names) or 'nothing'}, not {wanted}", why)
+
+
 def _first_checkpoint(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     folder = config.trainer.resume_from_path
-    if folder is not None and not Path(folder).is_dir():
+    if folder is not None and not os.path.isdir(folder):
         yield Violation("trainer.resume_from_path", "is no folder", _from_here(folder))
 
 
 def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    folder, why = run_dir(config).absolute(), "the run writes its checkpoints and metrics there"
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    folder, why = run_dir(config.trainer).absolute(), "the run writes its checkpoints and metrics there"
+    existing = next(p for p in (folder, *folder.parents) if os.path.exists(p))
     if not existing.is_dir():
         yield Violation("trainer.run_dir", f"cannot be made: {existing} is a file", why)
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield Violation("trainer.run_dir", f"cannot be written: no permission in {existing}", why)
 
 
-PATH_RULES = (_names_prompts, _train_files, _val_files, _reward_file, _loss_file, _first_checkpoint, _writable)
+_HERE = (_registered_loss, _registered_advantage, _writable)
+# of the files that a configuration names: where the run is to start, and on any host, which may not have their folders
+PATH_RULES = (
+    RuleRow(
+        "data.train_files",
+        lambda c, m: not c.data.train_files,
+        "names no file",
+        "training needs prompts; --set data.train_files=[FILE, ...]",
+    ),
+    *(_file_rule(field, None) for field in _FILES),
+    _first_checkpoint,
+    *_HERE,
+)
+SEEN_RULES = (*(_file_rule(field, True) for field in _FILES), *_HERE)

@@ -16,30 +16,35 @@ _BOUNDED_ONLY = {
 }
 
 
-def schedule_of(config: RunConfig) -> Schedule | None:
-    """Of generation that runs ahead; None where it does not."""
+_STALENESS = {"sync": 0, "one_step_off": 1}  # bounded: trainer.max_staleness
+
+
+def schedule_of(config: RunConfig) -> Schedule:
+    """What generation goes by."""
     trainer = config.trainer
-    if trainer.schedule == "sync":
-        return None
+    filtering = config.algorithm.filter_groups
     return Schedule(
         batch=config.data.train_batch_size,
         responses=config.rollout.n,
         max_tokens=config.data.max_response_length,
-        max_staleness=1 if trainer.schedule == "one_step_off" else trainer.max_staleness,
+        max_staleness=_STALENESS.get(trainer.schedule, trainer.max_staleness),
         partial_rollouts=trainer.partial_rollouts,
         segment_tokens=trainer.segment_tokens,
         order=trainer.order,
         on_stale=trainer.on_stale,
         total_steps=trainer.total_training_steps,
-        whole_batches=config.algorithm.filter_groups.enable,
-        rewards_decide=config.algorithm.filter_groups.enable,
+        whole_batches=filtering.enable,
+        draw=config.data.prompts_at_a_time,
+        most_draws=filtering.max_num_gen_batches or None,
+        on_exhausted=filtering.on_exhausted,
+        rewards_decide=filtering.enable,
     )
 
 
 def schedule_notes(config: RunConfig, _: ModelSpec) -> Iterator[str]:
     """The bound, in one sentence; and what weighs tokens of older weights."""
     schedule = schedule_of(config)
-    if schedule is None:
+    if schedule.is_synchronous:
         return
     yield f"trainer.schedule {config.trainer.schedule}: {schedule.bound()}"
     if schedule.order == "ready_first":
@@ -70,20 +75,18 @@ def _belongs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _machines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    schedule = schedule_of(config)
-    for violation in violations(schedule) if schedule else ():
+    for violation in violations(schedule_of(config)):
         yield Violation(f"trainer.{violation.field}", violation.rule, violation.why, violation.allowed)
 
 
 def _both_at_once(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.trainer.schedule != "sync" and config.cluster.placement == "colocated":
+    if not schedule_of(config).is_synchronous and config.cluster.placement == "colocated":
         why = "engines and ranks take turns on the same devices; cluster.placement: separate has both at work at once"
         yield Violation("trainer.schedule", "must be sync where placement is colocated", why, ("sync",))
 
 
 def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    schedule = schedule_of(config)
-    if schedule is not None and schedule.max_staleness > 0 and config.algorithm.anchor != "recompute":
+    if schedule_of(config).max_staleness > 0 and config.algorithm.anchor != "recompute":
         why = (
             "it takes the weights that generated for those that a step begins with, and here they are older; "
             "recompute has both apart"
@@ -131,7 +134,7 @@ def _order(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 def _draws(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     batch, drawn, schedule = config.data.train_batch_size, config.data.gen_batch_size, config.trainer.schedule
-    if schedule != "sync" and drawn not in (None, batch):
+    if not schedule_of(config).is_synchronous and drawn not in (None, batch):
         why = "groups are numbered in batches of a step, and those that are dropped are replaced one by one"
         yield Violation(
             "data.gen_batch_size",
@@ -143,7 +146,7 @@ def _draws(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 def _filter(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     filtering = config.algorithm.filter_groups
-    if config.trainer.schedule != "sync" and filtering.enable and filtering.on_exhausted != "error":
+    if not schedule_of(config).is_synchronous and filtering.enable and filtering.on_exhausted != "error":
         why = "groups that are filtered are replaced one by one, so that there is no last batch to make do with"
         yield Violation(
             "algorithm.filter_groups.on_exhausted",

@@ -5,7 +5,7 @@ The sections stand in schema_actor.py, schema_algorithm.py, schema_rollout.py, s
 everybody else imports them from here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -76,7 +76,7 @@ class RunConfig(Section):
     @property
     def rollout_dtype(self) -> str:
         """Number format of the engines' weights: rollout.dtype, else the model's."""
-        return self.rollout.dtype or self.model.dtype
+        return self.rollout.weights_dtype(self.model.dtype)
 
     @property
     def updates_per_step(self) -> int:
@@ -96,6 +96,18 @@ def leaf(config: BaseModel, field: str) -> Any:
     for part in field.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
     return value
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """The configuration with other values of dotted keys. Raises ValueError for what the schema does not take."""
+    dumped = config.model_dump()
+    for field, value in values.items():
+        *path, last = field.split(".")
+        section = dumped
+        for part in path:
+            section = section[part]
+        section[last] = value
+    return RunConfig.model_validate(dumped)
 
 
 def schema_paths(root: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

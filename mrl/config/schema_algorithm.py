@@ -168,6 +168,13 @@ class KlControlConfig(Section):
     kl_coef: float = key(1e-3, "Its weight.", ge=0, verl="algorithm.kl_ctrl.kl_coef")
 
 
+class CustomAdvantageConfig(Section):
+    """A user's advantage: the Python file at `path` binds a function to `adv_estimator` with @register_advantage."""
+
+    path: str = key(..., "Python file that registers an advantage of your own under the name in adv_estimator.")
+    parameters: dict[str, float] = key({}, "Its constants.")
+
+
 class AlgorithmConfig(Section):
     """Advantage and loss."""
 
@@ -177,6 +184,7 @@ class AlgorithmConfig(Section):
         advice="grpo; the list is below.",
         verl="algorithm.adv_estimator",
     )
+    custom_advantage: CustomAdvantageConfig | None = None
     norm_adv_by_std_in_grpo: bool = key(
         True,
         "Advantages are divided by the group's standard deviation.",

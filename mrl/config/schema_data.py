@@ -36,6 +36,7 @@ class DataConfig(Section):
         ...,
         "Prompts per step; x rollout.n samples.",
         ge=1,
+        le=1_000_000,
         unit="prompts",
         advice="More makes generation more efficient and, at the same mini-batch size, training more off-policy.",
         verl="data.train_batch_size",
@@ -44,6 +45,7 @@ class DataConfig(Section):
         None,
         "Prompts that dynamic sampling generates at a time; left out: train_batch_size.",
         ge=1,
+        le=1_000_000,
         unit="prompts",
         advice="More saves rounds where few groups differ, and throws more responses away.",
     )
@@ -105,6 +107,11 @@ class DataConfig(Section):
     apply_chat_template_kwargs: dict[str, Any] = key({}, "Further arguments of the chat template.")
 
     @property
+    def max_sample_length(self) -> int:
+        """Tokens of the longest prompt and the longest response together."""
+        return self.max_prompt_length + self.max_response_length
+
+    @property
     def prompts_at_a_time(self) -> int:
         """That generation takes from the data."""
         return self.gen_batch_size or self.train_batch_size
@@ -141,6 +148,7 @@ class RewardConfig(Section):
         2,
         "Processes that score, over all nodes with engines.",
         ge=1,
+        le=10_000,
         advice="Until timing_s/reward is small: scoring runs beside generation.",
         verl=("reward.num_workers", "reward_model.num_workers"),
     )
@@ -149,6 +157,20 @@ class RewardConfig(Section):
         "Deadline for the whole scoring of one sample; the process is then killed and replaced.",
         gt=0,
         unit="s",
+    )
+    environment: tuple[str, ...] = key(
+        (),
+        "Variables that scoring processes are given beside the usual ones (PATH, HOME, PYTHON*, ...), by name or "
+        "pattern: the keys of a judge, say.",
+    )
+    network: bool = key(
+        False,
+        "Whether scoring processes may reach beyond the machine, as a judge must. Off needs Linux.",
+    )
+    folders: tuple[str, ...] = key(
+        (),
+        "Folders that scoring processes may write into, beside temporary ones: a cache, say. Needs Linux with "
+        "Landlock; without it they write wherever the user may, and their log says so.",
     )
     max_memory_gib: float | None = key(
         16.0,

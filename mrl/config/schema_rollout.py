@@ -15,6 +15,7 @@ class ValSamplingConfig(Section):
         1,
         "Validation responses per prompt.",
         ge=1,
+        le=100_000,
         advice="Few problems need many: 32 or 64 for AIME.",
         verl="actor_rollout_ref.rollout.val_kwargs.n",
     )
@@ -40,6 +41,62 @@ class ValSamplingConfig(Section):
     )
 
 
+class TurnsConfig(Section):
+    """Tools and environments that the model may act on while it answers: a response is then a conversation of several
+    turns.
+    """
+
+    tools: tuple[str, ...] = key(
+        (),
+        "Tools by name: shipped ones (calculator, search), and functions of the file under path.",
+        advice="Few, each with a docstring that says when to call it: it is what the model reads.",
+    )
+    environments: tuple[str, ...] = key(
+        (),
+        "Environments by name: shipped ones (guess_the_number), and classes of the file under path. A row names its "
+        "own in extra_info.environment where there are several.",
+    )
+    path: str | None = key(
+        None,
+        "Python file with tools and environments of your own: typed functions with a docstring, and classes of "
+        "mrl.environments.environment.Environment. It runs in processes of its own.",
+    )
+    index: str | None = key(
+        None,
+        "File that the shipped tool search finds passages in; scripts/make_search_index.py writes it from JSON lines.",
+    )
+    max_turns: int = key(
+        8,
+        "Turns of a response, the last of which may call nothing more.",
+        ge=1,
+        advice="A response that calls in its last turn has ended, and is rewarded as it is.",
+    )
+    max_calls: int = key(4, "Calls of one turn that are made; those beyond are answered by an error.", ge=1)
+    max_seconds: float = key(
+        600.0,
+        "From the beginning of a response until its last call is answered; then it has ended.",
+        gt=0,
+        unit="s",
+        advice="Well above what all its calls take: what a clock ends does not repeat.",
+    )
+    max_answer_characters: int = key(
+        4000,
+        "Of one answer; a longer one is cut in the middle, which is said in it.",
+        ge=1,
+        unit="characters",
+        advice="Answers count in data.max_response_length.",
+    )
+    timeout_s: float = key(
+        10.0,
+        "Deadline of one call; its process is then killed. A call of a tool is answered by an error; an environment "
+        "has failed, see reward.max_failure_share.",
+        gt=0,
+        unit="s",
+    )
+    num_workers: int = key(2, "Processes of each engine that call tools, and as many that have environments.", ge=1)
+    max_memory_gib: float | None = key(None, "Address space of such a process; left out: unlimited.", gt=0, unit="GiB")
+
+
 class RolloutConfig(Section):
     """Groups of vLLM engines."""
 
@@ -48,6 +105,7 @@ class RolloutConfig(Section):
         1,
         "Independent engines; prompts are spread over them.",
         ge=1,
+        le=100_000,
         advice="Many engines of small tensor parallelism generate faster than few of large, and keep "
         "more copies of the weights.",
     )
@@ -83,6 +141,7 @@ class RolloutConfig(Section):
         8,
         "Responses per prompt; the group that advantages are relative to.",
         ge=1,
+        le=100_000,
         advice="8 to 16; DAPO uses 16, GRPO's first paper 64.",
         verl="actor_rollout_ref.rollout.n",
     )
@@ -158,6 +217,20 @@ class RolloutConfig(Section):
     generate_timeout_s: float = key(
         3600.0, "Longest time that an engine with requests may make no token.", gt=0, unit="s"
     )
+    restart_limit: int = key(
+        3,
+        "Times that an engine which is killed or stands still is started again inside the run, in 100 finished steps; "
+        "past it the others go on. 0: its loss ends the run, to be resumed; so it does where the start says that "
+        "engines are not started again.",
+        ge=0,
+        advice="0 where whoever submits the run restarts it anyway.",
+    )
+    min_engines: int = key(
+        1,
+        "Engines that a run goes on with at least; below it ends, resumable.",
+        ge=1,
+        advice="As many as keep a step from taking longer than a restart of the run.",
+    )
     engine_kwargs: dict[str, dict[str, Any]] = key(
         {},
         "`vllm:` with arguments of vLLM that no key here has; checked against the real ones.",
@@ -165,11 +238,16 @@ class RolloutConfig(Section):
         "parallelism is not supported.",
     )
     val_kwargs: ValSamplingConfig = ValSamplingConfig()
+    turns: TurnsConfig | None = None
 
     @property
     def vllm_kwargs(self) -> dict[str, Any]:
         """Arguments of vLLM that no key here has."""
         return self.engine_kwargs.get("vllm", {})
+
+    def weights_dtype(self, model_dtype: str) -> str:
+        """Number format of the engines' weights: their own, else the model's."""
+        return self.dtype or model_dtype
 
     @property
     def workers_per_engine(self) -> int:

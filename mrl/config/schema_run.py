@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from mrl.config.section import Section, key, must_be
+from mrl.config.section import PLAIN_NAME, PRINTABLE, Section, key, must_be
 
 _EVERY = must_be(lambda n: n == -1 or n >= 1, "must be -1 or at least 1 step", "-1 switches it off", -1, 1)
 
@@ -24,12 +24,14 @@ class TrainerConfig(Section):
         "Name of the run, and of its folder.",
         advice="model, recipe, and what is tried: qwen3-30b-gspo-clip4e-4.",
         verl="trainer.experiment_name",
+        rule=PLAIN_NAME,
     )
     run_dir: str | None = key(
         None,
         "Where the run writes; left out: runs/<experiment_name>.",
         advice="Absolute, on storage that every node sees.",
         verl="trainer.default_local_dir",
+        rule=PRINTABLE,
     )
     resume_mode: Literal["disable", "auto", "resume_path"] = key(
         "disable",
@@ -125,6 +127,12 @@ class TrainerConfig(Section):
         advice="Off where a disk that is busy with a checkpoint slows training more than waiting "
         "does. It saves no memory.",
     )
+    max_failed_saves: int = key(
+        10,
+        "So many saves in a row that the disk does not take stop the run, with exit code 4; 0: it goes on without end.",
+        ge=0,
+        advice="What is trained after the last checkpoint is lost where the run ends: few, where steps are dear.",
+    )
     max_skipped_updates: int = key(
         3,
         "So many updates in a row that could not be applied (NaN or inf in loss or gradient) stop "
@@ -133,6 +141,15 @@ class TrainerConfig(Section):
         unit="updates",
         advice="One bad batch is passed over; a run of them means that the weights or the "
         "learning rate are the trouble.",
+    )
+    restart_limit: int = key(
+        3,
+        "Times that ranks which are killed or stand still are started again inside the run, from the newest intact "
+        "checkpoint, in 100 finished steps; past it their loss ends the run, which can be resumed. 0: it always does, "
+        "as with placements and schedules of which the start says that ranks are not started again. Ranks that go back "
+        "since the last engine was lost behind an update count too, wherever engines are started again.",
+        ge=0,
+        advice="0 where whoever submits the run restarts it anyway.",
     )
     logger: tuple[str, ...] = key(("console", "tensorboard"), "Where metrics go, besides metrics.jsonl.")
     logger_timeout_s: float = key(
@@ -145,6 +162,7 @@ class TrainerConfig(Section):
         "mrl",
         "Under which hosted loggers file the run; its name there is experiment_name.",
         verl="trainer.project_name",
+        rule=PLAIN_NAME,
     )
 
 
@@ -152,11 +170,12 @@ class ClusterConfig(Section):
     """Where it runs."""
 
     device: Literal["cpu", "cuda", "npu"] = key("cuda", "What it runs on.", verl="trainer.device")
-    nnodes: int = key(1, "Nodes.", ge=1, verl="trainer.nnodes")
+    nnodes: int = key(1, "Nodes.", ge=1, le=100_000, verl="trainer.nnodes")
     n_gpus_per_node: int = key(
         1,
         "Devices of a node; on cpu: ranks. An Atlas A3 node has 16, an A2 node 8.",
         ge=1,
+        le=1000,
         verl="trainer.n_gpus_per_node",
     )
     accelerator: str | None = key(
@@ -195,7 +214,13 @@ class ClusterConfig(Section):
         unit="s",
         advice="Large models on slow storage need more.",
     )
-    step_timeout_s: float = key(3600.0, "Longest wait for one call to the actor's ranks.", gt=0, unit="s")
+    step_timeout_s: float = key(
+        3600.0,
+        "Longest wait for one call to ranks or engines. Left out: so long until a call of its kind has ended once, "
+        "then ten times the longest so far, 60 s at least.",
+        gt=0,
+        unit="s",
+    )
 
 
 class ReshardConfig(Section):
@@ -217,6 +242,7 @@ class ReshardConfig(Section):
         256,
         "What a rank sends, or a worker receives, in one round; staging is twice that.",
         ge=1,
+        le=1_000_000,
         unit="MiB",
         advice="256; less when memory is short, and more rounds. Every process has the plan of all of them: for 235B "
         "60 MiB at 256, 150 at 16, 1.8 GiB at 1.",

@@ -24,12 +24,19 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """One text stands for a list of one; true and false are no numbers, although Python thinks so."""
+        """One text stands for a list of one; true and false are no numbers, although Python thinks so, and no number
+        and no text is beyond what files and other programs can hold.
+        """
         annotation = cls.model_fields[info.field_name].annotation
         if annotation == tuple[str, ...] and isinstance(value, str):
             return (value,)
         if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
             raise ValueError("a number is wanted")
+        if annotation in (int, int | None) and isinstance(value, int | float) and abs(value) >= 2**63:
+            raise ValueError("a whole number of 64 bits is wanted")
+        for text in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(text, str) and ("\0" in text or text != text.encode(errors="ignore").decode()):
+                raise ValueError("text without zero bytes and halves of characters is wanted")
         return value
 
     def __getattr__(self, name: str) -> Any:
@@ -109,6 +116,16 @@ def known_name(table: Collection[str], aliases: dict[str, str]) -> KeyRule:
                 yield unknown_name(name, table, aliases)
 
     return KeyRule(faults, "", tuple(table))
+
+
+PRINTABLE = must_be(
+    lambda text: text is None or text.isprintable(), "must be of printable characters", "it is shown and written down"
+)
+PLAIN_NAME = must_be(
+    lambda name: name.isprintable() and not {"", ".", ".."} & set(name.split("/")),
+    "must be a name of printable characters, without a part that is empty, . or ..",
+    "a folder of this name is made below others",
+)
 
 
 def unknown_name(name: str, table: Collection[str], aliases: dict[str, str]) -> str:

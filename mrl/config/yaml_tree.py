@@ -17,6 +17,8 @@ import yaml
 from mrl.errors import ConfigError
 
 MAX_NODES = 20_000  # after alias expansion; the largest real configuration has a few hundred
+MAX_DEPTH = 100
+MOST_DIGITS = 100  # of a whole number
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 _SCALARS = (
@@ -104,14 +106,23 @@ class _Loader(yaml.SafeLoader):
     """Composes nodes (nothing is constructed by PyYAML) and refuses every explicit tag."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - PyYAML's own name for its table
+    composed = depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
+        self.composed += 1
+        if self.composed > MAX_NODES:  # before all of a long text is held as nodes
+            raise yaml.MarkedYAMLError(problem=f"more than {MAX_NODES} values", problem_mark=event.start_mark)
         if getattr(event, "tag", None) is not None:
             raise yaml.MarkedYAMLError(
                 problem=f"the tag {event.tag} is refused, only plain data is read", problem_mark=event.start_mark
             )
-        return super().compose_node(parent, index)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:  # the reader's time grows with the square of it
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -141,10 +152,16 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         case "bool":
             return node.value.lower() == "true"
         case "int":
-            return int(node.value, 0) if node.value[:2] in ("0o", "0x") else int(node.value)
+            return _int(node.value)
         case "float":
             return float(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
     return node.value
+
+
+def _int(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits; {MOST_DIGITS} are the most")
+    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
 
 class _Builder:
@@ -167,7 +184,10 @@ class _Builder:
         if self.count > MAX_NODES:
             raise self.fail(node, f"more than {MAX_NODES} values once aliases are expanded")
         if isinstance(node, yaml.ScalarNode):
-            return _scalar(node)
+            try:
+                return _scalar(node)
+            except ValueError as error:
+                raise self.fail(node, str(error)) from None
         if id(node) in self.open:
             raise self.fail(node, "an alias to what contains it")
         self.open.add(id(node))

@@ -2,6 +2,6 @@
 
 `PromptDataset` holds validated, tokenised `Prompt`s; `PromptStream` gives batches of them at a `DataCursor`. Responses
 are rows of `Samples`, and a `TrainBatch` is a step's samples with what a loss takes of them.
-`prepare` turns public data sets into verl's schema.
+`prepare` turns public data sets into verl's schema. A `Dialect` reads calls of tools from token ids and writes answers.
 Plain numpy and pyarrow, no torch. May import `errors`.
 """

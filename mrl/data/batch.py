@@ -20,6 +20,14 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    acts: bool = False  # its responses act on what the row names; see mrl.environments.offer
+
+    @property
+    def acting_row(self) -> dict[str, Any] | None:
+        """What an engine is told of the row; None: its tokens are enough."""
+        if not self.acts:
+            return None
+        return {"data_source": self.data_source, "ground_truth": self.ground_truth, "extra_info": self.extra_info}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +91,12 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
         """int64: where the response tokens of `rows` stand in a flat column."""
         return positions(self.response_lengths, rows)
 
+    def sampled_places_of(self, rows: np.ndarray) -> np.ndarray:
+        """int64: the same of those that were sampled."""
+        places = self.places_of(rows)
+        return places if self.sampled is None else places[self.sampled[places]]
+
     @property
     def loss_mask(self) -> np.ndarray:
         """bool [response tokens]: those that are trained on and counted in the loss's denominators."""
-        return np.ones(len(self.rollout_log_probs), bool) if self.keep is None else self.keep
+        return self.is_sampled if self.keep is None else self.is_sampled & self.keep

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -22,6 +23,8 @@ from mrl.data.row_files import RawRow, read_rows
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 
 EXAMPLES = 10
+MOST_BAD_ROWS = 10_000  # that are told of one by one
+WHY = 500  # characters of what is said of one
 SAMPLED = 2  # the last number of a sample's random stream, so that none of the epochs' orders is its
 THINKING = "enable_thinking"  # the name that Qwen3's templates, and those after them, give the switch
 RESERVED_TEMPLATE_KEYS = (
@@ -41,6 +44,16 @@ class ChatTokenizer(Protocol):
     def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> Any: ...
 
 
+class ToolOffer(Protocol):
+    """What the model may call; mrl.environments.offer has it."""
+
+    def schemas(self, extra_info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Of what a row's responses may call. Raises ValueError for a row that names what there is not."""
+
+    def needs_row(self, extra_info: Mapping[str, Any]) -> bool:
+        """Whether an engine is to be told of the row, and not of its prompt alone."""
+
+
 @dataclass(frozen=True)
 class PromptParameters:
     """How rows become prompts; names are those of the `data` section."""
@@ -54,12 +67,23 @@ class PromptParameters:
     enable_thinking: bool | None = None  # None: as the template has it
     drop_duplicates: bool = True
     reward_fn_key: str = "data_source"
+    tools: ToolOffer | None = None  # what the model may call
 
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """What the chat template is called with beside the messages."""
+    def template_arguments(self, extra_info: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        """What the chat template is called with beside the messages. Raises BadRow for a row that names what there is
+        not.
+        """
         switch = {} if self.enable_thinking is None else {THINKING: self.enable_thinking}
-        return {**self.apply_chat_template_kwargs, **switch}
+        return {**self.apply_chat_template_kwargs, **switch, **self._tools(extra_info)}
+
+    def _tools(self, extra_info: Mapping[str, Any]) -> dict[str, Any]:
+        if self.tools is None:
+            return {}
+        try:
+            schemas = list(self.tools.schemas(extra_info))
+        except ValueError as problem:
+            raise BadRow(str(problem)) from problem
+        return {"tools": schemas} if schemas else {}
 
 
 @dataclass(frozen=True)
@@ -69,9 +93,11 @@ class SetAside:
     file: str
     row: int
     reason: str
+    others: int = 0  # further rows of the file with the same reason
 
     def __str__(self) -> str:
-        return f"{self.file}, row {self.row}: {self.reason}"
+        others = f" (and {self.others} more rows of the file)" if self.others else ""
+        return f"{self.file}, row {self.row}: {self.reason}{others}"
 
 
 @dataclass(frozen=True)
@@ -84,14 +110,18 @@ class LoadReport:
     filtered: int  # over max_prompt_length, left out
     truncated: int  # over max_prompt_length, cut; among the kept
     duplicates: int  # the same prompt as a row before
-    examples: tuple[SetAside, ...]  # the first bad rows
+    examples: tuple[SetAside, ...]  # the first bad rows, one of each reason and file
+    shortest: int | None = None  # tokens of the shortest prompt over max_prompt_length
+    texts: int = 0  # rows whose prompt is one string
+    bad_rows: tuple[SetAside, ...] = ()  # all of them, MOST_BAD_ROWS at most
 
     def __str__(self) -> str:
         head = (
             f"{self.rows} rows read: {self.kept} kept ({self.truncated} truncated), {self.bad} bad, {self.filtered} "
             f"over length, {self.duplicates} duplicates"
         )
-        return "\n  ".join([head, *map(str, self.examples)])
+        texts = f"; the prompt of {self.texts} is a string, taken as one user message" if self.texts else ""
+        return "\n  ".join([head + texts, *map(str, self.examples)])
 
 
 class BadRow(Exception):
@@ -185,8 +215,11 @@ class _Loader:
         self.tokenizer, self.parameters = tokenizer, parameters
         self.rows = self.kept = self.bad = self.filtered = self.truncated = self.duplicates = 0
         self.sizes: list[int] = []
-        self.examples: list[SetAside] = []
-        self.overlong: list[SetAside] = []
+        self.examples: dict[tuple[str, str], SetAside] = {}  # by file and reason
+        self.bad_rows: list[SetAside] = []
+        self.overlong: dict[tuple[str, str], SetAside] = {}
+        self.shortest: int | None = None  # of those over length, tokens
+        self.texts = 0
         self.data_sources: set[str] = set()
         self.seen, self.store = SeenPrompts(), PromptStore()
         self.hash = hashlib.sha256()
@@ -201,34 +234,46 @@ class _Loader:
         self.rows += 1
         try:
             messages, rest = parse_row(raw, self.parameters.prompt_key, self.parameters.reward_fn_key)
-            if self.parameters.drop_duplicates and not self.seen.add(json.dumps(messages)):
+            self.texts += isinstance(raw.value[self.parameters.prompt_key], str)
+            acts = self._acts(rest["extra_info"])
+            told_apart = [messages, self.rows] if acts else messages
+            if self.parameters.drop_duplicates and not self.seen.add(json.dumps(told_apart)):
                 self.duplicates += 1
                 return
-            tokens = self._tokenise(messages)
+            tokens = self._tokenise(messages, rest["extra_info"])
         except BadRow as problem:
             self.bad += 1
             self._note(self.examples, raw, str(problem))
+            if len(self.bad_rows) < MOST_BAD_ROWS:
+                self.bad_rows.append(SetAside(raw.file, raw.row, str(problem)[:WHY]))
             return
         tokens = self._fit(tokens, raw)
         if tokens is not None:
-            self._keep(tokens, {"prompt_id": self.rows - 1, **rest})
+            self._keep(tokens, {"prompt_id": self.rows - 1, **rest, **({"acts": True} if acts else {})})
+
+    def _acts(self, extra_info: Mapping[str, Any]) -> bool:
+        """Such a row is no duplicate of another with the same prompt: an environment may begin otherwise."""
+        return self.parameters.tools is not None and self.parameters.tools.needs_row(extra_info)
 
     def finish(self) -> PromptDataset:
         report = LoadReport(
-            self.rows, self.kept, self.bad, self.filtered, self.truncated, self.duplicates, tuple(self.examples)
-        )
-        _check(report, self.truncated if self.overlong else 0, self.overlong, self.parameters)
+            self.rows, self.kept, self.bad, self.filtered, self.truncated, self.duplicates,
+            tuple(self.examples.values()), self.shortest, self.texts, tuple(self.bad_rows),
+        )  # fmt: skip
+        overlong = list(self.overlong.values())
+        _check(report, self.truncated if overlong else 0, overlong, self.parameters)
         self.store.finish()
         return PromptDataset(self.store, report, frozenset(self.data_sources), self.hash.hexdigest(), tuple(self.sizes))
 
-    def _tokenise(self, messages: list[dict[str, str]]) -> list[int]:
+    def _tokenise(self, messages: list[dict[str, str]], extra_info: Mapping[str, Any]) -> list[int]:
+        arguments = self.parameters.template_arguments(extra_info)
         try:
             out = self.tokenizer.apply_chat_template(
                 messages,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
-                **self.parameters.template_arguments,
+                **arguments,
             )
         except Exception as error:  # a template is a program of the model's author and raises what it likes
             raise BadRow(f"the chat template refused it: {type(error).__name__}: {error}") from error
@@ -242,6 +287,7 @@ class _Loader:
         limit = self.parameters.max_prompt_length
         if len(ids) <= limit:
             return ids
+        self.shortest = len(ids) if self.shortest is None else min(self.shortest, len(ids))
         if self.parameters.filter_overlong_prompts:
             self.filtered += 1
             return None
@@ -258,9 +304,12 @@ class _Loader:
         self.store.add(ids, json.dumps(rest, default=str))
 
     @staticmethod
-    def _note(notes: list[SetAside], raw: RawRow, reason: str) -> None:
-        if len(notes) < EXAMPLES:
-            notes.append(SetAside(raw.file, raw.row, reason))
+    def _note(notes: dict[tuple[str, str], SetAside], raw: RawRow, reason: str) -> None:
+        known = notes.get((raw.file, reason))
+        if known is not None:
+            notes[raw.file, reason] = replace(known, others=known.others + 1)
+        elif len(notes) < EXAMPLES:
+            notes[raw.file, reason] = SetAside(raw.file, raw.row, reason)
 
 
 def parse_row(
@@ -339,7 +388,16 @@ def _check(report: LoadReport, too_long: int, overlong: list[SetAside], paramete
             + "\n  ".join(map(str, overlong))
         )
     if not report.kept:
-        raise DataError(f"no prompt is left to train on; {report}")
+        raise DataError(f"no prompt is left to train on{_why_none(report, parameters)}; {report}")
+
+
+def _why_none(report: LoadReport, parameters: PromptParameters) -> str:
+    if report.shortest is None:
+        return ""
+    return (
+        f": data.max_prompt_length is {parameters.max_prompt_length} tokens, and the shortest prompt has "
+        f"{report.shortest}"
+    )
 
 
 # ---------------------------------------------------------------- the model's own tokenizer

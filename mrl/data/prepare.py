@@ -5,7 +5,7 @@ with a report of what became of every row.
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -104,6 +104,7 @@ def _rows(source: Source, files: Sequence[str], split: str, report: PrepareRepor
             if raw.problem:
                 raise BadSourceRow(raw.problem)
             row = source.convert(raw.value, Path(raw.file).stem)
+            _check_text(row)
         except BadSourceRow as problem:
             report.bad += 1
             report.examples += [f"{raw.file}, row {raw.row}: {problem}"] if len(report.examples) < EXAMPLES else []
@@ -115,6 +116,14 @@ def _rows(source: Source, files: Sequence[str], split: str, report: PrepareRepor
             report.conflicts += new_pair
             continue
         yield _written(row, report, split)
+
+
+def _check_text(row: SourceRow) -> None:
+    """Raises BadSourceRow where half of a character stands, which no file of text can hold."""
+    try:
+        json.dumps(asdict(row), ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise BadSourceRow(f"half of a character: {error.object[error.start : error.end]!a}") from None
 
 
 def _written(row: SourceRow, report: PrepareReport, split: str) -> dict:

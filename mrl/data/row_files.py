@@ -2,19 +2,22 @@
 so that a large file is never Python objects all at once.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mrl.errors import DataError
+from mrl.plain_files import parse_json, read_json
 from mrl.units import MIB
 
 ROWS_AT_ONCE = 1024
+ROW_BYTES = 16 * MIB  # of a line of JSON; the longest prompts have a few
+BATCH_BYTES = 256 * MIB
+ARRAY_BYTES = 2048 * MIB  # of a JSON array, which is held whole
 BUFFER_BYTES = MIB  # of each column, so that a file of one large row group is not read whole
 
 
@@ -67,7 +70,7 @@ def read_foreign_rows(file: str) -> Iterator[RawRow]:
 def _json_array_rows(path: Path) -> Iterator[RawRow]:
     """The objects of one JSON array, which has to fit into memory."""
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path, ARRAY_BYTES, strict=False)
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     for row, value in enumerate(values):
@@ -97,7 +100,8 @@ def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
             columns = [name for name in names if name in (*expected, "extra_info")] if expected else names
             row = 0
             for group in range(parquet.num_row_groups):  # one reader over all groups keeps what it read of them
-                for batch in parquet.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False):
+                at_once = _rows_at_once(parquet.metadata.row_group(group))
+                for batch in parquet.iter_batches(at_once, row_groups=[group], columns=columns, use_threads=False):
                     for value, problem in _values(batch):
                         yield RawRow(str(path), row, value, problem)
                         row += 1
@@ -105,10 +109,23 @@ def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
         raise DataError(f"{path}: not readable as parquet: {error}") from error
 
 
+def _rows_at_once(group: pq.RowGroupMetaData) -> int:
+    """Fewer where rows are long, so that a batch of them is no more than BATCH_BYTES."""
+    mean = group.total_byte_size // max(1, group.num_rows)
+    return max(1, min(ROWS_AT_ONCE, BATCH_BYTES // max(1, mean)))
+
+
 def _values(batch: pa.RecordBatch) -> Iterator[tuple[Any, str | None]]:
     """The batch's rows as Python values; one that is no UTF-8 costs itself only,
-    since arrow checks none of it before.
+    since arrow checks none of it before. One that is too long costs itself, too.
     """
+    if batch.nbytes > ROW_BYTES and len(batch) > 1:
+        for i in range(len(batch)):
+            yield from _values(batch.slice(i, 1))
+        return
+    if batch.nbytes > ROW_BYTES:
+        yield None, f"more than {ROW_BYTES} bytes"
+        return
     try:
         yield from ((value, None) for value in batch.to_pylist())
     except UnicodeDecodeError:
@@ -123,15 +140,28 @@ def _jsonl_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
     """Line by line with the json module: pyarrow's reader refuses a whole file for one bad line or one answer of
     another type.
     """
-    with path.open("rb") as lines:
-        for row, line in enumerate(lines):
-            if line.strip():
+    with path.open("rb") as file:
+        for row, line in enumerate(_lines(file)):
+            if line is None:
+                yield RawRow(str(path), row, None, f"more than {ROW_BYTES} bytes")
+            elif line.strip():
                 yield _jsonl_row(str(path), row, line, expected)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """Lines one after another, None for one that is longer than a row may be, of which no more is held."""
+    while line := file.readline(ROW_BYTES + 1):
+        if len(line) <= ROW_BYTES:
+            yield line
+            continue
+        yield None
+        while line and not line.endswith(b"\n"):
+            line = file.readline(ROW_BYTES)
 
 
 def _jsonl_row(file: str, row: int, line: bytes, expected: Sequence[str]) -> RawRow:
     try:
-        value = json.loads(line)
+        value = parse_json(line, strict=False)
     except ValueError as error:  # not JSON, or not UTF-8
         return RawRow(file, row, None, f"not JSON: {error}")
     if not isinstance(value, dict):

@@ -9,6 +9,16 @@ An example: the prompt 7 8 answered with 1 2 3, and with 4.
     a number a span         span_starts 0 2 | 0   span_versions 5 6 | 6   span_counts 2 1: the first response was
                             begun with the weights of version 5, and has those of 6 from its token 2 on
 
+A response of several turns has context between what was sampled: answers of tools, the chat template's own tokens.
+
+    sampled                 T T F F T | ...        which is which, as it was appended; never derived from text
+    a number a turn         turn_starts 0 4        a turn is what was sampled, then the context that its calls brought
+    a number a call         call_names b"guess"    of all turns, one after another; see TurnCall
+    a number a part         part_names b"won"      what an environment says of its rewards
+
+Context has no log-prob: 0 stands in the column, and nobody reads it. Where no response has context the columns of turns
+are not there; where another one has, such a response is one turn.
+
 `SampleRows` are numbers a response, all that a driver keeps; `Sequences` are what a model computes; `Samples` are both;
 a `TrainBatch` (mrl.data.batch) is sequences with what a loss takes of each token. A column says in its field what it
 has a number of, so `rows` and `joined` are written once for all of them. A response becomes a row where it was
@@ -17,7 +27,7 @@ generated (`packed`); the same columns travel to training and stand in the files
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -27,7 +37,35 @@ from mrl.data.routes import end_to_end, is_missing, missing_in
 from mrl.errors import DataError
 
 _ID_BYTES, _LOG_PROB_BYTES = 4, 4
-STOP_REASONS = ("stop", "length")  # vLLM's names; a row holds the index
+# why a response ended: vLLM's names, then those of conversations (mrl.schedule.conversation); a row holds the index
+LEFT_OUT = "environment"  # the environment failed, and nobody judges the response: its reward's reason too
+STOP_REASONS = ("stop", "length", "turns", "seconds", "context", "closed", LEFT_OUT)
+NAME = np.dtype("S64")  # of tools and parts, which mrl.environments keeps within
+# how a call ended; a row holds the index
+CALL_REASONS = (
+    "ok", "refused", "raised", "timeout", "died", "out_of_memory", "wrong_type", "not_a_number", "differs", "unread",
+    "not_called", "unanswered",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A part of a response: what one answer of the model sampled, then the context that its calls brought."""
+
+    start: int  # response token that it begins with
+    stop_reason: str  # why sampling ended
+    calls: int = 0  # of tools
+    seconds: float = 0.0  # that their answers took
+    reward: float = 0.0  # that an environment gave for it
+
+
+@dataclass(frozen=True)
+class TurnCall:
+    """One call of a turn. `name`: empty where it could not be read, or names what there is not."""
+
+    name: str
+    reason: str  # of CALL_REASONS
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +84,10 @@ class Sample:
     # see mrl.data.routes; None: the engine told of none
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
     later_versions: tuple[tuple[int, int], ...] = ()  # (response token, version from there on)
+    sampled: Sequence[bool] | np.ndarray | None = None  # one per response token: false of context; None: all are
+    turns: tuple[Turn, ...] = ()  # in order; none: it is one turn
+    calls: tuple[TurnCall, ...] = ()  # of all turns, in order
+    parts: Mapping[str, float] = field(default_factory=dict)  # of an environment's rewards
 
 
 def column_bytes(prompt_tokens: int, response_tokens: int, route_bytes: int = 0) -> int:
@@ -54,7 +96,7 @@ def column_bytes(prompt_tokens: int, response_tokens: int, route_bytes: int = 0)
 
 
 def of(what: str, dtype: type | None = None) -> dict[str, Any]:
-    """Of a field that holds one number, or one sub-array, for each row, token, response token or span."""
+    """Of a field that holds one number, or one sub-array, for each row, token, response token, span or turn."""
     return {"metadata": {"of": what, "dtype": dtype}}
 
 
@@ -103,11 +145,14 @@ class Columns:
 
 
 def _joined(arrays: list[np.ndarray | None], which: Any, parts: Sequence[Columns]) -> np.ndarray | None:
-    """One column of all parts. None where all are; else missing routes stand for one that is None."""
+    """One column of all parts. None where all are; else missing routes, or one turn a row, stand for one that is."""
     if all(array is None for array in arrays):
         return None
     if which.name == "routes":
         return _with_missing(arrays, [int(part.counts()["token"].sum()) for part in parts])
+    if which.name in ONE_TURN:
+        pairs = zip(parts, arrays, strict=True)
+        arrays = [ONE_TURN[which.name](part) if array is None else array for part, array in pairs]
     return np.concatenate(arrays)
 
 
@@ -147,11 +192,17 @@ class Sequences(Columns):
     rollout_log_probs: np.ndarray = field(**of("response token", np.float32))
     # [tokens, MoE layers, topk]; see mrl.data.routes
     routes: np.ndarray | None = field(default=None, kw_only=True, **of("token"))
+    sampled: np.ndarray | None = field(default=None, kw_only=True, **of("response token", np.bool_))  # None: all are
 
     @property
     def lengths(self) -> np.ndarray:
         """int64 [rows]: tokens of each row, prompt and response."""
         return self.prompt_lengths + self.response_lengths
+
+    @property
+    def is_sampled(self) -> np.ndarray:
+        """bool [response tokens]: false of context."""
+        return _all_sampled(self) if self.sampled is None else self.sampled
 
     def counts(self) -> dict[str, np.ndarray]:
         """See Columns.counts."""
@@ -188,19 +239,35 @@ class SampleRows(Columns):
     span_versions: np.ndarray = field(**of("span", np.int64))  # of the weights
     routed: np.ndarray = field(**of("row", np.bool_))  # some route of it is known
     finite: np.ndarray = field(**of("row", np.bool_))  # so are all its log-probs
+    sampled_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int64))  # None: all tokens
+    turn_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # None: 1 each
+    call_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # None: 0 each
+    call_names: np.ndarray | None = field(default=None, kw_only=True, **of("call", NAME))  # see TurnCall
+    call_reasons: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.uint8))  # index: CALL_REASONS
+    call_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.float32))
 
     def counts(self) -> dict[str, np.ndarray]:
         """See Columns.counts."""
-        return {"row": np.ones_like(self.prompt_lengths), "span": self.span_counts.astype(np.int64)}
+        calls = {} if self.call_counts is None else {"call": self.call_counts.astype(np.int64)}
+        return {"row": np.ones_like(self.prompt_lengths), "span": self.span_counts.astype(np.int64), **calls}
 
     @property
     def lengths(self) -> np.ndarray:
         """int64 [rows]: tokens of each row, prompt and response."""
         return self.prompt_lengths + self.response_lengths
 
+    @property
+    def sampled_lengths(self) -> np.ndarray:
+        """int64 [rows]: response tokens of each row that were sampled; the others are context."""
+        return self.response_lengths if self.sampled_counts is None else self.sampled_counts
+
     def to_bytes(self) -> bytes:
-        """All columns, packed: some 80 bytes of a row alone, some 30 a row of many."""
-        columns = (np.ascontiguousarray(getattr(self, f.name), f.metadata["dtype"]) for f in fields(SampleRows))
+        """All columns, packed: some 80 bytes of a row alone, some 30 a row of many.
+
+        Those of turns come last, so that their absence is an earlier end.
+        """
+        given = [f for f in fields(SampleRows) if getattr(self, f.name) is not None]
+        columns = (np.ascontiguousarray(getattr(self, f.name), f.metadata["dtype"]) for f in given)
         sizes = np.array([len(self.prompt_lengths), len(self.span_starts)], np.int64)
         return zlib.compress(b"".join([sizes.tobytes(), *(column.tobytes() for column in columns)]))
 
@@ -211,7 +278,11 @@ class SampleRows(Columns):
         rows, spans = np.frombuffer(told, np.int64, 2).tolist()
         columns, start = {}, 16
         for f in fields(SampleRows):
-            count = spans if f.metadata["of"] == "span" else rows
+            if f.default is None and start == len(told) and "call_counts" not in columns:
+                break
+            count = {"span": spans, "row": rows}.get(f.metadata["of"])
+            if count is None:  # of calls, whose counts stand before them
+                count = int(columns["call_counts"].sum())
             columns[f.name] = np.frombuffer(told, f.metadata["dtype"], count, start)
             start += columns[f.name].nbytes
         return SampleRows(**columns)
@@ -230,16 +301,131 @@ class SampleRows(Columns):
 
 @dataclass(frozen=True)
 class Samples(Sequences, SampleRows):
-    """Responses, whole."""
+    """Responses, whole. The columns of turns are all there, or none."""
+
+    turn_starts: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))  # see Turn
+    turn_stops: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.uint8))  # index: STOP_REASONS
+    turn_calls: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))
+    turn_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.float32))
+    turn_rewards: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.float32))
+    part_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # None: 0 each
+    part_names: np.ndarray | None = field(default=None, kw_only=True, **of("part", NAME))
+    part_values: np.ndarray | None = field(default=None, kw_only=True, **of("part", np.float32))
 
     def counts(self) -> dict[str, np.ndarray]:
         """See Columns.counts."""
-        return SampleRows.counts(self) | Sequences.counts(self)
+        turns = {} if self.turn_counts is None else {"turn": self.turn_counts.astype(np.int64)}
+        turns |= {} if self.part_counts is None else {"part": self.part_counts.astype(np.int64)}
+        return SampleRows.counts(self) | Sequences.counts(self) | turns
 
     @property
     def numbers(self) -> SampleRows:
         """The same without tokens."""
         return SampleRows(**{f.name: getattr(self, f.name) for f in fields(SampleRows)})
+
+
+def _all_sampled(rows: Sequences) -> np.ndarray:
+    return np.ones(len(rows.rollout_log_probs), bool)
+
+
+# of rows without the columns of turns: what stands in those of one turn each, in which all is sampled
+ONE_TURN: dict[str, Callable[[Any], np.ndarray]] = {
+    "sampled": _all_sampled,
+    "sampled_counts": lambda rows: rows.response_lengths,
+    "turn_counts": lambda rows: np.ones(len(rows), np.int32),
+    "turn_starts": lambda rows: np.zeros(len(rows), np.int32),
+    "turn_stops": lambda rows: rows.stop_reason,
+    "turn_calls": lambda rows: np.zeros(len(rows), np.int32),
+    "turn_seconds": lambda rows: np.zeros(len(rows), np.float32),
+    "turn_rewards": lambda rows: np.zeros(len(rows), np.float32),
+    "call_counts": lambda rows: np.zeros(len(rows), np.int32),
+    "call_names": lambda rows: np.zeros(0, NAME),
+    "call_reasons": lambda rows: np.zeros(0, np.uint8),
+    "call_seconds": lambda rows: np.zeros(0, np.float32),
+    "part_counts": lambda rows: np.zeros(len(rows), np.int32),
+    "part_names": lambda rows: np.zeros(0, NAME),
+    "part_values": lambda rows: np.zeros(0, np.float32),
+}
+
+
+def with_turns(samples: Samples) -> Samples:
+    """The same with all columns of turns; rows that had none are one turn each."""
+    return replace(samples, **{name: of_one(samples) for name, of_one in ONE_TURN.items()
+        if getattr(samples, name) is None})  # fmt: skip
+
+
+def with_outcome(
+    one: Samples,
+    calls: Sequence[Sequence[TurnCall]],
+    rewards: Sequence[float],
+    parts: Mapping[str, float],
+    seconds: float,
+) -> Samples:
+    """One row with what its calls came to: calls and reward of each turn, one after another.
+
+    `seconds`: that the calls of the last turn took, where it has some. Raises DataError for more or fewer turns than
+    the row has.
+    """
+    one = with_turns(one)
+    if not len(calls) == len(rewards) == one.turn_counts[0]:
+        raise DataError(f"a response of {one.turn_counts[0]} turns is told of {len(calls)}")
+    every = [call for of_turn in calls for call in of_turn]
+    times = one.turn_seconds.copy()
+    times[-1] = seconds
+    return replace(
+        one,
+        turn_calls=np.array([len(of_turn) for of_turn in calls], np.int32),
+        turn_rewards=np.array(rewards, np.float32),
+        turn_seconds=times,
+        **_calls_of([every]),
+        **_parts_of([parts]),
+    )
+
+
+def _calls_of(rows: Sequence[Sequence[TurnCall]]) -> dict[str, np.ndarray]:
+    every = [call for row in rows for call in row]
+    return {
+        "call_counts": np.array([len(row) for row in rows], np.int32),
+        "call_names": np.array([call.name.encode() for call in every], NAME),
+        "call_reasons": np.array([CALL_REASONS.index(call.reason) for call in every], np.uint8),
+        "call_seconds": np.array([call.seconds for call in every], np.float32),
+    }
+
+
+def _parts_of(rows: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
+    return {
+        "part_counts": np.array([len(row) for row in rows], np.int32),
+        "part_names": np.array([name.encode() for row in rows for name in row], NAME),
+        "part_values": np.array([value for row in rows for value in row.values()], np.float32),
+    }
+
+
+def outcomes(samples: Samples) -> Iterator[dict[str, Any]]:
+    """What a reward function is told of each row of several turns, in its extra_info: `num_turns` (verl's name),
+    `turns` and `outcome`.
+    """
+    samples = with_turns(samples)
+    counts = samples.counts()
+    turns = _of_rows(counts["turn"], samples.turn_calls, samples.turn_rewards)
+    parts = _of_rows(counts["part"], samples.part_names, samples.part_values)
+    for stop, (calls, rewards), (names, values) in zip(samples.stop_reason.tolist(), turns, parts, strict=True):
+        named = [name.decode() for name in names.tolist()]
+        yield {
+            "num_turns": len(calls),
+            "turns": [{"calls": n, "reward": r} for n, r in zip(calls.tolist(), rewards.tolist(), strict=True)],
+            "outcome": {
+                "stop_reason": STOP_REASONS[stop],
+                "reward": float(rewards.sum(dtype=np.float64)),
+                "parts": dict(zip(named, values.tolist(), strict=True)),
+            },
+        }
+
+
+def _of_rows(counts: np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    """Each row's part of columns that have `counts` of it."""
+    ends = np.cumsum(counts)
+    for start, end in zip((ends - counts).tolist(), ends.tolist(), strict=True):
+        yield tuple(column[start:end] for column in columns)
 
 
 def packed(samples: Sequence[Sample]) -> Samples:
@@ -252,12 +438,13 @@ def packed(samples: Sequence[Sample]) -> Samples:
         "token_ids": _end_to_end([ids for s in samples for ids in (s.prompt_ids, s.response_ids)], np.int32),
         "rollout_log_probs": _end_to_end([s.rollout_log_probs for s in samples], np.float32),
         **{name: [getattr(s, name) for s in samples] for name in ("prompt_id", "group_id", "sample_id", "seed")},
-        "stop_reason": [_stop_reason(s) for s in samples],
+        "stop_reason": [_stop_reason(s, s.stop_reason) for s in samples],
         "span_counts": list(map(len, spans)),
         "span_starts": [start for each in spans for start, _ in each],
         "span_versions": [version for each in spans for _, version in each],
-        "finite": [bool(np.isfinite(np.asarray(s.rollout_log_probs, np.float32)).all()) for s in samples],
+        "finite": [_is_finite(s) for s in samples],
         "routed": [s.routes is not None and not is_missing(s.routes).all() for s in samples],
+        **_turns_of(samples),
     }
     arrays = {f.name: np.asarray(given[f.name], f.metadata["dtype"]) for f in fields(Samples) if f.name in given}
     tokens = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
@@ -269,7 +456,35 @@ def _end_to_end(parts: list[Any], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
 
 
-def _stop_reason(sample: Sample) -> int:
-    if sample.stop_reason not in STOP_REASONS:
-        raise DataError(f"sample {sample.sample_id} ended for {sample.stop_reason!r}; known: {', '.join(STOP_REASONS)}")
-    return STOP_REASONS.index(sample.stop_reason)
+def _is_finite(sample: Sample) -> bool:
+    finite = np.isfinite(np.asarray(sample.rollout_log_probs, np.float32))
+    return bool(finite.all() if sample.sampled is None else finite[np.asarray(sample.sampled, bool)].all())
+
+
+def _turns_of(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The columns of turns; none where no sample has several or context."""
+    if not any(sample.sampled is not None or len(sample.turns) > 1 or sample.calls for sample in samples):
+        return {}
+    of_each = [sample.turns or (Turn(0, sample.stop_reason),) for sample in samples]
+    sampled = [np.ones(len(s.response_ids), bool) if s.sampled is None else s.sampled for s in samples]
+    turns = [turn for each in of_each for turn in each]
+    stops = [_stop_reason(sample, turn.stop_reason) for sample, each in zip(samples, of_each, strict=True)
+        for turn in each]  # fmt: skip
+    return {
+        "sampled": _end_to_end(sampled, bool),
+        "sampled_counts": [int(np.sum(each)) for each in sampled],
+        "turn_counts": list(map(len, of_each)),
+        "turn_starts": [turn.start for turn in turns],
+        "turn_stops": stops,
+        "turn_calls": [turn.calls for turn in turns],
+        "turn_seconds": [turn.seconds for turn in turns],
+        "turn_rewards": [turn.reward for turn in turns],
+        **_calls_of([sample.calls for sample in samples]),
+        **_parts_of([sample.parts for sample in samples]),
+    }
+
+
+def _stop_reason(sample: Sample, reason: str) -> int:
+    if reason not in STOP_REASONS:
+        raise DataError(f"sample {sample.sample_id} ended for {reason!r}; known: {', '.join(STOP_REASONS)}")
+    return STOP_REASONS.index(reason)

@@ -18,8 +18,9 @@ from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError, NumericAbort
+from mrl.exercised import exercised
 from mrl.megatron import parallel
-from mrl.megatron.batching import MicroBatch, RowResult, Splitter, UpdateResult, check_batch
+from mrl.megatron.batching import MicroRows, RowResult, Splitter, UpdateResult, check_batch
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
 from mrl.megatron.forward import (
@@ -33,7 +34,6 @@ from mrl.megatron.forward import (
 )
 from mrl.megatron.kernels import kernels_in_words
 from mrl.megatron.loss_parameters import loss_parameters
-from mrl.megatron.micro_batches import MicroBatches
 from mrl.megatron.offload import FrozenWeights, Residence, needs, switched
 from mrl.megatron.optimizer import (
     StepResult,
@@ -44,10 +44,9 @@ from mrl.megatron.optimizer import (
     step,
     zero_gradients,
 )
-from mrl.megatron.overlap import GradientReduction, gather_weights
-from mrl.megatron.packing import MicroInputs, micro_inputs
+from mrl.megatron.overlap import gather_weights, set_gradient_reduction
+from mrl.megatron.packing import MicroBatch, MicroBatches, micro_batch
 from mrl.megatron.routing import Routing
-from mrl.megatron.traces import SwitchTraces
 from mrl.model import load_model_spec
 from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
@@ -71,7 +70,7 @@ class MegatronActor:
         """
         self.config = config
         self.rank = rank
-        self.loss_parameters = loss_parameters(config)  # first: a user's file is the likeliest to be wrong
+        self.loss_parameters = loss_parameters(config.algorithm)  # first: a user's file is the likeliest to be wrong
         self.platform = get_platform(config.cluster.device)
         self.platform.set_device(rank % config.cluster.n_gpus_per_node)
         self.platform.apply_patches()
@@ -86,7 +85,7 @@ class MegatronActor:
         parallel.init_model_parallel(self.layout, config.trainer.seed, timeout_s)
         self.bridge: Bridge = MBridge(config.model, config.actor, self.model, self.layout, config.trainer.deterministic)
         self.chunks = self.bridge.build_model()
-        reduction = GradientReduction(self.chunks)
+        set_gradient_reduction(self.chunks)
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
@@ -101,19 +100,28 @@ class MegatronActor:
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
-        on_host = self.reference if config.ref.param_offload else None
-        recomputes = bool(config.model.override_transformer_config.get("recompute_granularity"))
-        self.traces = SwitchTraces(self.chunks, self.residence, self.optimizer, on_host, recomputes, reduction)
         self.num_updates = 0  # optimizer steps applied
         self.skipped_in_a_row = 0  # the newest of those that could not be applied
+
+    @property
+    def on_last_stage(self) -> bool:
+        """Whether this rank computes log-probs and losses."""
+        return parallel.on_last_stage()
+
+    @property
+    def holds_result(self) -> bool:
+        """Whether this rank hands out what its data-parallel replica computed."""
+        return parallel.holds_result()
 
     def _load_reference(self) -> FrozenWeights:
         """Through the model, before the actor's own weights take its place."""
         path = self.config.ref.path or self.config.model.path
         check_same_architecture("ref.path", path, self.model)
         self.bridge.load_hf(path)
-        on_device = partial(torch.empty, dtype=torch.uint8, device=self.platform.device)
-        memory = self.platform.host_memory if self.config.ref.param_offload else on_device
+        memory = partial(torch.empty, dtype=torch.uint8, device=self.platform.device)
+        if self.config.ref.param_offload:
+            memory = self.platform.host_memory
+            exercised("ref.param_offload")
         return FrozenWeights(self.chunks, memory, self.platform.synchronize)
 
     def kernels(self) -> str:
@@ -185,12 +193,12 @@ class MegatronActor:
             batch = self._with_selection(batch, cut.slices)
         counts = [_count(batch.rows(rows)) for rows in cut.slices]
         result = self.update_replica(batch, cut.of(mpu.get_data_parallel_rank()).mini_batches, counts)
-        loads = list(cut.loads) if parallel.holds_result() and mpu.get_data_parallel_rank() == 0 else []
+        loads = list(cut.loads) if self.holds_result and mpu.get_data_parallel_rank() == 0 else []
         return replace(result, loads=loads, old=_handed_out(result.old))
 
     @needs(PARAMETERS)
-    def policy_log_probs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> RowResult | None:
-        """Log-probabilities of the response tokens under the current weights, at the batch's temperatures: the old
+    def policy_log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> RowResult | None:
+        """Log-probabilities of the sampled tokens under the current weights, at the batch's temperatures: the old
         policy of a step.
 
         `batch` holds at least the rows of this replica's `micros`. Every rank of the last pipeline stage returns them,
@@ -203,7 +211,7 @@ class MegatronActor:
         return self._log_probs(batch, micros, self.routing.recording)
 
     @needs(PARAMETERS)
-    def reference_log_probs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> RowResult | None:
+    def reference_log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> RowResult | None:
         """The same under the reference model's weights."""
         if self.reference is None:
             raise RuntimeError(
@@ -213,15 +221,15 @@ class MegatronActor:
         with self.reference.in_place():
             return self._log_probs(batch, micros, self.routing.supplying if self.routing else nothing_around)
 
-    def _log_probs(self, batch: TrainBatch, micros: Sequence[MicroBatch], around: Around) -> RowResult | None:
+    def _log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows], around: Around) -> RowResult | None:
         batch = replace(batch, keep=None)  # what is rejected from the loss has log-probs all the same
         inputs = self._inputs(batch, micros)
         outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size, around)
-        return _of_rows(micros, inputs, outputs) if parallel.on_last_stage() else None
+        return _of_rows(micros, outputs) if self.on_last_stage else None
 
     @needs(PARAMETERS, GRADIENTS, OPTIMIZER)
     def update_replica(
-        self, batch: TrainBatch, mini_batches: Sequence[Sequence[MicroBatch]], counts: Sequence[Denominators]
+        self, batch: TrainBatch, mini_batches: Sequence[Sequence[MicroRows]], counts: Sequence[Denominators]
     ) -> UpdateResult:
         """One optimizer step per mini-batch.
 
@@ -229,9 +237,11 @@ class MegatronActor:
         last pipeline stage; `counts` are of whole mini-batches, over all replicas.
 
         The metrics are one entry per mini-batch, on the ranks that hold results; the last, on one rank of every
-        pipeline stage the only one, has what is known of the stage's routers and switches. A mini-batch whose gradient
-        norm is not finite, or whose tokens are all rejected, changes nothing and counts in `actor/skipped_updates`.
-        Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such mini-batch in a row.
+        pipeline stage the only one, has what is known of the stage's routers and of what leaves devices.
+
+        A mini-batch whose gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in
+        `actor/skipped_updates`. Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such
+        mini-batch in a row.
 
         With algorithm.anchor on_policy there is one mini-batch, without old log-probs: its own are handed out. Where
         one of them, or of generation's, is not finite, nothing is changed and nothing counted: whoever reads them has
@@ -242,13 +252,17 @@ class MegatronActor:
         self._check_columns(batch)
         if self.routing and self.config.algorithm.on_policy:
             self.routing.begin_step()  # no pass did it before
-        self.traces.begin()
         results = [self._update_once(batch, micros, count) for micros, count in zip(mini_batches, counts, strict=True)]
         gather_weights(self.chunks)
         parts = [part for part, _ in results if part is not None]
-        if seen := (self.routing.metrics() if self.routing else {}) | self.traces.metrics():
+        if seen := (self.routing.metrics() if self.routing else {}) | self._offloaded():
             parts[-1:] = [(parts[-1] if parts else {}) | seen]
         return UpdateResult(parts, [], results[-1][1], self._spent(begun))
+
+    def _offloaded(self) -> FloatParts:
+        """Bytes that were on the host and not on the device when they last left it, by kind, of this rank."""
+        left = self.residence.left_bytes
+        return {f"offload/{kind}_bytes": (float(nbytes), 1.0) for kind, nbytes in left.items() if nbytes}
 
     def _spent(self, begun: float) -> FloatParts:
         """Of this rank's update since `begun`, a moment of the clock; peaks of memory since the update before."""
@@ -263,7 +277,7 @@ class MegatronActor:
 
     def _check_columns(self, batch: TrainBatch) -> None:
         given, wanted = batch.old_log_probs is not None, not self.config.algorithm.on_policy
-        if parallel.on_last_stage() and (given != wanted or batch.advantages is None):
+        if self.on_last_stage and (given != wanted or batch.advantages is None):
             raise DataError(
                 f"an update needs advantages in the batch, and old_log_probs {'too' if wanted else 'must not be there'}"
             )
@@ -282,7 +296,7 @@ class MegatronActor:
 
     @needs(PARAMETERS, GRADIENTS)
     def _gradients(
-        self, batch: TrainBatch, micros: Sequence[MicroBatch], count: Denominators
+        self, batch: TrainBatch, micros: Sequence[MicroRows], count: Denominators
     ) -> tuple[list[FloatParts], RowResult | None]:
         inputs = self._inputs(batch, micros)
         zero_gradients(self.chunks, self.optimizer)
@@ -291,8 +305,8 @@ class MegatronActor:
         if self.routing:
             self.routing.check_recomputed()
         outputs = [result.outputs for result in results if result.outputs is not None]
-        old = _of_rows(micros, inputs, outputs) if outputs else None
-        return [to_floats(result.metrics) for result in results] if parallel.holds_result() else [], old
+        old = _of_rows(micros, outputs) if outputs else None
+        return [to_floats(result.metrics) for result in results] if self.holds_result else [], old
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) of every weight, on every rank, in the model's dtype;
@@ -325,7 +339,8 @@ class MegatronActor:
         return Splitter.for_update(self.config.actor, self.layout, self.model)
 
     def _cut(self, batch: TrainBatch) -> StepCut:
-        return step_cut(self.config, self.layout, self.model, batch.lengths)
+        config = self.config
+        return step_cut(config.actor, config.ref, config.rollout.n, self.layout, self.model, batch.lengths)
 
     def _whole(self, batch: TrainBatch) -> ReplicaCut:
         """This replica's part of a step that it has all rows of."""
@@ -341,7 +356,7 @@ class MegatronActor:
         return batch if any(each is None for each in selected) else replace(batch, selected=np.concatenate(selected))
 
     def _update_once(
-        self, batch: TrainBatch, micros: Sequence[MicroBatch], count: Denominators
+        self, batch: TrainBatch, micros: Sequence[MicroRows], count: Denominators
     ) -> tuple[FloatParts | None, RowResult | None]:
         trained = count.tokens > 0  # of all replicas, so all of them skip together
         losses, old = self._gradients(batch, micros, count) if trained else ([], None)
@@ -352,14 +367,15 @@ class MegatronActor:
         )
         self.num_updates += result.applied
         self._count_skipped(result, trained)
-        if not parallel.holds_result():
+        if not self.holds_result:
             return None, old
         return merge(losses) | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {}), old
 
     def _all_finite(self, batch: TrainBatch, old: RowResult | None) -> bool:
         """Of all ranks, the rows' log-probs before the update, `old` and generation's. Collective."""
         here = old is None or (
-            np.isfinite(old.log_probs).all() and np.isfinite(batch.rows(old.rows).rollout_log_probs).all()
+            np.isfinite(old.log_probs).all()
+            and np.isfinite(batch.rollout_log_probs[batch.sampled_places_of(old.rows)]).all()
         )
         return parallel.holds_everywhere(bool(here), self.platform.device)
 
@@ -379,30 +395,24 @@ class MegatronActor:
                 "with a smaller actor.optim.lr"
             )
 
-    def _inputs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> MicroBatches:
+    def _inputs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> MicroBatches:
         """What this rank computes of each micro-batch."""
         shape, context_rank = self._update_splitter.shape, mpu.get_context_parallel_rank()
 
-        def lay_out(number: int) -> MicroInputs[torch.Tensor]:
+        def lay_out(number: int) -> MicroBatch[torch.Tensor]:
             micro = micros[number]
-            return on_device(
-                micro_inputs(batch, micro.rows, shape, context_rank, micro.is_filler), self.platform.device
-            )
+            return on_device(micro_batch(batch, micro.rows, shape, context_rank, micro.is_filler), self.platform.device)
 
         return MicroBatches(len(micros), lay_out, self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1)
 
 
-def _of_rows(micros: Sequence[MicroBatch], inputs: MicroBatches, outputs: Sequence[TokenOutputs]) -> RowResult:
-    """Of the rows of micro-batches, fillers left out."""
-    kept = [
-        (m.rows, inputs.with_log_probs[i], o)
-        for i, (m, o) in enumerate(zip(micros, outputs, strict=True))
-        if not m.is_filler
-    ]
-    rows = np.concatenate([rows for rows, _, _ in kept]) if kept else np.zeros(0, np.int64)
-    log_probs = [o.log_probs[mask].cpu().numpy() for _, mask, o in kept]
-    entropy = merge(to_floats({"entropy": (o.entropy.sum(), mask.sum())}) for _, mask, o in kept)
-    return RowResult(rows, np.concatenate([np.zeros(0, np.float32), *log_probs]), entropy.get("entropy", (0.0, 0.0)))
+def _of_rows(micros: Sequence[MicroRows], outputs: Sequence[TokenOutputs]) -> RowResult:
+    """Joins what was computed of micro-batches, fillers left out."""
+    kept = [(micro.rows, each) for micro, each in zip(micros, outputs, strict=True) if not micro.is_filler]
+    rows = [np.zeros(0, np.int64), *(rows for rows, _ in kept)]
+    log_probs = [np.zeros(0, np.float32), *(each.log_probs[each.computed].cpu().numpy() for _, each in kept)]
+    entropy = merge(to_floats({"entropy": (each.entropy.sum(), each.computed.sum())}) for _, each in kept)
+    return RowResult(np.concatenate(rows), np.concatenate(log_probs), entropy.get("entropy", (0.0, 0.0)))
 
 
 def _handed_out(result: RowResult | None) -> RowResult | None:

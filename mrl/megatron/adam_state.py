@@ -14,6 +14,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mrl.exercised import exercised
+
 
 @dataclass(frozen=True)
 class _Updated:
@@ -30,7 +32,10 @@ class AdamState:
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
         self._hybrid = isinstance(optimizer, HybridDeviceOptimizer)
-        inner = optimizer.sub_optimizers if self._hybrid else [optimizer]
+        inner = [optimizer]
+        if self._hybrid:
+            inner = optimizer.sub_optimizers
+            exercised("actor.optim.override_optimizer_config.optimizer_cpu_offload")
         updated = [
             _Updated(tensor, adam, group) for adam in inner for group in adam.param_groups for tensor in group["params"]
         ]
@@ -77,14 +82,6 @@ class AdamState:
                     )
                 steps.add(float(step))
         return steps
-
-    def host_bytes(self) -> int:
-        """Of float32 weights and moments that are updated on the host."""
-        updated = (u for u in self._updated.values() if self._hybrid and u.adam is not self._optimizer.gpu_optimizer)
-        tensors = (
-            t for u in updated for t in (u.tensor, *u.adam.state.get(u.tensor, {}).values()) if torch.is_tensor(t)
-        )
-        return sum(tensor.nbytes for tensor in tensors)
 
     def on_device(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of masters and moments, without those that are on the host for good. Names last over a run."""

@@ -21,8 +21,10 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrl.megatron.host_arrays import brought
 from mrl.megatron.packing import kept_positions
 from mrl.model.computed_sizes import ATTENTION_LENGTHS
+from mrl.platforms.packs import pack_of
 
 
 class CausalAttention(torch.nn.Module):
@@ -35,6 +37,7 @@ class CausalAttention(torch.nn.Module):
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type, attention_type: str,
         cp_comm_type: str | None = None, softmax_scale: float | None = None, pg_collection=None,
+        k_channels: int | None = None, v_channels: int | None = None,
     ):  # fmt: skip
         super().__init__()
         self.group, self.softmax_scale = pg_collection.cp, softmax_scale
@@ -45,7 +48,8 @@ class CausalAttention(torch.nn.Module):
     ) -> Tensor:  # fmt: skip
         """`query` [seq, batch, heads, dim], `key` and `value` [seq, batch, groups, dim] -> [seq, batch, heads * dim].
 
-        Packed sequences come without the batch dimension; seq is this context-parallel rank's part.
+        Values may have another dim than keys (latent attention), which then is the answer's. Packed sequences come
+        without the batch dimension; seq is this context-parallel rank's part.
         """
         if packed_seq_params is None:
             return self._padded(query, key, value)
@@ -78,9 +82,13 @@ class CausalAttention(torch.nn.Module):
         dim] -> as `q`.
         """
         grouped, mask = q.shape[1] != k.shape[1], self._mask(k.shape[2], q.device)
-        return F.scaled_dot_product_attention(
+        narrower = q.shape[-1] - v.shape[-1]
+        if narrower > 0:  # on CPU another way is taken where they differ, which keeps every score
+            v = F.pad(v, (0, narrower))
+        out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
         )
+        return out[..., :-narrower] if narrower > 0 else out
 
     def _in_order(self, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """All positions of all sequences, in order, from every rank's zigzag part."""
@@ -125,9 +133,9 @@ def _calls(lengths: tuple[int, ...], context: int, device: torch.device) -> tupl
         queries, real = _padded_ranges(first // context, size // context, padded // context)
         keys, _ = _padded_ranges(first, size, padded)
         positions.append(queries[real])
-        index = [torch.from_numpy(x).to(device) for x in (queries.ravel(), keys.ravel(), np.flatnonzero(real))]
+        index = [brought(x, device) for x in (queries.ravel(), keys.ravel(), np.flatnonzero(real))]
         calls.append(Call(len(rows), index[0], index[1], None if real.all() else index[2]))
-    return calls, torch.from_numpy(np.concatenate(positions).argsort()).to(device)
+    return calls, brought(np.concatenate(positions).argsort(), device)
 
 
 def _padded_ranges(first: np.ndarray, size: np.ndarray, padded: int) -> tuple[np.ndarray, np.ndarray]:
@@ -148,9 +156,10 @@ def _sequence_order(lengths: tuple[int, ...], size: int, device: torch.device) -
 @lru_cache(maxsize=64)
 def _rank_positions(lengths: tuple[int, ...], size: int, rank: int, device: torch.device) -> Tensor:
     """Positions that a rank holds, see kept_positions."""
-    return torch.from_numpy(kept_positions(np.array(lengths), size, rank)).to(device)
+    return brought(kept_positions(np.array(lengths), size, rank), device)
 
 
 def _lengths(packed_seq_params) -> tuple[int, ...]:
     starts = packed_seq_params.cu_seqlens_q_padded
-    return tuple((starts[1:] - starts[:-1]).tolist())
+    pack = pack_of(starts)
+    return pack.lengths if pack is not None else tuple(starts.diff().tolist())

@@ -20,7 +20,7 @@ from mrl.units import round_up
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroRows:
     """Rows that share one forward. Of a filler, which only keeps ranks in step, nothing counts."""
 
     rows: np.ndarray  # int64, indices into the batch
@@ -29,7 +29,7 @@ class MicroBatch:
 
 _CLOSE = 1.001  # times the mean: micro-batches of one rank need not be nearer
 
-Shares = tuple[tuple[MicroBatch, ...], ...]  # [data-parallel rank][micro-batch]
+Shares = tuple[tuple[MicroRows, ...], ...]  # [data-parallel rank][micro-batch]
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class RowResult:
     """Log-probabilities of the rows of a batch that one data-parallel replica computed."""
 
     rows: np.ndarray  # int64 [rows]: which rows of the batch these are
-    log_probs: np.ndarray  # float32 [response tokens of these rows], end to end
-    entropy: tuple[float, float]  # (sum over response tokens in nats, number of tokens)
+    log_probs: np.ndarray  # float32 [sampled tokens of these rows], end to end
+    entropy: tuple[float, float]  # (sum over sampled tokens in nats, number of tokens)
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ class Splitter:
         costs = sequence_costs(lengths, self.per_token, self.per_pair)
         ranks = balanced_parts(costs, self.data_parallel) if owners is None else owners
         cut = self._cut(lengths, costs, ranks)
-        filler = MicroBatch(np.array([int(lengths.argmin())]), is_filler=True)
+        filler = MicroRows(np.array([int(lengths.argmin())]), is_filler=True)
         return tuple(
-            tuple(MicroBatch(rows) if len(rows) else filler for rows in _falling(lengths, rank)) for rank in cut
+            tuple(MicroRows(rows) if len(rows) else filler for rows in _falling(lengths, rank)) for rank in cut
         )
 
     def _cut(self, lengths: np.ndarray, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:

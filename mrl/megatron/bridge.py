@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +19,14 @@ from transformers import AutoConfig
 
 from mrl.config.schema import ActorConfig, ModelConfig
 from mrl.errors import ConfigError
-from mrl.model import ModelSpec
+from mrl.megatron.gradient_sums import add_within_products, for_megatron, is_wanted
+from mrl.megatron.mapped_bridge import bridge_config
+from mrl.model import ModelSpec, load_model_spec
 from mrl.model.hf_files import check_checkpoint
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
 from mrl.platforms.layers import layers
+from mrl.platforms.versions import OWN_BRIDGES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FORMATS = {**DTYPES, "fp32": torch.float32}  # as fields of Megatron's classes are given
@@ -64,13 +67,15 @@ class MBridge:
             if padded_vocab_size(self.model.vocab_size, self.layout.tensor) != self.model.vocab_size
             else None
         )
-        hf_config = _repaired_hf_config(self.model_config.path, self.model)
+        hf_config = _bridged_config(self.model_config.path, self.model)
         self._bridge = AutoBridge.from_config(hf_config, dtype=self.dtype, make_vocab_size_divisible_by=pad_to)
         _refuse_unmapped(self.model, self._bridge)
         self._chunks: list[torch.nn.Module] = []
         overrides = checked_overrides(
             "model.override_transformer_config", self.model_config.override_transformer_config, TransformerConfig
         )
+        if layers() == "transformer_engine":
+            overrides = for_megatron(overrides)
         ours = _transformer_config(self.model, self.layout) | {"deterministic_mode": self.deterministic}
         self._bridge.set_extra_args(**ours | overrides)
         if layers() == "torch":
@@ -99,12 +104,16 @@ class MBridge:
                 post_model_creation_callbacks=[_make_constants_parameters, _mark_expert_parameters],
             )
         _keep_constants_precise(self._chunks)
+        if is_wanted(self.model_config.override_transformer_config):
+            add_within_products(self._chunks)
         return self._chunks
 
     def load_hf(self, path: str) -> None:
-        check_checkpoint(path, self.model)
+        stored = replace(self.model, fp8_block=load_model_spec(path).fp8_block)
+        check_checkpoint(path, stored)
         with torch.no_grad():
-            self._bridge.load_weights(self._chunks, path)
+            # one parameter after the other where they become larger on the way
+            self._bridge.load_weights(self._chunks, path, memory_efficient=stored.is_fp8)
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         seen: set[str] = set()
@@ -125,8 +134,12 @@ def _refuse_unmapped(model: ModelSpec, bridge: Any) -> None:
         )
 
 
-def _repaired_hf_config(path: str, model: ModelSpec) -> Any:
-    """transformers 5 renamed or moved what mbridge reads."""
+def _bridged_config(path: str, model: ModelSpec) -> Any:
+    """What the bridge reads the model from: of mbridge's own the files, where transformers 5 renamed or moved what it
+    wants.
+    """
+    if model.family in OWN_BRIDGES:
+        return bridge_config(model)
     hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     hf_config.rope_theta, hf_config.partial_rotary_factor = model.rope_theta, model.partial_rotary_factor
     if model.is_moe:

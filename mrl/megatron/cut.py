@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mrl.config.schema import RunConfig
-from mrl.megatron.batching import MicroBatch, MiniBatchLoad, Shares, Splitter, mini_batches, trained_rows
+from mrl.config.schema import ActorConfig, RefConfig
+from mrl.megatron.batching import MicroRows, MiniBatchLoad, Shares, Splitter, mini_batches, trained_rows
 from mrl.megatron.packing import Shape, computed_tokens
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 
-Micros = tuple[MicroBatch, ...]
+Micros = tuple[MicroRows, ...]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ReplicaCut:
         """The same for a batch of `rows` [own], ascending numbers of the batch that this cut is of."""
 
         def local(micros: Micros) -> Micros:
-            return tuple(MicroBatch(np.searchsorted(rows, micro.rows), micro.is_filler) for micro in micros)
+            return tuple(MicroRows(np.searchsorted(rows, micro.rows), micro.is_filler) for micro in micros)
 
         return ReplicaCut(tuple(map(local, self.mini_batches)), local(self.log_probs), local(self.reference))
 
@@ -79,20 +79,22 @@ class StepCut:
         return np.unique(np.concatenate(micros))
 
 
-def step_cut(config: RunConfig, layout: TrainLayout, model: ModelSpec, lengths: np.ndarray) -> StepCut:
-    """The cut of a step's rows, `lengths` [rows] tokens each.
+def step_cut(
+    actor: ActorConfig, ref: RefConfig, responses: int, layout: TrainLayout, model: ModelSpec, lengths: np.ndarray
+) -> StepCut:
+    """The cut of a step's rows, `lengths` [rows] tokens each, `responses` of them a prompt.
 
     Raises DataError for a row above the limit of a micro-batch.
     """
-    update = Splitter.for_update(config.actor, layout, model)
-    slices = tuple(mini_batches(len(lengths), config.actor.ppo_mini_batch_size * config.rollout.n))
+    update = Splitter.for_update(actor, layout, model)
+    slices = tuple(mini_batches(len(lengths), actor.ppo_mini_batch_size * responses))
     parts = tuple(_shifted(update.shares(lengths[rows]), rows.start) for rows in slices)
     owners = [
         np.sort(np.concatenate([trained_rows(part)[replica] for part in parts])) for replica in range(layout.data)
     ]
     own = (
-        Splitter.for_log_probs(config.actor, layout, model),
-        Splitter.for_reference(config.actor, config.ref, layout, model),
+        Splitter.for_log_probs(actor, layout, model),
+        Splitter.for_reference(actor, ref, layout, model),
     )
     # cut alike, the same sums give the same bits, and routes that are replayed belong to the same micro-batches
     as_update = tuple(tuple(micro for part in parts for micro in part[replica]) for replica in range(layout.data))
@@ -104,4 +106,4 @@ def step_cut(config: RunConfig, layout: TrainLayout, model: ModelSpec, lengths: 
 
 
 def _shifted(shares: Shares, by: int) -> Shares:
-    return tuple(tuple(MicroBatch(micro.rows + by, micro.is_filler) for micro in replica) for replica in shares)
+    return tuple(tuple(MicroRows(micro.rows + by, micro.is_filler) for micro in replica) for replica in shares)

@@ -20,17 +20,19 @@ from torch import Tensor
 
 from mrl.algo.aggregate import Denominators, MetricParts
 from mrl.algo.losses import LossInputs, LossOutput, PolicyLossParameters, policy_loss
+from mrl.exercised import exercised
+from mrl.megatron.host_arrays import brought
 from mrl.megatron.logprob import lean_log_probs
-from mrl.megatron.micro_batches import MicroBatches
-from mrl.megatron.packing import MicroInputs
+from mrl.megatron.packing import MicroBatch, MicroBatches
+from mrl.platforms.packs import Pack, for_attention, tie
 
 
-def on_device(inputs: MicroInputs[np.ndarray], device: torch.device) -> MicroInputs[Tensor]:
+def on_device(inputs: MicroBatch[np.ndarray], device: torch.device) -> MicroBatch[Tensor]:
     """The arrays as tensors on `device`."""
-    return inputs.mapped(lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device))
+    return inputs.mapped(lambda array: brought(array, device))
 
 
-def packing_of(inputs: MicroInputs[Tensor]) -> PackedSeqParams | None:
+def packing_of(inputs: MicroBatch[Tensor]) -> PackedSeqParams | None:
     """Where sequences begin and end, for attention and rotary positions; pads belong to their sequence's end.
 
     Transformer Engine refuses context parallelism without starts of padded sequences (2.11, context_parallel.py:
@@ -38,11 +40,12 @@ def packing_of(inputs: MicroInputs[Tensor]) -> PackedSeqParams | None:
     where both are one tensor: of integers in the same memory torch says so without reading them
     (ATen/native/cuda/Equal.cpp).
     """
-    starts = inputs.sequence_starts
-    if starts is None:
+    if inputs.sequence_starts is None:
         return None
+    starts = tie(inputs.sequence_starts, Pack(inputs.lengths, inputs.position_ids.flatten()))
+    of_attention = for_attention(starts)
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=starts,
+        qkv_format="thd", cu_seqlens_q=of_attention, cu_seqlens_kv=of_attention, cu_seqlens_q_padded=starts,
         cu_seqlens_kv_padded=starts,
         max_seqlen_q=inputs.longest, max_seqlen_kv=inputs.longest,
     )  # fmt: skip
@@ -50,14 +53,15 @@ def packing_of(inputs: MicroInputs[Tensor]) -> PackedSeqParams | None:
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Both [rows, response_length], float32, whole sequences on every rank; zero outside the response mask."""
+    """All [rows, response_length], whole sequences on every rank."""
 
-    log_probs: Tensor
-    entropy: Tensor
+    log_probs: Tensor  # float32; zero where nothing was computed
+    entropy: Tensor  # the same
+    computed: Tensor  # bool; see MicroBatch.has_log_probs
 
     def detached(self) -> "TokenOutputs":
         """Without the graph."""
-        return TokenOutputs(self.log_probs.detach(), self.entropy.detach())
+        return TokenOutputs(self.log_probs.detach(), self.entropy.detach(), self.computed)
 
 
 @dataclass(frozen=True)
@@ -71,26 +75,26 @@ class LossResult:
     outputs: TokenOutputs | None
 
 
-LastStage = Callable[[MicroInputs, TokenOutputs], tuple[Tensor, object]]  # -> what to run backward on, what to hand out
+LastStage = Callable[[MicroBatch, TokenOutputs], tuple[Tensor, object]]  # -> what to run backward on, what to hand out
 # held while one chunk computes one micro-batch
-Around = Callable[[torch.nn.Module, MicroInputs], AbstractContextManager]
+Around = Callable[[torch.nn.Module, MicroBatch], AbstractContextManager]
 
 
-def nothing_around(model: torch.nn.Module, inputs: MicroInputs) -> AbstractContextManager:
+def nothing_around(model: torch.nn.Module, inputs: MicroBatch) -> AbstractContextManager:
     """For passes that nobody looks on at."""
     return nullcontext()
 
 
 def log_prob_pass(
-    chunks: list[torch.nn.Module], micro_inputs: MicroBatches, vocab_size: int, around: Around = nothing_around
+    chunks: list[torch.nn.Module], micro_batches: MicroBatches, vocab_size: int, around: Around = nothing_around
 ) -> list[TokenOutputs]:
     """Forward only. The outputs of each micro-batch on the last stage, an empty list elsewhere."""
 
-    def keep(inputs: MicroInputs, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
+    def keep(inputs: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
         return outputs.log_probs.new_zeros(()), outputs
 
     with torch.no_grad(), _evaluating(chunks):
-        return _run(chunks, micro_inputs, vocab_size, keep, around, forward_only=True)
+        return _run(chunks, micro_batches, vocab_size, keep, around, forward_only=True)
 
 
 @contextmanager
@@ -107,7 +111,7 @@ def _evaluating(chunks: list[torch.nn.Module]) -> Iterator[None]:
 
 def loss_pass(
     chunks: list[torch.nn.Module],
-    micro_inputs: MicroBatches,
+    micro_batches: MicroBatches,
     vocab_size: int,
     parameters: PolicyLossParameters,
     denominators: Denominators,
@@ -122,9 +126,12 @@ def loss_pass(
     divides by the number of data- and context-parallel ranks; the factor below takes back what is not a sum.
     Returns what came of each micro-batch on the last stage, an empty list elsewhere.
     """
-    undo_means = len(micro_inputs) * mpu.get_data_parallel_world_size()
+    undo_means = len(micro_batches) * mpu.get_data_parallel_world_size()
+    exercised(f"actor.layout.virtual_pipeline_model_parallel_size={len(chunks)}")
+    granularity = chunks[0].config.recompute_granularity
+    exercised(f"model.override_transformer_config.recompute_granularity={granularity}")
 
-    def loss(inputs: MicroInputs, outputs: TokenOutputs) -> tuple[Tensor, LossResult]:
+    def loss(inputs: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, LossResult]:
         result = _loss(parameters, inputs, outputs, denominators)
         return result.loss * undo_means, LossResult(
             result.metrics, outputs.detached() if inputs.old_log_probs is None else None
@@ -132,7 +139,7 @@ def loss_pass(
 
     return _run(
         chunks,
-        micro_inputs,
+        micro_batches,
         vocab_size,
         loss,
         around,
@@ -142,7 +149,7 @@ def loss_pass(
 
 
 def _loss(
-    parameters: PolicyLossParameters, inputs: MicroInputs, outputs: TokenOutputs, denominators: Denominators
+    parameters: PolicyLossParameters, inputs: MicroBatch, outputs: TokenOutputs, denominators: Denominators
 ) -> LossOutput:
     given = LossInputs(
         outputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.response_mask, outputs.entropy,
@@ -152,11 +159,11 @@ def _loss(
 
 
 def _run(
-    chunks: list[torch.nn.Module], micro_inputs: MicroBatches, vocab_size: int, last_stage: LastStage,
+    chunks: list[torch.nn.Module], micro_batches: MicroBatches, vocab_size: int, last_stage: LastStage,
     around: Around,
     forward_only: bool, entropy_has_gradient: bool = False,
 ) -> list:  # fmt: skip
-    def forward_step(data_iterator: Iterator[MicroInputs], model: torch.nn.Module):
+    def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module):
         inputs = next(data_iterator)
         with around(model, inputs):
             output = model(
@@ -172,11 +179,11 @@ def _run(
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(micro_inputs) for _ in chunks] if len(chunks) > 1 else iter(micro_inputs),
+        data_iterator=[iter(micro_batches) for _ in chunks] if len(chunks) > 1 else iter(micro_batches),
         model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(micro_inputs),
-        seq_length=micro_inputs[0].input_ids.shape[1],  # not used: shapes travel between stages with each micro-batch
-        micro_batch_size=micro_inputs[0].input_ids.shape[0],
+        num_microbatches=len(micro_batches),
+        seq_length=micro_batches[0].input_ids.shape[1],  # not used: shapes travel between stages with each micro-batch
+        micro_batch_size=micro_batches[0].input_ids.shape[0],
         forward_only=forward_only,
     )
 
@@ -222,7 +229,7 @@ def _head_weight(model: torch.nn.Module) -> Tensor:
 
 
 def token_outputs(
-    hidden: Tensor, weight: Tensor, inputs: MicroInputs, vocab_size: int, entropy_has_gradient: bool
+    hidden: Tensor, weight: Tensor, inputs: MicroBatch, vocab_size: int, entropy_has_gradient: bool
 ) -> TokenOutputs:
     """Log-probs and entropies of the response tokens from `hidden` [batch, length, hidden],
     this context-parallel rank's positions.
@@ -237,10 +244,11 @@ def token_outputs(
         mpu.get_tensor_model_parallel_group(),
         entropy_has_gradient,
     )
-    return TokenOutputs(*(_whole_sequences(values, inputs) for values in per_token))
+    log_probs, entropy = (_whole_sequences(values, inputs) for values in per_token)
+    return TokenOutputs(log_probs, entropy, inputs.has_log_probs)
 
 
-def _whole_sequences(values: Tensor, inputs: MicroInputs) -> Tensor:
+def _whole_sequences(values: Tensor, inputs: MicroBatch) -> Tensor:
     """[rows, response_length] from this rank's tokens and those of the other context-parallel ranks.
 
     Every one of them then computes the same loss over whole sequences; backward hands each the gradient of its own

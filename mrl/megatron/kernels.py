@@ -2,21 +2,37 @@
 may differ.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import nn
 
+from mrl.megatron.gradient_sums import added_within_products
+from mrl.megatron.logprob import head_gradient_in_words
 from mrl.platforms.layers import layers
 
 _PARTS = {"attention": ".core_attention", "experts": ".mlp.experts", "norm": ".final_layernorm"}
 
 
 def kernels_in_words(chunks: Iterable[nn.Module], optimizer: MegatronOptimizer) -> str:
-    """Layers, and the classes of attention, experts, last norm and Adam, as far as this rank's chunks have them."""
+    """Layers, and the classes of attention, experts, last norm and Adam, as far as this rank's chunks have them; how
+    gradients of weights in 16 bits are summed.
+    """
+    chunks = list(chunks)
     parts = [f"{part} {kind}" for part, kind in _classes(chunks).items()]
-    return ", ".join([f"layers of {layers()}", *parts, f"optimizer {_adam(optimizer)}"])
+    return ", ".join([f"layers of {layers()}", *parts, *_gradient_sums(chunks), f"optimizer {_adam(optimizer)}"])
+
+
+def _gradient_sums(chunks: list[nn.Module]) -> Iterator[str]:
+    weights = {name: p for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad and p.dim() > 1}
+    if all(weight.dtype is torch.float32 for weight in weights.values()):
+        return
+    within, able = added_within_products(chunks)
+    yield f"gradients of {within} of {able} fused modules added in float32 within the product"
+    head = next((weight for name, weight in weights.items() if name.endswith("output_layer.weight")), None)
+    if head is not None:
+        yield f"that of the head by {head_gradient_in_words(head)}"
 
 
 def _classes(chunks: Iterable[nn.Module]) -> dict[str, str]:

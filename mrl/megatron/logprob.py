@@ -216,6 +216,18 @@ def _writes_float32(device: str, dtype: torch.dtype) -> bool:
     return bool((total == 17).all())
 
 
+def head_gradient_in_words(weight: Tensor) -> str:
+    """How the gradient of an output layer's weight is multiplied and summed; a float32 product of 16-bit factors takes
+    many times as long.
+    """
+    if weight.dtype is torch.float32:
+        return "a product in float32"
+    kind = str(weight.dtype).removeprefix("torch.")
+    if _writes_float32(str(weight.device), weight.dtype):
+        return f"a product of {kind} into float32"
+    return f"a product in float32 of {kind}, which this device cannot sum in float32"
+
+
 class _WeightGradient:
     """Sum over chunks of grad^T hidden [width, hidden] in float32, into Megatron's gradient buffer where that is
     float32.

@@ -1,12 +1,12 @@
 """The policy loss that a configuration asks for."""
 
 from mrl.algo.losses import PolicyLossParameters, load_custom_loss
-from mrl.config.schema import RunConfig
+from mrl.config.schema import AlgorithmConfig
 
 
-def loss_parameters(config: RunConfig) -> PolicyLossParameters:
+def loss_parameters(algorithm: AlgorithmConfig) -> PolicyLossParameters:
     """Its name and constants. A user's own loss is loaded, which may raise ConfigError."""
-    loss = config.algorithm.policy_loss
+    loss = algorithm.policy_loss
     if loss.custom is not None:
         load_custom_loss(loss.custom.path, loss.loss_mode)
     return PolicyLossParameters(
@@ -16,9 +16,9 @@ def loss_parameters(config: RunConfig) -> PolicyLossParameters:
         clip_ratio_high=loss.clip_ratio_high,
         clip_ratio_c=loss.clip_ratio_c,
         loss_scale_factor=loss.loss_scale_factor,
-        entropy_coeff=config.algorithm.entropy_coeff,
-        kl_loss_coef=config.algorithm.kl_loss_coef if config.algorithm.use_kl_loss else 0.0,
-        kl_loss_type=config.algorithm.kl_loss_type,
+        entropy_coeff=algorithm.entropy_coeff,
+        kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
+        kl_loss_type=algorithm.kl_loss_type,
         tau_pos=loss.tau_pos,
         tau_neg=loss.tau_neg,
         clip_cov_ratio=loss.clip_cov_ratio,

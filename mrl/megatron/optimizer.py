@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mrl.config.schema import OptimConfig
 from mrl.errors import ConfigError
+from mrl.exercised import exercised
 from mrl.megatron.bridge import checked_overrides
 from mrl.megatron.offload import check_resident
 
@@ -68,6 +69,7 @@ def freeze(parameters: Iterable[torch.nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.register_hook(torch.zeros_like)
         setattr(parameter, _FROZEN, True)
+        exercised("actor.freeze_router")
 
 
 def is_frozen(parameter: torch.nn.Parameter) -> bool:

@@ -7,7 +7,8 @@ inside each sequence.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -52,7 +53,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class MicroInputs(TokenValues[Array]):
+class MicroBatch(TokenValues[Array]):
     """One micro-batch of one context-parallel rank: numpy arrays as they are cut, tensors as the model takes them.
 
     `tokens` are the response tokens whose predicting position is on this rank. `batch` is 1 where sequences are packed,
@@ -70,31 +71,35 @@ class MicroInputs(TokenValues[Array]):
     targets: Array  # int64 [tokens]
     slots: Array  # int64 [tokens]: index of the token into rows * response_length
     token_temperature: Array  # float32 [tokens]
-    response_mask: Array  # bool [rows, response_length]: tokens that count, rejected ones and a filler's not
+    response_mask: Array  # bool [rows, response_length]: tokens that count: no context, no rejected ones, no filler's
     scored: Array | None  # bool, the same with rejected ones: tokens that have log-probs; None: those that count
     routes: Array | None  # integers [batch, length, MoE layers, topk]; those of padding are missing
-    # tokens in memory of the longest sequence, before the cut; on the host, so that nobody waits for the device to know
-    # it
-    longest: int
+    # tokens in memory of each sequence, before the cut; on the host, so that nobody waits for the device to know them
+    lengths: tuple[int, ...]
     # digest of all that a forward takes, before the cut: two passes that cut a batch alike have the same micro-batches
     content: bytes
+
+    @property
+    def longest(self) -> int:
+        """Of `lengths`."""
+        return max(self.lengths)
 
     @property
     def has_log_probs(self) -> Array:
         """bool [rows, response_length]: tokens whose log-probs are computed."""
         return self.response_mask if self.scored is None else self.scored
 
-    def mapped(self, function: Callable[[Array], Any]) -> "MicroInputs":
+    def mapped(self, function: Callable[[Array], Any]) -> "MicroBatch":
         """The same with `function` of every array in its place."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(
-            self, **{k: function(v) for k, v in given.items() if v is not None and k not in ("content", "longest")}
+            self, **{k: function(v) for k, v in given.items() if v is not None and k not in ("content", "lengths")}
         )
 
 
-def micro_inputs(
+def micro_batch(
     batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank: int = 0, is_filler: bool = False
-) -> MicroInputs[np.ndarray]:
+) -> MicroBatch[np.ndarray]:
     """Cuts the rows out and lays their sequences into memory.
 
     Without old log-probs those of this pass are wanted, of rejected tokens too.
@@ -107,7 +112,9 @@ def micro_inputs(
     responses = np.arange(max(int(picked.response_lengths.max()), 1))[None] < picked.response_lengths[:, None]
     width = responses.shape[1]
     mask = in_rows(picked.loss_mask, responses) & (not is_filler)
-    scored = responses & (not is_filler) if picked.keep is not None and picked.old_log_probs is None else None
+    scored = None
+    if picked.keep is not None and picked.old_log_probs is None:
+        scored = in_rows(picked.is_sampled, responses) & (not is_filler)
     row, column = np.nonzero(mask if scored is None else scored)
     target = starts[row] + picked.prompt_lengths[row] + column
     kept = kept_positions(padded, shape.context, context_rank)
@@ -115,7 +122,7 @@ def micro_inputs(
     local[kept] = np.arange(len(kept))
     here = local[target - 1] >= 0
     lines = 1 if shape.packed else len(rows)
-    return MicroInputs(
+    return MicroBatch(
         input_ids=ids[kept].reshape(lines, -1),
         position_ids=positions[kept].reshape(lines, -1),
         real=((left > 0) & (not is_filler))[kept].reshape(lines, -1),
@@ -131,9 +138,35 @@ def micro_inputs(
         routes=None
         if picked.routes is None
         else _laid_out_routes(picked, left, kept).reshape(lines, -1, *picked.routes.shape[1:]),
-        longest=int(padded.max()),
+        lengths=tuple(padded.tolist()),
         content=_digest(ids, lengths, padded, rows),
     )
+
+
+class MicroBatches:
+    """Micro-batches of a pass, laid out and brought onto the device as the pass comes to them, once for each chunk.
+
+    Laid out all at once they would have the routes of a whole step on the device: hundreds of bytes a token. The chunks
+    of an interleaved pipeline come to the same micro-batch one after the other, `kept` micro-batches apart at most.
+    """
+
+    def __init__(self, count: int, lay_out: Callable[[int], MicroBatch], kept: int = 1):
+        """`lay_out` gives a micro-batch by its number; `kept`: of the newest, so many are not laid out again."""
+        self._count, self._lay_out, self._limit = count, lay_out, kept
+        self._kept: OrderedDict[int, MicroBatch] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return map(self.__getitem__, range(self._count))
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        if number not in self._kept:
+            while len(self._kept) >= self._limit:
+                self._kept.popitem(last=False)  # first, so that its memory is free
+            self._kept[number] = self._lay_out(number)
+        return self._kept[number]
 
 
 def _digest(*whole: np.ndarray) -> bytes:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from mrl.algo.aggregate import FloatParts
 from mrl.data.routes import is_missing
-from mrl.megatron.packing import MicroInputs
+from mrl.exercised import exercised
+from mrl.megatron.packing import MicroBatch
 from mrl.model import ModelSpec
 
 Replay = Literal["disabled", "R2", "R3"]
@@ -118,7 +119,7 @@ class Routing:
         )
 
     @contextmanager
-    def recording(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
+    def recording(self, model: torch.nn.Module, inputs: MicroBatch) -> Iterator[None]:
         """Around one chunk's forward at the old log-probs."""
         core = unwrap_model(model)
         with self.supplying(model, inputs):
@@ -141,7 +142,7 @@ class Routing:
         self._recorded[key] = chosen
 
     @contextmanager
-    def supplying(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
+    def supplying(self, model: torch.nn.Module, inputs: MicroBatch) -> Iterator[None]:
         """Around one chunk's forward under weights of any policy: with R3 all of them are asked about the engine's
         routes.
 
@@ -153,7 +154,7 @@ class Routing:
             yield
 
     @contextmanager
-    def comparing(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
+    def comparing(self, model: torch.nn.Module, inputs: MicroBatch) -> Iterator[None]:
         """Around one chunk's forward in the update. Raises RuntimeError when R2 is on and nothing was recorded for it.
 
         An update on policy has no forward before it, and is itself the one at the old log-probs.
@@ -165,9 +166,10 @@ class Routing:
                 "no routes were recorded for a micro-batch of the update: it was cut otherwise at the old log-probs"
             )
         supplied = self._supplied(core, inputs)
-        with _choosing(
-            choosers, before if self.replay == "R2" else supplied, has_gaps=self.replay == "R3", training=True
-        ):
+        wanted = before if self.replay == "R2" else supplied
+        if wanted is not None:
+            exercised(f"actor.router_replay={self.replay}")
+        with _choosing(choosers, wanted, has_gaps=self.replay == "R3", training=True):
             yield
         real, predicting = (_in_routers_order(values, core) for values in (inputs.real, inputs.predicting))
         first = self._first(core)
@@ -207,7 +209,7 @@ class Routing:
     def _choosers(self, core: torch.nn.Module) -> list[_Chooser]:
         return [router.router_replay for router in self._routers[id(core)]]
 
-    def _supplied(self, core: torch.nn.Module, inputs: MicroInputs) -> list[Tensor] | None:
+    def _supplied(self, core: torch.nn.Module, inputs: MicroBatch) -> list[Tensor] | None:
         """What came with the samples for each router of a chunk, [tokens, topk]; None without R3 or without any."""
         if self.replay != "R3" or inputs.routes is None:
             return None

@@ -23,6 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -34,6 +35,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from mrl.megatron.attention import CausalAttention
+from mrl.platforms.replicated_linear import ReplicatedLinear
 
 # Fusions and schedules that need Transformer Engine, Apex or a CUDA kernel.
 CONFIG_WITHOUT_TRANSFORMER_ENGINE = {
@@ -169,23 +171,43 @@ def _has_experts(config: TransformerConfig, layer: int) -> bool:
 
 
 def _layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
-    attention = SelfAttentionSubmodules(
-        linear_qkv=NormColumnParallelLinear,
-        core_attention=CausalAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=Norm if config.qk_layernorm else IdentityOp,
-        k_layernorm=Norm if config.qk_layernorm else IdentityOp,
-    )
+    attention = _latent_attention_spec() if config.multi_latent_attention else _attention_spec(config)
     mlp = get_mlp_module_spec_for_backend(
         TorchSpecProvider(), num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=is_moe
     )
     submodules = TransformerLayerSubmodules(
-        self_attention=ModuleSpec(
-            module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-        ),
+        # of a fused projection of queries, keys and values it belongs to that
+        input_layernorm=Norm if config.multi_latent_attention else IdentityOp,
+        self_attention=attention,
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=Norm if is_moe else IdentityOp,
         mlp=mlp,
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _attention_spec(config: TransformerConfig) -> ModuleSpec:
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=NormColumnParallelLinear,
+        core_attention=CausalAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=Norm if config.qk_layernorm else IdentityOp,
+        k_layernorm=Norm if config.qk_layernorm else IdentityOp,
+    )
+    return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+
+
+def _latent_attention_spec() -> ModuleSpec:
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_down_proj=ReplicatedLinear,
+        linear_q_up_proj=NormColumnParallelLinear,
+        linear_kv_down_proj=ReplicatedLinear,
+        linear_kv_up_proj=NormColumnParallelLinear,
+        core_attention=CausalAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=IdentityOp,
+        kv_layernorm=IdentityOp,
+    )
+    return ModuleSpec(module=MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)

@@ -8,6 +8,7 @@ layer (`linear_qkv.layer_norm_weight`). vLLM's are those of its 0.32 models.
 from dataclasses import replace
 
 from mrl.model.hf_config import ModelSpec
+from mrl.model.latent_attention import latent_attention
 from mrl.model.weight_map import Part, Weight, copied
 
 
@@ -29,15 +30,20 @@ def expert_layer(
 
 
 def layer_norms(m: ModelSpec, megatron_mlp_norm: str) -> tuple[Weight, ...]:
-    """The norms before attention and before the MLP."""
+    """The norms before attention and before the MLP. Latent attention begins with two projections, so that its norm
+    belongs to neither.
+    """
+    before_attention = "input_layernorm.weight" if m.is_latent else "self_attention.linear_qkv.layer_norm_weight"
     return (
-        copied("input_layernorm.weight", (m.hidden_size,), "self_attention.linear_qkv.layer_norm_weight"),
+        copied("input_layernorm.weight", (m.hidden_size,), before_attention),
         copied("post_attention_layernorm.weight", (m.hidden_size,), megatron_mlp_norm),
     )
 
 
 def attention(m: ModelSpec) -> tuple[Weight, ...]:
     """Query, key and value projections, perhaps with bias; perhaps norms on queries and keys; output projection."""
+    if m.is_latent:
+        return latent_attention(m)
     norms = ("q", "k") if m.qk_norm else ()
     queries = m.num_attention_heads * m.head_dim
     out = Part("self_attn.o_proj.weight", (m.hidden_size, queries))

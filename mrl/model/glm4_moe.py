@@ -52,10 +52,13 @@ def read(config: HfConfig) -> ModelSpec:
     )
 
 
-def with_shared_experts(m: ModelSpec) -> tuple[Weight, ...]:
-    """A layer with routed experts, the constants that they are chosen by, and the shared ones."""
+def with_shared_experts(m: ModelSpec, router_in_vllm: str | None = "float32") -> tuple[Weight, ...]:
+    """A layer with routed experts, the constants that they are chosen by, and the shared ones.
+
+    `router_in_vllm`: vLLM's dtype of the router where it is not the engine's.
+    """
     shared = gated_mlp(m, m.shared_expert_intermediate_size, "mlp.shared_experts.", "mlp.shared_experts.")
-    return expert_layer(m, (_correction(m), *shared), router_in_vllm="float32")
+    return expert_layer(m, (_correction(m), *shared), router_in_vllm)
 
 
 def _correction(m: ModelSpec) -> Weight:

@@ -4,12 +4,27 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, shown
 
 HfConfig = Mapping[str, Any]
+# what would make yarn another one than Megatron's, and its plain value
+_YARN_FIXED = {"attention_factor": None, "truncate": True}
 # Of fields that came with a later family: `described` leaves them out of models that do not need them.
 _LATER = {"only_where_set": True}
+QUANTIZATION = "quantization_config"  # how a checkpoint's weights are stored in fewer bits than they are trained in
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # one thing: layers for multi-token prediction
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """How rotary angles are stretched to more positions than pretraining saw (arXiv:2309.00071)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
 
 
 @dataclass(frozen=True)
@@ -42,10 +57,39 @@ class ModelSpec:
     partial_rotary_factor: float = field(default=1.0, metadata=_LATER)  # share of a head that turns with the position
     # for multi-token prediction; neither trained nor exported, so an export is of the same model without them
     left_out_layers: int = field(default=0, compare=False, metadata=_LATER)
+    # latent attention: keys and values are made from one latent vector a token; head_dim is that of queries and keys
+    kv_lora_rank: int = field(default=0, metadata=_LATER)  # size of the latent; 0: no latent attention
+    q_lora_rank: int = field(default=0, metadata=_LATER)  # size of the queries' latent; 0: they are projected at once
+    qk_rope_head_dim: int = field(default=0, metadata=_LATER)  # the part of head_dim that turns, one for all heads
+    v_head_dim: int = field(default=0, metadata=_LATER)
+    yarn: Yarn | None = field(default=None, metadata=_LATER)
+    expert_groups: int = field(default=1, metadata=_LATER)  # experts are chosen from the best groups alone
+    chosen_expert_groups: int = field(default=1, metadata=_LATER)
+    # rows and columns of one scale of a checkpoint in FP8, which is read as bfloat16; exports have none
+    fp8_block: tuple[int, int] | None = field(default=None, compare=False, metadata=_LATER)
 
     @property
     def is_moe(self) -> bool:
         return bool(self.moe_layers)
+
+    @property
+    def is_latent(self) -> bool:
+        return self.kv_lora_rank > 0
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the checkpoint's matrices are in FP8. They are read as bfloat16, which vLLM's own loader does not."""
+        return self.fp8_block is not None
+
+    @property
+    def qk_nope_head_dim(self) -> int:
+        """The part of head_dim that does not turn with the position, of latent attention."""
+        return self.head_dim - self.qk_rope_head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Of one head's values, which latent attention has narrower or wider than keys."""
+        return self.v_head_dim or self.head_dim
 
     def described(self) -> dict[str, Any]:
         """The fields as plain data, the same for a model whatever families came after its own:
@@ -53,6 +97,11 @@ class ModelSpec:
         """
         left_out = {f.name for f in fields(self) if f.metadata and getattr(self, f.name) == f.default}
         return {name: value for name, value in asdict(self).items() if name not in left_out}
+
+
+def without_quantization(config: HfConfig) -> dict[str, Any]:
+    """The config.json of the same model with its weights as they are trained and written."""
+    return {key: value for key, value in config.items() if key != QUANTIZATION}
 
 
 def required(config: HfConfig, *keys: str) -> Any:
@@ -76,6 +125,35 @@ def partial_rotary_factor(config: HfConfig, default: float) -> float:
     return float({**config, **(config.get("rope_parameters") or {})}.get("partial_rotary_factor", default))
 
 
+def rope_fields(config: HfConfig) -> dict[str, Any]:
+    """All that config.json says of rotation, in the places of old and new transformers."""
+    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    return {"rope_theta": config.get("rope_theta"), **found}
+
+
+def yarn(config: HfConfig) -> Yarn | None:
+    """How angles are stretched; None where they are not. Raises ConfigError for another way than Megatron's."""
+    rope = rope_fields(config)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    refuse_unless("rope scaling", kind, "yarn")
+    for key, value in _YARN_FIXED.items():
+        refuse_unless(f"rope scaling's {key}", rope.get(key, value), value)
+    scales = (rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0)
+    if not all(scales) and any(scales):
+        refuse_unless("rope scaling's mscale, mscale_all_dim", scales, "both or neither")
+    mscale, of_all = scales if all(scales) else (1.0, 0.0)
+    return Yarn(
+        float(required(rope, "factor")),
+        required(rope, "original_max_position_embeddings"),
+        float(rope.get("beta_fast") or 32),
+        float(rope.get("beta_slow") or 1),
+        float(mscale),
+        float(of_all),
+    )
+
+
 def refuse_unlike_megatron(config: HfConfig) -> None:
     """Refuses what Megatron's model would silently compute differently from the checkpoint's own definition.
 
@@ -86,6 +164,42 @@ def refuse_unlike_megatron(config: HfConfig) -> None:
     refuse_unless("hidden_act", config.get("hidden_act", "silu"), "silu")
     refuse_unless("use_sliding_window", bool(config.get("use_sliding_window", False)), False)
     refuse_unless("attention_bias", bool(config.get("attention_bias", False)), False)
+
+
+# The largest whole number that a field of a configuration may have, far above what any model has.
+_MOST = {
+    "num_hidden_layers": 2000, "hidden_size": 2**18, "num_attention_heads": 2**13, "num_key_value_heads": 2**13,
+    "head_dim": 2**13, "vocab_size": 2**24, "intermediate_size": 2**21, "max_position_embeddings": 2**30,
+    "num_experts": 2**13, "num_local_experts": 2**13, "n_routed_experts": 2**13, "num_experts_per_tok": 2**13,
+    "moe_intermediate_size": 2**20, "decoder_sparse_step": 2000,
+}  # fmt: skip
+_MOST_OR_NONE = {
+    "shared_expert_intermediate_size": 2**20, "n_shared_experts": 2**10, "first_k_dense_replace": 2000,
+    **dict.fromkeys(MTP_KEYS, 100),
+}  # fmt: skip
+_NUMBERS = ("rope_theta", "rms_norm_eps", "partial_rotary_factor", "routed_scaling_factor")
+_KINDS: dict[str, type] = {"model_type": str, "dtype": str, "torch_dtype": str, "rope_parameters": dict,
+    "rope_scaling": dict, "mlp_only_layers": list, "architectures": list}  # fmt: skip
+
+
+def refuse_impossible(config: HfConfig) -> None:
+    """Raises ConfigError for a field of another kind, or of a size, than any model has; null is left alone."""
+    for key, value in config.items():
+        least = 1 if key in _MOST else 0
+        most = {**_MOST, **_MOST_OR_NONE}.get(key)
+        if value is None:
+            continue
+        if most is not None and not (type(value) is int and least <= value <= most):
+            raise ConfigError(f"config.json: {key} = {shown(value)}: must be a whole number from {least} to {most}")
+        if key in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            raise ConfigError(f"config.json: {key} = {shown(value)}: must be a number above 0")
+        if key in _KINDS and not isinstance(value, _KINDS[key]):
+            raise ConfigError(f"config.json: {key} = {shown(value)}: must be a {_KINDS[key].__name__} of JSON")
+    lists = [*(config.get("mlp_only_layers") or ()), *(config.get("architectures") or ())]
+    if not all(isinstance(item, int | str) for item in lists):
+        raise ConfigError("config.json: mlp_only_layers or architectures holds more than numbers and names")
+    if isinstance(config.get("rope_parameters"), dict):
+        refuse_impossible(config["rope_parameters"])
 
 
 def common(config: HfConfig) -> dict[str, Any]:

@@ -2,16 +2,23 @@
 no pickle.
 """
 
-import json
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from math import prod
 from pathlib import Path
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, load_model_spec, tensor_specs
 from mrl.model.registry import family_of
+from mrl.plain_files import open_regular, parse_json, read_json
 
 _HEADER_LIMIT = 100 * 1024**2  # bytes; the format's own bound
 _SHOWN = 5
+# of an element, by the format's dtypes; of others nothing is known
+ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
+FP8 = "F8_E4M3"
+ITEM_BITS |= {FP8: 8, "F8_E5M2": 8}
 INDEX = "model.safetensors.index.json"
 HF_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration and tokenizer of a model's folder
 
@@ -33,16 +40,18 @@ def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
     """
     try:
         size = file.stat().st_size
-        with file.open("rb") as stream:
+        with os.fdopen(open_regular(file), "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
                 raise ValueError(f"its header claims {length} bytes of a file of {size}")
-            header = json.loads(stream.read(length))
+            header = parse_json(stream.read(length))
         header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        tensors = {name: _tensor_bytes(entry, 8 + length) for name, entry in header.items()}
+        _check_apart(tensors, 8 + length)
+        end = max((tensor.stop for tensor in tensors.values()), default=0) - 8 - length
         if size < 8 + length + end:
             raise ValueError(f"its header describes {8 + length + end} bytes and it has {size}: it was cut short")
-        return {name: _tensor_bytes(entry, 8 + length) for name, entry in header.items()}
+        return tensors
     except FileNotFoundError:
         raise EnvironmentFault(
             f"{file} does not exist although {INDEX} lists it: download the checkpoint again"
@@ -55,36 +64,80 @@ def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
 
 def _tensor_bytes(entry: dict, base: int) -> TensorBytes:
     start, stop = entry["data_offsets"]
-    return TensorBytes(entry["dtype"], tuple(entry["shape"]), base + start, base + stop)
+    shape, dtype = entry["shape"], entry["dtype"]
+    if not isinstance(dtype, str) or not isinstance(shape, list):
+        raise ValueError(f"a tensor of dtype {str(dtype)[:40]} and shape {str(shape)[:40]}")
+    if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)) or stop < start:
+        raise ValueError(f"a tensor of shape {str(shape)[:80]} from {str(start)[:40]} to {str(stop)[:40]}")
+    return TensorBytes(dtype, tuple(shape), base + start, base + stop)
 
 
-def read_safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape. Raises as `read_safetensors_header` does."""
-    return {name: tensor.shape for name, tensor in read_safetensors_header(file).items()}
+def _check_apart(tensors: dict[str, TensorBytes], begin: int) -> None:
+    """Raises ValueError where two tensors have a byte in common, or one has more or fewer than its shape needs."""
+    end = begin
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if tensor.start < end:
+            raise ValueError(f"{name[:80]} begins at byte {tensor.start}, before the tensor ahead of it ends")
+        size = ITEM_BITS.get(tensor.dtype)
+        if size is not None and prod(tensor.shape) * size != (tensor.stop - tensor.start) * 8:
+            raise ValueError(f"{name[:80]} has {tensor.stop - tensor.start} bytes, not those of its shape")
+        end = tensor.stop
 
 
 def hf_files(model: Path) -> list[Path]:
     """Configuration and tokenizer in a checkpoint folder, without the index of its weights."""
     found = {file for pattern in HF_FILES for file in model.glob(pattern)}
-    return sorted(file for file in found if not file.name.endswith(".index.json"))
+    wanted = sorted(file for file in found if not file.name.endswith(".index.json"))
+    for file in wanted:
+        check_own_file(file)
+    return wanted
 
 
-def checkpoint_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a checkpoint directory.
+def check_own_file(file: Path) -> None:
+    """Raises EnvironmentFault for a pipe, a device or a folder in a model's folder, and for a link that leaves it.
+
+    A snapshot in the cache of the Hugging Face hub is made of links into the blobs beside it,
+    models--ORG--NAME/snapshots/COMMIT/FILE -> ../../blobs/HASH: those are followed, and no others.
+    """
+    folder = file.parent.resolve()
+    try:
+        real = file.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # the latter of a circle of links
+        if not file.is_symlink():
+            return  # it is not there, and whoever opens it says so
+        raise EnvironmentFault(f"{file}: a link that leads nowhere ({error})") from None
+    if not real.is_file():
+        raise EnvironmentFault(f"{file}: is no regular file")
+    repository = folder.parent.parent
+    is_cached = folder.parent.name == "snapshots" and repository.name.startswith("models--")
+    if real.parent != folder and not (is_cached and real.parent == repository / "blobs"):
+        raise EnvironmentFault(
+            f"{file}: a link to {real}, out of its folder; what it leads to is not read: put the file itself there"
+        )
+
+
+def checkpoint_tensors(path: str | Path) -> dict[str, TensorBytes]:
+    """All tensors of a checkpoint directory, by name.
 
     Raises EnvironmentFault when there are no safetensors files or one is broken.
     """
-    folder = Path(path)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(folder):
-        shapes.update(read_safetensors_shapes(file))
-    return shapes
+    tensors: dict[str, TensorBytes] = {}
+    for file in weight_files(Path(path)):
+        tensors.update(read_safetensors_header(file))
+    return tensors
+
+
+def scale_of(name: str) -> str:
+    """The name of the tensor that has the scales of a matrix in FP8."""
+    return f"{name}_scale_inv"
 
 
 def check_checkpoint(path: str | Path, model: ModelSpec) -> None:
     """Raises EnvironmentFault when the files do not hold exactly the tensors that config.json promises."""
-    stored = checkpoint_shapes(path)
+    tensors = checkpoint_tensors(path)
     wanted = {spec.name: spec.shape for spec in tensor_specs(model)}
+    scales = {scale_of(name) for name in wanted if name in tensors and tensors[name].dtype == FP8}
+    stored = {name: tensor.shape for name, tensor in tensors.items() if name not in scales}
     problems = [f"{name} is missing" for name in wanted.keys() - stored.keys()]
     problems += [
         f"{name} is not part of the model" for name in stored.keys() - wanted.keys() if not _is_spare(name, model)
@@ -94,12 +147,42 @@ def check_checkpoint(path: str | Path, model: ModelSpec) -> None:
         for n in wanted.keys() & stored.keys()
         if stored[n] != wanted[n]
     ]
+    problems += _eight_bit_problems(tensors, wanted, model.fp8_block)
     if problems:
         shown = "; ".join(sorted(problems)[:_SHOWN])
         raise EnvironmentFault(
             f"model.path {path}: the weights are not those of the {model.family} model that config.json describes "
             f"({len(problems)} differences): {shown}{' ...' if len(problems) > _SHOWN else ''}"
         )
+
+
+def _eight_bit_problems(
+    tensors: dict[str, TensorBytes], wanted: Iterable[str], block: tuple[int, int] | None
+) -> list[str]:
+    """What keeps weights of 8 bits from being read as bfloat16. `block`: rows and columns that one scale is of."""
+    problems = []
+    for name in wanted:
+        if name in tensors and tensors[name].dtype.startswith("F8"):
+            problems += _scale_problems(name, tensors[name], tensors.get(scale_of(name)), block)
+    return problems
+
+
+def _scale_problems(
+    name: str, weight: TensorBytes, scale: TensorBytes | None, block: tuple[int, int] | None
+) -> list[str]:
+    if block is None:
+        return [f"{name} is {weight.dtype}, of which the quantization_config in config.json says nothing"]
+    if weight.dtype != FP8 or len(weight.shape) != len(block):
+        return [f"{name} is {weight.dtype} of shape {list(weight.shape)}: only matrices of {FP8} are read"]
+    if scale is None:
+        return [f"{name} is {FP8} and its scales, {scale_of(name)}, are missing"]
+    of_blocks = tuple(-(-size // step) for size, step in zip(weight.shape, block, strict=True))
+    if (scale.dtype, scale.shape) != ("F32", of_blocks):
+        return [
+            f"{scale_of(name)} is {scale.dtype} of shape {list(scale.shape)}, not F32 of shape {list(of_blocks)}: one "
+            f"for {block[0]} by {block[1]} elements"
+        ]
+    return []
 
 
 def check_same_architecture(key: str, path: str | Path, model: ModelSpec) -> None:
@@ -122,21 +205,27 @@ def _is_spare(name: str, model: ModelSpec) -> bool:
     return name.endswith("rotary_emb.inv_freq") or tied_head or family_of(model).is_left_out(name, model)
 
 
+def _own(file: Path) -> Path:
+    check_own_file(file)
+    return file
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder.
 
     Raises EnvironmentFault when there are none or the index cannot be followed.
     """
     index = folder / INDEX
-    if index.exists():
+    if index.exists() or index.is_symlink():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            check_own_file(index)
+            names = sorted(set(read_json(index)["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise EnvironmentFault(f"{index} cannot be read: {error}") from None
         if outside := [n for n in names if not isinstance(n, str) or Path(n).name != n]:
             raise EnvironmentFault(f"{index} names files outside its directory: {outside[:_SHOWN]}")
-        return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
+        return [_own(folder / name) for name in names]
+    files = [_own(file) for file in sorted(folder.glob("*.safetensors"))]
     if not files:
         other = "; it has .bin files, which are pickles and are never read" if any(folder.glob("*.bin")) else ""
         raise EnvironmentFault(

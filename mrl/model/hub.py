@@ -5,6 +5,7 @@ configuration, tokenizer and safetensors files are fetched, never code and never
 offline mode are huggingface_hub's own (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
 """
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ def hub_name(path: str) -> HubName | None:
 
     A folder of another node's cache (.../models--ORG--NAME/snapshots/COMMIT) names that commit.
     """
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         return None
     if match := _SNAPSHOT.fullmatch(path):
         return HubName(f"{match['org']}/{match['name']}", match["revision"])
@@ -52,7 +53,7 @@ def _published(repo: str) -> bool:
     """Whether a plain ORG/NAME is meant as a name on the hub: of a model that is known,
     and not below a folder that is here.
     """
-    return known_name(repo) is not None and not Path(repo).parent.exists()
+    return known_name(repo) is not None and not os.path.exists(Path(repo).parent)
 
 
 def local_folder(path: str) -> str:

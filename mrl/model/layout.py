@@ -8,6 +8,7 @@ Nobody else computes a rank: ask a `TrainLayout` or a `RolloutLayout`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -229,7 +230,8 @@ class RolloutLayout:
         return self.workers_per_engine // self.expert
 
 
-def _unravel(index: int, sizes: tuple[int, ...]) -> list[int]:
+@lru_cache(maxsize=1 << 16)
+def _unravel(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Coordinates of `index`, first axis fastest. Raises IndexError outside the grid."""
     if not 0 <= index < prod(sizes):
         raise IndexError(f"rank {index} is outside a grid of {prod(sizes)}")
@@ -237,7 +239,7 @@ def _unravel(index: int, sizes: tuple[int, ...]) -> list[int]:
     for size in sizes:
         index, coord = divmod(index, size)
         coords.append(coord)
-    return coords
+    return tuple(coords)
 
 
 def _ravel(coords: tuple[int, ...], sizes: tuple[int, ...]) -> int:

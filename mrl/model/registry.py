@@ -1,11 +1,12 @@
 """The model families; from a checkpoint directory or a published name to a ModelSpec, and to its weight map.
 
 Nothing but JSON is read and no code of a checkpoint runs. `mrl/model/known/NAME.json` holds the fields of the public
-config.json of `Qwen/NAME` (`zai-org/NAME`, `deepseek-ai/NAME`) that a ModelSpec is read from, so that a preset can be
-planned where its checkpoint is not; training never looks there.
+config.json of `Qwen/NAME` (`zai-org/NAME`, `deepseek-ai/NAME`, `moonshotai/NAME`) that a ModelSpec is read from, so
+that a preset can be planned where its checkpoint is not; training never looks there.
 """
 
 import json
+import os
 import re
 from dataclasses import replace
 from functools import cache
@@ -13,11 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError, EnvironmentFault, MrlError
-from mrl.model import glm4_moe, qwen2, qwen2_moe, qwen3, qwen3_moe
-from mrl.model.hf_config import HfConfig, ModelSpec
+from mrl.model import deepseek_v3, glm4_moe, glm4_moe_lite, qwen2, qwen2_moe, qwen3, qwen3_moe
+from mrl.model.hf_config import HfConfig, ModelSpec, refuse_impossible
 from mrl.model.weight_map import Family, WeightMap
+from mrl.plain_files import TEXT_BYTES, read_json, reason
+from mrl.units import MIB
 
-FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in (qwen2, qwen3, qwen2_moe, qwen3_moe, glm4_moe)}
+_MODULES = (qwen2, qwen3, qwen2_moe, qwen3_moe, glm4_moe, deepseek_v3, glm4_moe_lite)
+FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
+# what attends to few positions, chosen by an indexer of its own (DeepSeek-V3.2, GLM-5)
+_SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+TOKENIZER_BYTES = 64 * MIB  # of tokenizer_config.json, which may list thousands of special tokens
 _KNOWN = Path(__file__).parent / "known"
 # Words behind a name that mean other weights than its own: what reads images, what is no language model, what is
 # quantised.
@@ -25,7 +32,9 @@ _OTHER_WEIGHTS = ("vl", "omni", "embedding", "reranker", "awq", "gptq", "gguf", 
 # Releases of Qwen3 that have the shape of the first ones, and more positions: a part of their names -> positions.
 _MORE_POSITIONS = {"2507": 262_144}
 # Names that leave something out and can still mean one model only.
-_SHORT = {"qwen330b": "Qwen3-30B-A3B", "qwen3235b": "Qwen3-235B-A22B"}
+_SHORT = {"qwen330b": "Qwen3-30B-A3B", "qwen3235b": "Qwen3-235B-A22B", "kimik2base": "Kimi-K2-Instruct"}
+# Names that begin as a known one's and mean another model.
+_OTHER_MODELS = ("deepseekv32",)
 
 
 @cache
@@ -47,18 +56,18 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     """The config.json of a checkpoint directory. Raises EnvironmentFault when it is missing or no JSON object."""
     file = Path(path) / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file, TEXT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         hint = (
             ""
-            if Path(path).is_dir()
+            if os.path.isdir(path)
             else " (no such directory; a name on the Hugging Face hub is written hf://ORG/NAME)"
         )
         raise EnvironmentFault(
             f"{file} does not exist{hint}: model.path must be a Hugging Face checkpoint directory"
         ) from None
     except (OSError, ValueError) as error:
-        raise EnvironmentFault(f"{file} cannot be read as JSON: {error}") from None
+        raise EnvironmentFault(f"{file} cannot be read as JSON: {reason(error)}") from None
     if not isinstance(config, dict):
         raise EnvironmentFault(f"{file} holds a {type(config).__name__}, not a JSON object")
     return config
@@ -68,13 +77,19 @@ def model_spec(config: HfConfig) -> ModelSpec:
     """Raises ConfigError for remote code, an unsupported architecture,
     a missing key or a feature that training would not compute.
     """
-    if config.get("auto_map"):
-        raise ConfigError(
-            "config.json has auto_map: the checkpoint wants its own code to run (trust_remote_code), which mrl never "
-            f"does; use a checkpoint of {_supported()}"
-        )
+    refuse_impossible(config)
     names = config.get("architectures") or []
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    if config.get("auto_map") and not (family and family.has_code_beside):
+        raise ConfigError(
+            f"config.json of {', '.join(names)} has auto_map: the checkpoint wants its own code to run "
+            f"(trust_remote_code), which mrl never does; use a checkpoint of {_supported()}"
+        )
+    if sparse := [name for name in names if name in _SPARSE]:
+        raise ConfigError(
+            f"config.json: {sparse[0]} attends through a sparse indexer, which is not supported; supported: "
+            f"{_supported()}"
+        )
     if family is None:
         raise ConfigError(f"config.json: architectures = {names} is not supported; supported: {_supported()}")
     return family.read(config)
@@ -83,10 +98,34 @@ def model_spec(config: HfConfig) -> ModelSpec:
 def load_model_spec(path: str | Path) -> ModelSpec:
     """The model in a checkpoint directory. Raises EnvironmentFault and ConfigError that name the directory."""
     config = read_hf_config(path)
+    _refuse_own_tokenizer(Path(path))
     try:
         return model_spec(config)
     except ConfigError as error:
         raise ConfigError(f"model.path {path}: {error}") from None
+
+
+def _refuse_own_tokenizer(folder: Path) -> None:
+    """Raises ConfigError for a tokenizer that is code of the checkpoint's."""
+    file = folder / "tokenizer_config.json"
+    if not file.exists():
+        return
+    try:
+        settings = read_json(file, TOKENIZER_BYTES, strict=False)
+    except (OSError, ValueError) as error:
+        raise EnvironmentFault(f"{file} cannot be read as JSON: {reason(error)}") from None
+    if not isinstance(settings, dict) or settings.get("auto_map"):
+        raise ConfigError(
+            f"model.path {folder}: tokenizer_config.json has auto_map: the checkpoint wants its own code to run "
+            f"(trust_remote_code), which mrl never does; {_as_transformers_own(folder)}"
+        )
+
+
+def _as_transformers_own(folder: Path) -> str:
+    """How a tokenizer that is code is made one that is none; Moonlight's and Kimi-K2's are over tiktoken.model."""
+    if not (folder / "tiktoken.model").exists():
+        return "save the tokenizer as one of transformers' own"
+    return f"mrl convert tokenizer {folder} -o NEW writes one that is none: put its files in the place of these"
 
 
 @cache
@@ -104,7 +143,7 @@ def known_name(path: str | Path) -> str | None:
     text = _plain(Path(path).name)
     names = {_plain(name): name for name in known_models()} | _SHORT
     prefixes = [name for name in names if text.startswith(name)]
-    if not prefixes:
+    if not prefixes or text.startswith(_OTHER_MODELS):
         return None
     longest = max(prefixes, key=len)
     return None if any(word in text[len(longest) :] for word in _OTHER_WEIGHTS) else names[longest]
@@ -128,11 +167,11 @@ def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
     that is not on this machine falls back to its name. Raises what `load_model_spec` raises when the name is not
     known either.
     """
-    if Path(path).is_dir() or (name := known_name(path)) is None:
+    if os.path.isdir(path) or (name := known_name(path)) is None:
         try:
             return load_model_spec(path), ""
         except MrlError as error:
-            here = "" if Path(path).is_dir() else f"; known by name for planning: {', '.join(known_models())}"
+            here = "" if os.path.isdir(path) else f"; known by name for planning: {', '.join(known_models())}"
             raise type(error)(f"{error}{here}") from None
     spec = known_spec(name)
     longer = next(

@@ -84,7 +84,8 @@ def forward_flops_per_token(model: ModelSpec, context: float) -> float:
     # a tied output layer is a product with the embedding, which itself is a look-up
     tied = [(weights.output, 1)] if model.tie_word_embeddings else []
     matmul = sum(_matmul_numel(model, weight) * layers for weight, layers in (*weights.counted, *tied))
-    scores_and_values = 2 * model.num_attention_heads * model.head_dim * context * model.num_layers
+    of_a_pair = model.num_attention_heads * (model.head_dim + model.value_head_dim)
+    scores_and_values = of_a_pair * context * model.num_layers
     return 2.0 * (matmul + scores_and_values)
 
 

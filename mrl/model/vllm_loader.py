@@ -13,12 +13,13 @@ from mrl.model.layout import RolloutLayout
 
 Arrays = dict[str, np.ndarray]
 # packed_modules_mapping: a module of the checkpoint -> the fused module, and its place there
-_FUSED = {
-    **{f"{x}_proj": ("qkv_proj", place) for place, x in enumerate("qkv")},
-    **{f"{x}_proj": ("gate_up_proj", place) for place, x in enumerate(("gate", "up"))},
-}
+_FUSED_MLP = {f"{x}_proj": ("gate_up_proj", place) for place, x in enumerate(("gate", "up"))}
+_FUSED = {**{f"{x}_proj": ("qkv_proj", place) for place, x in enumerate("qkv")}, **_FUSED_MLP}
+# of latent attention, where queries have a latent; without one nothing of it is fused
+_FUSED_LATENTS = {"q_a_proj": ("fused_qkv_a_proj", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj", 1), **_FUSED_MLP}
 _VOCABULARY = ("embed_tokens", "lm_head")
-_COLUMN_PARALLEL, _ROW_PARALLEL = ("q_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+_COLUMN_PARALLEL = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+_ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, transposed: bool) -> Arrays:
@@ -30,13 +31,19 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
     for name, tensor in hf.items():
         if ".experts." not in name:
             *path, module, leaf = name.split(".")
-            fused, place = _FUSED.get(module, (module, 0))
+            fused, place = _fused(model).get(module, (module, 0))
             local = _sliced(module, tensor, model.num_key_value_heads, tp, rollout.tensor)
             slices[".".join([*path, fused, leaf])][place] = local
     parameters = {name: np.concatenate([parts[place] for place in sorted(parts)]) for name, parts in slices.items()}
     for layer in model.moe_layers:
         parameters |= _experts(hf, f"model.layers.{layer}.mlp.experts.", model.num_experts, rollout, worker, transposed)
     return parameters
+
+
+def _fused(model: ModelSpec) -> dict[str, tuple[str, int]]:
+    if not model.is_latent:
+        return _FUSED
+    return _FUSED_LATENTS if model.q_lora_rank else _FUSED_MLP
 
 
 def _sliced(module: str, tensor: np.ndarray, kv_heads: int, tp: int, size: int) -> np.ndarray:

@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from mrl.model.boxes import Box
 from mrl.model.hf_config import HfConfig, ModelSpec
@@ -76,6 +76,9 @@ class Part:
 class Weight:
     """One row of the map: checkpoint tensors that are one parameter in Megatron and in vLLM.
 
+    Rows of a layer with one name in vLLM are one parameter there, one under the other: `LayerWeights.vllm` has them as
+    one row, whose Megatron name means nothing.
+
     In `megatron`, `{layer}` and `{expert}` are numbers local to the model chunk and the rank. vLLM stacks the experts
     of a layer in one parameter, whose leading axis is the expert.
     """
@@ -100,6 +103,10 @@ def _nothing(name: str, model: ModelSpec) -> bool:
     return False
 
 
+def _no_keys(model: ModelSpec) -> dict[str, Any]:
+    return {}
+
+
 LayerOf = Callable[[ModelSpec], tuple[Weight, ...]]  # weights of one layer, in the checkpoint's order
 
 
@@ -118,6 +125,10 @@ class Family:
     vllm_order: tuple[str, ...] = (*VLLM_ATTENTION, "mlp.", *VLLM_NORMS)
     # a tensor of the family's checkpoints that the model does not have
     is_left_out: Callable[[str, ModelSpec], bool] = _nothing
+    # of config.json what vLLM reads, and what transformers does not write: no engine may take another default for it
+    engine_keys: Callable[[ModelSpec], dict[str, Any]] = _no_keys
+    # official folders carry code beside the weights (`auto_map`) for what `read` reads: it is neither run nor copied
+    has_code_beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,8 +211,16 @@ def _vocabulary(part: Part, megatron: str) -> Weight:
 
 
 def _layer_weights(family: Family, weights: tuple[Weight, ...]) -> LayerWeights:
-    orders = (weights, _ordered(weights, family.megatron_order), _ordered(weights, family.vllm_order))
+    in_vllm = _joined(_ordered(weights, family.vllm_order))
+    orders = (weights, _ordered(weights, family.megatron_order), in_vllm)
     return LayerWeights(*(tuple(map(_in_layer, order)) for order in orders))
+
+
+def _joined(weights: Iterable[Weight]) -> Iterator[Weight]:
+    """Neighbours of one name in vLLM as one row."""
+    for _, group in groupby(weights, key=lambda weight: weight.vllm):
+        first, *others = group
+        yield replace(first, parts=(*first.parts, *(part for other in others for part in other.parts)))
 
 
 def _ordered(weights: Iterable[Weight], prefixes: Sequence[str]) -> list[Weight]:
@@ -252,8 +271,7 @@ def even_slice(weight: Weight, ranks: int, index: int) -> Slice:
     part = weight.parts[0]
     match weight.split:
         case "copied":
-            box = Box.whole(part.shape)
-            return Slice(box.shape, (Block(part, box, box),))
+            return stacked([(part, 0, part.shape[0]) for part in weight.parts])
         case "rows":
             return stacked([(part, *share(part.shape[0], ranks, index)) for part in weight.parts])
         case "columns":

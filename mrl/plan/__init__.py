@@ -1,6 +1,6 @@
-"""What a configuration will take, from sizes alone: bytes, seconds, the weight sync; and layouts that would fit.
+"""What a configuration will take, from sizes alone: bytes, seconds, the weight sync.
 
-`PlanInputs` is everything that a plan follows from, `Phase` the bytes on a device while a phase runs, `Candidate` a
-layout that `search` found. `run_plan` puts a plan together, hashes, stores and compares it; `doctor` judges the host.
+`PlanInputs` is everything that a plan follows from, `Phase` the bytes on a device while a phase runs. `run_plan` puts a
+plan together, hashes, stores and compares it.
 Imports `reshard`, `config`, `model`, `data` and `platforms`; neither torch nor Ray, Megatron or vLLM.
 """

@@ -149,6 +149,8 @@ class Activations:
         return self.sharded * self.model.hidden_size * self.bytes
 
     def _attention(self) -> dict[str, int]:
+        if self.model.is_latent:
+            return self._latent_attention()
         m, (queries, groups), s = self.model, self._heads, self.tokens
         rows = (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
         # with fewer of them than ranks, the whole projection is gathered on each
@@ -164,6 +166,29 @@ class Activations:
             "core attention": (self.attended * (queries + groups) + s * queries) * m.head_dim * self.bytes,
             "attention internals": self.attended * queries * _F32
             + (self._plain_attention(queries, groups) if self.kernels == "torch" else 0),
+        }
+
+    def _latent_attention(self) -> dict[str, int]:
+        """Latents before and after their norms; queries, keys and values as attention takes them, and its output.
+
+        What up projections give is copied into queries, keys and values, and not kept. Plain attention takes values as
+        wide as keys.
+        """
+        m, (queries, _), s = self.model, self._heads, self.tokens
+        plain = self.kernels == "torch"
+        normed = m.q_lora_rank + m.kv_lora_rank
+        of_norms = 2 * _F32 + self.bytes if plain else self.bytes
+        latents = self.sharded * (normed * (self.bytes + of_norms) + m.qk_rope_head_dim * self.bytes)
+        taken = m.head_dim if plain else m.v_head_dim
+        keys_and_values = self.attended * queries * (m.head_dim + taken)
+        rotary = 4 * (s if self.micro.packed else self.micro.length // self.layout.context) * m.qk_rope_head_dim
+        core = self.attended * queries * m.head_dim + keys_and_values + s * queries * m.v_head_dim
+        return {
+            "attention norm": self._norm() + self._hidden(),
+            "query, key, value": latents + rotary * self.bytes,
+            "core attention": core * self.bytes,
+            "attention internals": self.attended * queries * _F32
+            + (self._plain_attention(queries, queries) if plain else 0),
         }
 
     @property

@@ -8,7 +8,7 @@ other has, and every engine needs them.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from mrl.config.places import cluster_shape, rollout_layout
 from mrl.config.schema import RunConfig
@@ -38,12 +38,19 @@ def most_pairs(config: RunConfig) -> int:
 
 def _places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
     """As `rank_places`, but for the order of workers inside a node, which changes no count."""
-    cluster, world = cluster_shape(config), config.actor.layout.world_size
+    cluster, world = cluster_shape(config.cluster), config.actor.layout.world_size
     first = 0 if config.cluster.placement == "colocated" else world
-    return actor_places(world, cluster), engine_places(rollout_layout(config), cluster, first)
+    return actor_places(world, cluster), engine_places(rollout_layout(config.rollout), cluster, first)
 
 
-def _served(config: RunConfig, place: Place, others: Iterable[Place]) -> int:
+def _served(config: RunConfig, place: Place, others: Sequence[Place]) -> int:
     """How many processes on the other side p2p serves, seen from a process at `place`."""
-    kind, reach = config.reshard.transport, get_hosting(config.cluster.device).memory_reach
-    return sum(count for other, count in Counter(others).items() if pair_route(kind, place, other, reach) == "p2p")
+    kind = config.reshard.transport
+    reach = get_hosting(config.cluster.device).memory_reach
+    here = [other for other in others if other.node == place.node]
+    # all of another node are served alike
+    elsewhere = {other.node: other for other in others if other.node != place.node}
+    counts = Counter(other.node for other in others)
+    return sum(pair_route(kind, place, other, reach) == "p2p" for other in here) + sum(
+        counts[node] for node, other in elsewhere.items() if pair_route(kind, place, other, reach) == "p2p"
+    )

@@ -7,7 +7,7 @@ falls to each when all copy at once: some 500 GB/s of a host, written and read.
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from mrl.model.layout import TrainLayout
 from mrl.units import GIB, MIB
 
 _FILE = Path(__file__).with_name("devices.json")
+_ALSO_CALLED = {"a2": "ascend-910b-64g"}  # by the server that has them; a3's devices are called so themselves
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ class SyncRates:
     digest: float = 335e9  # as they are sent, or as they arrive
     finalise: float = 838e9  # vLLM puts them into its kernels' layout
     read_back: float = 335e9  # what the engine then holds is read and digested
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Seconds of the host for one copy of a sync, and for one wait for the device, which each message has."""
+
+    copy: float = 8e-6
+    wait: float = 30e-6
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,10 @@ class Device:
     host_memory: int  # bytes of a node
     source: str
     shown_as: str  # regular expression: in the name that torch gives the device
+    decode_layer: float  # seconds that the kernels of a layer of a decode step take at least, whatever they compute
+    collective: float  # seconds of an exchange of few bytes inside a node
+    network_collective: float  # and between nodes
+    starts: "Starts"
     communicators: int = 0  # bytes that weight syncs of a configuration take for their pairs of processes, `pair` each
 
     @property
@@ -80,6 +93,20 @@ def find_device(name: str) -> Device:
     if name not in devices():
         raise ConfigError(f"device {name}: is not known; known: {', '.join(devices())}")
     return devices()[name]
+
+
+def device_by_part(text: str) -> Device:
+    """The device of a name, of one of its parts, or of the beginning of it or of a part: `h100`, `a3`, `910b`.
+
+    Raises ConfigError, which names those that would fit.
+    """
+    text = _ALSO_CALLED.get(text, text)
+    whole = [name for name in devices() if text == name or text in name.split("-")]
+    begun = [name for name in devices() if name.startswith(text)]
+    fitting = whole or begun
+    if len(fitting) > 1:
+        raise ConfigError(f"device {text}: is not known; it may be {' or '.join(fitting)}")
+    return find_device(fitting[0] if fitting else text)
 
 
 def published_flops(name: str) -> float | None:
@@ -113,6 +140,10 @@ def _device(name: str, row: dict) -> Device:
         host_memory=row["host_memory_gib"] * GIB,
         source=row["source"],
         shown_as=row["shown_as"],
+        decode_layer=row["decode_layer_us"] * 1e-6,
+        collective=row["collective_us"] * 1e-6,
+        network_collective=row["network_collective_us"] * 1e-6,
+        starts=Starts(row["launch_us"] * 1e-6, row["wait_us"] * 1e-6),
     )
 
 
@@ -120,16 +151,25 @@ def _device(name: str, row: dict) -> Device:
 class Assumptions:
     """What a plan cannot know: shares of a device's peak rates, mean lengths, unevenness."""
 
-    # Of the peak, what a rank reaches while it computes: what it waits for, others and the pipeline, is counted beside
-    # it. Set so that whole updates come out where those of mixtures of experts in RL lie: 0.03 to 0.15 on H100 and H200
-    # (prime-rl's benchmarks); 0.19 for a 671B model and 0.31 to 0.40 on H20, whose peak is a seventh (verl
-    # docs/perf/dpsk.md). Pre-training on H100, which overlaps more: 0.24 to 0.31 (NVIDIA/Megatron-LM#5728).
-    compute_share: float = 0.15
-    prefill_mfu: float = 0.15
-    # A decode step reads the weights that its tokens touch and their caches, at this share of the memory's rate. Set so
-    # that whole steps come out near published ones (NeMo-RL's performance table; tests/unit/test_plan.py has the
-    # comparison).
-    decode_memory_share: float = 0.35
+    # Of the peak, what a product reaches. What passes through memory between products, what is exchanged and what waits
+    # are counted beside it. Set on published updates as a whole, one value for all (docs/predictions.md): pre-training
+    # on H100 and H800, 176 to 302 TFLOP/s. The ladder's rung `products` measures it.
+    compute_share: float = 0.45
+    # Of the peak, what the output layer reaches, one large product.
+    head_share: float = 0.65
+    # Of the peak, for tokens that an engine computes rather than reads weights for.
+    prefill_mfu: float = 0.3
+    # Of the memory's rate, what reading weights, caches and activations reaches; set on published decode steps.
+    decode_memory_share: float = 0.75
+    # vLLM's host for a decode step, and for each of its sequences: scheduler, sampler's rows, output. From steps with
+    # many and with few sequences (docs/predictions.md); the ladder's rung `decode` measures both.
+    step_host: float = 2e-3
+    sequence_host: float = 60e-6
+    # What a step has beside its phases: rewards, batches, advantages. Four runs of NVIDIA-NeMo/RL#959: 3, 3, 4 and 8 s.
+    rest: float = 3.0
+    # The host for one layer of one forward pass, which cannot be shorter: a layer of experts waits for its counts.
+    moe_launch: float = 1e-3
+    dense_launch: float = 0.3e-3
     # 46 of 50 GB/s of a 400 Gb/s adapter.
     link_share: float = 0.92
     # Mean lengths over the limits of the configuration.
@@ -149,3 +189,39 @@ class Assumptions:
 
 
 USUAL = Assumptions()
+# What a plan calls low and high: every share and time that is assumed at the better and the worse end of what published
+# runs leave open.
+_FASTER = {
+    "compute_share": 0.55,
+    "head_share": 0.75,
+    "prefill_mfu": 0.4,
+    "decode_memory_share": 0.85,
+    "step_host": 1e-3,
+    "sequence_host": 30e-6,
+    "moe_launch": 0.6e-3,
+    "link_share": 0.95,
+    "expert_load": 1.1,
+    "rest": 1.0,
+}
+_SLOWER = {
+    "compute_share": 0.3,
+    "head_share": 0.5,
+    "prefill_mfu": 0.15,
+    "decode_memory_share": 0.55,
+    "step_host": 3e-3,
+    "sequence_host": 90e-6,
+    "moe_launch": 1.5e-3,
+    "link_share": 0.7,
+    "expert_load": 1.5,
+    "rest": 8.0,
+}
+
+
+def faster(assumed: Assumptions) -> Assumptions:
+    """With which a prediction is low."""
+    return replace(assumed, **_FASTER)
+
+
+def slower(assumed: Assumptions) -> Assumptions:
+    """With which a prediction is high."""
+    return replace(assumed, **_SLOWER)

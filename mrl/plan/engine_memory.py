@@ -68,19 +68,26 @@ def _with_cache(
 ) -> EngineMemory:
     per_token = cache_bytes_per_token(model, rollout.tensor, dtype_bytes)
     tokens = cache // per_token // BLOCK * BLOCK * rollout.data
-    buffers = model.max_position_embeddings * model.head_dim * dtype_bytes
+    rotated = model.qk_rope_head_dim or model.head_dim
+    buffers = model.max_position_embeddings * rotated * dtype_bytes
     return EngineMemory(weights, working, cache, tokens, _largest_module(model, rollout) * dtype_bytes, buffers)
 
 
 def cache_bytes_per_token(model: ModelSpec, tensor: int, dtype_bytes: int) -> int:
-    """Keys and values of one token in all layers, on one of `tensor` workers."""
+    """Keys and values of one token in all layers, on one of `tensor` workers.
+
+    Of latent attention the latent and the rotated part of the key, which every worker has whole.
+    """
+    if model.is_latent:
+        return model.num_layers * (model.kv_lora_rank + model.qk_rope_head_dim) * dtype_bytes
     return model.num_layers * 2 * key_value_heads(model, tensor) * model.head_dim * dtype_bytes
 
 
 @cache
 def worker_weights(model: ModelSpec, rollout: RolloutLayout) -> int:
-    """Elements of the weights of the worker that has most."""
-    return sum(fullest_numel(model, rollout, weight) * layers for weight, layers in weight_map(model).counted)
+    """Elements of the weights of the worker that has most, copies for decoding included."""
+    counted = ((weight, fullest_numel(model, rollout, weight) * n) for weight, n in weight_map(model).counted)
+    return sum(numel * (2 if weight.vllm.endswith(".kv_b_proj.weight") else 1) for weight, numel in counted)
 
 
 @cache
@@ -101,7 +108,6 @@ def _working_set(m: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, batched
         if m.is_moe
         else 2 * m.intermediate_size
     )
-    per_token = (
-        4 * m.hidden_size + (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim // rollout.tensor + inner
-    )
+    projected = m.num_attention_heads * m.head_dim + m.num_key_value_heads * (m.head_dim + m.value_head_dim)
+    per_token = 4 * m.hidden_size + projected // rollout.tensor + inner
     return batched_tokens * per_token * dtype_bytes + 2 * max_num_seqs * m.vocab_size * _F32

@@ -14,10 +14,10 @@ from mrl.config.schedule_rules import schedule_of
 from mrl.model.device_grid import Place
 from mrl.model.precision import Precision
 from mrl.plan.engine_memory import EngineMemory
-from mrl.plan.memory_phases import HOST_CURES, ActorBytes
+from mrl.plan.memory_phases import TERMS, ActorBytes
 from mrl.plan.model_state import stage_numel
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, sync_budget
-from mrl.plan.step_batch import (
+from mrl.plan.sample_bytes import (
     fetched_share,
     held_bytes,
     held_out_bytes,
@@ -61,7 +61,7 @@ def host_section(
         "bytes_per_node": used,
         "node_bytes": limit,
         "fits": used <= limit,
-        "change": "" if used <= limit else HOST_CURES[largest],
+        "change": "" if used <= limit else TERMS[largest].host_cure,
         "object_store_bytes": max(stores.values()),  # that a node's has to have room for
         "held_out_prompts": inputs.held_out_prompts,  # counted in it
         "bytes_of_a_rank": max(sum(rank.values()) for rank in of_ranks),
@@ -77,13 +77,14 @@ def object_stores(
     ahead: a resumed run reads the groups there that a checkpoint kept. Answers to held-out prompts stay where they were
     generated; the step before is still there when they come.
     """
-    whole, beside = stored_bytes(inputs, batch), stored_beside_validation(inputs, batch)
+    whole = stored_bytes(inputs)
+    beside = stored_beside_validation(inputs, batch)
     answers, stores = held_out_bytes(inputs.config, inputs.held_out_prompts), {}
     nodes = sorted({place.node for place in (*ranks, *workers)})
     for node in nodes:
         generated = sum(place.node == node for place in workers) / len(workers)
         fetched = fetched_share(inputs, [rank for rank, place in enumerate(ranks) if place.node == node])
-        reads_kept = schedule_of(inputs.config) is not None and node == nodes[0]
+        reads_kept = not schedule_of(inputs.config).is_synchronous and node == nodes[0]
         share = 1.0 if reads_kept else min(1.0, generated + fetched)
         stores[node] = math.ceil(max(whole * share, beside * share + answers * generated))
     return stores

@@ -5,13 +5,13 @@ the host.
 from dataclasses import replace
 from typing import Any
 
-from mrl.config.places import rank_places
+from mrl.config.places import Deployment, rank_places
 from mrl.config.schema import RunConfig
 from mrl.plan.activations import Activations, Kernels, MicroBatchShape
 from mrl.plan.engine_memory import GRAPHS, EngineMemory, cache_bytes_per_token
 from mrl.plan.host_memory import host_section
 from mrl.plan.memory_phases import (
-    PACKED_CURES,
+    TERMS,
     ActorBytes,
     EngineBytes,
     Offload,
@@ -23,7 +23,7 @@ from mrl.plan.memory_phases import (
 )
 from mrl.plan.model_state import Precision, largest_parameter, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, engine_of, precision_of, recompute_of, sync_budget
-from mrl.plan.step_batch import sample_bytes
+from mrl.plan.sample_bytes import sample_bytes
 from mrl.reshard.setup import BUCKET_BYTES
 
 _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_parallel_size or gpu_memory_utilization"
@@ -36,7 +36,7 @@ def memory_section(inputs: PlanInputs) -> dict[str, Any]:
     batch, engine = batch_plan(inputs.config, inputs.train), engine_of(inputs)
     actors = [actor_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
     worker, cache = engine_bytes(inputs, engine), _cache(inputs, engine)
-    host = host_section(inputs, batch, engine, actors, *rank_places(inputs.config))
+    host = host_section(inputs, batch, engine, actors, *rank_places(Deployment.of(inputs.config)))
     if inputs.colocated:
         per_stage = with_optimizer_early([colocated_phases(a, worker, inputs.device) for a in actors], actors)
     else:
@@ -61,12 +61,14 @@ def _fullest(inputs: PlanInputs, per_stage: list[list[Phase]], number: int) -> d
     """The stage with the most bytes in one phase."""
     stage = max(range(len(per_stage)), key=lambda pp: per_stage[pp][number].total)
     phase = per_stage[stage][number]
-    packed = PACKED_CURES if inputs.config.actor.use_dynamic_bsz and not phase.fits else {}
-    return {"stage": stage, **phase.to_json(), "change": packed.get(phase.largest, phase.cure)}
+    change = phase.cure
+    if change and inputs.config.actor.use_dynamic_bsz:
+        change = TERMS[phase.largest].packed_cure or change
+    return {"stage": stage, **phase.to_json(), "change": change}
 
 
 def _cache(inputs: PlanInputs, engine: EngineMemory) -> dict[str, Any]:
-    length = inputs.config.data.max_prompt_length + inputs.config.data.max_response_length
+    length = inputs.config.data.max_sample_length
     return {
         "bytes_per_worker": engine.cache,
         "bytes_per_token": cache_bytes_per_token(inputs.model, inputs.rollout.tensor, inputs.engine_element_bytes),

@@ -5,81 +5,97 @@ from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.plan.devices import Device
-from mrl.plan.step_batch import SampleBytes
+from mrl.plan.sample_bytes import SampleBytes
 
 _MORE_MEMORY = "take nodes with more memory"
-# largest term of a node's host memory -> what to change
 _FEWER_SAMPLES = (
     "a smaller data.train_batch_size or rollout.n, or actor.router_replay: disabled where routes are most of it"
 )
-HOST_CURES = {
-    "parameters": f"switch off actor.param_offload, or {_MORE_MEMORY}",
-    "optimizer": f"switch off actor.optimizer_offload, or {_MORE_MEMORY}",
-    "optimizer_host": f"lower optimizer_offload_fraction in actor.optim.override_optimizer_config, or {_MORE_MEMORY}",
-    "reference": f"ref.param_offload: false, or {_MORE_MEMORY}",
-    "save": f"{_MORE_MEMORY}, or spread the actor over more of them: every checkpoint is "
-    "written from a copy on the host",
-    "staging": "a smaller reshard.budget_mb",
-    "engine_weights": f"cluster.placement: separate, or {_MORE_MEMORY}",
-    "samples": _FEWER_SAMPLES,
-    "kept_group": _FEWER_SAMPLES,
-    "object_store": f"{_FEWER_SAMPLES}; a smaller data.val_max_samples where answers to held-out prompts are",
-}
-# largest term -> what to change, the likeliest help first
-CURES = {
-    "parameters": "raise expert_model_parallel_size or pipeline_model_parallel_size "
-    "(tensor_model_parallel_size inside a node)",
-    "gradients": "raise expert_model_parallel_size or pipeline_model_parallel_size "
-    "(tensor_model_parallel_size inside a node)",
-    "optimizer": "take more devices (its shards are divided over data parallelism), or optimizer_cpu_offload in "
-    "actor.optim.override_optimizer_config",
-    "activations": "recompute_granularity: full in model.override_transformer_config, a smaller "
-    "ppo_micro_batch_size_per_gpu, "
-    "or a higher context_parallel_size",
-    "temporaries": "a smaller micro-batch, or a higher tensor_model_parallel_size or context_parallel_size",
-    "log_prob": "a smaller log_prob_micro_batch_size_per_gpu",
-    "sync_staging": "a smaller reshard.budget_mb",
-    "engine_staging": "a smaller reshard.budget_mb",
-    "engine_weights": "raise rollout.tensor_model_parallel_size, or "
-    "rollout.expert_parallel_size with data_parallel_size",
-    "engine_working_set": "a smaller rollout.max_num_batched_tokens or max_num_seqs",
-    "kv_cache": "a smaller rollout.gpu_memory_utilization",
-    "engine_asleep": "cluster.placement: separate",
-    "engine_context": "cluster.placement: separate",
-    "reference": "ref.param_offload: true, or a loss without KL",
-    "batch": "a smaller data.train_batch_size, or more data parallelism",
-    "routes": "actor.router_replay: disabled, a smaller data.train_batch_size, or more data parallelism",
-}
-# instead of those above where actor.use_dynamic_bsz packs micro-batches up to a budget of tokens: sample counts do
-# nothing there
-PACKED_CURES = {
-    "activations": "recompute_granularity: full in model.override_transformer_config, a smaller "
-    "ppo_max_token_len_per_gpu, "
-    "or a higher context_parallel_size",
-    "temporaries": "a smaller ppo_max_token_len_per_gpu, or a higher tensor_model_parallel_size "
-    "or context_parallel_size",
-    "log_prob": "a smaller log_prob_max_token_len_per_gpu",
-}
-
+_SPREAD = "raise expert_model_parallel_size or pipeline_model_parallel_size (tensor_model_parallel_size inside a node)"
+_SMALLER_BUDGET = "a smaller reshard.budget_mb"
+_APART = "cluster.placement: separate"
 ACTOR, ENGINE = HOLDERS = ("actor", "engine")
-# term -> whose process has it
-HOLDER_OF = dict.fromkeys(
-    (
-        "parameters",
-        "gradients",
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of a plan's memory, and what to change where it is the largest; the likeliest help comes first.
+
+    `holder`: whose process has it on the device. `cure`: for the device. `packed_cure`: instead, where
+    actor.use_dynamic_bsz packs micro-batches up to a budget of tokens, so that sample counts do nothing.
+    `host_cure`: for a node's host memory.
+    """
+
+    name: str
+    holder: str = ""
+    cure: str = ""
+    packed_cure: str = ""
+    host_cure: str = ""
+
+
+_ROWS = (
+    Term("parameters", ACTOR, _SPREAD, host_cure=f"switch off actor.param_offload, or {_MORE_MEMORY}"),
+    Term("gradients", ACTOR, _SPREAD),
+    Term(
         "optimizer",
-        "activations",
-        "temporaries",
-        "log_prob",
-        "sync_staging",
-        "reference",
-        "batch",
-        "routes",
+        ACTOR,
+        "take more devices (its shards are divided over data parallelism), or optimizer_cpu_offload in "
+        "actor.optim.override_optimizer_config",
+        host_cure=f"switch off actor.optimizer_offload, or {_MORE_MEMORY}",
     ),
-    ACTOR,
-) | dict.fromkeys(
-    ("engine_weights", "engine_working_set", "kv_cache", "engine_staging", "engine_asleep", "engine_context"), ENGINE
+    Term(
+        "optimizer_host",
+        host_cure="lower optimizer_offload_fraction in actor.optim.override_optimizer_config, or " + _MORE_MEMORY,
+    ),
+    Term(
+        "activations",
+        ACTOR,
+        "recompute_granularity: full in model.override_transformer_config, a smaller ppo_micro_batch_size_per_gpu, "
+        "or a higher context_parallel_size",
+        "recompute_granularity: full in model.override_transformer_config, a smaller ppo_max_token_len_per_gpu, "
+        "or a higher context_parallel_size",
+    ),
+    Term(
+        "temporaries",
+        ACTOR,
+        "a smaller micro-batch, or a higher tensor_model_parallel_size or context_parallel_size",
+        "a smaller ppo_max_token_len_per_gpu, or a higher tensor_model_parallel_size or context_parallel_size",
+    ),
+    Term("log_prob", ACTOR, "a smaller log_prob_micro_batch_size_per_gpu", "a smaller log_prob_max_token_len_per_gpu"),
+    Term(
+        "reference",
+        ACTOR,
+        "ref.param_offload: true, or a loss without KL",
+        host_cure=f"ref.param_offload: false, or {_MORE_MEMORY}",
+    ),
+    Term("batch", ACTOR, "a smaller data.train_batch_size, or more data parallelism"),
+    Term("routes", ACTOR, "actor.router_replay: disabled, a smaller data.train_batch_size, or more data parallelism"),
+    Term(
+        "engine_weights",
+        ENGINE,
+        "raise rollout.tensor_model_parallel_size, or rollout.expert_parallel_size with data_parallel_size",
+        host_cure=f"{_APART}, or {_MORE_MEMORY}",
+    ),
+    Term("engine_working_set", ENGINE, "a smaller rollout.max_num_batched_tokens or max_num_seqs"),
+    Term("kv_cache", ENGINE, "a smaller rollout.gpu_memory_utilization"),
+    Term("engine_asleep", ENGINE, _APART),
+    Term("engine_context", ENGINE, _APART),
+    Term("sync_staging", ACTOR, _SMALLER_BUDGET),
+    Term("engine_staging", ENGINE, _SMALLER_BUDGET),
+    Term("staging", host_cure=_SMALLER_BUDGET),
+    Term(
+        "save",
+        host_cure=f"{_MORE_MEMORY}, or spread the actor over more of them: every checkpoint is written from a copy on "
+        "the host",
+    ),
+    Term("samples", host_cure=_FEWER_SAMPLES),
+    Term("kept_group", host_cure=_FEWER_SAMPLES),
+    Term(
+        "object_store",
+        host_cure=f"{_FEWER_SAMPLES}; a smaller data.val_max_samples where answers to held-out prompts are",
+    ),
 )
+TERMS = {term.name: term for term in _ROWS}
 
 _LOG_PROBS = ("log_prob", "ref", "rollout_to_log_prob")  # phases that compute log-probs
 _UNTRACKED = ("engine_asleep", "engine_context")
@@ -111,7 +127,7 @@ class Phase:
     @property
     def cure(self) -> str:
         """What to change when it does not fit; empty when it does."""
-        return "" if self.fits else CURES[self.largest]
+        return "" if self.fits else TERMS[self.largest].cure
 
     def to_json(self) -> dict:
         """Plain data."""
@@ -212,7 +228,7 @@ def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
     if name not in phases:
         raise ConfigError(f"phase {name}: a plan with placement {plan['layout']['placement']} has {', '.join(phases)}")
     terms = phases[name]["terms"]
-    holders = {who: sum(size for term, size in terms.items() if HOLDER_OF[term] == who) for who in HOLDERS}
+    holders = {who: sum(size for term, size in terms.items() if TERMS[term].holder == who) for who in HOLDERS}
     host = plan["memory"]["host"]
     return PhaseBytes(
         name=name,

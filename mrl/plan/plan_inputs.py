@@ -10,7 +10,7 @@ from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import Precision
 from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.communicators import most_pairs
-from mrl.plan.devices import USUAL, Assumptions, Device, default_device, devices_of, find_device
+from mrl.plan.devices import USUAL, Assumptions, Device, default_device, device_by_part, devices_of, find_device
 from mrl.plan.engine_memory import EngineMemory, engine_memory, engine_memory_with_cache
 from mrl.units import GIB, MIB, round_up
 
@@ -76,7 +76,7 @@ class PlanInputs:
         taken = device.pair and device.pair * most_pairs(config)
         held_out = _held_out_prompts(config, held_out_prompts)
         device = replace(device, communicators=taken)
-        return cls(config, model, device, assumptions, train, rollout_layout(config), held_out)
+        return cls(config, model, device, assumptions, train, rollout_layout(config.rollout), held_out)
 
     @property
     def colocated(self) -> bool:
@@ -99,14 +99,14 @@ def device_for(config: RunConfig, name: str | None = None) -> Device:
 
     Raises ConfigError for a name that is not known or of another kind than cluster.device.
     """
-    name = name or config.cluster.accelerator
-    if name is None:
+    named = name or config.cluster.accelerator
+    if named is None:
         return default_device(config.cluster.device)
-    device = find_device(name)
+    device = device_by_part(name) if name else find_device(named)
     if device.platform != config.cluster.device:
         fitting = ", ".join(d.name for d in devices_of(config.cluster.device))
         raise ConfigError(
-            f"device {name}: cluster.device is {config.cluster.device}; allowed: {fitting} (or set cluster.device)"
+            f"device {named}: cluster.device is {config.cluster.device}; allowed: {fitting} (or set cluster.device)"
         )
     return device
 
@@ -200,7 +200,7 @@ def _micro_batch_count(config: RunConfig, train: TrainLayout, micro: MicroBatchS
     """How many micro-batches a rank's samples make when all are at their limits;
     a multiple of the stages with virtual ones.
     """
-    tokens = per_rank * (config.data.max_prompt_length + config.data.max_response_length)
+    tokens = per_rank * config.data.max_sample_length
     packed = config.actor.use_dynamic_bsz and config.actor.ppo_max_token_len_per_gpu is not None
     count = -(-tokens // micro.tokens) if packed else -(-per_rank // micro.rows)
     return round_up(count, train.pipeline if train.virtual_pipeline > 1 else 1)

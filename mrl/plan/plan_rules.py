@@ -11,7 +11,7 @@ from mrl.errors import Violation
 from mrl.model import ModelSpec
 from mrl.plan.devices import Device, devices, devices_of
 from mrl.plan.memory import memory_section
-from mrl.plan.memory_phases import ACTOR, HOLDER_OF
+from mrl.plan.memory_phases import ACTOR, TERMS
 from mrl.plan.plan_inputs import PlanInputs, engine_of
 from mrl.units import GIB
 
@@ -56,9 +56,10 @@ def _largest_meant(config: RunConfig) -> Device:
 def _shortage(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tuple[float, ...]]:
     """(what must hold, why, the largest share that does) of a share that does not fit."""
     device, engine, phase = inputs.device, engine_of(inputs), memory["phases"]["rollout"]
-    least = engine.weights + engine.working_set + memory["kv_cache"]["bytes_per_token"] * _longest(inputs)
+    sequence = memory["kv_cache"]["bytes_per_token"] * inputs.config.data.max_sample_length
+    least = engine.weights + engine.working_set + sequence
     most = floor((device.usable - (phase["bytes"] - engine.total)) / device.memory * _STEP) / _STEP
-    kept = sum(size for term, size in phase["terms"].items() if HOLDER_OF[term] == ACTOR)
+    kept = sum(size for term, size in phase["terms"].items() if TERMS[term].holder == ACTOR)
     why = (
         f"the actor keeps {kept / GIB:.1f} GiB on the device while engines generate, and of a {device.name} "
         f"{device.usable / GIB:.1f} GiB can be planned with"
@@ -74,7 +75,3 @@ def _shortage(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tup
         f"{why}; {cure}",
         (),
     )
-
-
-def _longest(inputs: PlanInputs) -> int:
-    return inputs.config.data.max_prompt_length + inputs.config.data.max_response_length

@@ -5,25 +5,29 @@ It is stored as plan.json of a run directory and compared with what a run that s
 
 import hashlib
 import json
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from mrl.config.places import rank_places, rollout_layout
+from mrl.config.places import Deployment, rank_places, rollout_layout
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, active_parameter_count, parameter_count
 from mrl.model.device_grid import Place
 from mrl.model.layout import TrainLayout
-from mrl.plan.devices import Device, devices
+from mrl.plain_files import JSON_BYTES, parse_json, read_text, reason
+from mrl.plan.devices import Assumptions, Device, devices, faster, slower
 from mrl.plan.engine_memory import EngineMemory
+from mrl.plan.generation_times import sequences_together
 from mrl.plan.host_memory import resume_seconds
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, device_for, engine_of, sync_budget
+from mrl.plan.step_work import mean_lengths
 from mrl.plan.suggest_fixes import fitting_changes
 from mrl.plan.sync_times import Link, reshard_summary
-from mrl.plan.times import actor_seconds, mean_lengths, phase_seconds, step_flops
+from mrl.plan.times import actor_seconds, phase_seconds, step_flops
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.plan import ReshardPlan, Topology, plan_reshard
 from mrl.reshard.setup import pair_route
@@ -31,6 +35,7 @@ from mrl.units import GIB
 
 FORMAT = 1
 _SHOWN = 8  # differences in one message
+_MANY_WAVES = 4  # batches of an engine in a step
 _NOT_COMPARED = ("hash", "seconds", "reshard.plan_seconds")
 
 
@@ -46,7 +51,7 @@ def make_plan(inputs: PlanInputs) -> dict[str, Any]:
     Raises ConfigError for layouts that cannot stand on the cluster.
     """
     batch, engine = batch_plan(inputs.config, inputs.train), engine_of(inputs)
-    ranks, workers = rank_places(inputs.config)
+    ranks, workers = rank_places(Deployment.of(inputs.config))
     memory = memory_section(inputs)
     plan = {
         "format": FORMAT,
@@ -61,7 +66,7 @@ def make_plan(inputs: PlanInputs) -> dict[str, Any]:
         "batch": batch.to_json(),
         "memory": memory | {"would_fit_with": [] if memory["fits"] else fitting_changes(inputs)},
         "times": _times(inputs, batch, engine),
-        "reshard": _sync(inputs),
+        "reshard": sync_of(inputs),
         "assumptions": asdict(inputs.assumptions),
     }
     return plan | {"hash": plan_hash(plan)}
@@ -128,18 +133,29 @@ def _times(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[s
         "flops": step_flops(inputs, batch),
         "pipeline_bubble": actor_seconds(inputs, batch)[1].bubble_share,
         "phase_seconds": phase_seconds(inputs, batch, engine),
+        "phase_seconds_low": phase_seconds(with_assumptions(inputs, faster), batch, engine),
+        "phase_seconds_high": phase_seconds(with_assumptions(inputs, slower), batch, engine),
+        "sequences_together": sequences_together(inputs, batch, engine),
+        "waves": batch.samples
+        / (sequences_together(inputs, batch, engine) * inputs.rollout.num_engines * inputs.rollout.data),
         "resume_seconds": resume_seconds(inputs),
     }
 
 
-def _sync(inputs: PlanInputs) -> dict[str, Any]:
+def with_assumptions(inputs: PlanInputs, change: Callable[[Assumptions], Assumptions]) -> PlanInputs:
+    """The same under other assumptions."""
+    return replace(inputs, assumptions=change(inputs.assumptions))
+
+
+def sync_of(inputs: PlanInputs) -> dict[str, Any]:
     """Bytes, rounds, staging and predicted seconds of one weight sync, with the hash that both sides will compare.
 
     `plan_seconds` is measured and differs from run to run.
     """
     begun = perf_counter()
     plan = reshard_plan_of(inputs.config, inputs.model, inputs.train)
-    return reshard_summary(plan, link_of(inputs), inputs.device.sync, plan_seconds=perf_counter() - begun)
+    seconds = perf_counter() - begun
+    return reshard_summary(plan, link_of(inputs), inputs.device.sync, seconds, inputs.device.starts)
 
 
 def link_of(inputs: PlanInputs) -> Link:
@@ -159,10 +175,10 @@ def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> 
     return plan_reshard(
         model,
         train,
-        rollout_layout(config),
+        rollout_layout(config.rollout),
         dialect=config.cluster.device,
         dtype=config.rollout_dtype,
-        topology=Topology(*rank_places(config)),
+        topology=Topology(*rank_places(Deployment.of(config))),
         budget_bytes=sync_budget(config),
     )
 
@@ -178,14 +194,24 @@ def plan_text(plan: dict[str, Any]) -> str:
 def read_plan(text: str, where: str) -> dict[str, Any]:
     """A stored plan. Raises ConfigError for a text that is none."""
     try:
-        plan = json.loads(text)
+        plan = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON ({error}); remove it or write it anew with mrl plan") from None
     if not isinstance(plan, dict) or plan.get("format") != FORMAT:
         raise ConfigError(
             f"{where} is no plan of this version (format {FORMAT}); remove it or write it anew with mrl plan"
         )
+    if not isinstance(plan.get("reshard"), dict) or plan_hash(plan) != plan.get("hash"):
+        raise ConfigError(f"{where} is not as it was written (its hash differs); remove it or write it anew")
     return plan
+
+
+def load_plan(file: Path) -> dict[str, Any]:
+    """The plan in a file. Raises ConfigError for a file that is none."""
+    try:
+        return read_plan(read_text(file, JSON_BYTES), str(file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {reason(error)}; remove it or write it anew with mrl plan") from None
 
 
 def plan_again(config: RunConfig, model: ModelSpec, file: Path, held_out_prompts: int | None = None) -> dict[str, Any]:
@@ -203,8 +229,9 @@ def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:
     and what will not fit.
     """
     stored, plan = _stored(file), plan_again(config, model, file)
+    problems = [*_problems(plan["memory"]), slow_generation(plan)]
     return [f"{verdict(plan)}; {plan['hash'][:16]}{_compared(stored, plan)}"] + [
-        f"note: {problem}" for problem in _problems(plan["memory"])
+        f"note: {problem}" for problem in problems if problem
     ]
 
 
@@ -216,7 +243,31 @@ def verdict(plan: dict[str, Any]) -> str:
     phases = plan["times"]["phase_seconds"] | {"sync": plan["reshard"]["predicted_seconds"]}
     times = ", ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in phases.items())
     answer = "fits" if memory["fits"] else "DOES NOT FIT"
-    return f"plan: {answer} {plan['device']['name']}: {room}; a step about {_seconds(sum(phases.values()))} ({times})"
+    low, expected, high = step_seconds(plan)
+    step = f"a step about {_seconds(expected)}, {_seconds(low)} to {_seconds(high)} ({times})"
+    return f"plan: {answer} {plan['device']['name']}: {room}; {step}"
+
+
+def step_seconds(plan: dict[str, Any]) -> tuple[float, float, float]:
+    """Low, expected and high seconds of a step, its sync among them."""
+    sync = plan["reshard"]["predicted_seconds"]
+    low, expected, high = (sum(plan["times"][f"phase_seconds{side}"].values()) + sync for side in ("_low", "", "_high"))
+    return low, expected, high
+
+
+def slow_generation(plan: dict[str, Any]) -> str:
+    """Why a step that fits is of little use, where engines work through many small batches; else empty."""
+    times, engines = plan["times"], plan["layout"]["engines"]
+    seconds = times["phase_seconds"]["generation"]
+    step = step_seconds(plan)[1]
+    if times["waves"] < _MANY_WAVES or seconds < step / 2:
+        return ""
+    together, waves = int(times["sequences_together"] * engines["data"]), times["waves"]
+    return (
+        f"generation {seconds:,.0f} s of a step of {step:,.0f} s: {together} sequences fit an engine, so there are "
+        f"{waves:.0f} batches one after the other; give engines fewer tensor ranks and more data parallelism with "
+        "rollout.expert_parallel_size, a larger rollout.gpu_memory_utilization or max_num_seqs"
+    )
 
 
 def _seconds(seconds: float) -> str:
@@ -240,7 +291,7 @@ def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
 
 def _stored(file: Path) -> dict[str, Any] | None:
     """None where there is no file. Raises ConfigError for a file that holds something else."""
-    return read_plan(file.read_text(encoding="utf-8"), str(file)) if file.is_file() else None
+    return load_plan(file) if file.is_file() else None
 
 
 def _same_device(config: RunConfig, stored: dict[str, Any] | None) -> Device:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mrl.config.load import ResolvedConfig
 from mrl.config.rules import violations
-from mrl.config.schema import RunConfig
+from mrl.config.schema import RunConfig, with_values
 from mrl.config.yaml_tree import dump_value
 from mrl.errors import ConfigError
 from mrl.plan.memory import memory_section
@@ -70,7 +70,7 @@ def _changes(config: RunConfig) -> Iterator[_Change]:
 def _least_tokens(config: RunConfig) -> _Change:
     """The least budget of tokens that holds the longest sample; empty where there is no larger one."""
     actor, data = config.actor, config.data
-    least = -(-(data.max_prompt_length + data.max_response_length) // actor.layout.context_parallel_size)
+    least = -(-data.max_sample_length // actor.layout.context_parallel_size)
     if (
         not actor.use_dynamic_bsz
         or max(actor.ppo_max_token_len_per_gpu or 0, actor.log_prob_max_token_len_per_gpu or 0) <= least
@@ -81,24 +81,13 @@ def _least_tokens(config: RunConfig) -> _Change:
 
 def _fits(inputs: PlanInputs, change: _Change) -> bool:
     try:
-        config = _changed(inputs.config, change)
+        config = with_values(inputs.config, change)
         if violations(ResolvedConfig(config, {}), inputs.model):
             return False
         changed = PlanInputs.of(config, inputs.model, inputs.device, inputs.assumptions, inputs.held_out_prompts)
         return memory_section(changed)["fits"]
     except (ConfigError, ValueError):  # no such layout, or no value that the schema takes
         return False
-
-
-def _changed(config: RunConfig, change: _Change) -> RunConfig:
-    values = config.model_dump()
-    for key, value in change.items():
-        *path, last = key.split(".")
-        section = values
-        for part in path:
-            section = section[part]
-        section[last] = value
-    return RunConfig.model_validate(values)
 
 
 def _settings(change: _Change) -> list[str]:

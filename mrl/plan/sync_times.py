@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from mrl.plan.devices import SyncRates
+from mrl.plan.devices import Starts, SyncRates
 from mrl.reshard.plan import ReshardPlan
 from mrl.reshard.streams import REMOTE, SAME_DEVICE, SAME_NODE, TIERS
 
 H100_RATES = SyncRates()
+USUAL_STARTS = Starts()
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,20 @@ class Link:
 
 
 def reshard_summary(
-    plan: ReshardPlan, link: Link = Link(), rates: SyncRates = H100_RATES, plan_seconds: float | None = None
+    plan: ReshardPlan,
+    link: Link = Link(),
+    rates: SyncRates = H100_RATES,
+    plan_seconds: float | None = None,
+    starts: Starts = USUAL_STARTS,
 ) -> dict[str, Any]:
     """The `reshard` part of `mrl plan --json`.
 
-    `predicted_seconds` is a whole verified sync, the sum of `seconds_of`: the plan's wire time under `link`, pack and
-    unpack hidden behind it, and the steps at `rates`. `bound_seconds` is the least that its bytes need on the wire when
-    every one of them crosses it once, those that are at hand none.
+    `predicted_seconds` is a whole verified sync, the sum of `seconds_of`: the plan's wire time under `link`, the bytes
+    of pack and unpack hidden behind it but not their launches, and the steps at `rates`. `bound_seconds` is the least
+    that its bytes need on the wire when every one of them crosses it once, those that are at hand none.
     """
     loads = plan.loads
-    seconds = {"wire": wire_seconds(plan, link)} | step_seconds(plan, rates)
+    seconds = {"wire": wire_seconds(plan, link), "launches": launch_seconds(plan, starts)} | step_seconds(plan, rates)
     return {
         "bytes_required": plan.bytes_required,
         "bytes_moved": plan.bytes_moved,
@@ -63,6 +68,8 @@ def reshard_summary(
         "bound_seconds": round(bound_seconds(plan, link), 6),
         "link_bytes_per_second": asdict(link),
         "step_bytes_per_second": asdict(rates),
+        "copies": most_copies(plan),
+        "messages": most_messages(plan),
         "sent_bytes": loads.sent.sum(axis=(0, 1)).tolist(),  # of each rank
         "received_bytes": loads.received.sum(axis=(0, 1)).tolist(),  # of each worker
         "plan_seconds": plan_seconds,
@@ -95,6 +102,28 @@ def step_seconds(plan: ReshardPlan, rates: SyncRates) -> dict[str, float]:
         "finalise": received / rates.finalise,
         "read_back": received / rates.read_back,
     }
+
+
+def launch_seconds(plan: ReshardPlan, starts: Starts) -> float:
+    """Of the busiest process's copies and of the waits for the device, one a message. At most: as if each copy were
+    launched by itself, where runs of them go as one (mrl.reshard.execute).
+    """
+    return most_copies(plan) * starts.copy + most_messages(plan) * starts.wait
+
+
+def most_copies(plan: ReshardPlan) -> int:
+    """Of a worker, or of a rank on average, which has at least as many where ranks are fewer: each box is packed by one
+    rank and unpacked by one worker.
+    """
+    copies = [len(choices) for choices in plan.schedule.choices]
+    return max(max(copies), -(-sum(copies) // plan.train.world_size))
+
+
+def most_messages(plan: ReshardPlan) -> int:
+    """Of the first worker, as others have about as many, or of a rank on average."""
+    flow = plan.schedule.flow(0)
+    of_worker = len(np.unique(flow.round.astype(np.int64) * plan.train.world_size + flow.source))
+    return max(of_worker, -(-of_worker * plan.rollout.world_size // plan.train.world_size))
 
 
 def bound_seconds(plan: ReshardPlan, link: Link) -> float:

@@ -12,49 +12,27 @@ forward does, in the same places.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from mrl.config.schema import RunConfig
-from mrl.model import ModelSpec, expert_share, forward_flops_per_token, module_flops_per_token
+from mrl.model import ModelSpec, forward_flops_per_token, module_flops_per_token
 from mrl.model.layout import TrainLayout
 from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.devices import Assumptions, Device
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
+from mrl.plan.generation_times import generation_seconds
 from mrl.plan.model_state import StateBytes, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, recompute_of
+from mrl.plan.step_work import mean_flops_per_token, mean_lengths
 from mrl.units import round_up
 
-_BF16 = 2  # bytes
+_BF16, _F32 = 2, 4  # bytes
+# Bytes for each of a 16-bit parameter: once a micro-batch its gradient is written and read in 16 bits, added in 32.
+_GRADIENT_TRAFFIC = 6
+_LOGITS = 3  # times that logits are written or read in float32
 
 
-# ---------------------------------------------------------------- lengths and passes
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Mean tokens of a sample, assumed."""
-
-    prompt: float
-    response: float
-
-    @property
-    def total(self) -> float:
-        """Tokens of a sample."""
-        return self.prompt + self.response
-
-
-def mean_lengths(config: RunConfig, assumptions: Assumptions) -> Lengths:
-    """The configured limits times the assumed shares."""
-    data = config.data
-    return Lengths(
-        data.max_prompt_length * assumptions.prompt_share, data.max_response_length * assumptions.response_share
-    )
-
-
-def mean_flops_per_token(model: ModelSpec, lengths: Lengths) -> float:
-    """Of a forward pass over a sample of mean length, in which a token attends to
-    (length + 1) / 2 others on average.
-    """
-    return forward_flops_per_token(model, (lengths.total + 1) / 2)
+# ---------------------------------------------------------------- passes
 
 
 @dataclass(frozen=True)
@@ -128,13 +106,28 @@ def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
 
 
 def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
-    """Predicted seconds of generation, log-probs where a pass is made for old ones, and update."""
+    """Predicted seconds of generation, log-probs where a pass is made for old ones, update, and the rest of a step.
+
+    That is what the host does, and bringing an actor there and back.
+    """
     log_probs, update = actor_seconds(inputs, batch)
     return {
-        "generation": _generation(inputs, batch, engine, step_flops(inputs, batch)["generation"]),
+        "generation": generation_seconds(inputs, batch, engine),
         **({} if inputs.config.algorithm.on_policy else {"log_prob": log_probs.total}),
         "update": update.total * batch.mini_batches,
+        "rest": inputs.assumptions.rest + hand_over_seconds(inputs) * inputs.colocated,
     }
+
+
+def hand_over_seconds(inputs: PlanInputs) -> float:
+    """Of what the actor brings to the host and back once a step, while engines have its device."""
+    actor = inputs.config.actor
+    states = (
+        stage_state(inputs.model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes))
+        for pp in range(inputs.train.pipeline)
+    )
+    moved = max(s.parameters * actor.param_offload + s.optimizer * actor.optimizer_offload for s in states)
+    return 2 * moved / inputs.device.host_path_rate
 
 
 def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", "PassSeconds"]:
@@ -159,40 +152,6 @@ def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", 
     )  # fmt: skip
 
 
-def _generation(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory, flops: float) -> float:
-    """Waves of as many sequences as the cache and max_num_seqs hold;
-    the last tokens are those of the longest response.
-    """
-    rollout, device, assumed = inputs.rollout, inputs.device, inputs.assumptions
-    lengths = mean_lengths(inputs.config, assumed)
-    per_group = batch.samples / (rollout.num_engines * rollout.data)
-    cached = engine.cache_tokens / rollout.data / lengths.total
-    together = max(1.0, min(per_group, inputs.config.rollout.max_num_seqs, cached))
-    steps = per_group / together * lengths.response
-    tail = inputs.config.data.max_response_length - lengths.response
-    cache = (
-        together * lengths.total / 2 * cache_bytes_per_token(inputs.model, rollout.tensor, inputs.engine_element_bytes)
-    )
-    step = (engine.weights * _weights_read(inputs, together) + cache) / (
-        device.memory_rate * assumed.decode_memory_share
-    )
-    tail_step = engine.weights * _weights_read(inputs, 1) / (device.memory_rate * assumed.decode_memory_share)
-    compute = flops / (rollout.world_size * device.flops * assumed.prefill_mfu)
-    return max(steps * step, compute) + tail * tail_step
-
-
-def _weights_read(inputs: PlanInputs, sequences: float) -> float:
-    """Share of the weights that one decode step of a data-parallel rank reads:
-    an expert that no token chose is not read.
-    """
-    model = inputs.model
-    if not model.is_moe:
-        return 1.0
-    tokens = sequences * (inputs.rollout.data if inputs.rollout.expert > 1 else 1)
-    chosen = 1 - (1 - model.num_experts_per_tok / model.num_experts) ** tokens
-    return 1 - expert_share(model) * (1 - chosen)
-
-
 # ---------------------------------------------------------------- passes of the actor in a layout
 
 
@@ -204,6 +163,7 @@ class PassWork:
     micro: MicroBatchShape  # of one data-parallel replica
     tokens: float  # of all samples
     flops_per_token: float  # of a forward pass
+    once_a_node: bool = False  # a token's way to its experts, by DeepEP or HybridEP
 
 
 def sample_work(
@@ -211,7 +171,8 @@ def sample_work(
 ) -> PassWork:
     """Of `samples` samples of mean length."""
     lengths = mean_lengths(config, assumed)
-    return PassWork(model, micro, samples * lengths.total, mean_flops_per_token(model, lengths))
+    once = config.model.override_transformer_config.get("moe_token_dispatcher_type") == "flex"
+    return PassWork(model, micro, samples * lengths.total, mean_flops_per_token(model, lengths), once)
 
 
 @dataclass(frozen=True)
@@ -251,7 +212,8 @@ def update_seconds(
     exchanges beside them.
     """
     passes = update_passes(recompute, share_again(recompute, work.model, work.flops_per_token))
-    seconds = pass_seconds(work, layout, device, per_node, passes, assumed)
+    added = _GRADIENT_TRAFFIC * state.parameters / (device.memory_rate * assumed.decode_memory_share)
+    seconds = pass_seconds(work, layout, device, per_node, passes, assumed, added)
     reduced, gathered = _data_seconds(layout, state, _Links(device, per_node, assumed.link_share))
     forward = (seconds.total - seconds.bubble) / micro_batch_count(work, layout) / passes.compute
     hidden = _hidden(overlap, reduced, gathered, forward, forward * (passes.compute - 1))
@@ -264,27 +226,32 @@ def _hidden(overlap: Overlap, reduced: float, gathered: float, forward: float, b
 
 
 def pass_seconds(
-    work: PassWork, layout: TrainLayout, device: Device, per_node: int, passes: Passes, assumed: Assumptions
+    work: PassWork,
+    layout: TrainLayout,
+    device: Device,
+    per_node: int,
+    passes: Passes,
+    assumed: Assumptions,
+    fixed: float = 0.0,
 ) -> PassSeconds:
-    """Sums over the micro-batches of one rank, each as long as so many forward passes; the stage with the most layers
-    sets the pace.
+    """Sums over the micro-batches of one rank, each as long as so many forward passes and `fixed` seconds; the stage
+    with the most layers sets the pace.
     """
     count = micro_batch_count(work, layout)
-    forward = work.micro.tokens * work.flops_per_token / (layout.tensor * layout.context)
     layers = max(map(sum, layout.chunk_layers))
-    share = layers / work.model.num_layers
-    compute = count * passes.compute * forward * share / (device.flops * assumed.compute_share)
+    compute = count * (fixed + _computing(work, layout, device, passes, assumed))
     links = _Links(device, per_node, assumed.link_share)
     volumes = _volumes(work, layout, layers)
-    tensor, expert, context, pipeline = (
-        count * repeated * volumes[name] / links.rate(size)
-        for name, repeated, size in (
-            ("tensor", passes.others, layout.tensor),
-            ("expert", passes.experts, layout.expert_tensor * layout.expert),
-            ("context", passes.others, layout.tensor * layout.context),
-            ("pipeline", passes.others, layout.world_size),
+    tensor, context, pipeline = (
+        count * passes.others * volumes[name] / links.rate(size)
+        for name, size in (
+            ("tensor", layout.tensor),
+            ("context", layout.tensor * layout.context),
+            ("pipeline", layout.world_size),
         )
     )
+    repeated = count * passes.experts * assumed.expert_load_in(layout)
+    expert = repeated * _expert_seconds(work, layout, volumes["expert"], links)
     waiting, working = pipeline_slots(layout, count)
     bubble = (compute + tensor + expert + context + pipeline) * waiting / working
     return PassSeconds(compute, tensor, expert, context, pipeline, 0.0, bubble)
@@ -294,6 +261,44 @@ def micro_batch_count(work: PassWork, layout: TrainLayout) -> int:
     """Micro-batches of one rank; a multiple of the stages with virtual ones."""
     count = max(1, -(-int(work.tokens) // (work.micro.tokens * layout.data)))
     return round_up(count, layout.pipeline) if layout.virtual_pipeline > 1 else count
+
+
+def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Passes, assumed: Assumptions) -> float:
+    """Seconds of one micro-batch on the slowest stage: products, what passes through memory between them, and what the
+    busiest expert rank has more of both than the mean; or the host's launches where they take longer. The last stage
+    has the output layer too.
+    """
+    m, load = work.model, assumed.expert_load_in(layout)
+    tokens = work.micro.tokens / (layout.tensor * layout.context)
+    products = tokens / (device.flops * assumed.compute_share)
+    through = tokens / (device.memory_rate * assumed.decode_memory_share)
+    experts, head = module_flops_per_token(m, 0)["moe"], 2.0 * m.hidden_size * m.vocab_size
+    beside, inside = _traffic(m, layout.expert_tensor)
+    body = products * (passes.compute * (work.flops_per_token - head) + (load - 1) * passes.experts * experts)
+    body += through * (passes.others * beside + load * passes.experts * inside)
+    output = passes.others * (
+        products * head * assumed.compute_share / assumed.head_share + through * _LOGITS * _F32 * m.vocab_size
+    )
+    stages = [sum(chunks) for chunks in layout.chunk_layers]
+    launch = passes.others * (assumed.moe_launch if m.is_moe else assumed.dense_launch)
+    seconds = [max(body * layers / m.num_layers, layers * launch) for layers in stages]
+    return max(*seconds[:-1], seconds[-1] + output) if len(seconds) > 1 else seconds[0] + output
+
+
+@cache
+def _traffic(m: ModelSpec, expert_tensor: int) -> tuple[float, float]:
+    """Bytes that a token moves through memory in a forward pass (beside experts, of experts), counted by reads and
+    writes of what layers keep apart: norms and residuals sixteen times the hidden size; queries, keys, values and
+    attention's output six times; of an expert its tokens sorted, read, written and put back, and the halves of its gate
+    written and read.
+    """
+    heads = (2 * m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
+    sparse = len(m.moe_layers)
+    dense = (m.num_layers - sparse) * 6 * m.intermediate_size
+    beside = _BF16 * (m.num_layers * (16 * m.hidden_size + 6 * heads) + dense)
+    width = expert_tensor * m.hidden_size + m.moe_intermediate_size if m.is_moe else 0
+    inside = sparse * m.num_experts_per_tok * 6 * width if m.is_moe else 0
+    return float(beside), float(_BF16 * inside)
 
 
 @dataclass(frozen=True)
@@ -317,15 +322,25 @@ def _volumes(work: PassWork, layout: TrainLayout, layers: int) -> dict[str, floa
     kv_of_a_layer = cache_bytes_per_token(m, layout.tensor, _BF16) // m.num_layers
     return {
         "tensor": layers * (4 if has_dense_layers else 2) * hidden * (layout.tensor - 1) / layout.tensor,
-        "expert": layers
-        * m.is_moe
-        * 2
-        * sharded
-        * m.num_experts_per_tok
-        * _leaving_share(layout.expert * layout.expert_tensor),
+        "expert": layers * m.is_moe * 2 * sharded,  # of one expert of each token
         "context": layers * tokens * kv_of_a_layer * (layout.context - 1),
         "pipeline": sharded * layout.virtual_pipeline * (layout.pipeline > 1),
     }
+
+
+def _expert_seconds(work: PassWork, layout: TrainLayout, nbytes: float, links: _Links) -> float:
+    """Of bringing each token to its experts and back, `nbytes` for one expert of each. What stays in a node goes beside
+    what leaves it. DeepEP and HybridEP send a token to another node once, however many of its experts are there.
+    """
+    size, chosen = layout.expert * layout.expert_tensor, work.model.num_experts_per_tok
+    here = min(size, links.per_node)
+    slices = layout.expert_tensor - 1  # a sliced expert's tokens are gathered on all ranks that have a part of it
+    inside = chosen * ((here - 1) / size + slices) * nbytes / links.rate(here)
+    if size == here:
+        return inside
+    others = size / here - 1
+    copies = others * (1 - (1 - here / size) ** chosen) if work.once_a_node else chosen * (1 - here / size)
+    return max(inside, copies * nbytes / links.rate(size))
 
 
 def _leaving_share(size: int) -> float:

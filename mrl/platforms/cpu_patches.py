@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from mrl.platforms import host_memory_collectives
+from mrl.platforms import gloo_device, host_memory_collectives
 from mrl.platforms.layers import layers
+from mrl.platforms.packs import rotated_by_angles, rotated_from_table
 from mrl.platforms.patching import MISSING, Patch
+from mrl.platforms.replicated_linear import ReplicatedLinear
 
 _CPU = torch.device("cpu")
 
@@ -128,31 +130,6 @@ def _with_two_sides(original: Any) -> Any:
     return sorted_by_side
 
 
-def _rotated_at_once(original: Any) -> Any:
-    """Rotates a pack [tokens, heads, dim] by `freqs` [longest, 1, 1, rotated dim], each token by its place in its own
-    sequence; `cu_seqlens` [sequences + 1] says where those begin.
-
-    Places are gathered from cosines of one sequence, to the same bits as Megatron's, which slices and joins the angles
-    sequence by sequence, in every layer, for queries and again for keys, and takes cosines of all tokens.
-    """
-    from megatron.core.models.common.embeddings.rope_utils import _rotate_half
-
-    def rotated(
-        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False, mscale: float = 1.0, cp_group: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
-        if multi_latent_attention or cp_group.size() > 1 or freqs.shape[0] == len(t):  # the last: angles of all tokens
-            return original(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group)
-        starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
-        place = torch.arange(len(t), device=t.device) - starts
-        cos, sin = ((f(freqs) * mscale).to(t.dtype)[place] for f in (torch.cos, torch.sin))
-        turned, rest = t[:, None, :, : freqs.shape[-1]], t[..., freqs.shape[-1] :]
-        turned = (turned * cos + _rotate_half(turned, rotary_interleaved) * sin)[:, 0]
-        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
-
-    return rotated
-
-
 def _answer(value: Any) -> Any:
     """A function that gives one answer, whatever it is asked."""
     return lambda original: lambda *args, **kwargs: value
@@ -170,6 +147,7 @@ def _set_rng_state(original: Any) -> Any:
     return lambda state, *args, **kwargs: torch.random.set_rng_state(state)
 
 
+_PACK_ROTATION = "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd"
 _WAKES = "gloo wakes four threads for a message, and an update of a tiny model over two ranks waits for 90 of them"
 
 # The order matters in one place: the constructors of torch.device contexts are read before the factories are wrapped.
@@ -210,6 +188,11 @@ PATCHES: tuple[Patch, ...] = (
         _with_two_sides,
         "the hybrid optimizer (optimizer_cpu_offload) goes by is_cuda, and pins what it copies",
     ),
+    Patch(
+        "torch.distributed.distributed_c10d.ProcessGroupGloo",
+        gloo_device.sharing,
+        "a thread of each group wakes a hundred times a second, and there are a hundred groups",
+    ),
     Patch("torch.distributed.all_to_all_single", _all_to_all_single, "gloo refuses split sizes given as tensors"),
     Patch(
         "torch.distributed.all_gather",
@@ -228,11 +211,24 @@ PATCHES: tuple[Patch, ...] = (
         torch_layers_only=True,
     ),
     Patch(
-        "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd",
-        _rotated_at_once,
-        "a pack of many short sequences is rotated by a loop over them: a tenth of the update of a tiny model",
+        "megatron.core.transformer.multi_latent_attention.TELinear",
+        lambda _: ReplicatedLinear,
+        "down projections of latent attention are replicated by this class alone, which is None",
         ("cpu", "cuda"),
         torch_layers_only=True,
+    ),
+    Patch(
+        _PACK_ROTATION,
+        rotated_from_table,
+        "a pack of many short sequences is rotated by a loop over them: a tenth of the update of a tiny model; and its "
+        "starts are read from the device twice for queries and twice for keys of every layer",
+        ("cpu", "cuda"),
+    ),
+    Patch(
+        _PACK_ROTATION,
+        rotated_by_angles,
+        "likewise; MindSpeed's kernel is below it",
+        ("npu",),
     ),
     Patch(
         "megatron.core.optimizer.optimizer_config.is_te_min_version",

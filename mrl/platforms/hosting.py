@@ -115,7 +115,11 @@ class Hosting:
 
     def engine_environment(self, engine_id: int, engines: int, workers: int, kvcache_gib: int) -> dict[str, str]:
         """Environment of one engine of `workers` processes."""
-        common = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+        common = {
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # whatever the command had: no pickles between its processes
+        }
         if self.device != "cpu":
             common |= _segments(self.device, expandable=False)
         if self.device == "npu":

@@ -191,7 +191,8 @@ class NpuPlatform(_Accelerator):
         check_npu_environment(os.environ)
 
     def apply_patches(self) -> None:
-        """Nothing is left to do: MindSpeed replaced what Megatron needs before Megatron was imported."""
+        """What is left to do: MindSpeed replaced what Megatron needs before Megatron was imported."""
+        apply(rows_for("npu"))
 
     def deterministic(self) -> None:
         os.environ["HCCL_DETERMINISTIC"] = "true"  # read when a communicator is made

@@ -185,6 +185,9 @@ class _DeviceMemory:
         self._module.init()
         parts = [base64.b64decode(handle[k]) if isinstance(handle[k], str) else handle[k] for k in self._FIELDS]
         parts[0] = self._module.current_device()  # a scheduler may number the same device otherwise in each process
+        # Of an event by which the maker's work on the memory would be waited for: it may be on a device that this
+        # process is not shown, and `arena` has waited for that work already.
+        parts[self._FIELDS.index("event_sync")] = False
         try:
             storage = getattr(torch.UntypedStorage, f"_new_shared_{self.name}")(*parts)
         except RuntimeError as error:

@@ -1,20 +1,22 @@
 """Every start of a run, and how it ended: `attempts.jsonl` in the run directory, which no resume cuts.
 
 A start writes a line with `event` began: `time` (UTC), `command`, `versions`, `host`, `pid`, `step` (of the checkpoint
-that it goes on from, 0 for a new run). Once its processes stand it writes one with `event` resumed, where there is
-something to say: `generated_again` (responses that the start before it had generated for later steps, and that were
-lost with them). Its end, unless the process was killed, writes one with `event` ended: `time`,
-`exit_code` and `message`, the codes being those of mrl.errors. `under_way.json` names the step that is under way and
-how many of its responses are there; who goes on from a checkpoint counts and removes it.
+that it goes on from, 0 for a new run), `plug_ins` (key, path and SHA-256 of each file of the user's that runs). One
+that goes on writes `event` rewound: `step`, behind which it does, and `seconds` of the steps after it, which are
+trained again; and, where there are some, `event` resumed with `generated_again` (responses that the start before it had
+generated for later steps, and that were lost with them). Every one writes `event` ready as its loop begins. Ranks that
+are lost and started again inside it write `event` restarted: `step`, the last one that was finished before, and `why`,
+and then those lines again. Its end, unless the process was killed, writes `event` ended: `time`, `exit_code` and
+`message`, the codes being those of mrl.errors. `under_way.json` names the step that is under way and how many of its
+responses are there; who goes on from a checkpoint counts and removes it.
 """
 
-import json
 import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -22,7 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import LostLock, MrlError, described
+from mrl.errors import ConfigError, EnvironmentFault, LostLock, MrlError, described
+from mrl.plain_files import LINES_BYTES, parse_json, read_json, read_text, reason
+from mrl.record.redact import command_without_secrets, without_secrets
 from mrl.record.run_dir import METRICS, UNDER_WAY, json_line, open_lines, read_metrics
 
 ATTEMPTS = "attempts.jsonl"
@@ -43,6 +47,7 @@ class Attempt:
     exit_code: int | None = None
     message: str = ""
     generated_again: int = 0
+    restarted_at: tuple[int, ...] = ()  # steps that were finished when ranks were lost and started again
 
     @property
     def is_of_this_process(self) -> bool:
@@ -50,28 +55,56 @@ class Attempt:
         return (self.host, self.pid) == (socket.gethostname(), os.getpid())
 
 
+class AttemptNotes:
+    """What is written of a start while it goes on."""
+
+    def __init__(self, append: Callable[[str, Mapping[str, Any]], None]) -> None:
+        self._append = append
+
+    def generated_again(self, responses: int) -> None:
+        """So many responses are lost, and generated again; nothing is written of none."""
+        if responses:
+            self._append("resumed", {"generated_again": responses})
+
+    def rewound(self, step: int, seconds: float) -> None:
+        """The start goes on behind `step`; the steps after it, which took so long, are trained again."""
+        self._append("rewound", {"step": step, "seconds": seconds})
+
+    def ready(self) -> None:
+        """All processes stand, and the loop begins."""
+        self._append("ready", {})
+
+    def restarted(self, step: int, why: str) -> None:
+        """Ranks were lost after `step`, and are started again."""
+        self._append("restarted", {"step": step, "why": why})
+
+
 @contextmanager
 def attempt(
-    folder: Path, step: int, versions: Mapping[str, str], check: Callable[[], None] = lambda: None
-) -> Iterator[Callable[[int], None]]:
+    folder: Path,
+    step: int,
+    versions: Mapping[str, str],
+    check: Callable[[], None] = lambda: None,
+    plug_ins: Sequence[Mapping[str, str]] = (),
+) -> Iterator[AttemptNotes]:
     """Writes that the run was started, and, when the block ends, how. What the disk refuses of it ends no run.
 
-    Gives what is to be called with the number of responses that are generated again. Where `check` raises LostLock
-    nothing is written: the last start is another's.
+    Where `check` raises LostLock nothing is written: the last start is another's.
     """
     append = partial(_append, folder, check)
     began = {
-        "command": sys.argv,
+        "command": command_without_secrets(sys.argv),
         "versions": dict(versions),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "step": step,
+        "plug_ins": [dict(each) for each in plug_ins],
     }
     append("began", began)
     try:
-        yield lambda responses: append("resumed", {"generated_again": responses}) if responses else None
+        yield AttemptNotes(append)
     except BaseException as error:
-        append("ended", {"exit_code": _exit_code(error), "message": _text(error)})
+        append("ended", {"exit_code": _exit_code(error), "message": without_secrets(_text(error))})
         raise
     append("ended", {"exit_code": 0, "message": ""})
 
@@ -103,16 +136,23 @@ class UnderWay:
                 self._note()
 
     def _note(self) -> None:
-        with suppress(OSError):
+        self._noted_at = time.monotonic()
+        with suppress(EnvironmentFault):
             self._check()
-        note_under_way(self._folder, self._step + 1, self._responses)
-        self._noted, self._noted_at = self._responses, time.monotonic()
+            note_under_way(self._folder, self._step + 1, self._responses)
+            self._noted = self._responses
 
 
 def note_under_way(folder: Path, step: int, responses: int) -> None:
     """So many responses of `step` are there. What the disk refuses of it ends no run."""
     with suppress(OSError):
         (folder / UNDER_WAY).write_text(json_line({"step": step, "responses": responses}), encoding="utf-8")
+
+
+def seconds_after(folder: Path, step: int) -> float:
+    """Seconds of the steps after `step` so far. To be asked before RunDir.truncate_metrics, as `generated_after`."""
+    later = [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > step]
+    return sum(float(row.get("timing_s/step", 0.0)) for row in later)
 
 
 def generated_after(folder: Path, step: int, group_size: int) -> int:
@@ -123,7 +163,7 @@ def generated_after(folder: Path, step: int, group_size: int) -> int:
     later = [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > step]
     responses = sum(int(row.get("train/trained_groups", 0)) * group_size for row in later)
     with suppress(OSError, ValueError, KeyError, TypeError):
-        newest = json.loads((folder / UNDER_WAY).read_text(encoding="utf-8"))
+        newest = read_json(folder / UNDER_WAY)
         if newest["step"] > max([step, *(row["training/global_step"] for row in later)]):
             responses += int(newest["responses"])
     return responses
@@ -135,11 +175,31 @@ def read_attempts(folder: Path) -> list[Attempt]:
     A line that is no such object is passed over.
     """
     attempts: list[Attempt] = []
-    with suppress(FileNotFoundError):
-        for line in (folder / ATTEMPTS).read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
-                _take(attempts, json.loads(line))
+    for line in _lines(folder / ATTEMPTS):
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            _take(attempts, parse_json(line))
     return attempts
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """All whole lines of the file, in order; a line that is no event is passed over."""
+    events = []
+    for line in _lines(folder / ATTEMPTS):
+        with suppress(ValueError, KeyError, TypeError):
+            event = parse_json(line)
+            datetime.fromisoformat(event["time"])
+            events.append(event)
+    return events
+
+
+def _lines(file: Path) -> list[str]:
+    """None of a file that is not there. Raises ConfigError for one that cannot be read."""
+    try:
+        return read_text(file, LINES_BYTES, errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read: {reason(error)}") from error
 
 
 def _take(attempts: list[Attempt], row: dict[str, Any]) -> None:
@@ -148,7 +208,7 @@ def _take(attempts: list[Attempt], row: dict[str, Any]) -> None:
         attempts.append(
             Attempt(
                 str(row["time"]),
-                tuple(map(str, row["command"])),
+                tuple(command_without_secrets(list(map(str, row["command"])))),
                 versions,
                 str(row["host"]),
                 int(row["pid"]),
@@ -157,15 +217,22 @@ def _take(attempts: list[Attempt], row: dict[str, Any]) -> None:
             )
         )
     elif attempts and row["event"] == "resumed":
-        attempts[-1] = replace(attempts[-1], generated_again=int(row["generated_again"]))
+        lost = attempts[-1].generated_again + int(row["generated_again"])
+        attempts[-1] = replace(attempts[-1], generated_again=lost)
+    elif attempts and row["event"] == "restarted":
+        attempts[-1] = replace(attempts[-1], restarted_at=(*attempts[-1].restarted_at, int(row["step"])))
     elif attempts:
-        ended = {"ended": str(row["time"]), "exit_code": int(row["exit_code"]), "message": str(row["message"])}
+        ended = {
+            "ended": str(row["time"]),
+            "exit_code": int(row["exit_code"]),
+            "message": without_secrets(str(row["message"])),
+        }
         attempts[-1] = Attempt(**vars(attempts[-1]) | ended)
 
 
 def _append(folder: Path, check: Callable[[], None], event: str, row: Mapping[str, Any]) -> None:
     line = json_line({"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds")} | row)
-    with suppress(OSError, LostLock):
+    with suppress(OSError, EnvironmentFault, LostLock):
         check()
         with open_lines(folder / ATTEMPTS) as file:
             file.write(line)

@@ -8,11 +8,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mrl.data.samples import SampleRows
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, SampleRows
 from mrl.record.spec import DEVIATIONS, metric_spec
 
 WHOLE = "step"  # the phase that all others stand in, side by side
-GENERATING = "gen"  # its time is shared among response tokens; every other phase's among all tokens
+GENERATING = "gen"  # its time is shared among sampled tokens; every other phase's among all tokens
+_RIGHT = tuple(CALL_REASONS.index(reason) for reason in ("ok", "refused", "not_called"))  # not by the tool's fault
 PER_TOKEN_PHASES = (GENERATING, "ref", "old_log_prob", "adv", "update_actor")
 
 
@@ -70,9 +71,39 @@ def reward_metrics(scores: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
 
 
 def length_metrics(rows: SampleRows, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
-    """`prompt_length/*` and `response_length/*`."""
-    metrics = _length_metrics("prompt_length", rows.prompt_lengths, max_prompt_length)
-    return metrics | _length_metrics("response_length", rows.response_lengths, max_response_length)
+    """`prompt_length/*` and `response_length/*`: what was sampled; the longest that is allowed has context in it."""
+    metrics = distribution("prompt_length", rows.prompt_lengths)
+    metrics |= _clip_ratio("prompt_length", rows.prompt_lengths, max_prompt_length)
+    metrics |= distribution("response_length", rows.sampled_lengths)
+    return metrics | _clip_ratio("response_length", rows.response_lengths, max_response_length)
+
+
+def turn_metrics(rows: SampleRows) -> dict[str, float]:
+    """`turns/*`; nothing where responses are of one turn and have no context."""
+    if rows.turn_counts is None:
+        return {}
+    context = rows.response_lengths - rows.sampled_lengths
+    ended = {reason: rows.stop_reason == STOP_REASONS.index(reason) for reason in STOP_REASONS}
+    return {
+        "turns/mean": float(rows.turn_counts.mean()),
+        "turns/max": float(rows.turn_counts.max()),
+        "turns/context_tokens": float(context.mean()),
+        **{f"turns/ended/{reason}": float(of_rows.mean()) for reason, of_rows in ended.items()},
+        **_call_metrics(rows),
+    }
+
+
+def _call_metrics(rows: SampleRows) -> dict[str, float]:
+    """Of each tool that was called: calls, those that failed, seconds of all; calls that no tool was found for."""
+    names = [name.decode() for name in rows.call_names.tolist()]
+    metrics = {"turns/calls": len(names) / len(rows), "turns/unread_calls": float(names.count(""))}
+    failed = ~np.isin(rows.call_reasons, _RIGHT)
+    for name in sorted(set(names) - {""}):
+        own = np.array([each == name for each in names])
+        metrics[f"tools/{name}/calls"] = float(own.sum())
+        metrics[f"tools/{name}/failed"] = float(failed[own].sum())
+        metrics[f"tools/{name}/seconds"] = float(rows.call_seconds[own].sum(dtype=np.float64))
+    return metrics
 
 
 def advantage_metrics(of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -91,8 +122,8 @@ def advantage_metrics(of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:
     return {f"critic/{what}/{name}": value for what in ("advantages", "returns") for name, value in values.items()}
 
 
-def _length_metrics(prefix: str, lengths: np.ndarray, longest: int) -> dict[str, float]:
-    return distribution(prefix, lengths) | {f"{prefix}/clip_ratio": float((lengths >= longest).mean())}
+def _clip_ratio(prefix: str, lengths: np.ndarray, longest: int) -> dict[str, float]:
+    return {f"{prefix}/clip_ratio": float((lengths >= longest).mean())}
 
 
 def seqlen_metrics(lengths: np.ndarray, trained_tokens: Sequence[int]) -> dict[str, float]:
@@ -119,9 +150,9 @@ def speed_metrics(rows: SampleRows, seconds: Mapping[str, float], devices: int) 
     `devices` counts all devices of the run, trainer's and engines'. Throughput is prompt and response tokens over step
     time and devices.
     """
-    response = int(rows.response_lengths.sum())
-    total = response + int(rows.prompt_lengths.sum())
-    shares = {name: response if name == GENERATING else total for name in PER_TOKEN_PHASES}
+    sampled = int(rows.sampled_lengths.sum())
+    total = int(rows.lengths.sum())
+    shares = {name: sampled if name == GENERATING else total for name in PER_TOKEN_PHASES}
     metrics = {
         f"timing_per_token_ms/{name}": 1e3 * seconds[name] / tokens
         for name, tokens in shares.items()

@@ -35,16 +35,19 @@ class ProcessMark:
         return asdict(self)
 
     def lives(self) -> bool | None:
-        """Says whether the process runs; None of one elsewhere, of which nothing can be known here."""
+        """Says whether the process runs; None of one elsewhere or hidden, of which nothing can be known here."""
         if not self._is_here():
             return None
+        is_others = False
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
         except PermissionError:
-            pass
+            is_others = True
         state, started = _stat(self.pid)
+        if is_others and started is None:  # /proc may hide what other users run
+            return None
         return started == self.started and state not in _ENDED
 
     def _is_here(self) -> bool:

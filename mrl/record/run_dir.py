@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mrl.errors import ConfigError
+from mrl.plain_files import LINES_BYTES, parse_json, read_text, reason
 from mrl.record.run_lock import RunLock, Waiting
 from mrl.whole_file import appears_whole
 
 CONFIG = "config.resolved.yaml"
 METRICS = "metrics.jsonl"
 SHOWN_ROWS = "shown_rows.json"
+MOST_STEPS = 2**31
 UNDER_WAY = "under_way.json"  # see mrl.record.attempts
 
 
@@ -50,9 +52,9 @@ class RunDir:
 
     @property
     def spool(self) -> Path:
-        """A file `group-N.npz` a group that is finished and not trained on yet; see mrl.train.spool.
+        """A file a group that is finished and not trained on yet, in a folder of the process; see mrl.train.spool.
 
-        Empty between two processes.
+        Removed between two processes.
         """
         return self.path / "spool"
 
@@ -101,7 +103,7 @@ class RunDir:
         attempt to resume that fails changes nothing. What an attempt left that reached no step is removed, and so are
         checkpoints and files of responses that were never finished. Raises ConfigError where another run stands or
         where no folder can be written; as RunLock.take, which may wait and then calls `poll`, where another process
-        has it.
+        has it. It has not got the lock where it raises.
         """
         run = cls(Path(path))
         try:
@@ -111,11 +113,13 @@ class RunDir:
             raise ConfigError(
                 f"trainer.run_dir: cannot write {run.path} ({error.strerror}); give another one"
             ) from error
-        if not resume:
-            run.truncate_metrics(-1)  # what an attempt that reached no step left
-        run._remove_unfinished()
-        if not (resume and run.config.exists()):
-            run.write_config(config_yaml)
+        try:
+            run._clear(resume)
+            if not (resume and run.config.exists()):
+                run.write_config(config_yaml)
+        except BaseException:
+            run.close()
+            raise
         return run
 
     def write_config(self, config_yaml: str) -> None:
@@ -138,8 +142,15 @@ class RunDir:
         for folder in (self.path, self.samples, self.checkpoints, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
 
+    def _clear(self, resume: bool) -> None:
+        if not resume:
+            self.refuse_another_run()  # which may have been trained while this start waited for its lock
+            self.truncate_metrics(-1)  # what an attempt that reached no step left
+        self._remove_unfinished()
+
     def _remove_unfinished(self) -> None:
         """What processes that were killed were at; no live one has this directory. See mrl.whole_file for the files."""
+        self.check_lock()
         for folder in self.checkpoints.glob("*.tmp-*"):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (*self.samples.glob(".step-*.tmp"), *self.validation.glob(".step-*.tmp")):
@@ -205,16 +216,24 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not path.exists():
         return
     # only "\n" ends a line: JSON text may hold U+2028 and U+0085, at which splitlines() would cut too
-    lines = re.findall(r"[^\n]*\n|[^\n]+", path.read_text(encoding="utf-8", errors="replace"))
+    try:
+        lines = re.findall(r"[^\n]*\n|[^\n]+", read_text(path, LINES_BYTES, errors="replace"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from error
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not line.endswith("\n"):
             return  # torn: a line counts once its newline is there
         try:
-            row = json.loads(line)
-            row["training/global_step"]
+            row = parse_json(line)
+            _check_step(row["training/global_step"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}:{number}: not a metrics line ({error!r}); mend or remove the line") from error
         yield line, row
+
+
+def _check_step(step: Any) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MOST_STEPS:
+        raise ValueError(f"step {str(step)[:40]}")
 
 
 def write_text(path: Path, text: str) -> None:

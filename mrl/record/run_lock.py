@@ -5,8 +5,10 @@
 Only its holder writes into a lock file; who succeeds it makes the one of the next number and removes the older ones,
 which tells a holder that still runs that it has lost. A holder on this host is succeeded as soon as its process is
 gone. Of one elsewhere nothing is known but its beat: it is succeeded once that has stood still for LEASE_S seconds of
-the successor's own clock. Nobody's clock is compared with another's, and contents are compared, not times of files,
-which network file systems keep for a while. A directory that is given back keeps its last file: no number comes twice.
+the successor's own clock. A successor that is killed before it removes the older files leaves two: the directory is
+taken over once nobody whom a file names is there any more. Nobody's clock is compared with another's, and contents are
+compared, not times of files, which network file systems keep for a while. A directory that is given back keeps its
+last file.
 
 Before it writes, a holder looks whether its file is still there (`check`): one that stood still for longer than the
 lease, or was cut off from the disk, ends without writing.
@@ -20,7 +22,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,14 +31,17 @@ from pathlib import Path
 from typing import Protocol
 
 from mrl.errors import EnvironmentFault, LostLock
+from mrl.plain_files import TEXT_BYTES, parse_json, read_text
 from mrl.record.process_mark import ProcessMark
 
 LOCK = "run.lock"  # of earlier versions, which had this one file and no beat; counts as number 0, free when empty
 BEAT_S = 5.0
 LEASE_S = 60.0
 LOOK_S = 1.0  # between looks at a beat
+PATIENCE_S = 5.0  # with a disk that refuses a holder's look
+ASK_AGAIN_S = 0.5
 FREE = "given back"
-_NUMBERED = re.compile(rf"{re.escape(LOCK)}\.(\d+)")
+_NAME = re.compile(rf"{re.escape(LOCK)}(?:\.(\d+))?")
 
 
 class Waiting(Protocol):
@@ -64,7 +69,7 @@ class LockHolder:
 
 @dataclass(frozen=True)
 class LockFile:
-    """The newest lock file of a run directory, as it was read."""
+    """A lock file of a run directory, as it was read."""
 
     number: int
     path: Path
@@ -79,7 +84,7 @@ class LockFile:
     def holder(self) -> LockHolder | None:
         """Who has it; None of a file that is free, is just being made, or is torn."""
         try:
-            row = json.loads(self.text)
+            row = parse_json(self.text)
             return LockHolder(ProcessMark.from_json(row), row.get("nonce", ""), row.get("since"))
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -92,11 +97,16 @@ class LockFile:
             return False
 
 
+def read_locks(folder: Path) -> tuple[LockFile, ...]:
+    """Reads all lock files, the newest last; a free one of number 0 where there is none. Raises OSError."""
+    numbers = sorted(_numbers(folder)) or [0]
+    paths = [(number, _path(folder, number)) for number in numbers]
+    return tuple(LockFile(number, path, _text(path)) for number, path in paths)
+
+
 def newest_lock(folder: Path) -> LockFile:
-    """Reads the lock file that counts; a free one of number 0 where there is none. Raises OSError."""
-    number = max(_numbers(folder), default=0)
-    path = _path(folder, number)
-    return LockFile(number, path, _text(path))
+    """Reads the lock file of who took the directory last; as `read_locks` does."""
+    return read_locks(folder)[-1]
 
 
 def in_use(folder: Path) -> bool:
@@ -104,9 +114,12 @@ def in_use(folder: Path) -> bool:
     counts.
     """
     try:
-        found = newest_lock(folder)
+        return any(_seems_held(found) for found in read_locks(folder))
     except OSError:
         return False
+
+
+def _seems_held(found: LockFile) -> bool:
     if found.holder is None:
         return False
     lives = found.holder.process.lives()
@@ -114,8 +127,8 @@ def in_use(folder: Path) -> bool:
 
 
 def _numbers(folder: Path) -> list[int]:
-    names = [_NUMBERED.fullmatch(name) for name in os.listdir(folder)]
-    return [int(found[1]) for found in names if found]
+    names = [_NAME.fullmatch(name) for name in os.listdir(folder)]
+    return [int(found[1] or 0) for found in names if found]
 
 
 def _path(folder: Path, number: int) -> Path:
@@ -125,9 +138,11 @@ def _path(folder: Path, number: int) -> Path:
 def _text(path: Path) -> str:
     """Content of a lock file; nothing of one that is not there."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_text(path, TEXT_BYTES, errors="replace")
     except FileNotFoundError:
         return ""
+    except ValueError as error:
+        raise OSError(errno.EFBIG, str(error), str(path)) from error
 
 
 class RunLock:
@@ -152,43 +167,61 @@ class RunLock:
         `poll` may raise while it waits. Raises EnvironmentFault where the holder lives, and OSError as the disk does.
         """
         while True:
-            found = newest_lock(folder)
-            if not (found.is_free or _is_over(found, folder, poll, clock)):
+            found = read_locks(folder)
+            if not _are_over(found, folder, poll, clock):
                 continue
-            lock = cls(folder, found.number + 1)
+            lock = cls(folder, found[-1].number + 1)
             if lock._succeed(found):
                 threading.Thread(target=lock._beat_on, name="run-lock", daemon=True).start()
                 return lock
 
-    def _succeed(self, before: LockFile) -> bool:
-        """Makes this lock's file, and removes those before it; nothing where another was faster, or the one before
+    def _succeed(self, before: Sequence[LockFile]) -> bool:
+        """Makes this lock's file, and removes those before it; nothing where another was faster, or one of those before
         beats after all.
         """
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return False
-        with os.fdopen(descriptor, "wb") as file:
-            self._write(file.fileno(), self._content())
-        newest = max(_numbers(self._folder))
-        if newest != self._number or _text(before.path) != before.text:
-            self._path.unlink(missing_ok=True)
-            return False
-        for number in (0, *_numbers(self._folder)):
-            if number < self._number:
-                _path(self._folder, number).unlink(missing_ok=True)
-        return True
+        follows = False
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                self._write(file.fileno(), self._content())
+            follows = self._follows(before)
+        finally:
+            if not follows:  # or the disk is full
+                self._path.unlink(missing_ok=True)
+        if follows:
+            for number in _numbers(self._folder):
+                if number < self._number:
+                    _path(self._folder, number).unlink(missing_ok=True)
+        return follows
+
+    def _follows(self, before: Sequence[LockFile]) -> bool:
+        """Whether no file came after this one, and those before are as they were."""
+        are_same = all(_text(found.path) == found.text for found in before)
+        return are_same and max(_numbers(self._folder)) == self._number
 
     def check(self) -> None:
-        """Looks into the file. Raises LostLock where the lock is another's by now, OSError where nobody can say."""
-        try:
-            text = self._path.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESTALE):
-                raise
-            text = ""
-        if self._nonce not in text:
+        """Looks into the file. Raises LostLock where the lock is another's by now.
+
+        Raises EnvironmentFault where the disk refuses to say, and still does PATIENCE_S seconds later.
+        """
+        if self._nonce not in self._read():
             raise self._loss()
+
+    def _read(self) -> str:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return _text(self._path)
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise EnvironmentFault(
+                        f"trainer.run_dir: {self._path} cannot be read ({error.strerror}), so nothing is written into "
+                        f"{self._folder}, which may be another process's by now; see what its disk lacks"
+                    ) from error
+            time.sleep(ASK_AGAIN_S)
 
     def raise_if_lost(self) -> None:
         """Raises LostLock once a beat found that the lock is another's; looks at nothing."""
@@ -198,14 +231,14 @@ class RunLock:
     def give_back(self) -> None:
         """Leaves the directory to whoever comes next, if it is this process's still."""
         self._ended.set()
-        with self._writing, suppress(OSError, LostLock):
+        with self._writing, suppress(OSError, EnvironmentFault, LostLock):
             self.check()
             with self._path.open("r+b") as file:
                 self._write(file.fileno(), FREE)
                 file.truncate(len(FREE))
 
     def beat(self) -> None:
-        """Counts the beat up. Raises LostLock where the lock is another's, OSError as the disk does."""
+        """Counts the beat up. Raises as `check` does, and OSError as the disk does."""
         self.check()
         with self._writing, self._path.open("r+b") as file:
             if self._ended.is_set():
@@ -220,7 +253,7 @@ class RunLock:
             except (LostLock, FileNotFoundError):
                 self._lost = self._loss()
                 return
-            except OSError:
+            except (OSError, EnvironmentFault):
                 continue  # who writes looks for itself
 
     def _content(self) -> str:
@@ -229,7 +262,9 @@ class RunLock:
 
     @staticmethod
     def _write(descriptor: int, text: str) -> None:
-        os.pwrite(descriptor, text.encode(), 0)
+        content = text.encode()
+        if os.pwrite(descriptor, content, 0) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(descriptor)
 
     def _loss(self) -> LostLock:
@@ -245,43 +280,57 @@ class RunLock:
         )
 
 
-def _is_over(found: LockFile, folder: Path, poll: Callable[[], None], clock: Waiting) -> bool:
-    """Waits until it is known whether a lock's holder is gone; False where the lock has changed and is to be looked at
-    again. Raises EnvironmentFault where the holder lives.
+def _are_over(found: Sequence[LockFile], folder: Path, poll: Callable[[], None], clock: Waiting) -> bool:
+    """Waits until it is known whether all holders are gone; False where a lock has changed and all are to be looked at
+    again. Raises EnvironmentFault where a holder lives.
     """
-    lives = found.holder.process.lives() if found.holder else None
-    if lives:
-        raise _in_use(found, folder, "its process runs")
-    return lives is False or _stands_still(found, folder, poll, clock)
+    unknown = []
+    for lock in found:
+        lives = lock.holder.process.lives() if lock.holder else None
+        if lives:
+            raise _in_use(lock, folder, "its process runs")
+        if lives is None and not lock.is_free:
+            unknown.append(lock)
+    return not unknown or _stand_still(found, " and ".join(map(_who, unknown)), folder, poll, clock)
 
 
-def _stands_still(found: LockFile, folder: Path, poll: Callable[[], None], clock: Waiting) -> bool:
-    """As _is_over, of a holder of which only the beat can be seen."""
-    since = clock.monotonic()
+def _stand_still(
+    found: Sequence[LockFile], holders: str, folder: Path, poll: Callable[[], None], clock: Waiting
+) -> bool:
+    """As _are_over, of holders of which only the beat can be seen. `holders`: in words."""
+    still_s = 0.0
+    looked = clock.monotonic()
     told = False
     while True:
         clock.sleep(LOOK_S)
         poll()
         asked = clock.monotonic()  # before the look, so that a pause of this process counts for nothing
-        seen = newest_lock(folder)
-        if _beat_between(found, seen):
-            raise _in_use(seen, folder, "its lock's beat goes on")
+        still_s += min(asked - looked, 2 * LOOK_S)  # while the disk stalls nobody's beat can be seen
+        looked = asked
+        seen = read_locks(folder)
+        if beating := _beating(found, seen):
+            raise _in_use(beating, folder, "its lock's beat goes on")
         if seen != found:
             return False
-        if asked - since >= LEASE_S:
-            _say(f"{folder}: {_who(found)} gave no sign of life for {LEASE_S:.0f} s; it is taken over")
+        if still_s >= LEASE_S:
+            _say(f"{folder}: {holders} gave no sign of life for {LEASE_S:.0f} s; it is taken over")
             return True
         if not told:
             told = True
             _say(
-                f"{folder} is held by {_who(found)}, of which only its lock's beat can be seen from here; it is taken "
+                f"{folder} is held by {holders}, of which only its lock's beat can be seen from here; it is taken "
                 f"over if there is none for {LEASE_S:.0f} s"
             )
 
 
-def _beat_between(before: LockFile, after: LockFile) -> bool:
-    one_lock = before.holder is not None and before.holder == after.holder and before.number == after.number
-    return one_lock and before.text != after.text
+def _beating(before: Sequence[LockFile], after: Sequence[LockFile]) -> LockFile | None:
+    """A lock whose holder counted up between two looks."""
+    earlier = {found.number: found for found in before}
+    for found in after:
+        one = earlier.get(found.number, found)
+        if one.text != found.text and one.holder is not None and one.holder == found.holder:
+            return found
+    return None
 
 
 def _say(line: str) -> None:

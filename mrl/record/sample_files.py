@@ -3,12 +3,15 @@
 `step-N.parquet` has a row a response: its ids and seed, `prompt_ids` and `response_ids` (lists of int32),
 `rollout_log_probs` (list of float32), `stop_reason`, `weight_version` (list of `first_token`, `version`: one item
 unless weights changed meanwhile), `score`, `reason`, and `reward` (JSON: the parts that the reward function gave).
+Where responses have several turns there are `sampled` (list of bool: false of context, whose log-probs mean nothing)
+`turns` (list of `first_token`, `stop_reason`, `calls`, `seconds`, `reward`; see mrl.data.samples.Turn), and `calls`, of
+all turns one after another (list of `name`, `reason`, `seconds`; see mrl.data.samples.TurnCall).
 Older runs have `step-N.jsonl`, which `read_samples` reads alike.
 """
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
@@ -18,30 +21,39 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mrl.data.samples import STOP_REASONS, Samples, packed
+from mrl.data.samples import CALL_REASONS, LEFT_OUT, STOP_REASONS, Samples, packed, with_turns
+from mrl.errors import DataError, MrlError
+from mrl.plain_files import LINES_BYTES, parse_json, read_text
 from mrl.record.run_dir import json_line, step_of
 from mrl.whole_file import appears_whole
 
+# what reading a file raises that is not what it should be
+DAMAGED = (OSError, pa.ArrowException, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 RewardParts = Mapping[str, Any]  # `score`, `reason` and whatever else the reward function returned
 OWN_COLUMNS = ("score", "reason")  # parts that every reward has
 DIFFERENCES = ".log_probs.parquet"
 ROWS_AT_ONCE = 64  # of a row group: what a reader has to decompress for one response
 
 
-def write_samples(folder: Path, step: int, pieces: Iterable[Samples], rewards: Sequence[RewardParts]) -> Path:
+def write_samples(
+    folder: Path, step: int, pieces: Iterable[Samples], rewards: Sequence[RewardParts], turns: bool = False
+) -> Path:
     """Writes `folder/step-N.parquet`, which appears whole or not at all; `rewards` are of all rows of all pieces, in
-    order.
+    order. `turns`: with their columns.
 
     Routes are left out: they are hundreds of bytes a token, and an engine of that weight version would give them again.
     """
-    schema = _table(packed([]), []).schema
-    return _write_whole(folder / f"step-{step}.parquet", schema, _tables(pieces, rewards))
+    table = _table_of_turns if turns else _table
+    schema = table(packed([]), []).schema
+    return _write_whole(folder / f"step-{step}.parquet", schema, _tables(pieces, rewards, table))
 
 
-def _tables(pieces: Iterable[Samples], rewards: Sequence[RewardParts]) -> Iterator[pa.Table]:
+def _tables(
+    pieces: Iterable[Samples], rewards: Sequence[RewardParts], table: Callable[..., pa.Table]
+) -> Iterator[pa.Table]:
     done = 0
     for piece in pieces:
-        yield _table(piece, rewards[done : done + len(piece)])
+        yield table(piece, rewards[done : done + len(piece)])
         done += len(piece)
 
 
@@ -103,6 +115,18 @@ def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
     return file.read(np.arange(len(file.scores)))
 
 
+@contextmanager
+def readable(folder: Path, step: int) -> Iterator[None]:
+    """Whatever is wrong with the samples of a step is one DataError; that it has none stays FileNotFoundError."""
+    try:
+        yield
+    except (FileNotFoundError, MrlError):
+        raise
+    except DAMAGED as error:
+        said = f"{type(error).__name__}: {error}"
+        raise DataError(f"{folder}: the samples of step {step} cannot be read ({said})") from error
+
+
 class StepFile:
     """The responses of a step on the disk; only what is asked for is read of a file of columns."""
 
@@ -112,8 +136,8 @@ class StepFile:
         self._differences = folder / f"step-{step}{DIFFERENCES}"
         self._lines: list[dict[str, Any]] | None = None
         if not self._path.exists():
-            lines = self._path.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()
-            self._lines = [json.loads(line) for line in lines]
+            lines = read_text(self._path.with_suffix(".jsonl"), LINES_BYTES).splitlines()
+            self._lines = [parse_json(line) for line in lines]
 
     @cached_property
     def scores(self) -> np.ndarray:
@@ -131,11 +155,19 @@ class StepFile:
 
     @cached_property
     def _numbers(self) -> pa.Table:
-        return pq.read_table(self._path, columns=["score", "prompt_id"])
+        return pq.read_table(self._path, columns=["score", "prompt_id", "reason"])
+
+    @cached_property
+    def _is_judged(self) -> np.ndarray:
+        """bool [rows]: false where the environment failed, and the score is none."""
+        if self._lines is not None:
+            return np.array([line["reward"].get("reason") != LEFT_OUT for line in self._lines], bool)
+        return np.array([reason != LEFT_OUT for reason in self._numbers["reason"].to_pylist()], bool)
 
     def worst(self, count: int) -> np.ndarray:
-        """int64: rows with the lowest scores, lowest first, in the order of the file where they are alike."""
-        return np.argsort(self.scores, kind="stable")[:count]
+        """int64: judged rows with the lowest scores, lowest first, in the order of the file where they are alike."""
+        order = np.argsort(self.scores, kind="stable")
+        return order[self._is_judged[order]][:count]
 
     def read(self, rows: np.ndarray) -> list[dict[str, Any]]:
         """The given rows, in that order; see read_samples."""
@@ -176,7 +208,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     first = row["weight_version"][0]["version"]
     return row | {
         "weight_version": first,
-        "reward": json.loads(row["reward"]) | {k: v for k, v in own.items() if v is not None},
+        "reward": parse_json(row["reward"]) | {k: v for k, v in own.items() if v is not None},
     }
 
 
@@ -197,9 +229,7 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
             "prompt_ids": _lists(pa.array(samples.token_ids[of_prompts]), samples.prompt_lengths),
             "response_ids": _lists(pa.array(samples.token_ids[~of_prompts]), samples.response_lengths),
             "rollout_log_probs": _lists(pa.array(samples.rollout_log_probs), samples.response_lengths),
-            "stop_reason": pa.DictionaryArray.from_arrays(
-                pa.array(samples.stop_reason, pa.int8()), list(STOP_REASONS)
-            ).dictionary_decode(),
+            "stop_reason": _in_words(samples.stop_reason),
             "weight_version": _lists(spans, samples.span_counts),
             **{
                 name: pa.array([parts.get(name) for parts in rewards], kind)
@@ -211,6 +241,34 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
 
 
 _KINDS = (pa.float64(), pa.string())
+
+
+def _table_of_turns(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
+    samples = with_turns(samples)
+    turns = {
+        "first_token": pa.array(samples.turn_starts),
+        "stop_reason": _in_words(samples.turn_stops),
+        "calls": pa.array(samples.turn_calls),
+        "seconds": pa.array(samples.turn_seconds),
+        "reward": pa.array(samples.turn_rewards),
+    }
+    calls = {
+        "name": pa.array([name.decode() for name in samples.call_names.tolist()], pa.string()),
+        "reason": _in_words(samples.call_reasons, CALL_REASONS),
+        "seconds": pa.array(samples.call_seconds),
+    }
+    table = _table(samples, rewards)
+    table = table.append_column("sampled", _lists(pa.array(samples.sampled), samples.response_lengths))
+    table = table.append_column("turns", _structs(turns, samples.turn_counts))
+    return table.append_column("calls", _structs(calls, samples.call_counts))
+
+
+def _structs(columns: Mapping[str, pa.Array], counts: np.ndarray) -> pa.Array:
+    return _lists(pa.StructArray.from_arrays(list(columns.values()), list(columns)), counts)
+
+
+def _in_words(reasons: np.ndarray, words: Sequence[str] = STOP_REASONS) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array(reasons, pa.int8()), list(words)).dictionary_decode()
 
 
 def _alternating(one: np.ndarray, other: np.ndarray) -> np.ndarray:

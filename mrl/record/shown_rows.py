@@ -5,13 +5,14 @@ trainer's under the weights that generated, LONGEST tokens at most. What engines
 stands in `samples/`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from mrl.data.samples import LEFT_OUT
+from mrl.plain_files import read_json
 from mrl.record.run_dir import SHOWN_ROWS, json_line, write_text
 
 EACH = 3  # responses of each kind
@@ -27,18 +28,22 @@ class ShownRows:
 
 
 def extreme_rows(
-    scores: Sequence[float], prompts: Sequence[int], gaps: Sequence[float] | None = None
+    scores: Sequence[float],
+    prompts: Sequence[int],
+    reasons: Sequence[str | None],
+    gaps: Sequence[float] | None = None,
 ) -> dict[str, list[int]]:
     """Rows by kind, EACH at most, none in two: `best` and `worst` of the scores, and `changed`: the largest of `gaps`.
 
-    Of different prompts as long as there are such.
+    Of different prompts as long as there are such, and none whose environment failed: its score is none.
     """
-    order = sorted(range(len(scores)), key=lambda row: scores[row])
+    judged = [row for row, reason in enumerate(reasons) if reason != LEFT_OUT]
+    order = sorted(judged, key=lambda row: scores[row])
     shown = {"best": _of_different(order[::-1], prompts)}
     shown["worst"] = _of_different([row for row in order if row not in shown["best"]], prompts)
     if gaps is not None:
         taken = {*shown["best"], *shown["worst"]}
-        furthest = sorted(set(range(len(scores))) - taken, key=lambda row: (-gaps[row], row))
+        furthest = sorted(set(judged) - taken, key=lambda row: (-gaps[row], row))
         shown["changed"] = _of_different(furthest, prompts)
     return shown
 
@@ -59,7 +64,7 @@ def write_shown_rows(folder: Path, step: int, log_probs: Mapping[int, np.ndarray
 def read_shown_rows(folder: Path) -> ShownRows | None:
     """None where there is none that can be read, as of a run that takes its log-probs from the update."""
     try:
-        row = json.loads((folder / SHOWN_ROWS).read_text(encoding="utf-8"))
+        row = read_json(folder / SHOWN_ROWS)
         return ShownRows(int(row["step"]), {int(number): list(values) for number, values in row["log_probs"].items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

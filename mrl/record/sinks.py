@@ -4,6 +4,7 @@ import importlib.util
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mrl.errors import ConfigError, EnvironmentFault
@@ -19,18 +20,27 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
-        self._file, self._check = open_lines(path), check
+        check()
+        self._path, self._check = path, check
+        self._file = open_lines(path)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Appends the step's line, durably."""
+        """Appends the step's line, durably. Raises EnvironmentFault where the disk does not take it."""
         self._check()
-        self._file.write(json_line({"training/global_step": step} | dict(metrics)))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(json_line({"training/global_step": step} | dict(metrics)))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{self._path}: the line of step {step} cannot be written ({error.strerror}), and a run without record "
+                "does not go on. Make room and pass --resume"
+            ) from error
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the file; what the disk refused was said."""
+        with suppress(OSError):
+            self._file.close()
 
 
 class Record:

@@ -42,7 +42,7 @@ def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
 
 def _open_sender(setup: SyncSetup, rank: int) -> SendingEnd:
     transfer, reach = get_transfer(setup.dialect), get_hosting(setup.dialect).memory_reach
-    routes = {w: route(setup, rank, w, reach) for w in range(setup.rollout_layout.world_size)}
+    routes = {w: route(setup, rank, w, reach) for w in setup.workers}
     ends = {
         kind: _SENDERS[kind](setup, rank, _peers(routes, kind), transfer)
         for kind in _SENDERS

@@ -1,7 +1,8 @@
 """Runs a plan: a rank packs and sends its messages round by round, a worker unpacks them module by module.
 
-A message is the boxes of its copies one after the other, each contiguous; they are copied in one call, as views. Views
-of what stays where it is (shards, staging) are made once and kept: making them costs more than copying a small box.
+A message is the boxes of its copies one after the other, each contiguous; they are copied as views, neighbours
+together. Views of what stays where it is (shards, staging) are made once and kept: making them costs more than copying
+a small box.
 """
 
 from collections import Counter
@@ -19,6 +20,12 @@ from mrl.reshard.messages import Copy, Message, by_round, module_of
 from mrl.reshard.plan import ReshardPlan
 from mrl.reshard.sync_report import ReceiveReport, SendReport
 from mrl.reshard.transport import ReceivingEnd, SendingEnd
+from mrl.units import MIB
+
+# elements from which on a copy by itself is one launch, and in a list would be several: of so many chunks of so many
+# elements one launch for a list takes care (ATen/native/cuda/MultiTensorApply.cuh)
+_LARGE = 320 * 65536
+LITTLE_BYTES = MIB  # of modules that are written at once: at most one of them, the last, has as many by itself
 
 
 class Writer(Protocol):
@@ -53,6 +60,7 @@ class Sender:
         self._messages = list(plan.sends(rank))
         self._sources, self._wire = ShardViews(shards), WireViews(dtype)
         self._digests = ShardDigests(source_shards(plan.model, plan.train, rank), shards, dtype)
+        self._packings: dict[tuple[int, int], BlockCopies] = {}  # by round and worker
 
     def send(self, update: int, workers: Collection[int], check_replicas: bool = True) -> SendReport:
         """Sends everything for `workers`, once.
@@ -75,6 +83,7 @@ class Sender:
 
     def close(self) -> None:
         """Gives memory and connections back, views of what peers own first."""
+        self._packings.clear()
         self._wire.clear()
         self._sources.clear()
         self.end.close()
@@ -82,7 +91,8 @@ class Sender:
     def transfer(self, update: int, workers: Collection[int]) -> tuple[list[Message], PhaseTimer]:
         """The sending alone: what was sent, and the time it took. Raises as `send` does."""
         timer, messages = PhaseTimer(), [message for message in self._messages if message.worker in workers]
-        self._sources.refresh()
+        if self._sources.refresh():
+            self._packings.clear()  # they would keep the memory that parameters have left
         try:
             with torch.no_grad():
                 self._transfer(update, messages, timer)
@@ -97,10 +107,24 @@ class Sender:
             with timer("wait"):
                 slot = self.end.slot(message)
             with timer("pack"):
-                copy_all(self._wire.of(message, slot, self.end.lasting(message)), self._sources.of(message))
+                self._packing(message, slot).run()
                 self.end.post(message)
         with timer("wait"):
             self.end.finish()
+
+    def _packing(self, message: Message, slot: Tensor) -> "BlockCopies":
+        """Of the message into its slot; kept for as long as all of its blocks stay where they are."""
+        lasting = self.end.lasting(message)
+        targets = self._wire.of(message, slot, lasting)
+        sources = self._sources.of(message)
+        key = (message.round, message.worker)
+        known = self._packings.get(key)
+        if known is not None and known.targets is targets and known.sources is sources:
+            return known
+        copies = BlockCopies(targets, sources)
+        if lasting:
+            self._packings[key] = copies
+        return copies
 
 
 class Receiver:
@@ -152,18 +176,37 @@ class Receiver:
                 buffers = self.end.take(messages)
             pairs = zip(messages, buffers, strict=True)
             blocks = [self._wire.of(message, buffer, self.end.lasting(message)) for message, buffer in pairs]
-            for module, copies in by_module(messages, blocks, list(missing)):
+            for modules in _together(by_module(messages, blocks, list(missing))):
                 with timer("unpack"):
-                    _write(writer, copies)
-                missing[module] = missing.get(module, self._copies[module]) - len(copies)
-                if not missing[module]:
-                    del missing[module]
-                    with timer("complete"):
-                        writer.complete(module)
+                    _write(writer, [copy for copies in modules.values() for copy in copies])
+                for module, copies in modules.items():
+                    missing[module] = missing.get(module, self._copies[module]) - len(copies)
+                    if not missing[module]:
+                        del missing[module]
+                        with timer("complete"):
+                            writer.complete(module)
             self.end.release(messages)
 
 
-def _write(writer: Writer, copies: list[tuple[Copy, Tensor]]) -> None:
+Copies = list[tuple[Copy, Tensor]]  # with the blocks that are copied
+
+
+def _together(of_modules: Iterable[tuple[str, Copies]]) -> Iterator[dict[str, Copies]]:
+    """Modules by name that are written at once: norms and routers have too little for a launch of their own."""
+    modules: dict[str, Copies] = {}
+    nbytes = 0
+    for module, copies in of_modules:
+        modules[module] = copies
+        nbytes += sum(block.nbytes for _, block in copies)
+        if nbytes >= LITTLE_BYTES:
+            yield modules
+            modules = {}
+            nbytes = 0
+    if modules:
+        yield modules
+
+
+def _write(writer: Writer, copies: Copies) -> None:
     tensors = {name: writer.tensor(name) for name in dict.fromkeys(copy.parameter for copy, _ in copies)}
     copy_all([target_view(tensors[copy.parameter], copy) for copy, _ in copies], [block for _, block in copies])
 
@@ -232,12 +275,13 @@ class ShardViews:
         self._bases: dict[tuple[str, int], Tensor] = {}
         self._views: dict[tuple[int, int], list[Tensor]] = {}
 
-    def refresh(self) -> None:
-        """Looks every parameter up again. Call once before each sync."""
+    def refresh(self) -> bool:
+        """Looks every parameter up again, and says whether one has moved. Call once before each sync."""
         for (name, chunk), known in self._bases.items():
             if not _same_memory(known, self._shards(name, chunk)):
                 self.clear()
-                return
+                return True
+        return False
 
     def clear(self) -> None:
         """Forgets all views."""
@@ -295,18 +339,78 @@ class WireViews:
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies each source into its target, converting the dtype where they differ."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
+    BlockCopies(targets, sources).run()
+
+
+Pair = tuple[Tensor, Tensor]  # target and source
+
+
+class BlockCopies:
+    """Copies of blocks in few launches: on a device each is one, and most blocks are small.
+
+    What follows each other on both sides is one copy; of the rest what lies alike on both sides goes together (torch
+    has a kernel for lists of such).
+    """
+
+    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]):
+        self.targets = targets
+        self.sources = sources
+        self._large: list[Pair] = []
+        self._alike: list[Pair] = []
+        self._other: list[Pair] = []
+        run: list[Pair] = []
+        end: tuple = ()
+        for pair in zip(targets, sources, strict=True):
+            if not _alike(*pair):
+                self._other.append(pair)
+                continue
+            target, source = pair
+            begin = target.dtype, target.storage_offset(), source.storage_offset()
+            if begin != end or not _in_same_memory(run[-1], pair):
+                self._add(run)
+                run = []
+            run.append(pair)
+            elements = target.numel()
+            end = target.dtype, begin[1] + elements, begin[2] + elements
+        self._add(run)
+
+    def _add(self, run: list[Pair]) -> None:
+        if not run:
+            return
+        target, source = run[0]
+        elements = sum(target.numel() for target, _ in run)
+        if len(run) > 1:
+            target = target.as_strided((elements,), (1,))
+            source = source.as_strided((elements,), (1,))
+        (self._large if elements >= _LARGE else self._alike).append((target, source))
+
+    def run(self) -> None:
+        """Copies. May be called again, with other values in the sources."""
+        for target, source in self._large:
+            target.copy_(source)
+        for pairs in (self._alike, self._other):
+            if pairs:
+                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _alike(target: Tensor, source: Tensor) -> bool:
+    return target.dtype is source.dtype and target.is_contiguous() and source.is_contiguous()
+
+
+def _in_same_memory(pair: Pair, other: Pair) -> bool:
+    """Target with target, and source with source."""
+    memories = ([block.untyped_storage()._cdata for block in each] for each in (pair, other))
+    return next(memories) == next(memories)
 
 
 def by_module(
     messages: Sequence[Message], blocks: Sequence[Sequence[Tensor]], begun: Iterable[str]
-) -> Iterator[tuple[str, list[tuple[Copy, Tensor]]]]:
+) -> Iterator[tuple[str, Copies]]:
     """(module, its copies with their blocks) of the messages of one round, so that modules are written one at a time.
 
     Those that were `begun` in an earlier round come first, the others in the order of the messages.
     """
-    modules: dict[str, list[tuple[Copy, Tensor]]] = {module: [] for module in begun}
+    modules: dict[str, Copies] = {module: [] for module in begun}
     for message, views in zip(messages, blocks, strict=True):
         for copy, view in zip(message.copies, views, strict=True):
             modules.setdefault(module_of(copy.parameter), []).append((copy, view))

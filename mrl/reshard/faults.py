@@ -84,23 +84,47 @@ def template_faults(
     dtype: str,
 ) -> Iterator[str]:
     """Faults of the templates for `pipeline` stages: the cover of every position in an engine, and every sender."""
-    shards = [shard_table(of_rank) for of_rank in miniature.shards]
-    checked = set()
+    covered: dict[tuple[int, ...], TargetParameter] = {}  # by the very grains that fill it; workers have many in common
     for position, template in enumerate(templates):
-        # block n + 1 is layer n of the miniature
-        grains = [(block - 1, grain) for block, of_block in enumerate(template.blocks) for grain in of_block]
+        filling = _by_parameter(template)
         parameters = target_parameters(miniature.model, rollout, position, dialect, dtype)
-        for fault in target_faults(parameters, [_copy_of(grain, layer, grain.holders[0]) for layer, grain in grains]):
+        unseen = [p for p in parameters if covered.get(_identity(filling.get(p.name, ()))) != p]
+        names = dict.fromkeys([p.name for p in unseen]) | dict.fromkeys(filling.keys() - {p.name for p in parameters})
+        copies = [_copy_of(grain, layer, grain.holders[0]) for name in names for layer, grain in filling.get(name, ())]
+        for fault in target_faults(unseen, copies):
             yield f"worker {position} of each engine: {fault}"
-        for layer, grain in grains:
-            key = (layer, grain.hf_name, grain.hf_box, grain.source_box, id(grain.holders))
-            if key in checked:
-                continue
-            checked.add(key)
-            for holder in grain.holders:
-                rank = miniature.rank_of(holder, pipeline)
-                if fault := source_fault(shards[rank], _copy_of(grain, layer, holder)):
-                    yield f"rank {holder.offset} of its stage: {fault}"
+        covered |= {_identity(filling.get(p.name, ())): p for p in unseen}
+    yield from _sender_faults(miniature, pipeline, templates)
+
+
+def _by_parameter(template: StreamTemplate) -> dict[str, list[tuple[int, Grain]]]:
+    """The layer of the miniature and the grain, of all that fills each parameter."""
+    filling: dict[tuple[int, str], list[tuple[int, Grain]]] = defaultdict(list)
+    for block, grains in enumerate(template.blocks):
+        for grain in grains:
+            filling[block - 1, grain.parameter].append((block - 1, grain))  # block n + 1 is layer n
+    return {name.format(layer): grains for (layer, name), grains in filling.items()}
+
+
+def _identity(grains: Sequence[tuple[int, Grain]]) -> tuple[int, ...]:
+    return tuple(sorted(id(grain) for _, grain in grains))
+
+
+def _sender_faults(miniature: Miniature, pipeline: int, templates: Sequence[StreamTemplate]) -> Iterator[str]:
+    """Grains that one of those who are said to hold them does not."""
+    shards = [shard_table(of_rank) for of_rank in miniature.shards]
+    blocks = [(block - 1, of_block) for template in templates for block, of_block in enumerate(template.blocks)]
+    distinct = {(layer, id(grain)): grain for layer, of_block in blocks for grain in of_block}
+    checked = set()
+    for (layer, _), grain in distinct.items():
+        key = (layer, grain.hf_name, grain.hf_box, grain.source_box, id(grain.holders))
+        if key in checked:
+            continue
+        checked.add(key)
+        for holder in grain.holders:
+            rank = miniature.rank_of(holder, pipeline)
+            if fault := source_fault(shards[rank], _copy_of(grain, layer, holder)):
+                yield f"rank {holder.offset} of its stage: {fault}"
 
 
 def _copy_of(grain: Grain, layer: int, holder: Holder) -> Copy:

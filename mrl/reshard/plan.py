@@ -34,9 +34,11 @@ a pure function of the model, both layouts, the dialect, the number format, the 
 all that it expands from, so two sides with equal hashes exchange the same messages.
 """
 
+import gc
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -219,6 +221,19 @@ class ReshardPlan:
         }
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Grains and copies form no cycles: looking for some among hundreds of thousands of them takes long."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@no_collection()
 def plan_reshard(
     model: ModelSpec,
     train: TrainLayout,

@@ -5,12 +5,11 @@ workers have. The rehearsal carries out the same layouts on a shrunken model. Th
 own, so that no mistake hides, and every worker is compared with what its engine's own loader makes of full tensors.
 """
 
-import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from math import lcm
+from math import inf, lcm
 from time import perf_counter
 
 import numpy as np
@@ -23,7 +22,7 @@ from mrl.model.vllm_loader import loaded
 from mrl.model.vllm_parameters import TRANSPOSED, VOCABULARY_MULTIPLE, TargetParameter, target_parameters
 from mrl.reshard.faults import ShardTable, shard_table, worker_faults
 from mrl.reshard.messages import Copy
-from mrl.reshard.plan import ReshardPlan, plan_reshard
+from mrl.reshard.plan import ReshardPlan, no_collection, plan_reshard
 from mrl.units import MIB
 
 Arrays = dict[str, np.ndarray]
@@ -72,16 +71,19 @@ class PlanVerdict:
         return self.proof.fault or self.rehearsal.fault
 
 
-def verify(plan: ReshardPlan) -> PlanVerdict:
-    """Takes about 15 seconds for 128 ranks, and memory for one worker's copies and plan.KEPT_COPIES more."""
-    return PlanVerdict(prove(plan), rehearse(plan))
+def verify(plan: ReshardPlan, every_worker: bool = False) -> PlanVerdict:
+    """Takes about 15 seconds for 128 ranks, and memory for one worker's copies and plan.KEPT_COPIES more.
+
+    With `every_worker` all of them are taken apart, however long it takes.
+    """
+    return PlanVerdict(prove(plan, inf if every_worker else _PROOF_SECONDS), rehearse(plan))
 
 
 def prove(plan: ReshardPlan, seconds: float = _PROOF_SECONDS) -> Proof:
     """One whole engine and the first worker of each other one in any case, the other workers while there is time."""
     begun, workers, copies, fault = perf_counter(), 0, 0, None
     shards_of, parameters_of, (always, rest) = _shards_of(plan), _parameters_of(plan), _order(plan.rollout)
-    with _no_collection():
+    with no_collection():
         for worker in [*always, *rest]:
             if fault or (workers >= len(always) and perf_counter() - begun > seconds):
                 break
@@ -119,18 +121,6 @@ def _shards_of(plan: ReshardPlan) -> Callable[[int], ShardTable]:
         return shard_table(source_shards(plan.model, plan.train, rank))
 
     return shards_of
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Copies form no cycles: looking for some among hundreds of thousands of them would double the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def rehearse(plan: ReshardPlan) -> PlanRehearsal:
@@ -182,8 +172,16 @@ def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tupl
         if model.shared_expert_intermediate_size
         else 0,
         num_experts=_few_experts(model.num_experts, train.expert, rollout.expert) if model.is_moe else 0,
+        **_small_latents(model),
     )
     return small, replace(train, chunk_layers=tuple(zip(*by_chunk, strict=True)))
+
+
+def _small_latents(model: ModelSpec) -> dict[str, int]:
+    """Sizes of latent attention beside a head_dim of 2; a latent that is not there stays away."""
+    if not model.is_latent:
+        return {}
+    return {"kv_lora_rank": 3, "q_lora_rank": min(model.q_lora_rank, 3), "qk_rope_head_dim": 1, "v_head_dim": 2}
 
 
 def _kept_layers(layers: range, moe_layers: Collection[int]) -> list[int]:

@@ -30,7 +30,8 @@ class SyncSetup:
     topology: dict[str, list[list[int]]]  # "ranks" and "workers": [node, device] of each
     budget_bytes: int  # of one worker's or one rank's data in one round
     timeout_s: float  # longest wait for one peer
-    # "kind" (reshard.transport), "name" of this meeting, and "address" of the point-to-point group
+    # "kind" (reshard.transport), "name" of this meeting, "address" of the point-to-point group, and "workers" that take
+    # part: by default all
     transport: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
@@ -57,6 +58,11 @@ class SyncSetup:
     @cached_property
     def places(self) -> Topology:
         return Topology(*(tuple(Place(*place) for place in self.topology[side]) for side in ("ranks", "workers")))
+
+    @property
+    def workers(self) -> list[int]:
+        """Those that take part in this meeting; the plan is for all of them."""
+        return self.transport.get("workers", list(range(self.rollout_layout.world_size)))
 
     def plan(self) -> ReshardPlan:
         """The plan; built once in a process, wherever the two sides meet."""
@@ -119,14 +125,15 @@ def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
 def routes_in_words(setup: SyncSetup) -> str:
     """How many pairs of a rank and a worker each transport serves, for whoever starts a run."""
     reach = get_hosting(setup.dialect).memory_reach
-    pairs = ((rank, worker) for rank in setup.places.ranks for worker in setup.places.workers)
+    workers = [setup.places.workers[number] for number in setup.workers]
+    pairs = ((rank, worker) for rank in setup.places.ranks for worker in workers)
     served = Counter(pair_route(setup.transport["kind"], rank, worker, reach) for rank, worker in pairs)
     return ", ".join(f"{count} pairs of rank and worker by {kind}" for kind, count in sorted(served.items()))
 
 
 def p2p_members(setup: SyncSetup) -> list[tuple[str, int]]:
     """("rank", r) and ("worker", w) of everybody in the point-to-point group, in the group's order."""
-    ranks, workers = range(setup.train_layout.world_size), range(setup.rollout_layout.world_size)
+    ranks, workers = range(setup.train_layout.world_size), setup.workers
     reach = get_hosting(setup.dialect).memory_reach
     pairs = [(r, w) for r in ranks for w in workers if route(setup, r, w, reach) == "p2p"]
     return [("rank", r) for r in sorted({r for r, _ in pairs})] + [("worker", w) for w in sorted({w for _, w in pairs})]

@@ -141,6 +141,8 @@ class Holdings:
                 for piece in shard.pieces:
                     holders_of[piece.hf_name, piece.hf_box, piece.local_box].append(holder)
         self._cut: dict[tuple[TargetParameter, int], tuple[Grain, ...]] = {}  # workers have many parameters in common
+        self._queues: dict[tuple[int, ...], tuple[list[Grain], ...]] = {}  # and whole modules: by the very grains
+        self._turns: dict[tuple[tuple[int, ...], int], tuple[Grain, ...]] = {}
         self._blocks: dict[str, list[tuple[Box, Box, tuple[Holder, ...]]]] = defaultdict(list)
         for (hf_name, hf_box, local_box), holders in holders_of.items():
             self._blocks[hf_name].append((hf_box, local_box, tuple(holders)))
@@ -156,6 +158,24 @@ class Holdings:
         if (parameter, limit) not in self._cut:
             self._cut[parameter, limit] = tuple(self._grains(parameter, limit, dtype))
         return self._cut[parameter, limit]
+
+    def interleaved(self, grains: Iterable[Grain], position: int, positions: int) -> Iterator[Grain]:
+        """Module after module; inside one the ranks that hold it take turns, so that any part draws on all of them.
+
+        `position` of `positions` lets workers that walk in step begin with different ranks. `grains` are of `grains()`.
+        """
+        modules: dict[str, list[Grain]] = defaultdict(list)
+        for grain in grains:
+            modules[grain.module].append(grain)
+        for module in modules.values():
+            same = tuple(map(id, module))
+            if same not in self._queues:
+                self._queues[same] = _queues(module)
+            queues = self._queues[same]
+            first = position * len(queues) // positions
+            if (same, first) not in self._turns:
+                self._turns[same, first] = _in_turns(queues, first)
+            yield from self._turns[same, first]
 
     def _grains(self, parameter: TargetParameter, limit: int, dtype: str) -> Iterator[Grain]:
         item, own = ITEM_BYTES[parameter.dtype], None if parameter.dtype == dtype else parameter.dtype
@@ -188,7 +208,8 @@ def stream_template(
         after_layers = after_layers or layer is not None
         block = (len(blocks) - 1 if after_layers else 0) if layer is None else layer + 1
         blocks[block] += holdings.grains(parameter, limit, dtype)
-    return StreamTemplate(tuple(tuple(_interleaved(block, position, rollout.workers_per_engine)) for block in blocks))
+    positions = rollout.workers_per_engine
+    return StreamTemplate(tuple(tuple(holdings.interleaved(block, position, positions)) for block in blocks))
 
 
 def with_open_layer(name: str) -> str:
@@ -224,27 +245,32 @@ def _in_target(part: Box, hf_box: Box, local_box: Box, axes: tuple[int, ...]) ->
     return Box(tuple(ranges))
 
 
-def _interleaved(grains: Iterable[Grain], position: int, positions: int) -> Iterator[Grain]:
-    """Module after module; inside one the ranks that hold it take turns, so that any part draws on all of them.
+def _offsets(grains: Iterable[Grain]) -> dict[int, tuple[int, ...]]:
+    """Of who holds each grain, by the identity of `holders`: most grains have theirs in common with others."""
+    holders_of = {id(grain.holders): grain.holders for grain in grains}
+    return {key: tuple(holder.offset for holder in holders) for key, holders in holders_of.items()}
 
-    `position` of `positions` lets workers that walk in step begin with different ranks.
-    """
-    modules: dict[str, list[Grain]] = defaultdict(list)
-    for grain in grains:
-        modules[grain.module].append(grain)
-    for module in modules.values():
-        queues: dict[tuple[int, ...], list[Grain]] = defaultdict(list)
-        for grain in module:
-            queues[tuple(holder.offset for holder in grain.holders)].append(grain)
-        order = []
-        first = position * len(queues) // positions
-        for number, queue in enumerate(queues.values()):
-            total, before = sum(grain.nbytes for grain in queue), 0
-            for index, grain in enumerate(queue):
-                share = (2 * before + grain.nbytes) * _SHARE_UNITS // (2 * total)
-                order.append((share, (number - first) % len(queues), index, grain))
-                before += grain.nbytes
-        yield from (grain for *_, grain in sorted(order, key=lambda row: row[:3]))
+
+def _queues(module: Sequence[Grain]) -> tuple[list[Grain], ...]:
+    """The grains of a module by who holds them."""
+    offsets = _offsets(module)
+    queues: dict[tuple[int, ...], list[Grain]] = defaultdict(list)
+    for grain in module:
+        queues[offsets[id(grain.holders)]].append(grain)
+    return tuple(queues.values())
+
+
+def _in_turns(queues: Sequence[list[Grain]], first: int) -> tuple[Grain, ...]:
+    """Queues take turns in proportion to their bytes; queue `first` begins."""
+    order = []
+    for number, queue in enumerate(queues):
+        total = sum(grain.nbytes for grain in queue)
+        before = 0
+        for index, grain in enumerate(queue):
+            share = (2 * before + grain.nbytes) * _SHARE_UNITS // (2 * total)
+            order.append((share, (number - first) % len(queues), index, grain))
+            before += grain.nbytes
+    return tuple(grain for *_, grain in sorted(order, key=lambda row: row[:3]))
 
 
 @dataclass(frozen=True)
@@ -278,7 +304,8 @@ class _Block:
 
     def __init__(self, grains: Sequence[Grain]):
         sets: dict[tuple[int, ...], int] = {}
-        numbers = [sets.setdefault(tuple(holder.offset for holder in grain.holders), len(sets)) for grain in grains]
+        offsets = _offsets(grains)
+        numbers = [sets.setdefault(offsets[id(grain.holders)], len(sets)) for grain in grains]
         self.nbytes = np.array([grain.nbytes for grain in grains], dtype=np.int64)
         self.holder_set = np.array(numbers, dtype=np.int64)
         self.sets = list(sets)
@@ -328,18 +355,22 @@ class WorkerStream:
         return int(self.module_starts[distance.argmin()])
 
     def travel(self, start: int, num_rounds: int, lockstep: bool) -> tuple[np.ndarray, np.ndarray]:
-        """(grains in order, round of each) of a walk round from grain `start`.
+        """(grains in order, round of each) of a walk round from grain `start`."""
+        order = rotated(np.arange(len(self.nbytes)), start)
+        return order, rotated(self.rounds(start, num_rounds, lockstep), start)
+
+    def rounds(self, start: int, num_rounds: int, lockstep: bool) -> np.ndarray:
+        """The round of each grain, in model order, of a walk round from grain `start`.
 
         Rounds bring equal bytes of the whole walk. In lockstep every stage gets an equal number of rounds, which divide
         its bytes.
         """
-        order = rotated(np.arange(len(self.nbytes)), start)
         if not lockstep:
-            travelled = (rotated(self.before, start) - self.before[start]) % self.total
-            return order, travelled * num_rounds // self.total
+            travelled = (self.before - self.before[start]) % self.total
+            return travelled * num_rounds // self.total
         stage_rounds = num_rounds // self.num_stages
         turn = (self._stages - self.stage[start]) % self.num_stages * stage_rounds
-        return order, rotated(turn[self.stage] + self._rounds_in_stage(stage_rounds), start)
+        return turn[self.stage] + self._rounds_in_stage(stage_rounds)
 
     @cached_property
     def _stages(self) -> np.ndarray:

@@ -152,6 +152,18 @@ def boxed_format(
     return float(len(boxes) == 1 and bool(boxes[0].strip()))
 
 
+def environment(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> Score:
+    """What the environment that the response acted on gave. Raises ValueError where it acted on none."""
+    outcome = (extra_info or {}).get("outcome")
+    if outcome is None:
+        raise ValueError("the response acted on no environment; see rollout.turns.environments")
+    reward = outcome["reward"]
+    return {"acc": reward, **outcome["parts"], "score": reward} if outcome["parts"] else reward
+
+
+ENVIRONMENT = "environment"
 RULES: dict[str, RewardFunction] = {
     "exact_match": exact_match,
     "gsm8k": gsm8k,
@@ -160,6 +172,7 @@ RULES: dict[str, RewardFunction] = {
     "multiple_choice": multiple_choice,
     "think_format": think_format,
     "boxed_format": boxed_format,
+    ENVIRONMENT: environment,
 }
 
 # What `auto` uses for a data_source that is not itself a rule's name; the keys are those in verl's prepared files and

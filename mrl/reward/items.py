@@ -8,12 +8,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mrl.errors import DataError
+from mrl.errors import DataError, EnvironmentFault
 
 # how scoring one response ended
 OK, RAISED, TIMEOUT, DIED, OUT_OF_MEMORY = "ok", "raised", "timeout", "died", "out_of_memory"
 NOT_A_NUMBER, WRONG_TYPE = "not_a_number", "wrong_type"
+LEFT_OUT = "environment"  # nobody was asked: the environment of the response failed, and no reward is due
+ANSWER_BYTES = 2**20  # of one answer of a scoring process, as JSON
 ACC = "acc"  # the part that says how right an answer is; where a function gives a number alone, that number
+
+
+# what a function is told in extra_info of a response of one turn, in runs whose responses may have several; see
+# mrl.data.samples.outcomes
+ONE_TURN = {
+    "num_turns": 1,
+    "turns": [{"calls": 0, "reward": 0.0}],
+    "outcome": {"stop_reason": "stop", "reward": 0.0, "parts": {}},
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,9 @@ class RewardSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # added to every call of the user's function
     data_sources: tuple[str, ...] = ()  # of the data, so that what `auto` will need is loaded before the first sample
     bonus_rules: Mapping[str, float] = field(default_factory=dict)  # built-in rules whose weighted scores are added
+    environment: tuple[str, ...] = ()  # variables that a scoring process is given beside the usual ones
+    network: bool = False  # whether it may reach beyond the machine
+    folders: tuple[str, ...] = ()  # that it may write into beside temporary ones
     max_memory_gib: float | None = None  # of a scoring process's address space; None: unlimited
 
 
@@ -68,12 +82,17 @@ class RewardResult:
     reason: str
     detail: str = ""
     data_source: str = ""
-    texts: Any = None  # of `parts`, where they stayed with the scorer; see mrl.cluster.reward_texts
+    texts: Any = None  # of `parts`, where they stayed with the scorer; see mrl.flow.reward_texts
 
 
 def failure_counts(results: Iterable[RewardResult]) -> dict[str, int]:
     """Failures by reason, most frequent first."""
-    return dict(Counter(r.reason for r in results if r.reason != OK).most_common())
+    return dict(Counter(r.reason for r in results if is_failure(r)).most_common())
+
+
+def is_failure(result: RewardResult) -> bool:
+    """Whether scoring failed, which is no matter of an environment."""
+    return result.reason not in (OK, LEFT_OUT)
 
 
 def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
@@ -89,13 +108,14 @@ def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
         if r.reason == OK:
             lowest[r.data_source] = min(lowest.get(r.data_source, 0.0), r.score)
     of_all = min(lowest.values(), default=0.0)
-    return [r if r.reason == OK else replace(r, score=lowest.get(r.data_source, of_all)) for r in results]
+    return [replace(r, score=lowest.get(r.data_source, of_all)) if is_failure(r) else r for r in results]
 
 
 def check_failures(results: list[RewardResult], max_failure_share: float) -> None:
     """Raises DataError when more than this share of the results are failures,
-    with counts by reason and one detail of each.
+    with counts by reason and one detail of each; EnvironmentFault where as many environments failed.
     """
+    check_environments(results, max_failure_share)
     counts = failure_counts(results)
     failed = sum(counts.values())
     if failed <= max_failure_share * len(results):
@@ -106,3 +126,17 @@ def check_failures(results: list[RewardResult], max_failure_share: float) -> Non
         f"({max_failure_share:g}) allows:"
     )
     raise DataError("\n".join([head, *lines]))
+
+
+def check_environments(results: list[RewardResult], max_failure_share: float) -> None:
+    """Raises EnvironmentFault when the environments of more than this share of the responses failed."""
+    failed = [r for r in results if r.reason == LEFT_OUT]
+    if len(failed) <= max_failure_share * len(results):
+        return
+    counts = Counter(r.detail for r in failed).most_common()
+    lines = [f"  {n} {detail}" for detail, n in counts]
+    head = (
+        f"the environment failed in {len(failed)} of {len(results)} responses, more than reward.max_failure_share "
+        f"({max_failure_share:g}) allows; logs/engine-N.tools.log in the run directory has what it said:"
+    )
+    raise EnvironmentFault("\n".join([head, *lines]))

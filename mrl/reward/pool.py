@@ -7,6 +7,7 @@ it.
 
 import atexit
 import json
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.reward.items import DIED, OK, OUT_OF_MEMORY, RewardItem, RewardResult, RewardSpec
-from mrl.reward.process import WorkerFailure, WorkerProcess
+from mrl.reward.items import OK, OUT_OF_MEMORY, RewardItem, RewardResult, RewardSpec
+from mrl.reward.process import ForeignLine, WorkerFailure, WorkerProcess, parsed
 
 ITEMS_AT_ONCE = 64  # sent to a worker together; more would only make a slow item hold up others
 START_ATTEMPTS = 3
@@ -41,6 +42,7 @@ class _Job:
     position: int
     sample_id: int
     data_source: str
+    ticket: str  # which nobody but the worker is told, and its answer begins with
     request: bytes
 
 
@@ -101,13 +103,16 @@ class RewardPool:
 
     def submit(self, item: RewardItem) -> None:
         """Queues an item; scoring begins at once. Values that JSON does not know reach the function as their text."""
+        ticket = secrets.token_hex(8)
         request = json.dumps(
-            [item.data_source, item.response_text, item.ground_truth, dict(item.extra_info)], default=str
+            [ticket, item.data_source, item.response_text, item.ground_truth, dict(item.extra_info)], default=str
         )
         with self._changed:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
-            self._queue.append(_Job(self._submitted, item.sample_id, item.data_source, request.encode() + b"\n"))
+            self._queue.append(
+                _Job(self._submitted, item.sample_id, item.data_source, ticket, request.encode() + b"\n")
+            )
             self._submitted += 1
             self._changed.notify()
 
@@ -210,7 +215,8 @@ class RewardPool:
 
         On a failure the job it was at is finished with the reason, the rest go to a fresh one.
 
-        `alone`: the one job has a fresh worker to itself, so that memory it does not find is no other sample's fault.
+        `alone`: the one job has a fresh worker to itself, so that memory it does not find, or a line that is not its
+        answer, is no other sample's fault.
         """
         if not self._workers[slot].alive():  # killed while idle: no sample's fault
             self._start(slot)
@@ -218,7 +224,7 @@ class RewardPool:
         requests = b"".join(job.request for job in jobs)
         try:
             for line in self._workers[slot].exchange(requests, len(jobs), self.timeout_s):
-                answer = _parse(line)
+                answer = _answer(line, unanswered[0].ticket)
                 if answer[0] == OUT_OF_MEMORY and not alone:
                     return self._work_alone(slot, unanswered)
                 self._finish(unanswered[0], *answer)
@@ -229,11 +235,13 @@ class RewardPool:
         except WorkerFailure as failure:
             if self._closed:
                 raise _Closed from failure
+            if isinstance(failure, ForeignLine) and not alone:
+                return self._work_alone(slot, unanswered)
             self._finish(unanswered.popleft(), failure.reason, None, {}, failure.detail)
             self._start_again(slot, unanswered)
 
     def _work_alone(self, slot: int, unanswered: deque[_Job]) -> None:
-        """The first job again, in a fresh worker: what filled the old one may be what samples before it left there."""
+        """The first job again, in a fresh worker: what is wrong with the old one may be of the samples before it."""
         job = unanswered.popleft()
         self._start_again(slot, unanswered)
         self._work(slot, [job], alone=True)
@@ -281,12 +289,12 @@ class RewardPool:
             worker.close()
 
 
-def _parse(line: bytes) -> tuple[str, float | None, dict, str]:
-    try:
-        reason, score, parts, detail = json.loads(line)
-    except (ValueError, TypeError) as error:
-        raise WorkerFailure(DIED, f"the function wrote into the worker's result channel: {line[:200]!r}") from error
-    return reason, score, parts, detail
+def _answer(line: bytes, ticket: str) -> list:
+    """Reason, score, parts and detail. Raises ForeignLine for what is not the worker's answer to this ticket."""
+    answer = parsed(line)
+    if not isinstance(answer, list) or len(answer) != 5 or answer[0] != ticket:
+        raise ForeignLine(line)
+    return answer[1:]
 
 
 def _origin(spec: RewardSpec) -> str:

@@ -5,8 +5,9 @@ import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mrl.errors import ConfigError
@@ -15,6 +16,7 @@ from mrl.reward.items import ACC, RewardSpec
 from mrl.reward.math_verifier import load_math_verify
 
 AUTO, MATH = "auto", "math"
+PATH_KEY = "reward.custom_reward_function.path"
 
 
 def resolve(spec: RewardSpec) -> RewardFunction:
@@ -36,7 +38,8 @@ def resolve(spec: RewardSpec) -> RewardFunction:
 
 def _main_function(spec: RewardSpec) -> RewardFunction:
     if spec.path is not None:
-        function = _load(Path(spec.path).expanduser(), spec.name)
+        path = Path(spec.path).expanduser()
+        function = load_function(load_module(path, PATH_KEY), spec.name, f"{PATH_KEY}: {path}")
         return functools.partial(function, **spec.kwargs) if spec.kwargs else function
     return _by_data_source if spec.function == AUTO else _known_rule(spec.function, "reward.function")
 
@@ -110,9 +113,9 @@ def _by_data_source(data_source: str, solution_str: str, ground_truth: Any, extr
     return rule(data_source, solution_str, ground_truth, extra_info)
 
 
-def _load(path: Path, name: str) -> RewardFunction:
-    """`name` out of the Python file at `path`; modules beside the file can be imported by it."""
-    where = f"reward.custom_reward_function.path: {path}"
+def load_module(path: Path, key: str) -> ModuleType:
+    """The user's Python file at `path`, which `key` gave; modules beside the file can be imported by it."""
+    where = f"{key}: {path}"
     if not path.is_file():
         raise ConfigError(f"{where}: no such file (working directory: {Path.cwd()})")
     module_spec = importlib.util.spec_from_file_location("mrl_user_reward", path)
@@ -125,6 +128,11 @@ def _load(path: Path, name: str) -> RewardFunction:
         module_spec.loader.exec_module(module)
     except BaseException as error:  # a user's file may even call sys.exit
         raise ConfigError(f"{where}: importing it failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def load_function(module: ModuleType, name: str, where: str) -> Callable[..., Any]:
+    """`name` out of a user's file. Raises ConfigError."""
     function = getattr(module, name, None)
     if not callable(function):
         defined = sorted(

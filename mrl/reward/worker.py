@@ -1,51 +1,68 @@
 """The scoring process: JSON lines in on one descriptor, one JSON line out per item on another, in order.
 
-`python -m mrl.reward.worker REQUESTS RESULTS` with two inherited descriptors. The first line in is the RewardSpec; the
-first line out is {} when the function is ready, or {"error": text}. Standard input is empty and standard output is
-standard error, so that nothing a user's function reads or prints can touch the protocol. Imports only the standard
-library and this room.
+Forked by mrl.reward.keeper with two inherited descriptors. The first line in is the RewardSpec; the first line out is
+{} when the function is ready, or {"error": text}. Each further line in begins with a ticket, and its answer with the
+same one: a line that a function wrote is nobody's answer. Standard input is empty and standard output goes to the
+log, so that nothing a user's function reads or prints can touch the protocol. Imports only the standard library and
+this room.
 """
 
-import ctypes
 import json
 import math
 import os
 import resource
-import signal
-import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.reward.builtin_rules import RewardFunction
-from mrl.reward.items import ACC, NOT_A_NUMBER, OK, OUT_OF_MEMORY, RAISED, WRONG_TYPE, RewardSpec
+from mrl.reward.confine import NETWORK_STAYS, OFF, WRITING_STAYS, without_network, without_writing
+from mrl.reward.items import ACC, ANSWER_BYTES, NOT_A_NUMBER, OK, OUT_OF_MEMORY, RAISED, WRONG_TYPE, RewardSpec
 from mrl.reward.resolve import resolve
 
 DETAIL_LIMIT = 2000  # characters
 PART_LIMIT = 500
 LARGEST_SCORE = 1e30  # advantages are float32, and squares of scores are summed
-PR_SET_PDEATHSIG = 1
 
 Answer = tuple[str, float | None, dict[str, float | str], str]  # reason, score, parts, detail
 
 
 def main(requests_fd: int, results_fd: int) -> None:
     """Serves until the requests end."""
-    _die_with_the_parent()
+    serve(requests_fd, results_fd, RewardSpec, _loaded)
+
+
+def _loaded(spec: RewardSpec) -> tuple[dict[str, Any], Callable[..., Answer]]:
+    function = resolve(spec)
+    return {}, lambda *row: _with_hint(*score_one(function, *row))
+
+
+def serve(requests_fd: int, results_fd: int, kind: type, load: Callable[[Any], tuple[Any, Callable[..., Any]]]) -> None:
+    """Keeps to the limits of the spec that the first line is, loads what it names, and answers until requests end.
+
+    `kind`: the spec's dataclass. `load`: gives the first line out and what answers a request; where it raises
+    ConfigError the first line out says why.
+    """
     requests = os.fdopen(requests_fd, "rb")
     first = requests.readline()
     if not first:  # the run ended while this process started
         return
-    spec = RewardSpec(**json.loads(first))
+    spec = kind(**json.loads(first))
     _limit_memory(spec.max_memory_gib)
+    if not spec.network and not without_network():
+        print(NETWORK_STAYS, flush=True)
+    if not without_writing(tuple(spec.folders)):
+        print(WRITING_STAYS, flush=True)
     try:
-        function = resolve(spec)
+        ready, answer = load(spec)
     except ConfigError as error:
         _send(results_fd, {"error": str(error)})
         return
-    _send(results_fd, {})
+    _send(results_fd, ready)
     for line in requests:
-        _send(results_fd, score_one(function, *json.loads(line)))
+        ticket, *request = json.loads(line)
+        _send(results_fd, [ticket, *answer(*request)])
 
 
 def score_one(
@@ -61,6 +78,12 @@ def score_one(
         return OUT_OF_MEMORY, None, {}, _describe(error)
     except BaseException as error:  # SystemExit too: a user's function must not end its worker by accident
         return RAISED, None, {}, _describe(error)
+
+
+def _with_hint(reason: str, score: float | None, parts: dict[str, float | str], detail: str) -> Answer:
+    """What may lie behind an error, where a function asked for what it is not given."""
+    hint = f" ({OFF})" if reason == RAISED and "Permission denied" in detail else ""
+    return reason, score, parts, detail + hint
 
 
 def judge(value: Any) -> Answer:
@@ -115,7 +138,11 @@ def _describe(error: BaseException) -> str:
 
 
 def _send(fd: int, value: Any) -> None:
+    """Writes one JSON line, whole."""
     data = (json.dumps(value) + "\n").encode()
+    if len(data) > ANSWER_BYTES:
+        detail = f"what it returned is {len(data)} bytes of JSON; {ANSWER_BYTES} are taken at most"
+        data = (json.dumps([value[0], WRONG_TYPE, None, {}, detail]) + "\n").encode()
     while data:
         data = data[os.write(fd, data) :]
 
@@ -125,15 +152,7 @@ def _limit_memory(gib: float | None) -> None:
     the host is never out of memory because of it.
     """
     if gib is not None:
+        own = resource.getrlimit(resource.RLIMIT_AS)[1]  # which may be lower already, and is never raised
         limit = int(gib * 1024**3)
+        limit = limit if own == resource.RLIM_INFINITY else min(limit, own)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _die_with_the_parent() -> None:
-    """Even SIGKILL of the trainer leaves no scoring process behind, hung ones included; Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

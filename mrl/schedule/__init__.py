@@ -1,4 +1,4 @@
-"""Asynchronous training as machines without a clock: what is generated when, by which weights, what becomes of it.
+"""Generation as machines without a clock: what is generated when, by which weights, what becomes of it.
 
     staleness.py     the rules of a schedule, how many groups may be issued at a step, what would deadlock
     borders.py       in_order: the version of every token as a function of its group and its place
@@ -7,9 +7,9 @@
     ledger.py        what was issued and what became of it, as JSON in a checkpoint
     dispatch.py      which response is sent to which engine next, and when weights may change
     engine_loads.py  the least loaded engine, or the one that holds the prefix
-    request_routing.py  requests, in the synchronous schedule
-    draws.py         the batches of prompts that a step needs there, where groups are dropped
+    lines.py         responses that wait to be sent
     segments.py      responses of several requests put together
+    conversation.py  a response of several turns: what it waits for, its budgets, why it ends
     rate.py          how many responses are under way, by the use of the KV cache
     suspects.py      which prompt it is that engines are lost under
     progress.py      engines that hold requests and make no tokens

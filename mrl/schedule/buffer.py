@@ -7,9 +7,12 @@ in_order a step trains on the first of those that are not dropped, in the order 
 fixed moments: with each new version as many as are admitted then, afterwards only what its own step lacks even so.
 Weights wait for the rewards of what is finished, so that the same groups are known to be dropped by then. So neither
 which groups a step trains on nor which weights they begin with depends on when another was evicted.
+
+An example of the synchronous schedule with dynamic sampling, a step of 4 groups in draws of 4: the first 4 are under
+way; the first reward says that a group teaches nothing; 3 at most will be left, and the next 4 are issued while the
+rewards of those 3 are awaited. With them the step has its 4, and the 3 that it has too many are dropped.
 """
 
-from collections.abc import Iterable
 from itertools import islice
 
 from mrl.schedule.groups import Cause, Counts, Group, State
@@ -26,6 +29,8 @@ class GroupBuffer:
         self.next_number = 0
         self.taken = 0  # groups trained on
         self.admitted = -1  # in_order: the last version with which groups were admitted
+        self._first = 0  # the first number that was issued with it
+        self._spare: dict[int, Group] = {}  # filtered groups that may fill up the step; see `filter`
         self.frontier = 0  # the oldest number that is neither trained on nor dropped: all before it are settled
         self.settled: set[int] = set()  # trained on or dropped, from the frontier on
         self.counts = Counts()
@@ -50,13 +55,30 @@ class GroupBuffer:
     def _room(self) -> int:
         """How many groups may be issued now."""
         room = min(self.schedule.issue_limit(self.step) - self.taken, self.schedule.places) - len(self.groups)
-        if not self._in_order or self.admitted < self.step:
-            self.admitted = self.step
+        if not self._in_order:
             return room
+        if self.admitted < self.step:
+            self.admitted = self.step
+            self._first = self.next_number
+            return self._of_whole_draws(room)
         if self.is_training:
             return 0
+        return self._of_whole_draws(self.schedule.batch - len(self.groups))
+
+    def _of_whole_draws(self, lacking: int) -> int:
+        """Groups of the draws that are needed for so many, as far as the step may have them."""
         unit = self.schedule.unit
-        return -(-(self.schedule.batch - len(self.groups)) // unit) * unit
+        needed = -(-lacking // unit) * unit
+        limit = self.schedule.step_limit
+        return needed if limit is None else min(needed, limit - (self.next_number - self._first))
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the step may issue no more groups, and all are judged, and fewer are left than a batch."""
+        limit = self.schedule.step_limit
+        if limit is None or self.is_training or self.next_number - self._first < limit:
+            return False
+        return self._finished == len(self.groups) < self.schedule.batch
 
     @property
     def is_training(self) -> bool:
@@ -124,36 +146,68 @@ class GroupBuffer:
         self.counts.drop(group, cause)
         self._settle(number)
 
-    def lose_engine(self, numbers: Iterable[int]) -> list[int]:
-        """An engine is lost under requests of these groups; those that are set aside for it now (`quarantined`).
+    def filter(self, number: int) -> list[int]:
+        """The group's responses do not differ. Numbers of groups that no step will be trained on, now.
 
-        Responses keep the tokens that came back before.
+        Where a step that lacks groups is filled up with filtered ones, as many of the first as it may need stay.
         """
-        aside = []
-        for number in sorted(set(numbers)):
-            group = self._in(number, State.RUNNING)
-            group.losses += 1
-            if group.losses >= self.schedule.max_losses:
-                self.evict(number, "quarantined")
-                aside.append(number)
-        return aside
+        if self.schedule.step_limit is None or self.schedule.on_exhausted != "unfiltered":
+            self.evict(number, "filtered")
+            return [number]
+        self._spare[number] = self._gone(number)
+        if len(self._spare) <= self.schedule.batch:
+            return []
+        last = max(self._spare)
+        self._drop_spare(last)
+        return [last]
+
+    def _drop_spare(self, number: int) -> None:
+        self.counts.drop(self._spare.pop(number), "filtered")
+        self._settle(number)
 
     def take(self) -> list[Group] | None:
         """The batch of this step, ordered by number, once it is complete; None before. A step takes one.
 
         A requeued group is waited for when it would be stale after this step: one that is always slow would never come.
+        A step whose draws are used up takes what `on_exhausted` says, those that were filtered last.
         """
         if self.is_training:
             raise ValueError(f"step {self.step} has taken its batch already")
-        if self._finished < self.schedule.batch:
-            return None
-        batch = self._next_in_order() if self._in_order else self._oldest_finished()
+        batch = self._batch()
         for group in batch:
-            self._gone(group.number)
+            if self._spare.pop(group.number, None) is None:
+                self._gone(group.number)
             self.counts.kept.add(group)
             self._settle(group.number)
-        self.taken += len(batch)
-        return sorted(batch, key=lambda group: group.number) or None
+        if batch:
+            self.taken += self.schedule.batch
+        return batch or None
+
+    def _batch(self) -> list[Group]:
+        """Nothing where the step has to wait."""
+        if self.is_exhausted:
+            return self._made_do_with()
+        if self._finished < self.schedule.batch:
+            return []
+        return self._next_in_order() if self._in_order else self._oldest_finished()
+
+    def _made_do_with(self) -> list[Group]:
+        if self.schedule.on_exhausted == "error":
+            return []
+        finished = list(self.groups.values())
+        spare = [self._spare[number] for number in sorted(self._spare)]
+        return finished + spare[: self.schedule.batch - len(finished)]
+
+    def drop_rest(self) -> list[int]:
+        """Synchronous: numbers of the groups that the step has too many, once it has taken its batch."""
+        if not self.schedule.is_synchronous or not self.is_training:
+            return []
+        rest = [*self.groups, *self._spare]
+        for number in list(self.groups):
+            self.evict(number, "surplus")
+        for number in list(self._spare):
+            self._drop_spare(number)
+        return rest
 
     def _next_in_order(self) -> list[Group]:
         """The batch, or nothing where one of it is not finished."""
@@ -164,7 +218,9 @@ class GroupBuffer:
         """The batch, or nothing where a requeued group has to be waited for."""
         ready = [group for group in self.groups.values() if group.state is State.FINISHED]
         oldest = sorted(ready, key=lambda group: (group.begun, group.number))
-        return [] if self._waits_for_requeued() else oldest[: self.schedule.batch]
+        if self._waits_for_requeued():
+            return []
+        return sorted(oldest[: self.schedule.batch], key=lambda group: group.number)
 
     def _waits_for_requeued(self) -> bool:
         oldest = self.step - self.schedule.max_staleness
@@ -179,21 +235,21 @@ class GroupBuffer:
     def advance(self) -> list[int]:
         """Engines have the next weights. Numbers of the groups whose tokens are too old from now on.
 
-        They are dropped, or begin anew, as `on_stale` says. in_order only those are that a whole batch had too many.
+        They are dropped, or begin anew, as `on_stale` says. in_order there are none.
         """
         if self.taken != (self.step + 1) * self.schedule.batch:
             raise ValueError(f"step {self.step} has not taken its batch")
         self.step += 1
         oldest = self.step - self.schedule.max_staleness
         stale = [number for number, group in self.groups.items() if group.begun is not None and group.begun < oldest]
+        if stale and self._in_order:
+            raise ValueError(f"groups {stale} are of step {self.step - 1}, which had its batch")
         for number in stale:
             self._stale(number)
         return stale
 
     def _stale(self, number: int) -> None:
-        if self._in_order:
-            self.evict(number, "surplus")
-        elif self.schedule.on_stale == "drop":
+        if self.schedule.on_stale == "drop":
             self.evict(number, "stale")
         else:
             group = self._gone(number)

@@ -161,6 +161,24 @@ class Dispatcher:
         self._look_ahead(self.buffer.is_next)
         return ended
 
+    def take(self) -> tuple[list[Group], list[int], list[Assignment]] | None:
+        """The step's batch, once it is complete.
+
+        Also the numbers of groups that it has too many, and their requests under way, for engines to end.
+        """
+        batch = self.buffer.take()
+        if batch is None:
+            return None
+        rest = self.buffer.drop_rest()
+        ended = [sent for number in rest for sent in self._taken_back(number)]
+        return batch, rest, ended
+
+    def filter(self, number: int) -> list[int]:
+        """As GroupBuffer.filter; in_order the next group takes its place."""
+        gone = self.buffer.filter(number)
+        self._look_ahead(self.buffer.is_next)
+        return gone
+
     def _taken_back(self, number: int) -> list[Assignment]:
         requests = [self._back(request) for request in sorted(self._of_group.get(number, ()))]
         self._of_group.pop(number, None)
@@ -176,21 +194,22 @@ class Dispatcher:
     def lose(self, engine: str) -> list[Assignment]:
         """The engine is gone: its responses go on elsewhere, from the tokens that came back before.
 
-        Requests that other engines still have of groups that are set aside for it, for them to end.
+        Requests that it had, each of which is made again.
         """
         self.loads.lose(engine)
         lost = [self._back(request) for request in [r for r, sent in self.under_way.items() if sent.engine == engine]]
-        aside = self.buffer.lose_engine(sent.number for sent in lost)
         for sent in lost:
-            if sent.number not in aside:
-                self._line_up(self.buffer.groups[sent.number], sent.index)
-        ended = [sent for number in aside for sent in self._taken_back(number)]
-        self._look_ahead(self.buffer.is_next)
-        return ended
+            self._line_up(self.buffer.groups[sent.number], sent.index)
+        return lost
 
     def join(self, engine: str) -> None:
         """An engine that holds the weights of now."""
         self.loads.join(engine)
+
+    @property
+    def lacks_engines(self) -> bool:
+        """Whether something is to be sent, and no engine is there."""
+        return bool(self._ready) and not self.loads.tokens
 
     @property
     def may_change_weights(self) -> bool:

@@ -64,6 +64,7 @@ class EngineLoads:
         """The engine gets nothing until it joins again."""
         self.tokens.pop(engine, None)
         self.requests.pop(engine, None)
+        self._holders = {prefix: holder for prefix, holder in self._holders.items() if holder != engine}
 
     def join(self, engine: str) -> None:
         """An engine that has no request."""

@@ -33,7 +33,6 @@ class Group:
     prompt_tokens: int = 0
     begun: int | None = None  # version of its oldest token; None before there is one
     state: State = State.RESERVED
-    losses: int = 0  # engines that were lost under it
     attempts: int = 0  # times it was begun anew, because its tokens were stale
 
     @classmethod
@@ -44,7 +43,7 @@ class Group:
     def anew(self) -> "Group":
         """The same prompt without what was made of it."""
         fresh = Group.new(self.number, len(self.lengths))
-        return replace(fresh, prompt_tokens=self.prompt_tokens, losses=self.losses, attempts=self.attempts + 1)
+        return replace(fresh, prompt_tokens=self.prompt_tokens, attempts=self.attempts + 1)
 
     @property
     def is_whole(self) -> bool:
@@ -63,7 +62,8 @@ class Group:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Group":
         """The group that `to_json` wrote."""
-        return cls(**{**data, "state": State(data["state"])})
+        known = {name: value for name, value in data.items() if name != "losses"}  # older ones count engines
+        return cls(**{**known, "state": State(data["state"])})
 
 
 @dataclass

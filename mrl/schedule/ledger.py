@@ -67,9 +67,10 @@ class Ledger:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Ledger":
         """The ledger that `to_json` wrote. Raises DataError where numbers are missing or stand twice."""
+        rules = {name: value for name, value in data["schedule"].items() if name != "max_losses"}  # of older ledgers
         made_with = data["fingerprint"]  # older ledgers say `template` too, which was the data's digest again
         ledger = cls(
-            Fingerprint(made_with["data"], made_with["model"]), Schedule(**data["schedule"]), data["step"],
+            Fingerprint(made_with["data"], made_with["model"]), Schedule(**rules), data["step"],
             data["next_number"], data["admitted"],
             tuple(data["settled"]), tuple(map(Group.from_json, data["groups"])), Counts.from_json(data["counts"]),
         )  # fmt: skip
@@ -102,6 +103,11 @@ def check_goes_on(ledger: Ledger, schedule: Schedule, now: Fingerprint) -> None:
     """Raises DataError where the ledger is of other data, another model, or of a schedule with other rules."""
     _check_same(asdict(ledger.fingerprint), asdict(now), [field.name for field in fields(Fingerprint)])
     _check_same(asdict(ledger.schedule), asdict(schedule), FIXED)
+
+
+def begun_at(step: int, number: int, schedule: Schedule) -> GroupBuffer:
+    """A buffer that goes on after `step` with the group `number`, where nothing is known of those before."""
+    return restored(Ledger(Fingerprint("", ""), schedule, step, number, step - 1, (), (), Counts()), schedule)
 
 
 def restored(ledger: Ledger, schedule: Schedule) -> GroupBuffer:

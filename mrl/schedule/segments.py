@@ -10,16 +10,25 @@ An example: the prompt 7 8, at most 5 tokens, cut off after 1 2 by an update of 
 What was returned with a token stays its own: log-probs and routes of kept tokens are never taken from a later
 request, which computed them by other weights. The last kept token was sampled and not computed; its route comes from
 the request that did.
+
+A turn is such a continuation with context in between, which `with_context` appends: so is a response that has ended
+gone on from. Context was not computed by the request before it either; its routes come from the one after it.
+
+                 prompt       response   sampled          routes of
+    kept         7 8          1 2        T T              7 8 1
+    with context 7 8          1 2 5 6    T T F F          7 8 1
+    more         7 8 1 2 5 6  3          T                7 8 1 2 5 6
+    joined       7 8          1 2 5 6 3  T T F F T        7 8 1 | 2 5 6
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import Field, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, dataclass, fields, replace
 
 import numpy as np
 
-from mrl.data.routes import is_missing, recoded
-from mrl.data.samples import STOP_REASONS, Samples
+from mrl.data.routes import is_missing, missing_in, recoded
+from mrl.data.samples import STOP_REASONS, Samples, with_turns
 from mrl.errors import DataError
 
 
@@ -33,8 +42,10 @@ class Continuation:
 
 
 def continuation(samples: Samples, row: int, max_tokens: int) -> Continuation:
-    """How row `row` goes on by at most `max_tokens` more. Raises DataError for a response that has ended by itself."""
-    if not samples.truncated[row]:
+    """How row `row` goes on by at most `max_tokens` more. Raises DataError for a response that has ended by itself,
+    unless context follows.
+    """
+    if not samples.truncated[row] and not _trailing_context(samples)[row]:
         raise DataError(f"sample {samples.sample_id[row]} has ended and cannot go on")
     one = samples.rows(slice(row, row + 1))
     return Continuation(one.token_ids, max_tokens, continuation_seed(int(one.seed[0]), int(one.response_lengths[0])))
@@ -50,12 +61,79 @@ def continuation_seed(seed: int, kept: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{kept}".encode(), digest_size=6).digest(), "big")
 
 
+def with_context(samples: Samples, context: Sequence[np.ndarray], calls: np.ndarray, seconds: np.ndarray) -> Samples:
+    """Each row with its context behind it, int32 token ids, which ends a turn and begins another.
+
+    `calls`, `seconds` [rows]: of tools, in the turn that ends. Raises DataError where that has no sampled token.
+    """
+    samples = with_turns(samples)
+    added = np.array([len(ids) for ids in context], samples.response_lengths.dtype)
+    _check_has_sampled(samples)
+    return replace(
+        samples,
+        response_lengths=samples.response_lengths + added,
+        token_ids=_end_to_end(_of_rows(samples.token_ids, samples.lengths), iter(context)),
+        rollout_log_probs=_filled(samples.rollout_log_probs, samples.response_lengths, added, 0.0),
+        sampled=_filled(samples.sampled, samples.response_lengths, added, False),
+        routes=_with_missing_routes(samples, added),
+        turn_counts=samples.turn_counts + 1,
+        turn_starts=_with_last(samples.turn_starts, samples, samples.response_lengths + added),
+        turn_stops=_with_last(samples.turn_stops, samples, samples.stop_reason),
+        turn_calls=_with_last(_last_set(samples.turn_calls, samples, calls), samples, np.zeros(len(samples))),
+        turn_seconds=_with_last(_last_set(samples.turn_seconds, samples, seconds), samples, np.zeros(len(samples))),
+        turn_rewards=_with_last(samples.turn_rewards, samples, np.zeros(len(samples))),
+    )
+
+
+def _check_has_sampled(samples: Samples) -> None:
+    starts = samples.turn_starts[np.cumsum(samples.turn_counts) - 1]
+    empty = np.flatnonzero(starts >= samples.response_lengths)
+    if len(empty):
+        raise DataError(f"sample {samples.sample_id[empty[0]]}: context follows a turn without a token")
+
+
+def _filled(column: np.ndarray, lengths: np.ndarray, added: np.ndarray, value: float | bool) -> np.ndarray:
+    """A flat column whose rows of `lengths` have so many more of one value at their ends."""
+    more = (np.full(count, value, column.dtype) for count in added.tolist())
+    return _end_to_end(_of_rows(column, lengths), more)
+
+
+def _with_missing_routes(samples: Samples, added: np.ndarray) -> np.ndarray | None:
+    if (routes := samples.routes) is None:
+        return None
+    more = (np.full((count, *routes.shape[1:]), missing_in(routes.dtype), routes.dtype) for count in added.tolist())
+    return _end_to_end(_of_rows(routes, samples.lengths), more)
+
+
+def _with_last(column: np.ndarray, samples: Samples, last: np.ndarray) -> np.ndarray:
+    """A column of turns with one more a row."""
+    ones = np.ones(len(samples), np.int64)
+    return _end_to_end(_of_rows(column, samples.turn_counts), _of_rows(last.astype(column.dtype), ones))
+
+
+def _last_set(column: np.ndarray, samples: Samples, last: np.ndarray) -> np.ndarray:
+    """A column of turns with other numbers of each row's last one."""
+    changed = column.copy()
+    changed[np.cumsum(samples.turn_counts) - 1] = last
+    return changed
+
+
+def _trailing_context(samples: Samples) -> np.ndarray:
+    """int64 [rows]: tokens of context that a row ends with, which no request has read."""
+    if samples.sampled is None:
+        return np.zeros(len(samples), np.int64)
+    rows = _of_rows(samples.sampled, samples.response_lengths)
+    return np.array([int(np.argmax(row[::-1])) if row.any() else len(row) for row in rows], np.int64)
+
+
 def joined(kept: Samples, more: Samples) -> Samples:
     """Each row of `kept` with what the same row of `more`, whose prompt it was, adds to it.
 
     Raises DataError where a row of `more` goes on from other tokens, or where only one of the two has routes.
     """
     _check_goes_on(kept, more)
+    if kept.turn_counts is not None:
+        more = with_turns(more)
     given = {
         which.name: _column(which, kept, more) for which in fields(Samples) if getattr(kept, which.name) is not None
     }
@@ -66,6 +144,9 @@ def joined(kept: Samples, more: Samples) -> Samples:
         "finite": kept.finite & more.finite,
         "routed": kept.routed | more.routed,
     }
+    if kept.turn_counts is not None:
+        own["sampled_counts"] = kept.sampled_counts + more.sampled_counts
+        own["turn_stops"] = _last_set(kept.turn_stops, kept, more.stop_reason)
     return Samples(**{**given, **own, "span_starts": starts, "span_versions": versions, "span_counts": counts})
 
 
@@ -82,7 +163,9 @@ def _check_goes_on(kept: Samples, more: Samples) -> None:
             f"samples {more.sample_id.tolist()[:10]} do not go on from the tokens kept of "
             f"{kept.sample_id.tolist()[:10]}"
         )
-    ended = np.flatnonzero(kept.stop_reason != STOP_REASONS.index("length"))
+    if more.turn_counts is not None:
+        raise DataError("an answer of one request has no turns of its own: it cannot be joined to another")
+    ended = np.flatnonzero((kept.stop_reason != STOP_REASONS.index("length")) & (_trailing_context(kept) == 0))
     if len(ended):
         raise DataError(f"sample {kept.sample_id[ended[0]]} has ended and cannot go on")
 
@@ -119,10 +202,11 @@ def _end_to_end(firsts: Iterator[np.ndarray], seconds: Iterator[np.ndarray]) -> 
 
 
 def _routes(kept: Samples, more: Samples) -> np.ndarray:
-    """All tokens but the last were computed: `kept` has routes of all rows but one, `more` those from that one on."""
-    firsts = (routes[:-1] for routes in _of_rows(kept.routes, kept.lengths))
+    """All tokens before the last that was sampled were computed: `more` has routes from that one on."""
+    computed = (kept.lengths - 1 - _trailing_context(kept)).tolist()
+    firsts = (routes[:end] for routes, end in zip(_of_rows(kept.routes, kept.lengths), computed, strict=True))
     later = _of_rows(recoded(more.routes, kept.routes.dtype), more.lengths)
-    seconds = (routes[start - 1 :] for routes, start in zip(later, kept.lengths.tolist(), strict=True))
+    seconds = (routes[start:] for routes, start in zip(later, computed, strict=True))
     return _end_to_end(firsts, seconds)
 
 

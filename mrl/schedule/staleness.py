@@ -3,6 +3,8 @@
 At a step (counted from 0; also the version of the weights) groups issued so far, trained ones included and evicted ones
 not, are at most (max_staleness + step + 1) x batch. Trained are step x batch of them, so that at most
 (max_staleness + 1) x batch groups exist at once.
+
+At staleness 0, in order, engines and ranks work one after the other: that is the synchronous schedule.
 """
 
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from mrl.errors import Violation
 
 Order = Literal["in_order", "ready_first"]
 OnStale = Literal["requeue", "drop"]
+OnExhausted = Literal["error", "partial", "unfiltered"]
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,11 @@ class Schedule:
     buffer_groups: int | None = None  # on their way at most; None: as many as are admitted
     concurrency: int | None = None  # responses under way at most, in all engines; None: all
     total_steps: int | None = None  # of the run: nothing is issued for those after them
-    whole_batches: bool = False  # at staleness 0: what a step lacks is issued by whole batches; see `unit`
+    whole_batches: bool = False  # synchronous: what a step lacks is issued by whole draws; see `unit`
+    draw: int | None = None  # groups of a draw; None: as many as a batch
+    most_draws: int | None = None  # that a step may have; None: any number
+    on_exhausted: OnExhausted = "error"  # synchronous: what a step trains on whose draws are used up
     rewards_decide: bool = True  # groups may be dropped for their rewards, so that in_order weights wait for them
-    max_losses: int = 2  # engines lost under a group with which it is set aside: it may be what kills them
 
     @property
     def quota(self) -> int:
@@ -45,6 +50,11 @@ class Schedule:
         return self.segment_tokens or -(-self.max_tokens // self.max_staleness)
 
     @property
+    def is_synchronous(self) -> bool:
+        """Whether nothing that is generated outlives its step."""
+        return self.max_staleness == 0 and self.order == "in_order"
+
+    @property
     def admitted(self) -> int:
         """Groups that exist at most, by staleness alone."""
         return (self.max_staleness + 1) * self.batch
@@ -53,12 +63,18 @@ class Schedule:
     def unit(self) -> int:
         """in_order: groups that are issued together where a step lacks some.
 
-        Ahead of training one for each that was dropped: the next are under way already. At staleness 0 a step would
-        wait for one after the other of them, so that whole batches may be issued, and what they have too many is
-        dropped.
+        Ahead of training one for each that was dropped: the next are under way already. A synchronous step would wait
+        for one after the other of them, so that whole draws may be issued, and what they have too many is dropped.
         """
-        waits = self.max_staleness == 0 and self.order == "in_order"
-        return self.batch if self.whole_batches and waits else 1
+        if not self.whole_batches or not self.is_synchronous:
+            return 1
+        return self.draw or self.batch
+
+    @property
+    def step_limit(self) -> int | None:
+        """Groups that may be issued for one step, where draws are counted."""
+        counts = self.whole_batches and self.is_synchronous and self.most_draws is not None
+        return self.most_draws * self.unit if counts else None
 
     @property
     def places(self) -> int:

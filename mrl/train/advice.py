@@ -3,15 +3,16 @@ with what to do. No torch.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import sqrt
 
 import numpy as np
 
 from mrl.config.rollout_rules import filters
-from mrl.config.schema import RunConfig
+from mrl.config.schema import AlgorithmConfig, PolicyLossConfig, RolloutConfig
 from mrl.platforms.hosting import get_hosting
 
-Adviser = Callable[[RunConfig, Mapping[str, float]], str | None]
+Adviser = Callable[[Mapping[str, float]], str | None]
 CLIPS_TOO_MUCH = 0.4
 MISMATCH = "rollout_corr/k3_kl"
 MISMATCH_LIMIT = 1e-2  # nats a token; mixtures of experts without replay of routes have about 1.5e-3 (arXiv:2510.11370)
@@ -19,14 +20,14 @@ FIRST_STEPS, DRIFT_FACTOR, DRIFT_FLOOR = 5, 5.0, 1e-4  # below the floor even a 
 PAPER_BAND, PAPER_LENGTH = 3e-4, 1000  # GSPO's lower clip, and the response length in tokens at which it fits
 
 
-def clip_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
+def clip_advice(loss: PolicyLossConfig, updates_per_step: int, metrics: Mapping[str, float]) -> str | None:
     """One line when GSPO's band never clips, or clips most of the batch; None when all is well or nothing can be said.
 
     The first update on a rollout has ratios of one, so with a single update a rollout nothing is ever clipped, and that
     is right.
     """
-    loss, clipped = config.algorithm.policy_loss, metrics.get("actor/pg_clipfrac")
-    if loss.loss_mode not in ("gspo", "gspo-token") or clipped is None or config.updates_per_step < 2:
+    clipped = metrics.get("actor/pg_clipfrac")
+    if loss.loss_mode not in ("gspo", "gspo-token") or clipped is None or updates_per_step < 2:
         return None
     if 0 < clipped <= CLIPS_TOO_MUCH:
         return None
@@ -45,14 +46,14 @@ def clip_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
     )
 
 
-def routes_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
+def routes_advice(rollout: RolloutConfig, device: str, metrics: Mapping[str, float]) -> str | None:
     """One line when tokens came to a replayed update without the engine's routes; None when all had theirs,
     or none were asked for.
     """
     missing = metrics.get("router/missing_routes", 0.0)
     if not missing:
         return None
-    cached = config.rollout.enable_prefix_caching and not get_hosting(config.cluster.device).returns_routes
+    cached = rollout.enable_prefix_caching and not get_hosting(device).returns_routes
     cure = (
         "rollout.enable_prefix_caching: false brings those of cached prompts"
         if cached
@@ -69,10 +70,12 @@ class MismatchWatch:
     k3_kl far above what the first steps had.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
+        self._algorithm = algorithm
+        self._rollout = rollout
         self._first: list[float] = []
 
-    def advice(self, config: RunConfig, metrics: Mapping[str, float]) -> str | None:
+    def advice(self, metrics: Mapping[str, float]) -> str | None:
         """One line, or None when all is well or the step says nothing of it."""
         now = metrics.get(MISMATCH)
         if now is None:
@@ -88,18 +91,19 @@ class MismatchWatch:
             )
         else:
             return None
-        return f"warning: {MISMATCH} is {now:.2g} nats a token, {size}: {_mismatch_cure(config)}"
+        cure = _mismatch_cure(self._algorithm, self._rollout)
+        return f"warning: {MISMATCH} is {now:.2g} nats a token, {size}: {cure}"
 
 
-def _mismatch_cure(config: RunConfig) -> str:
-    if filtered := ", ".join(f"rollout.{name} {value:g}" for name, value in filters(config).items()):
+def _mismatch_cure(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> str:
+    if filtered := ", ".join(f"rollout.{name} {value:g}" for name, value in filters(rollout).items()):
         return (
             f"words were left out ({filtered}), whose share is in it; without the filter it measures what "
             "training and generation compute"
         )
-    if config.algorithm.anchor == "rollout":
+    if algorithm.anchor == "rollout":
         cure = "algorithm.anchor: rollout takes it for a step of the policy; use recompute with a rollout_correction"
-    elif config.algorithm.rollout_correction.level is None:
+    elif algorithm.rollout_correction.level is None:
         cure = (
             "set algorithm.rollout_correction (level token, mode truncate, high 2 is TIS; level token, mode "
             "mask, 0.5 to 5 is IcePop)"
@@ -114,6 +118,10 @@ def _mismatch_cure(config: RunConfig) -> str:
     )
 
 
-def advisers() -> list[Adviser]:
+def advisers(algorithm: AlgorithmConfig, rollout: RolloutConfig, device: str, updates_per_step: int) -> list[Adviser]:
     """One of each kind, for the steps of one run in order."""
-    return [clip_advice, routes_advice, MismatchWatch().advice]
+    return [
+        partial(clip_advice, algorithm.policy_loss, updates_per_step),
+        partial(routes_advice, rollout, device),
+        MismatchWatch(algorithm, rollout).advice,
+    ]

@@ -6,28 +6,33 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.manifest import HF_FOLDER
-from mrl.checkpoint.open_checkpoint import open_saved
+from mrl.checkpoint.open_checkpoint import Checkpoint, open_hf, open_saved
 from mrl.cluster.prerequisites import check_object_stores
-from mrl.cluster.process_logs import with_log_tails
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
-from mrl.cluster.rollout_group import RolloutGroup
-from mrl.cluster.scoring import start_scorers
 from mrl.config.load import ResolvedConfig
-from mrl.config.schema import RunConfig
+from mrl.config.places import Deployment
+from mrl.config.schema import ValSamplingConfig
 from mrl.data.dataset import PromptDataset, load_tokenizer
 from mrl.errors import ConfigError
-from mrl.plan.step_batch import held_out_bytes
+from mrl.flow.scoring import start_scorers
+from mrl.model import load_model_spec
+from mrl.plan.sample_bytes import held_out_bytes
 from mrl.record.console import PlainConsole
 from mrl.record.run_dir import json_line, write_text
+from mrl.remote.process_logs import with_log_tails
 from mrl.reward.pool import check_function
+from mrl.train.assemble_data import checked_tools, load_validation, reward_spec
+from mrl.train.assemble_files import leave_nothing
+from mrl.train.assemble_processes import start_engines
 from mrl.train.rollouts import Responder
-from mrl.train.run import StopFlag, load_validation, reward_spec, stop_on_signals
-from mrl.train.validation import Validation, answer_and_score
+from mrl.train.stop_signals import StopFlag, grace_of_the_job, stop_on_signals
+from mrl.train.validation import Validation, ValidationSettings, answer_and_score
 
 RESULTS, GENERATIONS, CONFIG, MODEL = "results.json", "generations.jsonl", "config.resolved.yaml", "model.tmp"
 
@@ -36,36 +41,45 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
     """Answers and scores every held-out prompt; writes results, generations and configuration into `output`; returns
     the results.
 
-    `checkpoint`: a `step-N` folder, None for the configuration's model.path. It is brought into Hugging Face's form
-    within `output` once prompts and reward are known to be good, and removed at the end. Raises one of mrl.errors; an
-    output that holds results already is refused.
+    `checkpoint`: a `step-N` folder, None for the configuration's model.path. It, or a model.path in FP8, is brought
+    into Hugging Face's form within `output` once prompts and reward are known to be good, and removed at the end.
+    Raises one of mrl.errors; an output that holds results already is refused.
     """
     if (output / RESULTS).exists():
         raise ConfigError(f"--output: {output} holds results already; give another folder")
     began = time.monotonic()
     with _folder(output), ExitStack() as stack:
         config = resolved.config
-        tokenizer = load_tokenizer(config.model.path if checkpoint is None else str(checkpoint / HF_FOLDER))
-        prompts = load_validation(config, tokenizer)
-        scoring = reward_spec(config, prompts.data_sources)
+        source = config.model.path if checkpoint is None else str(checkpoint / HF_FOLDER)
+        tokenizer = load_tokenizer(source)
+        tools = checked_tools(config.rollout.turns, config.data, source, tokenizer)
+        prompts = load_validation(config.data, tokenizer, tools)
+        scoring = reward_spec(config.reward, prompts.data_sources)
         check_function(scoring)
-        if checkpoint is not None:
-            config = _with_checkpoint(config, checkpoint, output)
-        stack.enter_context(ray_cluster(config, actor=False))
-        stores = object_store_sizes(config)
+        if stored := _stored_otherwise(config.model.path, checkpoint):
+            model = config.model.model_copy(update={"path": _converted(stored, output)})
+            config = config.model_copy(update={"model": model})
+        deployment = Deployment.of(config)
+        stack.enter_context(ray_cluster(deployment, actor=False))
+        stores = object_store_sizes(deployment)
         nodes = min(len(stores), config.rollout.num_engines * config.rollout.data_parallel_size) or 1
         check_object_stores(-(-held_out_bytes(config, len(prompts)) // nodes), stores)
-        stop = stack.enter_context(stop_on_signals(StopFlag()))
+        stop = StopFlag(grace_of_the_job())
+        stop.leave_nothing = partial(leave_nothing, output / "logs")
+        stack.enter_context(stop_on_signals(stop))
         stack.enter_context(with_log_tails(output / "logs"))
-        engines = RolloutGroup(config, output, stop.raise_if_set)
+        engines = start_engines(config, output, stop.raise_if_set)
         stack.callback(engines.stop)
         engines.wait_started()
-        rewards = stack.enter_context(start_scorers(config, scoring, output / "logs", engines.nodes))
+        scorers = start_scorers(config.reward, scoring, config.model.path, output / "logs", engines.nodes)
+        rewards = stack.enter_context(scorers)
         responder = Responder(engines, rewards, config.reward, console, stop.raise_if_set)
-        validation = answer_and_score(config, responder, prompts)
-        results = _results(resolved.config, checkpoint, prompts, validation, time.monotonic() - began)
+        settings = ValidationSettings.of(config.rollout, config.data, config.model.path, config.trainer.seed)
+        validation = answer_and_score(settings, responder, prompts)
+        results = {"model": resolved.config.model.path, "checkpoint": checkpoint and str(checkpoint)}
+        results |= _results(config.rollout.val_kwargs, prompts, validation, time.monotonic() - began)
         validation.write(responder, output / GENERATIONS)
-        write_text(output / CONFIG, resolved.to_yaml())
+        write_text(output / CONFIG, resolved.to_record())
         write_text(output / RESULTS, json_line(results))
     return results
 
@@ -83,22 +97,26 @@ def _folder(output: Path) -> Iterator[None]:
         shutil.rmtree(output / MODEL, ignore_errors=True)
 
 
-def _with_checkpoint(config: RunConfig, checkpoint: Path, output: Path) -> RunConfig:
+def _stored_otherwise(model_path: str, checkpoint: Path | None) -> Checkpoint | None:
+    """What is evaluated, where engines cannot load it as it is; None where they can."""
+    if checkpoint is not None:
+        return open_saved(checkpoint)
+    return open_hf(Path(model_path)) if load_model_spec(model_path).is_fp8 else None
+
+
+def _converted(stored: Checkpoint, output: Path) -> str:
+    """Path of a checkpoint in Hugging Face's form."""
     shutil.rmtree(output / MODEL, ignore_errors=True)  # of an evaluation that was killed
-    write_hf(open_saved(checkpoint), output / MODEL)
-    return config.model_copy(
-        update={"model": config.model.model_copy(update={"path": str((output / MODEL).resolve())})}
-    )
+    write_hf(stored, output / MODEL)
+    return str((output / MODEL).resolve())
 
 
 def _results(
-    config: RunConfig, checkpoint: Path | None, prompts: PromptDataset, validation: Validation, seconds: float
+    sampling: ValSamplingConfig, prompts: PromptDataset, validation: Validation, seconds: float
 ) -> dict[str, Any]:
     sources = validation.sources
     return {
-        "model": config.model.path,
-        "checkpoint": checkpoint and str(checkpoint),
-        "sampling": config.rollout.val_kwargs.model_dump(),
+        "sampling": sampling.model_dump(),
         "prompts": len(prompts),
         "responses": {source: sources.count(source) for source in sorted(set(sources))},
         "metrics": validation.metrics,

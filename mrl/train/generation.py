@@ -1,64 +1,499 @@
-"""Where a step's rollouts come from: generated in turn with training, or taken from what was generated ahead of it."""
+"""Where a step's rollouts come from: a thread sends requests and takes responses and rewards; the loop takes whole
+batches.
 
-from typing import Protocol
+    thread   admit prompts --> assignments --> engines --> responses --> reward pool --> groups finished, or filtered
+    loop     take: a step's batch ........ train ........ settle: weights may change ... sync ... advanced: on with them
 
-from mrl.config.schema import RunConfig
+Who is issued when, by which weights each token is made and which engine makes it is decided by the machines of
+mrl.schedule; here are the prompts, the engines and the rewards that they speak of by number. So every schedule is the
+same code: in the synchronous one nothing is issued for the steps after, and engines rest from `take` to `advanced`.
+Both threads hold `_changed` while they touch what they share, and neither while it waits for Ray.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
 from mrl.data.order import PromptStream
-from mrl.record.metrics import PhaseTimer
-from mrl.train.drawn_groups import draw_rollouts
+from mrl.errors import Interrupted, LostWeights
+from mrl.flow.request_streams import FinishedResponses
+from mrl.flow.response_store import ResponseStore
+from mrl.record.metrics import GeneratingTime, PhaseTimer
+from mrl.remote.process_logs import concerning
+from mrl.reward.items import RewardResult
+from mrl.schedule.buffer import GroupBuffer
+from mrl.schedule.dispatch import Assignment, Dispatcher
+from mrl.schedule.groups import Group
+from mrl.schedule.ledger import begun_at, restored, snapshot
+from mrl.train.engine_losses import EngineLosses
+from mrl.train.generation_metrics import buffer_metrics, version_metrics
+from mrl.train.generation_rules import GenerationRules, first_rate
+from mrl.train.judged_groups import JudgedGroups, copies
+from mrl.train.kept_groups import Filtered, KeptGroups
+from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
 from mrl.train.resume import TrainState
-from mrl.train.rollouts import Responder, Rollouts, gather_rollouts
+from mrl.train.rollouts import (
+    TRAIN,
+    TRAIN_RESPONSES,
+    Responder,
+    Rollouts,
+    by_engine,
+    check_finite,
+    group_metrics,
+    sample_seed,
+)
+from mrl.vllm.requests import Request
+
+WAIT_S = 0.1  # for a response, before rewards are looked at again
+REWARD_WAIT_S = 0.02  # for a reward where nothing else is awaited, before requests are looked at again
+POLL_S = 0.5
 
 
-class Generation(Protocol):
-    """What the loop asks, whoever generates when."""
+@dataclass(frozen=True)
+class _Taken:
+    """A step's batch."""
+
+    numbers: list[int]  # of its groups
+    newest: int  # number that was issued for the step
+    ended: list[Assignment]  # requests that nobody waits for any more
+    filtered: list[list[RewardResult]]  # of groups that were filtered for it
+
+
+class Generation:
+    """Groups by number, from their prompts to a step's batch."""
+
+    def __init__(self, rules: GenerationRules, responder: Responder, stream: PromptStream, state: TrainState):
+        """Goes on from `state`, at `begin`."""
+        schedule = rules.schedule
+        self._rules = rules
+        self._responder = responder
+        self.streams = responder.engines.streams()
+        kept = state.ahead
+        place = kept.place if kept else DrawPlace(stream.batch_number(state.cursor), state.cursor)
+        self._prompts = NumberedPrompts(stream, place)
+        rewards = responder.rewards.for_another()  # validation asks beside it
+        self._groups = JudgedGroups(rules.judge, rewards, schedule.responses, kept)
+        self._snapshot = kept  # the newest
+        first = place.draw * stream.batch_size
+        buffer = restored(kept.ledger, schedule) if kept else begun_at(state.step, first, schedule)
+        self._dispatcher = Dispatcher(buffer, self.streams.names, responder.engines.places)
+        self._fleet = responder.engines.fleet
+        self._losses = EngineLosses(rules.lost, rules.suspects, self._dispatcher, self._prompts, self._fleet)
+        self._rate = first_rate(schedule, responder)
+        self._counted = buffer_metrics(self._buffer)
+        self._generating = GeneratingTime()
+        self._came = 0  # tokens that came back since it was last noted
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._is_settling = False  # the loop waits for what has to come before weights may change
+        self._gives_back = False  # engines give back what they have, for other weights
+        self._unwanted: list[Assignment] = []  # requests that engines are to end
+        self._error: BaseException | None = None
+        self._closed = False
+        for group in list(buffer.groups.values()):
+            self._send_or_set_aside(group)
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+
+    # ---------------------------------------------------------------- the loop's side
 
     def begin(self) -> None:
         """Engines hold the weights that training begins from."""
+        self._ask_for_rewards()
+        self._admit()
+        self._thread.start()
 
-    def take(self, state: TrainState, timer: PhaseTimer) -> Rollouts:
-        """What the step after `state` trains on; phases "gen" and "reward"."""
+    def _ask_for_rewards(self) -> None:
+        """Of responses that ended before the checkpoint and were not judged then."""
+        engines = self._responder.engines.names
+        for number in self._groups.made:
+            for index in self._groups.unasked(number, self._buffer.groups[number].ended):
+                self._groups.ask(number, index, self._prompts[number][0], engines[number % len(engines)])
 
-    def settle(self, timer: PhaseTimer, saves: bool) -> None:
-        """Returns once engines may be given other weights; phases "pause" and "settle".
-
-        `saves`: a checkpoint of the step is written.
+    def _admit(self) -> None:
+        """Issues all that may be issued: at once where something changed,
+        so that nobody finds the weights free to change before.
         """
+        while groups := self._buffer.reserve():
+            for group in groups:
+                group.prompt_tokens = len(self._prompts[group.number][0].token_ids)
+                self._send_or_set_aside(group)
 
-    def advanced(self, state: TrainState) -> TrainState:
-        """Engines hold the weights of `state`, and generation goes on by them; the state with what it had under way."""
+    def _send_or_set_aside(self, group: Group) -> None:
+        """Lines a group up, unless engines were lost under its prompt again and again."""
+        if self._losses.is_aside(group):
+            self._set_aside(group.number)
+        else:
+            self._dispatcher.admit(group)
 
-    def given_up(self, state: TrainState) -> TrainState:
-        """The state with what it had under way, where engines may never have come to hold its weights: the run ends."""
+    def _set_aside(self, number: int) -> None:
+        """Of a group that engines are lost under: the next prompt takes its place."""
+        self._unwanted += self._dispatcher.evict(number, "quarantined")
+        self._forget([number])
 
-    def close(self) -> None:
-        """Ends what is under way."""
+    def take(self, timer: PhaseTimer) -> Rollouts:
+        """Waits for the step's batch: phase "gen", and "reward" while nothing but rewards is awaited.
 
+        Raises what generation raised, DataError when too many rewards failed or too many groups were filtered.
+        """
+        with timer("gen"), timer("reward"):  # a line has both, also where nothing is waited for
+            pass
+        taken = self._wait(
+            self._taken, lambda: timer("gen" if self._lacks_responses() else "reward"), self._responder.mend
+        )
+        self._end(taken.ended)
+        with self._changed:
+            samples, results = self._groups.take(taken.numbers)
+            metrics = self._metrics(samples, results, taken.filtered)
+            self._rules.spool.forget(taken.numbers)
+            cursor = self._prompts.after(taken.newest)
+        return self._rules.judge.rollouts(samples, results, cursor, metrics)
 
-class InTurn:
-    """Engines and ranks work one after the other."""
+    def _taken(self) -> "_Taken | None":
+        self._tell_progress()
+        self._check_rewards()
+        is_exhausted = self._buffer.is_exhausted
+        taken = self._dispatcher.take()
+        if taken is None:
+            if is_exhausted:
+                raise self._groups.exhausted(self._buffer)
+            return None
+        groups, rest, ended = taken
+        self._forget(rest)
+        numbers = [group.number for group in groups]
+        newest = self._buffer.next_number - 1 if self._rules.schedule.is_synchronous else max(numbers)
+        told = self._groups.filtered if is_exhausted else self._filtered_before(max(numbers))
+        filtered = [results for number, results in told if number not in numbers]
+        self._groups.filtered = [each for each in self._groups.filtered if each not in told]
+        return _Taken(numbers, newest, ended, filtered)
 
-    def __init__(self, config: RunConfig, responder: Responder, prompts: PromptStream):
-        self._config, self._responder, self._prompts = config, responder, prompts
+    def _lacks_responses(self) -> bool:
+        """Whether a group that the step will train on, as far as is known, has responses to come."""
+        schedule = self._rules.schedule
+        groups = list(self._buffer.groups.values())
+        if schedule.order == "in_order":
+            groups = groups[: schedule.batch]
+        return sum(group.is_whole for group in groups) < schedule.batch
 
-    def begin(self) -> None:
-        """Nothing is generated before it is asked for."""
+    def _tell_progress(self) -> None:
+        """Responses that are there of the step's groups, those that were filtered for it among them."""
+        schedule = self._rules.schedule
+        groups = list(self._buffer.groups.values())
+        if not schedule.is_synchronous:
+            groups = groups[: schedule.batch]
+        filtered = len(self._groups.filtered) * schedule.responses
+        done = filtered + sum(sum(group.ended) for group in groups)
+        self._responder.display.progress(TRAIN_RESPONSES, done, filtered + len(groups) * schedule.responses)
 
-    def take(self, state: TrainState, timer: PhaseTimer) -> Rollouts:
-        """Generates and scores the step's batch; see gather_rollouts and draw_rollouts."""
-        gather = draw_rollouts if self._config.algorithm.filter_groups.enable else gather_rollouts
-        return gather(self._config, self._responder, self._prompts, state.cursor, state.step + 1, timer)
+    def _check_rewards(self) -> None:
+        """Raises DataError once more rewards of the step failed than may,
+        or once more groups were filtered for it than may.
+        """
+        schedule = self._rules.schedule
+        groups = list(islice(self._buffer.groups, schedule.batch))  # as far as is known
+        filtered = self._filtered_before(groups[-1]) if groups else self._groups.filtered
+        self._groups.check_failures(groups, filtered, schedule.batch)
+        if schedule.is_synchronous or schedule.most_draws is None:
+            return
+        limit = (schedule.most_draws - 1) * schedule.batch
+        if schedule.order == "ready_first":
+            limit *= schedule.max_staleness + 1  # some were filtered for the steps that follow
+        if len(filtered) > limit:
+            raise self._groups.too_many_filtered(self._buffer.step + 1, len(filtered))
+
+    def _filtered_before(self, last: int) -> list[Filtered]:
+        """Groups lost for a step whose last one is `last`; ready_first all since the step before."""
+        ready_first = self._rules.schedule.order == "ready_first"
+        return [each for each in self._groups.filtered if each[0] < last or ready_first]
 
     def settle(self, timer: PhaseTimer, saves: bool) -> None:
-        """Nothing is under way."""
+        """Returns once engines may be given other weights; nothing is sent until `advanced`; phases "pause", "settle".
+
+        in_order what was to be made by these weights is back; where rewards decide which groups are trained on, it is
+        judged too. ready_first engines hold what they are at, and nobody waits; where the step `saves` they give it
+        back, so that the checkpoint has its tokens. In the synchronous schedule nothing is under way.
+        """
+        if self._rules.schedule.is_synchronous:
+            return
+        if self._rules.schedule.order == "ready_first":
+            self._stop_sending()
+            if self._rules.schedule.partial_rollouts:
+                with timer("pause"):
+                    self._pause(saves)
+        with timer("settle"):
+            self._is_settling = True
+            self._wait(self._settled)
+
+    def before_update(self) -> None:
+        """Waits for an engine where what is under way is to be made by these weights, in order: once an update has
+        changed them no engine could be brought to them any more.
+        """
+        if self._is_ahead_in_order:
+            self._wait(lambda: None if self._fleet.none_ready else True, mend=self._responder.mend)
+
+    @property
+    def _is_ahead_in_order(self) -> bool:
+        schedule = self._rules.schedule
+        return schedule.order == "in_order" and not schedule.is_synchronous
+
+    def _settled(self) -> bool | None:
+        if self._is_ahead_in_order and self._fleet.none_ready and self._dispatcher.lacks_engines:
+            why = (
+                f"no engine is left, and responses are to be made by the weights of step {self._buffer.step}, which "
+                "the ranks do not hold any more"
+            )
+            raise concerning(LostWeights(why), *self._responder.engines.names)
+        waits_for_tokens = self._gives_back and self._dispatcher.under_way
+        return True if self._dispatcher.may_change_weights and not waits_for_tokens else None
+
+    def _pause(self, give_back: bool) -> None:
+        self.streams.progress.pause()
+        try:
+            self._gives_back = self._responder.engines.pause_for_update(give_back)
+        except Interrupted as error:
+            with self._changed:
+                raise self._losses.noted(error) from error
+
+    def _stop_sending(self) -> None:
+        with self._changed:
+            self._dispatcher.is_open = False
+        with self._sending:  # what is on its way to engines gets there
+            pass
 
     def advanced(self, state: TrainState) -> TrainState:
-        """Nothing is under way."""
-        return state
+        """Engines hold the weights of `state`, and generation goes on by them;
+        the state with all groups on their way.
+        """
+        with self._changed:
+            before = dict(self._buffer.groups)
+            ended = self._dispatcher.advance()
+            kept = self._taken_snapshot(before)
+            self._admit()
+            self.streams.progress.resume()
+            self._is_settling = False
+            self._gives_back = False
+            self._dispatcher.is_open = True
+            self._changed.notify_all()
+        self._end(ended)
+        return replace(state, ahead=kept)
 
     def given_up(self, state: TrainState) -> TrainState:
-        """Nothing is under way."""
-        return state
+        """Ends generation; the state with all groups on their way, also where engines never came to hold its weights.
+
+        What engines were at goes on from its last border, by the weights of `state`; in_order that may be younger ones
+        than in a run where no engine is lost.
+        """
+        self.close()
+        if state.ahead is not None or not state.step:
+            return state
+        before = dict(self._buffer.groups)
+        self._buffer.advance()
+        return replace(state, ahead=self._taken_snapshot(before))
+
+    def _taken_snapshot(self, before: Mapping[int, Group]) -> KeptGroups:
+        """Of now, just after the version went up. `before`: all groups that there were then."""
+        self._forget([number for number, group in before.items() if self._buffer.groups.get(number) is not group])
+        if self._rules.schedule.is_synchronous:  # those among what the step had too many are of no step
+            self._groups.filtered = []
+        place = self._prompts.forget_before(self._buffer.frontier)
+        ledger = snapshot(self._buffer, self._rules.made_by)
+        self._counted = buffer_metrics(self._buffer)
+        self._groups.look_again()
+        previous = self._snapshot
+        made = copies(self._groups.made)
+        self._snapshot = KeptGroups.of(ledger, place, made, tuple(self._groups.filtered), self._rules.spool)
+        if previous is not None:
+            previous.release()
+        return self._snapshot
+
+    def _end(self, requests: list[Assignment]) -> None:
+        """Nobody waits for these any more."""
+        handles: dict[str, list[int]] = {}
+        for sent in requests:
+            handles.setdefault(sent.engine, []).append(sent.request)
+        if handles:
+            self._responder.engines.end_requests(handles)
+
+    def _forget(self, numbers: Collection[int]) -> None:
+        """What was made of these groups is given up."""
+        self._groups.forget(numbers)
+        self._rules.spool.forget(numbers)
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Ends the thread; what engines are at is not waited for."""
+        with self._changed:
+            self._closed = True
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _wait(
+        self,
+        condition: Callable[[], Any],
+        timed: Callable[[], AbstractContextManager] = nullcontext,
+        mend: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """The first answer of `condition` that is not None. `timed` is entered for each part of the wait.
+
+        `mend`: brings engines back, where ranks hold the weights that engines serve. Raises what the thread raised,
+        and what a signal raises.
+        """
+        while True:
+            self._responder.poll()
+            mend()
+            with self._changed, timed():
+                if self._error is not None:
+                    raise self._error
+                if (answer := condition()) is not None:
+                    return answer
+                self._changed.wait(POLL_S)
+
+    @property
+    def _buffer(self) -> GroupBuffer:
+        return self._dispatcher.buffer
+
+    # ---------------------------------------------------------------- the thread's side
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._follow_fleet()
+                self._send()
+                arrived = self.streams.take(WAIT_S) if self.streams.waiting_for else []
+                scored = self._scored()
+                with self._changed:
+                    for part in arrived:
+                        self._take_in(part)
+                    for result in scored:
+                        self._take_result(result)
+                    self._admit()
+                    self._adjust_rate()
+                    generates = self._dispatcher.is_open and bool(self.streams.waiting_for)
+                    self._generating.note(generates, self._came, time.monotonic())
+                    self._came = 0
+                    if arrived or scored:
+                        self._changed.notify_all()
+                    elif not self.streams.waiting_for and not self._groups.awaits_rewards:
+                        self._changed.wait(WAIT_S)
+        except BaseException as error:  # whatever it is, the loop has to see it
+            with self._changed:
+                self._error = error
+                self._error = self._losses.noted(error)
+                self._changed.notify_all()
+
+    def _follow_fleet(self) -> None:
+        """What lost engines had is made again, by the others or by those that are back."""
+        change = self.streams.follow()
+        with self._changed:
+            if change.gone:
+                self._losses.make_again(change.gone)
+                for group in list(self._buffer.groups.values()):
+                    if self._losses.is_aside(group):
+                        self._set_aside(group.number)
+            for engine in change.back:
+                self._dispatcher.join(engine)
+            if change.gone or change.back:
+                self._changed.notify_all()
+            unwanted, self._unwanted = self._unwanted, []
+        self._end(unwanted)
+
+    def _adjust_rate(self) -> None:
+        """As many responses under way as caches have room for; in_order speed has no say, and what is preempted there
+        is told by `perf/preemptions`.
+        """
+        if self._rate and (seen := self.streams.progress.observed(len(self._dispatcher.under_way))):
+            self._rate = self._rate.after(seen)
+            self._dispatcher.window = self._rate.window
+
+    def _scored(self) -> list[RewardResult]:
+        """Rewards that are there; others may be waiting for theirs, and so may the update, before which all rests."""
+        at_once = self._is_settling or not self.streams.waiting_for
+        found = self._groups.collect(at_once)
+        if not found and not self.streams.waiting_for and self._groups.awaits_rewards:
+            self._groups.wait(REWARD_WAIT_S)
+            found = self._groups.collect(at_once)
+        return found
+
+    def _send(self) -> None:
+        with self._sending:
+            self._send_assignments()
+
+    def _send_assignments(self) -> None:
+        with self._changed:
+            sent = self._dispatcher.assignments()
+            requests = {
+                engine: [(self._request(each), self._kept(each)) for each in own]
+                for engine, own in by_engine(sent).items()
+            }
+        for engine, own in requests.items():
+            before = {request.sample_id: kept for request, kept in own if kept is not None}
+            self.streams.send(engine, [request for request, _ in own], self._rules.sampling, before)
+
+    def _request(self, sent: Assignment) -> Request:
+        """Seeds are those of the draw's number, as of a step that trains on all of it."""
+        prompt, first = self._prompts[sent.number]
+        draw = self._prompts.draw_of(sent.number)
+        seed = sample_seed(self._rules.seed, TRAIN, draw + 1, prompt.prompt_id, first + sent.index)
+        return Request(
+            sent.request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens, sent.request,
+            prompt.acting_row,
+        )  # fmt: skip
+
+    def _kept(self, sent: Assignment) -> ResponseStore | None:
+        return self._groups.made[sent.number].responses[sent.index] if sent.kept else None
+
+    def _take_in(self, arrived: FinishedResponses) -> None:
+        rows = arrived.samples.rows
+        check_finite(rows)
+        columns = (rows.sample_id.tolist(), rows.response_lengths.tolist(), rows.truncated.tolist())
+        for row, (request, length, truncated) in enumerate(zip(*columns, strict=True)):
+            sent = self._dispatcher.under_way.get(request)
+            if sent is None:  # it was ended
+                continue
+            group = self._dispatcher.answered(request, length - sent.kept, not truncated)
+            self._came += length - sent.kept
+            has_ended = group.ended[sent.index]
+            if length or has_ended:
+                self._groups.add(group, sent.index, arrived.samples.row(row))
+            if has_ended:
+                prompt, _ = self._prompts[sent.number]
+                self._groups.ask(sent.number, sent.index, prompt, sent.engine, arrived.held_s)
+
+    def _take_result(self, result: RewardResult) -> None:
+        """A group with all its rewards is finished, or filtered."""
+        number = self._groups.take_result(result)
+        if number is None:
+            return
+        if not self._buffer.groups[number].is_whole or not self._groups.is_judged(number):
+            return
+        if self._rules.judge.algorithm.filter_groups.enable and not self._groups.differs(number):
+            self._groups.filter(number)
+            self._forget(self._dispatcher.filter(number))
+            return
+        self._buffer.finish(number)
+        if not self._rules.schedule.is_synchronous:
+            self._rules.spool.put(self._groups.made[number])
+
+    def _metrics(
+        self, samples: ResponseStore, results: list[RewardResult], filtered: list[list[RewardResult]]
+    ) -> dict[str, float]:
+        """Of the groups that the step trains on and those that were filtered for it.
+
+        Raises DataError where too many rewards failed.
+        """
+        schedule = self._rules.schedule
+        made = [*results, *(result for each in filtered for result in each)]
+        self._groups.check_all(made)
+        trained = len(results) // schedule.responses
+        generated = trained + len(filtered)
+        uniform = len(filtered) + self._groups.uniform(samples, results)
+        draws = -(-generated // schedule.unit) * schedule.unit / self._prompts.draw_size
+        metrics = group_metrics(draws, uniform / generated, trained, made)
+        if schedule.is_synchronous:
+            return metrics
+        metrics |= version_metrics(self._buffer.step, samples.rows)
+        metrics |= self._counted
+        metrics |= self._generating.metrics()
+        return metrics | ({"async/window": float(self._rate.window)} if self._rate else {})

@@ -16,12 +16,12 @@ import numpy as np
 
 from mrl.checkpoint.group_files import GroupRecord, group_file, read_columns, read_group
 from mrl.checkpoint.manifest import check_digest
-from mrl.cluster.group_writer import GroupParts
-from mrl.cluster.reward_texts import with_texts
-from mrl.cluster.stored_samples import StoredSamples
 from mrl.data.order import DataCursor
 from mrl.errors import DamagedCheckpoint
-from mrl.reward.items import RewardResult
+from mrl.flow.group_writer import GroupParts
+from mrl.flow.response_store import ResponseStore
+from mrl.flow.reward_texts import with_texts
+from mrl.reward.items import OK, RewardResult
 from mrl.schedule.groups import Group, State
 from mrl.schedule.ledger import Ledger
 from mrl.train.numbered_prompts import DrawPlace
@@ -89,6 +89,7 @@ def _said(results: Sequence[RewardResult]) -> list[dict[str, Any]]:
 def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups:
     """What `write` wrote, tokens in the object store of this node, read group by group.
 
+    Rewards that failed are left out: they are asked for again. Nothing is told of groups that were filtered by them.
     Raises DamagedCheckpoint for a file that is not what was written, or not what the ledger counts.
     """
     ledger = Ledger.from_json(said["ledger"])
@@ -99,7 +100,8 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
         groups = {group.number: _read(folder, said["files"], group, spool) for group in there}
     _check_tokens(folder, ledger, groups)
     place = DrawPlace(said["draw"], DataCursor(**said["cursor"]))
-    filtered = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
+    told = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
+    filtered = [(number, results) for number, results in told if all(result.reason == OK for result in results)]
     return KeptGroups.of(ledger, place, groups, filtered, spool)
 
 
@@ -107,9 +109,12 @@ def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) ->
     name = group_file(group.number, group.attempts)
     check_digest(folder, name, files)
     record = read_group(folder / name)
-    if group.state is State.FINISHED:
+    judged = {index: result for index, result in record.results.items() if result.reason == OK}
+    if len(judged) < len(record.results):  # what kept rewards from being given may be over
+        group.state = State.RUNNING
+    elif group.state is State.FINISHED:
         spool.take_over(group.number, folder / name, files[name])
-    return _parts(record)
+    return _parts(replace(record, results=judged))
 
 
 def _parts(record: GroupRecord) -> GroupParts:
@@ -118,7 +123,7 @@ def _parts(record: GroupRecord) -> GroupParts:
     if record.samples is not None:
         for row in range(len(record.samples)):
             one = record.samples.rows(np.array([row]))  # a copy
-            responses[int(one.sample_id[0])] = StoredSamples.put_here(one)
+            responses[int(one.sample_id[0])] = ResponseStore.put_here(one)
     return GroupParts(record.number, record.attempt, responses, record.results)
 
 

@@ -2,10 +2,10 @@
 
     phase            takes                              gives                                 written in
     ------------------------------------------------------------------------------------------------------------
-    gen, reward      prompts, engines, reward pool      Rollouts: samples, rewards            generation.py, rollouts.py
+    gen, reward      prompts, engines, reward pool      Rollouts: samples, rewards            generation.py
        |  ^__________ further prompts, until the batch is full
        v
-    old_log_prob     samples, actor                     TrainedStep: rows on ranks, log-probs update.py (not on policy)
+    old_log_prob     samples, actor                     StepBatch: rows on ranks, log-probs   update.py (not on policy)
     ref              the step, reference model          its log-probs, on the ranks           update.py
     adv              the step, rewards                  masks, weights, advantages, there     update.py
        |
@@ -17,31 +17,33 @@
     testing          held-out prompts, engines          validation metrics                    validation.py
     save_checkpoint  actor, state                       checkpoints/step-N, written beside    saving.py
 
-Between them stand the hand-overs of placement.py, where engines and actor take turns on the same devices. Where
-generation runs ahead of training (trainer.schedule) engines work beside all of it up to `settle`: `gen` is then a wait
-for what they have (ahead.py).
+Between them stand the hand-overs of placement.py, where engines and actor take turns on the same devices. Generation
+is a thread beside the loop: `gen` is a wait for what it has. Where it runs ahead of training (trainer.schedule) engines
+work beside all of the step up to `settle`, in the synchronous schedule from the sync on.
 
 An example, parallel_configs/tiny-moe/cpu.yaml: 64 prompts x 8 responses of up to 4 tokens are 512 samples, 512 rows of
 columns (data/samples.py); mini-batches of 16 prompts make 4 updates of 128 rows each.
 
 Large things stay where they are: weights in ranks and engines, responses in the object stores of the engines' nodes
 until a rank fetches those that it trains on. The driver holds prompts, numbers a response, references and metrics. What
-a run consists of stands in run.py.
+a run consists of stands in assemble.py.
 """
 
 from mrl.algo.rows import RowValues
-from mrl.cluster.process_logs import processes_of
-from mrl.cluster.trained_step import TrainedStep
-from mrl.errors import DataError, EnvironmentFault, Interrupted, MrlError
+from mrl.cluster.job import GRACE
+from mrl.config.places import Deployment
+from mrl.errors import DataError, EnvironmentFault, Interrupted, LostWeights, MrlError
+from mrl.flow.step_batch import StepBatch
 from mrl.record.metrics import PhaseTimer
-from mrl.train.reporting import memory_metrics, mfu_metrics, sample_metrics, time_metrics
-from mrl.train.rollouts import Rollouts
-from mrl.train.run import Run
+from mrl.remote.process_logs import processes_of
+from mrl.train.assemble import Run
+from mrl.train.reporting import memory_metrics, mfu_metrics, sample_metrics, set_failures_aside, time_metrics
+from mrl.train.rollouts import Rollouts, compared
 from mrl.train.shown_rows import record_shown_rows
 from mrl.train.update import advantages, corrections, old_log_probs, update
-from mrl.train.validation import validate
+from mrl.train.validation import ValidationSettings, answer_and_score, record_validation
 
-RANKS_FREE_S = 30.0  # for ranks to end what they are at once the run ends
+RANKS_FREE_S = 30.0  # for ranks to end what they are at once the run ends, beyond a transfer to what is lost
 
 
 def train(run: Run) -> None:
@@ -60,16 +62,24 @@ def train(run: Run) -> None:
 
 
 def save_whole(run: Run, error: MrlError) -> None:
-    """Leaves a checkpoint of the newest weights, unless an update of them was under way or a rank is what was lost.
+    """Leaves a checkpoint of the newest weights, unless an update of them was under way, a rank is what was lost, the
+    run would not repeat bit by bit from there, or the grace of a signal is shorter than the last save took.
 
     Raises EnvironmentFault where the disk takes none.
     """
     lost = processes_of(error)
     if not run.is_whole or any(name.startswith("rank ") for name in lost):
         return
+    if isinstance(error, LostWeights) and run.config.trainer.deterministic:
+        return
+    left_s = run.stop.left_s()
+    if left_s < run.saver.last_s and run.saver.saved_step != run.state.step:
+        took = f"the last save took {run.saver.last_s:.1f} s, and {left_s:.1f} s are left of the grace ({GRACE})"
+        print(f"error: step {run.state.step} is not saved: {took}", flush=True)
+        return
     if lost:
         run.placement.give_up_engines()
-    if not run.actor.are_free(RANKS_FREE_S):
+    if not run.actor.are_free(RANKS_FREE_S + run.config.reshard.timeout_s):
         print(f"error: step {run.state.step} is not saved: the ranks still wait for what is lost", flush=True)
         return
     try:
@@ -84,11 +94,14 @@ def train_step(run: Run) -> None:
     with timer("step"):
         with timer("gen"):
             run.placement.to_generation()
-        rollouts = run.generation.take(run.state, timer)
+        rollouts = run.generation.take(timer)
         with timer("record"):
             run.run_dir.check_lock()
             run.sample_writer.write(step, rollouts.samples, rollouts.results)  # goes on beside what follows
+            set_failures_aside(run.run_dir, step, rollouts)
         trained, corrected, metrics = weigh_samples(run, timer, step, rollouts)
+        with timer("gen"):
+            run.generation.before_update()
         run.stop.hold()
         with timer("switch"):
             run.placement.to_update()
@@ -106,7 +119,7 @@ def train_step(run: Run) -> None:
         run.generation.settle(timer, saves)
         with timer("reshard"):
             metrics |= run.placement.to_engines(step)
-        metrics |= run.placement.seconds()
+        metrics |= run.placement.seconds() | run.responder.engines.fleet.metrics()
         if due(config.trainer.test_freq, step, run.total_steps):
             with timer("testing"):
                 metrics |= held_out_metrics(run)
@@ -117,9 +130,9 @@ def train_step(run: Run) -> None:
         if saves:
             with timer("save_checkpoint"):
                 metrics |= run.saver.write(run.state, metrics)
-    metrics |= {"training/failed_saves": float(run.saver.failed_saves)}
-    metrics |= {"training/failed_sample_files": float(run.sample_writer.failed)}
-    metrics |= time_metrics(config, timer, rollouts)
+    metrics |= failed_writes(run)
+    metrics |= {"trainer/restarts": float(run.restarts)}
+    metrics |= time_metrics(config.trainer, Deployment.of(config).devices, timer, rollouts)
     seconds = {"update": metrics["perf/update_s"], "step": timer.seconds["step"]}
     metrics |= mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds)
     run.line = metrics
@@ -127,9 +140,17 @@ def train_step(run: Run) -> None:
     run.stop.release()
 
 
+def failed_writes(run: Run) -> dict[str, float]:
+    """Checkpoints and files of responses that the disk did not take so far."""
+    return {
+        "training/failed_saves": float(run.saver.failed_saves),
+        "training/failed_sample_files": float(run.sample_writer.failed),
+    }
+
+
 def weigh_samples(
     run: Run, timer: PhaseTimer, step: int, rollouts: Rollouts
-) -> tuple[TrainedStep, RowValues, dict[str, float]]:
+) -> tuple[StepBatch, RowValues, dict[str, float]]:
     """What an update needs of the samples, on the ranks: log-probs of the policies, rejections and weights, advantages.
 
     Returns the step there, the corrections a row, and metrics. Changes nothing that lasts.
@@ -139,18 +160,20 @@ def weigh_samples(
         with timer("switch"):
             run.placement.to_log_probs()
     with timer("adv" if algorithm.on_policy else "old_log_prob"):
-        trained = TrainedStep(run.actor, rollouts.samples)
-        metrics = old_log_probs(config, trained)
+        trained = StepBatch(run.actor, rollouts.samples)
+        metrics = old_log_probs(config.actor, algorithm, trained)
         if config.record.trainer_log_probs:
+            run.run_dir.check_lock()
             run.sample_writer.write_differences(step, trained)
     with timer("record"):
-        record_shown_rows(run.run_dir.path, step, trained, rollouts)
+        record_shown_rows(run.run_dir, step, trained, rollouts)
     if algorithm.needs_reference:
         with timer("ref"):
             trained.ref_log_probs()
     with timer("adv"):
-        corrected, correction_metrics = corrections(algorithm, trained)
-        return trained, corrected, metrics | correction_metrics | advantages(config, trained, rollouts, corrected)
+        counted = compared(trained.rows.group_id, rollouts.results)
+        corrected, correction_metrics = corrections(algorithm, trained, counted)
+        return trained, corrected, metrics | correction_metrics | advantages(algorithm, trained, rollouts, corrected)
 
 
 def due(freq: int, step: int, total_steps: int) -> bool:
@@ -163,4 +186,10 @@ def held_out_metrics(run: Run) -> dict[str, float]:
     if run.val_prompts is None:
         return {}
     run.placement.to_generation()
-    return validate(run.config, run.responder, run.val_prompts, run.state.step, run.run_dir.validation, run.record)
+    config = run.config
+    step = run.state.step
+    settings = ValidationSettings.of(config.rollout, config.data, config.model.path, config.trainer.seed)
+    validation = answer_and_score(settings, run.responder, run.val_prompts)
+    shown = config.trainer.log_val_generations
+    record_validation(validation, run.responder, step, run.run_dir, shown, run.record)
+    return validation.metrics

@@ -3,8 +3,9 @@
     RUN/lost_engines.jsonl   a line a loss: step, engines, why; of each unfinished group there its number, the id of
                              its prompt, and tokens that had come back
 
-The loss ends the run; resumed it goes on with these groups. A prompt that engines are lost under again and again is set
-aside by its id (mrl/schedule/suspects.py), and said so; without the file it is asked for again.
+The run goes on without the engine, or ends and is resumed: both with these groups. A prompt that engines are lost under
+again and again is set aside by its id (mrl/schedule/suspects.py), and said so; without the file it is asked for again,
+and engines that were started again inside the run have all their restarts again.
 """
 
 import json
@@ -14,10 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mrl.errors import DataError
+from mrl.plain_files import LINES_BYTES, parse_json, read_text, reason
 from mrl.record.run_dir import open_lines
 from mrl.schedule.suspects import Suspects, suspects
+from mrl.vllm.requests import engine_of
 
 TOLD = 5  # prompts named in a message
+AGAIN = "started again inside the run"  # why of a loss that the run did without
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Loss:
     @classmethod
     def of(cls, line: str) -> "Loss":
         """Raises ValueError, KeyError or TypeError for a line that is none."""
-        row = json.loads(line)
+        row = parse_json(line)
         groups = [Unfinished(**group) for group in row["groups"]]
         return cls(int(row["step"]), list(row["engines"]), str(row["why"]), groups)
 
@@ -56,8 +60,13 @@ def whole_losses(path: Path) -> tuple[list[Loss], int]:
 
 
 def _lines(path: Path) -> list[str]:
-    """With their line's end; none of a file that is not there."""
-    return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.exists() else []
+    """With their line's end; none of a file that is not there. Raises DataError for one that cannot be read."""
+    if not path.exists():
+        return []
+    try:
+        return read_text(path, LINES_BYTES, errors="replace").split("\n")[:-1]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {reason(error)}") from error
 
 
 class LostEngines:
@@ -66,14 +75,27 @@ class LostEngines:
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None):
         """`check`: raises where nothing may be written."""
         self._path, self._check = path, check
+        self._losses: list[Loss] | None = None  # those of the file as it was read, and what was noted since
 
     def note(self, step: int, engines: Sequence[str], why: str, groups: Sequence[Unfinished]) -> str:
         """Adds a loss; what to tell of it."""
         self._check()
+        loss = Loss(step, list(engines), why, list(groups))
+        if self._losses is not None:
+            self._losses.append(loss)
         with open_lines(self._path) as file:
-            file.write(json.dumps(asdict(Loss(step, list(engines), why, list(groups)))) + "\n")
+            file.write(json.dumps(asdict(loss)) + "\n")
         prompts = ", ".join(str(group.prompt_id) for group in groups[:TOLD]) + (", ..." if len(groups) > TOLD else "")
         return f"{len(groups)} unfinished groups go on when the run is resumed (prompts {prompts})" if groups else ""
+
+    def restarts(self) -> dict[str, list[int]]:
+        """Steps at which each engine was started again inside the run, by this start of it or an earlier one."""
+        found: dict[str, list[int]] = {}
+        for loss in self._losses or []:
+            for engine in dict.fromkeys(map(engine_of, loss.engines)):
+                if loss.why == AGAIN:
+                    found.setdefault(engine, []).append(loss.step)
+        return found
 
     def suspects(self) -> Suspects:
         """By the losses so far. Raises DataError for a file that is damaged; torn lines are passed over, and said."""
@@ -91,4 +113,9 @@ class LostEngines:
             print(
                 f"warning: {self._path}: {torn} torn lines are passed over, of losses written as a process was killed"
             )
-        return suspects([[group.prompt_id for group in loss.groups] for loss in losses])
+        self._losses = losses
+        return self.suspects_now()
+
+    def suspects_now(self) -> Suspects:
+        """By what `suspects` read and what was noted since, also where the disk did not take it."""
+        return suspects([[group.prompt_id for group in loss.groups] for loss in self._losses or []])

@@ -1,4 +1,4 @@
-"""The prompt of every group number: numbers go on over epochs, prompts are drawn as the synchronous loop draws them."""
+"""The prompt of every group number: numbers go on over epochs, prompts are drawn as the data has them, draw by draw."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -32,6 +32,15 @@ class NumberedPrompts:
         draw, place = divmod(number, self._stream.batch_size)
         self._draw_until(draw)
         return self._drawn[draw][place]
+
+    @property
+    def draw_size(self) -> int:
+        """Prompts of a draw."""
+        return self._stream.batch_size
+
+    def draw_of(self, number: int) -> int:
+        """The draw that the prompt is of, counted from the beginning of the run."""
+        return number // self._stream.batch_size
 
     def _draw_until(self, draw: int) -> None:
         while self._next.draw <= draw:

@@ -21,6 +21,9 @@ engine:
 
 The optimizer comes on while log-probs are computed where the plan has room for both, else at `to_update`.
 
+An engine that is lost starts again while ranks are off, and is waited for before they come on. It takes part in the
+next `to_engines`; where nobody else generates, ranks come at once with the weights that they hold.
+
 A hand-over is asked of all ranks or all engines at once and over when the last has answered: a fast rank must not wake
 an engine beside a slow rank's optimizer. Before something comes on, what is free is held against the plan (gates.py of
 cluster): a shortage ends the step, resumable, with the holder named, instead of an allocation that fails half-way.
@@ -28,7 +31,7 @@ cluster): a shortage ends the step, resumable, with the holder named, instead of
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.rollout_group import RolloutGroup
@@ -36,6 +39,7 @@ from mrl.cluster.weight_sync import WeightSync
 from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
 from mrl.record.metrics import PhaseTimer
 
+T = TypeVar("T")
 Gate = Callable[[str], None]  # takes the plan's name of the next phase; raises Interrupted when it does not fit
 
 
@@ -47,6 +51,11 @@ class Placement(Protocol):
 
     def to_generation(self) -> None:
         """The engines are about to generate, for training or for validation."""
+
+    def mend(self) -> None:
+        """Ranks are idle and hold the weights that engines serve: engines that were lost are brought back, as far as
+        they have started. Asked again and again.
+        """
 
     def to_log_probs(self) -> None:
         """Generation is over, and the actor works until `to_engines`.
@@ -76,18 +85,25 @@ class Placement(Protocol):
 class Separate:
     """Engines and ranks have devices of their own."""
 
-    def __init__(self, actor: ActorGroup, sync: WeightSync) -> None:
-        self._actor, self._sync = actor, sync
+    def __init__(self, actor: ActorGroup, sync: WeightSync, are_fresh: bool = True) -> None:
+        """`are_fresh`: engines hold the weights of step 0, which they have loaded themselves; they cannot where a
+        checkpoint is in FP8.
+        """
+        self._actor, self._sync, self._are_fresh = actor, sync, are_fresh
         self.take_checkpoint, self.write_checkpoint = actor.take_checkpoint, actor.write_checkpoint
 
     def begin(self, step: int) -> None:
-        """Engines have loaded the weights of step 0 themselves."""
-        if step > 0:
+        """Engines that are fresh hold the weights of step 0."""
+        if step > 0 or not self._are_fresh:
             self._sync.bring_to(step)
 
     def to_generation(self) -> None:
         """What actor.*_offload names leaves the devices while nobody needs it."""
         self._actor.offload()
+
+    def mend(self) -> None:
+        """Beside the engines that generate."""
+        self._sync.mend()
 
     def to_log_probs(self) -> None:
         """The ranks' devices are theirs."""
@@ -96,7 +112,7 @@ class Separate:
         """As `to_log_probs`."""
 
     def to_engines(self, step: int) -> dict[str, float]:
-        """Metrics of the sync."""
+        """Metrics of the sync; engines that have started again take part."""
         return self._sync.bring_to(step)
 
     def give_up_engines(self) -> None:
@@ -120,6 +136,7 @@ class Colocated:
         self._actor, self._engines, self._sync, self._gate, self._prefetched = actor, engines, sync, gate, prefetched
         self._timer = PhaseTimer()
         self._engines_sleep = True
+        engines.fleet.hold_starts(engines.poll)
         self.write_checkpoint = actor.write_checkpoint
 
     def begin(self, step: int) -> None:
@@ -129,6 +146,19 @@ class Colocated:
 
     def to_generation(self) -> None:
         """The engines are awake since `to_engines`, and the actor is off."""
+
+    def mend(self) -> None:
+        """Where nobody generates, and all that may come back have started. Beside one that does there is no room for
+        ranks: whoever has started waits for the next `to_engines`.
+        """
+        fleet = self._engines.fleet
+        fleet.collect()
+        if not (fleet.none_ready and fleet.none_starts and fleet.stale()):
+            return
+        self._sleep()
+        self._hand_over(self._sync.transfer_again)
+        self._sync.commit_again()
+        self._engines_serve()
 
     def to_log_probs(self) -> None:
         """Engines sleep, then parameters come on. The actor allocates nothing while an engine goes to sleep: vLLM takes
@@ -151,20 +181,29 @@ class Colocated:
 
     def to_engines(self, step: int) -> dict[str, float]:
         """All of the actor but its parameters goes, weights of engines come; then those go, and caches come."""
+        metrics = self._hand_over(lambda: self._sync.transfer(step))
+        metrics |= self._sync.commit(step)
+        self._engines_serve()
+        return metrics
+
+    def _hand_over(self, transfer: Callable[[], T]) -> T:
+        """What `transfer` gives, which moves the weights; devices are the engines' afterwards."""
         with self._timer("offload"):
             self._actor.bring(PARAMETERS)
         self._let_in("train_to_sync")
         with self._timer("wake_weights"):
-            self._engines.wake_weights()
-        metrics = self._sync.transfer(step)
+            self._engines.call("wake_weights")
+        moved = transfer()
         with self._timer("offload"):
             self._actor.offload()
         self._let_in("sync_to_rollout")
         with self._timer("wake_kv"):
-            self._engines.wake_cache()
-        metrics |= self._sync.commit(step)
+            self._engines.call("wake_cache")
+        return moved
+
+    def _engines_serve(self) -> None:
         self._engines_sleep = False
-        return metrics
+        self._engines.fleet.allow_starts()
 
     def give_up_engines(self) -> None:
         """Ends them: those that live cannot be put to sleep together with one that does not."""
@@ -181,6 +220,8 @@ class Colocated:
 
         In a step the engines sleep; at a run's end they are put to sleep, for there is no room beside them.
         """
+        if not self._engines_sleep:
+            self._engines.fleet.end_starts()  # nobody needs them any more
         self._sleep()
         return self._actor.take_checkpoint()
 
@@ -191,5 +232,6 @@ class Colocated:
     def _sleep(self) -> None:
         if not self._engines_sleep:
             with self._timer("sleep"):
-                self._engines.sleep()
+                self._engines.fleet.hold_starts(self._engines.poll)
+                self._engines.call("sleep")
             self._engines_sleep = True

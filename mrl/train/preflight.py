@@ -1,26 +1,32 @@
 """All that can be known to be wrong before anything is loaded or started. No torch, no Ray: it answers in a second."""
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mrl.checkpoint.manifest import read_manifest
+from mrl.checkpoint.manifest import check_files, read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
-from mrl.checkpoint.room import check_room, checkpoint_bytes, groups_ahead_bytes, room_note
+from mrl.checkpoint.room import check_room, checkpoint_bytes, groups_ahead_bytes, room_note, route_bytes
 from mrl.cluster.prerequisites import check_port_free, check_reachable, check_size, own_cpus, ray_address
 from mrl.config.describe import describe_layout, describe_loss
 from mrl.config.load import ResolvedConfig
 from mrl.config.model_folders import names_of_the_hub, with_model_folders
+from mrl.config.places import Deployment
 from mrl.config.rules import check, notes
 from mrl.config.run_rules import run_dir as run_dir_of
-from mrl.config.schema import RunConfig
+from mrl.config.schedule_rules import schedule_of
+from mrl.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from mrl.errors import ConfigError, InvalidConfig
 from mrl.model import ModelSpec, known_name, load_model_spec, model_spec, planning_model_spec
 from mrl.model.hf_files import check_checkpoint
+from mrl.plain_files import TEXT_BYTES, read_bytes, reason
 from mrl.plan.plan_rules import accelerator_violations, share_violations
 from mrl.plan.run_plan import plan_report
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import check_packages
-from mrl.train.resume import find_resume_point
+from mrl.train.first_look import look
+from mrl.train.resume import RunIdentity, check_same_prompts, find_resume_point
 
 
 def with_models_at_hand(resolved: ResolvedConfig, check_paths: bool = True) -> ResolvedConfig:
@@ -46,12 +52,25 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
     if broken := accelerator_violations(resolved) or share_violations(resolved, model):
         raise InvalidConfig(broken)
     check_packages(config.trainer.logger)
-    folder = run_dir_path(config, resume)
-    find_resume_point(config, folder, resume)
+    folder = run_dir_path(config.trainer, resume)
+    find_resume_point(config.trainer, RunIdentity.of(config), folder, resume)
     check_checkpoint(config.model.path, model)
-    check_room(folder, checkpoint_bytes(model, config.model.dtype) + groups_ahead_bytes(config, model))
-    _check_cluster(config)
+    check_room(folder, _bytes_of_a_checkpoint(config, model))
+    _check_cluster(Deployment.of(config))
+    if config.cluster.port is not None:
+        check_port_free(config.cluster.port)
     return model
+
+
+def check_inputs(config: RunConfig, resume: bool) -> None:
+    """Data and reward, and whether a resume goes on with the same prompts. Raises DataError and ConfigError."""
+    fingerprint = look(config)
+    if fingerprint is None:
+        return
+    identity = RunIdentity.of(config)
+    point = find_resume_point(config.trainer, identity, run_dir_path(config.trainer, resume), resume)
+    if point is not None and point.manifest is not None:
+        check_same_prompts(identity, point, fingerprint)
 
 
 def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Path | None:
@@ -73,25 +92,23 @@ def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Pa
         check_checkpoint(config.model.path, model)
     else:
         folder = step_folder(Path(checkpoint))
-        model = _model_of(folder, config)
+        model = _model_of(folder, config.model, config.rollout)
     check(resolved, model)
-    address = ray_address(config)
-    if address is not None:
-        check_reachable(address)
-    else:
-        check_size(config, {"CPU": float(own_cpus())}, names=("CPU",), actor=False)
+    _check_cluster(Deployment.of(config), actor=False)
     return folder
 
 
-def _model_of(folder: Path, config: RunConfig) -> ModelSpec:
+def _model_of(folder: Path, model: ModelConfig, rollout: RolloutConfig) -> ModelSpec:
     """The model of a checkpoint of ours.
 
-    Raises ConfigError where its dtype is not the configured one and none is set for engines.
+    Raises ConfigError where its dtype is not the configured one and none is set for engines, EnvironmentFault where
+    its tokenizer is not what was saved.
     """
     manifest = read_manifest(folder)
-    if config.rollout.dtype is None and manifest.dtype != config.model.dtype:
+    check_files(folder, manifest.files_for_others(), threads=1)
+    if rollout.dtype is None and manifest.dtype != model.dtype:
         raise ConfigError(
-            f"model.dtype: {config.model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that, or "
+            f"model.dtype: {model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that, or "
             "rollout.dtype to what the engines are to compute in"
         )
     return model_spec(manifest.hf_config)
@@ -99,20 +116,55 @@ def _model_of(folder: Path, config: RunConfig) -> ModelSpec:
 
 def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
     """What a run says of itself before it starts."""
-    config, run_dir = resolved.config, RunDir(run_dir_of(resolved.config))
+    config, run_dir = resolved.config, RunDir(run_dir_of(resolved.config.trainer))
     return [
         f"loss: {describe_loss(config)}",
         f"layout: {describe_layout(config, model)}",
         *(f"note: {n}" for n in notes(resolved, model)),
-        *room_note(config, model, run_dir.path),
+        *room_note(run_dir.path, _bytes_of_a_checkpoint(config, model), config.trainer.max_actor_ckpt_to_keep),
         *plan_report(config, model, run_dir.plan),
         f"logs: {run_dir.logs}/ (actor-rank-N.log, engine-N.log, reward.log); metrics: {run_dir.metrics}",
     ]
 
 
-def run_dir_path(config: RunConfig, resume: bool) -> Path:
+def plug_in_lines(found: Sequence[Mapping[str, str]]) -> list[str]:
+    """What a run says of `plug_ins`, before any of their code has run."""
+    return [f"plug-in: {each['key']} {each['path']}, SHA-256 {each['sha256']}" for each in found]
+
+
+def plug_ins(config: RunConfig) -> list[dict[str, str]]:
+    """Files of the user's own whose code runs: the key that names one, its path, and the SHA-256 of what it holds.
+
+    Raises ConfigError for one that cannot be read.
+    """
+    named = {
+        "reward.custom_reward_function.path": config.reward.custom_reward_function,
+        "algorithm.policy_loss.custom.path": config.algorithm.policy_loss.custom,
+        "algorithm.custom_advantage.path": config.algorithm.custom_advantage,
+        "rollout.turns.path": config.rollout.turns,
+    }
+    found = []
+    for key, section in named.items():
+        if section is None or section.path is None:
+            continue
+        path = Path(section.path).expanduser().resolve()
+        try:
+            digest = hashlib.sha256(read_bytes(path, TEXT_BYTES)).hexdigest()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{key}: {path} cannot be read: {reason(error)}") from None
+        found.append({"key": key, "path": str(path), "sha256": digest})
+    return found
+
+
+def _bytes_of_a_checkpoint(config: RunConfig, model: ModelSpec) -> int:
+    """With the groups that generation may be ahead with."""
+    ahead = groups_ahead_bytes(schedule_of(config), config.data, route_bytes(config.actor, model))
+    return checkpoint_bytes(model, config.model.dtype) + ahead
+
+
+def run_dir_path(trainer: TrainerConfig, resume: bool) -> Path:
     """The run directory, absolute. Raises ConfigError where another run stands, or none that could be resumed."""
-    folder = RunDir(run_dir_of(config).resolve())
+    folder = RunDir(run_dir_of(trainer).resolve())
     if resume and not folder.config.is_file():
         raise ConfigError(
             f"trainer.run_dir: {folder.path} holds no run to resume; leave --resume out to start one there"
@@ -122,11 +174,9 @@ def run_dir_path(config: RunConfig, resume: bool) -> Path:
     return folder.path
 
 
-def _check_cluster(config: RunConfig) -> None:
-    address = ray_address(config)
+def _check_cluster(deployment: Deployment, actor: bool = True) -> None:
+    address = ray_address(deployment.cluster)
     if address is not None:
         check_reachable(address)
     else:
-        check_size(config, {"CPU": float(own_cpus())}, names=("CPU",))
-    if config.cluster.port is not None:
-        check_port_free(config.cluster.port)
+        check_size(deployment, {"CPU": float(own_cpus())}, names=("CPU",), actor=actor)

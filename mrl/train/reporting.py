@@ -1,19 +1,21 @@
 """What a run says of a step: its metrics; advice is printed beside it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from mrl.cluster.machines import Machines, Peak
-from mrl.config.rollout_rules import needed_devices
-from mrl.config.schema import AlgorithmConfig, DataConfig, RunConfig
+from mrl.config.schema import AlgorithmConfig, DataConfig, TrainerConfig
 from mrl.data.samples import SampleRows
 from mrl.model import ModelSpec, forward_flops
 from mrl.record.attempts import UnderWay
-from mrl.record.metrics import GENERATING, PhaseTimer, length_metrics, reward_metrics, speed_metrics
+from mrl.record.metrics import GENERATING, PhaseTimer, length_metrics, reward_metrics, speed_metrics, turn_metrics
+from mrl.record.quarantine import REWARD, Quarantine
+from mrl.record.run_dir import RunDir
 from mrl.record.sinks import Record
 from mrl.record.views import Rows
-from mrl.train.advice import advisers
+from mrl.reward.items import LEFT_OUT, OK
+from mrl.train.advice import Adviser
 from mrl.train.rollouts import TRAIN_RESPONSES, Rollouts
 from mrl.units import GIB
 
@@ -21,21 +23,41 @@ from mrl.units import GIB
 def sample_metrics(data: DataConfig, epoch: int, rollouts: Rollouts) -> dict[str, float]:
     """What the step's samples say: lengths, scores, rewards after penalties."""
     scores = np.array([result.score for result in rollouts.results])
+    judged = np.array([result.reason != LEFT_OUT for result in rollouts.results], bool)
     return {
         "training/epoch": float(epoch),
-        **reward_metrics(scores, rollouts.rewards),
+        **reward_metrics(scores[judged], rollouts.rewards[judged]),
         **length_metrics(rollouts.samples.rows, data.max_prompt_length, data.max_response_length),
+        **turn_metrics(rollouts.samples.rows),
     }
 
 
-def time_metrics(config: RunConfig, timer: PhaseTimer, rollouts: Rollouts) -> dict[str, float]:
-    """Seconds of the step's phases, and tokens over time and devices, trainer's and engines'.
+def set_failures_aside(run_dir: RunDir, step: int, rollouts: Rollouts) -> None:
+    """Writes the step's responses whose reward failed into the run's quarantine."""
+    prompts = rollouts.samples.rows.prompt_id
+    failed = [(row, result) for row, result in enumerate(rollouts.results) if result.reason != OK]
+    lines = [
+        {
+            "step": step,
+            "prompt_id": int(prompts[row]),
+            "sample_id": int(rollouts.samples.rows.sample_id[row]),
+            "data_source": result.data_source,
+            "reason": result.reason,
+            "detail": result.detail,
+        }
+        for row, result in failed
+    ]
+    Quarantine(run_dir.path, run_dir.check_lock).add(REWARD, lines)
+
+
+def time_metrics(trainer: TrainerConfig, devices: int, timer: PhaseTimer, rollouts: Rollouts) -> dict[str, float]:
+    """Seconds of the step's phases, and tokens over time and `devices`, trainer's and engines'.
 
     Where generation runs ahead of training the phase "gen" is a wait, of which nothing follows for a token.
     """
-    waits = {GENERATING} if config.trainer.schedule != "sync" else set()
+    waits = {GENERATING} if trainer.schedule != "sync" else set()
     seconds = {name: value for name, value in timer.seconds.items() if name not in waits}
-    return timer.metrics() | speed_metrics(rollouts.samples.rows, seconds, needed_devices(config))
+    return timer.metrics() | speed_metrics(rollouts.samples.rows, seconds, devices)
 
 
 def memory_metrics(machines: Machines) -> dict[str, float]:
@@ -50,10 +72,10 @@ def mfu_metrics(
     in all.
 
     Counted are the sequences as they are, each by itself: no padding, experts that a token is sent to, the output layer
-    of response tokens alone, and layers that are computed twice once. A backward pass costs two forward ones;
+    of sampled tokens alone, and layers that are computed twice once. A backward pass costs two forward ones;
     generation and each pass of log-probs one, whatever a cache saved.
     """
-    forward = forward_flops(model, rows.lengths.tolist(), int(rows.response_lengths.sum()))
+    forward = forward_flops(model, rows.lengths.tolist(), int(rows.sampled_lengths.sum()))
     scored = (not algorithm.on_policy) + algorithm.needs_reference
     return {
         "perf/mfu/actor": 3 * forward / (seconds["update"] * peak.actor),
@@ -66,16 +88,17 @@ class AdvisedRecord:
     a step are there, for the start that goes on after a loss.
     """
 
-    def __init__(self, record: Record, config: RunConfig, under_way: UnderWay) -> None:
-        self._record, self._config, self._under_way = record, config, under_way
-        self._advisers = advisers()
+    def __init__(self, record: Record, advisers: Iterable[Adviser], under_way: UnderWay) -> None:
+        self._record = record
+        self._advisers = list(advisers)
+        self._under_way = under_way
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the step's metrics."""
         self._record.write(step, metrics)
         self._under_way.done(step)
         for adviser in tuple(self._advisers):
-            if advice := adviser(self._config, metrics):
+            if advice := adviser(metrics):
                 self._advisers.remove(adviser)
                 print(f"step {step}: {advice}", flush=True)  # a live table lets lines pass above it
 

@@ -11,24 +11,28 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mrl.checkpoint.manifest import Manifest, read_manifest
+from mrl.checkpoint.manifest import HF_FOLDER, Manifest, changed_files, facts_of, read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
-from mrl.checkpoint.step_folders import Newest, newest_checkpoint, set_aside
+from mrl.checkpoint.step_folders import Newest, finish_replacements, newest_checkpoint, set_aside
 from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schedule_rules import schedule_of
-from mrl.config.schema import RunConfig, leaf
+from mrl.config.schema import ModelConfig, RunConfig, TrainerConfig, leaf
 from mrl.data.order import DataCursor
 from mrl.errors import ConfigError, DataError, EnvironmentFault, NothingToDo
 from mrl.model import load_model_spec, model_spec, read_hf_config
+from mrl.plain_files import read_json
 from mrl.record.attempts import generated_after
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import JsonlSink
 from mrl.schedule.ledger import Fingerprint, Ledger, check_goes_on
+from mrl.schedule.staleness import Schedule
 
 if TYPE_CHECKING:
     from mrl.train.kept_groups import KeptGroups
 
 # what the order of the prompts and the samples of a step follow from: a resumed run keeps them
+TOKENIZER = "tokenizer.json"
+SHOWN_TOKENS = 4  # of those that differ
 FIXED = (
     "trainer.seed", "trainer.schedule", "data.shuffle", "data.train_weights", "data.train_batch_size",
     "data.gen_batch_size", "rollout.n",
@@ -60,16 +64,33 @@ FIXED_AHEAD = (
 )
 
 
-def goes_on(config: RunConfig, asked: bool) -> bool:
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a checkpoint and the run that goes on from it have in common."""
+
+    model: ModelConfig
+    fixed: Mapping[str, Any]  # values of FIXED by key, as JSON has them
+    schedule: Schedule
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "RunIdentity":
+        """The identity of a run with this configuration."""
+        keys = FIXED if config.trainer.schedule == "sync" else (*FIXED, *FIXED_AHEAD)
+        values = {key: leaf(config, key) for key in keys}
+        fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        return cls(config.model, fixed, schedule_of(config))
+
+
+def goes_on(trainer: TrainerConfig, asked: bool) -> bool:
     """Whether the run in the run directory is continued: that is `asked` for,
     or resume_mode is auto and there is one.
     """
-    return asked or (config.trainer.resume_mode == "auto" and RunDir(run_dir_of(config)).config.is_file())
+    return asked or (trainer.resume_mode == "auto" and RunDir(run_dir_of(trainer)).config.is_file())
 
 
-def resume_note(config: RunConfig, resume: bool) -> list[str]:
+def resume_note(trainer: TrainerConfig, resume: bool) -> list[str]:
     """What resume_mode made of this start, where it is not the usual one."""
-    trainer, folder = config.trainer, run_dir_of(config)
+    folder = run_dir_of(trainer)
     if trainer.resume_mode == "auto":
         return [
             f"trainer.resume_mode auto: {folder} holds "
@@ -81,24 +102,30 @@ def resume_note(config: RunConfig, resume: bool) -> list[str]:
 
 
 def find_resume_point(
-    config: RunConfig, run_dir: Path, resume: bool, damaged: Mapping[Path, EnvironmentFault] = MappingProxyType({})
+    trainer: TrainerConfig,
+    identity: RunIdentity,
+    run_dir: Path,
+    resume: bool,
+    damaged: Mapping[Path, EnvironmentFault] = MappingProxyType({}),
 ) -> Newest | None:
     """The newest complete checkpoint and what it says of itself, an empty one for a run that saved none, which starts
     anew.
 
-    Without `resume` the one that resume_mode: resume_path names; None for a run from the beginning. Manifests and
-    sizes are looked at here, every byte by the ranks that load it; `damaged`: what they found at an earlier try.
-    Raises EnvironmentFault when all that there are are damaged, ConfigError when the newest is of another model than
-    `config`'s or was trained with other values of FIXED.
+    Without `resume`, and where the run has none of its own, the one that resume_mode: resume_path names; None for a run
+    from the beginning. Manifests and sizes are looked at here, every byte by the ranks that load it; `damaged`: what
+    they found at an earlier try. Raises EnvironmentFault when all that there are are damaged, ConfigError when the
+    newest is of another model than `identity`'s or was trained with other values of FIXED.
     """
-    if not resume and config.trainer.resume_mode != "resume_path":
+    names_one = trainer.resume_mode == "resume_path"
+    if not resume and not names_one:
         return None
-    newest = (
-        newest_checkpoint(RunDir(run_dir).checkpoints, damaged) if resume else _named(config.trainer.resume_from_path)
-    )
+    newest = newest_checkpoint(RunDir(run_dir).checkpoints, damaged) if resume else _named(trainer.resume_from_path)
+    if names_one and newest.manifest is None and not newest.damaged:  # the run saved nothing of its own yet
+        newest = _named(trainer.resume_from_path)
     if newest.manifest is not None:
-        _check_same_model(config, newest.manifest, newest.path)
-        _check_same_values(config, newest.manifest, newest.path)
+        _check_same_model(identity.model, newest.manifest, newest.path)
+        _check_same_values(identity.fixed, newest.manifest, newest.path)
+        _check_same_tokenizer(Path(identity.model.path), newest.manifest, newest.path)
     elif newest.damaged:
         raise next(iter(newest.damaged.values()))
     return newest
@@ -110,21 +137,14 @@ def _named(path: str) -> Newest:
     return Newest(folder, read_manifest(folder), {})
 
 
-def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint keeps of FIXED, as JSON has it, to be compared when it is resumed."""
-    keys = FIXED if config.trainer.schedule == "sync" else (*FIXED, *FIXED_AHEAD)
-    values = {key: leaf(config, key) for key in keys}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-
-
-def _check_same_values(config: RunConfig, manifest: Manifest, folder: Path) -> None:
+def _check_same_values(fixed: Mapping[str, Any], manifest: Manifest, folder: Path) -> None:
     if manifest.weights_only:
         raise ConfigError(
             f"{folder} was converted from weights alone and belongs to no run: start a new one with the Hugging Face "
             "checkpoint as model.path (mrl convert megatron-to-hf writes one from this)"
         )
     then = {"trainer.schedule": "sync"} | manifest.trainer["fixed"]  # a checkpoint may be older than a key
-    differing = [(key, now) for key, now in fixed_values(config).items() if now != then.get(key, now)]
+    differing = [(key, now) for key, now in fixed.items() if now != then.get(key, now)]
     changed = [f"{key}: {now}, and {folder} was trained with {then[key]}" for key, now in differing]
     if changed:
         raise ConfigError(
@@ -133,36 +153,78 @@ def _check_same_values(config: RunConfig, manifest: Manifest, folder: Path) -> N
         )
 
 
-def _check_same_model(config: RunConfig, manifest: Manifest, folder: Path) -> None:
-    if model_spec(manifest.hf_config) != load_model_spec(config.model.path):
+def _check_same_model(model: ModelConfig, manifest: Manifest, folder: Path) -> None:
+    if model_spec(manifest.hf_config) != load_model_spec(model.path):
         raise ConfigError(
-            f"model.path: {config.model.path} is another model than the one in {folder}; give the run's own model.path"
+            f"model.path: {model.path} is another model than the one in {folder}; give the run's own model.path"
         )
-    if manifest.dtype != config.model.dtype:
+    if manifest.dtype != model.dtype:
         raise ConfigError(
-            f"model.dtype: {config.model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that"
+            f"model.dtype: {model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that"
         )
+
+
+def _check_same_tokenizer(model: Path, manifest: Manifest, folder: Path) -> None:
+    """Raises ConfigError where the model's tokens are not those that the checkpoint was trained on."""
+    then, now, written = folder / HF_FOLDER / TOKENIZER, model / TOKENIZER, manifest.hf_files.get(TOKENIZER)
+    if not (then.is_file() and now.is_file()) or facts_of(now.read_bytes()) == written:
+        return
+    if written is not None and facts_of(then.read_bytes()) != written:  # damaged since, which is said elsewhere
+        return
+    before, after = vocabulary(then), vocabulary(now)
+    differing = sorted(token for token in before.keys() | after.keys() if before.get(token) != after.get(token))
+    if differing:
+        shown = ", ".join(f"{token!r}: {before.get(token)} -> {after.get(token)}" for token in differing[:SHOWN_TOKENS])
+        raise ConfigError(
+            f"model.path: the tokenizer in {model} has other tokens than the one that {folder} was trained with: "
+            f"{len(differing)} of {len(before)} differ: {shown}{' ...' if len(differing) > SHOWN_TOKENS else ''}. What "
+            "the model has learned of a number would be read as another token: give the run's own tokenizer, or start "
+            "a new run from an export of the checkpoint (mrl convert megatron-to-hf)"
+        )
+
+
+def vocabulary(file: Path) -> dict[str, int]:
+    """Token -> number, of a tokenizer.json. Raises EnvironmentFault for a file that is none."""
+    try:
+        described = read_json(file, strict=False)
+        vocab = described.get("model", {}).get("vocab", {})
+        known = vocab if isinstance(vocab, dict) else {piece[0]: number for number, piece in enumerate(vocab)}
+        return known | {token["content"]: token["id"] for token in described.get("added_tokens", ())}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EnvironmentFault(f"{file} cannot be read as a tokenizer: {error}") from None
 
 
 def resume_point(
-    config: RunConfig, path: Path, resume: bool, damaged: Mapping[Path, EnvironmentFault], data_fingerprint: str
+    trainer: TrainerConfig,
+    identity: RunIdentity,
+    path: Path,
+    resume: bool,
+    damaged: Mapping[Path, EnvironmentFault],
+    data_fingerprint: str,
 ) -> Newest | None:
     """As `find_resume_point`, the data compared too. Writes nothing.
 
     Raises NothingToDo when the last step of the run in `path` is done, by its record and its checkpoint's manifest.
     """
-    point = find_resume_point(config, path, resume, damaged)
+    point = find_resume_point(trainer, identity, path, resume, damaged)
     if point is None or point.manifest is None:
         return point
-    _check_same_data(point.manifest, data_fingerprint, point.path)
-    _check_same_groups(config, point.manifest, data_fingerprint, point.path)
-    total, lines = config.trainer.total_training_steps, read_metrics(RunDir(path).metrics)
+    check_same_prompts(identity, point, data_fingerprint)
+    total, lines = trainer.total_training_steps, read_metrics(RunDir(path).metrics)
     if point.manifest.step >= total and lines and lines[-1]["training/global_step"] >= point.manifest.step:
         raise NothingToDo(
             f"{path} has {point.manifest.step} steps already, of the {total} of "
             "trainer.total_training_steps; raise it to train on"
         )
     return point
+
+
+def check_same_prompts(identity: RunIdentity, point: Newest, data_fingerprint: str) -> None:
+    """Raises DataError where a checkpoint was trained on other prompts than there are now, or has groups of others on
+    their way, and ConfigError where groups on their way are missing.
+    """
+    _check_same_data(point.manifest, data_fingerprint, point.path)
+    _check_same_groups(identity, point.manifest, data_fingerprint, point.path)
 
 
 def resumed_state(point: Newest | None) -> TrainState:
@@ -183,21 +245,28 @@ def rewind(run_dir: RunDir, point: Newest | None) -> None:
         print(f"{run_dir.path} has no checkpoint yet: it starts anew")
         run_dir.truncate_metrics(-1)
         return
+    run_dir.check_lock()
     for damaged, reason in point.damaged.items():
         print(f"not resumed from {damaged.name}, which is kept as {set_aside(damaged).name}: {reason}")
+    for name in changed_files(point.path, point.manifest.files_for_others()):
+        print(
+            f"warning: {point.path / name} is not what was saved: training, which does not read it, goes on; mrl "
+            "convert and mrl eval refuse this checkpoint"
+        )
+    finish_replacements(run_dir.checkpoints)
     run_dir.truncate_metrics(point.manifest.step)
     _restore_line(point.manifest, run_dir)
 
 
-def generated_again(config: RunConfig, run_dir: RunDir, point: Newest | None) -> int:
+def generated_again(schedule: Schedule, run_dir: RunDir, point: Newest | None) -> int:
     """Responses that were lost with the starts before this one, and are generated again; says so where there are some.
 
     Where generation runs ahead of training finished groups are kept, and what is lost is in lost_engines.jsonl.
     """
-    if point is None or config.trainer.schedule != "sync":
+    if point is None or not schedule.is_synchronous:
         return 0
     step = 0 if point.manifest is None else point.manifest.step
-    lost = generated_after(run_dir.path, step, config.rollout.n)
+    lost = generated_after(run_dir.path, step, schedule.responses)
     if lost:
         print(f"{lost} responses of steps after {step} are lost with the start before, and generated again")
     return lost
@@ -212,23 +281,36 @@ def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) ->
         )
 
 
-def _check_same_groups(config: RunConfig, manifest: Manifest, data_fingerprint: str, folder: Path) -> None:
-    """Where generation runs ahead: raises DataError for groups on their way that were made with something else."""
-    schedule = schedule_of(config)
-    if schedule is None:
+def _check_same_groups(identity: RunIdentity, manifest: Manifest, data_fingerprint: str, folder: Path) -> None:
+    """Where groups outlive a step: raises DataError for those on their way that were made with something else."""
+    if identity.schedule.is_synchronous:
         return
     if "ahead" not in manifest.trainer:
         raise ConfigError(
-            f"trainer.schedule: {config.trainer.schedule}, and {folder} has no groups on their way: start a new run "
-            "from an export of the checkpoint (mrl convert megatron-to-hf)"
+            f"trainer.schedule: {identity.fixed['trainer.schedule']}, and {folder} has no groups on their way: start a "
+            "new run from an export of the checkpoint (mrl convert megatron-to-hf)"
         )
     ledger = Ledger.from_json(manifest.trainer["ahead"]["ledger"])
-    check_goes_on(ledger, schedule, made_by(config, data_fingerprint))
+    check_goes_on(ledger, identity.schedule, made_by(identity.model.path, data_fingerprint))
 
 
-def made_by(config: RunConfig, data_fingerprint: str) -> Fingerprint:
+def what_is_left(folder: Path, command: str) -> str:
+    """A line for a run that was stopped: what of it is saved, and the command that goes on; `command`: the one that it
+    was started with.
+    """
+    run_dir = RunDir(folder)
+    if not run_dir.config.is_file():
+        return f"nothing of the run is there yet; it begins with: {command}"
+    goes_on = f"{command} --resume" if " --resume" not in command else command
+    newest = newest_checkpoint(run_dir.checkpoints)
+    if newest.manifest is None:
+        return f"nothing is saved yet; the run begins anew in its folder with: {goes_on}"
+    return f"saved: step {newest.manifest.step} in {newest.path}; it goes on with: {goes_on}"
+
+
+def made_by(model_path: str, data_fingerprint: str) -> Fingerprint:
     """What kept tokens are made with. `data_fingerprint`: of the prompts' tokens, and so of the template."""
-    model = json.dumps(read_hf_config(config.model.path), sort_keys=True)
+    model = json.dumps(read_hf_config(model_path), sort_keys=True)
     return Fingerprint(data_fingerprint, hashlib.sha256(model.encode()).hexdigest())
 
 
@@ -237,6 +319,6 @@ def _restore_line(manifest: Manifest, run_dir: RunDir) -> None:
     rows = read_metrics(run_dir.metrics)
     line = manifest.trainer["metrics"]
     if line and (not rows or rows[-1]["training/global_step"] < manifest.step):
-        sink = JsonlSink(run_dir.metrics)
+        sink = JsonlSink(run_dir.metrics, run_dir.check_lock)
         sink.write(manifest.step, line)
         sink.close()

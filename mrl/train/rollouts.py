@@ -1,37 +1,51 @@
-"""Generation and rewards: prompts to the engines, responses to the reward pool, groups until a step's batch is full.
+"""Responses and what they are worth: prompts to the engines, responses to the reward pool, rewards after penalties.
 
-    prompts --Responder.respond--> samples --Responder.collect_rewards--> results --groups--> Rollouts
+    prompts --Responder.respond--> samples --Responder.collect_rewards--> results         validation, `mrl eval`
+    prompts --Generation (generation.py)--> groups of responses and results --> Rollouts  training
 
 A group is the responses to one prompt. One whose responses all have the same value has advantage 0 and teaches nothing.
 With dynamic sampling (DAPO, algorithm.filter_groups) such groups are dropped and further prompts generated, in the
-order of the data: drawn_groups.py.
+order of the data: mrl/schedule/buffer.py.
 """
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from mrl.algo.advantages import soft_overlong_penalty
-from mrl.cluster.request_streams import Arrived
 from mrl.cluster.rollout_group import RolloutGroup
-from mrl.cluster.scoring import ScorerGroup
-from mrl.cluster.stored_samples import StoredSamples
-from mrl.config.schema import RewardConfig, RunConfig
+from mrl.config.schema import AlgorithmConfig, RewardConfig
 from mrl.data.batch import Prompt
-from mrl.data.order import DataCursor, PromptStream
+from mrl.data.order import DataCursor
 from mrl.data.samples import SampleRows
-from mrl.errors import DataError, NumericAbort
-from mrl.record.metrics import PhaseTimer
-from mrl.reward.items import OK, Question, RewardResult, check_failures, failure_counts, failures_at_the_bottom
+from mrl.errors import DataError, Interrupted, NumericAbort
+from mrl.flow.request_streams import FinishedResponses, RequestStreams
+from mrl.flow.response_store import ResponseStore
+from mrl.flow.scoring import ScorerGroup
+from mrl.reward.items import (
+    LEFT_OUT,
+    OK,
+    Question,
+    RewardResult,
+    check_failures,
+    failure_counts,
+    failures_at_the_bottom,
+)
+from mrl.schedule.buffer import GroupBuffer
+from mrl.schedule.dispatch import Assignment, Dispatcher
+from mrl.schedule.staleness import Schedule
 from mrl.train.numbered_prompts import with_first_index
-from mrl.vllm.requests import Request, Sampling, training_sampling
+from mrl.vllm.requests import Request, Sampling
 
 TRAIN = "train"
 TRAIN_RESPONSES = f"{TRAIN} responses"  # the phase whose progress counts them
 SCORE, REWARD = "score", "reward"
+WAIT_S = 0.5  # for responses, before a signal is looked for again
+JOINED_AT = 64  # parts: columns of a row each are kilobytes, of many rows a hundred bytes a row
 
 
 class Progress(Protocol):
@@ -50,35 +64,42 @@ class Responder:
     reward_config: RewardConfig
     display: Progress
     poll: Callable[[], None]  # raises Interrupted once the run is to stop
+    mend: Callable[[], None] = lambda: None  # brings engines back that were lost, while ranks are idle
 
     def respond(
         self, prompts: list[Prompt], n: int, sampling: Sampling, seed: Callable[[Prompt, int], int], label: str
-    ) -> StoredSamples:
+    ) -> ResponseStore:
         """`n` responses a prompt, ordered by prompt; each goes to a scorer as it arrives.
 
         `seed(prompt, k)` is the seed of the prompt's k-th response; `label` names the phase where progress is shown.
         Raises NumericAbort for log-probs that are not finite, in validation as in training.
         """
-        indexed = enumerate(with_first_index(prompts))
-        planned = [(group, prompt, k) for group, (prompt, first) in indexed for k in range(first, first + n)]
-        requests = [Request(i, p.token_ids, seed(p, k), p.prompt_id, group) for i, (group, p, k) in enumerate(planned)]
+        groups = []
+        for number, (prompt, first) in enumerate(with_first_index(prompts)):
+            seeds = [seed(prompt, first + index) for index in range(n)]
+            groups.append([_request(number * n + k, number, prompt, own) for k, own in enumerate(seeds)])
+        asked = len(groups) * n
         arrived = 0
 
-        def score(parts: list[Arrived]) -> None:
+        def score(parts: list[FinishedResponses]) -> None:
             nonlocal arrived
             for part in parts:
                 arrived += len(part.samples)
-                self.display.progress(f"{label} responses", arrived, len(requests))
+                self.display.progress(f"{label} responses", arrived, asked)
                 numbers = part.samples.rows.sample_id.tolist()
-                questions = [question(number, planned[number][1]) for number in numbers]
+                questions = [question(number, prompts[number // n]) for number in numbers]
                 self.rewards.submit(part.samples, questions, part.engine, part.held_s)
             self.rewards.forward()
 
-        samples = self.engines.generate(requests, sampling, score)
+        samples = generate(self.engines, groups, sampling, score, self._look_after)
         check_finite(samples.rows)
         return samples
 
-    def collect_rewards(self, samples: StoredSamples) -> list[RewardResult]:
+    def _look_after(self) -> None:
+        self.poll()
+        self.mend()
+
+    def collect_rewards(self, samples: ResponseStore) -> list[RewardResult]:
         """Results in the order of `samples`, failed ones at the bottom of their data source where reward.failure_score
         is not set.
 
@@ -91,6 +112,74 @@ class Responder:
         return [by_id[sample_id] for sample_id in samples.rows.sample_id.tolist()]
 
 
+def _request(sample_id: int, group: int, prompt: Prompt, seed: int) -> Request:
+    return Request(sample_id, prompt.token_ids, seed, prompt.prompt_id, group, row=prompt.acting_row)
+
+
+def generate(
+    engines: RolloutGroup,
+    groups: Sequence[Sequence[Request]],
+    sampling: Sampling,
+    on_arrival: Callable[[list[FinishedResponses]], None] = lambda arrived: None,
+    poll: Callable[[], None] = lambda: None,
+) -> ResponseStore:
+    """All responses, ordered by `sample_id`. `groups`: the requests of each prompt, equally many.
+
+    `on_arrival` is told of what came since. `poll` may raise, which ends the wait.
+    Raises Interrupted when an engine is lost that the run cannot do without, or requests are with nobody any more.
+    """
+    schedule = Schedule(len(groups), len(groups[0]), sampling.max_tokens)
+    streams = engines.streams()
+    dispatcher = Dispatcher(GroupBuffer(schedule), streams.names, engines.places)
+    for group, own in zip(dispatcher.buffer.reserve(), groups, strict=True):
+        group.prompt_tokens = len(own[0].prompt_ids)
+        dispatcher.admit(group)
+    sent_as: dict[int, int] = {}  # sample_id -> number of its request
+    unanswered = schedule.batch * schedule.responses
+    done: list[ResponseStore] = []
+    while unanswered:
+        engines.fleet.count("requests_again", len(_follow(streams, dispatcher)))
+        for engine, sent in by_engine(dispatcher.assignments()).items():
+            requests = [groups[each.number][each.index] for each in sent]
+            sent_as |= {request.sample_id: each.request for request, each in zip(requests, sent, strict=True)}
+            streams.send(engine, requests, sampling)
+        poll()
+        if streams.names and not streams.waiting_for:
+            raise Interrupted(f"generation: {unanswered} requests are unanswered, and no engine has them")
+        if not streams.names:
+            time.sleep(WAIT_S)
+            continue
+        arrived = streams.take(WAIT_S)
+        for part in arrived:
+            rows = part.samples.rows
+            for sample_id, length in zip(rows.sample_id.tolist(), rows.response_lengths.tolist(), strict=True):
+                dispatcher.answered(sent_as.pop(sample_id), length, stopped=True)
+            unanswered -= len(rows)
+            done.append(part.samples)
+        if len(done) >= JOINED_AT:
+            done = [ResponseStore.joined(done)]
+        on_arrival(arrived)
+    samples = ResponseStore.joined(done)
+    return samples.take(np.argsort(samples.rows.sample_id))
+
+
+def _follow(streams: RequestStreams, dispatcher: Dispatcher) -> list[Assignment]:
+    """Requests of engines that were lost since, which are to be made again."""
+    change = streams.follow()
+    again = [sent for engine in change.gone for sent in dispatcher.lose(engine)]
+    for engine in change.back:
+        dispatcher.join(engine)
+    return again
+
+
+def by_engine(sent: Iterable[Assignment]) -> dict[str, list[Assignment]]:
+    """The same by the engine that gets them, in their order."""
+    found: dict[str, list[Assignment]] = {}
+    for each in sent:
+        found.setdefault(each.engine, []).append(each)
+    return found
+
+
 def with_failures_scored(reward: RewardConfig, results: list[RewardResult]) -> list[RewardResult]:
     """The results as they count: failed ones have reward.failure_score, or go to the bottom where there is none."""
     return failures_at_the_bottom(results) if reward.failure_score is None else results
@@ -99,6 +188,19 @@ def with_failures_scored(reward: RewardConfig, results: list[RewardResult]) -> l
 def question(sample_id: int, prompt: Prompt) -> Question:
     """What a response to the prompt is judged by; the result bears `sample_id`."""
     return Question(sample_id, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+
+
+def compared(group_ids: np.ndarray, results: Sequence[RewardResult]) -> np.ndarray:
+    """bool [responses]: those that count in their group. One whose environment failed does not, and neither does one
+    that is alone since the others failed: there is nothing that it could be compared with.
+    """
+    judged = np.array([result.reason != LEFT_OUT for result in results], bool)
+    if judged.all():
+        return judged
+    _, group, size = np.unique(group_ids, return_inverse=True, return_counts=True)
+    left = np.bincount(group, judged, len(size))
+    is_alone = (left == 1) & (size > 1)
+    return judged & ~is_alone[group]
 
 
 def check_finite(rows: SampleRows) -> None:
@@ -117,7 +219,7 @@ def check_finite(rows: SampleRows) -> None:
 
 def check_not_all_empty(rows: SampleRows) -> None:
     """Raises DataError when no response has a token. Some may be empty: they have their rewards, and no gradient."""
-    if rows.response_lengths.any():
+    if rows.sampled_lengths.any():
         return
     raise DataError(
         f"all {len(rows)} responses of the step are empty, and there is nothing to train on: the engines ended every "
@@ -135,107 +237,62 @@ def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: i
 
 
 @dataclass(frozen=True)
-class JudgedGroup:
-    """The responses to one prompt, with their rewards.
-
-    `differs`: they do not all have the same value. A dropped one has no samples.
-    """
-
-    samples: StoredSamples | None
-    results: tuple[RewardResult, ...]
-    differs: bool
-
-
-@dataclass(frozen=True)
 class Rollouts:
     """What a step trains on, ordered by (group_id, sample_id),
     and the place in the data after all that was generated for it.
     """
 
-    samples: StoredSamples
+    samples: ResponseStore
     results: list[RewardResult]
     rewards: np.ndarray  # float64 [samples]: scores after penalties
     cursor: DataCursor
     metrics: dict[str, float]
 
 
-def gather_rollouts(
-    config: RunConfig, responder: Responder, prompts: PromptStream, cursor: DataCursor, step: int, timer: PhaseTimer
-) -> Rollouts:
-    """Generates and scores the batch of `step`; phases "gen" and "reward". Raises DataError when too many rewards fail.
+@dataclass(frozen=True)
+class Judge:
+    """What responses are worth: the scores of the reward function, less penalties."""
 
-    With dynamic sampling see drawn_groups.py.
-    """
-    with timer("gen"):
-        batch_prompts, cursor = prompts.next_batch(cursor)
-        samples = generate(config, responder, batch_prompts, step)  # scored in the background as they arrive
-    with timer("reward"):
-        results = responder.collect_rewards(samples)
-    groups = as_groups(config, samples, results)
-    uniform = 1.0 - sum(group.differs for group in groups) / len(groups)
-    samples, results = renumbered(groups)
-    return rollouts_of(config, samples, results, cursor, group_metrics(1.0, uniform, len(groups), results))
+    algorithm: AlgorithmConfig
+    reward: RewardConfig
+    max_response_length: int
 
+    def scored(self, results: list[RewardResult]) -> list[RewardResult]:
+        """The results as they count: failed ones have reward.failure_score, or go to the bottom where there is none."""
+        return with_failures_scored(self.reward, results)
 
-def rollouts_of(
-    config: RunConfig,
-    samples: StoredSamples,
-    results: list[RewardResult],
-    cursor: DataCursor,
-    metrics: dict[str, float],
-) -> Rollouts:
-    """What a step trains on, from the samples and results that were chosen for it; `metrics`: of their generation.
+    def rewards(self, rows: SampleRows, results: list[RewardResult]) -> np.ndarray:
+        """float64 [batch]: scores, less the soft overlong penalty where it is on."""
+        scores = np.array([result.score for result in results], dtype=np.float64)
+        buffer = self.algorithm.overlong_buffer
+        if not buffer.enable:
+            return scores
+        return scores + soft_overlong_penalty(
+            rows.sampled_lengths, self.max_response_length, buffer.len, buffer.penalty_factor
+        )
 
-    Raises DataError where every response is empty.
-    """
-    check_not_all_empty(samples.rows)
-    rewards = rewards_after_penalties(config, samples.rows, results)
-    if config.algorithm.overlong_buffer.enable:
-        metrics = metrics | {
-            "train/overlong_penalty_mean": float((rewards - [result.score for result in results]).mean())
-        }
-    return Rollouts(samples, results, rewards, cursor, metrics)
+    def values(self, rows: SampleRows, results: list[RewardResult]) -> np.ndarray:
+        """float64 [batch]: what responses to a prompt differ in, or do not; see metric_values."""
+        filtering = self.algorithm.filter_groups
+        metric = filtering.metric if filtering.enable else SCORE
+        return metric_values(metric, results, self.rewards(rows, results))
 
+    def rollouts(
+        self, samples: ResponseStore, results: list[RewardResult], cursor: DataCursor, metrics: dict[str, float]
+    ) -> Rollouts:
+        """What a step trains on, from the samples and results that were chosen for it; `metrics`: of their generation.
 
-def generate(config: RunConfig, responder: Responder, prompts: list[Prompt], step: int) -> StoredSamples:
-    """`rollout.n` responses a prompt, ordered by prompt."""
-    n, run_seed = config.rollout.n, config.trainer.seed
-
-    def seed(prompt: Prompt, k: int) -> int:
-        return sample_seed(run_seed, TRAIN, step, prompt.prompt_id, k)
-
-    return responder.respond(prompts, n, training_sampling(config), seed, TRAIN)
-
-
-def as_groups(config: RunConfig, samples: StoredSamples, results: list[RewardResult]) -> list[JudgedGroup]:
-    """The responses to one batch of prompts by group, in order."""
-    values, groups = compared_values(config, samples.rows, results), []
-    for group_id in np.unique(samples.rows.group_id):
-        rows = np.flatnonzero(samples.rows.group_id == group_id)
-        groups.append(JudgedGroup(samples.take(rows), tuple(results[i] for i in rows), differ(values[rows])))
-    return groups
-
-
-def compared_values(config: RunConfig, rows: SampleRows, results: list[RewardResult]) -> np.ndarray:
-    """float64 [batch]: what responses to a prompt differ in, or do not; see metric_values."""
-    filtering = config.algorithm.filter_groups
-    metric = filtering.metric if filtering.enable else SCORE
-    return metric_values(metric, results, rewards_after_penalties(config, rows, results))
-
-
-def differ(values: np.ndarray) -> bool:
-    """Whether a group's values, one at least, are not all the same."""
-    return bool(values.min() < values.max())
-
-
-def rewards_after_penalties(config: RunConfig, rows: SampleRows, results: list[RewardResult]) -> np.ndarray:
-    """float64 [batch]: scores, less the soft overlong penalty where it is on."""
-    scores, buffer = np.array([result.score for result in results], dtype=np.float64), config.algorithm.overlong_buffer
-    if not buffer.enable:
-        return scores
-    return scores + soft_overlong_penalty(
-        rows.response_lengths, config.data.max_response_length, buffer.len, buffer.penalty_factor
-    )
+        Raises DataError where every response is empty.
+        """
+        check_not_all_empty(samples.rows)
+        left_out = [result.reason == LEFT_OUT for result in results]
+        if any(left_out):
+            metrics = metrics | {"turns/left_out": float(np.mean(left_out))}
+        rewards = self.rewards(samples.rows, results)
+        if self.algorithm.overlong_buffer.enable:
+            penalties = rewards - [result.score for result in results]
+            metrics = metrics | {"train/overlong_penalty_mean": float(penalties.mean())}
+        return Rollouts(samples, results, rewards, cursor, metrics)
 
 
 def metric_values(metric: str, results: list[RewardResult], rewards: np.ndarray) -> np.ndarray:
@@ -257,18 +314,9 @@ def _part(result: RewardResult, name: str) -> float:
     known = ", ".join([SCORE, REWARD, *sorted(result.parts)])
     raise DataError(
         f"the reward of sample {result.sample_id} has no number under {name!r} (algorithm.filter_groups.metric, "
-        f"gdpo_reward_keys); allowed: {known}"
+        f"gdpo_reward_keys); allowed: {known}. What an environment gives with some replies only, its class has to "
+        "declare in `parts`"
     )
-
-
-def renumbered(groups: list[JudgedGroup]) -> tuple[StoredSamples, list[RewardResult]]:
-    """Samples and results with group and sample ids counted from 0, as every later part expects them within a step."""
-    samples = StoredSamples.joined([group.samples for group in groups])
-    numbers = np.repeat(np.arange(len(groups)), [len(group.results) for group in groups])
-    results = [result for group in groups for result in group.results]
-    return samples.renumbered(numbers, np.arange(len(samples))), [
-        replace(result, sample_id=i) for i, result in enumerate(results)
-    ]
 
 
 def group_metrics(batches: float, uniform_share: float, trained: int, made: list[RewardResult]) -> dict[str, float]:

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 from mrl.checkpoint.hf_folder import copy_hf_files
 from mrl.checkpoint.manifest import HF_FOLDER, Manifest, RankFiles, write_manifest
-from mrl.checkpoint.room import BESIDE_TENSORS, check_room, route_bytes
+from mrl.checkpoint.room import BESIDE_TENSORS, check_room
 from mrl.checkpoint.step_folders import discard, superseded, write_atomically
-from mrl.config.schema import RunConfig
+from mrl.config.schema import LayoutConfig, TrainerConfig
 from mrl.errors import EnvironmentFault
-from mrl.model import load_model_spec
-from mrl.train.resume import TrainState, fixed_values
+from mrl.model.hf_config import without_quantization
+from mrl.train.resume import RunIdentity, TrainState
 
 
 class SavingActor(Protocol):
@@ -96,28 +96,44 @@ def _timed(step: int, write: Callable[[], None]) -> WriteResult:
     return WriteResult(step, time.perf_counter() - began, fault)
 
 
-class Saver:
-    """Saves one run into `folder`/step-N. `data_fingerprint`: of the training prompts, which a resume compares.
+@dataclass(frozen=True)
+class SavedRun:
+    """What checkpoints say of the run that they belong to, whatever their step."""
 
-    `check` is called before a checkpoint gets its name and older ones go: it raises LostLock where nothing may be
-    written any more.
+    identity: RunIdentity
+    layout: LayoutConfig  # of the actor's ranks
+    data_fingerprint: str  # of the training prompts, which a resume compares
+    token_routes: int = 0  # bytes of a token's routes, as they come with samples that are kept
+
+
+class Saver:
+    """Saves one run into `folder`/step-N.
+
+    `check` is called before a checkpoint gets its name and before each older one goes: it raises LostLock where nothing
+    may be written any more.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        trainer: TrainerConfig,
+        saved: SavedRun,
         folder: Path,
         actor: SavingActor,
-        data_fingerprint: str,
         saved_step: int,
         check: Callable[[], None] = lambda: None,
     ):
         self.saved_step = saved_step  # of the newest complete checkpoint
         self.failed_saves = 0
+        self.last_s = 0.0  # that the last save took, ranks' copies and writing together
+        self._failed_in_a_row = 0
         self._last_fault = ""  # why the newest of them failed
+        self._taking_s = 0.0
         self._taken: int | None = None  # step of which the ranks hold a copy that nobody writes yet
         self._taken_bytes = 0  # of that copy
-        self._config, self._folder, self._actor, self._data_fingerprint = config, folder, actor, data_fingerprint
+        self._trainer = trainer
+        self._saved = saved
+        self._folder = folder
+        self._actor = actor
         self._check = check
         self._writing = BackgroundWrite()
 
@@ -136,10 +152,12 @@ class Saver:
         previous, self._taken = self.finished(wait=True), None
         if self.saved_step == step:
             return previous
+        began = time.perf_counter()
         try:
             self._taken_bytes = self._actor.take_checkpoint()
             check_room(self._folder, self._taken_bytes + BESIDE_TENSORS)
             self._taken = step
+            self._taking_s = time.perf_counter() - began
         except EnvironmentFault as fault:
             self._count_failure(step, str(fault))
         return previous
@@ -155,7 +173,7 @@ class Saver:
         if state.ahead is not None:
             state.ahead.hold()
         self._writing.begin(state.step, partial(self._write_held, state, dict(metrics or {})))
-        return {} if self._config.trainer.async_save else self.finished(wait=True)
+        return {} if self._trainer.async_save else self.finished(wait=True)
 
     def finished(self, wait: bool = False) -> dict[str, float]:
         """The metrics of the save under way, if it has ended.
@@ -169,6 +187,8 @@ class Saver:
             self._count_failure(result.step, result.fault)
         else:
             self.saved_step = result.step
+            self.last_s = self._taking_s + result.seconds
+            self._failed_in_a_row = 0
         return {"perf/checkpoint_write_s": result.seconds}
 
     def save_last(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
@@ -179,13 +199,8 @@ class Saver:
         self.save(state, metrics)
         self.finished(wait=True)
         if self.saved_step != state.step:
-            newest = (
-                f"the newest checkpoint is that of step {self.saved_step}"
-                if self.saved_step
-                else "there is no checkpoint"
-            )
             fault = f"step {state.step} is not saved ({self._last_fault})"
-            raise EnvironmentFault(f"{self._folder}: {fault}; {newest}. Make room and pass --resume")
+            raise EnvironmentFault(f"{self._folder}: {fault}; {self._newest()}. Make room and pass --resume")
 
     def close(self) -> None:
         """Waits for the write under way."""
@@ -193,11 +208,22 @@ class Saver:
 
     def _count_failure(self, step: int, fault: str) -> None:
         self.failed_saves += 1
+        self._failed_in_a_row += 1
         self._last_fault = fault
         print(
             f"error: step {step} is not saved: {fault}. Training goes on; the checkpoints before it are as they were",
             flush=True,
         )
+        if 0 < self._trainer.max_failed_saves <= self._failed_in_a_row:
+            raise EnvironmentFault(
+                f"{self._folder}: {self._failed_in_a_row} saves in a row failed (trainer.max_failed_saves), the last "
+                f"of step {step}: {fault}; {self._newest()}. Make room and pass --resume"
+            )
+
+    def _newest(self) -> str:
+        if not self.saved_step:
+            return "there is no checkpoint"
+        return f"the newest checkpoint is that of step {self.saved_step}"
 
     def _write_held(self, state: TrainState, metrics: dict[str, float]) -> None:
         try:
@@ -209,28 +235,30 @@ class Saver:
     def _write(self, state: TrainState, metrics: dict[str, float]) -> None:
         """The whole of a save but for the ranks' copies; in a thread, so it uses only what does not change."""
         if state.ahead is not None:
-            kept_bytes = state.ahead.bytes_to_write(route_bytes(self._config, load_model_spec(self._config.model.path)))
+            kept_bytes = state.ahead.bytes_to_write(self._saved.token_routes)
             check_room(self._folder, self._taken_bytes + BESIDE_TENSORS + kept_bytes)
         folder = self._folder / f"step-{state.step}"
         write_atomically(folder, lambda work: self._write_checkpoint(state, work, metrics), self._check)
-        for old in superseded(self._folder, state.step, self._config.trainer.max_actor_ckpt_to_keep):
+        for old in superseded(self._folder, state.step, self._trainer.max_actor_ckpt_to_keep):
+            self._check()
             discard(old)
 
     def _write_checkpoint(self, state: TrainState, work: Path, metrics: dict[str, float]) -> None:
         ranks = tuple(RankFiles.from_json(part) for part in self._actor.write_checkpoint(work))
-        model = Path(self._config.model.path)
+        identity = self._saved.identity
+        model = Path(identity.model.path)
         hf = work / HF_FOLDER
         hf.mkdir()
         hf_files = copy_hf_files(model, hf)
         trainer = {
             "cursor": vars(state.cursor),
-            "data_fingerprint": self._data_fingerprint,
-            "fixed": fixed_values(self._config),
+            "data_fingerprint": self._saved.data_fingerprint,
+            "fixed": dict(identity.fixed),
             "metrics": metrics,
         } | ({"ahead": state.ahead.write(work)} if state.ahead else {})
-        hf_config = json.loads((model / "config.json").read_text())
-        layout = self._config.actor.layout.model_dump()
-        dtype = self._config.model.dtype
+        hf_config = without_quantization(json.loads((model / "config.json").read_text()))
+        layout = self._saved.layout.model_dump()
+        dtype = identity.model.dtype
         write_manifest(work, Manifest(state.step, layout, dtype, hf_config, ranks, trainer, _versions(), hf_files))
 
 

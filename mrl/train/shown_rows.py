@@ -1,27 +1,28 @@
 """A few responses of each step with the trainer's log-probs, for people to look at."""
 
-from pathlib import Path
-
-from mrl.cluster.trained_step import TrainedStep
 from mrl.errors import MrlError, described
+from mrl.flow.step_batch import StepBatch
+from mrl.record.run_dir import RunDir
 from mrl.record.shown_rows import extreme_rows, write_shown_rows
 from mrl.train.rollouts import Rollouts
 
 
-def record_shown_rows(folder: Path, step: int, trained: TrainedStep, rollouts: Rollouts) -> None:
+def record_shown_rows(run_dir: RunDir, step: int, trained: StepBatch, rollouts: Rollouts) -> None:
     """Writes those of the best, the worst, and those whose log-probs differ most from generation's.
 
     Nothing on policy: then log-probs come of the update, and rows are gone with it. What goes wrong with what is only
-    looked at is said and ends no run; what the run itself met, as a lost rank or a signal, is raised.
+    looked at is said and ends no run; what the run itself met, as a lost rank, a signal or a lost lock, is raised.
     """
     if trained.log_gaps is None:
         return
     try:
         scores = [result.score for result in rollouts.results]
-        kinds = extreme_rows(scores, trained.rows.group_id.tolist(), trained.log_gaps.tolist())
+        reasons = [result.reason for result in rollouts.results]
+        kinds = extreme_rows(scores, trained.rows.group_id.tolist(), reasons, trained.log_gaps.tolist())
         of_rows = trained.old_log_probs_of(sorted(row for rows in kinds.values() for row in rows))
         ids = trained.rows.sample_id
-        write_shown_rows(folder, step, {int(ids[row]): log_probs for row, log_probs in of_rows.items()})
+        run_dir.check_lock()
+        write_shown_rows(run_dir.path, step, {int(ids[row]): log_probs for row, log_probs in of_rows.items()})
     except MrlError:
         raise
     except Exception as error:

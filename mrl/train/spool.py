@@ -1,7 +1,7 @@
 """Groups that are finished and not yet trained on, on the disk: written once, beside the loop, for checkpoints.
 
-    RUN/spool/group-N.A.npz   attempt A at group N, once it is finished; what is in it never changes
-    checkpoints/step-M/       has those on their way at step M: finished ones under a second name, others written then
+    RUN/spool/X/group-N.A.npz   attempt A at group N, once it is finished; what is in it never changes
+    checkpoints/step-M/         has those on their way at step M: finished ones under a second name, others written then
 
     put ------> held by generation ---- forget ----+
     pinned ---> held by a snapshot ---- release ---+---> nobody holds it: removed
@@ -9,21 +9,26 @@
 A snapshot names the files that it holds, so that a checkpoint that is written later has what was there then, whatever
 was trained on, finished or begun anew meanwhile. What finds no room here, or comes faster than it is written, is
 written with the checkpoint.
+
+X is of one process alone: a writer that outlives the process which it wrote for has no name in the folder of the next.
 """
 
+import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from mrl.checkpoint.group_files import group_file, name_again
-from mrl.cluster.group_writer import GroupParts
 from mrl.errors import EnvironmentFault
+from mrl.flow.group_writer import GroupParts
 
 WRITTEN_AT_ONCE = 64  # groups that a checkpoint writes before it waits for them
+ASK_AGAIN_S = 0.1  # a writer that is busy with what others gave it
 
 
 class GroupFileWriter(Protocol):
@@ -49,23 +54,27 @@ class SpoolFile:
 class Spool:
     """Files of finished groups by number. Threads may share it."""
 
-    def __init__(self, folder: Path, writer: GroupFileWriter):
-        """Makes `folder` where there is none.
+    def __init__(self, folder: Path, writer: GroupFileWriter, check: Callable[[], None] = lambda: None):
+        """Makes a folder in `folder`.
 
-        What an earlier process left in it is removed: the checkpoint has its own names for it.
+        What earlier processes left there is removed: checkpoints have their own names for it. `check`: raises LostLock
+        where nothing may be written.
         """
-        self._folder = folder
+        self.folder = folder / secrets.token_hex(4)
         self._writer = writer
+        self._check = check
         self._lock = threading.RLock()
         self._files: dict[int, SpoolFile] = {}  # held by generation
         self._unheld: list[SpoolFile] = []  # that were not there yet when they could be removed
         self._told = False
+        check()
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True)
 
     def put(self, parts: GroupParts) -> None:
-        """The group is finished: its file is begun, unless too many are."""
-        path = self._folder / group_file(parts.number, parts.attempt)
+        """The group is finished: its file is begun, unless too many are. Raises LostLock."""
+        self._check()
+        path = self.folder / group_file(parts.number, parts.attempt)
         with self._lock:
             self._remove_unheld()
             under_way = self._writer.begin(path, parts)
@@ -74,7 +83,7 @@ class Spool:
 
     def take_over(self, number: int, written: Path, facts: Mapping[str, Any]) -> None:
         """The group was finished by an earlier process, and a checkpoint has its file."""
-        path = self._folder / written.name
+        path = self.folder / written.name
         name_again(written, path)
         with self._lock:
             self._files[number] = SpoolFile(path, facts=facts)
@@ -143,6 +152,8 @@ class Spool:
         for parts in groups:
             name = group_file(parts.number, parts.attempt)
             while (under_way := self._begun(folder / name, parts)) is None:
+                if not begun:
+                    time.sleep(ASK_AGAIN_S)
                 facts |= self._writer.facts(begun)
                 begun = {}
             begun[name] = under_way
@@ -165,10 +176,11 @@ class Spool:
 
     def _tell(self, fault: Exception) -> None:
         if not self._told:
-            print(f"warning: {self._folder}: {fault}. Groups are written with checkpoints instead", flush=True)
+            print(f"warning: {self.folder}: {fault}. Groups are written with checkpoints instead", flush=True)
             self._told = True
 
     def close(self) -> None:
         """Removes all files: checkpoints have names of their own for what they need."""
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):  # another process's folder stands beside it
+            self.folder.parent.rmdir()

@@ -6,7 +6,7 @@
 Where a step is one update, algorithm.anchor on_policy leaves the first out: the update's own log-probs are the
 old ones.
 
-Tokens and what is computed of them stay on the ranks (cluster/replica_rows.py); here are numbers a row, and what
+Tokens and what is computed of them stay on the ranks (flow/rank_batch.py); here are numbers a row, and what
 takes all rows: metrics, baselines of groups, whitening, the loss's denominators. The formulas stand in mrl.algo.
 """
 
@@ -14,29 +14,36 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mrl.algo.advantages import WHITENED, AdvantageInputs, TokenAdvantages, response_advantages, whitened
+from mrl.algo.advantages import (
+    WHITENED,
+    AdvantageInputs,
+    TokenAdvantages,
+    load_custom_advantage,
+    response_advantages,
+    whitened,
+)
 from mrl.algo.correction import correction_metrics, mismatch_metrics
 from mrl.algo.rows import RowValues, total
 from mrl.algo.selection import SELECTIONS, least_chosen, means_of
-from mrl.cluster.trained_step import Mismatch, TrainedStep, counts_of
-from mrl.config.schema import AlgorithmConfig, RunConfig
+from mrl.config.schema import ActorConfig, AlgorithmConfig
 from mrl.data.samples import SampleRows
 from mrl.errors import EnvironmentFault, NumericAbort
+from mrl.flow.step_batch import Mismatch, StepBatch, counts_of
 from mrl.megatron.batching import MiniBatchLoad
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.record.metrics import advantage_metrics, reduce_parts, seqlen_metrics
-from mrl.train.rollouts import Rollouts, metric_values
+from mrl.train.rollouts import Rollouts, compared, metric_values
 
 
-def old_log_probs(config: RunConfig, step: TrainedStep) -> dict[str, float]:
+def old_log_probs(actor: ActorConfig, algorithm: AlgorithmConfig, step: StepBatch) -> dict[str, float]:
     """Log-probs of the same weights under Megatron's numerics; the policy's entropy, and the mismatch between
     generation and training. With algorithm.anchor on_policy all of it comes of the update.
 
     Raises NumericAbort for log-probs that are not finite, EnvironmentFault when no sample has a route of R3.
     """
-    if config.actor.router_replay == "R3":
+    if actor.router_replay == "R3":
         check_any_route(step.rows)
-    return {} if config.algorithm.on_policy else _metrics_of(step.log_probs())
+    return {} if algorithm.on_policy else _metrics_of(step.log_probs())
 
 
 def _metrics_of(mismatch: Mismatch) -> dict[str, float]:
@@ -55,13 +62,17 @@ def check_any_route(rows: SampleRows) -> None:
         )
 
 
-def corrections(algorithm: AlgorithmConfig, step: TrainedStep) -> tuple[RowValues, dict[str, float]]:
-    """Takes out what the over-long filter and the rollout correction reject; see ReplicaRows.correct.
+def corrections(
+    algorithm: AlgorithmConfig, step: StepBatch, counted: np.ndarray | None = None
+) -> tuple[RowValues, dict[str, float]]:
+    """Takes out what the over-long filter and the rollout correction reject; see RankBatch.correct.
+
+    `counted`, bool [rows]: see mrl.train.rollouts.compared; the other rows are taken out whole. None: all.
 
     Numbers a row, `trained` tokens and `penalties` among them, and metrics. Raises NumericAbort when nothing is left to
     train on.
     """
-    of_rows, metrics = step.correct(), {}
+    of_rows, metrics = step.correct(counted), {}
     if algorithm.use_kl_in_reward:
         penalty = total(of_rows["penalties"]) / len(step.rows)
         metrics |= {"actor/reward_kl_penalty": penalty, "actor/kl_coef": algorithm.kl_ctrl.kl_coef}
@@ -69,16 +80,19 @@ def corrections(algorithm: AlgorithmConfig, step: TrainedStep) -> tuple[RowValue
         metrics["train/overlong_filtered_share"] = float(step.rows.truncated.mean())
     if algorithm.rollout_correction.level is not None:
         metrics |= correction_metrics(of_rows)
-    if "from_rollout" in of_rows:
-        metrics["ran/anchor/rollout"] = total(of_rows["from_rollout"])
-    _check_something_left(algorithm, of_rows["trained"], metrics)
+    _check_something_left(algorithm, of_rows["trained"], metrics, counted)
     return of_rows, metrics
 
 
-def _check_something_left(algorithm: AlgorithmConfig, trained: np.ndarray, metrics: dict[str, float]) -> None:
+def _check_something_left(
+    algorithm: AlgorithmConfig, trained: np.ndarray, metrics: dict[str, float], counted: np.ndarray | None
+) -> None:
     if trained.any():
         return
     dropped, cures = [], []
+    if counted is not None and not counted.all():
+        dropped.append(f"{1 - counted.mean():.0%} of the responses are left out since environments failed")
+        cures.append("look at logs/engine-N.tools.log in the run directory")
     if algorithm.overlong_filter:
         dropped.append(
             f"algorithm.overlong_filter dropped {metrics['train/overlong_filtered_share']:.0%} of the responses"
@@ -95,33 +109,39 @@ def _check_something_left(algorithm: AlgorithmConfig, trained: np.ndarray, metri
     )
 
 
-def advantages(config: RunConfig, step: TrainedStep, rollouts: Rollouts, corrected: RowValues) -> dict[str, float]:
+def advantages(
+    algorithm: AlgorithmConfig, step: StepBatch, rollouts: Rollouts, corrected: RowValues
+) -> dict[str, float]:
     """Every response's advantage on its trained tokens, and the tokens that the loss treats apart; metrics.
 
     `corrected`: numbers a row from `corrections`; penalties among them are taken off the rewards.
     """
-    algorithm = config.algorithm
+    custom = algorithm.custom_advantage
+    if custom is not None:
+        load_custom_advantage(custom.path, algorithm.adv_estimator)
+    counted = compared(step.rows.group_id, rollouts.results)
+    penalties = corrected.get("penalties")
+    parts = {key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys}
     inputs = AdvantageInputs(
-        scores=rollouts.rewards,
-        group_ids=step.rows.group_id,
-        lengths=step.rows.response_lengths,
+        scores=rollouts.rewards[counted],
+        group_ids=step.rows.group_id[counted],
+        lengths=step.rows.sampled_lengths[counted],
         norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        penalties=corrected.get("penalties"),
-        parts={key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys},
+        penalties=None if penalties is None else penalties[counted],
+        parts={key: values[counted] for key, values in parts.items()},
         part_weights=dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False)),
+        custom=custom.parameters if custom else {},
     )
-    of_responses = response_advantages(algorithm.adv_estimator, inputs)
+    of_responses = response_advantages(algorithm.adv_estimator, inputs).among(counted)
     if algorithm.adv_estimator in WHITENED:
         of_responses = whitened(of_responses, _moments(step, of_responses, corrected["trained"]))
     of_rows = step.set_advantages(of_responses)
     if algorithm.policy_loss.loss_mode in SELECTIONS:
-        _select(config, step, of_rows["sum"], corrected)
-    return advantage_metrics(of_rows) | {
-        f"ran/adv_estimator/{of_responses.estimator}": float((of_rows["count"] > 0).sum())
-    }
+        _select(algorithm, step, of_rows["sum"], corrected)
+    return advantage_metrics(of_rows)
 
 
-def _moments(step: TrainedStep, of_responses: TokenAdvantages, trained: np.ndarray) -> RowValues:
+def _moments(step: StepBatch, of_responses: TokenAdvantages, trained: np.ndarray) -> RowValues:
     """Of a response's tokens, which are all alike unless penalties come in between."""
     if of_responses.to_come:
         return step.moments(of_responses)
@@ -130,16 +150,16 @@ def _moments(step: TrainedStep, of_responses: TokenAdvantages, trained: np.ndarr
     return {"count": trained, "sum": trained * values, "m2": np.zeros(len(values)), "low": low, "high": high}
 
 
-def _select(config: RunConfig, step: TrainedStep, advantages: np.ndarray, corrected: RowValues) -> None:
+def _select(algorithm: AlgorithmConfig, step: StepBatch, advantages: np.ndarray, corrected: RowValues) -> None:
     """`advantages` [rows]: sums over trained tokens, as those of the anchor's log-probs in `corrected`."""
-    parameters = loss_parameters(config)
+    parameters = loss_parameters(algorithm)
     columns = [step.by_mini_batch(values) for values in (advantages, corrected["anchor"], corrected["trained"])]
     means = [means_of(total(a), total(p), int(count.sum())) for a, p, count in zip(*columns, strict=True)]
     candidates = step.find(means)
     step.select([least_chosen(parameters, parts, mean) for parts, mean in zip(candidates, means, strict=True)])
 
 
-def update(step: TrainedStep, corrected: RowValues) -> dict[str, float]:
+def update(step: StepBatch, corrected: RowValues) -> dict[str, float]:
     """All optimizer steps; reduced metrics, on policy with those of `old_log_probs`.
 
     Raises NumericAbort when too many in a row could not be applied, and on policy for log-probs that are not finite,

@@ -6,18 +6,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.cluster.stored_samples import StoredSamples
-from mrl.config.schema import RunConfig
+from mrl.config.schema import DataConfig, RolloutConfig
 from mrl.data.batch import Prompt
 from mrl.data.dataset import PromptDataset
 from mrl.data.samples import SampleRows
+from mrl.flow.response_store import ResponseStore
+from mrl.record.run_dir import RunDir
 from mrl.record.validation_metrics import ACC, PRED, REWARD, Answers, evenly_spread, validation_metrics
-from mrl.reward.items import OK, RewardResult, failure_counts
+from mrl.reward.items import LEFT_OUT, OK, RewardResult, failure_counts
 from mrl.train.reporting import AdvisedRecord
 from mrl.train.rollouts import Responder, sample_seed
-from mrl.vllm.requests import validation_sampling
+from mrl.vllm.requests import Sampling, validation_sampling
 
 VALIDATION = "validation"
+
+
+@dataclass(frozen=True)
+class ValidationSettings:
+    """How held-out prompts are answered."""
+
+    responses: int  # a prompt
+    sampling: Sampling
+    seed: int  # of the run: those of responses follow from it, the same at every validation
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, data: DataConfig, model_path: str, seed: int) -> "ValidationSettings":
+        """As `rollout.val_kwargs` says."""
+        return cls(rollout.val_kwargs.n, validation_sampling(rollout, data, model_path), seed)
 
 
 @dataclass(frozen=True)
@@ -26,7 +41,7 @@ class Validation:
 
     metrics: dict[str, float]
     prompts: list[Prompt]
-    samples: StoredSamples
+    samples: ResponseStore
     results: list[RewardResult]
 
     @property
@@ -42,53 +57,57 @@ class Validation:
         return responder.rewards.write_generations(path, self.prompts, self.samples, self.results, numbers)
 
 
-def validate(
-    config: RunConfig, responder: Responder, prompts: PromptDataset, step: int, folder: Path, record: AdvisedRecord
-) -> dict[str, float]:
-    """Metrics of all held-out sets under the weights that the engines hold after `step`.
+def record_validation(
+    validation: Validation, responder: Responder, step: int, run_dir: RunDir, limit: int, record: AdvisedRecord
+) -> None:
+    """Writes every response into `validation/step-N.jsonl`, and hands `limit` of them to the loggers.
 
-    Every response stands in `folder/step-N.jsonl`; `trainer.log_val_generations` of them go to the loggers.
+    `step`: the one under whose weights they were made. Raises LostLock.
     """
-    validation, limit = answer_and_score(config, responder, prompts), config.trainer.log_val_generations
-    folder.mkdir(parents=True, exist_ok=True)
-    shown = validation.write(responder, folder / f"step-{step}.jsonl", limit)
+    run_dir.check_lock()
+    run_dir.validation.mkdir(parents=True, exist_ok=True)
+    shown = validation.write(responder, run_dir.validation / f"step-{step}.jsonl", limit)
     if limit:
         record.generations(step, shown)
-    return validation.metrics
 
 
-def answer_and_score(config: RunConfig, responder: Responder, dataset: PromptDataset) -> Validation:
-    """`rollout.val_kwargs.n` responses a prompt under the sampling of validation; seeds are the same at every
-    validation.
+def answer_and_score(settings: ValidationSettings, responder: Responder, dataset: PromptDataset) -> Validation:
+    """The responses to all held-out prompts under the weights that the engines hold, judged.
 
-    Raises DataError when too many rewards failed.
+    Raises DataError when too many rewards failed, EnvironmentFault when too many environments did.
     """
-    n, run_seed, prompts = config.rollout.val_kwargs.n, config.trainer.seed, list(dataset)
+    n = settings.responses
+    prompts = list(dataset)
 
     def seed(prompt: Prompt, k: int) -> int:
-        return sample_seed(run_seed, VALIDATION, 0, prompt.prompt_id, k)
+        return sample_seed(settings.seed, VALIDATION, 0, prompt.prompt_id, k)
 
-    samples = responder.respond(prompts, n, validation_sampling(config), seed, VALIDATION)
+    samples = responder.respond(prompts, n, settings.sampling, seed, VALIDATION)
     results = responder.collect_rewards(samples)
     answers = _answers(prompts, [results[g * n : (g + 1) * n] for g in range(len(prompts))])
     failed = sum(failure_counts(results).values())
     metrics = validation_metrics(answers) | {"val-aux/reward_failed": float(failed)} | _lengths(samples.rows)
+    if left_out := _left_out(results):
+        metrics["val-aux/environment_failed"] = float(left_out)
     return Validation(metrics, prompts, samples, results)
 
 
 def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]]) -> list[Answers]:
-    """One a prompt, from its results.
+    """One a prompt, from its results; none of a prompt that an environment failed in.
 
     What is measured is decided by data source: a prompt whose responses all failed takes part too.
     """
     by_source: dict[str, list[RewardResult]] = defaultdict(list)
-    for prompt, scored in zip(prompts, results, strict=True):
+    judged = [pair for pair in zip(prompts, results, strict=True) if not _left_out(pair[1])]
+    for prompt, scored in judged:
         by_source[prompt.data_source].extend(scored)
     measured = {source: _measured(scored) for source, scored in by_source.items()}
-    return [
-        _prompt_answers(prompt, scored, *measured[prompt.data_source])
-        for prompt, scored in zip(prompts, results, strict=True)
-    ]
+    return [_prompt_answers(prompt, scored, *measured[prompt.data_source]) for prompt, scored in judged]
+
+
+def _left_out(results: Sequence[RewardResult]) -> int:
+    """Of how many responses the environment failed."""
+    return sum(result.reason == LEFT_OUT for result in results)
 
 
 def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:
@@ -116,6 +135,6 @@ def _prompt_answers(
 
 def _lengths(rows: SampleRows) -> dict[str, float]:
     return {
-        "val-aux/response_length/mean": int(rows.response_lengths.sum()) / len(rows),
+        "val-aux/response_length/mean": int(rows.sampled_lengths.sum()) / len(rows),
         "val-aux/response_length/clip_ratio": int(rows.truncated.sum()) / len(rows),
     }

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from mrl.errors import Interrupted
+from mrl.errors import Interrupted, LostProcess
 
 
 class TurnedBack(Exception):
@@ -66,12 +66,13 @@ class Admission:
         if turn is not None and not turn.done():
             turn.set_exception(TurnedBack())
 
-    def send_away(self, why: str) -> int:
-        """Ends the requests that wait, with `why`; how many they were."""
+    def send_away(self, why: str, lost: bool = False) -> int:
+        """Ends the requests that wait, with `why`; how many they were. `lost`: the engine's processes are."""
+        kind = LostProcess if lost else Interrupted
         self.turns_back = False
         waiting = self._take_waiting()
         for name, turn in waiting:
-            turn.set_exception(Interrupted(f"request {name}: {why}"))
+            turn.set_exception(kind(f"request {name}: {why}"))
         return len(waiting)
 
     def _take_waiting(self) -> list[tuple[str, asyncio.Future[None]]]:

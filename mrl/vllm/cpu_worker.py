@@ -26,7 +26,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from mrl.platforms import gloo_device
 from mrl.platforms.process_memory import give_back_heap, note_baseline
+from mrl.vllm import cpu_sigmoid
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 from mrl.vllm.sleeping import NAN, clear, poison
 
@@ -41,6 +43,7 @@ class CpuWorker(CPUWorker):
 
     def __init__(self, *arguments: Any, **named: Any):
         nap_while_waiting()  # one that was spawned; forked.py does it for the others
+        gloo_device.share()
         super().__init__(*arguments, **named)
         if self.parallel_config.data_parallel_size > 1 or self.parallel_config.enable_expert_parallel:
             from mrl.vllm.cpu_parallel import install
@@ -51,6 +54,11 @@ class CpuWorker(CPUWorker):
         """As vLLM's own; what the process takes from here on is the engine's."""
         self.memory_asleep, self.unpacked_layers = {}, []
         get_model_architecture(self.model_config)  # imports the model's module
+        cpu_sigmoid.install()
+        if self.model_config.use_mla:
+            from mrl.vllm.cpu_latent import install
+
+            install()
         note_baseline()
         super().load_model(*arguments, **named)
 

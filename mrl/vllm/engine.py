@@ -37,11 +37,11 @@ from mrl.vllm.completions import (
 )  # fmt: skip
 from mrl.vllm.engine_calls import EngineCalls
 from mrl.vllm.engine_scheduler import EngineScheduler
-from mrl.vllm.engine_state import AWAKE, CACHE, REFUSES_REQUESTS, WEIGHTS, EngineMachine
+from mrl.vllm.engine_state import AWAKE, CACHE, FENCED, REFUSES_REQUESTS, WEIGHTS, EngineMachine, EngineState
 from mrl.vllm.engine_updates import EngineUpdates
 from mrl.vllm.forking import leave_server, start_server
-from mrl.vllm.leftovers import note, noted, remove_all, shared_memory_below
-from mrl.vllm.requests import EngineReading, EngineSettings, Request, Sampling, log_name
+from mrl.vllm.leftovers import note, noted, noted_start, remove_all, shared_memory_below
+from mrl.vllm.requests import EngineReading, EngineSettings, Request, Sampling, VersionServed, log_name
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,15 @@ class VllmEngine:
         `meeting`: address and port where the data-parallel ranks of the engine meet, at the first one. It returns when
         all have.
         """
+        began = time.monotonic()
+        remove_all(noted(self.settings.segments_file))  # of an engine of this run that was killed
+        with noted_start(self.settings.segments_file):
+            await self._start(meeting)
+            if self.settings.check_order:
+                await self._check_order()
+        return time.monotonic() - began
+
+    async def _start(self, meeting: tuple[str, int] | None) -> None:
         if self.settings.is_on_cpu:
             start_server()
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -98,9 +107,7 @@ class VllmEngine:
 
         from mrl.vllm.receive import BACKEND, adapter_module, installed_generation
 
-        began = time.monotonic()
         self._generation = installed_generation()
-        remove_all(noted(self.settings.segments_file))  # of an engine of this run that was killed
         met = {} if meeting is None else {"data_parallel_address": meeting[0], "data_parallel_rpc_port": meeting[1]}
         arguments = AsyncEngineArgs(
             **self.settings.arguments,
@@ -125,9 +132,6 @@ class VllmEngine:
         self._machine.serve(0)
         self._door.open()
         self._note_files()
-        if self.settings.check_order:
-            await self._check_order()
-        return time.monotonic() - began
 
     async def generate(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[Samples]:
         """Yields responses as they finish, those that finish together as rows of one batch.
@@ -272,8 +276,11 @@ class VllmEngine:
         What is in flight goes on afterwards; its prompt and tokens so far are computed anew, by the weights of then.
         """
         async with self._controlled("pause"):
-            await self._scheduler.pause("keep")
-            self._cache.paused()
+            await self._hold_requests()
+
+    async def _hold_requests(self) -> None:
+        await self._scheduler.pause("keep")
+        self._cache.paused()
 
     async def pause_for_update(self, give_back: bool) -> bool:
         """Pauses, for weights and a commit to follow; whether requests are given back with the tokens that they have.
@@ -282,14 +289,15 @@ class VllmEngine:
         they are given back in any case; so are those that come until the commit. Each is to be sent again, behind its
         tokens.
         """
-        if not (give_back or not self._generation.stamps_versions):
-            await self.pause()
-            return False
-        async with self._controlled("pause"):
-            await self._scheduler.pause("abort")
-            self._door.turn_back()
-            await self._scheduler.empty()
-        return True
+        gives_back = give_back or not self._generation.stamps_versions
+        async with self._controlled("pause_for_update"):
+            if gives_back:
+                await self._scheduler.pause("abort")
+                self._door.turn_back()
+                await self._scheduler.empty()
+            else:
+                await self._hold_requests()
+        return gives_back
 
     async def end_requests(self, handles: Collection[int]) -> None:
         """Ends requests; nothing for those that are not here. Their streams bring what there is of them."""
@@ -321,6 +329,18 @@ class VllmEngine:
             aborted += self._door.send_away(self._asleep_under(0))
             await self._calls.workers("give_memory")
             return SleepReport(aborted, tuple(await self._memory()))
+
+    async def give_up(self) -> EngineState:
+        """Ends all requests and takes the version away, whatever the engine was at; returns the state that it is in.
+
+        Ranks whose weights it held, or was being given, are lost: others will bring theirs.
+        """
+        async with self._controlled("give_up"):
+            if self._machine.state is FENCED:
+                await self._scheduler.pause("abort")
+                await self._scheduler.empty()
+                self._door.send_away(f"{self.settings.name} was given up for other weights")
+            return self._machine.state
 
     async def wake_weights(self) -> None:
         """Takes memory for the weights; what is in it is no weight of anybody until an update brought some."""
@@ -371,9 +391,10 @@ class VllmEngine:
         async with self._controlled("connect_sync"):
             await self._updates.connect_fast()
 
-    def release_arenas(self) -> None:
+    async def release_arenas(self) -> None:
         """See EngineUpdates.release_arenas."""
-        self._updates.release_arenas()
+        async with self._controlled("release_arenas"):
+            self._updates.release_arenas()
 
     async def receive_weights(self, update: int, read_back: bool) -> list[dict[str, Any]]:
         """Takes one sync; returns each worker's report (WorkerExtension.weight_update_report). Then `commit`."""
@@ -402,13 +423,14 @@ class VllmEngine:
                 await self._scheduler.pause("keep")
             yield
 
-    async def commit(self, version: int) -> int:
+    async def commit(self, version: int) -> VersionServed:
         """Serves what was received last, as `version`, and drops what was cached under the old weights.
 
-        Returns the tokens that the cache gave requests of the version before and other weights had computed: 0.
+        Returns what the version before came to.
         """
         async with self._control:
             self._machine.check("commit")
+            peak, preemptions = self._cache.peak, self._cache.preemptions
             await self._stamp_version(version)
             await self._scheduler.drop_cache()
             await self._forget_routes()
@@ -417,7 +439,7 @@ class VllmEngine:
             await self._scheduler.resume()
             self._machine.serve(version)
             self._door.open()
-            return stale
+            return VersionServed(stale, peak, preemptions)
 
     async def check_there(self) -> None:
         """Returns once vLLM's processes have answered, in every state. Raises Interrupted when one is lost."""
@@ -434,7 +456,7 @@ class VllmEngine:
     def _die(self) -> None:
         self._machine.die()
         self._door.shut()
-        self._door.send_away(f"vLLM's processes below {self.settings.name} died")
+        self._door.send_away(f"vLLM's processes below {self.settings.name} died", lost=True)
 
     def _note_files(self) -> None:
         """Writes down what a kill would leave behind, for the successor to remove."""

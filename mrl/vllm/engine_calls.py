@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mrl.errors import Interrupted
+from mrl.errors import LostProcess
 from mrl.vllm.process_watch import ProcessWatch
 from mrl.vllm.requests import log_name
 
@@ -49,7 +49,7 @@ class EngineCalls:
     async def workers(self, method: str, *arguments: Any) -> list[Any]:
         """What a method of each of this engine's workers returns.
 
-        Raises RuntimeError with all that they raised, causes first; Interrupted when vLLM's processes died.
+        Raises RuntimeError with all that they raised, causes first; LostProcess when vLLM's processes died.
         """
         from mrl.reshard.sync_report import GAVE_UP
 
@@ -61,7 +61,7 @@ class EngineCalls:
     async def ask(self, call: Awaitable[Any]) -> Any:
         """The answer of vLLM's processes.
 
-        Raises Interrupted when they died, ConnectionError when another rank of the engine did.
+        Raises LostProcess when they died, ConnectionError when another rank of the engine did.
 
         One that died never answers, and vLLM tells only requests so: its death is watched for here.
         """
@@ -103,7 +103,7 @@ class EngineCalls:
             time.sleep(_EXIT_S)
         lost = self._watch.lost if self._watch is not None else None
         if lost or not self._has_peers:
-            return Interrupted(f"{self._name}: vLLM's process below it died{f' ({lost})' if lost else ''}; {log}")
+            return LostProcess(f"{self._name}: vLLM's process below it died{f' ({lost})' if lost else ''}; {log}")
         return ConnectionError(
             f"{self._name}: connection closed: vLLM gave up, as it does when another rank of its engine is lost; {log}"
         )

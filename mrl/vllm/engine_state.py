@@ -18,6 +18,8 @@
 * ASLEEP and WEIGHTS_AWAKE lack memory; what is in it then is no weight of anybody. FENCED has all its memory and no
   version: weights that are half new, forgotten after a sleep, or that the digests disagree about, are never sampled
   from. In all three requests are refused: they would wait for a sync that nobody may have asked for.
+* Given up, whatever it was at: its requests are ended and it has no version; it lacks what memory it lacked. So it
+  can be handed to other ranks.
 * DEAD: vLLM's processes below it are gone.
 
 Facts behind it: vLLM takes a weight update into a sleeping engine and crashes (issue 57853 of vllm-project/vllm),
@@ -28,7 +30,7 @@ from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
 
-from mrl.errors import Interrupted
+from mrl.errors import LostProcess
 
 
 class EngineState(Enum):
@@ -51,18 +53,23 @@ _IN_UPDATE = {state: state for state in (HOLDING, FENCED, WEIGHTS_AWAKE)}
 _UPDATE = {AWAKE: FENCED, PAUSED: HOLDING, **_IN_UPDATE}
 _LOOK = {state: state for state in (AWAKE, PAUSED, HOLDING, FENCED, WEIGHTS_AWAKE)}  # reads weights, changes nothing
 
+_WITHOUT_VERSION = {state: state for state in (FENCED, ASLEEP, WEIGHTS_AWAKE)}
+
 VERBS: Mapping[str, Mapping[EngineState, EngineState]] = MappingProxyType(
     {
         "generate": {AWAKE: AWAKE, PAUSED: PAUSED, HOLDING: HOLDING},
         "end_requests": {AWAKE: AWAKE, PAUSED: PAUSED, HOLDING: HOLDING},
         "pause": {AWAKE: PAUSED},
+        "pause_for_update": {AWAKE: PAUSED},
         "resume": {PAUSED: AWAKE},
         "sleep": {AWAKE: ASLEEP, PAUSED: ASLEEP, HOLDING: ASLEEP, FENCED: ASLEEP},
+        "give_up": {AWAKE: FENCED, PAUSED: FENCED, HOLDING: FENCED, **_WITHOUT_VERSION},
         "wake_weights": {ASLEEP: WEIGHTS_AWAKE},
         "wake_cache": {WEIGHTS_AWAKE: FENCED},
         # fast path
         "agree_on_sync": _LOOK,
         "connect_sync": _LOOK,
+        "release_arenas": _LOOK,
         "receive_weights": _UPDATE,
         # slow path
         "begin_update": _UPDATE,
@@ -74,6 +81,7 @@ VERBS: Mapping[str, Mapping[EngineState, EngineState]] = MappingProxyType(
     }
 )
 
+CONTROL_VERBS = tuple(verb for verb in VERBS if verb != "generate")  # asked one after the other, each with one answer
 
 # states of a living engine that requests are refused in
 REFUSES_REQUESTS = frozenset(EngineState) - VERBS["generate"].keys() - {DEAD}
@@ -90,10 +98,10 @@ class EngineMachine:
         self.has_received = False  # a whole update since it held a version
 
     def check(self, verb: str) -> None:
-        """Raises RuntimeError when `verb` is not legal now, Interrupted when the engine is dead."""
+        """Raises RuntimeError when `verb` is not legal now, LostProcess when the engine is dead."""
         legal = VERBS[verb]
         if self.state is DEAD:
-            raise Interrupted(f"{self._name}: {verb} was asked, but vLLM's processes below it died; {DEAD.value}")
+            raise LostProcess(f"{self._name}: {verb} was asked, but vLLM's processes below it died; {DEAD.value}")
         if self.state not in legal:
             states = ", ".join(state.name for state in legal)
             raise RuntimeError(
@@ -113,7 +121,7 @@ class EngineMachine:
             self.version = None
         if verb == "sleep":
             self.holds_weights = False
-        if verb in ("sleep", "receive_weights", "begin_update"):
+        if verb in ("sleep", "give_up", "receive_weights", "begin_update"):
             self.has_received = False
 
     def received(self) -> None:

@@ -5,7 +5,6 @@ What an update means for the engine's state and version is not known here; see m
 
 import itertools
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from mrl.errors import EnvironmentFault, Interrupted, described
-from mrl.platforms.hosting import BUCKET_FOLDER
 from mrl.vllm.engine_calls import EngineCalls
-from mrl.vllm.leftovers import memory_folder
+from mrl.vllm.leftovers import new_folder
 from mrl.vllm.requests import EngineSettings
 
 
@@ -47,7 +45,7 @@ class EngineUpdates:
         """Enters an update by the slow path; what an unfinished one left is dropped."""
         self.drop_buckets()
         await self.connect_slow()
-        self._buckets = Path(tempfile.mkdtemp(prefix=BUCKET_FOLDER, dir=memory_folder()))
+        self._buckets = new_folder()
         self._note_files()
         await self._calls.workers("start_weight_update")
 

@@ -98,7 +98,8 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], adapt
     Raises HandshakeError naming what differs.
     """
     planned, in_place = {t.name: t for t in targets}, written_in_place(targets)
-    actual = {adapter.plan_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    held = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    actual = {adapter.plan_name(name) for name in held if not adapter.is_derived(name.rpartition(".")[2])}
     aliases = actual - {adapter.plan_name(name) for name, _ in model.named_parameters()}
     faults = [
         f"{name} is a parameter of vLLM that the plan does not know"

@@ -2,9 +2,16 @@
 
 import os
 import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mrl.platforms.hosting import BUCKET_FOLDER
+
+SOCKETS = "VLLM_RPC_BASE_PATH"  # where vLLM puts the files of sockets
+NOTED_EVERY_S = 2.0  # while an engine starts
 
 
 def shared_memory_below(pid: int) -> set[Path]:
@@ -27,7 +34,9 @@ def shared_memory_below(pid: int) -> set[Path]:
 
 def note(file: str, own: set[Path]) -> None:
     """Writes down what a kill would leave behind: `own`, and what processes below this one have mapped."""
-    Path(file).write_text("\n".join(map(str, shared_memory_below(os.getpid()) | own)))
+    part = Path(f"{file}.part")
+    part.write_text("\n".join(map(str, shared_memory_below(os.getpid()) | own)))
+    part.replace(file)
 
 
 def noted(file: str) -> set[Path]:
@@ -36,12 +45,56 @@ def noted(file: str) -> set[Path]:
 
 
 def remove_all(paths: set[Path]) -> None:
-    """Removes segments and folders of buckets."""
+    """Removes segments, and folders of buckets or sockets."""
     for path in paths:
         if path.name.startswith(BUCKET_FOLDER):
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def new_folder() -> Path:
+    """An empty folder in memory, of a name that `remove_all` knows."""
+    return Path(tempfile.mkdtemp(prefix=BUCKET_FOLDER, dir=memory_folder()))
+
+
+@contextmanager
+def noted_start(file: str) -> Iterator[None]:
+    """What vLLM makes while it starts is noted in `file` now and then, for a kill meanwhile.
+
+    Sockets that its processes meet by are in a folder that is removed: a connection outlives its file, and vLLM itself
+    leaves each file behind.
+    """
+    before = os.environ.get(SOCKETS)
+    folder = new_folder()
+    note(file, {folder})
+    os.environ[SOCKETS] = str(folder)
+    over = threading.Event()
+    noting = threading.Thread(target=_note_on, args=(file, folder, over), daemon=True)
+    noting.start()  # vLLM's start keeps the event loop
+    try:
+        yield
+    finally:
+        over.set()
+        noting.join()
+        os.environ.pop(SOCKETS)
+        if before is not None:
+            os.environ[SOCKETS] = before
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            note(file, set())
+
+
+def _note_on(file: str, folder: Path, over: threading.Event) -> None:
+    while not over.wait(NOTED_EVERY_S):
+        with suppress(OSError):
+            note(file, {folder})
+
+
+def remove_noted(logs: Path) -> None:
+    """Removes what engines with these logs left, which have ended."""
+    for file in logs.glob("*.segments"):
+        remove_all(noted(str(file)))
 
 
 def memory_folder() -> str | None:

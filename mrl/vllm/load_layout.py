@@ -11,16 +11,19 @@ What differs between generations of vLLM is behind `Adapter`. vLLM itself is not
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mrl.model.vllm_parameters import TargetParameter
+from mrl.reshard.execute import LITTLE_BYTES
+from mrl.reshard.streams import ITEM_BYTES
 from mrl.units import round_up
 from mrl.vllm.read_back import has_padding, parameter_digest, what_reading_shows
 
-MAX_OPEN = 2  # modules in load layout at any moment
+MAX_OPEN = 2  # modules in load layout at any moment, beside little ones
 _ALIGN = 64  # bytes, as torch's own memory
 
 
@@ -76,6 +79,9 @@ class Adapter(Protocol):
 
         A part is valid until the next is asked for. Only experts come in more than one.
         """
+
+    def is_derived(self, leaf: str) -> bool:
+        """Whether parameters of this name are made from others when a reload ends, so that no plan brings them."""
 
     def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
         """Whether `final_parts` reads through an identity matrix, which shows `what_reading_shows`, not every value."""
@@ -175,10 +181,10 @@ class LayerwiseWriter:
     def _materialise(self, module: str) -> None:
         if module in self._open:
             return
-        if len(self._open) == MAX_OPEN:
+        large = sorted(filter(self._is_large, self._open))
+        if self._is_large(module) and len(large) == MAX_OPEN:
             raise RuntimeError(
-                f"{module} would be the third module in load layout beside {', '.join(sorted(self._open))}: "
-                "the plan is out of order"
+                f"{module} would be the third module in load layout beside {', '.join(large)}: the plan is out of order"
             )
         if not self._written_in_place(module):
             self._adapter.materialise(self._layers[module])
@@ -186,6 +192,10 @@ class LayerwiseWriter:
         for target in self._modules[module]:
             if has_padding(target):
                 self._tensor(target).zero_()
+
+    def _is_large(self, module: str) -> bool:
+        targets = self._modules[module]
+        return sum(prod(t.local_shape) * ITEM_BYTES[t.dtype] for t in targets) >= LITTLE_BYTES
 
     def _tensor(self, target: TargetParameter) -> Tensor:
         return parameter_of(self._layers[target.module], target)
@@ -225,7 +235,8 @@ def weight_bytes(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> int:
     total, counted = 0, set()
     for layer in model.modules():
         for leaf, parameter in layer._parameters.items():
-            if parameter is None or id(parameter) in counted:  # a tied head has the embedding's
+            # a tied head has the embedding's
+            if parameter is None or id(parameter) in counted or adapter.is_derived(leaf):
                 continue
             counted.add(id(parameter))
             tensor = adapter.load_tensor(layer, leaf)

@@ -12,13 +12,16 @@ import multiprocessing
 import os
 import select
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import psutil
 
 _HELPER = "resource_tracker"  # of multiprocessing, which computes nothing
 _ENDING = "end_with_parent"
+_SAME_S = 1.0  # between two looks at the start of one process: clocks are set
+GONE_S = 10.0  # for a killed process to leave
 
 
 def stopped_below() -> list[str]:
@@ -29,6 +32,37 @@ def stopped_below() -> list[str]:
             if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                 stopped.append(f"{_command(process)} (process {process.pid}) is stopped")
     return stopped
+
+
+def processes_here() -> list[tuple[int, float]]:
+    """This process and all below it: number, and second of its start, which tells it from a later one."""
+    own = psutil.Process()
+    found = [(own.pid, own.create_time())]
+    for process in own.children(recursive=True):
+        with suppress(psutil.Error):
+            found.append((process.pid, process.create_time()))
+    return found
+
+
+def end_processes(processes: Sequence[tuple[int, float]]) -> None:
+    """Kills these where they still are, and returns once they are gone: also such as are stopped, or hang."""
+    ended = []
+    for pid, begun in processes:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if abs(process.create_time() - begun) < _SAME_S:
+                process.kill()
+                ended.append(process)
+    deadline = time.monotonic() + GONE_S
+    while any(map(_is_there, ended)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _is_there(process: psutil.Process) -> bool:
+    """One that nobody has asked for its exit holds nothing any more."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _command(process: psutil.Process) -> str:

@@ -259,7 +259,9 @@ class SlowPath:
     def start(self) -> None:
         """See UpdatePath."""
         self.abandon()
-        self._ledger = ReloadLedger({name for name, _ in self._model.named_parameters()}, self._expected)
+        named = [name for name, _ in self._model.named_parameters()]
+        loaded = {name for name in named if not self._adapter.is_derived(name.rpartition(".")[2])}
+        self._ledger = ReloadLedger(loaded, self._expected)
         self._adapter.enter(self._model)
 
     def receive(self, info: UpdateInfo) -> None:

@@ -1,14 +1,20 @@
 """What an engine is started with and what it is asked: plain data for other processes, from the configuration."""
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mrl.config.places import rollout_layout
-from mrl.config.schema import RunConfig
+from mrl.config.schema import ActorConfig, DataConfig, RolloutConfig, RunConfig
+from mrl.config.schema_rollout import TurnsConfig
+from mrl.data.dataset import THINKING
 from mrl.data.routes import RouteShape
-from mrl.model import load_model_spec, tensor_specs
+from mrl.environments.tool import ToolsSpec, TurnsSpec
+from mrl.model import ModelSpec, load_model_spec, tensor_specs
+from mrl.model.hf_config import QUANTIZATION
+from mrl.model.registry import family_of
+from mrl.plain_files import TEXT_BYTES, read_settings
 from mrl.platforms.hosting import CPU_WORKER, Hosting, get_hosting
 
 
@@ -23,6 +29,7 @@ class Request:
     group_id: int = 0
     max_tokens: int | None = None  # fewer than those of `Sampling`
     handle: int | None = None  # by which the engine that has it can be told to end it
+    row: Mapping[str, Any] | None = None  # of the data, where its response acts on what the row names
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,14 @@ class EngineReading:
     preemptions: int = 0  # since it was started
 
 
+class VersionServed(NamedTuple):
+    """What a version of the weights came to, in one engine or in all."""
+
+    stale_tokens: int  # that prefix caches gave its requests and other weights had computed: 0; see VllmEngine.commit
+    cache_peak: float  # share of the KV cache, in the fullest engine
+    preemptions: int  # since the engines were started
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """Everything one engine is started with, or one data-parallel rank of it: each has a front end of its own."""
@@ -61,6 +76,7 @@ class EngineSettings:
     routes: RouteShape | None = None  # what is asked of it when `Sampling.routes`; None: a model without experts
     captures_routes: bool = False  # vLLM returns none on this device: mrl's worker extension collects them
     data_rank: int = 0  # among the engine's data-parallel ranks
+    turns: TurnsSpec | None = None  # responses are conversations with tools
 
     @property
     def workers(self) -> int:
@@ -93,6 +109,11 @@ def rank_name(engine: int, rank: int, ranks: int) -> str:
     return f"engine {engine} rank {rank}" if ranks > 1 else f"engine {engine}"
 
 
+def engine_of(name: str) -> str:
+    """The engine of a rank that `rank_name` names: all of an engine fall and rise together."""
+    return name.split(" rank ")[0]
+
+
 def log_name(name: str) -> str:
     """Of a rank's file in logs/, without an ending: `engine-1-rank-0`."""
     return name.replace(" ", "-")
@@ -105,19 +126,34 @@ def engine_settings(config: RunConfig, engine_id: int, logs: Path, data_rank: in
     return EngineSettings(
         engine_id=engine_id,
         data_rank=data_rank,
-        arguments=_arguments(config, hosting, data_rank),
+        arguments=_of_model(model, config.cluster.device) | _arguments(config, hosting, data_rank),
         check_order=hosting.checks_batch_order,
         vocab_size=model.vocab_size,
         expected=tuple((tensor.name, tensor.shape) for tensor in tensor_specs(model)),
         segments_file=str(logs / f"{log_name(name)}.segments"),
         routes=RouteShape.of(model) if model.is_moe else None,
-        captures_routes=_wants_routes(config) and not hosting.returns_routes,
+        captures_routes=_wants_routes(config.actor) and not hosting.returns_routes,
+        turns=turns_spec(config.rollout.turns, config.data),
     )
+
+
+def turns_spec(turns: TurnsConfig | None, data: DataConfig) -> TurnsSpec | None:
+    """What conversations may do; None where responses are of one turn."""
+    if turns is None:
+        return None
+    path = None if turns.path is None else str(Path(turns.path).resolve())
+    index = None if turns.index is None else str(Path(turns.index).resolve())
+    given = turns.model_dump(exclude={"tools", "environments", "path", "index", "max_memory_gib"})
+    thinking = {} if data.enable_thinking is None else {THINKING: data.enable_thinking}
+    tools = ToolsSpec(
+        tuple(turns.tools), path, turns.max_memory_gib, environments=tuple(turns.environments), index=index
+    )
+    return TurnsSpec(tools, **given, template_arguments={**data.apply_chat_template_kwargs, **thinking})
 
 
 def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str, Any]:
     """Arguments of AsyncEngineArgs; `rollout.engine_kwargs.vllm` adds to them and wins."""
-    rollout, layout = config.rollout, rollout_layout(config)
+    rollout, layout = config.rollout, rollout_layout(config.rollout)
     max_model_len = config.data.max_prompt_length + config.data.max_response_length
     optional = {
         "enforce_eager": rollout.enforce_eager,
@@ -147,29 +183,48 @@ def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str,
     }
     if layout.data > 1:  # a front end each, known to vLLM as external load balancing: requests are spread by us
         arguments |= {"data_parallel_size": layout.data, "data_parallel_rank": data_rank}
-    if _wants_routes(config) and hosting.returns_routes:
+    if _wants_routes(config.actor) and hosting.returns_routes:
         arguments["enable_return_routed_experts"] = True
     return arguments | rollout.engine_kwargs.get("vllm", {})
 
 
-def _wants_routes(config: RunConfig) -> bool:
-    return config.actor.router_replay == "R3"
+def _of_model(model: ModelSpec, device: str) -> dict[str, Any]:
+    """Arguments that follow from the model.
+
+    vLLM has two kernels of latent attention on CPU, and takes one that keeps weights in a form of its own where it can.
+    Of a checkpoint in FP8 an engine is the bfloat16 model that is trained, and gets its weights by a sync alone.
+    """
+    keys = family_of(model).engine_keys(model)
+    if model.is_fp8:
+        keys = keys | {QUANTIZATION: None}
+    arguments: dict[str, Any] = {"hf_overrides": keys} if keys else {}
+    if model.is_fp8:
+        arguments["load_format"] = "dummy"
+    if model.is_latent and device == "cpu":
+        arguments["attention_backend"] = "CPU_MLA"
+    return arguments
 
 
-def training_sampling(config: RunConfig) -> Sampling:
+def _wants_routes(actor: ActorConfig) -> bool:
+    return actor.router_replay == "R3"
+
+
+def training_sampling(rollout: RolloutConfig, data: DataConfig, actor: ActorConfig, model_path: str) -> Sampling:
     """How training responses are sampled: on the whole distribution, so that log-probs mean the same on both sides."""
-    rollout, stop = config.rollout, stop_token_ids(config.model.path)
     return Sampling(
-        rollout.temperature, config.data.max_response_length, stop, rollout.top_p, rollout.top_k, _wants_routes(config)
+        temperature=rollout.temperature,
+        max_tokens=data.max_response_length,
+        stop_token_ids=stop_token_ids(model_path),
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        routes=_wants_routes(actor),
     )
 
 
-def validation_sampling(config: RunConfig) -> Sampling:
+def validation_sampling(rollout: RolloutConfig, data: DataConfig, model_path: str) -> Sampling:
     """How validation responses are sampled."""
-    val = config.rollout.val_kwargs
-    return Sampling(
-        val.temperature, config.data.max_response_length, stop_token_ids(config.model.path), val.top_p, val.top_k
-    )
+    val = rollout.val_kwargs
+    return Sampling(val.temperature, data.max_response_length, stop_token_ids(model_path), val.top_p, val.top_k)
 
 
 def stop_token_ids(model_path: str) -> tuple[int, ...]:
@@ -181,6 +236,6 @@ def stop_token_ids(model_path: str) -> tuple[int, ...]:
     for name in ("config.json", "generation_config.json"):
         path = Path(model_path) / name
         if path.exists():
-            ids = json.loads(path.read_text()).get("eos_token_id")
+            ids = read_settings(path, TEXT_BYTES).get("eos_token_id")
             stop_ids |= set(ids if isinstance(ids, list) else [ids] if ids is not None else [])
     return tuple(sorted(stop_ids))

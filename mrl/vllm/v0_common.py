@@ -36,6 +36,8 @@ from mrl.vllm.receive import InitInfo, UpdateInfo, UpdatePath
 from mrl.vllm.sleeping import SleepingExtension
 
 _CONSTANTS = "e_score_correction_bias"
+# of latent attention: halves of kv_b_proj as decoding multiplies with them, made anew at the end of each reload
+_ABSORBED = ("W_UK_T", "W_UV")
 
 
 class CommonAdapter:
@@ -108,9 +110,7 @@ class CommonAdapter:
     def packed_bytes(self, model: nn.Module) -> int:
         """Of linears that kernels hold out of Python's sight, packed."""
         packed = (
-            layer
-            for layer in model.modules()
-            if hasattr(layer, "cpu_linear") and layer.cpu_linear is not nn.functional.linear
+            layer for layer in model.modules() if hasattr(layer, "cpu_linear") and not _multiplies_in_torch(layer)
         )
         return sum(get_layerwise_info(layer).restore_metadata[0]["weight"].nbytes for layer in packed)
 
@@ -118,14 +118,19 @@ class CommonAdapter:
         """Of the pool of device memory whose `parts` an engine's sleep gave away."""
         raise NotImplementedError
 
+    def is_derived(self, leaf: str) -> bool:
+        return leaf in _ABSORBED
+
     def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
         """The target lives on only as CPU's packed copy."""
         return target.name.endswith(".weight") and hasattr(layer, "cpu_linear") and layer.weight.numel() == 0
 
     def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
         """Raises RuntimeError where the kernel pads experts,
-        and where an output layer's packed copy is not its parameter.
+        and where an output layer's packed copy is not its parameter, or a copy for decoding not the projection.
         """
+        if target.module.endswith(".kv_b_proj"):
+            _check_absorbed(model, layer, target)
         parameter, dtype = getattr(layer, leaf_of(target)), getattr(torch, target.dtype)
         if self.reads_by_identity(layer, target):
             yield through_identity(layer, target.local_shape, dtype)
@@ -150,6 +155,25 @@ class CommonAdapter:
                 "choose a rollout layout that leaves each worker a multiple of 32 of moe_intermediate_size"
             )
         yield from unpacked(parameter.data, cpu_prepack_moe_weight, isa)
+
+
+def _multiplies_in_torch(layer: nn.Module) -> bool:
+    """Whether CPU keeps this linear as it is; of latent attention the projection that it reads weights from."""
+    return layer.cpu_linear is nn.functional.linear or getattr(layer, "_cpu_skip_gemm_dispatch", False)
+
+
+def _check_absorbed(model: nn.Module, projection: nn.Module, target: TargetParameter) -> None:
+    """Raises RuntimeError unless what decoding multiplies with is what `projection` holds.
+
+    Its rows are, head by head, those of keys and those of values.
+    """
+    attention = next(
+        layer for layer in model.modules() if getattr(layer, "kv_b_proj", None) is projection and hasattr(layer, "W_UV")
+    )
+    by_head = projection.weight.data.unflatten(0, (attention.W_UV.shape[0], -1))
+    keys, values = by_head.split((attention.qk_nope_head_dim, attention.v_head_dim), dim=1)
+    if not (torch.equal(attention.W_UK_T, keys) and torch.equal(attention.W_UV, values.transpose(1, 2))):
+        raise RuntimeError(f"{target.name}: decoding multiplies with other weights than its parameter holds")
 
 
 def _leave_constants_to_the_router(layer: nn.Module) -> None:

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,28 +147,38 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     import ray
 
     from mrl.cluster.actor_group import put_once
-    from mrl.cluster.helper_actors import on_node
-    from mrl.cluster.outbox import Outboxes
+    from mrl.cluster.engine_fleet import EngineFleet
     from mrl.cluster.rollout_group import RolloutGroup, request_places
-    from mrl.cluster.routes import start_readers
-    from mrl.cluster.sample_writer import SampleWriter
-    from mrl.cluster.scoring import Channel, PoolSettings, Scorer, ScorerGroup
-    from mrl.cluster.stored_samples import SMALL_OBJECTS
     from mrl.cluster.workers import EngineWorker
     from mrl.config.load import load_config
+    from mrl.config.places import Deployment
+    from mrl.config.schedule_rules import schedule_of
     from mrl.data.samples import Sample, packed
+    from mrl.flow.outbox import Outboxes
+    from mrl.flow.response_store import SMALL_OBJECTS
+    from mrl.flow.routes import start_readers
+    from mrl.flow.sample_writer import SampleWriter
+    from mrl.flow.scoring import Channel, PoolSettings, Scorer, ScorerGroup
+    from mrl.megatron.batching import RowResult, UpdateResult
     from mrl.model import planning_model_spec
     from mrl.model.layout import TrainLayout
     from mrl.record.attempts import UnderWay
     from mrl.record.run_dir import RunDir, read_metrics
     from mrl.record.sinks import make_sinks
+    from mrl.remote.helper_actors import on_node
     from mrl.reward.items import RewardSpec
+    from mrl.schedule.ledger import Fingerprint
     from mrl.train import loop
-    from mrl.train.generation import InTurn
+    from mrl.train.assemble import Run
+    from mrl.train.generation import Generation
+    from mrl.train.generation_rules import GenerationRules
+    from mrl.train.lost_engines import LostEngines
     from mrl.train.reporting import AdvisedRecord
     from mrl.train.resume import TrainState
-    from mrl.train.rollouts import Responder
-    from mrl.train.run import Run, StopFlag
+    from mrl.train.rollouts import Judge, Responder
+    from mrl.train.spool import Spool
+    from mrl.train.stop_signals import StopFlag
+    from mrl.vllm.requests import Sampling
 
     config, every = load_config(PRESET, "gspo", settings(responses, routes)).config, lengths_of(responses)
     here = ray.get_runtime_context().get_node_id()
@@ -180,7 +191,8 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
         async def generate(self, requests, sampling):
             for request in requests:
                 await self.pace.turn()
-                rng, tokens = np.random.default_rng(request.sample_id), int(every[request.sample_id])
+                number = request.sample_id - 1  # requests are numbered from 1
+                rng, tokens = np.random.default_rng(number), int(every[number])
                 ids, known = rng.integers(1, 1000, tokens).astype(np.int32), None
                 if routes:
                     known = rng.integers(0, 127, (PROMPT + tokens, LAYERS, TOPK)).astype(np.int8)
@@ -198,20 +210,20 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
         """A replica without a model: its log-probs are near generation's."""
 
         def __init__(self, stage, context, degree):
-            self.stage, self.context, self.degree = (
-                stage,
-                context,
-                degree,
-            )  # number of stages, and of context-parallel ranks
+            self.config = config
+            self.stage, self.context = stage, context
+            self.degree = degree  # number of stages, and of context-parallel ranks
+            self.on_last_stage = stage == degree - 1
+            self.holds_result = self.on_last_stage and context == 0
 
         def begin_step(self, stored, own, cut, readers):
-            from mrl.cluster.replica_rows import ReplicaRows
-            from mrl.cluster.routes import read_routes
+            from mrl.flow.rank_batch import RankBatch
+            from mrl.flow.routes import read_routes
             from mrl.megatron.packing import Shape
 
             blocks, found = stored.fetched([block.samples for block in stored.blocks]), None
             samples = stored.assembled(blocks)
-            self.own, self.needed = own, samples.rows(np.flatnonzero(own)).nbytes
+            self.needed = samples.rows(np.flatnonzero(own)).nbytes
             self.received = sum(block.nbytes for block in blocks)
             if readers:
                 layers = np.array_split(np.arange(LAYERS), self.degree)[self.stage]
@@ -220,23 +232,20 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
                 self.received += found.values.nbytes
                 trained = np.repeat(own, samples.lengths) & computed
                 self.needed += int(trained.sum()) * len(layers) * TOPK
-            self.rows = ReplicaRows(config.algorithm, samples, 1.0, found)
+            self.batch = RankBatch(self, samples, own, cut, found)
 
-        def on_step(self, method, *arguments):
-            if self.context or self.stage < self.degree - 1:
-                return ([], None) if method == "update" else None
-            if method == "log_probs":
-                rollout = self.rows.batch.rollout_log_probs
-                return self.of_own(self.rows.set_old(rollout + np.float32(1e-4))), (0.0, 1.0)
-            if method == "old_log_probs_of":
-                return self.rows.old_log_probs_of(*arguments)
-            if method == "update":
-                told = {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0), "perf/update_s": (1.0, 1.0)}
-                return [told for _ in arguments[0]], None
-            return self.of_own(getattr(self.rows, method)(*arguments))
+        def do(self, verb, *arguments):
+            return self.batch.do(verb, *arguments)
 
-        def of_own(self, found):
-            return {name: values[self.own] for name, values in found.items()}
+        def policy_log_probs(self, batch, micros):
+            if self.on_last_stage:
+                gap, every = np.float32(1e-4), np.arange(len(batch))
+                return RowResult(every, batch.rollout_log_probs + gap, (0.0, 1.0))
+
+        def update_replica(self, batch, mini_batches, counts):
+            told = {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)}
+            parts = [told for _ in counts if self.holds_result]
+            return UpdateResult(parts, [], spent={"perf/update_s": (1.0, 1.0)})
 
         def fetched(self):
             return self.received, self.needed
@@ -256,15 +265,17 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
             )
 
     engines = RolloutGroup.__new__(RolloutGroup)
-    engines.config, engines.poll, engines.places = config, lambda: None, request_places(config)
+    engines.cluster, engines.rollout, engines.poll = config.cluster, config.rollout, lambda: None
+    engines.places = request_places(Deployment.of(config), config.trainer.deterministic)
     environment = {"env_vars": SMALL_OBJECTS}
     kind = ray.remote(Engine).options(**on_node(far), runtime_env=environment)
     engines.workers = [kind.remote() for _ in range(ENGINES)]
     engines.names, engines.engine_ranks = [f"engine {i}" for i in range(ENGINES)], 1
     engines.nodes = dict.fromkeys(engines.names, far)
+    engines.fleet = EngineFleet(engines, 60.0)
     run_dir = RunDir.open(folder / "run", "")
     actor, writer = Ranks(), SampleWriter(run_dir.samples, 600.0, config.record)
-    record = AdvisedRecord(make_sinks([], run_dir, 2), config, UnderWay(run_dir.path, 0))
+    record = AdvisedRecord(make_sinks([], run_dir, 2), [], UnderWay(run_dir.path, 0))
     scorer = (
         ray.remote(Scorer)
         .options(**on_node(far), runtime_env=environment)
@@ -276,7 +287,15 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     responder = Responder(engines, scorers, config.reward, record, lambda: None)
     prompts, phases = prompts_of(responses), {}
     loop.PhaseTimer = measuring_timer(phases)
-    stream = SimpleNamespace(next_batch=lambda cursor: (prompts, cursor))
+    stream = SimpleNamespace(
+        next_batch=lambda cursor: (prompts, cursor), batch_number=lambda cursor: 0, batch_size=len(prompts)
+    )
+    lost = LostEngines(run_dir.lost_engines)
+    rules = GenerationRules(
+        replace(schedule_of(config), total_steps=1),
+        Judge(config.algorithm, config.reward, config.data.max_response_length),
+        Sampling(1.0, LONGEST, ()), 0, Fingerprint("", ""), Spool(run_dir.spool, None), lost, lost.suspects(),
+    )  # fmt: skip
     placement = SimpleNamespace(
         to_generation=lambda: None, to_log_probs=lambda: None, to_update=lambda: None, to_engines=lambda step: {},
         seconds=dict,
@@ -284,13 +303,15 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     run = Run(
         config=config, run_dir=run_dir, val_prompts=None, total_steps=2, stop=StopFlag(), record=record,
         responder=responder, actor=actor, placement=placement, saver=SimpleNamespace(finished=dict, failed_saves=0),
-        sample_writer=writer, generation=InTurn(config, responder, stream),
+        sample_writer=writer, generation=Generation(rules, responder, stream, TrainState()),
         machines=SimpleNamespace(memory_used=lambda: 0), peak=SimpleNamespace(actor=1.0, run=1.0), state=TrainState(),
     )  # fmt: skip
     warm(ray, actor.ranks, engines.workers)
 
     measured = Measured()
+    run.generation.begin()
     loop.train_step(run)
+    run.generation.close()
     said = read_metrics(run_dir.metrics)[0]
     found = measured.of(responses * PROMPT + int(every.sum()), phases=phases)
     found["outside_over_step"] = said["timing_s/outside"] / said["timing_s/step"]

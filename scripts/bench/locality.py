@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mrl.config.load import load_config
-from mrl.config.places import cluster_shape, rank_places
+from mrl.config.places import Deployment, cluster_shape, rank_places
 from mrl.config.schema import RunConfig
 from mrl.model import planning_model_spec
 from mrl.model.device_grid import engine_places
@@ -39,8 +39,8 @@ def measure(preset: str) -> dict:
     config = load_config(ROOT / "parallel_configs" / f"{preset}.yaml").config
     model, _ = planning_model_spec(config.model.path)
     inputs = PlanInputs.of(config, model, device_for(config))
-    ranks, ordered = rank_places(config)
-    usual = engine_places(inputs.rollout, cluster_shape(config))
+    ranks, ordered = rank_places(Deployment.of(config))
+    usual = engine_places(inputs.rollout, cluster_shape(config.cluster))
     link = link_of(inputs)
 
     def planned(topology: Topology | None) -> ReshardPlan:

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import psutil
 
 from mrl.config.load import load_config
+from mrl.train.assemble import open_run
 from mrl.train.loop import train
-from mrl.train.run import open_run
 
 ENGINE = "ray::EngineWorker"
 

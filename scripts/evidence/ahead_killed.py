@@ -18,7 +18,7 @@ from colocated_killed import pid_of
 from mrl.config.load import load_config
 from mrl.errors import MrlError
 from mrl.train import loop
-from mrl.train.run import Run, open_run
+from mrl.train.assemble import Run, open_run
 
 AMID_S = 0.15  # from the beginning of an update into the midst of it
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
+python scripts/evidence/stamp.py --clean
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 [ -d tiny-world ] || python scripts/make_tiny_world.py --out tiny-world --seed 0
 python scripts/evidence/ahead_kills.py --world tiny-world --work runs/ahead-kills --out docs/results/ahead_kills.json "$@"

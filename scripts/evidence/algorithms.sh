@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
+python scripts/evidence/stamp.py --clean
 export HF_HUB_OFFLINE=1
 runs=${1:-runs/algorithms-$(date +%Y%m%d-%H%M%S)}
 seeds=${SEEDS:-0 1 2}

@@ -8,19 +8,12 @@ cd "$(dirname "$0")/../.."
 out=docs/results/benches.json
 names=("$@")
 [ ${#names[@]} -gt 0 ] || names=(plan packing logprob verifier convert resume samples data_plane data_plane_routes data_plane_before)
+python scripts/evidence/stamp.py --clean
 declare -A more=([data_plane]="--responses 1024 4096 8192" [data_plane_routes]="--routes --responses 64 128"
     [data_plane_before]="--before 3a7ad58 --responses 64 256 1024" [data_plane_nodes]="--nodes --responses 64 256"
     [data_plane_nodes_routes]="--nodes --routes --responses 64")
 for one in "${names[@]}"; do
     file=${one/#data_plane_*/data_plane}
-    found=$(python "scripts/bench/$file.py" --json ${more[$one]:-})
-    python - "$out" "$one" "$(git rev-parse HEAD)" "$found" <<'PY'
-import json, os, sys
-from pathlib import Path
-
-path, name, commit, found = sys.argv[1:]
-held = json.loads(Path(path).read_text()) if Path(path).exists() else {}
-facts = {"commit": commit, "command": f"scripts/evidence/benches.sh {name}", "cpus": len(os.sched_getaffinity(0)), "load": os.getloadavg()[1]}
-Path(path).write_text(json.dumps(held | {name: facts | json.loads(found)}, indent=1) + "\n")
-PY
+    python "scripts/bench/$file.py" --json ${more[$one]:-} |
+        python scripts/evidence/stamp.py "$out" "scripts/evidence/benches.sh $one" --at "$one"
 done

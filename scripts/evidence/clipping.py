@@ -12,7 +12,6 @@ those of whole responses.
 
 import argparse
 import json
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +29,9 @@ from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed, positions
 from mrl.megatron.packing import in_rows
 from mrl.record.metrics import reduce_parts
+
+sys.path.append(str(Path(__file__).resolve().parent))
+from stamp import facts
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 PRESET = SCRIPTS.parent / "parallel_configs" / "long-moe" / "cpu.yaml"
@@ -223,9 +225,8 @@ def main() -> None:
             f"{BAND[1]:.0%}; try others"
         )
     draw(rows, best[1], batch.response_lengths, best[0], args.plot)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    facts = {
-        "commit": commit, "command": "scripts/evidence/clipping.sh", "responses": len(batch),
+    made = facts("scripts/evidence/clipping.sh") | {
+        "responses": len(batch),
         "shortest": int(batch.response_lengths.min()),
         "mean_length": round(float(batch.response_lengths.mean()), 1), "grpo_band": [0.2, 0.27],
         "gspo_band": [3e-4, 4e-4],
@@ -234,9 +235,9 @@ def main() -> None:
         "goal": f"GSPO's clipped fraction >= {GOAL:g} x GRPO's wherever GRPO's is {BAND[0]:.1%} to {BAND[1]:.0%}",
     }  # fmt: skip
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(facts, indent=2) + "\n")
-    print(json.dumps({k: v for k, v in facts.items() if k != "rows"}))
-    if facts["least_times_within_goal"] < GOAL:
+    args.json.write_text(json.dumps(made, indent=2) + "\n")
+    print(json.dumps({k: v for k, v in made.items() if k != "rows"}))
+    if made["least_times_within_goal"] < GOAL:
         raise SystemExit("the goal was missed")
 
 

@@ -4,5 +4,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
+python scripts/evidence/stamp.py --clean
 export HF_HUB_OFFLINE=1
 python scripts/evidence/clipping.py --world long-world "$@"

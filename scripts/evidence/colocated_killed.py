@@ -16,8 +16,8 @@ import psutil
 
 from mrl.config.load import load_config
 from mrl.errors import MrlError
+from mrl.train.assemble import open_run
 from mrl.train.loop import train
-from mrl.train.run import open_run
 
 PROCESSES = {"rank": "ray::ActorWorker", "engine": "ray::EngineWorker", "vllm": "VLLM::Worker"}
 
@@ -28,7 +28,8 @@ def main(config: str, call: str, nth: str, victim: str, number: str, resume: str
         for group in (run.actor, run.responder.engines):
             group.refs = _killing(group.refs, call, left, victim, signal.Signals[number])
         if call == "generate":
-            run.responder.engines.generate = _signalled(run.responder.engines.generate, left, signal.Signals[number])
+            streams = run.generation.streams
+            streams.send = _signalled(streams.send, left, signal.Signals[number])
         try:
             train(run)
         except MrlError as error:
@@ -51,14 +52,14 @@ def _killing(
     return sent
 
 
-def _signalled(generate: Callable[..., list], left: list[int], number: signal.Signals) -> Callable[..., list]:
+def _signalled(send: Callable[..., None], left: list[int], number: signal.Signals) -> Callable[..., None]:
     """The run notices the signal when its requests are under way."""
 
-    def signalled(*arguments: Any) -> list:
+    def signalled(*arguments: Any) -> None:
+        send(*arguments)
         left[0] -= 1
         if left[0] == 0:
             os.kill(os.getpid(), number)
-        return generate(*arguments)
 
     return signalled
 

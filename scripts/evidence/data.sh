@@ -4,13 +4,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
-found=$(python scripts/bench/data.py --json "$@")
-python - docs/results/data.json "$(git rev-parse HEAD)" "$found" <<'PY'
-import json, sys
-path, commit, found = sys.argv[1:]
-facts = {"commit": commit, "command": "scripts/evidence/data.sh"}
-with open(path, "w") as file:
-    json.dump(facts | json.loads(found), file, indent=2)
-    file.write("\n")
-PY
+python scripts/evidence/stamp.py --clean
+python scripts/bench/data.py --json "$@" | python scripts/evidence/stamp.py docs/results/data.json scripts/evidence/data.sh
 cat docs/results/data.json

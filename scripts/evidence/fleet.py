@@ -16,7 +16,6 @@ schedule is worth.
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -30,13 +29,16 @@ from mrl.config.load import load_config
 from mrl.model import expert_share, planning_model_spec
 from mrl.plan.engine_memory import cache_bytes_per_token
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
-from mrl.plan.times import Lengths, actor_seconds, mean_flops_per_token
+from mrl.plan.step_work import Lengths, mean_flops_per_token
+from mrl.plan.times import actor_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
+sys.path.append(str(ROOT / "scripts" / "evidence"))
 from fleet import EngineKind, World  # noqa: E402
 from fleet_cases import random_case, run  # noqa: E402
 from fleet_speed import SOURCE_000, Speed, balanced, phases, schedules, speed_of  # noqa: E402
+from stamp import facts  # noqa: E402
 
 SYNC_S = 1.0
 PRESETS = ("qwen3-30b-a3b/h100-4x8", "qwen3-235b-a22b/h100-16x8")
@@ -211,10 +213,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.strip()
-    result: dict[str, Any] = {"commit": commit, "command": "scripts/evidence/fleet.sh"}
+    result: dict[str, Any] = facts("scripts/evidence/fleet.sh")
     parts: dict[str, Callable[[], Any]] = {
         "cases": lambda: check_cases(args.cases),
         "balanced": balanced_worlds,

@@ -3,4 +3,5 @@
 # on a simulated fleet. Also what each schedule is predicted to be worth. Writes docs/results/fleet.json.   scripts/evidence/fleet.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+python scripts/evidence/stamp.py --clean
 python scripts/evidence/fleet.py --json docs/results/fleet.json "$@"

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import psutil
 
 from mrl.record.run_dir import METRICS, read_metrics
-from mrl.train.compare_runs import checkpoint_difference, metrics_difference
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_S = 400.0  # deadline of one start

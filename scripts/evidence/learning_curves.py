@@ -8,7 +8,7 @@ Writes NAME.json and NAME.png; scripts/evidence/NAME.sh is what made the runs.
 
 import argparse
 import json
-import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from mrl.record.run_dir import METRICS, read_metrics
+
+sys.path.append(str(Path(__file__).resolve().parent))
+from stamp import facts
 
 CONTROL = "control"
 STALENESS = "training/off_policy/trajectory_staleness/mean"
@@ -109,10 +112,7 @@ def main() -> None:
         }
         for name, runs in curves.items()
     }
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    facts = {
-        "commit": commit,
-        "command": f"scripts/evidence/{args.name}.sh",
+    made = facts(f"scripts/evidence/{args.name}.sh") | {
         "steps": max(step for runs in curves.values() for run in runs for step, _ in run.points),
         "algorithms": table,
         "goals": {
@@ -120,8 +120,8 @@ def main() -> None:
             "others": "every seed gains more than the control's",
         },
     }
-    (args.out / f"{args.name}.json").write_text(json.dumps(facts, indent=2) + "\n")
-    print(json.dumps(facts))
+    (args.out / f"{args.name}.json").write_text(json.dumps(made, indent=2) + "\n")
+    print(json.dumps(made))
     moved = max((abs(run.gain) for run in curves.get(CONTROL, ())), default=0.0)
     stuck = [name for name, runs in curves.items() if name != CONTROL and min(run.gain for run in runs) <= moved]
     if moved > CONTROL_POINTS or stuck:

@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
+python scripts/evidence/stamp.py --clean
 export HF_HUB_OFFLINE=1
 runs=${1:?a folder for the runs}
 [ -d long-world/model ] || python scripts/make_long_world.py --out long-world --seed 0

@@ -28,13 +28,15 @@ from typing import Any
 
 from mrl.checkpoint.step_folders import checkpoint_steps
 from mrl.record.run_dir import METRICS, read_metrics
-from mrl.train.compare_runs import checkpoint_difference, metrics_difference
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts" / "nodes"))
+sys.path.append(str(ROOT / "scripts" / "evidence"))
 sys.path.append(str(ROOT / "tests" / "real"))
 from network import SUBNET, network  # noqa: E402
 from ray_nodes import DASHBOARD, RayNodes, wait_for  # noqa: E402
+from stamp import facts  # noqa: E402
 from world import PRESET, make_world, overrides  # noqa: E402
 
 STEPS = 3
@@ -188,6 +190,7 @@ def lost(work: Path) -> dict[str, Any]:
     """The second node dies after a step; what the run says, and how soon."""
     run, world = emptied(work / "lost"), world_of(work)
     more = {"trainer__save_freq": 1, "cluster__step_timeout_s": 120, "rollout__generate_timeout_s": 120}
+    more["trainer__restart_limit"] = 0  # else the node is waited for
     with cluster(2) as rays:
         process = rays.mrl("train", str(PRESET), "--run-dir", str(run), *settings(world, 2, steps=500, **more))
         wait_for(
@@ -266,12 +269,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.strip()
-    found = {"commit": commit, "command": f"scripts/evidence/nodes.sh {args.part}"} | PARTS[args.part](
-        args.work.resolve()
-    )
+    found = facts(f"scripts/evidence/nodes.sh {args.part}") | PARTS[args.part](args.work.resolve())
     held = json.loads(args.json.read_text()) if args.json.exists() else {}
     args.json.write_text(json.dumps(held | {args.part: found}, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))

@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
+python scripts/evidence/stamp.py --clean
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(one two four submit own lost version closed)

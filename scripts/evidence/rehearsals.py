@@ -3,16 +3,18 @@
     scripts/evidence/rehearsals.sh [NAME ...]    presets by MODEL/CLUSTER, scripts by name; none: all that are stale
     scripts/evidence/rehearsals.sh --scripts FOLDER [NAME ...]   other scripts than those of tests/unit/verl_scripts
     scripts/evidence/rehearsals.sh --list        the names, and the commit at which each was rehearsed
-    scripts/evidence/rehearsals.sh --table       the table of docs/evidence.md and the presets' headers; runs nothing
+    scripts/evidence/rehearsals.sh --headers     the presets' headers; runs nothing
 
 Results go to docs/results/rehearsals.json after each rehearsal, so that what was interrupted goes on with the next
-name. A result names the commit of the code that ran; one of code with changes is not stored. Presets of one model
-whose small configurations are equal in every key, names apart, are one rehearsal: the second says whose it is.
+name; scripts/generate_docs.py makes the table of docs/evidence.md of them. A result names the commit of the code that
+ran; one of code with changes is not stored. Presets of one model whose small configurations are equal in every key,
+names apart, are one rehearsal: the second says whose it is.
 """
 
 import argparse
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,21 +22,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mrl.config.load import load_config
-from mrl.extras.rehearse.compose import WorkFolder, compose
+from mrl.tools.rehearse.compose import WorkFolder, compose
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "rehearsals.json"
-EVIDENCE = ROOT / "docs" / "evidence.md"
 PRESETS = ROOT / "parallel_configs"
 SCRIPTS = ROOT / "tests" / "unit" / "verl_scripts"
 COMMAND = "scripts/evidence/rehearsals.sh"
 CODE = ("mrl", "parallel_configs", "setup.py")  # what a rehearsal runs
-BEGIN, END = "<!-- rehearsals: written by scripts/evidence/rehearsals.sh --table -->", "<!-- end of rehearsals -->"
 HEADER = "# Rehearsed with `mrl rehearse` at commit "
-# shell variables that a script takes from its environment; source 004's Megatron layout needs a multiple of 32 devices
-VARIABLES = dict.fromkeys(("train_files", "test_files", "TRAIN", "DATA_ROOT", "SAVE_DIR"), "data/train.parquet") | {
-    "NNODES": "4"
-}
+# shell variables that a script takes from its environment: where files lie,
+FILES = dict.fromkeys(("train_files", "test_files", "TRAIN", "DATA_ROOT", "SAVE_DIR"), "data/train.parquet")
+LEGAL = {"NNODES": "4"}  # and what makes a script legal: source 004's Megatron layout needs a multiple of 32 devices
+VARIABLES = FILES | LEGAL
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--scripts", type=Path, default=SCRIPTS, help="folder of verl scripts")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--headers", action="store_true")
     options = parser.parse_args()
     known, found = configs(options.scripts), stored()
     if unknown := set(options.names) - known.keys():
@@ -83,14 +83,13 @@ def main() -> int:
         print("\n".join(f"{name}  {found.get(name, {}).get('commit', 'not yet')}" for name in known))
         return 0
     at, failed = commit(), 0
-    for name in () if options.table else options.names or [n for n in known if is_stale(found.get(n), at)]:
+    for name in () if options.headers else options.names or [n for n in known if is_stale(found.get(n), at)]:
         result = equal_one(known[name], at) or rehearse(known[name]) | {"commit": at}
         print(f"{name}: {'ok' if result['ok'] else result['failed']} {result['seconds']:.0f} s", flush=True)
         failed += not result["ok"]
         if "changes" not in at:
             store(name, result)
     write_headers()
-    write_table()
     return min(failed, 1)
 
 
@@ -132,14 +131,14 @@ def rehearse(config: Config) -> dict:
     """What is kept of one rehearsal."""
     with TemporaryDirectory(prefix="rehearsal-") as folder:
         file = imported(config, Path(folder)) if config.is_script else config.file
-        done = _run("rehearse", str(file), "--json", "--work", f"{folder}/work")
+        done = _run("rehearse", str(file), "--json", "--work", f"{folder}/work", *own_reward(config, file))
         answer = json.loads(done.stdout.splitlines()[-1])
     kept = {
         key: answer[key]
         for key in ("ok", "seconds", "ranks", "engine_workers", "factor", "phases", "stand_ins")
         if key in answer
     }
-    own = {} if config.is_script else {"small_print": small_print(config.file)}
+    own = {"given": given_to(config.file)} if config.is_script else {"small_print": small_print(config.file)}
     return (
         kept
         | own
@@ -149,6 +148,20 @@ def rehearse(config: Config) -> dict:
             "failed": [{"phase": entry["phase"], "why": entry["why"]} for entry in answer["failed"]],
         }
     )
+
+
+def own_reward(config: Config, file: Path) -> list[str]:
+    """`--set` for a script's reward file: the one of that name beside the script, or beside those of the tests."""
+    custom = load_config(file).config.reward.custom_reward_function if config.is_script else None
+    folders = (config.file.parent, SCRIPTS) if custom else ()
+    found = [folder / Path(custom.path).name for folder in folders if (folder / Path(custom.path).name).is_file()]
+    return ["--set", f"reward.custom_reward_function.path={found[0]}"] if found else []
+
+
+def given_to(script: Path) -> dict[str, str]:
+    """What a script is given in place of a value of its own, so that it is legal."""
+    text = script.read_text(encoding="utf-8")
+    return {name: value for name, value in LEGAL.items() if re.search(rf"\$\{{{name}:-", text)}
 
 
 def imported(config: Config, folder: Path) -> Path:
@@ -187,30 +200,6 @@ def with_header(text: str, at: str) -> str:
     lines = [line for line in text.splitlines() if not line.startswith(HEADER)]
     end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     return "\n".join([*lines[:end], f"{HEADER}{at}: in small, on two CPU cores.", *lines[end:], ""])
-
-
-def table() -> str:
-    """The table of docs/evidence.md."""
-    if not stored():
-        return "No result is stored yet."
-    head = "| configuration | seconds | ranks, engine workers | exercised | not exercised |\n|---|---|---|---|---|"
-    return "\n".join([head, *(_row(name, result) for name, result in sorted(stored().items()))])
-
-
-def _row(name: str, result: dict) -> str:
-    lost = ", ".join(f"`{switch.rpartition('.')[2]}`" for switch in result["not_exercised"])
-    broke = "".join(f" **broke in {entry['phase']}**" for entry in result["failed"])
-    sizes = f"{result.get('ranks', '')}, {result.get('engine_workers', '')}"
-    same = f" (the same in small as {result['same_as']})" if "same_as" in result else ""
-    return f"| {name}{same}{broke} | {result['seconds']:.0f} | {sizes} | {len(result['exercised'])} | {lost} |"
-
-
-def write_table() -> None:
-    """Replaces the table between its marks."""
-    text = EVIDENCE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    EVIDENCE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
 
 
 def commit() -> str:

@@ -3,13 +3,6 @@
 # Writes docs/results/reshard.json.   scripts/evidence/reshard.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-found=$(python scripts/bench/reshard.py --json)
-python - docs/results/reshard.json "$(git rev-parse HEAD)" "$found" <<'PY'
-import json, os, sys
-path, commit, found = sys.argv[1:]
-facts = {"commit": commit, "command": "scripts/evidence/reshard.sh", "cpus": len(os.sched_getaffinity(0))}
-with open(path, "w") as file:
-    json.dump(facts | json.loads(found), file, indent=2)
-    file.write("\n")
-PY
+python scripts/evidence/stamp.py --clean
+python scripts/bench/reshard.py --json | python scripts/evidence/stamp.py docs/results/reshard.json scripts/evidence/reshard.sh
 cat docs/results/reshard.json

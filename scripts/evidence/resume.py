@@ -33,7 +33,7 @@ from mrl.checkpoint.manifest import check_digests
 from mrl.checkpoint.step_folders import checkpoint_steps, newest_checkpoint
 from mrl.platforms.hosting import get_hosting
 from mrl.record.run_dir import METRICS, read_metrics
-from mrl.train.compare_runs import checkpoint_difference, metrics_difference
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = Path(__file__).with_name("resume_rank.py")

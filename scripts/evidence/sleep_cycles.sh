@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
+python scripts/evidence/stamp.py --clean
 export HF_HUB_OFFLINE=1 SLEEP_CYCLES=${SLEEP_CYCLES:-50} SLEEP_ROWS=${SLEEP_ROWS:-$(mktemp -d)}
 status=0
 python -m pytest tests/real/test_engine_sleep.py -q -k "cycle_after or wide or tensors_take" --override-ini addopts= || status=$?

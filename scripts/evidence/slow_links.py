@@ -44,6 +44,7 @@ sys.path.append(str(ROOT / "scripts" / "bench"))
 from network import Network, Node, network  # noqa: E402
 from reshard import hf_config  # noqa: E402
 from simple_schedule import with_simple_schedule  # noqa: E402
+from stamp import facts  # noqa: E402
 
 GOAL_SECONDS, GOAL_BYTES = 1.15, 0.02
 LAYERS = 4
@@ -332,12 +333,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.strip()
-    facts = {
-        "commit": commit,
-        "command": "scripts/evidence/slow_links.sh",
+    made = facts("scripts/evidence/slow_links.sh") | {
         "rate_mbit": args.rate_mbit,
         "budget_bytes": BUDGET,
     }
@@ -345,7 +341,7 @@ def main() -> None:
     for name in args.cases or CASES:
         case = CASES[name]
         found = {kind: measure(case, kind == "simple", args.rate_mbit, args.repeat) for kind in ("plan", "simple")}
-        held |= {name: facts | {"what": case.what} | found | {"goals": verdicts(found["plan"])}}
+        held |= {name: made | {"what": case.what} | found | {"goals": verdicts(found["plan"])}}
         print(json.dumps({name: held[name]}), flush=True)
         if args.json:
             args.json.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")

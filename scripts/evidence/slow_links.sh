@@ -4,5 +4,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
+python scripts/evidence/stamp.py --clean
 python scripts/evidence/slow_links.py "$@" --json docs/results/slow_links.json
 python scripts/evidence/schedules.py --json docs/results/slow_links.json

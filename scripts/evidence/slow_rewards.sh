@@ -6,7 +6,7 @@ cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
 export HF_HUB_OFFLINE=1
 run=${1:?a folder for the run}
-[ -z "$(git status --porcelain)" ] || { echo "the tree has changes that no commit names" >&2; exit 2; }
+python scripts/evidence/stamp.py --clean
 [ -d tiny-world/model ] || python scripts/make_tiny_world.py --out tiny-world --seed 0
 settings=(
     reward.custom_reward_function.path=scripts/evidence/slow_reward.py reward.num_workers=8

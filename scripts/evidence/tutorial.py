@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "tutorial.json"
-PAGES = ("first_run", "own_reward", "own_data", "from_verl", "to_a_cluster")
+PAGES = ("first_run", "own_reward", "own_data", "own_loss", "from_verl", "to_a_cluster", "first_hour")
 BLOCK_S = 1200.0  # deadline of one block
 _BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -3,4 +3,5 @@
 #   scripts/evidence/tutorial.sh [--work FOLDER]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+python3 scripts/evidence/stamp.py --clean
 python3 scripts/evidence/tutorial.py "$@"

@@ -22,9 +22,9 @@ from typing import Any
 
 from mrl.cli.import_verl import _checked
 from mrl.errors import MrlError
-from mrl.extras.import_verl.shell import read_script
-from mrl.extras.import_verl.translate import translate
-from mrl.extras.import_verl.verl_command import from_script, hydra_value
+from mrl.tools.import_verl.shell import read_script
+from mrl.tools.import_verl.translate import translate
+from mrl.tools.import_verl.verl_command import from_script, hydra_value
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSED, RESULTS = ROOT / "tests" / "unit" / "verl_passed.jsonl", ROOT / "docs" / "results" / "verl_scripts.json"

@@ -25,6 +25,7 @@ PY
     touch "$venv/.complete"
 fi
 cd "$root"
+python3 scripts/evidence/stamp.py --clean
 export TORCHDYNAMO_DISABLE=1  # 0.23 compiles two small functions at start-up, which takes minutes on few cores
 status=0
 "$venv/bin/python" -m pytest tests/real/test_engine_slices.py -q --junitxml "$work/junit.xml" || status=$?

@@ -37,9 +37,9 @@ def _layers() -> str:
 @check(fast=True)
 def doctor(machine: Machine) -> Figures:
     """Every finding of `mrl doctor` that is not well, each with its cure; what the host lacks fails."""
-    from mrl.plan.doctor.host_checks import host_checks
-    from mrl.plan.doctor.machine import read_machine
-    from mrl.plan.doctor.version_checks import engine_checks, version_checks
+    from mrl.tools.doctor.host_checks import host_checks
+    from mrl.tools.doctor.machine import read_machine
+    from mrl.tools.doctor.version_checks import engine_checks, version_checks
 
     here = read_machine(machine.device, ports=())
     wrong = _not_well(host_checks(here))

@@ -21,7 +21,18 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from checks import CHECKS, FAILED, SKIPPED, Figures, Machine, quiet, run_check, say  # noqa: E402
 
-FILES = ("facts", "nodes", "memory", "products", "transport", "layers", "runs", "bench")  # from the ground up
+FILES = (
+    "facts",
+    "nodes",
+    "memory",
+    "products",
+    "transport",
+    "layers",
+    "waits",
+    "decode",
+    "runs",
+    "bench",
+)  # from the ground up
 _GRACE_S = 20  # beyond a check's own limit
 
 

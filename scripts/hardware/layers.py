@@ -105,15 +105,18 @@ def tiny_moe(folder: Path) -> Any:
     return model
 
 
-def one_rank(machine: Machine, folder: Path, dtype: str, **actor: Any) -> Any:
-    """An actor of one rank with the model in `folder`; `actor`: more of its section."""
+def one_rank(machine: Machine, folder: Path, dtype: str, overrides: Figures | None = None, **actor: Any) -> Any:
+    """An actor of one rank with the model in `folder`; `overrides`: of Megatron's transformer config, `actor`: more of
+    its section.
+    """
     from mrl.cluster.prerequisites import free_port
     from mrl.config.schema import RunConfig
     from mrl.platforms import prepare_process
 
     layout = {"world_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": False}
     config = RunConfig.model_validate({
-        "model": {"path": str(folder), "dtype": dtype, "allow_torch_layers": True},
+        "model": {"path": str(folder), "dtype": dtype, "allow_torch_layers": True,
+                  "override_transformer_config": overrides or {}},
         "actor": {"layout": layout, "optim": {"lr": 1e-3}, "ppo_mini_batch_size": ROWS,
                   "ppo_micro_batch_size_per_gpu": ROWS} | actor,
         "rollout": {"n": 1},
@@ -123,7 +126,7 @@ def one_rank(machine: Machine, folder: Path, dtype: str, **actor: Any) -> Any:
         "trainer": {"deterministic": machine.small},
     })  # fmt: skip
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    prepare_process(machine.device, layout, {})
+    prepare_process(machine.device, layout, overrides or {})
     from mrl.megatron.actor import MegatronActor
 
     return MegatronActor(config, 0, 1, "127.0.0.1", free_port())

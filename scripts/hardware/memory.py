@@ -54,6 +54,22 @@ def pack(machine: Machine) -> Figures:
 
 
 @check(fast=True)
+def launches(machine: Machine) -> Figures:
+    """What the host takes for as many small copies with strides as a sync of 30B has on a worker, and for one wait."""
+    import torch
+
+    from mrl.reshard.execute import copy_all
+
+    count = machine.size(18432, 512)
+    held = torch.zeros(count, 16, 32, device=machine.torch_device, dtype=torch.bfloat16)
+    sources = [held[number, :, :16] for number in range(count)]
+    targets = [held[number, :, 16:] for number in range(count)]
+    copies = machine.seconds(lambda: copy_all(targets, sources))
+    waits = machine.seconds(lambda: [machine.platform.synchronize() for _ in range(100)])
+    return {"copy_us": copies / count * 1e6, "wait_us": waits / 100 * 1e6, "copies": count}
+
+
+@check(fast=True)
 def digest(machine: Machine) -> Figures:
     """The proof of a weight sync: quick, the same number as on the host, and another for one bit."""
     import torch

@@ -11,7 +11,7 @@ def nodes(machine: Machine) -> Figures:
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         raise Skip("no cluster: RAY_ADDRESS is not set")
-    from mrl.cluster.node_checks import check_nodes
+    from mrl.tools.node_checks import check_nodes
 
     count, faults = check_nodes(address, machine.device)
     if faults:

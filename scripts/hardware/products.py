@@ -57,7 +57,7 @@ def log_probs(machine: Machine) -> Figures:
     import torch
     import torch.distributed as dist
 
-    from mrl.megatron.logprob import lean_log_probs
+    from mrl.megatron.logprob import head_gradient_in_words, lean_log_probs
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -88,7 +88,7 @@ def log_probs(machine: Machine) -> Figures:
     found = {f"{name}_error": error for name, error in errors.items()}
     for name, way in ways.items():
         found |= {f"{name}_s": machine.seconds(both(way), repeats=3), f"{name}_gib": machine.peak_of(both(way))}
-    return found | {"tokens": tokens, "words": words}
+    return found | {"tokens": tokens, "words": words, "weight_gradient": head_gradient_in_words(weight)}
 
 
 @check(fast=True)

@@ -139,7 +139,7 @@ def _arguments(settings: dict[str, Any]) -> list[str]:
 
 def _mrl(machine: Machine, *arguments: str) -> str:
     """What the command says; raises Wrong with the end of it where it fails."""
-    from mrl.train.own_command import run_mrl
+    from mrl.tools.own_command import run_mrl
 
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         code = run_mrl(arguments, Path(log.name), machine.limit_s - 5)

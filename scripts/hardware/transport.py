@@ -83,6 +83,21 @@ def ipc(machine: Machine) -> Figures:
     return _with_other("ipc", machine, _ipc)
 
 
+@check(fast=True)
+def ipc_between_devices(machine: Machine) -> Figures:
+    """The same by a process on another device of the node, which is shown that one alone, as an engine is."""
+    from mrl.platforms.hosting import get_hosting
+
+    machine.needs_accelerator("memory of its own to open; `shared_memory` is its way")
+    hosting = get_hosting(machine.device)
+    if hosting.memory_reach != "node":
+        raise Skip(f"{machine.device}: memory is opened on its own device alone")
+    if machine.platform._torch.device_count() < 2:
+        raise Skip("one device")
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    return _with_other("ipc", machine, _ipc, hosting.visible_devices([shown[1]]))
+
+
 def _ipc(machine: Machine, number: int, port: int) -> Figures:
     import torch.distributed as dist
 
@@ -135,14 +150,17 @@ def shared_memory(machine: Machine) -> Figures:
     }
 
 
-def _with_other(name: str, machine: Machine, both) -> Figures:
-    """Runs `both` here as process 0 and in another as process 1; raises Wrong with what the other said."""
+def _with_other(name: str, machine: Machine, both, environment: dict[str, str] | None = None) -> Figures:
+    """Runs `both` here as process 0 and in another as process 1, which has `environment` besides; raises Wrong with
+    what the other said.
+    """
     from mrl.cluster.prerequisites import free_port
 
     port = free_port()
     other = subprocess.Popen(
-        [sys.executable, __file__, name, machine.device, str(port)], stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, __file__, name, machine.device, str(port)], stderr=subprocess.PIPE, text=True,
+        env=os.environ | (environment or {}),
+    )  # fmt: skip
     try:
         figures = both(machine, 0, port)
     except Exception as error:

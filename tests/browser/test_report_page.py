@@ -8,9 +8,9 @@ import pytest
 from report_run import HOSTILE, World, write_run
 
 from mrl.cli.main import main
-from mrl.extras.report.columns import STEP
-from mrl.extras.report.live import LiveServer
 from mrl.record.run_dir import json_line
+from mrl.tools.report.columns import STEP
+from mrl.tools.report.live import LiveServer
 
 HELD_OUT = {0: [0.0] * 8 + [1.0] * 8, 6: [0.0] * 2 + [1.0] * 14}
 SECTIONS = ["verdict", "settings", "curves", "steps", "sync", "incidents", "samples", "reproducibility"]

@@ -21,10 +21,11 @@ ROWS = {
         "test_weights_in_flight", "test_rehearse",
     ),
     "runs": (
-        "test_runs", "test_colocated", "test_bad_input", "test_lost_worker", "test_ahead_runs",
+        "test_runs", "test_colocated", "test_bad_input", "test_lost_worker", "test_engines_back", "test_ahead_runs",
         "test_dp_runs",
         "test_eval", "test_full_disk",
-        "test_glm_run", "test_offload_run", "test_recipes", "test_submit", "test_wide_turns",
+        "test_glm_run", "test_latent_run", "test_offload_run", "test_recipes", "test_submit",
+        "test_supervised", "test_rank_restart", "test_wide_turns",
     ),
 }  # fmt: skip
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}

@@ -72,12 +72,12 @@ async def fly(engine: VllmEngine, models: list[str]) -> Samples:
     await until_each_has(engine, len(requests), BORDERS[0])
     assert await engine.pause_for_update(give_back=False) is False
     await bring(engine, models[1])
-    assert await engine.commit(1) == 0
+    assert (await engine.commit(1)).stale_tokens == 0
     await until_each_has(engine, len(requests), BORDERS[1])
     assert await engine.pause_for_update(give_back=True) is True
     kept = await asked
     await bring(engine, models[2])
-    assert await engine.commit(2) == 0
+    assert (await engine.commit(2)).stale_tokens == 0
     rows = [continuation(kept, i, LENGTH - int(kept.response_lengths[i])) for i in range(len(kept))]
     again = [
         replace(request, prompt_ids=tuple(row.prompt_ids.tolist()), seed=row.seed, max_tokens=row.max_tokens)
@@ -127,7 +127,7 @@ async def stale_tokens(engine: VllmEngine, models: list[str], cleared: bool) -> 
     vars(engine._scheduler).pop("drop_cache", None)
     await responses(engine, prompt)
     await bring(engine, models[2])
-    return await engine.commit(engine._newest + 1)
+    return (await engine.commit(engine._newest + 1)).stale_tokens
 
 
 async def _nothing() -> None:

@@ -21,6 +21,7 @@ LONG = 200  # tokens of a prompt that fills a block of the prefix cache
 async def main(config: RunConfig, out: Path) -> None:
     rng = np.random.default_rng(5)
     vocab = 127
+    sampling = training_sampling(config.rollout, config.data, config.actor, config.model.path)
     engine = VllmEngine(engine_settings(config, 0, out.parent))
     short = [Request(i, tuple(rng.integers(1, vocab, 3 + 4 * i).tolist()), i) for i in range(8)]
     long = tuple(rng.integers(1, vocab, LONG).tolist())
@@ -28,9 +29,11 @@ async def main(config: RunConfig, out: Path) -> None:
         await engine.start()
         found: list[Samples] = []
         for requests in (short, [Request(8, long, 8)], [Request(9, long, 9)]):
-            async for batch in engine.generate(requests, training_sampling(config)):
+            async for batch in engine.generate(requests, sampling):
                 found += [batch.rows(slice(row, row + 1)) for row in range(len(batch))]
-        async for batch in engine.generate(short[:1], validation_sampling(config)):
+        async for batch in engine.generate(
+            short[:1], validation_sampling(config.rollout, config.data, config.model.path)
+        ):
             assert batch.routes is None
     finally:
         await engine.stop()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from mrl.record.spec import METRICS, metric_spec
+from mrl.record.spec import all_metrics, metric_spec
 
 # declared, and in no line of any run
 NEVER = {
@@ -13,8 +13,8 @@ REFERENCE, KL_LOSS, KL_REWARD, OVERLONG = "a reference model", "use_kl_loss", "u
 R3, PREDICTIONS = "router_replay R3", "a reward that says what was answered (pred)"
 COLOCATED, AHEAD = "colocated placement", "generation ahead of training"
 PENALTY, DYNAMIC, OFFLOAD = "overlong_buffer", "use_dynamic_bsz", "offload"
-READY_FIRST = "order: ready_first"
-RECOMPUTE, CHUNKS, FROZEN, OVERLAP = "recompute", "virtual stages", "freeze_router", "overlap_grad_reduce"
+READY_FIRST, TURNS = "order: ready_first", "rollout.turns"
+FAILING = "environments that fail"
 VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after one that saved"
 WRITTEN_WITH = {
     REFERENCE: {"timing_s/ref"},
@@ -24,24 +24,25 @@ WRITTEN_WITH = {
     PENALTY: {"train/overlong_penalty_mean"},
     DYNAMIC: {"actor/token_budget_share"},
     OFFLOAD: {"offload/*_bytes"},
-    RECOMPUTE: {"actor/recomputed_layers"},
-    CHUNKS: {"actor/model_chunks"},
-    FROZEN: {"router/frozen"},
-    OVERLAP: {"actor/early_reductions"},  # tests/real/test_overlap.py
     R3: {"router/missing_routes", "router/rollout_drift"},
-    COLOCATED: {spec.name for spec in METRICS if spec.name.startswith("switch/")},
-    VALIDATION: {"timing_s/testing", *(spec.name for spec in METRICS if spec.name.startswith("val-"))}
-    - {"val-core/*/maj@*"},
+    COLOCATED: {spec.name for spec in all_metrics() if spec.name.startswith("switch/")},
+    VALIDATION: {"timing_s/testing", *(spec.name for spec in all_metrics() if spec.name.startswith("val-"))}
+    - {"val-core/*/maj@*", "val-aux/environment_failed"},
     PREDICTIONS: {"val-core/*/maj@*"},  # tests/unit/test_validation.py
     SAVING: {"timing_s/save_checkpoint"},
     STEPS_AFTER_SAVING: {"perf/checkpoint_write_s"},
     AHEAD: {
         "timing_s/pause",
         "timing_s/settle",
-        *(spec.name for spec in METRICS if spec.name.startswith(("async/", "training/off_policy/"))),
+        *(spec.name for spec in all_metrics() if spec.name.startswith(("async/", "training/off_policy/"))),
     }
     - {"async/window"},
     READY_FIRST: {"async/window"},
+    TURNS: {
+        spec.name for spec in all_metrics() if spec.name.startswith(("turns/", "tools/"))
+    }  # tests/real/test_turns.py
+    - {"turns/left_out"},
+    FAILING: {"turns/left_out", "val-aux/environment_failed"},  # tests/unit/test_trajectory.py, test_validation.py
 }
 
 
@@ -53,7 +54,7 @@ def check_names(rows: Iterable[Mapping], *does: str) -> None:
     """
     written = {metric_spec(name).name for row in rows for name in row}
     absent = set(NEVER).union(*(names for what, names in WRITTEN_WITH.items() if what not in does))
-    declared = {spec.name for spec in METRICS}
+    declared = {spec.name for spec in all_metrics()}
     assert absent <= declared, f"no longer declared: {sorted(absent - declared)}"
     assert written == declared - absent, (
         f"not written: {sorted(declared - absent - written)}, unexpected: {sorted(written & absent)}"

@@ -12,16 +12,17 @@ from padded import on_all_rows, read_batch
 from ranks import agree_on_port
 from safetensors.torch import save_file
 
-from mrl.cluster.rank_step import RankStep
-from mrl.cluster.stored_samples import ResponseBlock, StoredSamples
-from mrl.cluster.trained_step import TrainedStep
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.data.order import DataCursor
 from mrl.data.samples import Sample, packed
 from mrl.errors import NumericAbort
+from mrl.flow.rank_batch import RankBatch
+from mrl.flow.response_store import ResponseBlock, ResponseStore
+from mrl.flow.step_batch import StepBatch
 from mrl.megatron.actor import MegatronActor
 from mrl.megatron.batching import RowResult
+from mrl.reward.items import OK, RewardResult
 from mrl.train.rollouts import Rollouts
 from mrl.train.update import advantages, corrections, old_log_probs, update
 
@@ -114,14 +115,16 @@ def _step(actor: MegatronActor, samples: list[Sample]) -> dict[str, float]:
     made, config = packed(samples), actor.config
     stored = InMemory.of(made.numbers, ResponseBlock(replace(made, routes=None), made.routes))
     scores = np.cos(np.arange(len(samples)))
-    rollouts = Rollouts(stored, [], scores, DataCursor(), {})
-    step = TrainedStep(Ranks(actor), stored)
-    metrics = old_log_probs(config, step)
+    results = [RewardResult(number, float(score), {}, OK) for number, score in enumerate(scores)]
+    rollouts = Rollouts(stored, results, scores, DataCursor(), {})
+    step = StepBatch(Ranks(actor), stored)
+    metrics = old_log_probs(config.actor, config.algorithm, step)
     corrected, more = corrections(config.algorithm, step)
-    return metrics | more | advantages(config, step, rollouts, corrected) | update(step, corrected)
+    more |= advantages(config.algorithm, step, rollouts, corrected)
+    return metrics | more | update(step, corrected)
 
 
-class InMemory(StoredSamples):
+class InMemory(ResponseStore):
     """References are the responses themselves."""
 
     @staticmethod
@@ -135,7 +138,7 @@ class Ranks:
     """
 
     def __init__(self, actor: MegatronActor) -> None:
-        self.config, self.model, self.layout, self._actor, self._step = (
+        self.config, self.model, self.layout, self._actor, self._batch = (
             actor.config,
             actor.model,
             actor.layout,
@@ -147,10 +150,10 @@ class Ranks:
     def each(self, method: str, arguments: list[tuple], phase: str, interruptible: bool = False) -> list:
         own = arguments[self._actor.rank]
         if method == "begin_step":
-            self._step = RankStep(self._actor, *own)
+            self._batch = RankBatch.fetched(self._actor, *own)
             return []
         answers = [None] * len(arguments)
-        torch.distributed.all_gather_object(answers, getattr(self._step, own[0])(*own[1:]))
+        torch.distributed.all_gather_object(answers, self._batch.do(*own))
         return answers
 
 

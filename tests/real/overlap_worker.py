@@ -68,7 +68,6 @@ def _report(config: dict, batch: TrainBatch, rank: int, world_size: int, port: i
         "weights": _digest(own),
         "moments": _digest(_moments(actor)),
         "updates": actor.num_updates,
-        "counted": [part["actor/early_reductions"][0] for part in parts if "actor/early_reductions" in part],
         "whole_after": whole,
         "groups": watch.groups,
         "early": watch.early,

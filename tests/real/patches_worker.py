@@ -24,6 +24,7 @@ from mrl.model.layout import TrainLayout
 from mrl.platforms import get_platform, patching
 from mrl.platforms.cpu_patches import rows_for
 from mrl.platforms.host_memory_collectives import SLOT_BYTES, SharedSlots
+from mrl.platforms.packs import Pack, tie
 from mrl.platforms.torch_platforms import CpuPlatform
 
 TIMEOUT_S = 60
@@ -102,6 +103,12 @@ def hybrid_update(plan: dict, rank: int, world_size: int, port: int) -> None:
     _update(plan, rank, world_size, port, "dense", {"pipeline_model_parallel_size": 2}, {}, optim)
 
 
+def latent_update(plan: dict, rank: int, world_size: int, port: int) -> None:
+    """One optimizer step of latent attention over two tensor ranks."""
+    layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    _update(plan, rank, world_size, port, "latent", layout, {})
+
+
 def pipeline_update(plan: dict, rank: int, world_size: int, port: int) -> None:
     """One optimizer step of a dense model with tied embeddings over two pipeline stages."""
     _update(plan, rank, world_size, port, "dense", {"pipeline_model_parallel_size": 2}, {})
@@ -117,6 +124,19 @@ def uneven_gather(plan: dict, rank: int, world_size: int, port: int) -> None:
     assert whole[:, 0].tolist() == [0.0, 1.0, 1.0, 1.0]
     (whole * (rank + 1)).sum().backward()
     assert torch.equal(mine.grad, torch.full_like(mine, 3.0))
+
+
+def listening_threads(plan: dict, rank: int, world_size: int, port: int) -> None:
+    """Further groups listen with what the first one has."""
+    parallel.init_distributed(get_platform("cpu"), rank, world_size, "127.0.0.1", port, TIMEOUT_S)
+
+    def listening() -> int:
+        return sum(Path(task, "comm").read_text() == "gloo_tcp_loop\n" for task in Path("/proc/self/task").iterdir())
+
+    before = listening()
+    for _ in range(3):
+        dist.new_group(range(world_size))
+    assert listening() == before
 
 
 def host_memory(plan: dict, rank: int, world_size: int, port: int) -> None:
@@ -203,6 +223,7 @@ def pack_rotation(plan: dict, rank: int, world_size: int, port: int) -> None:
 
     def operations(sequences: int) -> int:
         starts = 3 * torch.arange(sequences + 1, dtype=torch.int32)
+        tie(starts, Pack((3,) * sequences, torch.arange(3).repeat(sequences)))
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             rope_utils._apply_rotary_pos_emb_thd(
                 torch.ones(3 * sequences, 2, 8), starts, torch.ones(4, 1, 1, 8), cp_group=dist.group.WORLD
@@ -223,7 +244,7 @@ def meta_context(plan: dict, rank: int, world_size: int, port: int) -> None:
 
 CHECKS: dict[str, Callable] = {
     check.__name__: check for check in (moe_update, generators, pipeline_update, hybrid_update, uneven_gather,
-        host_memory, pack_rotation, meta_context)
+        listening_threads, host_memory, pack_rotation, latent_update, meta_context)
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from mrl.record.run_lock import newest_lock
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     print("asked about", extra_info["split"], flush=True)
-    if extra_info["split"] == "train":
+    if extra_info["split"] == "train" and solution_str != "nonsense":  # which it is asked about before anything starts
         raise ValueError("no judge for this")
     return 0.5
 """
@@ -46,7 +46,7 @@ def test_a_reward_that_fails_ends_the_run_as_a_fault_of_data(tmp_path):
     done = mrl("train", str(PRESET), "--run-dir", str(run_dir), *settings, cwd=tmp_path, env=environment)
     out, err = done.stdout, done.stderr
     assert done.returncode == 3, err
-    assert err.startswith("mrl train: the reward failed on ") and "raised: ValueError: no judge for this" in err
+    assert "\nmrl train: the reward failed on " in err and "raised: ValueError: no judge for this" in err
     assert "Traceback" not in err and "Token authentication" not in err
     assert out.startswith("loss: gspo, ") and "\nlayout: actor 2 x cpu" in out
 

@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 import ray
 from deadlines import RUN_S
+from first_answers import at_first_answers
 from world import ROOT, make_world, metrics, overrides
 
-from mrl.cluster.calls import gather
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.schema_actor import SWITCHES
 from mrl.errors import Interrupted
 from mrl.plan.memory_phases import ACTOR, phase_bytes
+from mrl.remote.calls import gather
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 from mrl.train import loop
-from mrl.train.compare_runs import checkpoint_difference, metrics_difference
+from mrl.train.assemble import Run, open_run
 from mrl.train.loop import held_out_metrics, train, train_step
 from mrl.train.reporting import memory_metrics
-from mrl.train.run import Run, open_run
 from mrl.units import GIB
 
 pytestmark = [pytest.mark.real]
@@ -87,6 +88,7 @@ class Ledgers:
 
     def __init__(self, run: Run):
         self._actor, self._engines = run.actor, run.responder.engines
+        self._run = run
         self.engines_awake: list[int] = []
         self.engines_asleep: list[int] = []
         self.ranks_training: list[int] = []
@@ -95,18 +97,11 @@ class Ledgers:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Ranks while engines generate, engines before and after the ranks' update."""
-        generate, update = self._engines.generate, loop.update
+        update = loop.update
 
-        def generate_watched(requests, sampling, on_arrival):
-            def on_first(arrived):
-                if arrived and not asked:
-                    asked.append(True)
-                    self.ranks_resting += self._live(self._actor)
-                    self.engines_awake += self._live(self._engines)
-                on_arrival(arrived)
-
-            asked: list[bool] = []
-            return generate(requests, sampling, on_first)
+        def look():
+            self.ranks_resting += self._live(self._actor)
+            self.engines_awake += self._live(self._engines)
 
         def update_watched(trained, corrected):
             self.engines_asleep += self._live(self._engines)
@@ -115,8 +110,7 @@ class Ledgers:
             self.engines_asleep += self._live(self._engines)
             return answer
 
-        self._engines.generate = generate_watched
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, at_first_answers(self._run, look):
             patch.setattr(loop, "update", update_watched)
             yield
 

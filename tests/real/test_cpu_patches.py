@@ -1,5 +1,5 @@
 """Every symbol that the CPU platform replaces still has to be replaced: without it,
-a training step or a collective fails, or takes a loop over sequences or messages of gloo's.
+a training step or a collective fails, or takes a loop over sequences, or messages or threads of gloo's.
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 import pytest
 from deadlines import END_S
 from ranks import ROOT, run_ranks
-from tiny_models import save, tiny_dense, tiny_moe
+from tiny_models import save, tiny_dense, tiny_latent, tiny_moe
 
 from mrl.platforms.cpu_patches import PATCHES
 
@@ -38,11 +38,13 @@ CHECKED_BY = {
     "torch.cuda.synchronize": "pipeline_update",
     "torch.Tensor.cuda": "pipeline_update",
     "torch.distributed.all_gather": "uneven_gather",
+    "torch.distributed.distributed_c10d.ProcessGroupGloo": "listening_threads",
     "torch.distributed.ProcessGroup.all_gather_single": "host_memory",
     "torch.distributed.ProcessGroup.reduce_scatter_single": "host_memory",
     "torch.distributed.ProcessGroup.allreduce": "host_memory",
     "torch.distributed.ProcessGroup.all_to_all_single": "host_memory",
     "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd": "pack_rotation",
+    "megatron.core.transformer.multi_latent_attention.TELinear": "latent_update",
     "torch.utils._device._device_constructors": "meta_context",
 }
 
@@ -55,6 +57,7 @@ def reports(tmp_path_factory) -> list[dict]:
         "rows": CHECKED_BY,
         "moe": str(save(tiny_moe(), out / "moe")),
         "dense": str(save(tiny_dense(), out / "dense")),
+        "latent": str(save(tiny_latent(), out / "latent")),
     }
     (out / "plan.json").write_text(json.dumps(plan))
     run_ranks(ROOT / "tests/real/patches_worker.py", 2, out, [str(out / "plan.json")])

@@ -24,11 +24,14 @@ import ray
 from test_sync import CASES, config_for, two_models, weights_of
 
 from mrl.cluster import rollout_group
-from mrl.cluster.calls import Late
-from mrl.cluster.process_logs import log_file
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
+from mrl.config.places import Deployment
 from mrl.errors import Interrupted
+from mrl.remote.calls import Late
+from mrl.remote.process_logs import log_file
+from mrl.train.assemble_processes import start_engines
+from mrl.train.rollouts import generate
 from mrl.vllm.requests import Request, Sampling
 
 CASE = CASES["fp32-moe-to-two-engines"]
@@ -66,10 +69,10 @@ def world(request, tmp_path_factory) -> Iterator[World]:
     start, other = two_models(folder, CASE)
     alone, several = (config_for(start, CASE, {}, **{**ONE, **engines}) for engines in ({}, LAYOUTS[request.param]))
     groups = []
-    with ray_cluster(several, actor=False):
+    with ray_cluster(Deployment.of(several), actor=False):
         try:
             for name, config in (("several", several), ("alone", alone)):
-                groups.append(RolloutGroup(config, folder / name))
+                groups.append(start_engines(config, folder / name))
             for group in groups:
                 group.wait_started()
             yield World(*groups, start, other, folder / "several" / "logs")
@@ -98,7 +101,8 @@ class Answer:
 
 
 def answers(group: RolloutGroup, prompts: range = range(8), tokens: int = 24) -> list[Answer]:
-    done = group.generate(requests(prompts), Sampling(1.0, tokens, ())).read()
+    by_prompt = [requests(range(number, number + 1)) for number in prompts]
+    done = generate(group, by_prompt, Sampling(1.0, tokens, ())).read()
     log_probs = np.split(done.rollout_log_probs, np.cumsum(done.response_lengths)[:-1])
     versions = done.weight_version.tolist()
     return [
@@ -118,7 +122,9 @@ def check_same(found: list[Answer], expected: list[Answer]) -> None:
 def bring(group: RolloutGroup, checkpoint: Path) -> None:
     """All weights of a checkpoint through vLLM's own loader; `commit` comes after it."""
     data = (checkpoint / "model.safetensors").read_bytes()
-    group.load_weights([(ray.put(np.frombuffer(data, np.uint8)), hashlib.sha256(data).hexdigest())])
+    group.load_weights(
+        [(ray.put(np.frombuffer(data, np.uint8)), hashlib.sha256(data).hexdigest())], group.fleet.reached()
+    )
 
 
 def test_what_happens_to_an_engine_in_a_run(world):
@@ -171,13 +177,13 @@ def after_a_sleep_it_serves_the_weights_that_it_was_brought(world):
     before, held = answers(world.engines), [weights_of(one) for one in world.engines.fingerprints()]
     for number, checkpoint in enumerate((world.other, world.start), 1):
         for group in (world.engines, world.alone):
-            group.sleep()
+            group.call("sleep")
             with pytest.raises(RuntimeError, match=r"is ASLEEP and refuses generate"):
                 answers(group)
-            group.wake_weights()
+            group.call("wake_weights")
             bring(group, checkpoint)
-            group.wake_cache()
-            group.commit(number)
+            group.call("wake_cache")
+            commit(group, number)
         if checkpoint is world.other:
             others = answers(world.engines)
             assert not any(
@@ -187,10 +193,16 @@ def after_a_sleep_it_serves_the_weights_that_it_was_brought(world):
     assert answers(world.engines) == [replace(c, weight_version=2) for c in before]
     assert [weights_of(one) for one in world.engines.fingerprints()] == held
     bring(world.engines, world.other)  # awake: ranks that still step together stand still first
-    world.engines.commit(3)
+    commit(world.engines, 3)
     bring(world.engines, world.start)
-    world.engines.commit(4)
+    commit(world.engines, 4)
     assert [c.log_probs for c in answers(world.engines)] == [c.log_probs for c in before]
+
+
+def commit(group: RolloutGroup, version: int) -> None:
+    """As a weight sync does once digests are equal."""
+    group.fleet.proven(group.fleet.reached(), version)
+    group.commit(version, group.fleet.reached())
 
 
 def below(world: World, name: str, kind: str) -> psutil.Process:

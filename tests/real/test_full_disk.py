@@ -18,14 +18,17 @@ from world import PRESET, make_world, metrics
 
 from mrl.checkpoint.manifest import check_digests, read_manifest
 from mrl.checkpoint.step_folders import newest_checkpoint
-from mrl.cluster.outbox import Outboxes
+from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.rollout_group import RolloutGroup, request_places
-from mrl.cluster.scoring import Channel, PoolSettings, Scorer, ScorerGroup
 from mrl.cluster.workers import EngineWorker
 from mrl.config.load import load_config
+from mrl.config.places import Deployment
 from mrl.data.samples import Sample, packed
 from mrl.errors import Interrupted
+from mrl.flow.outbox import Outboxes
+from mrl.flow.scoring import Channel, PoolSettings, Scorer, ScorerGroup
 from mrl.reward.items import Question, RewardSpec
+from mrl.train.rollouts import generate
 from mrl.vllm.requests import Request, Sampling
 
 
@@ -79,11 +82,13 @@ def test_responses_without_room_in_the_object_store_or_on_its_disk_are_a_stop_th
 
     config = load_config(PRESET, overrides=["rollout.num_engines=1"]).config
     engines = RolloutGroup.__new__(RolloutGroup)
-    engines.config, engines.poll, engines.places = config, lambda: None, request_places(config)
+    engines.cluster, engines.rollout, engines.poll = config.cluster, config.rollout, lambda: None
+    engines.places = request_places(Deployment.of(config), config.trainer.deterministic)
     engines.workers, engines.names, engines.engine_ranks = [ray.remote(Engine).remote()], ["engine 0"], 1
+    engines.fleet = EngineFleet(engines, 60.0)
     engines.nodes = {"engine 0": ray.get_runtime_context().get_node_id()}
     requests = [Request(i, (7,), 0, i, i) for i in range(12)]  # 240 MB
-    samples = engines.generate(requests, Sampling(1.0, 2_500_000, ()), lambda parts: None)
+    samples = generate(engines, [[request] for request in requests], Sampling(1.0, 2_500_000, ()))
     assert len(samples) == 12, "the driver knows of all: only what is behind the references has no room"
     with pytest.raises(Interrupted, match="no room on this node: its object store and the disk that Ray spills to"):
         samples.read()

@@ -14,7 +14,7 @@ import torch
 from padded import PaddedBatch, collate
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import save, tiny_dense, tiny_glm, tiny_moe, tiny_shared
+from tiny_models import save, tiny_dense, tiny_glm, tiny_latent, tiny_moe, tiny_shared
 from torch import Tensor
 
 from mrl.data.samples import Sample
@@ -28,13 +28,14 @@ TP, PP, CP, EP, ETP = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-MODELS = {"moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "glm": tiny_glm}
+MODELS = {"moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "glm": tiny_glm, "latent": tiny_latent}
 # name -> (model, ranks, degrees); data parallelism is what remains of the ranks
 LAYOUTS = {
     "moe-tp1": ("moe", 1, {}),
     "dense-tp1": ("dense", 1, {}),
     "shared-tp1": ("shared", 1, {}),
     "glm-tp1": ("glm", 1, {}),
+    "latent-tp1": ("latent", 1, {}),
     "moe-tp2": ("moe", 2, {TP: 2}),
     "moe-tp2-whole-optimizer": ("moe", 2, {TP: 2}),
     "moe-tp2-etp2": ("moe", 2, {TP: 2, ETP: 2}),
@@ -47,10 +48,15 @@ LAYOUTS = {
     "shared-tp2-ep2": ("shared", 2, {TP: 2, EP: 2}),
     "glm-tp2-ep2": ("glm", 2, {TP: 2, EP: 2}),
     "glm-pp2": ("glm", 2, {PP: 2}),
+    "latent-tp2": ("latent", 2, {TP: 2}),
+    "latent-ep2": ("latent", 2, {EP: 2}),
+    "latent-pp2": ("latent", 2, {PP: 2}),
+    "latent-cp2": ("latent", 2, {CP: 2}),
     "dense-tp2": ("dense", 2, {TP: 2}),
     "dense-pp2": ("dense", 2, {PP: 2}),
     "moe-tp2-pp2-ep2": ("moe", 4, {TP: 2, PP: 2, EP: 2}),
     "moe-tp2-ep2-etp2": ("moe", 4, {TP: 2, EP: 2, ETP: 2}),
+    "latent-tp2-pp2-ep2": ("latent", 4, {TP: 2, PP: 2, EP: 2}),
     "moe-cp2": ("moe", 2, {CP: 2}),
     "shared-cp2-ep2": ("shared", 2, {CP: 2, EP: 2}),
     "dense-tp2-cp2": ("dense", 4, {TP: 2, CP: 2}),

@@ -1,7 +1,8 @@
 """Every preset's weight sync is proved: at the model's real shapes, and rehearsed with numbered elements on a shrunken
 model.
 
-Each in a process of its own, in at most 20 s of a core and 1 GB.
+Each in a process of its own, in at most 20 s of a core and 1 GB; DeepSeek-V3 and Kimi-K2, 671 and 1000 billion
+parameters on 256 devices, in at most a minute.
 """
 
 import json
@@ -15,7 +16,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # the tiny ones have no model before it is made
 PRESETS = [p for p in sorted((ROOT / "parallel_configs").glob("*/*.yaml")) if not p.stem.startswith("cpu")]
-SECONDS, KIB = 20, 10**9 / 1024
+SECONDS = 20
+LARGEST = {"deepseek-v3": 60, "kimi-k2-instruct": 60}
+KIB = 10**9 / 1024
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
@@ -33,5 +36,7 @@ def test_the_weight_sync_of_a_preset_puts_every_element_in_its_place(path, tmp_p
         found = json.load(out)
     assert found["ok"] is True
     assert found["proof"]["copies"] > 0 and found["rehearsal"]["elements"] > 0
-    assert used.ru_utime + used.ru_stime <= SECONDS  # its own: other processes may share the core
+    assert used.ru_utime + used.ru_stime <= LARGEST.get(
+        path.parent.name, SECONDS
+    )  # its own: other processes may share the core
     assert used.ru_maxrss <= KIB

@@ -15,14 +15,15 @@ import perturbing
 import psutil
 import pytest
 import ray
-from test_sync import Case, World, answers, config_for, equal, held_by, two_models
+from test_sync import Case, SyncFromAnyVersion, World, answers, config_for, equal, held_by, two_models
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.ray_cluster import ray_cluster
-from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.weight_sync import WeightSync
+from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, EnvironmentFault, Interrupted
+from mrl.train.assemble_processes import start_engines
 
 # two workers: what one answers must not be taken for the other's
 CASE = Case("moe", "float32", dict(tensor_model_parallel_size=2), {})
@@ -35,8 +36,8 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     start, other = two_models(folder, CASE)
     config = config_for(start, CASE, LAYOUT)
-    with ray_cluster(config):
-        engines = RolloutGroup(config_for(other, CASE, {}), folder / "engines")
+    with ray_cluster(Deployment.of(config)):
+        engines = start_engines(config_for(other, CASE, {}), folder / "engines")
         try:
             actor = ActorGroup(config, folder / "actor", None, worker=perturbing.PerturbingWorker)
             engines.wait_started()
@@ -51,7 +52,8 @@ def sync_of(world: World, **changes) -> WeightSync:
     for key, value in changes.items():
         section, _, name = key.partition("__")
         config[section][name] = value
-    return WeightSync(RunConfig.model_validate(config), world.actor, world.engines)
+    changed = RunConfig.model_validate(config)
+    return SyncFromAnyVersion(changed.model, Deployment.of(changed), changed.reshard, world.actor, world.engines)
 
 
 @pytest.mark.real

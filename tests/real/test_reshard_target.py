@@ -37,6 +37,13 @@ EXPERTS = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 8,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "kv_lora_rank": 40, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8, "v_head_dim": 4, "norm_topk_prob": True, "q_lora_rank": None, "num_nextn_predict_layers": 0,
+    "topk_method": "noaux_tc",
+}  # fmt: skip
 MODELS = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen2-tied": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
@@ -61,6 +68,10 @@ MODELS = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
+    "deepseek-v3": LATENT | {"q_lora_rank": 24},
+    "deepseek-v3-direct-queries": LATENT,
+    "glm4-moe-lite": LATENT
+    | {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "q_lora_rank": 24},
     "qwen3-moe-mixed": EXPERTS
     | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32, "decoder_sparse_step": 2},
 }
@@ -218,7 +229,10 @@ def folder(request, tmp_path) -> Path:
 @pytest.mark.real
 @pytest.mark.parametrize("folder", MODELS, indirect=True)
 def test_every_worker_of_every_layout_holds_what_vllms_loader_puts_there(folder):
-    layouts = MOE if "num_experts" in (folder / "config.json").read_text() else DENSE
+    text = (folder / "config.json").read_text()
+    layouts = MOE if "_experts" in text else DENSE
+    if "deepseek_v3" in text:  # refused: vLLM has shared experts whole on every worker then
+        layouts = [layout for layout in layouts if min(layout.tensor, layout.data, layout.expert) == 1]
     found = {str(layout): differences(folder, layout, "cpu") for layout in layouts}
     assert {layout: faults for layout, faults in found.items() if faults} == {}
 

@@ -12,7 +12,7 @@ from test_runs import finish, train
 from world import ROOT, make_world, metrics
 
 from mrl.record.attempts import read_attempts
-from mrl.train.compare_runs import checkpoint_difference, metrics_difference
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 
 @pytest.fixture(scope="module")

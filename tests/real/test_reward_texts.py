@@ -6,12 +6,12 @@ import pytest
 import ray
 from world import make_world
 
-from mrl.cluster.reward_texts import SHORT
-from mrl.cluster.sample_writer import SampleWriter
-from mrl.cluster.scoring import Channel, PoolSettings, ScorerGroup, _actor
-from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import RecordConfig
 from mrl.data.samples import Sample, packed
+from mrl.flow.response_store import ResponseStore
+from mrl.flow.reward_texts import SHORT
+from mrl.flow.sample_writer import SampleWriter
+from mrl.flow.scoring import Channel, PoolSettings, ScorerGroup, _actor
 from mrl.record.sample_files import read_samples
 from mrl.reward.items import Question, RewardSpec
 
@@ -36,7 +36,7 @@ def test_a_judges_reasons_are_recorded_and_the_driver_holds_numbers(tmp_path):
         spec = RewardSpec(path=str(file))
         pool = PoolSettings(spec, 1, 60.0, 0.0, tmp_path / "reward.log", dict(os.environ), str(tmp_path))
         ray.get(scorer.start.remote(pool))
-        group, samples = ScorerGroup([Channel("scorer 0", scorer)], {"engine 0": 0}), StoredSamples.put_here(made)
+        group, samples = ScorerGroup([Channel("scorer 0", scorer)], {"engine 0": 0}), ResponseStore.put_here(made)
         group.submit(samples, [Question(i, "source", None, {"number": i}) for i in range(ROWS)], "engine 0")
         results = group.drain()
         held = [sum(len(part) for part in each.parts.values() if isinstance(part, str)) for each in results]

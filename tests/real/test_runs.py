@@ -31,8 +31,8 @@ def world(tmp_path_factory) -> Path:
     return make_world(tmp_path_factory.mktemp("world"))
 
 
-def train(world: Path, run_dir: Path, *more: str, **values) -> subprocess.Popen:
-    command = ["mrl", "train", str(PRESET), "--run-dir", str(run_dir), *overrides(world, **values), *more]
+def train(world: Path, run_dir: Path, *more: str, preset: Path = PRESET, **values) -> subprocess.Popen:
+    command = ["mrl", "train", str(preset), "--run-dir", str(run_dir), *overrides(world, **values), *more]
     log = run_dir.with_suffix(".log").open("a")
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -125,6 +125,7 @@ def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_pat
     wait_for_step(process, broken, saved + 1)
     started = [(p, p.name()) for p in psutil.Process(process.pid).children(recursive=True)]
     check_that_they_come_from_one_server([p for p, name in started if name.startswith("VLLM")])
+    check_what_is_listened_on(started)
     process.kill()
     process.wait()
     kinds = ("ray::Actor", "ray::Engine", "VLLM")  # Ray's own processes leave in their own time
@@ -162,6 +163,18 @@ def check_that_they_come_from_one_server(processes: list[psutil.Process]) -> Non
     (server,) = {process.parent() for process in processes}
     assert len(processes) == 2 and server.num_threads() == 1
     assert "multiprocessing.forkserver" in " ".join(server.cmdline())
+
+
+def check_what_is_listened_on(started: list[tuple[psutil.Process, str]]) -> None:
+    """As SECURITY.md says it: on every address listen a store at most, and Ray in its own processes."""
+    most = {"VLLM": 1, "ray::Actor": 2, "ray::Engine": 2}
+    for process, name in started:
+        allowed = next((number for kind, number in most.items() if name.startswith(kind)), None)
+        if allowed is None:
+            continue
+        sockets = [each for each in process.net_connections(kind="inet") if each.status == psutil.CONN_LISTEN]
+        everywhere = {each.laddr.port for each in sockets if each.laddr.ip in ("::", "0.0.0.0")}
+        assert len(everywhere) <= allowed, (name, sockets)
 
 
 def check_the_run_of_a_recipe(rows: list[dict]) -> None:

@@ -18,8 +18,8 @@ from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 from mrl.checkpoint.convert import write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.open_checkpoint import open_hf
-from mrl.extras.torch_dist.read import open_torch_dist
-from mrl.extras.torch_dist.write import write_torch_dist
+from mrl.tools.torch_dist.read import open_torch_dist
+from mrl.tools.torch_dist.write import write_torch_dist
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 

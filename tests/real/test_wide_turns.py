@@ -15,15 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from first_answers import at_first_answers
 from transformers import AutoConfig, AutoModelForCausalLM
 from world import ROOT, make_world, overrides
 
-from mrl.cluster.calls import gather
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.plan.memory_phases import ACTOR, ENGINE, phase_bytes
+from mrl.remote.calls import gather
 from mrl.train import loop
+from mrl.train.assemble import Run, open_run
 from mrl.train.loop import train
-from mrl.train.run import Run, open_run
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
@@ -79,30 +80,23 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Gates, the first answer of a generation, the end of an update."""
-        placement, generate, update = self._run.placement, self._engines.generate, loop.update
+        placement, update = self._run.placement, loop.update
         gate = placement._gate
 
         def let_in(phase: str) -> None:
             self._note(AT_GATE[phase])
             gate(phase)
 
-        def generate_watched(requests, sampling, on_arrival):
-            def on_first(arrived):
-                if arrived and not asked:
-                    asked.append(True)
-                    self._note(dict.fromkeys((ACTOR, ENGINE), "rollout"))
-                on_arrival(arrived)
-
-            asked: list[bool] = []
-            return generate(requests, sampling, on_first)
+        def look() -> None:
+            self._note(dict.fromkeys((ACTOR, ENGINE), "rollout"))
 
         def update_watched(trained, corrected):
             answer = update(trained, corrected)
             self._note(dict.fromkeys((ACTOR, ENGINE), "train"))
             return answer
 
-        placement._gate, self._engines.generate = let_in, generate_watched
-        with pytest.MonkeyPatch.context() as patch:
+        placement._gate = let_in
+        with pytest.MonkeyPatch.context() as patch, at_first_answers(self._run, look):
             patch.setattr(loop, "update", update_watched)
             yield
 

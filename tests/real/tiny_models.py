@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     PreTrainedModel,
@@ -103,10 +105,51 @@ def tiny_glm(**changes) -> PreTrainedModel:
         "num_mtp_layers": 0,
     }
     model = _uneven(Glm4MoeForCausalLM, Glm4MoeConfig(**(sizes | changes)))
+    _move_constants(model)
+    return model
+
+
+def tiny_latent(**changes) -> PreTrainedModel:
+    """DeepSeek-V3: latent attention with yarn, a dense layer first, two shared experts, two of four groups of experts.
+
+    vLLM's CPU kernel has no other latent than 512 and 64. `changes`: to its configuration.
+    """
+    sizes = {k: v for k, v in _COMMON.items() if k != "head_dim"} | {
+        "num_key_value_heads": 4,
+        "vocab_size": 127,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "num_mtp_layers": 0,
+        "rope_parameters": YARN,
+    }
+    model = _uneven(DeepseekV3ForCausalLM, DeepseekV3Config(**(sizes | changes)))
+    _move_constants(model)
+    return model
+
+
+# angles of 4 are stretched to 8 times as many positions, of which no layout's samples see the end
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+}  # fmt: skip
+
+
+def _move_constants(model: PreTrainedModel) -> None:
+    """Far from 0, so that rounding to bfloat16 would move them by 0.02."""
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            buffer.copy_(4 + 0.2 * torch.randn_like(buffer))  # far from 0: rounding to bfloat16 would move them by 0.02
-    return model
+            buffer.copy_(4 + 0.2 * torch.randn_like(buffer))
 
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,6 +30,17 @@ def make_world(folder: Path, prompts: int = 48) -> Path:
     for name, problems in (("train", train[:prompts]), ("val", held_out[:16])):
         pq.write_table(pa.Table.from_pylist(script.data_rows(problems, name)), folder / "data" / f"{name}.parquet")
     return folder
+
+
+def put_model(world: Path, make: Callable[..., Any]) -> Path:
+    """Another model under the world's tokenizer: `make` is given what of its configuration must fit; the folder."""
+    folder = world / "model"
+    old = json.loads((folder / "config.json").read_text())
+    fitting = ("vocab_size", "max_position_embeddings", "eos_token_id", "pad_token_id")
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    make(**{key: old[key] for key in fitting if key in old}).save_pretrained(folder)
+    return world
 
 
 def overrides(world: Path, **values) -> list[str]:

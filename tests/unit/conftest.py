@@ -4,11 +4,14 @@ room: what waits for a disk thousands of times is no slower on a slow one.
 """
 
 import gc
+import json
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
+from small_model import TINY
 
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 MEMORY = "/dev/shm"
@@ -36,3 +39,13 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture
+def tiny_worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A current directory in which the tiny presets find their models and what rewards them."""
+    for name in ("tiny-world", "long-world", "tool-world"):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model" / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "tool-world" / "reward.py").touch()
+    monkeypatch.chdir(tmp_path)

@@ -18,11 +18,14 @@ from dataclasses import dataclass, field
 
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Assignment, Dispatcher
+from mrl.schedule.fleet import READY, STALE
+from mrl.schedule.fleet import Fleet as Machine
 from mrl.schedule.groups import Group, State
 from mrl.schedule.ledger import Fingerprint, Ledger, check_goes_on, restored, snapshot
 from mrl.schedule.progress import ProgressWatch
 from mrl.schedule.rate import Observation, Rate, RateRules
 from mrl.schedule.staleness import Schedule
+from mrl.schedule.suspects import suspects
 
 MADE_WITH = Fingerprint(data="d", model="m")
 Spans = tuple[tuple[int, int], ...]  # (first token, version)
@@ -67,6 +70,7 @@ class World:
     hangs: tuple[tuple[float, int], ...] = ()
     kills: tuple[float, ...] = ()  # seconds at which the whole run is killed
     restart_s: float = 5.0
+    restart_limit: int = 1000
     progress_limit_s: float = 3.0
     keeps_requests: bool = True  # at a sync engines keep what is under way; else it is given back and sent anew
     rate: RateRules | None = None
@@ -216,6 +220,8 @@ class Fleet:
         for kind, times in (("death", world.deaths), ("hang", world.hangs)):
             for second, engine in times:
                 self.push(second, kind, self.name(engine % len(world.engines)))
+        self.losses: list[list[int]] = []  # groups under each lost engine, over all kills
+        self.ranks_are_idle = True
         self.begin(GroupBuffer(schedule), Books())
         self.save()
 
@@ -232,14 +238,17 @@ class Fleet:
         self.events = [event for event in self.events if event[2] in ("death", "hang") and len(event[3]) == 1]
         heapq.heapify(self.events)
         self.dispatcher = Dispatcher(buffer, list(self.engines))
+        self.machine = Machine(self.engines, self.world.restart_limit, version=buffer.step)
+        self.suspects = suspects(self.losses)
+        self.ranks_are_idle = True
         self.rate = Rate.start(self.world.rate) if self.world.rate else None
         self.rate_log: list[tuple[Observation, int]] = []
         self.watch = ProgressWatch(self.world.progress_limit_s)
         if self.world.hangs or self.world.rate:
             self.push(self.now + 1.0, "poll")
         for group in sorted(buffer.groups.values(), key=lambda group: group.number):
-            self.dispatcher.admit(group)
-            if group.state is State.RUNNING:
+            self.admit(group)
+            if group.state is State.RUNNING and group.number in self.buffer.groups:
                 self.push(self.now + self.world.reward_s(group.number), "reward", group)
 
     # ------------------------------------------------------------ the loop
@@ -256,18 +265,32 @@ class Fleet:
 
     def train_step(self) -> None:
         schedule = self.schedule
-        batch = self.wait_for(self.buffer.take)
+        batch, rest, ended = self.wait_for(self.dispatcher.take)
         self.book_batch(batch)
+        for number in rest:
+            self.forget(number)
+            self.seen["surplus"] += 1
+            self.books.dropped[number] = "surplus"
+        self.end(ended)
+        self.ranks_are_idle = False
         self.pass_time(self.world.train_s(sum(group.tokens for group in batch)))
         drains = schedule.order == "ready_first" and not schedule.partial_rollouts
         self.dispatcher.is_open = not drains
-        self.wait_for(lambda: self.dispatcher.may_change_weights)
+        self.wait_for(self.may_change_weights)
         self.pause()
         self.pass_time(self.world.sync_s)
         self.new_weights()
         self.dispatcher.is_open = True
+        self.ranks_are_idle = True
         self.books.step_ends.append(self.now)
         self.save()
+
+    def may_change_weights(self) -> bool:
+        """In order, ahead of training: without an engine nobody can make what is of the weights before; resumed."""
+        if self.schedule.order == "in_order" and not self.schedule.is_synchronous and self.dispatcher.lacks_engines:
+            self.seen["nobody left"] += 1
+            raise Killed
+        return self.dispatcher.may_change_weights
 
     def pause(self) -> None:
         """Nothing is made while weights change. Engines that do not keep what is under way give it back first."""
@@ -285,15 +308,16 @@ class Fleet:
         ended = self.dispatcher.advance()
         for number in [number for number, group in before.items() if self.buffer.groups.get(number) is not group]:
             self.forget(number)
-            cause = "surplus" if self.schedule.order == "in_order" else "stale"
-            self.seen[cause] += 1
+            self.seen["stale"] += 1
             if number not in self.buffer.groups:
-                self.books.dropped[number] = cause
+                self.books.dropped[number] = "stale"
         self.end(ended)
         for engine in self.engines.values():
             engine.to(self.now)
             engine.new_weights(self.buffer.step)
             engine.runs = True
+        self.bring(self.machine.those(READY, STALE))
+        for engine in self.engines.values():
             self.books.recomputed += sum(response.sent.kept + response.base for response in engine.inside.values())
         self.watch.excuse(self.now)
         self.schedule_ends(self.engines)
@@ -358,9 +382,10 @@ class Fleet:
 
     def feed(self) -> None:
         """All that may be issued is issued, all that may be sent is sent."""
-        for group in self.buffer.reserve():
-            group.prompt_tokens = self.world.prompt_tokens
-            self.dispatcher.admit(group)
+        while groups := self.buffer.reserve():
+            for group in groups:
+                group.prompt_tokens = self.world.prompt_tokens
+                self.admit(group)
         issued = self.buffer.next_number - len(self.books.dropped)
         assert issued < self.schedule.issue_limit(self.buffer.step) + self.schedule.unit, (
             f"{issued} groups at step {self.buffer.step}"
@@ -372,7 +397,24 @@ class Fleet:
             self.send(sent)
         self.schedule_ends({sent.engine for sent in assignments})
 
+    def admit(self, group: Group) -> None:
+        if not self.is_aside(group):
+            self.dispatcher.admit(group)
+
+    def is_aside(self, group: Group) -> bool:
+        """Engines were lost under it, and under no other as often: then it is dropped."""
+        if group.number in self.suspects.alone:
+            self.dispatcher.alone.add(group.number)
+        if group.number not in self.suspects.aside or group.is_whole:
+            return False
+        self.end(self.dispatcher.evict(group.number, "quarantined"))
+        self.books.dropped[group.number] = "quarantined"
+        self.seen["quarantined"] += 1
+        self.forget(group.number)
+        return True
+
     def send(self, sent: Assignment) -> None:
+        assert self.machine.status(sent.engine) is READY or self.schedule.order == "ready_first"
         engine = self.engines[sent.engine]
         engine.to(self.now)
         wanted = self.world.length(sent.number, sent.index) - sent.kept
@@ -454,15 +496,18 @@ class Fleet:
         engine.is_alive = False
         self.seen["hung and lost" if engine.hangs else "lost"] += 1
         engine.empty()
-        before = set(self.buffer.groups)
-        self.end(self.dispatcher.lose(name))
-        for number in before - set(self.buffer.groups):
-            self.books.dropped[number] = "quarantined"
-            self.seen["quarantined"] += 1
-            self.forget(number)
+        self.machine.exit(name, self.machine.epoch(name))
+        self.losses.append(sorted({sent.number for sent in self.dispatcher.lose(name)}))
+        self.suspects = suspects(self.losses)
+        for group in list(self.buffer.groups.values()):
+            self.is_aside(group)
         self.watch.forget(name)
         self.schedule_ends([name])
-        self.push(self.now + self.world.restart_s, "join", name)
+        if (epoch := self.machine.start(name)) is not None:
+            self.push(self.now + self.world.restart_s, "started", name, epoch)
+        elif self.machine.shortage():
+            self.seen["too few left"] += 1
+            raise Killed
         return True
 
     def on_hang(self, name: str) -> bool:
@@ -472,12 +517,33 @@ class Fleet:
         self.schedule_ends([name])
         return True
 
-    def on_join(self, name: str) -> bool:
+    def on_started(self, name: str, epoch: int) -> bool:
+        if not self.machine.started(name, epoch):
+            return False
         kind, runs = self.engines[name].kind, self.engines[name].runs
         self.engines[name] = engine = _Engine(kind)
         engine.at, engine.runs = self.now, runs
-        self.dispatcher.join(name)
+        if self.ranks_are_idle:
+            self.push(self.now + self.world.sync_s, "caught_up", name, epoch, self.buffer.step)
         return True
+
+    def on_caught_up(self, name: str, epoch: int, version: int) -> bool:
+        """Ranks that came to train meanwhile had to wait; here the engine comes with the next weights instead."""
+        if not self.ranks_are_idle or version != self.buffer.step or self.machine.epoch(name) != epoch:
+            return False
+        if self.machine.status(name) is STALE:
+            self.bring([name])
+        return True
+
+    def bring(self, names: Iterable[str]) -> None:
+        """Proven weights of now, committed."""
+        for name in names:
+            epoch = self.machine.epoch(name)
+            self.machine.verified(name, epoch, self.buffer.step)
+            self.machine.committed(name, epoch, self.buffer.step)
+            if name not in self.dispatcher.loads.tokens:
+                self.seen["brought back"] += 1
+                self.dispatcher.join(name)
 
     def on_poll(self) -> bool:
         """Once a second: who gets on, and how full caches are."""

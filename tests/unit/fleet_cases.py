@@ -99,6 +99,7 @@ def random_world(rng: random.Random, groups: int) -> World:
         tuple(rng.uniform(0, seconds) for _ in range(rng.choice((0, 0, 1, 3)))),
         keeps_requests=rng.random() < 0.5,
         rate=RateRules(1, 12) if rng.random() < 0.3 else None,
+        restart_limit=rng.choice((1, 3, 1000)),
     )
 
 

@@ -7,16 +7,17 @@ from dataclasses import replace
 import numpy as np
 from small_model import SIZES
 
-from mrl.cluster.replica_rows import ReplicaRows
-from mrl.cluster.scoring import Channel, Scorer, ScorerGroup
-from mrl.cluster.stored_samples import ResponseBlock, StoredSamples, in_blocks
 from mrl.data.samples import Samples, packed
+from mrl.flow.rank_batch import RankBatch
+from mrl.flow.response_store import ResponseBlock, ResponseStore, in_blocks
+from mrl.flow.scoring import Channel, Scorer, ScorerGroup
+from mrl.megatron.batching import RowResult, UpdateResult
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.model import model_spec
 from mrl.model.layout import TrainLayout
 
 
-class InMemory(StoredSamples):
+class InMemory(ResponseStore):
     """References are the responses themselves, and their routes."""
 
     @staticmethod
@@ -67,54 +68,42 @@ def scorers(pool, tokenizer, *engines: str) -> ScorerGroup:
     return HereAlone([Here("scorer 0", scorer)], dict.fromkeys(engines or ("engine 0",), 0))
 
 
-class Replica:
-    """One rank that is a whole replica; the model's log-probs are `gap` and `ref_gap` above generation's."""
+class ReplicaActor:
+    """Stands in for MegatronActor as one rank that is a whole replica, and for its model.
 
-    def __init__(self, config, gap: float, ref_gap: float, samples, own, cut, readers):
-        self.rows, self.own, self.cut, self.gap, self.ref_gap = None, own, cut, np.float32(gap), np.float32(ref_gap)
-        self.parameters = loss_parameters(config)
-        self.rows = ReplicaRows(config.algorithm, samples.read(), config.rollout.temperature)
+    Log-probs of what was sampled are `gap` and `ref_gap` above generation's: a number, or a function of those.
+    `updated` makes the metrics of an update from its counts and the replica's number.
+    """
 
-    def log_probs(self):
-        rollout = self.rows.batch.rollout_log_probs
-        return self._of_own(self.rows.set_old(rollout + self.gap)), (0.5 * len(rollout), float(len(rollout)))
+    on_last_stage = holds_result = True
+    routing = None
 
-    def old_log_probs_of(self, rows):
-        return self.rows.old_log_probs_of(rows)
+    def __init__(self, config, number=0, gap=0.0, ref_gap=0.0, updated=None):
+        self.config, self.number, self.gap, self.ref_gap, self.updated = config, number, gap, ref_gap, updated
+        self.loss_parameters = loss_parameters(config.algorithm)
 
-    def differences(self, rows):
-        return self.rows.differences(rows)
+    def policy_log_probs(self, batch, micros=()):
+        return self._above(batch, self.gap)
 
-    def before_update(self):
-        """As RankStep.update says it: on policy the update is the pass."""
-        return self.log_probs() if self.rows.batch.old_log_probs is None else None
+    def reference_log_probs(self, batch, micros=()):
+        return self._above(batch, self.ref_gap)
 
-    def ref_log_probs(self):
-        self.rows.set_reference(self.rows.batch.rollout_log_probs + self.ref_gap)
+    def update_replica(self, batch, mini_batches, counts):
+        """On policy the update is the pass."""
+        old = self.policy_log_probs(batch) if batch.old_log_probs is None else None
+        return UpdateResult(self.updated(counts, self.number), [], old)
 
-    def correct(self):
-        return self._of_own(self.rows.correct())
-
-    def moments(self, advantages):
-        return self._of_own(self.rows.moments(advantages))
-
-    def set_advantages(self, advantages):
-        return self._of_own(self.rows.set_advantages(advantages))
-
-    def find(self, means):
-        return self.rows.find(self.parameters, self.cut.trained_rows(), means)
-
-    def select(self, least):
-        self.rows.select(least)
-
-    def _of_own(self, found):
-        return {name: values[self.own] for name, values in found.items()}
+    @staticmethod
+    def _above(batch, gap):
+        own = batch.rollout_log_probs[batch.is_sampled]
+        gap = gap(own) if callable(gap) else np.float32(gap)
+        return RowResult(np.arange(len(batch)), own + gap, (0.5 * len(own), float(len(own))))
 
 
 class Replicas:
-    """An actor group of `data` replicas, a rank each. `update` is the test's."""
+    """An actor group of `data` replicas, a rank each; see ReplicaActor."""
 
-    def __init__(self, config, data: int, gap: float = 0.1, ref_gap: float = 0.2, update=None):
+    def __init__(self, config, data: int, gap=0.1, ref_gap=0.2, updated=None):
         layout = {
             "world_size": data,
             "tensor_model_parallel_size": 1,
@@ -123,18 +112,15 @@ class Replicas:
         }
         self.config, self.model, self.route_readers = config, model_spec(SIZES), {}
         self.layout = TrainLayout.build(layout, self.model)
-        self.replicas, self._gaps, self._update = [None] * data, (gap, ref_gap), update
+        self.actors = [ReplicaActor(config, number, gap, ref_gap, updated) for number in range(data)]
+        self.batches: list[RankBatch] = []
 
     def each(self, method, arguments, phase, interruptible=False):
         if method == "begin_step":
-            self.replicas = [Replica(self.config, *self._gaps, *own) for own in arguments]
+            self.batches = [RankBatch.fetched(actor, *own) for actor, own in zip(self.actors, arguments, strict=True)]
             return [None] * len(arguments)
-        called = [own[0] for own in arguments]
-        assert len(set(called)) == 1
-        if called[0] == "update":
-            parts = [self._update(own[1], replica) for own, replica in zip(arguments, self.replicas, strict=True)]
-            return [(each, replica.before_update()) for each, replica in zip(parts, self.replicas, strict=True)]
-        return [getattr(replica, own[0])(*own[1:]) for own, replica in zip(arguments, self.replicas, strict=True)]
+        assert method == "do" and len({verb for verb, *_ in arguments}) == 1
+        return [batch.do(*own) for batch, own in zip(self.batches, arguments, strict=True)]
 
     def refs_each(self, method, arguments):
         return dict(enumerate(self.each(method, arguments, method)))
@@ -142,8 +128,8 @@ class Replicas:
     def of_tokens(self, name: str, rows: list[np.ndarray]) -> np.ndarray:
         """A column of all tokens in the order of the step's rows; `rows` are those that each replica holds."""
         lengths, parts = {}, {}
-        for replica, numbers in zip(self.replicas, rows, strict=True):
-            values, batch = getattr(replica.rows.batch, name), replica.rows.batch
+        for replica, numbers in zip(self.batches, rows, strict=True):
+            values, batch = getattr(replica.batch, name), replica.batch
             ends = np.cumsum(batch.response_lengths)
             for number, end, length, own in zip(
                 numbers.tolist(), ends, batch.response_lengths, replica.own, strict=True

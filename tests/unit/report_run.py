@@ -23,13 +23,16 @@ WORDS = ("4", "+", "8", "=", HOSTILE)
 
 @dataclass(frozen=True)
 class World:
-    """What a run directory is to hold. `held_out`: step -> scores of prompts, one response each."""
+    """What a run directory is to hold. `held_out`: step -> scores of prompts, one response each, `held_out_acc` how
+    right they are.
+    """
 
     steps: int = 6
     total: int = 6
     settings: Sequence[str] = ()
     metrics: Mapping[str, Sequence[float]] | None = None
     held_out: Mapping[int, Sequence[float]] | None = None
+    held_out_acc: Mapping[int, Sequence[float]] | None = None
     with_samples: bool = True
     sample_ids: Sequence[int] = range(6)  # of the rows of the samples' file
 
@@ -49,7 +52,7 @@ def write_run(path: Path, world: World = World()) -> RunDir:
         sink.write(step, _row(step) | {name: values[step - 1] for name, values in (world.metrics or {}).items()})
     sink.close()
     for step, scores in (world.held_out or {}).items():
-        _write_validation(run, step, scores)
+        _write_validation(run, step, scores, (world.held_out_acc or {}).get(step))
     if world.with_samples and world.steps:
         write_samples(
             run.samples,
@@ -87,13 +90,13 @@ def _reward(row: int) -> dict[str, float | str]:
     return {"score": row / 5, "reason": "ok", "note": HOSTILE}
 
 
-def _write_validation(run: RunDir, step: int, scores: Sequence[float]) -> None:
+def _write_validation(run: RunDir, step: int, scores: Sequence[float], accs: Sequence[float] | None) -> None:
     run.validation.mkdir(exist_ok=True)
     rows = [
         {
             "data_source": "sum", "prompt_id": i, "sample_id": 0, "input": f"{i}+1=", "output": f"{step} "
             f"{HOSTILE}", "gts": "2",
-            "score": score, "reason": "ok",
+            "score": score, "reason": "ok", "reward": {} if accs is None else {"acc": accs[i]},
         }
         for i, score in enumerate(scores)
     ]  # fmt: skip

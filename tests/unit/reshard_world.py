@@ -145,7 +145,7 @@ class World:
                 ("rank", r): lambda r=r: connect_sender(setup, r, lambda name, chunk: self.held[r][name, chunk])
                 for r in self.held
             }
-            | {("worker", w): lambda w=w: connect_receiver(told, w) for w in range(setup.rollout_layout.world_size)}
+            | {("worker", w): lambda w=w: connect_receiver(told, w) for w in setup.workers}
         )
         for error in opened.values():
             if isinstance(error, Exception):

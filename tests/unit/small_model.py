@@ -17,6 +17,11 @@ SIZES = {
     "rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
     "torch_dtype": "float32",
 }  # fmt: skip
+# the model that scripts/make_tiny_world.py makes, with room for the long answers of the other tiny world
+TINY = SIZES | {
+    "hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32, "intermediate_size": 256, "num_experts": 8,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
 
 
 def write_model(folder: Path) -> None:

@@ -2,7 +2,9 @@
 the reference is one call of torch's attention for each sequence.
 """
 
+import sys
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,10 @@ import torch.nn.functional as F
 
 from mrl.megatron.attention import CausalAttention
 from mrl.model.computed_sizes import ATTENTION_LENGTHS
+from mrl.platforms.packs import Pack, tie
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "hardware"))
+from host_reads import HostReads
 
 HEADS, GROUPS, DIM = 4, 2, 8
 PACKS = {
@@ -32,8 +38,10 @@ def inputs(lengths: list[int]) -> list[torch.Tensor]:
     return [torch.randn(sum(lengths), heads, DIM, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
 
 
-def packed(tensors: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
+def packed(tensors: list[torch.Tensor], lengths: list[int], known: bool = False) -> torch.Tensor:
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    if known:
+        tie(starts, Pack(tuple(lengths), torch.zeros(0)))
     return attention()(*tensors, packed_seq_params=SimpleNamespace(cu_seqlens_q_padded=starts))
 
 
@@ -44,6 +52,16 @@ def one_by_one(tensors: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
         for qkv in sequences
     ]
     return torch.cat([out.transpose(0, 1).flatten(1) for out in outputs])
+
+
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
+def test_a_known_pack_is_attended_to_without_a_look_at_the_device(lengths):
+    tensors = inputs(lengths)
+    with HostReads() as reads:
+        known = packed(tensors, lengths, known=True)
+        known.sum().backward()
+    assert not reads.sites
+    assert torch.equal(known, packed(tensors, lengths))
 
 
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)

@@ -16,7 +16,7 @@ import yaml
 from replicas import scorers, stored
 from small_model import write_model
 
-from mrl.checkpoint.manifest import Manifest, RankFiles, file_facts, write_manifest
+from mrl.checkpoint.manifest import Manifest, RankFiles, file_facts, sealed, write_manifest
 from mrl.cli.main import main
 from mrl.cluster.prerequisites import check_reachable
 from mrl.config.load import load_config
@@ -79,14 +79,14 @@ def train(world, monkeypatch, capfd):
     """
 
     def train(*arguments: str, config="run.yaml") -> tuple[int, str]:
-        from mrl.train import run
+        from mrl.train import assemble_files
 
         @contextmanager
         def no_cluster(_):
             raise EnvironmentFault(REACHED)
             yield
 
-        monkeypatch.setattr(run, "ray_cluster", no_cluster)
+        monkeypatch.setattr(assemble_files, "ray_cluster", no_cluster)
         with pytest.raises(SystemExit) as ended:
             main(["train", config, *arguments])
         assert not children(), "processes are left over"
@@ -229,7 +229,7 @@ DATA = [
     ([], ["no prompt is left to train on", "0 rows read"]),
     ([row(), "not json\n"], ["more bad rows", "train.jsonl, row 1: not JSON"]),
     ([{"question": "1+1"}] * 3, ["train.jsonl, row 0: no column prompt, data_source, reward_model; found: question"]),
-    ([row(prompt=3)] * 3, ["row 2: prompt is int '3', expected a string or a list of {role, content}"]),
+    ([row(prompt=3)] * 3, ["row 0: prompt is int '3', expected a string or a list of {role, content} (and 2 more"]),
     ([row(reward_model={})] * 3, ["row 0: reward_model.ground_truth is missing"]),
 ]
 
@@ -413,17 +413,18 @@ def test_resume_path_begins_a_run_of_its_own_from_a_checkpoint(refused, world):
 
 
 def test_a_run_that_begins_from_a_checkpoint_has_its_step_and_its_place_in_the_data(world):
-    from mrl.train.resume import find_resume_point, resumed_state
+    from mrl.train.resume import RunIdentity, find_resume_point, resumed_state
 
     old = made_run(world, [0, 1, 2], checkpoint=2)
     (old / "checkpoints" / "step-2" / "hf").mkdir()
     shutil.copy("model/config.json", old / "checkpoints" / "step-2" / "hf")
     config = load_config("run.yaml", overrides=by_path(old)[1::2]).config
     new = RunDir.open(world / "runs" / "new", "")
-    point = find_resume_point(config, new.path, resume=False)
+    point = find_resume_point(config.trainer, RunIdentity.of(config), new.path, resume=False)
     state = resumed_state(point)
     assert (point.path, state.step, state.cursor.index) == ((old / "checkpoints" / "step-2").resolve(), 2, 32)
-    assert find_resume_point(load_config("run.yaml").config, new.path, resume=False) is None
+    plain = load_config("run.yaml").config
+    assert find_resume_point(plain.trainer, RunIdentity.of(plain), new.path, resume=False) is None
     new.close()
 
 
@@ -457,14 +458,14 @@ AHEAD = ("--set", "trainer.schedule=bounded", "--set", "trainer.max_staleness=1"
 
 def made_run_ahead(world) -> Path:
     """The same with generation ahead of training, one group of it finished."""
-    from mrl.train.resume import fixed_values, made_by
+    from mrl.train.resume import RunIdentity, made_by
 
     config = load_config("run.yaml", overrides=AHEAD[1::2]).config
     buffer = GroupBuffer(schedule_of(config))
     old = made_run(world, [0, 1], checkpoint=1)
     trainer = json.loads((old / "checkpoints" / "step-1" / "manifest.json").read_text())["trainer"]
-    ledger = snapshot(buffer, made_by(config, trainer["data_fingerprint"])).to_json()
-    trainer |= {"fixed": fixed_values(config), "ahead": {"ledger": ledger, "files": {}}}
+    ledger = snapshot(buffer, made_by(config.model.path, trainer["data_fingerprint"])).to_json()
+    trainer |= {"fixed": RunIdentity.of(config).fixed, "ahead": {"ledger": ledger, "files": {}}}
     shutil.rmtree(world / "runs")
     return made_run(world, [0, 1, 2], checkpoint=2, trainer=trainer)
 
@@ -495,10 +496,10 @@ def test_resuming_generation_ahead_whose_groups_were_made_with_something_else(re
     manifest = run / "checkpoints" / "step-2" / "manifest.json"
     said = json.loads(manifest.read_text())
     said["trainer"]["ahead"]["ledger"]["fingerprint"]["model"] = "other"
-    manifest.write_text(json.dumps(said))
+    manifest.write_text(json.dumps(sealed(said)))
     refused_resume(3, ['unfinished were made with other values of model ("other" then'], run, *AHEAD)
     del said["trainer"]["ahead"]
-    manifest.write_text(json.dumps(said))
+    manifest.write_text(json.dumps(sealed(said)))
     refused_resume(2, ["step-2 has no groups on their way", "mrl convert megatron-to-hf"], run, *AHEAD)
 
 

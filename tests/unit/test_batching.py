@@ -11,10 +11,11 @@ from mrl.config.load import load_config
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed
 from mrl.errors import DataError
-from mrl.megatron.batching import Splitter, check_batch, mini_batches, trained_rows
+from mrl.megatron.batching import MiniBatchLoad, Splitter, check_batch, mini_batches, trained_rows
 from mrl.megatron.packing import Shape
 from mrl.model import planning_model_spec
 from mrl.model.layout import TrainLayout
+from mrl.train.update import load_metrics
 
 MODEL = planning_model_spec("Qwen/Qwen3-30B-A3B")[0]
 PACKED, PADDED = Shape(packed=True), Shape(packed=False)
@@ -148,3 +149,32 @@ def test_the_load_of_a_mini_batch_worked_by_hand():
     assert (load.tokens, load.imbalance, load.padding_share) == ((9, 9), 0.0, 0.0)
     load = splitter.load(lengths[:1], splitter.shares(lengths[:1]))  # the other rank repeats the row as a filler
     assert (sorted(load.tokens), load.imbalance, load.padding_share) == ([0, 8], 1.0, 0.5)
+
+
+LENGTHS = np.array([10, 20, 30, 40])
+
+
+def load_of(shape: Shape, max_tokens: int | None) -> MiniBatchLoad:
+    """Four sequences on one rank: two a micro-batch, or as a budget has it."""
+    splitter = Splitter(shape, data_parallel=1, micro_batch_size=2, max_tokens=max_tokens)
+    return splitter.load(LENGTHS, splitter.shares(LENGTHS))
+
+
+def test_packed_rows_tell_how_many_sequences_they_hold():
+    assert load_of(PACKED, max_tokens=None).packed_sequences == 2
+    assert load_of(PADDED, max_tokens=None).packed_sequences is None
+
+
+def test_the_share_of_a_budget_is_that_of_the_fullest_micro_batch():
+    """100 tokens in two micro-batches of 50 under a budget of 80."""
+    load = load_of(PACKED, max_tokens=80)
+    assert load.budget_share == pytest.approx(50 / 80)
+    assert load_of(PACKED, max_tokens=None).budget_share is None
+
+
+def test_the_metrics_of_a_step_are_the_mean_of_packing_and_the_largest_of_budgets():
+    loads = [MiniBatchLoad(0.0, 0.0, (50,), 2.0, 0.5), MiniBatchLoad(0.0, 0.0, (50,), 4.0, 0.75)]
+    metrics = load_metrics(LENGTHS, loads)
+    assert (metrics["actor/packed_sequences"], metrics["actor/token_budget_share"]) == (3.0, 0.75)
+    plain = load_metrics(LENGTHS, [MiniBatchLoad(0.0, 0.0, (100,))])
+    assert not {"actor/packed_sequences", "actor/token_budget_share"} & plain.keys()

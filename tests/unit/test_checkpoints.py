@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +28,7 @@ from mrl.checkpoint.manifest import (
     facts_of,
     file_facts,
     read_manifest,
+    sealed,
     share_of_files,
     write_manifest,
 )
@@ -40,6 +43,7 @@ from mrl.model import model_spec, tensor_specs
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece, source_shards
 from mrl.record.run_dir import RunDir
+from mrl.train.resume import rewind
 
 FACTS = {"step": 2.0, "num_updates": 2, "lr": 0.5, "scheduler": {"num_steps": 3}}
 CONFIG = {
@@ -56,14 +60,14 @@ def a_manifest(step: int, ranks: tuple[RankFiles, ...]) -> Manifest:
     return Manifest(step, {"world_size": len(ranks)}, "float32", CONFIG, ranks, trainer, {"torch": "2"})
 
 
-def a_checkpoint(folder, step: int, facts=(FACTS, FACTS)):
+def a_checkpoint(folder, step: int, facts=(FACTS, FACTS), cut: int = 5):
     """One tensor 0..11 of shape [3, 4], each rank with a flat part of it."""
     path = folder / f"step-{step}"
     path.mkdir(parents=True)
     whole, values = Box.whole((3, 4)), torch.arange(12.0)
     ranks = []
     for rank, optimizer in enumerate(facts):
-        flat = (0, 5) if rank == 0 else (5, 12)
+        flat = (0, cut) if rank == 0 else (cut, 12)
         name, key = f"rank-{rank:05d}.safetensors", "weight/0.w"
         save_file({key: values[slice(*flat)].clone()}, path / name)
         ranks.append(
@@ -85,7 +89,7 @@ def change_description(path, rank: int, change) -> None:
     file.write_text(json.dumps(entries))
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["ranks"][rank]["description"] = {file.name: file_facts(file)}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
 def flip_a_byte(path) -> None:
@@ -192,6 +196,18 @@ def test_flat_parts_with_a_hole_and_an_equally_large_overlap_are_refused(tmp_pat
     said = r"weight/0\.w is stored in parts that do not add up, \[\(0, 5\), \(4, 11\)\]"
     with pytest.raises(EnvironmentFault, match=said):
         TensorLoader(path, read_manifest(path)).fill(WEIGHT, [Piece("w", whole, whole)], torch.zeros(3, 4))
+
+
+def test_shards_that_were_swapped_are_found(tmp_path):
+    """Of the same sizes, each a whole file of tensors: digests alone tell."""
+    path = a_checkpoint(tmp_path, 2, cut=6)
+    first, second = path / "rank-00000.safetensors", path / "rank-00001.safetensors"
+    assert first.stat().st_size == second.stat().st_size and first.read_bytes() != second.read_bytes()
+    first.rename(path / "kept")
+    second.rename(first)
+    (path / "kept").rename(second)
+    with pytest.raises(DamagedCheckpoint, match="bytes are not those that were written"):
+        check_digests(path, read_manifest(path))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -329,6 +345,46 @@ def test_a_folder_that_is_replaced_stays_whole_until_the_new_one_has_its_name(tm
     monkeypatch.setattr("mrl.checkpoint.step_folders.shutil.rmtree", removes)
     write_atomically(folder, lambda work: (work / "file").write_text("new"))
     assert removed == [("old", "new")]
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_one_that_opening_finds(tmp_path, renames):
+    """Between the two renames, and after both."""
+    run = RunDir.open(tmp_path, "")
+    run.close()
+    a_checkpoint(run.checkpoints, 3)
+    killed = (
+        "import os, shutil, sys; from pathlib import Path; from mrl.checkpoint.step_folders import write_atomically\n"
+        "folder, left = Path(sys.argv[1]), int(sys.argv[2])\n"
+        "rename = Path.rename\n"
+        "def counted(path, to):\n"
+        "    global left\n"
+        "    left -= 1\n"
+        "    if left < 0: os._exit(9)\n"
+        "    return rename(path, to)\n"
+        "Path.rename = counted\n"
+        "copy = lambda work: (shutil.copytree(folder, work, dirs_exist_ok=True), (work / 'new').touch())\n"
+        "write_atomically(folder, copy)\n"
+    )
+    command = [sys.executable, "-c", killed, str(run.checkpoints / "step-3"), str(renames)]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 9
+    run = RunDir.open(tmp_path, "", resume=True)
+    point = newest_checkpoint(run.checkpoints)
+    assert point.manifest is not None and point.manifest.step == 3
+    point.manifest.trainer["metrics"] = {}
+    rewind(run, point)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-3"]
+    assert newest_checkpoint(run.checkpoints).path == run.checkpoints / "step-3"
+    assert (run.checkpoints / "step-3" / "new").exists() is (renames == 2)
+
+
+def test_a_checkpoint_is_replaced_beside_what_an_earlier_kill_left(tmp_path):
+    a_checkpoint(tmp_path, 3).rename(tmp_path / "step-3.replaced")
+    (tmp_path / "step-3").mkdir()  # not finished
+    assert newest_checkpoint(tmp_path).path == tmp_path / "step-3.replaced"
+    write_atomically(tmp_path / "step-3", lambda work: (work / "file").write_text("new"))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+    assert (tmp_path / "step-3" / "file").read_text() == "new"
 
 
 def test_a_checkpoint_is_durable_with_the_folder_that_holds_all_of_them(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from small_model import SIZES
 from mrl.checkpoint.manifest import WEIGHT, Manifest, RankFiles, StoredTensor, file_facts, write_manifest
 from mrl.cli.config_arguments import resolved_config
 from mrl.cli.main import main
+from mrl.cli.train import _command as train_command
 from mrl.model import model_spec, tensor_specs
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
+from mrl.train.resume import what_is_left
 
 TINY = str(Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml")
 
@@ -144,6 +147,46 @@ def test_checking_paths_looks_into_the_weights(mrl, tmp_path):
 def test_a_run_directory_arrives_as_it_was_given(folder):
     options = argparse.Namespace(config=TINY, recipe=None, overrides=[], run_dir=folder)
     assert resolved_config(options).config.trainer.run_dir == folder
+
+
+def test_a_stopped_run_says_what_is_saved_and_the_command_that_goes_on(tmp_path, monkeypatch):
+    options = argparse.Namespace(
+        config="c.yaml", recipe="gspo", run_dir="runs/a b", overrides=["data.train_files=[x.parquet]"], resume=False
+    )
+    command = train_command(options)
+    assert command == "mrl train c.yaml --recipe gspo --run-dir 'runs/a b' --set 'data.train_files=[x.parquet]'"
+    assert what_is_left(tmp_path, command) == f"nothing of the run is there yet; it begins with: {command}"
+    (tmp_path / "config.resolved.yaml").write_text("")
+    assert what_is_left(tmp_path, command).endswith(f"begins anew in its folder with: {command} --resume")
+    folder = tmp_path / "checkpoints" / "step-4"
+    newest = SimpleNamespace(path=folder, manifest=SimpleNamespace(step=4))
+    monkeypatch.setattr("mrl.train.resume.newest_checkpoint", lambda _: newest)
+    assert what_is_left(tmp_path, f"{command} --resume") == (
+        f"saved: step 4 in {folder}; it goes on with: {command} --resume"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["actor_rollout_ref.actor.clip_ratio=0.2"], ["algorithm.policy_loss.clip_ratio_low=0.2", "clip_ratio_high"]),
+        (["clip_ratio=0.2"], ["algorithm.policy_loss.clip_ratio_low=0.2"]),
+        (["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.optim.lr=1e-6"], ["--set rollout.n=4", "optim.lr"]),
+        (["trainer.save_freq=-5", "trainer.n_gpus_per_node=8"], ["--set cluster.n_gpus_per_node=8"]),
+        (["actor_rollout_ref.model.lora_rank=8"], ["has no key here: unsupported, no LoRA here"]),
+        (["rollout.temprature=1"], ["did you mean temperature?"]),
+    ],
+)
+def test_a_key_of_verls_is_answered_with_ours(mrl, overrides, words):
+    code, _, err = mrl("train", TINY, *(part for text in overrides for part in ("--set", text)))
+    assert code == 2 and all(word in err for word in words) and "clip_ratio_c" not in err
+
+
+def test_a_setting_without_set_is_answered_with_it(mrl):
+    code, _, err = mrl("train", TINY, "trainer.total_epochs=2", "actor_rollout_ref.rollout.n=4")
+    assert code == 2 and err.count("\n") == 1
+    assert "--set trainer.total_epochs=2; verl's actor_rollout_ref.rollout.n is here --set rollout.n=4" in err
+    assert "unrecognized arguments: nonsense" in mrl("train", TINY, "nonsense")[2]
 
 
 # --- convert ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from report_run import World, write_run
 
 from mrl.cli.main import main
-from mrl.extras.report.comparison import compare
+from mrl.tools.report.comparison import compare
 
 LOW, HIGH = [0.0] * 8 + [1.0] * 8, [0.0] * 2 + [1.0] * 14
 
@@ -55,6 +55,23 @@ def test_runs_that_were_not_validated_alike_are_not_tested(runs):
     found = compare(runs(a=World(held_out={6: LOW}), b=World(held_out={5: HIGH}), c=World(steps=4)))
     assert not found.tests and len([note for note in found.notes if "not validated after a same step" in note]) == 2
     assert any(note == "c has 4 steps, a 6." for note in found.notes)
+
+
+def test_a_bonus_makes_no_run_worse_at_equal_accuracy(runs):
+    """The second run's reward pays less for the same right answers, and its answers are as right."""
+    less = [score - 0.5 for score in HIGH]
+    a = World(held_out={6: HIGH}, held_out_acc={6: HIGH})
+    b = World(held_out={6: less}, held_out_acc={6: HIGH}, settings=["reward.bonus_rules={think_format: 0.1}"])
+    found = compare(runs(a=a, b=b))
+    (test,) = found.tests
+    assert (test.difference.quantity, test.difference.mean) == ("acc", 0.0) and "acc 0.875 to 0.875" in test.words()
+    assert any("different rewards (reward.bonus_rules" in note for note in found.notes)
+
+
+def test_where_one_run_has_no_accuracy_the_rewards_are_compared(runs):
+    a = World(held_out={6: LOW}, held_out_acc={6: LOW})
+    (test,) = compare(runs(a=a, b=World(held_out={6: HIGH}))).tests
+    assert (test.difference.quantity, test.difference.mean) == ("reward", 6 / 16)
 
 
 def test_other_answers_before_training_are_said(runs, tmp_path):

@@ -322,7 +322,13 @@ def test_each_line_of_the_resolved_configuration_names_its_origin(small):
 def test_every_leaf_has_an_origin(small):
     resolved = load_config(small)
     leaves = set(schema_keys())
-    unset = ("reward.custom_reward_function", "ref.layout", "algorithm.policy_loss.custom")
+    unset = (
+        "reward.custom_reward_function",
+        "ref.layout",
+        "algorithm.policy_loss.custom",
+        "algorithm.custom_advantage",
+        "rollout.turns",
+    )
     optional = {key for key in leaves if key.startswith(tuple(f"{name}." for name in unset))}
     assert set(resolved.origins) == leaves - optional | set(unset)
 

@@ -1,13 +1,16 @@
 """Rules between keys and against the model: every broken one is told, with where it was written and what would hold."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mrl.config.describe import describe_loss
 from mrl.config.load import load_config
-from mrl.config.rules import check, notes, violations, with_rules
-from mrl.config.schema import schema_keys
+from mrl.config.rule_row import RuleRow
+from mrl.config.rules import RULES, check, notes, violations, with_rules
+from mrl.config.run_rules import PATH_RULES
+from mrl.config.schema import schema_keys, schema_paths
 from mrl.errors import ConfigError, InvalidConfig
 from mrl.model import ModelSpec
 
@@ -289,6 +292,14 @@ def test_several_ranks_of_an_engine_are_for_models_with_experts():
     assert (dense.field, dense.allowed) == ("rollout.data_parallel_size", (1,)) and "rollout.num_engines" in dense.why
 
 
+def test_no_more_engines_may_be_needed_than_there_are():
+    more = only("rollout.min_engines=2")
+    assert (more.field, more.allowed) == ("rollout.min_engines", (1,)) and "at most" in more.rule
+    for key, least in (("rollout.restart_limit", 0), ("rollout.min_engines", 1)):
+        with pytest.raises(ConfigError, match=key):
+            load_config(TINY, None, [f"{key}={least - 1}"])
+
+
 def test_on_cpu_ranks_of_an_engine_and_spread_experts_need_the_vllm_that_is_completed():
     ranks, experts = "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2"
     tensor = "rollout.tensor_model_parallel_size=2"
@@ -479,7 +490,10 @@ def test_without_a_model_the_rules_that_need_none_are_judged():
 
 
 # sections that are null in the preset
-OPTIONAL = ("ref.layout.", "algorithm.policy_loss.custom.", "reward.custom_reward_function.")
+OPTIONAL = (
+    "ref.layout.", "algorithm.policy_loss.custom.", "algorithm.custom_advantage.", "reward.custom_reward_function.",
+    "rollout.turns.",
+)  # fmt: skip
 KEYS = [key for key in schema_keys() if not key.startswith(OPTIONAL)]
 
 
@@ -496,3 +510,21 @@ def test_a_dotted_name_in_a_file_is_an_unknown_key_and_no_path(tmp_path):
         load_config(path)
     fields = [v.field for v in with_rules(refused.value).violations]
     assert fields[0] == "actor.optim.lr" and "trainer.save_freq" in fields
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+ROWS = [rule for rule in (*RULES, *PATH_RULES) if isinstance(rule, RuleRow)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.field)
+def test_a_row_names_a_key_and_its_texts_can_be_said(row):
+    """Also where no other test breaks it."""
+    config = load_config(TINY).config
+    keys = {path for path, _ in schema_paths()}
+    assert row.field in keys or row.field.rpartition(".")[0] in keys | {"rollout.engine_kwargs.vllm"}
+    for model in (TINY_MODEL, DENSE_MODEL):
+        (violation,) = replace(row, broken=lambda config, model: True)(config, model)
+        assert violation.rule and violation.why and "{" not in violation.rule + violation.why
+        assert isinstance(violation.allowed, tuple)
+        assert list(replace(row, broken=lambda config, model: False)(config, model)) == []

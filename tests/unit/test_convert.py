@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
 from test_checkpoints import change_description
-from tiny_models import in_dtype, save, tiny_dense, tiny_glm, tiny_moe, tiny_qwen2, tiny_shared
+from tiny_models import in_dtype, save, tiny_dense, tiny_glm, tiny_latent, tiny_moe, tiny_qwen2, tiny_shared
 
 import mrl.checkpoint.convert
 import mrl.checkpoint.convert_job
@@ -28,7 +28,7 @@ import mrl.checkpoint.work_folder
 from mrl.checkpoint.convert import ExpectedModel, write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.direct_file import DirectFile
-from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, file_facts, read_manifest
+from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, file_facts, read_manifest, sealed
 from mrl.checkpoint.open_checkpoint import open_hf, open_saved, weight_role
 from mrl.checkpoint.rank_load import TensorLoader
 from mrl.cli.convert import parse_layout
@@ -38,7 +38,10 @@ from mrl.model.boxes import Box
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Piece, source_shards
 
-FAMILIES = {"qwen3_moe": tiny_moe, "qwen2_moe": tiny_shared, "qwen3": tiny_dense, "qwen2": tiny_qwen2}
+FAMILIES = {
+    "qwen3_moe": tiny_moe, "qwen2_moe": tiny_shared, "qwen3": tiny_dense, "qwen2": tiny_qwen2,
+    "deepseek_v3": tiny_latent,
+}  # fmt: skip
 LAYOUTS = {
     "one rank": "tp=1", "tp2 pp2 ep2": "tp=2,pp=2,ep=2", "tp4, fewer key heads": "tp=4", "vpp2": "pp=2,vpp=2",
     "uneven stages": "pp=2,first=1,last=3", "etp2": "tp=2,etp=2", "replicas": "tp=2,world=8,ep=4",
@@ -86,7 +89,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 CASES = [
     *(("qwen3_moe", LAYOUTS[name]) for name in LAYOUTS), ("qwen2_moe", "tp=2,pp=2,ep=2"), ("half", "tp=2,pp=2,ep=2"),
     *(("qwen3", DENSE[name]) for name in DENSE), ("qwen2", DENSE["tp2 pp2"]),
-    ("half glm4_moe", "tp=2,pp=2,ep=2"),
+    ("half glm4_moe", "tp=2,pp=2,ep=2"), ("deepseek_v3", "tp=2,pp=2,ep=2"),
 ]  # fmt: skip
 
 
@@ -426,7 +429,7 @@ def test_a_manifest_that_does_not_match_its_files_is_refused(models, tmp_path):
         (ours / "rank-00000.json").write_text(description.replace(*change))
         altered = json.loads(manifest.replace(*change))
         altered["ranks"][0]["description"] = {"rank-00000.json": file_facts(ours / "rank-00000.json")}
-        (ours / "manifest.json").write_text(json.dumps(altered))
+        (ours / "manifest.json").write_text(json.dumps(sealed(altered)))
         with pytest.raises(EnvironmentFault, match=said):
             write_hf(open_saved(ours), tmp_path / "hf")
     assert [p.name for p in tmp_path.iterdir()] == ["ours"]

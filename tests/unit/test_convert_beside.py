@@ -31,12 +31,16 @@ from mrl.checkpoint.open_checkpoint import open_hf, open_saved
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.cli.convert import parse_layout
 from mrl.cli.main import main
-from mrl.errors import DamagedCheckpoint, EnvironmentFault
-from mrl.extras.torch_dist.write import write_torch_dist
+from mrl.config.load import load_config
+from mrl.errors import ConfigError, DamagedCheckpoint, EnvironmentFault
 from mrl.model import model_spec, tensor_specs
 from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
+from mrl.record.run_dir import RunDir
+from mrl.tools.torch_dist.write import write_torch_dist
+from mrl.train.preflight import _model_of
+from mrl.train.resume import rewind
 
 LAYOUT = parse_layout("tp=2")
 GROUPS = ("group-7.npz", "group-9.2.npz")  # a name is what the manifest says
@@ -148,7 +152,7 @@ def test_verification_reads_groups_again(ahead, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("tokenizer.json", lambda text: "", r"hf/tokenizer\.json has 0 bytes, not 18"),
+        ("tokenizer.json", lambda text: "", r"hf/tokenizer\.json: its bytes are not those"),
         ("config.json", lambda text: text.replace("4", "5", 1), r"hf/config\.json: its bytes are not those"),
     ],
 )
@@ -170,9 +174,25 @@ def test_a_damaged_tokenizer_or_configuration_is_a_damaged_checkpoint(ours, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
 
 
+@pytest.mark.parametrize("change", [lambda file: file.write_text('{"version": "1.1"}'), Path.unlink])
+def test_a_run_goes_on_from_a_checkpoint_whose_tokenizer_was_changed_and_says_so(ours, tmp_path, capsys, change):
+    """Training does not read it; an evaluation does."""
+    run_dir = RunDir.open(tmp_path, "")
+    change(ours / "hf" / "tokenizer.json")
+    point = newest_checkpoint(tmp_path / "run")
+    assert point.path == ours and not point.damaged
+    point.manifest.trainer["metrics"] = {}
+    rewind(run_dir, point)
+    assert capsys.readouterr().out.count("hf/tokenizer.json is not what was saved") == 1
+    config = load_config("parallel_configs/tiny-moe/cpu.yaml").config
+    with pytest.raises(EnvironmentFault, match=r"hf/tokenizer\.json"):
+        _model_of(ours, config.model, config.rollout)
+
+
 def test_a_checkpoint_whose_manifest_knows_no_digests_of_them_is_opened(ours, tmp_path):
     manifest = json.loads((ours / "manifest.json").read_text())
-    del manifest["hf_files"]
+    for added in ("hf_files", "digest"):
+        del manifest[added]
     (ours / "manifest.json").write_text(json.dumps(manifest))
     (ours / "hf" / "tokenizer.json").write_text('{"version": "2.0"}')
     write_hf(open_saved(ours), tmp_path / "hf", Options(verify=True))
@@ -236,3 +256,11 @@ def test_an_export_names_no_layers_for_multi_token_prediction_that_it_does_not_h
     shutil.rmtree(tmp_path / "hf")
     main(["convert", "megatron-to-hf", str(tmp_path / "ours"), "-o", str(tmp_path / "hf"), "--json"])
     assert json.loads(capsys.readouterr().out)["left_out_layers"] == 1
+
+
+def test_no_export_in_megatrons_format_names_layers_that_it_does_not_hold(tmp_path):
+    """The one family with such layers is refused."""
+    model = made_model(tmp_path / "model", GLM | {"num_nextn_predict_layers": 1})
+    with pytest.raises(ConfigError, match="glm4_moe models are not converted from or to Megatron's torch_dist format"):
+        write_torch_dist(open_hf(model), tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()

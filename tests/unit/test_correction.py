@@ -14,13 +14,14 @@ from mrl.algo.correction import CorrectionParameters, correct, correction_metric
 from mrl.algo.losses import kl_in_reward
 from mrl.algo.rows import row_sums
 from mrl.algo.spec import CORRECTIONS, LEVELS, MODES
-from mrl.cluster.trained_step import TrainedStep
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample
 from mrl.errors import NumericAbort
+from mrl.flow.step_batch import StepBatch
 from mrl.record.spec import metric_spec
+from mrl.train.advice import advisers
 from mrl.train.reporting import AdvisedRecord
 from mrl.train.update import corrections
 
@@ -149,10 +150,10 @@ def test_the_filter_drops_what_was_cut_off_and_not_what_ended_on_the_last_token(
 
 def filtered(config: RunConfig, samples: list[Sample], gap: float = 0.0) -> tuple[TrainBatch, dict[str, float]]:
     """What two replicas hold after it; rows of the first, then of the second."""
-    step = TrainedStep(actor := Replicas(config, 2, gap), stored(samples))
+    step = StepBatch(actor := Replicas(config, 2, gap), stored(samples))
     step.log_probs()
     _, metrics = corrections(config.algorithm, step)
-    batches = [replica.rows.batch.rows(np.flatnonzero(replica.own)) for replica in actor.replicas]
+    batches = [each.batch.rows(np.flatnonzero(each.own)) for each in actor.batches]
     whole = TrainBatch.joined(batches)
     return whole.rows(np.argsort(np.concatenate([step.cut.own_rows(replica) for replica in (0, 1)]))), metrics
 
@@ -220,9 +221,10 @@ def test_kl_in_the_reward_worked_by_hand():
 
 
 def said(capsys, values, *overrides):
+    config = load_config(TINY, overrides=overrides).config
     record = AdvisedRecord(
         SimpleNamespace(write=lambda step, metrics: None),
-        load_config(TINY, overrides=overrides).config,
+        advisers(config.algorithm, config.rollout, config.cluster.device, config.updates_per_step),
         SimpleNamespace(done=lambda step: None),
     )
     for step, value in enumerate(values, start=1):

@@ -199,11 +199,13 @@ def test_a_bad_row_is_set_aside_with_its_place_and_reason(tmp_path, bad, reason)
 
 
 def test_too_many_bad_rows_stop_the_run_and_ten_are_named(tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", [row("a")] * 80 + ["{"] * 20)
+    """Ten of what is wrong, each with how many rows are wrong in that way."""
+    of_other_types = [row("a") | {"data_source": number} for number in range(15)]
+    file = write_jsonl(tmp_path / "a.jsonl", [row("a")] * 80 + ["{"] * 5 + of_other_types)
     with pytest.raises(DataError, match="max_bad_row_share") as error:
         load(file, max_bad_row_share=0.19)
     assert str(error.value).count("a.jsonl, row") == 10
-    assert "a.jsonl, row 80: not JSON" in str(error.value)
+    assert "a.jsonl, row 80: not JSON" in str(error.value) and "(and 4 more rows of the file)" in str(error.value)
     assert load(file, max_bad_row_share=0.2).report.bad == 20
 
 

@@ -114,17 +114,17 @@ def test_duplicates_are_dropped_over_all_files_and_counted(tmp_path):
 
 
 def test_a_validation_file_loses_no_row_to_the_one_before_it(tmp_path):
-    from mrl.train.run import load_training, load_validation
+    from mrl.train.assemble_data import load_training, load_validation
 
     first = write_jsonl(tmp_path / "a.jsonl", [row("a"), row("b"), row("a")])
     second = write_jsonl(tmp_path / "b.jsonl", [row("b"), row("c"), row("c")])
     files = f"[{first}, {second}]"
     overrides = [f"data.train_files={files}", f"data.val_files={files}", "data.train_batch_size=2"]
     config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, overrides).config
-    held_out = load_validation(config, CharTokenizer())
+    held_out = load_validation(config.data, CharTokenizer())
     assert [text(p) for p in held_out] == ["a", "b", "b", "c"]
     assert (held_out.sizes, held_out.report.duplicates) == ((2, 2), 2)
-    assert load_training(config, CharTokenizer()).prompts.sizes == (2, 1)
+    assert load_training(config.data, config.trainer.seed, CharTokenizer()).prompts.sizes == (2, 1)
 
 
 def test_the_same_words_from_another_role_are_another_prompt(tmp_path):

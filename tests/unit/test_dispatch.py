@@ -54,9 +54,7 @@ def test_a_response_waits_at_its_border_and_goes_on_with_the_next_weights():
 
 @pytest.mark.parametrize("cause", ["filtered", "quarantined"])
 def test_in_order_who_takes_the_place_of_one_that_is_dropped_goes_on_at_once(cause):
-    made = dispatcher(
-        schedule(batch=1, responses=1, max_staleness=2, partial_rollouts=True, segment_tokens=4, max_losses=1)
-    )
+    made = dispatcher(schedule(batch=1, responses=1, max_staleness=2, partial_rollouts=True, segment_tokens=4))
     sent = {each.number: each for each in made.assignments()}
     for number in (1, 2):
         made.answered(sent[number].request, 4, stopped=False)
@@ -64,7 +62,7 @@ def test_in_order_who_takes_the_place_of_one_that_is_dropped_goes_on_at_once(cau
     if cause == "filtered":
         assert [each.request for each in made.evict(0, cause)] == [sent[0].request]
     else:
-        assert made.lose(sent[0].engine) == []
+        assert made.lose(sent[0].engine) == [sent[0]] and made.evict(0, cause) == []
     assert made.buffer.counts.dropped[cause].groups == 1
     assert [(each.number, each.kept) for each in made.assignments()] == [(1, 4)]
 
@@ -107,7 +105,7 @@ def test_a_lost_engine_costs_the_tokens_that_had_not_come_back():
     sent = {each.engine: each for each in made.assignments()}
     made.answered(sent["a"].request, 6, stopped=False)
     (on_a,) = made.assignments()
-    assert made.lose(on_a.engine) == []
+    assert made.lose(on_a.engine) == [on_a], "what is made again"
     again = made.assignments()
     assert {(each.number, each.kept) for each in again} >= {(on_a.number, 6)}
     assert made.answered(on_a.request, 4, stopped=True) is None, "the dead engine's answer came late"
@@ -118,17 +116,17 @@ def test_a_lost_engine_costs_the_tokens_that_had_not_come_back():
     assert {each.engine for each in made.assignments()} <= {"a"}
 
 
-def test_a_group_that_loses_two_engines_is_set_aside_and_its_other_requests_end():
-    made = dispatcher(schedule(batch=1, responses=3, max_staleness=0), ("a", "b", "c"))
-    made.loads.tokens.update(a=-20, b=-20)  # so that the three are spread
-    engines = {each.engine for each in made.assignments()}
-    assert len(engines) > 1
-    made.lose(sorted(engines)[0])
-    ended = made.lose(sorted(engines)[1])
-    assert made.buffer.counts.dropped["quarantined"].groups == 1 and not made.under_way
-    assert all(each.number == 0 for each in ended)
-    admit(made)
-    assert {each.number for each in made.assignments()} == {1}
+def test_all_that_a_lost_engine_had_is_made_again_in_the_order_of_its_groups():
+    made = dispatcher(schedule(batch=1, responses=3, max_staleness=0), ("a", "b"))
+    sent = made.assignments()
+    lost = [each for each in sent if each.engine == "a"]
+    assert made.lose("a") == lost and not made.lacks_engines
+    assert [(each.number, each.index, each.engine) for each in made.assignments()] == [
+        (0, each.index, "b") for each in lost
+    ]
+    assert len(made.lose("b")) == 3 and made.lacks_engines and made.assignments() == []
+    made.join("b")
+    assert len(made.assignments()) == 3 and made.buffer.counts.dropped == {}
 
 
 def test_stale_groups_requests_are_taken_back():

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from mrl.plan.doctor.host_checks import cluster_checks, host_checks
-from mrl.plan.doctor.machine import Finding, Machine, read_machine
-from mrl.plan.doctor.probes import Probe, probes, run_probes
-from mrl.plan.doctor.version_checks import engine_checks, version_checks
 from mrl.platforms.device_state import DeviceState, parse_gpus, parse_peers, state_faults
 from mrl.platforms.inventory import HostDevices, Rdma, find_rdma
 from mrl.platforms.versions import ROWS, TORCH_NPU, VLLM_ASCEND
+from mrl.tools.doctor.host_checks import cluster_checks, host_checks
+from mrl.tools.doctor.machine import Finding, Machine, read_machine
+from mrl.tools.doctor.probes import Probe, probes, run_probes
+from mrl.tools.doctor.version_checks import engine_checks, version_checks
 
 ROOT = Path(__file__).parents[2]
 CPU = Machine(
@@ -211,7 +211,7 @@ def test_a_matrix_of_another_form_is_left_out_at_once():
 def test_the_vllm_ascend_to_install_is_that_of_the_row(monkeypatch):
     (row,) = [row for row in ROWS if row.device == "npu"]
     other = replace(row, packages=row.packages | {"vllm-ascend": "0.18.0"})
-    monkeypatch.setattr("mrl.plan.doctor.version_checks.row_of", lambda device: other)
+    monkeypatch.setattr("mrl.tools.doctor.version_checks.row_of", lambda device: other)
     assert examine(without(NPU, "vllm-ascend"))["vllm-ascend pairing"].cure == "pip install vllm-ascend==0.18.0"
 
 

@@ -3,7 +3,9 @@ vLLM is a stand-in.
 """
 
 import asyncio
+import os
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 from mrl.errors import Interrupted, described
 from mrl.platforms.versions import vllm_generation
-from mrl.vllm import engine_scheduler, engine_updates
+from mrl.vllm import engine_scheduler, leftovers
 from mrl.vllm.engine import VllmEngine
 
 
@@ -113,7 +115,7 @@ def test_an_update_that_failed_and_was_dropped_is_told_as_it_is(engine):
 
 
 def test_what_a_slow_update_passes_through_is_gone_when_it_is_in(engine, monkeypatch, tmp_path):
-    monkeypatch.setattr(engine_updates, "memory_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(leftovers, "memory_folder", lambda: str(tmp_path))
     made = engine([True])
     asyncio.run(made.begin_update())
     (folder,) = tmp_path.glob("mrl-sync-*")
@@ -121,6 +123,23 @@ def test_what_a_slow_update_passes_through_is_gone_when_it_is_in(engine, monkeyp
     assert not folder.exists() and len(list(tmp_path.glob("mrl-sync-*"))) == 1
     asyncio.run(made.finish_update())
     assert not list(tmp_path.glob("mrl-sync-*"))
+
+
+def test_the_folder_of_sockets_is_gone_after_the_start_and_noted_for_a_kill_meanwhile(monkeypatch, tmp_path):
+    monkeypatch.setattr(leftovers, "memory_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(leftovers, "NOTED_EVERY_S", 0.01)
+    made = tmp_path / "psm_made_meanwhile"
+    monkeypatch.setattr(leftovers, "shared_memory_below", lambda _: {made} if made.exists() else set())
+    file = str(tmp_path / "segments")
+    with leftovers.noted_start(file):
+        (folder,) = tmp_path.glob("mrl-sync-*")
+        assert os.environ[leftovers.SOCKETS] == str(folder) and leftovers.noted(file) == {folder}
+        made.touch()
+        deadline = time.monotonic() + 10
+        while made not in leftovers.noted(file) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert leftovers.noted(file) == {folder, made}
+    assert not folder.exists() and leftovers.SOCKETS not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -127,13 +127,13 @@ def test_a_cache_that_keeps_what_old_weights_computed_is_counted(engine, cleared
     async def steps():
         await responses(engine, [0])
         await engine.receive_weights(1, True)
-        assert await engine.commit(5) == 0
+        assert (await engine.commit(5)).stale_tokens == 0
         engine._calls.llm.cached = 0 if cleared else 2  # of the prompt's two tokens
         await responses(engine, [1])
         engine._calls.llm.cached = 2
         await responses(engine, [2])
         await engine.receive_weights(2, True)
-        assert await engine.commit(6) == (0 if cleared else 2)
+        assert (await engine.commit(6)).stale_tokens == (0 if cleared else 2)
 
     run(steps())
 

@@ -3,6 +3,7 @@ and who stands still before an update.
 """
 
 import asyncio
+import inspect
 import os
 import select
 import signal
@@ -11,17 +12,24 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
+import psutil
 import pytest
 
 from mrl.cluster import rollout_group
-from mrl.cluster.calls import Late
-from mrl.cluster.process_logs import log_file
+from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.weight_sync import _of_engine
-from mrl.errors import Interrupted
+from mrl.cluster.workers import EngineWorker
+from mrl.errors import Interrupted, LostProcess
+from mrl.remote.calls import Late
+from mrl.remote.deadlines import Deadlines
+from mrl.remote.process_logs import concerning, log_file
+from mrl.vllm.engine import VllmEngine
 from mrl.vllm.engine_calls import EngineCalls
-from mrl.vllm.process_watch import ProcessWatch, end_with_parent, stopped_below
+from mrl.vllm.engine_state import CONTROL_VERBS
+from mrl.vllm.process_watch import ProcessWatch, end_processes, end_with_parent, processes_here, stopped_below
 from mrl.vllm.requests import log_name, rank_name
 
 # a core with a worker below it, which ends both when it reads a line; the worker's number comes first
@@ -127,6 +135,21 @@ def test_a_stopped_process_is_told(core):
     assert f"(process {core.worker}) is stopped" in said
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_is_left_of_an_engine_is_ended_also_where_it_is_stopped_and_nobody_else_is(core, stopped):
+    processes = processes_here()
+    assert {os.getpid(), core.worker} <= {pid for pid, _ in processes}
+    own = [(pid, begun) for pid, begun in processes if pid != os.getpid()]
+    (begun,) = [begun for pid, begun in own if pid == core.worker]
+    if stopped:
+        os.kill(core.worker, signal.SIGSTOP)
+    end_processes([(core.worker, begun - 60)])
+    assert psutil.pid_exists(core.worker), "one that began at another time is another one"
+    end_processes([(core.worker, begun)])
+    assert not psutil.pid_exists(core.worker) or psutil.Process(core.worker).status() == psutil.STATUS_ZOMBIE
+    end_processes([(core.worker, begun)])
+
+
 def test_of_ranks_that_are_late_together_the_stopped_one_is_named(group, monkeypatch):
     made, _ = group(2)
 
@@ -216,15 +239,17 @@ def group(monkeypatch):
             def __getattr__(self, method):
                 def remote(*arguments):
                     asked.append((self.number, method, *arguments))
-                    return {f"rank{self.number}": method} if method == "fingerprints" else None
+                    return {f"rank{self.number}": arguments[0]} if arguments == ("fingerprints",) else None
 
                 return SimpleNamespace(remote=remote)
 
         monkeypatch.setattr(rollout_group, "gather", lambda refs, *_: refs)
         made = RolloutGroup.__new__(RolloutGroup)
-        made.config, made.engine_ranks = SimpleNamespace(cluster=SimpleNamespace(step_timeout_s=1.0)), ranks
+        made.cluster, made.engine_ranks = SimpleNamespace(step_timeout_s=1.0), ranks
+        made._deadlines = Deadlines(3600.0, is_set=False)
         made.names = [rank_name(*divmod(number, ranks), ranks) for number in range(2 * ranks)]
         made.workers = [Actor(number) for number in range(2 * ranks)]
+        made.fleet = EngineFleet(made, 60.0)
         return made, asked
 
     return make
@@ -233,20 +258,100 @@ def group(monkeypatch):
 def test_every_rank_says_that_it_is_there_before_any_is_asked(group):
     made, asked = group(2)
     made.call("pause")
-    assert asked == [(number, method) for method in ("check_there", "pause") for number in range(4)]
+    assert asked == [(number, *method) for method in (("check_there",), ("do", "pause")) for number in range(4)]
     made, asked = group(1)
     made.call("pause")
-    assert asked == [(0, "pause"), (1, "pause")], "an engine of one rank waits for nobody"
+    assert asked == [(0, "do", "pause"), (1, "do", "pause")], "an engine of one rank waits for nobody"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_verb_goes_on_without_an_engine_that_is_lost_under_it_and_asks_nobody_twice(group, monkeypatch, ranks):
+    made, asked = group(ranks)
+    made.end, made.start_again = (lambda engine: None), (lambda engine: {})
+    made.fleet.restart(1, 1)
+    lost = concerning(LostProcess("pause: engine 1 died"), made.names[-1])
+
+    def dying(refs, *_):
+        if made.names[-1] in refs and "do" in asked[-1]:
+            raise lost
+        return refs
+
+    monkeypatch.setattr(rollout_group, "gather", dying)
+    assert len(made.call("pause")) == ranks, "of engine 0, whole"
+    assert [each for each in asked if each[1] == "do"] == [(number, "do", "pause") for number in range(2 * ranks)]
+    assert made.fleet.serving().keys() == set(made.names[:ranks])
+    asked.clear()
+    made.call("resume")
+    assert {number for number, *_ in asked} == set(range(ranks)), "nobody asks one that is starting"
+
+
+def test_a_verb_has_all_the_time_once_and_an_engine_that_is_waited_for_in_vain_gives_nobody_more(group, monkeypatch):
+    made, _ = group(1)
+    made.end, made.start_again = (lambda engine: None), (lambda engine: {})
+    made.fleet.restart(1, 1)
+    given, dying = [], []
+
+    def answering(refs, timeout_s, phase):
+        given.append((phase, timeout_s))
+        if dying:
+            raise concerning(LostProcess("sleep: no answer"), dying.pop())
+        return refs
+
+    monkeypatch.setattr(rollout_group, "gather", answering)
+    dying.append("engine 1")
+    for verb in ("sleep", "sleep", "sleep", "commit"):
+        made.call(verb)
+    assert given == [("sleep", 3600.0), ("sleep", 3600.0), ("sleep", 3600.0), ("sleep", 60.0), ("commit", 3600.0)]
+
+
+def test_without_restarts_a_lost_engine_ends_the_verb_as_it_did(group, monkeypatch):
+    made, _ = group(1)
+
+    def dying(refs, *_):
+        raise concerning(LostProcess("pause: engine 1 died"), "engine 1")
+
+    monkeypatch.setattr(rollout_group, "gather", dying)
+    with pytest.raises(LostProcess, match="engine 1 died"):
+        made.call("pause")
+    made.fleet.restart(3, 1)
+
+    def rank_dies(refs, *_):
+        raise concerning(LostProcess("update: rank 0 died"), "rank 0")
+
+    monkeypatch.setattr(rollout_group, "gather", rank_dies)
+    with pytest.raises(LostProcess, match="rank 0 died"):
+        made.call("pause")
+
+
+def test_a_loss_that_is_told_after_the_engine_was_started_again_hurts_nobody(group):
+    made, _ = group(1)
+    ended = []
+    made.end, made.start_again = ended.append, (lambda engine: {})
+    made.fleet.restart(3, 1)
+    asked = made.fleet.epochs()
+    died = concerning(LostProcess("engine 1 died"), "engine 1")
+    assert made.fleet.loses(died, asked) and made.fleet.loses(died, asked) and ended == [1]
+    assert made.fleet.epochs() == {"engine 0": 0, "engine 1": 1}
 
 
 def test_an_engine_is_asked_through_all_of_its_ranks(group):
     made, asked = group(2)
     assert list(made.refs("receive_weights", 7, True, engines=[1])) == ["engine 1 rank 0", "engine 1 rank 1"]
-    assert asked == [(2, "receive_weights", 7, True), (3, "receive_weights", 7, True)]
+    assert asked == [(2, "do", "receive_weights", 7, True), (3, "do", "receive_weights", 7, True)]
     assert made.fingerprints() == [
         {"rank0": "fingerprints", "rank1": "fingerprints"},
         {"rank2": "fingerprints", "rank3": "fingerprints"},
     ]
+
+
+def test_a_worker_hands_on_the_verbs_of_its_engine_and_nothing_else():
+    worker = EngineWorker.__new__(EngineWorker)
+    worker.engine = SimpleNamespace(sleep=AsyncMock(return_value="asleep"), start=AsyncMock(), generate=AsyncMock())
+    assert asyncio.run(worker.do("sleep")) == "asleep"
+    for other in ("start", "generate", "_die"):
+        with pytest.raises(ValueError, match=f"asked to {other}, which is none of end_requests, pause"):
+            asyncio.run(worker.do(other))
+    assert all(inspect.iscoroutinefunction(getattr(VllmEngine, verb)) for verb in CONTROL_VERBS)
 
 
 def test_ranks_of_an_engine_meet_at_its_first_one(group):

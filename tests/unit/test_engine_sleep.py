@@ -349,3 +349,56 @@ def test_the_door_forgets_who_gave_up_waiting():
         assert door.inside == set() and door.send_away("") == 0
 
     run(steps())
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_engine_that_is_given_up_ends_every_request_and_goes_back_to_an_older_version(engine, paused):
+    """Also requests that a pause holds, and those that wait at the door: their tokens are of weights that are lost."""
+
+    async def steps():
+        asked, made = asyncio.create_task(generated(engine)), engine._calls.llm.made
+        while len(made) < 3 or not all(made.values()):
+            await asyncio.sleep(0)
+        waiting = None
+        if paused:
+            await engine.pause_for_update(give_back=False)
+            waiting = asyncio.create_task(generated(engine, [7]))
+            await asyncio.sleep(0.005)
+        assert await engine.give_up() is FENCED and engine.version is None
+        assert engine._door.inside == set() and engine._calls.llm.running == set()
+        for stream in (asked, *([waiting] if paused else [])):
+            with pytest.raises(Interrupted):
+                await stream
+        with pytest.raises(RuntimeError, match="FENCED and refuses generate"):
+            await generated(engine)
+        await synced(engine, 2)
+        assert [done.weight_version for done in await generated(engine)] == [2, 2, 2]
+
+    run(steps())
+    assert engine._calls.llm.said.count("resume") == 1
+
+
+def test_an_engine_that_was_given_weights_by_ranks_that_are_lost_must_be_given_all_again(engine):
+    async def steps():
+        await engine.receive_weights(1, True)
+        assert await engine.give_up() is FENCED
+        with pytest.raises(RuntimeError, match="no whole update has reached it"):
+            await engine.commit(5)
+        await synced(engine, 2)
+        assert engine.version == 2
+
+    run(steps())
+
+
+def test_a_sleeping_engine_that_is_given_up_sleeps_on(engine):
+    async def steps():
+        await engine.sleep()
+        assert await engine.give_up() is ASLEEP
+        await engine.wake_weights()
+        await engine.receive_weights(1, True)
+        assert await engine.give_up() is WEIGHTS_AWAKE
+        await engine.wake_cache()
+        with pytest.raises(RuntimeError, match="no whole update has reached it"):
+            await engine.commit(5)
+
+    run(steps())

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from replicas import scorers, stored
+from generations import AnsweringEngines
+from replicas import scorers
 from small_model import write_model
 from test_data import row, write_jsonl
 
+import mrl.train.assemble_files as assemble_files
 import mrl.train.evaluation as evaluation
-import mrl.train.run as run
 from mrl.checkpoint.convert import write_layout
 from mrl.checkpoint.open_checkpoint import open_hf
 from mrl.cli.main import main
-from mrl.cluster.request_streams import Arrived
 from mrl.config.load import load_config
 from mrl.data.dataset import load_tokenizer
 from mrl.data.samples import Sample
@@ -25,6 +25,7 @@ from mrl.errors import EnvironmentFault
 from mrl.model import load_model_spec
 from mrl.plan.run_plan import plan_again
 from mrl.reward.pool import RewardPool
+from mrl.train.assemble import open_run
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 
@@ -47,7 +48,7 @@ def refused(world, tmp_path, monkeypatch, capsys):
     def nothing_may_start(*_, **__):
         raise AssertionError("too late: something was converted or started")
 
-    for name in ("write_hf", "ray_cluster", "RolloutGroup"):
+    for name in ("write_hf", "ray_cluster", "start_engines"):
         monkeypatch.setattr(evaluation, name, nothing_may_start)
     monkeypatch.chdir(tmp_path)
 
@@ -97,12 +98,13 @@ def test_data_and_reward_are_read_before_the_checkpoint_is_converted(refused, tm
     assert code == 2 and "ModuleNotFoundError" in said
 
 
-class Engines:
+class Engines(AnsweringEngines):
     """Answers every prompt with 2; notes what stood in the model's folder when it was started."""
 
     started: ClassVar[list] = []
 
     def __init__(self, config, output, raise_if_stopped):
+        super().__init__()
         self.started.append(sorted(p.name for p in Path(config.model.path).iterdir()))
 
     nodes: ClassVar[dict] = {"engine 0": "here"}
@@ -113,26 +115,21 @@ class Engines:
     def stop(self):
         pass
 
-    def generate(self, requests, sampling, on_arrival):
+    def respond(self, requests):
         ids = (2 + ord("2") - 32,)
-        done = stored(
-            [
-                Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, ids, (0.0,), "stop", 0)
-                for r in requests
-            ]
-        )
-        on_arrival([Arrived(done, "engine 0")])
-        return done
+        return [
+            Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, ids, (0.0,), "stop", 0) for r in requests
+        ]
 
 
-def scorers_here(config, spec, logs, nodes):
+def scorers_here(reward, spec, model_path, logs, nodes):
     """Of the product, but for Ray."""
-    return scorers(RewardPool(spec, 1, log_path=logs / "reward.log"), load_tokenizer(config.model.path), *nodes)
+    return scorers(RewardPool(spec, 1, log_path=logs / "reward.log"), load_tokenizer(model_path), *nodes)
 
 
 def test_an_object_store_that_is_too_small_is_told_before_any_engine_starts(world, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evaluation, "ray_cluster", lambda config, actor: contextlib.nullcontext())
-    monkeypatch.setattr(evaluation, "object_store_sizes", lambda config: {"here": 10})
+    monkeypatch.setattr(evaluation, "ray_cluster", lambda deployment, actor: contextlib.nullcontext())
+    monkeypatch.setattr(evaluation, "object_store_sizes", lambda deployment: {"here": 10})
     files = [f"data.val_files={world}/val.jsonl", f"model.path={world}/model"]
     settings = [part for text in files for part in ("--set", text)]
     with pytest.raises(SystemExit) as ended:
@@ -150,25 +147,25 @@ def test_training_wants_room_for_its_validations_too(world, tmp_path, monkeypatc
     resolved = load_config(TINY, None, [*overrides, f"data.val_files={held_out}", "rollout.val_kwargs.n=1"])
     plan = plan_again(resolved.config, load_model_spec(str(world / "model")), tmp_path / "none.json")
     room = plan["memory"]["host"]["object_store_bytes"] + (16 + 4) * 4 + 4 * 4
-    monkeypatch.setattr(run, "ray_cluster", lambda config: contextlib.nullcontext())
-    monkeypatch.setattr(run, "object_store_sizes", lambda config: {"here": room})
-    with pytest.raises(EnvironmentFault, match="of 1 of 1 nodes is too small"), run.open_run(resolved, False):
+    monkeypatch.setattr(assemble_files, "ray_cluster", lambda deployment: contextlib.nullcontext())
+    monkeypatch.setattr(assemble_files, "object_store_sizes", lambda deployment: {"here": room})
+    with pytest.raises(EnvironmentFault, match="of 1 of 1 nodes is too small"), open_run(resolved, False):
         pass
 
     def past_the_check(_):
         raise InterruptedError
 
-    monkeypatch.setattr(run, "stop_on_signals", past_the_check)  # what comes next
+    monkeypatch.setattr(assemble_files, "stop_on_signals", past_the_check)  # what comes next
     resolved = load_config(TINY, None, [*overrides, f"data.val_files={world}/val.jsonl", "rollout.val_kwargs.n=1"])
-    with pytest.raises(InterruptedError), run.open_run(resolved, False):
+    with pytest.raises(InterruptedError), open_run(resolved, False):
         pass
 
 
 def test_a_checkpoint_is_answered_with_and_leaves_nothing_of_itself(world, tmp_path, monkeypatch, capsys):
     """Engines and Ray are stood in for; conversion, tokenizer, data and scoring are the real ones."""
-    monkeypatch.setattr(evaluation, "ray_cluster", lambda config, actor: contextlib.nullcontext())
-    monkeypatch.setattr(evaluation, "object_store_sizes", lambda config: {"here": 10**9})
-    monkeypatch.setattr(evaluation, "RolloutGroup", Engines)
+    monkeypatch.setattr(evaluation, "ray_cluster", lambda deployment, actor: contextlib.nullcontext())
+    monkeypatch.setattr(evaluation, "object_store_sizes", lambda deployment: {"here": 10**9})
+    monkeypatch.setattr(evaluation, "start_engines", Engines)
     monkeypatch.setattr(evaluation, "start_scorers", scorers_here)
     files = [f"data.val_files={world}/val.jsonl", "model.path=nowhere", "rollout.val_kwargs.n=2"]
     settings = [part for text in files for part in ("--set", text)]

@@ -182,7 +182,7 @@ class Pair:
         """A step takes its batch, or gets the next weights."""
         buffer = self.quick.buffer
         if not buffer.is_training:
-            self.same(lambda made: made.buffer.take())
+            self.same(lambda made: made.take())
         elif self.quick.may_change_weights:
             self.weights += 1
             self.same(lambda made: made.advance())

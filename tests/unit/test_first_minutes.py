@@ -16,11 +16,11 @@ from mrl.cli.versions import version_lines
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
 from mrl.model import planning_model_spec
-from mrl.plan import first_config as planned
-from mrl.plan.first_config import first_config, parse_devices
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, device_for
-from mrl.plan.search import search
+from mrl.tools import first_config as planned
+from mrl.tools.first_config import first_config, parse_devices
+from mrl.tools.search import search
 
 ROW = {"data_source": "openai/gsm8k", "prompt": "1+1", "reward_model": {"ground_truth": "2"}}
 
@@ -185,8 +185,24 @@ def test_a_name_of_devices_is_taken_by_its_beginning_where_only_one_begins_so():
     assert [str(parse_devices(text)) for text in ("8xh200", "2 cpu", "16*ascend-910b")] == [
         "8 x h200-141g", "2 x cpu", "16 x ascend-910b-64g",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="ascend"):
+    with pytest.raises(ConfigError, match="may be ascend-910b-64g or ascend-a3-64g"):
         parse_devices("8 x ascend")
+
+
+def test_devices_have_their_short_names_and_nodes_of_ones_own_size():
+    found = {
+        text: parse_devices(text) for text in ("8 a2", "16 x a3", "4x8 a3", "4 x 8 x h100", "8 h20", "2x4 ascend-910b")
+    }
+    assert {text: (count.device.name, count.nodes, count.per_node) for text, count in found.items()} == {
+        "8 a2": ("ascend-910b-64g", 1, 8), "16 x a3": ("ascend-a3-64g", 1, 16), "4x8 a3": ("ascend-a3-64g", 4, 8),
+        "4 x 8 x h100": ("h100-80g", 4, 8), "8 h20": ("h20-96g", 1, 8), "2x4 ascend-910b": ("ascend-910b-64g", 2, 4),
+    }  # fmt: skip
+
+
+def test_a_configuration_is_laid_on_as_many_nodes_as_asked(mrl):
+    assert mrl("init", *ANSWERS, "--devices", "4x8 a3")[0] == 0
+    cluster = load_config("first.yaml").config.cluster
+    assert (cluster.nnodes, cluster.n_gpus_per_node, cluster.accelerator) == (4, 8, "ascend-a3-64g")
 
 
 # --- completion, in bash itself

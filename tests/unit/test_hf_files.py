@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from mrl.errors import EnvironmentFault
 from mrl.model import model_spec, tensor_specs
-from mrl.model.hf_files import check_checkpoint, checkpoint_shapes
+from mrl.model.hf_files import check_checkpoint, checkpoint_tensors
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1,
@@ -72,10 +72,10 @@ def test_missing_foreign_and_misshapen_tensors_are_all_told(tmp_path, model, ten
 def test_a_directory_without_safetensors_is_refused_and_pickles_are_not_opened(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(EnvironmentFault, match="pickles and are never read"):
-        checkpoint_shapes(tmp_path)
+        checkpoint_tensors(tmp_path)
 
 
 def test_an_index_cannot_reach_outside_its_directory(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
     with pytest.raises(EnvironmentFault, match="outside its directory"):
-        checkpoint_shapes(tmp_path)
+        checkpoint_tensors(tmp_path)

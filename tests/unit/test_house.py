@@ -30,8 +30,12 @@ def modules() -> dict[str, ast.Module]:
 
 # arrows between rooms of one floor: importing room -> imported modules, and why
 SIDEWAYS = {
+    "plain_files": ({"mrl.errors"}, "an output that is refused is said as users see it"),
+    "cluster": ({"mrl.flow"}, "workers hold outboxes and rows of a step, groups the streams that responses come by"),
+    "remote": ({"mrl.vllm.requests"}, "logs of processes are found by the names that engines give theirs"),
     "checkpoint": ({"mrl.megatron"}, "a rank's part of a checkpoint is read out of Megatron's model and optimizer"),
     "record": ({"mrl.data.samples"}, "metrics and files of samples are read off the rows of a step"),
+    "environments": ({"mrl.reward"}, "tools are called in processes of the kind that scores"),
     "schedule": (
         {"mrl.data.samples", "mrl.data.routes"},
         "what several requests made of a response is joined in the columns of samples",
@@ -42,7 +46,8 @@ LIGHT = (
     "model/*.py",
     "config/**/*.py",
     "plan/**/*.py",
-    "extras/**/*.py",
+    "tools/*/*.py",
+    *(f"tools/{part}.py" for part in ("compare_runs", "first_config", "own_command", "search", "search_report")),
     "schedule/*.py",
     "algo/spec.py",
     "record/spec.py",
@@ -60,6 +65,7 @@ LIGHT = (
 )
 HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")
 MAX_LINES = 500
+WITH_WHOLE_CONFIGURATION = 25  # functions
 
 
 def with_parents(module: str) -> set[str]:
@@ -190,7 +196,7 @@ DEVICE_WORDS = ("nccl", "hccl", "cuda", "npu")  # as whole strings
 DEVICE_PREFIXES = ("cuda:", "npu:", "CUDA_", "NCCL_", "ASCEND_", "HCCL_", "torch_npu", "mindspeed")
 # the configuration must be able to say which device, and the reshard target whose weight layout it describes; they do
 # nothing with it
-MAY_SAY_DEVICE = ("mrl.platforms", "mrl.config", "mrl.extras.import_verl", "mrl.model.vllm_parameters")
+MAY_SAY_DEVICE = ("mrl.platforms", "mrl.config", "mrl.tools.import_verl", "mrl.model.vllm_parameters")
 
 
 def device_names(nodes: list[ast.AST]) -> Iterator[str]:
@@ -242,6 +248,18 @@ def test_nothing_unsafe_is_called():
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and ast.unparse(node.value) != "False":
                 wrong.append(f"{module}:{node.value.lineno} trust_remote_code")
     assert not wrong, "\n".join(wrong)
+
+
+def test_functions_are_given_sections_of_the_configuration():
+    """All of it is for rules, plans, commands, the assembly of a run, and few others."""
+    assert len(house.functions_with_whole_configuration(the_house())) <= WITH_WHOLE_CONFIGURATION
+
+
+def test_whoever_names_the_configuration_in_a_type_takes_it():
+    taking = ["def f(c: RunConfig): pass", "def f(*, c: RunConfig | None): pass", "def f(c: 'list[RunConfig]'): pass"]
+    others = ["def f(c: TrainerConfig): pass", "def f() -> RunConfig: pass", "def f(c: MyRunConfig): pass"]
+    found = [house.takes_whole_configuration(ast.parse(text).body[0]) for text in taking + others]
+    assert found == [True] * len(taking) + [False] * len(others)
 
 
 def test_files_stay_readable():

@@ -15,12 +15,12 @@ from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig, leaf
 from mrl.errors import ConfigError
-from mrl.extras.import_verl.handlers import HANDLERS
-from mrl.extras.import_verl.keys import ROWS, row_of
-from mrl.extras.import_verl.report import KINDS
-from mrl.extras.import_verl.translate import import_overrides, import_script
-from mrl.extras.import_verl.verl_command import hydra_value
 from mrl.model import planning_model_spec
+from mrl.tools.import_verl.handlers import HANDLERS
+from mrl.tools.import_verl.keys import ROWS, row_of
+from mrl.tools.import_verl.report import KINDS
+from mrl.tools.import_verl.translate import import_overrides, import_script
+from mrl.tools.import_verl.verl_command import hydra_value
 
 SCRIPTS = Path(__file__).parent / "verl_scripts"
 LAYOUT, LOSS, OPTIM, CORRECTION = (
@@ -357,6 +357,41 @@ def test_what_is_not_there_is_named_with_the_reason(word, reason):
     assert entry.key == word.partition("=")[0] and reason in entry.why
 
 
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn."
+FUNCTIONS = Path(__file__).with_name("verl_functions.py")
+
+
+def test_tools_that_are_functions_are_carried_with_their_limits():
+    words = (f"{MULTI_TURN}function_tool_path={FUNCTIONS}", f"{MULTI_TURN}max_tool_response_length=99")
+    out = from_overrides(f"{MULTI_TURN}enable=True", *words, f"{MULTI_TURN}format=hermes")
+    assert {key: value for key, value in out.values.items() if "turns" in key} == {
+        "rollout.turns.path": str(FUNCTIONS), "rollout.turns.tools": ["add", "twice"], "rollout.turns.max_calls": 1,
+        "rollout.turns.max_turns": 1000, "rollout.turns.max_answer_characters": 99,
+    }  # fmt: skip
+    assert not [each for each in out.of("unsupported") if "turn" in each.key]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("function_tool_path=/nowhere/tools.py",),
+        ("tool_config_path=tools.yaml",),
+        (f"function_tool_path={Path(__file__).with_name('replicas.py')}",),
+    ],
+)
+def test_tools_that_are_not_at_hand_are_a_loss_and_nothing_is_half_carried(words):
+    out = from_overrides(f"{MULTI_TURN}enable=True", *(f"{MULTI_TURN}{word}" for word in words))
+    assert [each.key for each in out.of("unsupported") if "turn" in each.key] == [f"{MULTI_TURN}enable"]
+    assert not [key for key in out.values if "turns" in key]
+
+
+def test_classes_of_verls_beside_functions_are_a_loss_each():
+    words = (f"function_tool_path={FUNCTIONS}", "tool_config_path=tools.yaml", "max_user_turns=3")
+    out = from_overrides(f"{MULTI_TURN}enable=True", *(f"{MULTI_TURN}{word}" for word in words))
+    lost = [each.key.removeprefix(MULTI_TURN) for each in out.of("unsupported") if "turn" in each.key]
+    assert lost == ["tool_config_path", "max_user_turns"]
+
+
 def test_a_discount_is_missed_where_verl_would_apply_it():
     def gamma(value, estimator):
         out = from_overrides(f"algorithm.gamma={value}", f"algorithm.adv_estimator={estimator}")
@@ -394,8 +429,8 @@ def test_a_feature_that_is_switched_off_is_not_missed(word):
 @pytest.mark.parametrize(
     ("path", "family"),
     [
-        ("moonshotai/Moonlight-16B-A3B", "multi-head latent attention"),
-        ("deepseek-ai/DeepSeek-V3-0324", "multi-head latent attention"),
+        ("deepseek-ai/DeepSeek-V2-Lite-Chat", "softmax routers"),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", "sparse indexer"),
         ("Qwen/Qwen3-VL-30B-A3B-Instruct", "images"),
         ("openai/gpt-oss-20b", "gpt-oss"),
         ("zai-org/GLM-4-9B-0414", "GLM-4"),
@@ -408,6 +443,18 @@ def test_a_family_that_is_not_here_is_named(path, family):
     out = import_overrides([f"actor_rollout_ref.model.path={path}", "model_engine=megatron"])
     (entry,) = out.of("unsupported")
     assert family in entry.why and "Qwen3MoeForCausalLM" in entry.why and path.split("/")[1] in entry.why
+
+
+@pytest.mark.parametrize("path", ["moonshotai/Moonlight-16B-A3B", "deepseek-ai/DeepSeek-V3-0324"])
+def test_latent_attention_that_is_known_by_name_is_here(path):
+    out = import_overrides([f"actor_rollout_ref.model.path={path}", "model_engine=megatron"])
+    assert not out.of("unsupported")
+
+
+def test_a_model_of_a_family_that_is_here_is_missed_by_its_name_alone():
+    out = import_overrides(["actor_rollout_ref.model.path=deepseek-ai/DeepSeek-R1", "model_engine=megatron"])
+    (entry,) = out.of("unsupported")
+    assert "no name that is known" in entry.why and "DeepseekV3ForCausalLM" in entry.why
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -497,7 +544,8 @@ def test_variables_overrides_and_our_own_keys_are_given_on_the_command_line(caps
 
 def test_several_scripts_go_to_a_folder(capsys, tmp_path):
     files = [str(SCRIPTS / f"{name}.sh") for name in ("dapo_32b_fsdp", "grpo_7b_megatron")]
-    code, out, _ = run(capsys, "import-verl", *files, "-o", str(tmp_path / "out"))
+    given = ["--set", "train_files=t.parquet", "--set", "test_files=v.parquet"]
+    code, out, _ = run(capsys, "import-verl", *files, "-o", str(tmp_path / "out"), *given)
     assert (
         code == 0
         and out.splitlines()[-1].startswith("2 scripts, 2 valid; ")
@@ -725,6 +773,8 @@ def test_keys_of_the_asynchronous_trainer_are_losses_of_any_other():
         ("actor_rollout_ref.model.lora_rank=8", "carried with losses"),
         ("actor_rollout_ref.actor.optim.lr=$RATE", "carried with losses"),
         ("trainer.experiment_name=$NAME", "valid"),
+        ("data.train_files=$DATA/train.parquet", "carried with losses"),
+        ("actor_rollout_ref.model.path=$MODELS/Qwen3-8B", "carried with losses"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=3", "refused"),
     ],
 )
@@ -736,6 +786,25 @@ def test_what_is_lost_changes_the_answer_until_it_is_accepted(capsys, tmp_path, 
         assert code == (0 if verdict == "valid" or (more and verdict != "refused") else 2)
     found = json.loads(run(capsys, "import-verl", str(tmp_path / "s.sh"), "--json")[1])
     assert (found["verdict"], found["ok"]) == (verdict, verdict == "valid")
+
+
+def test_a_file_on_a_variable_that_nobody_sets_is_told_once_and_found_by_a_value(capsys, tmp_path, monkeypatch):
+    """HOME is every shell's; another variable is asked for, or our key in its place."""
+    monkeypatch.setenv("HOME", "/home/somebody")
+    (tmp_path / "s.sh").write_text(
+        LAUNCH + "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 "
+        "data.train_files=$DATA/t.parquet data.val_files=$HOME/v.parquet\n"
+    )
+    given = ["import-verl", str(tmp_path / "s.sh"), "-o", str(tmp_path / "out.yaml")]
+    code, out, _ = run(capsys, *given)
+    told = [line for line in out.splitlines() if "${DATA}/t.parquet" in line]
+    assert code == 2 and len(told) == 1 and "--set DATA=..." in told[0]
+    assert "carried with losses: data.train_files" in out.splitlines()[-1]
+    assert load_config(tmp_path / "out.yaml").config.data.val_files == ("/home/somebody/v.parquet",)
+    for value in ("DATA=/data", "data.train_files=/data/t.parquet"):
+        code, out, _ = run(capsys, *given, "--set", value)
+        assert code == 0 and out.splitlines()[-1].strip() == "valid", out
+        assert load_config(tmp_path / "out.yaml").config.data.train_files == ("/data/t.parquet",)
 
 
 def test_a_key_with_nothing_behind_it_is_refused_as_such_and_breaks_nothing_else(capsys):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mrl.errors import ConfigError
-from mrl.extras.import_verl.expansion import calculate
-from mrl.extras.import_verl.shell import read_script
-from mrl.extras.import_verl.shell_syntax import parse_text
+from mrl.tools.import_verl.expansion import calculate
+from mrl.tools.import_verl.shell import read_script
+from mrl.tools.import_verl.shell_syntax import parse_text
 
 # Each ends with a call of `show`, whose arguments are compared. No line of them runs a program.
 SCRIPTS = {

@@ -17,6 +17,8 @@ PUBLISHED = {
     "Qwen2.5-Math-7B": (7.62, 7.62), "Qwen2.5-Math-1.5B": (1.54, 1.54), "Qwen1.5-MoE-A2.7B": (14.3, 2.7),
     "DeepSeek-R1-Distill-Qwen-1.5B": (1.78, 1.78), "DeepSeek-R1-Distill-Qwen-7B": (7.62, 7.62),
     "DeepSeek-R1-Distill-Qwen-14B": (14.8, 14.8), "DeepSeek-R1-Distill-Qwen-32B": (32.8, 32.8),
+    # arXiv:2412.19437, arXiv:2502.16982 (16 B of 3 B active), arXiv:2507.20534
+    "DeepSeek-V3": (671, 37.5), "Moonlight-16B-A3B": (16, 2.9), "Kimi-K2-Instruct": (1026, 32.9),
 }  # fmt: skip
 
 
@@ -46,7 +48,12 @@ def test_every_known_model_has_the_published_number_of_parameters():
         ("Qwen/Qwen3-30B-A3B-FP8", None),
         ("Qwen/Qwen3-VL-30B-A3B-Instruct", None),
         ("Qwen/Qwen2.5-VL-7B-Instruct", None),
-        ("moonshotai/Moonlight-16B-A3B", None),
+        ("moonshotai/Moonlight-16B-A3B-Instruct", "Moonlight-16B-A3B"),
+        ("moonshotai/Kimi-K2-Base", "Kimi-K2-Instruct"),
+        ("moonshotai/Kimi-K2.5", None),
+        ("deepseek-ai/DeepSeek-V3-0324", "DeepSeek-V3"),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", None),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", None),
     ],
 )
 def test_a_path_is_known_by_its_last_part(path, name):

@@ -3,6 +3,7 @@
 """
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -165,3 +166,53 @@ def test_submitting_is_a_call_of_mrl_submit(node):
 def test_the_scripts_are_valid_bash():
     for script in LAUNCH.glob("*.sh"):
         assert subprocess.run(["bash", "-n", str(script)], env=os.environ).returncode == 0
+
+
+def test_a_head_makes_its_token_in_an_empty_home(node, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    done = node.run("start_head.sh", HOME=str(home))
+    token = home / ".ray" / "auth_token"
+    assert done.returncode == 0 and len(token.read_text()) == 64 and token.stat().st_mode & 0o077 == 0, done.stderr
+    before = token.read_text()
+    node.run("start_head.sh", HOME=str(home))
+    assert token.read_text() == before
+
+
+@pytest.mark.parametrize("home", ["", "/proc/none"])
+@pytest.mark.parametrize("script", ["start_head.sh", "start_worker.sh"])
+def test_without_a_place_for_the_token_one_message_says_so(node, script, home):
+    done = node.run(script, HOME=home, HEAD="127.0.0.1:1")
+    assert done.returncode == 4 and done.stderr.count("\n") == 1 and "RAY_AUTH_TOKEN" in done.stderr
+    assert not node.calls
+    assert node.run("start_head.sh", HOME=home, RAY_AUTH_TOKEN="t" * 32).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["PORT", "DASHBOARD_PORT"])
+def test_a_port_among_those_of_rays_workers_is_refused_unless_these_are_named(node, name):
+    done = node.run("start_head.sh", **{name: "10500"})
+    assert done.returncode == 4 and f"{name}=10500 is among the ports of Ray's workers" in done.stderr
+    assert node.run("start_head.sh", "--min-worker-port", "30000", **{name: "10500"}).returncode == 0
+
+
+def test_a_port_in_use_is_told_under_its_name(node):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = node.run("start_head.sh", DASHBOARD_PORT=str(taken.getsockname()[1]))
+    assert done.returncode == 4 and "somebody else's" in done.stderr and "set DASHBOARD_PORT" in done.stderr
+
+
+def test_a_head_is_stopped_and_nothing_else(node, tmp_path):
+    session = tmp_path / "ray" / "session_1" / "logs"
+    command = ["bash", "-c", "sleep 60; exit", f"--log_dir={session}"]
+    head = subprocess.Popen(command)
+    other = subprocess.Popen([*command[:3], f"--log_dir={tmp_path}/ray-other/session_1"])
+    done = node.run("stop_head.sh", TEMP=str(tmp_path / "ray"))
+    try:
+        assert done.returncode == 0 and head.wait(10) != 0 and other.poll() is None, done.stderr
+        assert node.run("stop_head.sh", TEMP=str(tmp_path / "ray")).returncode == 4
+    finally:
+        for process in (head, other):
+            process.kill()
+            process.wait()

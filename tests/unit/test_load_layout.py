@@ -87,6 +87,9 @@ class ToyReload:
     def plan_name(self, name: str) -> str:
         return name
 
+    def is_derived(self, leaf: str) -> bool:
+        return False
+
     def enter(self, model):
         for layer in (m for m in model.modules() if isinstance(m, Layer)):
             self.aside[layer] = {leaf: getattr(layer, leaf) for leaf in layer.load_shapes}
@@ -254,7 +257,14 @@ def test_a_module_of_padding_alone_is_completed_without_a_message():
     assert "embed.weight" not in writer.received
 
 
-def test_two_modules_may_be_open_and_not_three():
+def test_little_modules_may_be_open_beside_each_other():
+    writer, _ = begun(Engine())
+    for name in ("embed.weight", "layers.0.fused.bias", "layers.1.fused.weight"):
+        writer.tensor(name)
+
+
+def test_two_modules_may_be_open_and_not_three(monkeypatch):
+    monkeypatch.setattr("mrl.vllm.load_layout.LITTLE_BYTES", 0)
     writer, _ = begun(Engine())
     writer.tensor("embed.weight")
     writer.tensor("layers.0.fused.bias")

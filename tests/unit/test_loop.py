@@ -2,43 +2,51 @@
 and the names of what it writes.
 """
 
+import errno
 import signal
+import threading
 
 import pytest
-from replicas import Replicas, stored
+from generations import AnsweringEngines, generation_of
+from replicas import InMemory, Replicas
 
 from mrl.cluster.machines import Peak
-from mrl.cluster.process_logs import concerning
-from mrl.cluster.request_streams import Arrived
-from mrl.cluster.sample_writer import reward_parts
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
 from mrl.data.samples import Sample
-from mrl.errors import DataError, EnvironmentFault, Interrupted, LostLock, NumericAbort
-from mrl.record.run_dir import RunDir
+from mrl.errors import DataError, EnvironmentFault, Interrupted, LostLock, LostWeights, NumericAbort
+from mrl.flow.sample_writer import reward_parts
+from mrl.record import run_lock
+from mrl.record.run_dir import SHOWN_ROWS, RunDir
 from mrl.record.sample_files import read_samples, write_samples
 from mrl.record.spec import metric_spec
+from mrl.remote.process_logs import concerning
 from mrl.reward.items import OK, RewardResult
-from mrl.train import loop
-from mrl.train.generation import InTurn
+from mrl.train import judged_groups, kept_groups, loop, rollouts
+from mrl.train.assemble import Run
+from mrl.train.generation import Generation
 from mrl.train.placement import Colocated, Separate
-from mrl.train.resume import TrainState
+from mrl.train.resume import RunIdentity, TrainState
 from mrl.train.rollouts import Responder
-from mrl.train.run import Run, StopFlag
-from mrl.train.saving import Saver
+from mrl.train.saving import SavedRun, Saver
+from mrl.train.stop_signals import StopFlag
 from mrl.units import GIB
-from mrl.vllm.requests import Sampling
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
-SIZES = ("data.train_batch_size=2", "rollout.n=2", "actor.ppo_mini_batch_size=1", "data.max_response_length=4")
+SIZES = ("data.train_batch_size=2", "rollout.n=2", "actor.ppo_mini_batch_size=1", "data.max_response_length=2")
 KL_IN_REWARD = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1")
 
 
-class World:
-    """Actor, engines, reward pool, sync and record in one, which note what they are called for."""
+class World(AnsweringEngines):
+    """Actor, engines, reward pool, sync and record in one, which note what they are called for.
+
+    Engines answer once the loop asks for its batch.
+    """
 
     def __init__(self):
+        super().__init__()
+        self.asked = threading.Semaphore(0)  # batches
         self.calls, self.lines, self.results = [], [], []
         self.are_stuck = False  # the ranks, in a transfer to an engine that is lost
         self.run, self.signal_in = None, ""  # SIGTERM comes to the run in this call
@@ -52,39 +60,45 @@ class World:
     def offload(self):
         self.note("offload")
 
-    def generate(self, requests, sampling, on_arrival):
+    def take(self, timeout_s):
+        if not self.asked.acquire(timeout=0.001):
+            return []
         self.note("generate")
+        return super().take(timeout_s)
+
+    def respond(self, requests):
         reasons, ids, log_probs = ("length", "stop"), (5, 6), (-1.0, -1.0)
         of_lengths = [0 if i < self.empty else 2 for i in range(len(requests))]
-        done = stored([
-            Sample(r.prompt_id, r.group_id, i, r.seed, r.prompt_ids, ids[:n], log_probs[:n], reasons[i % 2], 0)
+        return [
+            Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, ids[:n], log_probs[:n],
+                   reasons[i % 2] if n else "stop", 0)
             for i, (r, n) in enumerate(zip(requests, of_lengths, strict=True))
-        ])  # fmt: skip
-        on_arrival([Arrived(done, "engine 0")])
-        return done
+        ]  # fmt: skip
+
+    def for_another(self):
+        return self
 
     def submit(self, samples, questions, engine, held_s):
         self.results += [RewardResult(each.sample_id, float(each.sample_id % 2), {}, OK) for each in questions]
 
-    def forward(self): ...
-
-    def drain(self, poll, max_failed):
-        poll()
-        self.note("rewards")
+    def collect(self, at_once):
+        if self.results:
+            self.note("rewards")
         results, self.results = self.results, []
         return results
 
+    def wait(self, seconds): ...
+
     def each(self, method, arguments, phase, interruptible=False):
         """Of two ranks that are a replica each."""
-        called = arguments[0][0] if method == "on_step" else method
+        called = arguments[0][0] if method == "do" else method
         if called in ("log_probs", "ref_log_probs", "update"):
             self.note(called)
         return self.ranks.each(method, arguments, phase, interruptible)
 
-    def updated(self, counts, replica):
+    def updated(self, counts, number):
         parts = [{"actor/grad_norm": (norm, 1.0), "actor/skipped_updates": (0.0, 1.0)} for norm in (1.0, 3.0)]
-        first = replica is self.ranks.replicas[0]
-        return [*(parts if first else []), {"perf/update_s": (0.5 if first else 0.25, 1.0)}]
+        return [*(parts if number == 0 else []), {"perf/update_s": (0.5 if number == 0 else 0.25, 1.0)}]
 
     def are_free(self, within_s):
         return not self.are_stuck
@@ -121,9 +135,24 @@ class Writer:
         write_samples(self.folder, step, [samples.read()], reward_parts(results))
 
 
+BEGUN = []  # by the test that runs
+
+
+def end_generations():
+    while BEGUN:
+        BEGUN.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def in_memory(monkeypatch):
+    for module in (rollouts, judged_groups, kept_groups):
+        monkeypatch.setattr(module, "ResponseStore", InMemory)
+    yield
+    end_generations()
+
+
 @pytest.fixture
-def world(monkeypatch):
-    monkeypatch.setattr("mrl.train.rollouts.training_sampling", lambda config: Sampling(1.0, 4, ()))
+def world():
     return World()
 
 
@@ -156,6 +185,9 @@ class SharedDevices(World):
     def stop(self):
         self.engines, self.lost_in = set(), ""
 
+    def call(self, verb):
+        getattr(self, verb)()
+
     def sleep(self):
         self.engines, self.version = set(), None
         self.note("sleep")
@@ -177,9 +209,9 @@ class SharedDevices(World):
         self.note("commit")
         return {"rollout/stale_prefix_tokens": 0.0}
 
-    def generate(self, requests, sampling, on_arrival):
+    def respond(self, requests):
         assert self.version == self.updates, "engines serve the newest weights"
-        return super().generate(requests, sampling, on_arrival)
+        return super().respond(requests)
 
     def each(self, method, arguments, phase, interruptible=False):
         self.updates += arguments[0][0] == "update"
@@ -193,7 +225,28 @@ class SharedDevices(World):
         return super().take_checkpoint()
 
 
-def run_of(world, tmp_path, *overrides) -> Run:
+def generation_for(world, config, responder, stream, state) -> Generation:
+    """Begins when it is first asked to."""
+    end_generations()
+    world.under_way = []
+    generation = generation_of(config, responder, stream, state)
+    begin, take = generation.begin, generation.take
+
+    def begun():
+        if generation not in BEGUN:
+            BEGUN.append(generation)
+            begin()
+
+    def taken(timer):
+        begun()
+        world.asked.release()
+        return take(timer)
+
+    generation.begin, generation.take = begun, taken
+    return generation
+
+
+def run_of(world, tmp_path, *overrides, state=TrainState()) -> Run:  # noqa: B008
     config = load_config(TINY, None, [*SIZES, "trainer.test_freq=-1", "trainer.save_freq=-1", *overrides]).config
     stream = PromptStream([Prompt(p, (1, 2, 3), "test", "x") for p in range(4)], 2, seed=0, shuffle=False)
     stop = StopFlag()
@@ -203,12 +256,14 @@ def run_of(world, tmp_path, *overrides) -> Run:
     run_dir = RunDir.open(tmp_path / "run", "")
     shared = isinstance(world, SharedDevices)
     placement = Colocated(world, world, world, lambda phase: None) if shared else Separate(world, world)
-    saver = Saver(config, run_dir.checkpoints, placement, "fingerprint", 0)
+    saved = SavedRun(RunIdentity.of(config), config.actor.layout, "fingerprint")
+    saver = Saver(config.trainer, saved, run_dir.checkpoints, placement, 0)
     return Run(
         config=config, run_dir=run_dir, val_prompts=None, total_steps=2,
         stop=stop, record=world, responder=responder, actor=world, placement=placement, saver=saver,
         sample_writer=Writer(run_dir.samples),
-        generation=InTurn(config, responder, stream), machines=world, peak=Peak(1e9, 2e9), state=TrainState(),
+        generation=generation_for(world, config, responder, stream, state),
+        machines=world, peak=Peak(1e9, 2e9), state=state,
     )  # fmt: skip
 
 
@@ -228,6 +283,23 @@ def test_a_step_of_a_run_that_lost_its_directory_ends_before_its_first_file(worl
     with pytest.raises(LostLock):
         loop.train_step(run)
     assert not list(run.run_dir.samples.iterdir()) and "update" not in world.calls and not world.lines
+
+
+@pytest.mark.parametrize("settings", [(), ("record.trainer_log_probs=true",)])
+def test_a_step_of_a_run_that_loses_its_directory_later_writes_no_log_probs(world, tmp_path, monkeypatch, settings):
+    run = run_of(world, tmp_path, *settings)
+    note, written = world.note, []
+
+    def lose(call):
+        note(call)
+        if call == "log_probs":
+            (run.run_dir.path / "run.lock.1").rename(run.run_dir.path / "run.lock.2")
+
+    monkeypatch.setattr(world, "note", lose)
+    run.sample_writer.write_differences = lambda *_: written.append(True)
+    with pytest.raises(LostLock):
+        loop.train_step(run)
+    assert not written and not (run.run_dir.path / SHOWN_ROWS).exists()
 
 
 @pytest.mark.parametrize("settings", [(), ("algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=2")])
@@ -250,8 +322,7 @@ def test_a_step_is_trained_on_as_long_as_one_response_has_a_token(world, tmp_pat
 
 def test_a_run_that_goes_on_syncs_before_it_generates_and_a_new_one_has_nothing_to_sync(world, tmp_path, monkeypatch):
     monkeypatch.setattr(Saver, "save_last", lambda saver, state, metrics: None)
-    run = run_of(world, tmp_path)
-    run.state = TrainState(step=1)
+    run = run_of(world, tmp_path, state=TrainState(step=1))
     loop.train(run)
     seen = [call for call in world.calls if call == "generate" or call.startswith("sync")]
     assert seen == ["sync 1", "generate", "sync 2"]
@@ -440,7 +511,7 @@ def test_ranks_that_are_stuck_in_a_transfer_to_a_lost_engine_are_not_waited_for(
 @pytest.mark.parametrize("error", [DataError("rewards fail"), EnvironmentFault("no disk")])
 def test_what_is_whole_is_saved_whatever_ends_the_run_in_good_order(shared, tmp_path, monkeypatch, error):
     run = after_a_step(shared, tmp_path)
-    monkeypatch.setattr(run.generation, "take", lambda state, timer: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(run.generation, "take", lambda timer: (_ for _ in ()).throw(error))
     monkeypatch.setattr(run.placement, "begin", lambda step: None)
     with pytest.raises(type(error)):
         loop.train(run)
@@ -448,9 +519,41 @@ def test_what_is_whole_is_saved_whatever_ends_the_run_in_good_order(shared, tmp_
     assert run.saver.saved_step == 1
 
 
+@pytest.mark.parametrize(("repeats", "saved"), [(True, 0), (False, 2)])
+def test_a_run_that_repeats_saves_no_weights_that_responses_were_not_begun_for(
+    shared, tmp_path, monkeypatch, repeats, saved
+):
+    """It goes back to the newest checkpoint; another finishes those responses by the weights that are saved."""
+    run = after_a_step(shared, tmp_path)
+    trainer = run.config.trainer.model_copy(update={"deterministic": repeats})
+    run.config = run.config.model_copy(update={"trainer": trainer})
+
+    def settle(timer, saves):
+        raise concerning(LostWeights("no engine is left"), "engine 1")
+
+    monkeypatch.setattr(run.generation, "settle", settle)
+    go_on(run, monkeypatch)
+    assert run.saver.saved_step == saved
+
+
+def test_what_is_whole_is_saved_when_the_disk_does_not_say_whose_the_run_directory_is(shared, tmp_path, monkeypatch):
+    run = after_a_step(shared, tmp_path)
+
+    def refused(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(run_lock, "_text", refused)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(run.placement, "begin", lambda step: None)
+    with pytest.raises(EnvironmentFault, match=r"run\.lock\.1 cannot be read"):
+        loop.train(run)
+    run.saver.close()
+    assert run.saver.saved_step == 1
+
+
 def test_weights_that_gave_no_numbers_are_not_kept(shared, tmp_path, monkeypatch):
     run = after_a_step(shared, tmp_path)
-    monkeypatch.setattr(run.generation, "take", lambda state, timer: (_ for _ in ()).throw(NumericAbort("NaN")))
+    monkeypatch.setattr(run.generation, "take", lambda timer: (_ for _ in ()).throw(NumericAbort("NaN")))
     monkeypatch.setattr(run.placement, "begin", lambda step: None)
     with pytest.raises(NumericAbort):
         loop.train(run)

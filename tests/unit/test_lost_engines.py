@@ -4,17 +4,18 @@ import json
 import random
 
 import pytest
-from test_ahead import AHEAD, BATCH, Files, in_memory  # noqa: F401
+from generations import Files
+from test_generation import AHEAD, BATCH, in_memory  # noqa: F401
 from test_ready_first import MODES, STEPS, Flight, LiveEngines
 
-from mrl.cluster.process_logs import concerning
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
 from mrl.errors import DataError, Interrupted
 from mrl.record.metrics import PhaseTimer
+from mrl.remote.process_logs import concerning
 from mrl.schedule.suspects import Suspects, suspects
 from mrl.train.kept_groups import read_kept
-from mrl.train.lost_engines import LostEngines, Unfinished, whole_losses
+from mrl.train.lost_engines import AGAIN, LostEngines, Unfinished, whole_losses
 from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
 from mrl.train.resume import TrainState
 from mrl.train.spool import Spool
@@ -84,6 +85,19 @@ def test_a_torn_line_takes_no_loss_with_it_that_comes_after(tmp_path, capsys):
     assert ([loss.step for loss in losses], unread) == ([1, 3, 3], 1)
 
 
+def test_restarts_of_earlier_starts_count_on_each_engine_once_a_loss(tmp_path):
+    path = tmp_path / "lost"
+    before = LostEngines(path)
+    before.note(3, ["engine 1 rank 0", "engine 1 rank 1"], AGAIN, [])
+    before.note(4, ["engine 0", "engine 1 rank 0"], AGAIN, [])
+    before.note(5, ["engine 0"], "it died, and the run with it", [])
+    resumed = LostEngines(path)
+    resumed.suspects()
+    assert resumed.restarts() == {"engine 1": [3, 4], "engine 0": [4]}
+    resumed.note(6, ["engine 0"], AGAIN, [])
+    assert resumed.restarts()["engine 0"] == [4, 6]
+
+
 class Killed(LiveEngines):
     """An engine dies when it computes a certain prompt, of which no token ever comes."""
 
@@ -135,7 +149,7 @@ def test_an_engine_that_dies_in_a_pause_is_noted_once(tmp_path):
         raise concerning(Interrupted("pause_for_update: engine 1 died"), "engine 1")
 
     world.engines.pause_for_update = dies
-    rollouts = world.generation.take(world.state, PhaseTimer())
+    rollouts = world.generation.take(PhaseTimer())
     with pytest.raises(Interrupted, match="engine 1 died"):
         world.generation.settle(PhaseTimer(), saves=False)
     world.generation.close()

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from mrl.cluster import calls
 from mrl.cluster.actor_group import ActorGroup
+from mrl.config.load import load_config
 from mrl.errors import DataError, EnvironmentFault, Interrupted
+from mrl.remote import calls
+from mrl.remote.deadlines import Deadlines
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
 DEAD = ray.exceptions.ActorDiedError()
@@ -192,3 +194,80 @@ def test_a_rank_that_dies_in_a_sync_ends_it_as_resumable_although_others_complai
     refs = {"rank 0": (1, raised(GLOO)), "engine 0": (2, raised(RuntimeError("nothing came"))), "rank 1": (4, DEAD)}
     with pytest.raises(Interrupted, match="weight sync: rank 1 died"):
         calls.settle(refs, 60.0, "weight sync")
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """ActorGroup.call in which ranks 0 and 1 of three are late, by who then says where it is: the error."""
+
+    def run(*there):
+        Answers(monkeypatch)
+        group = object.__new__(ActorGroup)
+        group.poll = lambda: None
+        group._deadlines = Deadlines(60.0, is_set=True)
+        stacks = [f"stacks {i}" for i in range(3)]
+        answers = {"update": (NEVER, (10**9, "another"), (1, "a")), "write_stacks": stacks}
+        group.refs = lambda method: {f"rank {i}": answer for i, answer in enumerate(answers[method])}
+
+        def wait(refs, timeout, num_returns=1):
+            if refs[0] == "stacks 0":
+                return [ref for ref in refs if ref in [f"stacks {i}" for i in there]], []
+            return Answers.wait(played, refs, timeout)
+
+        played = Answers(monkeypatch)
+        monkeypatch.setattr(calls.ray, "wait", wait)
+        with pytest.raises(calls.Late) as raised_late:
+            group.call("update")
+        return raised_late.value
+
+    return run
+
+
+def test_of_ranks_that_are_late_together_the_one_that_does_not_run_is_the_culprit(late):
+    error = late(0, 2)
+    assert "no answer from rank 0, rank 1 within 60 s" in str(error)
+    assert "rank 1 did not even say where it is" in str(error) and "logs/*.stacks" in str(error)
+    assert error.processes == ("rank 1",)
+
+
+def test_where_all_run_all_that_are_late_are_named_and_where_they_are_is_written(late):
+    error = late(0, 1, 2)
+    assert "where they are stands in logs/*.stacks" in str(error)
+    assert error.processes == ("rank 0", "rank 1")
+
+
+def test_where_nobody_answers_no_culprit_is_guessed(late):
+    assert late().processes == ("rank 0", "rank 1")
+
+
+def test_a_phase_has_all_the_time_once_and_then_ten_times_its_longest():
+    deadlines = Deadlines(3600.0, is_set=False)
+    assert deadlines.of("update") == 3600.0
+    deadlines.ended("update", 2.0)
+    assert deadlines.of("update") == 60.0, "at least a minute"
+    deadlines.ended("update", 30.0)
+    deadlines.ended("update", 20.0)
+    assert deadlines.of("update") == 300.0
+    assert deadlines.of("offload") == 3600.0, "of another nothing is known"
+    deadlines.ended("update", 1000.0)
+    assert deadlines.of("update") == 3600.0, "never more than at first"
+    patient = Deadlines(3600.0, is_set=False, least_s=360.0)
+    patient.ended("sync", 1.0)
+    assert patient.of("sync") == 360.0
+
+
+def test_a_deadline_that_is_set_stays():
+    deadlines = Deadlines(10.0, is_set=True)
+    deadlines.ended("update", 9.0)
+    deadlines.ended("offload", 0.1)
+    assert deadlines.of("update") == deadlines.of("offload") == 10.0
+
+
+def test_a_configuration_says_whether_its_deadline_is_set():
+    preset = "parallel_configs/qwen3-30b-a3b/h100-4x8.yaml"
+    for overrides, is_set in (((), False), (("cluster.step_timeout_s=3600",), True)):
+        cluster = load_config(preset, overrides=list(overrides)).config.cluster
+        assert ("step_timeout_s" in cluster.model_fields_set) is is_set
+        deadlines = Deadlines.of_steps(cluster)
+        deadlines.ended("update", 1.0)
+        assert deadlines.of("update") == (3600.0 if is_set else 60.0)

@@ -10,6 +10,7 @@ from small_model import SIZES
 from mrl.cluster import machines as module
 from mrl.cluster.machines import Machines, Peak, Speed, first_of_each
 from mrl.config.load import load_config
+from mrl.config.places import Deployment
 from mrl.errors import Interrupted
 from mrl.model import forward_flops, forward_flops_per_token, known_spec, model_spec
 from mrl.plan.devices import published_flops
@@ -35,14 +36,15 @@ def test_a_device_has_the_published_figure_of_its_own_kind_and_a_slower_variant_
 def test_peaks_are_of_the_devices_that_are_used_and_on_cpu_of_hosts():
     gpu = load_config("parallel_configs/qwen3-30b-a3b/h100-4x8-separate.yaml").config
     ranks = gpu.actor.layout.world_size
-    peak = Peak.of(gpu, [Speed("NVIDIA H100 80GB HBM3", 600e12)] * ranks)
+    peak = Peak.of(Deployment.of(gpu), [Speed("NVIDIA H100 80GB HBM3", 600e12)] * ranks)
     assert (peak.actor, peak.run) == (
         ranks * 989e12,
         32 * 989e12,
     )  # four nodes of eight, actor and engines beside each other
-    assert Peak.of(gpu, [Speed("unheard of", 5e12)] * ranks).actor == ranks * 5e12
+    assert Peak.of(Deployment.of(gpu), [Speed("unheard of", 5e12)] * ranks).actor == ranks * 5e12
     cpu = load_config(TINY).config
-    assert Peak.of(cpu, [Speed("AMD EPYC", 1e11)]) == Peak(1e11, 1e11)  # its ranks and engines share one host's cores
+    # its ranks and engines share one host's cores
+    assert Peak.of(Deployment.of(cpu), [Speed("AMD EPYC", 1e11)]) == Peak(1e11, 1e11)
 
 
 def test_a_pass_costs_what_its_sequences_cost_one_by_one_and_the_output_layer_for_predicted_tokens():
@@ -62,7 +64,7 @@ def test_mfu_by_hand():
     one forward.
     """
     model = model_spec(SIZES)
-    rows = SimpleNamespace(lengths=np.array([4]), response_lengths=np.array([1]))
+    rows = SimpleNamespace(lengths=np.array([4]), sampled_lengths=np.array([1]))
     forward = forward_flops(model, [4], 1)
     peak, seconds = Peak(actor=forward, run=2 * forward), {"update": 6.0, "step": 5.0}
 
@@ -116,7 +118,7 @@ def machines_of(monkeypatch, ranks: list[Process], engines: list[Process]) -> Ma
     group = SimpleNamespace(
         workers=engines, nodes={f"engine {i}": engine.places()[0][0] for i, engine in enumerate(engines)}
     )
-    return Machines(load_config(TINY).config, actor, group)
+    return Machines(Deployment.of(load_config(TINY).config), actor, group)
 
 
 def test_the_fullest_host_counts_whoever_is_on_it(monkeypatch):

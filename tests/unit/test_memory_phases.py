@@ -5,8 +5,8 @@ import pytest
 from mrl.errors import ConfigError
 from mrl.plan.devices import default_device, devices, find_device
 from mrl.plan.memory_phases import (
-    CURES,
-    HOLDER_OF,
+    HOLDERS,
+    TERMS,
     ActorBytes,
     EngineBytes,
     Offload,
@@ -17,7 +17,7 @@ from mrl.plan.memory_phases import (
     phase_bytes,
     with_optimizer_early,
 )
-from mrl.plan.step_batch import SampleBytes
+from mrl.plan.sample_bytes import SampleBytes
 
 GIB = 1024**3
 DEVICE = find_device("h100-80g")
@@ -87,10 +87,10 @@ def test_a_reference_model_stays_unless_it_is_offloaded_and_has_a_phase_of_its_o
     assert totals(colocated_phases(kept, ENGINE, DEVICE))["rollout"] == 60 + 10 + 311
 
 
-@pytest.mark.parametrize("term", sorted(CURES))
+@pytest.mark.parametrize("term", sorted(name for name, term in TERMS.items() if term.cure))
 def test_what_does_not_fit_names_its_largest_part_and_what_to_change(term):
     phase = Phase("train", {"other": 1, term: 79 * GIB}, DEVICE.usable)
-    assert (phase.fits, phase.largest, phase.cure) == (False, term, CURES[term])
+    assert (phase.fits, phase.largest, phase.cure) == (False, term, TERMS[term].cure)
     assert Phase("train", {term: 1}, DEVICE.usable).cure == ""
 
 
@@ -131,8 +131,9 @@ def test_every_term_has_a_cure_and_a_holder():
         *engine_phases(ENGINE, DEVICE),
         *colocated_phases(ActorBytes(**{**vars(ACTOR), "samples": SampleBytes(1, 1, 1, 1, 1)}), ENGINE, DEVICE),
     ]
-    assert {term for phase in phases for term in phase.terms} <= set(CURES)
-    assert set(HOLDER_OF) == set(CURES)
+    assert all(TERMS[term].cure for phase in phases for term in phase.terms)
+    assert all(bool(term.cure) == (term.holder in HOLDERS) for term in TERMS.values())
+    assert all(term.cure or term.host_cure for term in TERMS.values())
 
 
 def test_the_device_table_has_the_devices_of_the_presets_each_with_a_source():

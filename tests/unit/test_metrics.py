@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from test_house import the_house
 
 from mrl.algo.rows import moments
 from mrl.config.load import load_config
+from mrl.data.samples import Sample, SampleRows, packed
 from mrl.record.metrics import (
     GeneratingTime,
     PhaseTimer,
@@ -24,7 +26,7 @@ from mrl.record.metrics import (
     seqlen_metrics,
     speed_metrics,
 )
-from mrl.record.spec import METRICS, metric_spec
+from mrl.record.spec import TABLE, Kind, all_metrics, metric_spec
 from mrl.train.reporting import time_metrics
 
 VERL_NAMES = """
@@ -50,9 +52,21 @@ def test_every_metric_name_that_verl_dashboards_use_is_declared():
         metric_spec(name)
 
 
-def test_a_name_is_declared_once():
-    names = [spec.name for spec in METRICS]
-    assert len(names) == len(set(names))
+def test_a_name_is_declared_once_and_no_reading_stands_for_nothing():
+    written = re.findall(r"^([^ #].*?): \{", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+    declared = {spec.name: spec for spec in all_metrics()}
+    assert len(written) == len(set(written))
+    families = set(written) - declared.keys()
+    for family in families:
+        assert family.endswith(("/", "_"))
+        assert any(spec.reading for name, spec in declared.items() if name.startswith(family))
+    assert all(spec.kind in get_args(Kind) and spec.unit and spec.summary for spec in declared.values())
+
+
+def test_a_family_lends_its_reading_to_those_that_have_none():
+    assert metric_spec("response_length/max").reading == metric_spec("response_length/min").reading != ""
+    assert metric_spec("response_length/clip_ratio").reading.startswith("Above 0.1")
+    assert metric_spec("prompt_length/max").reading == ""
 
 
 def test_an_undeclared_name_is_refused_with_the_nearest_ones():
@@ -64,7 +78,7 @@ def test_every_metric_that_the_code_names_is_declared():
     name = re.compile(
         r"(actor|critic|perf|reshard|reward|rollout_corr|router|timing_s|train|training|val-core)/[a-z0-9_/@]+"
     )
-    declared = {spec.name for spec in METRICS}
+    declared = {spec.name for spec in all_metrics()}
     for nodes in the_house().nodes.values():
         for node in nodes:
             text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
@@ -129,9 +143,10 @@ def test_a_distribution_of_nothing_is_nothing():
     assert distribution("critic/score", []) == {}
 
 
-def _rows() -> SimpleNamespace:
-    """Two samples: prompts of 2 and 3 tokens, responses of 3 and 1."""
-    return SimpleNamespace(prompt_lengths=np.array([2, 3]), response_lengths=np.array([3, 1]))
+def _rows() -> SampleRows:
+    """Prompts of 2 and 3 tokens, responses of 3 and 1."""
+    made = [Sample(0, 0, i, 0, [1] * p, [1] * r, [0.0] * r, "stop", 0) for i, (p, r) in enumerate([(2, 3), (3, 1)])]
+    return packed(made).numbers
 
 
 def test_lengths_are_read_off_the_rows():
@@ -181,7 +196,7 @@ def test_a_wait_for_engines_that_work_beside_training_is_no_time_of_generation()
     timer = PhaseTimer(iter((0.0, 1.0)).__next__)
     with timer("gen"):
         pass
-    said = time_metrics(config, timer, SimpleNamespace(samples=SimpleNamespace(rows=_rows())))
+    said = time_metrics(config.trainer, 2, timer, SimpleNamespace(samples=SimpleNamespace(rows=_rows())))
     assert said["timing_s/gen"] == 1.0 and "timing_per_token_ms/gen" not in said
 
 

@@ -39,6 +39,12 @@ TINY_GLM = {
     "head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "attention_bias": True,
 }  # fmt: skip
+TINY_LATENT = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 1, "q_lora_rank": 24,
+    "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "num_mtp_layers": 0,
+}  # fmt: skip
+TINY_LITE = {k: v for k, v in TINY_LATENT.items() if k not in ("first_k_dense_replace", "num_mtp_layers")}
 CASES = {
     "qwen2 tied": ("Qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2 untied": ("Qwen2", "qwen2", {"tie_word_embeddings": False}),
@@ -48,6 +54,9 @@ CASES = {
     "qwen3_moe": ("Qwen3Moe", "qwen3_moe", {**TINY_EXPERTS, "head_dim": 16}),
     "glm4_moe": ("Glm4Moe", "glm4_moe", TINY_GLM),
     "glm4_moe, norms of heads": ("Glm4Moe", "glm4_moe", {**TINY_GLM, "use_qk_norm": True}),
+    "deepseek_v3": ("DeepseekV3", "deepseek_v3", TINY_LATENT),
+    "deepseek_v3, queries without a latent": ("DeepseekV3", "deepseek_v3", {**TINY_LATENT, "q_lora_rank": None}),
+    "glm4_moe_lite": ("Glm4MoeLite", "glm4_moe_lite", TINY_LITE),
     "qwen3_moe, all layers sparse": (
         "Qwen3Moe",
         "qwen3_moe",

@@ -10,7 +10,7 @@ import pytest
 from reshard_cases import QWEN3_30B
 
 from mrl.config.load import load_config
-from mrl.config.places import rank_places
+from mrl.config.places import Deployment, rank_places
 from mrl.errors import ConfigError
 from mrl.model.device_grid import ClusterShape, Place, actor_places, engine_places
 from mrl.model.layout import RolloutLayout, TrainLayout
@@ -146,5 +146,5 @@ def test_assignments_are_the_best_of_all():
 def test_separate_engines_stand_as_they_did(tmp_path):
     preset = "parallel_configs/qwen3-30b-a3b/h100-4x8-separate.yaml"
     config = load_config(preset).config
-    ranks, workers = rank_places(config)
+    ranks, workers = rank_places(Deployment.of(config))
     assert list(workers) == sorted(workers) and not set(ranks) & set(workers)

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.cluster.node_checks import Clock, NodeFacts, clock_faults, port_faults, reaches, unlike_faults
 from mrl.cluster.same_software import software
+from mrl.tools.node_checks import Clock, NodeFacts, clock_faults, port_faults, reaches, unlike_faults
 
 
 @pytest.mark.parametrize(

@@ -398,3 +398,19 @@ def test_a_run_on_npus_says_that_nobody_has_tried_it():
     assert violations(on_npu, model) == []
     assert any("never run on hardware" in note for note in notes(on_npu, model))
     assert not any("never run on hardware" in note for note in notes(on_cpu, model))
+
+
+def test_experts_that_are_cut_to_no_whole_blocks_are_said_to_be_slow_and_allowed():
+    """Source 004 cuts each of 768 columns 32 times; spread over its 32 workers they are whole."""
+    from mrl.config.device_rules import narrow_experts
+    from mrl.config.load import load_config
+    from mrl.model import known_spec
+
+    file, model = Path(__file__).parents[2] / "parallel_configs/qwen3-30b-a3b/a2-4x8.yaml", known_spec("Qwen3-30B-A3B")
+    (note,) = narrow_experts(load_config(file).config, model)
+    assert note.startswith("rollout.expert_parallel_size: each expert is cut 32 times, to a width of 24")
+    whole = load_config(file, None, ["rollout.expert_parallel_size=32"]).config
+    assert not list(narrow_experts(whole, model))
+    cut = load_config(file).config
+    elsewhere = cut.model_copy(update={"cluster": cut.cluster.model_copy(update={"device": "cuda"})})
+    assert not list(narrow_experts(elsewhere, model))

@@ -13,19 +13,19 @@ import torch
 from replicas import stored
 from small_model import SIZES as TINY_SIZES
 from test_routing import Router
-from test_trained_step import PROMPTS, SIZES, Noisy, rollouts_of, samples
+from test_step_batch import PROMPTS, SIZES, Noisy, rollouts_of, samples
 
 from mrl.algo.aggregate import Denominators, to_floats
 from mrl.algo.losses import TOKEN_LOSSES, LossInputs, PolicyLossParameters, policy_loss
 from mrl.algo.selection import SELECTIONS
 from mrl.algo.spec import LOSSES, ON_POLICY
-from mrl.cluster.trained_step import TrainedStep
 from mrl.config.load import load_config
 from mrl.config.rules import notes, violations
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import packed
 from mrl.errors import NumericAbort
-from mrl.megatron.packing import Shape, micro_inputs
+from mrl.flow.step_batch import StepBatch
+from mrl.megatron.packing import Shape, micro_batch
 from mrl.megatron.routing import Routing
 from mrl.model import model_spec, planning_model_spec
 from mrl.plan.devices import find_device
@@ -82,14 +82,7 @@ def test_it_is_the_loss_of_old_log_probs_with_the_same_bits(loss_mode):
     given_loss, given_gradient, given_metrics = worked(
         loss_mode, lambda log_probs: torch.tensor(log_probs.tolist(), dtype=torch.float64)
     )
-    assert metrics.pop("ran/anchor/on_policy") == 2.0
     assert (loss, metrics) == (given_loss, given_metrics) and torch.equal(gradient, given_gradient)
-
-
-def test_a_loss_counts_the_responses_that_it_ran_on_under_its_own_name():
-    for loss_mode in TOKEN_LOSSES:
-        marks = {name: value for name, value in worked(loss_mode)[2].items() if name.startswith("ran/policy_loss/")}
-        assert marks == {f"ran/policy_loss/{loss_mode}": 2.0}
 
 
 # --- micro-batches and routes -----------------------------------------------------------------------------------------
@@ -98,17 +91,15 @@ def test_a_loss_counts_the_responses_that_it_ran_on_under_its_own_name():
 def test_rejected_tokens_have_log_probs_where_no_pass_gave_them_and_count_in_no_loss():
     batch = TrainBatch.of(packed(samples()[:3]), 1.0)
     keep = np.repeat([True, False, True], batch.response_lengths)
-    with_pass = micro_inputs(
-        replace(batch, keep=keep, old_log_probs=batch.rollout_log_probs), np.arange(3), Shape(True)
-    )
-    on_policy = micro_inputs(replace(batch, keep=keep), np.arange(3), Shape(True))
+    with_pass = micro_batch(replace(batch, keep=keep, old_log_probs=batch.rollout_log_probs), np.arange(3), Shape(True))
+    on_policy = micro_batch(replace(batch, keep=keep), np.arange(3), Shape(True))
     assert (
         np.array_equal(with_pass.response_mask, on_policy.response_mask)
         and with_pass.has_log_probs is with_pass.response_mask
     )
     assert len(with_pass.targets) == with_pass.has_log_probs.sum() == keep.sum()
     assert len(on_policy.targets) == on_policy.has_log_probs.sum() == len(keep)
-    assert not micro_inputs(replace(batch, keep=keep), np.arange(3), Shape(True), is_filler=True).has_log_probs.any()
+    assert not micro_batch(replace(batch, keep=keep), np.arange(3), Shape(True), is_filler=True).has_log_probs.any()
 
 
 @pytest.mark.parametrize("passes", [("recording", "comparing"), ("comparing",)])
@@ -138,15 +129,15 @@ def step_of(replicas: int, *overrides, many=None) -> dict[str, float]:
     config = load_config(TINY, None, [*ONE_UPDATE, *overrides]).config
     parts = [{"actor/skipped_updates": (0.0, 1.0)}]
     actor, rollouts = (
-        Noisy(config, replicas, update=lambda counts, replica: parts),
+        Noisy(config, replicas, lambda counts, replica: parts),
         rollouts_of(stored(many or samples())),
     )
-    step = TrainedStep(actor, rollouts.samples)
-    metrics = old_log_probs(config, step)
+    step = StepBatch(actor, rollouts.samples)
+    metrics = old_log_probs(config.actor, config.algorithm, step)
     assert bool(metrics) is not config.algorithm.on_policy
     corrected, more = corrections(config.algorithm, step)
-    metrics |= more | advantages(config, step, rollouts, corrected)
-    assert (actor.replicas[0].rows.batch.old_log_probs is None) is config.algorithm.on_policy
+    metrics |= more | advantages(config.algorithm, step, rollouts, corrected)
+    assert (actor.batches[0].batch.old_log_probs is None) is config.algorithm.on_policy
     return metrics | update(step, corrected)
 
 

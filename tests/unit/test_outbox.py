@@ -6,10 +6,10 @@ import selectors
 import numpy as np
 import pytest
 
-from mrl.cluster import outbox
-from mrl.cluster.outbox import HELD_S, MANY, SHARE, Outbox, Outboxes
 from mrl.data.samples import Sample, SampleRows, packed
 from mrl.errors import Interrupted
+from mrl.flow import outbox
+from mrl.flow.outbox import HELD_S, MANY, SHARE, Outbox, Outboxes
 
 
 class Clock(asyncio.SelectorEventLoop):

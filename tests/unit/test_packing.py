@@ -9,7 +9,8 @@ import torch
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed
 from mrl.megatron.forward import packing_of
-from mrl.megatron.packing import Shape, kept_positions, micro_inputs
+from mrl.megatron.packing import Shape, kept_positions, micro_batch
+from mrl.platforms.packs import pack_of
 
 PACKED, PADDED = Shape(packed=True), Shape(packed=False)
 ALL = np.array([0, 1, 2])
@@ -32,14 +33,14 @@ def batch():
 
 
 def test_packed_sequences_stand_end_to_end_and_positions_restart(batch):
-    arrays = micro_inputs(batch, ALL, PACKED)
+    arrays = micro_batch(batch, ALL, PACKED)
     assert arrays.input_ids.tolist() == [[11, 12, 13, 14, 15, 21, 22, 23, 24, 31, 32, 33, 34, 35, 36]]
     assert arrays.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]
     assert arrays.sequence_starts.tolist() == [0, 5, 9, 15]
 
 
 def test_padded_sequences_have_one_length(batch):
-    arrays = micro_inputs(batch, np.array([0, 1]), replace(PADDED, tensor=4))
+    arrays = micro_batch(batch, np.array([0, 1]), replace(PADDED, tensor=4))
     assert arrays.input_ids.tolist() == [[11, 12, 13, 14, 15, 0, 0, 0], [21, 22, 23, 24, 0, 0, 0, 0]]
     assert arrays.position_ids.tolist() == [list(range(8))] * 2
     assert arrays.sequence_starts is None
@@ -47,7 +48,7 @@ def test_padded_sequences_have_one_length(batch):
 
 @pytest.mark.parametrize("shape", [PACKED, PADDED, Shape(True, tensor=4)])
 def test_each_response_token_is_predicted_from_the_position_before_it(batch, shape):
-    arrays = micro_inputs(batch, ALL, shape)
+    arrays = micro_batch(batch, ALL, shape)
     assert arrays.targets.tolist() == [14, 15, 22, 23, 24]
     assert arrays.input_ids.reshape(-1)[arrays.predictors].tolist() == [13, 14, 21, 22, 23]
     assert arrays.slots.tolist() == [0, 1, 3, 4, 5]  # of [3, 3]
@@ -58,7 +59,7 @@ def test_each_response_token_is_predicted_from_the_position_before_it(batch, sha
 @pytest.mark.parametrize("context", [2, 4])
 def test_context_parallel_ranks_share_out_every_token_and_every_prediction(batch, context, packed):
     shape = Shape(packed, context)
-    ranks = [micro_inputs(batch, ALL, shape, rank) for rank in range(context)]
+    ranks = [micro_batch(batch, ALL, shape, rank) for rank in range(context)]
     assert len({arrays.input_ids.shape for arrays in ranks}) == 1
     ids = np.concatenate([arrays.input_ids.reshape(-1) for arrays in ranks])
     assert sorted(ids[ids > 0]) == sorted(batch.token_ids)
@@ -86,21 +87,21 @@ def test_memory_lengths_are_multiples_of_what_the_degrees_need():
 
 
 def test_nothing_of_a_filler_counts_and_a_row_without_response_is_no_fault(batch):
-    assert micro_inputs(batch, ALL, PACKED, is_filler=True).targets.size == 0
-    arrays = micro_inputs(batch, np.array([2]), PACKED)
+    assert micro_batch(batch, ALL, PACKED, is_filler=True).targets.size == 0
+    arrays = micro_batch(batch, np.array([2]), PACKED)
     assert arrays.targets.size == 0
     assert arrays.response_mask.shape == (1, 1)
 
 
 def test_rejected_tokens_are_not_computed(batch):
     keep = np.array([True, True, True, False, True])
-    assert micro_inputs(replace(batch, keep=keep), ALL, PACKED).targets.tolist() == [14, 15, 22, 24]
+    assert micro_batch(replace(batch, keep=keep), ALL, PACKED).targets.tolist() == [14, 15, 22, 24]
 
 
 @pytest.mark.parametrize("shape", [Shape(True, 2), Shape(False, 2)])
 def test_micro_batches_that_differ_in_another_ranks_part_alone_differ_in_content_on_every_rank(shape):
     def cuts(*ids):
-        return [micro_inputs(batch_of(sample(ids[:4], ids[4:])), np.array([0]), shape, rank) for rank in (0, 1)]
+        return [micro_batch(batch_of(sample(ids[:4], ids[4:])), np.array([0]), shape, rank) for rank in (0, 1)]
 
     one, again, other = cuts(*range(8)), cuts(*range(8)), cuts(0, 1, 2, 99, 4, 5, 6, 7)
     assert np.array_equal(one[0].input_ids, other[0].input_ids)
@@ -110,14 +111,14 @@ def test_micro_batches_that_differ_in_another_ranks_part_alone_differ_in_content
 
 def test_the_same_tokens_cut_into_other_sequences_have_another_content():
     whole, cut = [sample((1, 2), (3, 4))], [sample((1,), (2,)), sample((3,), (4,))]
-    one, other = (micro_inputs(batch_of(*samples), np.arange(len(samples)), PACKED) for samples in (whole, cut))
+    one, other = (micro_batch(batch_of(*samples), np.arange(len(samples)), PACKED) for samples in (whole, cut))
     assert np.array_equal(one.input_ids, other.input_ids) and one.content != other.content
 
 
 def test_rows_of_the_same_tokens_have_contents_of_their_own():
     """Their routes may differ, and in another context-parallel rank's part of them."""
     batch = batch_of(sample((1, 2), (3, 4)), sample((1, 2), (3, 4)))
-    one, other = (micro_inputs(batch, np.array([row]), PACKED) for row in (0, 1))
+    one, other = (micro_batch(batch, np.array([row]), PACKED) for row in (0, 1))
     assert np.array_equal(one.input_ids, other.input_ids) and one.content != other.content
 
 
@@ -125,7 +126,7 @@ def test_rows_of_the_same_tokens_have_contents_of_their_own():
     "shape", [PACKED, PADDED, Shape(True, context=2), Shape(True, context=2, tensor=4), Shape(False, tensor=4)]
 )
 def test_the_longest_sequence_is_known_on_the_host(batch, shape):
-    arrays = micro_inputs(batch, ALL, shape)
+    arrays = micro_batch(batch, ALL, shape)
     lengths = np.diff(arrays.sequence_starts) if shape.packed else arrays.input_ids.shape[1:]
     assert arrays.longest == max(lengths)
 
@@ -134,9 +135,23 @@ def test_attention_is_told_of_its_sequences_without_a_look_at_the_device(batch):
     """Meta tensors have no values: whoever asked for one would fail here,
     and wait for all that is enqueued on a device.
     """
-    inputs = micro_inputs(batch, ALL, PACKED).mapped(
+    inputs = micro_batch(batch, ALL, PACKED).mapped(
         lambda array: torch.from_numpy(np.ascontiguousarray(array)).to("meta")
     )
     told = packing_of(inputs)
     assert (told.max_seqlen_q, told.max_seqlen_kv) == (6, 6)
     assert told.cu_seqlens_q is told.cu_seqlens_q_padded and told.cu_seqlens_kv is told.cu_seqlens_kv_padded
+
+
+@pytest.mark.parametrize(("context", "parts"), [(1, [[0]]), (2, [[0, 3], [1, 2]])])
+def test_the_host_knows_of_a_pack_what_layers_would_read_from_the_device(batch, context, parts):
+    """Where sequences begin, and the place of each of a rank's tokens in its own: of four parts the first and the last
+    are the first rank's of two, the others the second's.
+    """
+    for rank, own in enumerate(parts):
+        inputs = micro_batch(batch, ALL, Shape(True, context=context), rank).mapped(torch.from_numpy)
+        starts = packing_of(inputs).cu_seqlens_q_padded
+        known = pack_of(starts)
+        assert np.cumsum([0, *known.lengths]).tolist() == starts.tolist()
+        places = [np.split(np.arange(length), sum(map(len, parts)))[part] for length in known.lengths for part in own]
+        assert known.places.tolist() == np.concatenate(places).tolist()

@@ -2,14 +2,25 @@
 with stand-ins that note what they are asked.
 """
 
+from types import SimpleNamespace
+
 import pytest
 
+from mrl.cluster import engine_fleet
+from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.gates import MemoryHolder, Need, shortage
-from mrl.errors import Interrupted
+from mrl.errors import Interrupted, LostProcess
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.record.spec import metric_spec
+from mrl.remote.process_logs import concerning
+from mrl.schedule.fleet import READY, STARTING
 from mrl.train.placement import Colocated, Separate
 from mrl.units import GIB
+
+
+@pytest.fixture(autouse=True)
+def answers_are_there(monkeypatch):
+    monkeypatch.setattr(engine_fleet, "ray", SimpleNamespace(wait=lambda refs, num_returns, timeout: (refs, [])))
 
 
 class Devices:
@@ -23,6 +34,31 @@ class Devices:
         self.actor = {"parameters", "gradients", "optimizer"}  # a model that was just loaded
         self.engines: set[str] = set()  # asleep
         self.full_before = full_before
+        processes = SimpleNamespace(
+            names=["engine 0", "engine 1"], workers=[None, None], engine_ranks=1, end=lambda engine: None,
+            start_again=self.start_again, note_place=lambda engine: None,
+        )  # fmt: skip
+        self.fleet = EngineFleet(processes, 60.0)
+        self.fleet.restart(100, 1)
+
+    def start_again(self, engine: int) -> dict:
+        assert not self.actor, "vLLM would take what comes onto the device for its own"
+        self.note(f"start engine {engine}")
+        return {}  # it has started when it is looked at
+
+    def lose(self, engine: int) -> None:
+        assert self.fleet.loses(concerning(LostProcess("died"), f"engine {engine}"), self.fleet.epochs())
+
+    def poll(self) -> None: ...
+
+    def transfer_again(self) -> None:
+        assert self.fleet.none_ready and self.actor == {"parameters"} and self.engines == {"weights"}
+        self.fleet.proven(self.fleet.stale(), self.fleet.version)
+        self.note("transfer again")
+
+    def commit_again(self) -> None:
+        self.fleet.committed(self.fleet.stale(), self.fleet.version)
+        self.note("commit again")
 
     def note(self, call: str) -> None:
         self.calls.append(call)
@@ -49,6 +85,9 @@ class Devices:
         self.actor = set()
         self.note("actor off")
 
+    def call(self, verb: str) -> None:
+        getattr(self, verb)()
+
     def sleep(self) -> None:
         assert self.engines == {"weights", "cache"} and not self.actor, (
             "the actor allocates nothing while an engine goes to sleep"
@@ -68,11 +107,13 @@ class Devices:
 
     def transfer(self, version: int) -> dict[str, float]:
         assert self.actor == {"parameters"} and self.engines == {"weights"}
+        self.fleet.proven(self.fleet.reached(), version)
         self.note(f"transfer {version}")
         return {"reshard/weight_version": float(version)}
 
     def commit(self, version: int) -> dict[str, float]:
         assert self.engines == {"weights", "cache"} and not self.actor
+        self.fleet.committed(self.fleet.reached(), version)
         self.note(f"commit {version}")
         return {}
 
@@ -161,6 +202,84 @@ def test_a_save_at_a_runs_end_puts_the_engines_to_sleep_and_one_within_a_step_fi
     placement.begin(0)
     assert placement.take_checkpoint() == 5 and devices.calls[-2:] == ["sleep", "take checkpoint"]
     assert placement.take_checkpoint() == 5 and devices.calls[-2:] == ["take checkpoint"] * 2
+
+
+def a_step(placement: Colocated, step: int) -> None:
+    placement.to_log_probs()
+    placement.to_update()
+    placement.to_engines(step)
+
+
+def test_an_engine_that_is_lost_beside_another_starts_while_ranks_are_off_and_takes_part_in_the_next_hand_over():
+    devices = Devices()
+    placement = colocated(devices)
+    placement.begin(0)
+    devices.lose(1)
+    assert devices.calls[-1] == "start engine 1"
+    placement.mend()
+    assert devices.calls[-1] == "start engine 1", "beside one that generates there is no room for ranks"
+    assert devices.fleet.stale() == {1} and devices.fleet.machine.those(READY) == ["engine 0"]
+    a_step(placement, 1)
+    assert devices.calls[-len(TO_UPDATE + TO_ENGINES) :] == calls_of((TO_UPDATE, 0), (TO_ENGINES, 1))
+    assert devices.fleet.machine.those(READY) == ["engine 0", "engine 1"]
+
+
+def test_where_nobody_generates_ranks_come_with_the_weights_that_they_hold():
+    devices = Devices()
+    placement = colocated(devices)
+    placement.begin(0)
+    a_step(placement, 1)
+    devices.lose(0)
+    devices.lose(1)
+    placement.mend()
+    again = [call.format("again") for call in ["sleep", *TO_ENGINES]]
+    assert devices.calls[-len(again) :] == again
+    assert devices.fleet.machine.those(READY) == ["engine 0", "engine 1"] and devices.fleet.version == 1
+    before = list(devices.calls)
+    placement.mend()
+    assert devices.calls == before
+    a_step(placement, 2)
+
+
+@pytest.mark.parametrize("verb", ["sleep", "wake_weights", "wake_cache"])
+def test_an_engine_that_is_lost_while_ranks_are_there_is_started_when_they_are_gone(verb):
+    devices = Devices()
+    placement = colocated(devices)
+    placement.begin(0)
+    asked = getattr(devices, verb)
+
+    def lost_then():
+        asked()
+        devices.lose(0)
+
+    setattr(devices, verb, lost_then)
+    a_step(placement, 1)
+    setattr(devices, verb, asked)
+    assert "start engine 0" not in devices.calls
+    placement.mend()
+    assert devices.calls[-1] == "start engine 0" and devices.fleet.machine.those(READY) == ["engine 1"]
+    a_step(placement, 2)
+    assert devices.fleet.machine.those(READY) == ["engine 0", "engine 1"]
+
+
+def test_ranks_wait_for_an_engine_that_is_starting_and_a_signal_ends_the_wait_but_not_the_last_save(monkeypatch):
+    devices = Devices()
+    placement = colocated(devices)
+    placement.begin(0)
+    started = []
+    monkeypatch.setattr(devices.fleet, "_look_at", lambda engine, late_at, answers: started.append(engine))
+    devices.lose(1)
+
+    def signalled():
+        if len(started) > 3:
+            raise Interrupted("SIGTERM")
+
+    devices.poll = signalled
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        placement.to_log_probs()
+    assert "sleep" not in devices.calls and devices.fleet.machine.those(STARTING) == ["engine 1"]
+    assert placement.take_checkpoint() == 5 and devices.calls[-2:] == ["sleep", "take checkpoint"]
+    assert not devices.fleet.machine.those(STARTING), "nobody needs it any more"
 
 
 def test_with_devices_of_their_own_nothing_is_handed_over():

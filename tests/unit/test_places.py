@@ -7,7 +7,7 @@ import pytest
 from mrl.cluster.prerequisites import device_bundles, engine_bundles, needed_resources, shared_devices
 from mrl.config.load import load_config
 from mrl.config.override_rules import upstream_class
-from mrl.config.places import rank_places, rollout_layout
+from mrl.config.places import Deployment, rank_places, rollout_layout
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import known_spec
 from mrl.model.device_grid import ClusterShape, Place, actor_places, bundles_of_places, engine_places, rank_order
@@ -83,7 +83,7 @@ def test_ranks_of_a_tensor_group_share_a_node_wherever_bundles_fell():
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_every_preset_has_a_place_for_each_rank_and_worker(path):
     config = load_config(path).config
-    layout, (ranks, workers) = rollout_layout(config), rank_places(config)
+    layout, (ranks, workers) = rollout_layout(config.rollout), rank_places(Deployment.of(config))
     per_node, nodes = config.cluster.n_gpus_per_node, config.cluster.nnodes
     assert (
         len(ranks) == config.actor.layout.world_size
@@ -109,22 +109,28 @@ def test_every_preset_starts_engines_with_arguments_vllm_has(path, monkeypatch):
 
 def test_an_engine_on_one_node_is_one_actor_with_all_its_devices(monkeypatch):
     monkeypatch.setattr(requests, "load_model_spec", lambda path: known_spec("Qwen3-30B-A3B"))
-    config = configured(cluster__n_gpus_per_node=10, rollout__num_engines=2, rollout__tensor_model_parallel_size=4)
+    config = configured(
+        cluster__device="cuda",
+        cluster__n_gpus_per_node=10,
+        rollout__num_engines=2,
+        rollout__tensor_model_parallel_size=4,
+    )
     settings = requests.engine_settings(config, 1, Path("logs"))
     assert settings.arguments["distributed_executor_backend"] == "mp" and settings.workers == 4
-    assert [place.device for place in rank_places(config)[1]] == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert [bundle["GPU"] for bundle in engine_bundles(config, get_hosting("cuda"))] == [4.0, 4.0]
+    assert [place.device for place in rank_places(Deployment.of(config))[1]] == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert [bundle["GPU"] for bundle in engine_bundles(Deployment.of(config))] == [4.0, 4.0]
 
 
 def test_each_data_parallel_rank_of_an_engine_is_an_actor_with_its_devices(monkeypatch):
     monkeypatch.setattr(requests, "load_model_spec", lambda path: known_spec("Qwen3-30B-A3B"))
     config = configured(
-        cluster__n_gpus_per_node=10, cluster__cpus_per_engine=3, rollout__tensor_model_parallel_size=2,
+        cluster__device="cuda", cluster__n_gpus_per_node=10, cluster__cpus_per_engine=3,
+        rollout__tensor_model_parallel_size=2,
         rollout__data_parallel_size=4,
         rollout__expert_parallel_size=8,
     )  # fmt: skip
     bundle = {"CPU": 0.75, "GPU": 2.0}
-    assert engine_bundles(config, get_hosting("cuda")) == [bundle] * 4
+    assert engine_bundles(Deployment.of(config)) == [bundle] * 4
     settings = [requests.engine_settings(config, 0, Path("logs"), rank) for rank in range(4)]
     assert [s.name for s in settings] == [f"engine 0 rank {rank}" for rank in range(4)]
     assert [(s.workers, list(s.positions)) for s in settings] == [(2, [2 * rank, 2 * rank + 1]) for rank in range(4)]
@@ -148,8 +154,8 @@ def test_ray_reserves_what_each_process_of_an_engine_needs():
         rollout__num_engines=3,
         rollout__tensor_model_parallel_size=2,
     )  # fmt: skip
-    assert engine_bundles(config, get_hosting("npu")) == [{"CPU": 3.0, "NPU": 2.0}] * 3
-    assert needed_resources(config) == {"CPU": 2 * 0.5 + 3 * 3, "NPU": 2.0 + 3 * 2}
+    assert engine_bundles(Deployment.of(config)) == [{"CPU": 3.0, "NPU": 2.0}] * 3
+    assert needed_resources(Deployment.of(config)) == {"CPU": 2 * 0.5 + 3 * 3, "NPU": 2.0 + 3 * 2}
 
 
 def test_an_actor_asks_ray_for_the_devices_of_its_bundle():
@@ -198,9 +204,9 @@ def test_a_device_is_reserved_once_for_rank_and_worker_and_cpus_are_those_of_bot
     config = configured(cluster__device=device, **COLOCATED)
     resource = {"cuda": {"GPU": 1.0}, "npu": {"NPU": 1.0}, "cpu": {}}[device]
     # two ranks of 0.5 and one engine of 3, over two devices
-    assert device_bundles(config, get_hosting(device)) == [{"CPU": 2.0, **resource}] * 2
-    assert needed_resources(config) == {"CPU": 4.0, **dict.fromkeys(resource, 2.0)}
-    assert needed_resources(config, actor=False)["CPU"] == 3.0  # mrl eval has engines alone
+    assert device_bundles(Deployment.of(config)) == [{"CPU": 2.0, **resource}] * 2
+    assert needed_resources(Deployment.of(config)) == {"CPU": 4.0, **dict.fromkeys(resource, 2.0)}
+    assert needed_resources(Deployment.of(config), actor=False)["CPU"] == 3.0  # mrl eval has engines alone
 
 
 def test_a_process_is_shown_its_devices_in_order_and_ray_leaves_them_alone():
@@ -215,5 +221,5 @@ def test_a_process_is_shown_its_devices_in_order_and_ray_leaves_them_alone():
 def test_in_every_colocated_preset_each_device_has_a_rank_and_a_worker(path):
     config = load_config(path).config
     if config.cluster.placement == "colocated":
-        ranks, workers = rank_places(config)
-        assert sorted(ranks) == sorted(workers) == list(shared_devices(config))
+        ranks, workers = rank_places(Deployment.of(config))
+        assert sorted(ranks) == sorted(workers) == list(shared_devices(Deployment.of(config)))

@@ -17,16 +17,16 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import known_spec, load_model_spec, model_spec, planning_model_spec
-from mrl.plan.devices import Assumptions, find_device
+from mrl.plan.devices import find_device
 from mrl.plan.memory import memory_section
 from mrl.plan.memory_phases import Phase
 from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of, recompute_of
 from mrl.plan.run_plan import differences, make_plan, plan_again, plan_hash, plan_report, plan_text, read_plan
-from mrl.plan.search import candidate_of, heaviest_stage, unlike_stages
-from mrl.plan.search_report import search_problem
-from mrl.plan.times import phase_seconds, step_flops
+from mrl.plan.times import phase_seconds
 from mrl.platforms.versions import MEGATRON
+from mrl.tools.search import candidate_of, heaviest_stage, unlike_stages
+from mrl.tools.search_report import search_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1024**3
@@ -121,6 +121,21 @@ def test_the_235b_model_does_not_train_on_16_devices_of_80_gb(layout):
         assert not phase["fits"]
         assert phase["terms"]["parameters"] + phase["terms"]["gradients"] > 80e9
         assert phase["change"]
+
+
+@pytest.mark.parametrize("preset", ["deepseek-v3/h200-32x8", "kimi-k2-instruct/h200-32x8"])
+def test_models_of_latent_attention_are_planned_on_256_devices_in_seconds(preset):
+    program = (
+        "import sys, time\n"
+        "from mrl.cli.main import main\n"
+        f"main(['plan', {str(ROOT / 'parallel_configs' / preset)!r} + '.yaml', '--json'])\n"
+        "print(time.process_time(), file=sys.stderr)\n"  # its own: other processes may share the core
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert float(done.stderr.strip().splitlines()[-1]) < 6  # 4.3 beside a load of 20 on two cores
+    assert len(json.loads(done.stdout)["layout"]["ranks"]) == 256
 
 
 def test_the_largest_model_is_planned_on_128_devices_in_three_seconds_without_heavy_packages():
@@ -407,49 +422,6 @@ def test_a_kl_term_brings_the_reference_model_with_it(preset, tmp_path):
     without, away = (plan["train"]["terms"] for plan in (plans[0], plans[2]))
     rows, response = 8, 16  # of a rank's mini-batch: the reference's log-probs come with it
     assert away == without | {"batch": without["batch"] + 4 * rows * response}
-
-
-# NeMo-RL v0.6, docs/about/performance-summary.md, on-policy on H100: seconds of a step, and what a step was
-STEPS = {
-    "Qwen3-30B-A3B on 32": (192, "Qwen3-30B-A3B", {"world_size": 32, EP: 8}, 2, 2048, 4096, 3203),
-    "Qwen3-235B-A22B on 128": (
-        395,
-        BIG,
-        {"world_size": 128, TP: 2, CP: 2, PP: 8, EP: 16, **dict.fromkeys(ENDS, 11)},
-        16,
-        512,
-        8192,
-        5698,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_predicted_steps_are_within_a_factor_of_two_of_published_ones(name):
-    seconds, model, layout, engine, samples, longest, mean = STEPS[name]
-    prompt, n = 512, 32
-    run = config(model, layout, ppo_mini_batch_size=16)
-    rollout = run.rollout.model_copy(
-        update={
-            "tensor_model_parallel_size": engine,
-            "num_engines": layout["world_size"] // engine,
-            "n": n,
-            "max_num_seqs": 1024,
-        }
-    )
-    data = run.data.model_copy(
-        update={"train_batch_size": samples // n, "max_prompt_length": prompt, "max_response_length": longest - prompt}
-    )
-    run = run.model_copy(update={"rollout": rollout, "data": data})
-    inputs = PlanInputs.of(
-        run, known_spec(model), find_device("h100-80g"), Assumptions(response_share=mean / (longest - prompt))
-    )
-    predicted = phase_seconds(inputs, batch_plan(run, inputs.train), engine_of(inputs))
-    assert set(predicted) == {"generation", "log_prob", "update"}
-    assert seconds / 2 < sum(predicted.values()) < seconds * 2
-    flops = step_flops(inputs, batch_plan(run, inputs.train))["update"]
-    # as published updates
-    assert 0.03 < flops / (predicted["update"] * layout["world_size"] * inputs.device.flops) < 0.15
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b/h100-4x8", "qwen3-235b-a22b/h100-16x8"])

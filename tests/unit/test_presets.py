@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from small_model import SIZES
 
 from mrl.cli.main import main
 from mrl.config.load import RECIPES, available_recipes, load_config
@@ -18,11 +17,6 @@ FOLDER = Path(__file__).parents[2] / "parallel_configs"
 PRESETS = sorted(FOLDER.glob("*/*.yaml"))
 IDS = [f"{p.parent.name}/{p.stem}" for p in PRESETS]
 ON_CLUSTERS = [p for p in PRESETS if not p.stem.startswith("cpu")]
-# the model that scripts/make_tiny_world.py makes, with room for the long answers of the other tiny world
-TINY = SIZES | {
-    "hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32, "intermediate_size": 256, "num_experts": 8,
-    "max_position_embeddings": 1024,
-}  # fmt: skip
 # (model, devices, where): what has to be there
 WANTED = {
     ("qwen3-30b-a3b", 32, "a2"), ("qwen3-30b-a3b", 16, "a2"), ("qwen3-30b-a3b", 16, "a3"), ("qwen3-30b-a3b", 8, "h100"),
@@ -31,15 +25,6 @@ WANTED = {
     ("qwen3-235b-a22b", 128, "h100"), ("qwen3-235b-a22b", 64, "h200"), ("qwen3-32b", 64, "a3"), ("qwen3-8b", 16, "a3"),
     ("qwen3-8b", 8, "h100"), ("qwen2.5-7b", 8, "h100"), ("qwen2.5-3b", 8, "a2"),
 }  # fmt: skip
-
-
-@pytest.fixture
-def world(tmp_path, monkeypatch):
-    """A current directory in which the tiny presets find their models."""
-    for name in ("tiny-world", "long-world"):
-        (tmp_path / name / "model").mkdir(parents=True)
-        (tmp_path / name / "model" / "config.json").write_text(json.dumps(TINY))
-    monkeypatch.chdir(tmp_path)
 
 
 def answer(capsys, *arguments: str) -> tuple[int, dict]:
@@ -68,7 +53,7 @@ def test_a_preset_says_where_it_comes_from_and_whether_it_was_run(path):
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=IDS)
-def test_a_preset_breaks_no_rule(path, world, capsys):
+def test_a_preset_breaks_no_rule(path, tiny_worlds, capsys):
     code, found = answer(capsys, "validate", str(path))
     assert (code, found["violations"]) == (0, [])
     assert any(note.startswith("batch: ") for note in found["notes"])
@@ -76,7 +61,7 @@ def test_a_preset_breaks_no_rule(path, world, capsys):
 
 @pytest.mark.parametrize("recipe", available_recipes())
 @pytest.mark.parametrize("path", PRESETS, ids=IDS)
-def test_every_recipe_goes_with_every_preset_by_its_name(path, recipe, world):
+def test_every_recipe_goes_with_every_preset_by_its_name(path, recipe, tiny_worlds):
     """One word changes the algorithm: what the recipe says stands, whatever recipe the preset was made with,
     and no rule is broken.
     """
@@ -92,7 +77,7 @@ def test_every_recipe_goes_with_every_preset_by_its_name(path, recipe, world):
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=IDS)
-def test_a_preset_fits_the_device_that_it_is_for(path, world, capsys):
+def test_a_preset_fits_the_device_that_it_is_for(path, tiny_worlds, capsys):
     config = load_config(path).config
     code, plan = answer(capsys, "plan", str(path))
     assert code == 0

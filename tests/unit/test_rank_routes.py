@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from replicas import InMemory
 
-from mrl.cluster.routes import RouteReader, read_routes, tokens_by_block
 from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING
 from mrl.data.samples import Sample, packed
-from mrl.megatron.batching import MicroBatch
+from mrl.flow.routes import RouteReader, read_routes, tokens_by_block
+from mrl.megatron.batching import MicroRows
 from mrl.megatron.cut import ReplicaCut
-from mrl.megatron.packing import Shape, micro_inputs
+from mrl.megatron.packing import Shape, micro_batch
 
 LAYERS, TOPK = 6, 2
 LENGTHS = [(3, 9), (1, 4), (6, 0), (2, 17), (5, 6), (4, 1)]
@@ -48,8 +48,8 @@ def reader(received: list[int]) -> SimpleNamespace:
     return SimpleNamespace(read=SimpleNamespace(remote=read))
 
 
-def rows(*numbers: int, filler: bool = False) -> MicroBatch:
-    return MicroBatch(np.array(numbers), filler)
+def rows(*numbers: int, filler: bool = False) -> MicroRows:
+    return MicroRows(np.array(numbers), filler)
 
 
 CUT = ReplicaCut(
@@ -89,7 +89,7 @@ def test_routers_get_what_they_would_get_of_whole_responses_and_nothing_else_tra
             assert known.sum() * len(layers) * TOPK <= sum(received) <= (known.sum() + extra) * len(layers) * TOPK
             own = TrainBatch.of(made, 1.0, found)
             for micro in (*CUT.log_probs, *CUT.reference, *CUT.mini_batches[0], *CUT.mini_batches[1]):
-                seen, whole = (micro_inputs(batch, micro.rows, shape, context) for batch in (own, every))
+                seen, whole = (micro_batch(batch, micro.rows, shape, context) for batch in (own, every))
                 part = (np.split(each.routes, shape.tensor, axis=1)[tensor] for each in (seen, whole))
                 narrow, wide = part
                 assert np.array_equal(narrow, wide[:, :, layers]) and seen.content == whole.content
@@ -120,7 +120,7 @@ def test_rows_of_a_batch_keep_their_routes():
     )
     whole = TrainBatch.of(kept.read(with_routes=True), 1.0)
     for index in (np.array([5, 1]), slice(2, 5)):
-        one, other = (micro_inputs(each.rows(index), np.arange(2), Shape(True)) for each in (batch, whole))
+        one, other = (micro_batch(each.rows(index), np.arange(2), Shape(True)) for each in (batch, whole))
         assert np.array_equal(one.routes, other.routes)
 
 

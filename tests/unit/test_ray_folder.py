@@ -12,6 +12,7 @@ import pytest
 
 from mrl.cluster import ray_cluster, ray_folder
 from mrl.config.load import load_config
+from mrl.config.places import Deployment
 from mrl.errors import EnvironmentFault
 from mrl.record.process_mark import ProcessMark
 
@@ -88,9 +89,36 @@ def test_a_cluster_of_its_own_has_a_folder_for_as_long_as_ray_runs(place, monkey
         ray_cluster, "ray",
         SimpleNamespace(init=init, shutdown=shutdown, cluster_resources=dict, exceptions=ray_cluster.ray.exceptions),
     )  # fmt: skip
-    monkeypatch.setattr(ray_cluster, "ray_address", lambda config: None)
+    monkeypatch.setattr(ray_cluster, "ray_address", lambda cluster: None)
     monkeypatch.setattr(ray_cluster, "check_size", lambda *_, **__: None)
-    config = load_config("parallel_configs/tiny-moe/cpu.yaml").config
-    with pytest.raises(EnvironmentFault, match="no port") if fails else nullcontext(), ray_cluster.ray_cluster(config):
+    joined = ray_cluster.ray_cluster(Deployment.of(load_config("parallel_configs/tiny-moe/cpu.yaml").config))
+    with pytest.raises(EnvironmentFault, match="no port") if fails else nullcontext(), joined:
         assert len(list(place.iterdir())) == 1
     assert events == [1] and not list(place.iterdir())
+
+
+def test_a_folder_in_which_something_still_writes_says_whose_it_is(place, monkeypatch):
+    """A process of Ray that outlives its head: what it leaves is removed by a later start."""
+    remove, busy = ray_folder._remove_entry, [True]
+
+    def still_written(entry):
+        remove(entry)
+        if busy[0]:
+            (entry.parent / "session_latest").mkdir()
+
+    monkeypatch.setattr(ray_folder, "_remove_entry", still_written)
+    with ray_folder.ray_folder() as folder:
+        (folder / "session_1").mkdir()
+    assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
+    busy[0] = False
+    monkeypatch.setattr(ProcessMark, "lives", lambda mark: False)
+    ray_folder.remove_folders_of_the_dead()
+    assert not folder.exists()
+
+
+def test_a_process_that_ends_at_once_removes_its_own_folder_and_no_other(place):
+    own, others = folder_of(place, "own"), folder_of(place, "others", pid=1)
+    silent = place / "mrl-ray-silent"
+    silent.mkdir()
+    ray_folder.remove_own_folders()
+    assert not own.exists() and others.exists() and silent.exists()

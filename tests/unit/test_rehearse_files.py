@@ -13,18 +13,19 @@ from small_model import write_model
 from mrl.config.load import load_config
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
 from mrl.errors import ConfigError, DataError
-from mrl.extras.rehearse.checkpoint import HEAD, write_checkpoint
-from mrl.extras.rehearse.compose import WorkFolder
-from mrl.extras.rehearse.prepare import prepare
-from mrl.extras.rehearse.rows import TRAIN_ROWS, rows_of, write_rows
-from mrl.extras.rehearse.scoring import ROW, VALIDATION, RehearsalScorer, ScoringSettings, load_scorer, write_scorer
-from mrl.extras.rehearse.small_model import small_hf_config
-from mrl.extras.rehearse.tokenizer import copy_tokenizer, has_tokenizer, vocabulary_size, write_tokenizer
 from mrl.model import known_models
 from mrl.model.hf_files import check_checkpoint
 from mrl.model.registry import known_hf_config
+from mrl.reward.builtin_rules import environment
 from mrl.reward.items import OK, RewardItem, RewardSpec
 from mrl.reward.pool import RewardPool
+from mrl.tools.rehearse.checkpoint import HEAD, write_checkpoint
+from mrl.tools.rehearse.compose import WorkFolder
+from mrl.tools.rehearse.prepare import prepare
+from mrl.tools.rehearse.rows import TRAIN_ROWS, rows_of, write_rows
+from mrl.tools.rehearse.scoring import ROW, VALIDATION, RehearsalScorer, ScoringSettings, load_scorer, write_scorer
+from mrl.tools.rehearse.small_model import small_hf_config
+from mrl.tools.rehearse.tokenizer import copy_tokenizer, has_tokenizer, vocabulary_size, write_tokenizer
 
 PRESET = Path(__file__).parents[2] / "parallel_configs" / "qwen3-8b" / "h100-1x8.yaml"
 
@@ -164,6 +165,11 @@ def test_groups_of_one_score_get_seeded_ones_that_differ(capsys):
     for row in range(8):
         assert set(scores(scorer, row, ["a", "b", "c", "d"])) == {0.0, 1.0}
     assert '"given": 1.0' in capsys.readouterr().out
+
+
+def test_a_function_of_a_run_of_several_turns_is_asked_as_about_one():
+    scorer = RehearsalScorer(settings(turns=True, reward={"function": "environment"}), environment)
+    assert set(scores(scorer, 0, ["a", "b", "c", "d"])) == {0.0, 1.0}
 
 
 def test_scores_of_the_users_stay_where_they_differ():

@@ -17,19 +17,20 @@ import pytest
 from mrl.checkpoint.manifest import WEIGHT, Manifest, RankFiles, StoredTensor, write_manifest
 from mrl.cli.main import main
 from mrl.config.load import load_config
+from mrl.config.schema import RunConfig
 from mrl.errors import Interrupted
-from mrl.extras.rehearse import stages
-from mrl.extras.rehearse.compose import Rehearsal, WorkFolder, compose
-from mrl.extras.rehearse.evidence import evidence_of
-from mrl.extras.rehearse.marks import SWITCHES, judge
-from mrl.extras.rehearse.scoring import CALL
-from mrl.extras.rehearse.small_model import small_hf_config
 from mrl.model import model_spec
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.model.registry import known_hf_config
-from mrl.record.spec import METRICS, metric_spec
-from mrl.train import own_command
+from mrl.record.spec import all_metrics, metric_spec
+from mrl.tools import own_command
+from mrl.tools.rehearse import stages
+from mrl.tools.rehearse.compose import Rehearsal, WorkFolder, compose
+from mrl.tools.rehearse.evidence import evidence_of
+from mrl.tools.rehearse.marks import SWITCHES, judge
+from mrl.tools.rehearse.scoring import CALL
+from mrl.tools.rehearse.small_model import small_hf_config
 
 FOLDER = Path(__file__).parents[2] / "parallel_configs"
 SEPARATE = FOLDER / "qwen3-30b-a3b" / "h100-4x8-separate.yaml"
@@ -42,8 +43,8 @@ ALL_ON = (
     "actor.router_replay=R2", "actor.freeze_router=true", "algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1",
     "ref.param_offload=true", "algorithm.filter_groups.enable=true", "algorithm.overlong_buffer.enable=true",
     "algorithm.overlong_filter=true", "algorithm.rollout_correction={level: token, high: 2.0}", "rollout.num_engines=2",
-    "rollout.tensor_model_parallel_size=1", "data.val_files=[val.parquet]", "trainer.test_freq=5",
-    "trainer.val_before_train=true",
+    "rollout.tensor_model_parallel_size=1", "rollout.data_parallel_size=1", "data.val_files=[val.parquet]",
+    "trainer.test_freq=5", "trainer.val_before_train=true",
     "algorithm.entropy_coeff=0.001", "actor.override_ddp_config={overlap_grad_reduce: true}",
 )  # fmt: skip
 
@@ -55,23 +56,40 @@ def rehearsal_of(folder: Path, *overrides: str) -> Rehearsal:
 def write_run(rehearsal: Rehearsal, run: Path) -> None:
     """A run directory in which everything left its mark."""
     (run / "logs").mkdir(parents=True)
-    named = {spec.name.replace("*", "x"): 0.5 for spec in METRICS if not spec.name.startswith(("switch/", "ran/"))}
-    algorithm = rehearsal.config.algorithm
-    named |= {
-        f"ran/adv_estimator/{algorithm.adv_estimator}": 8.0,
-        f"ran/policy_loss/{algorithm.policy_loss.loss_mode}": 8.0,
-    }
-    named |= {f"ran/anchor/{algorithm.anchor}": 8.0} if algorithm.anchor != "recompute" else {}
+    named = {spec.name.replace("*", "x"): 0.5 for spec in all_metrics() if not spec.name.startswith("switch/")}
     small = rehearsal.config.rollout
     named |= {"reshard/workers": small.num_engines * small.workers_per_engine, "reshard/engines": small.num_engines}
     named |= {"offload/parameters_bytes": 1.0, "offload/gradients_bytes": 1.0, "offload/optimizer_bytes": 1.0}
-    named |= {"offload/reference_bytes": 1.0, "rollout_corr/weight_mean": 1.0}
+    named |= {"rollout_corr/weight_mean": 1.0}
     lines = [json.dumps(named | {"training/global_step": step}) for step in range(3)]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (run / "logs" / "reward.log").write_text(
         json.dumps({CALL: {"row": 0, "own": 0.0, "given": 1.0, "kind": "a float"}}) + "\n"
     )
+    write_names(run, names_of(rehearsal.config))
     write_checkpoints(rehearsal, run)
+
+
+def names_of(config: RunConfig) -> list[str]:
+    """What the code of every switch says when it runs."""
+    algorithm, transformer = config.algorithm, config.model.override_transformer_config
+    return [
+        f"algorithm.adv_estimator={algorithm.adv_estimator}",
+        f"algorithm.policy_loss.loss_mode={algorithm.policy_loss.loss_mode}",
+        *[f"algorithm.anchor={algorithm.anchor}"] * (algorithm.anchor != "recompute"),
+        f"model.override_transformer_config.recompute_granularity={transformer.get('recompute_granularity')}",
+        f"actor.router_replay={config.actor.router_replay}",
+        "actor.freeze_router",
+        "actor.override_ddp_config.overlap_grad_reduce",
+        "ref.param_offload",
+    ]
+
+
+def write_names(run: Path, names: list[str]) -> None:
+    """As two ranks and a driver leave them."""
+    (run / "exercised").mkdir(parents=True, exist_ok=True)
+    for process in (11, 12, 13):
+        (run / "exercised" / f"{process}.txt").write_text("".join(f"{name}\n" for name in names))
 
 
 def write_checkpoints(rehearsal: Rehearsal, run: Path) -> None:
@@ -96,9 +114,11 @@ def _files(rank: int, model, layout: TrainLayout, updates: int) -> RankFiles:
     return RankFiles(entries, {f"rank-{rank}.safetensors": {"bytes": 1}}, {"num_updates": updates})
 
 
-def without_metrics(run: Path, pattern: str, folder: Path) -> Path:
-    """The run directory again, without metrics of these names."""
+def without(run: Path, pattern: str, folder: Path) -> Path:
+    """The run directory again, without metrics and code of these names."""
     folder.mkdir()
+    said = (run / "exercised" / "11.txt").read_text().splitlines()
+    write_names(folder, [name for name in said if not re.fullmatch(pattern, name)])
     for name in ("logs", "checkpoints"):
         (folder / name).symlink_to(run / name)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -125,61 +145,81 @@ def counted(rehearsal, run) -> set[str]:
 
 
 def exercised(rehearsal: Rehearsal, run: Path) -> set[str]:
-    return {entry.switch for entry in judge(rehearsal, evidence_of(run))[0]}
+    return {entry.switch for entry in judged(rehearsal, run)[0]}
+
+
+def judged(rehearsal: Rehearsal, run: Path):
+    return judge(rehearsal, evidence_of(run, run / "exercised"))
 
 
 def test_with_every_mark_there_all_but_those_without_one_count(rehearsal, run):
-    counted, lost = judge(rehearsal, evidence_of(run))
-    assert {e.switch for e in lost if "no mark" in e.why} == {"rollout.enable_prefix_caching"}
+    counted, lost = judged(rehearsal, run)
+    assert {e.switch for e in lost if "no mark" in e.why} == {
+        "rollout.enable_prefix_caching",
+        "actor.override_ddp_config.overlap_param_gather",
+    }
     assert len(counted) > 25 and all(entry.mark for entry in counted)
 
 
 def test_a_run_that_left_nothing_exercised_nothing(rehearsal, tmp_path):
-    counted, lost = judge(rehearsal, evidence_of(tmp_path / "nothing"))
-    on = {switch.name for switch in SWITCHES if switch.value(rehearsal.config) is not None}
+    counted, lost = judged(rehearsal, tmp_path / "nothing")
+    on = {switch.name for switch in SWITCHES if switch.value_in(rehearsal.config) is not None}
     assert counted == [] and on <= {entry.switch for entry in lost}
 
 
-MARKED_BY = {
+METRIC_OF = {
     "actor.param_offload": "offload/parameters_bytes", "actor.grad_offload": "offload/gradients_bytes",
-    "actor.optimizer_offload": "offload/optimizer_bytes", "ref.param_offload": "offload/reference_bytes",
+    "actor.optimizer_offload": "offload/optimizer_bytes",
     "actor.use_dynamic_bsz": "actor/token_budget_share", "actor.use_remove_padding": "actor/packed_sequences",
-    "model.override_transformer_config.recompute_granularity": "actor/recomputed_layers",
-    "actor.override_ddp_config.overlap_grad_reduce": "actor/early_reductions",
-    "actor.freeze_router": "router/frozen",
     "algorithm.use_kl_loss": "actor/kl_loss", "algorithm.overlong_buffer": "train/overlong_penalty_mean",
     "algorithm.overlong_filter": "train/overlong_filtered_share",
     "algorithm.rollout_correction": "rollout_corr/weight_mean",
-    "actor.router_replay": "router/drift", "algorithm.entropy_coeff": "actor/entropy_loss",
-    "trainer.test_freq": "val-core/.*",
-    "algorithm.adv_estimator": "ran/adv_estimator/.*", "algorithm.policy_loss.loss_mode": "ran/policy_loss/.*",
+    "algorithm.entropy_coeff": "actor/entropy_loss", "trainer.test_freq": "val-core/.*",
     "rollout.num_engines": "reshard/engines", "reshard.path": "reshard/verified",
     "algorithm.filter_groups": "train/(num_gen_batches|uniform_group_share)",
 }  # fmt: skip
+SAID_BY_CODE = (
+    "algorithm.adv_estimator", "algorithm.policy_loss.loss_mode", "actor.router_replay", "actor.freeze_router",
+    "actor.override_ddp_config.overlap_grad_reduce", "ref.param_offload",
+    "model.override_transformer_config.recompute_granularity",
+)  # fmt: skip
+MARKED_BY = METRIC_OF | {switch: f"{re.escape(switch)}(=.*)?" for switch in SAID_BY_CODE}
 
 
 @pytest.mark.parametrize("switch", MARKED_BY)
 def test_without_its_mark_a_switch_does_not_count(switch, rehearsal, run, counted, tmp_path):
-    less = without_metrics(run, MARKED_BY[switch], tmp_path / "less")
+    less = without(run, MARKED_BY[switch], tmp_path / "less")
     assert counted - exercised(rehearsal, less) == {switch}
 
 
-OTHERS_RAN = {
-    "algorithm.adv_estimator": "ran/adv_estimator/rloo",
-    "algorithm.policy_loss.loss_mode": "ran/policy_loss/vanilla",
+OTHERS = {
+    "algorithm.adv_estimator": "rloo",
+    "algorithm.policy_loss.loss_mode": "vanilla",
+    "actor.router_replay": "R3",
+    "model.override_transformer_config.recompute_granularity": "None",
 }
 
 
 @pytest.mark.parametrize("also", [False, True])
-@pytest.mark.parametrize("switch", OTHERS_RAN)
-def test_a_loss_or_an_estimator_counts_when_it_alone_trained_the_responses(
-    switch, also, rehearsal, run, counted, tmp_path
-):
+@pytest.mark.parametrize("switch", OTHERS)
+def test_a_value_counts_when_its_code_alone_ran(switch, also, rehearsal, run, counted, tmp_path):
     """Whatever the configuration names: gradients and advantages say nothing of which function made them."""
-    other = without_metrics(run, "" if also else MARKED_BY[switch], tmp_path / "other")
-    rows = [json.loads(line) | {OTHERS_RAN[switch]: 8.0} for line in (other / "metrics.jsonl").read_text().splitlines()]
-    (other / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    other = without(run, "" if also else MARKED_BY[switch], tmp_path / "other")
+    (other / "exercised" / "14.txt").write_text(f"{switch}={OTHERS[switch]}\n")
     assert counted - exercised(rehearsal, other) == {switch}
+
+
+def test_a_name_that_a_killed_process_did_not_finish_is_no_mark(rehearsal, run, counted, tmp_path):
+    less = without(run, MARKED_BY["actor.freeze_router"], tmp_path / "less")
+    (less / "exercised" / "14.txt").write_text("actor.freeze_router")
+    assert counted - exercised(rehearsal, less) == {"actor.freeze_router"}
+
+
+def test_what_the_table_waits_for_is_said_by_the_trainer_and_by_nothing_else():
+    said = set()
+    for path in (Path(stages.__file__).parents[2]).rglob("*.py"):
+        said |= set(re.findall(r'\bexercised\(f?"([\w.]+)', path.read_text()))
+    assert said == {switch.name for switch in SWITCHES if switch.mark is None}
 
 
 @pytest.mark.parametrize("anchor", ["rollout", "on_policy"])
@@ -194,12 +234,18 @@ def test_an_anchor_counts_by_its_own_mark_and_not_by_a_policy_that_moved(anchor,
     write_run(asked, tmp_path / "run")
     whole = exercised(asked, tmp_path / "run")
     assert {"algorithm.anchor", "actor.router_replay"} <= whole
-    less = without_metrics(tmp_path / "run", "ran/anchor/.*", tmp_path / "less")
+    less = without(tmp_path / "run", "algorithm.anchor=.*", tmp_path / "less")
     assert whole - exercised(asked, less) == {"algorithm.anchor"}
 
 
 def test_degrees_are_read_off_the_boxes_of_the_files(run):
-    assert evidence_of(run).degrees == {"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 1}
+    assert evidence_of(run, run / "exercised").degrees == {
+        "ranks": 4,
+        "tensor": 2,
+        "pipeline": 2,
+        "expert": 2,
+        "expert_tensor": 1,
+    }
 
 
 def test_a_checkpoint_that_is_cut_otherwise_is_no_mark(tmp_path):
@@ -235,7 +281,7 @@ def test_a_schedule_counts_when_the_rate_changed(tmp_path):
 
 
 def test_every_metric_of_a_mark_is_declared():
-    for name in MARKED_BY.values():
+    for name in METRIC_OF.values():
         metric_spec(name.replace(".*", "x/mean@1") if "(" not in name else "train/num_gen_batches")
 
 
@@ -324,9 +370,9 @@ def test_a_rehearsal_that_is_killed_takes_its_run_along(tmp_path):
     """The run says its number, and is gone soon after the rehearsal was."""
     waits = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     program = (
-        "from pathlib import Path\nfrom mrl.extras.rehearse import stages\nfrom "
-        "mrl.extras.rehearse.compose import WorkFolder\n"
-        "from mrl.train import own_command\n"
+        "from pathlib import Path\nfrom mrl.tools.rehearse import stages\nfrom "
+        "mrl.tools.rehearse.compose import WorkFolder\n"
+        "from mrl.tools import own_command\n"
         f"own_command.PROGRAM = {waits!r}\nstages.run_stages(WorkFolder(Path({str(tmp_path)!r})), print)\n"
     )
     rehearsing = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
@@ -353,6 +399,8 @@ def test_a_command_that_claims_success_and_trained_nothing_is_a_fault(capsys, tm
     assert code == 1 and "0 of 2 steps" in json.loads(out)["failed"][0]["why"]
 
 
-def test_a_rehearsal_joins_no_cluster_of_the_users(monkeypatch):
+def test_a_rehearsal_joins_no_cluster_of_the_users_and_sees_what_runs(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert "RAY_ADDRESS" not in stages.environment() and stages.environment()["HF_HUB_OFFLINE"] == "1"
+    environment = stages.environment(WorkFolder(tmp_path))
+    assert "RAY_ADDRESS" not in environment and environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["MRL_REHEARSAL"] == str(tmp_path / "exercised")

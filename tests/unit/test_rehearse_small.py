@@ -13,13 +13,13 @@ from mrl.config.load import RECIPES, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import leaf, schema_keys
 from mrl.errors import ConfigError
-from mrl.extras.rehearse.compose import Rehearsal, WorkFolder, compose
-from mrl.extras.rehearse.small_batch import GROUP, LONGEST, SAMPLES, shrink_factor
-from mrl.extras.rehearse.small_layout import RANKS, WORKERS, small_layout
-from mrl.extras.rehearse.small_model import SMALL_FORMS, small_hf_config
 from mrl.model import FAMILIES, known_models, known_name, model_spec, parameter_count, tensor_specs
 from mrl.model.layout import TrainLayout
 from mrl.model.registry import known_hf_config
+from mrl.tools.rehearse.compose import Rehearsal, WorkFolder, compose
+from mrl.tools.rehearse.small_batch import GROUP, LONGEST, SAMPLES, shrink_factor
+from mrl.tools.rehearse.small_layout import RANKS, WORKERS, small_layout
+from mrl.tools.rehearse.small_model import SMALL_FORMS, small_hf_config
 
 FOLDER = Path(__file__).parents[2] / "parallel_configs"
 PRESETS = sorted(FOLDER.glob("*/*.yaml"))
@@ -267,7 +267,7 @@ def test_a_large_group_is_cut_and_said(tmp_path):
 @pytest.mark.parametrize("n", [1, 3, 5, 16])
 @pytest.mark.parametrize("data_parallel", [1, 2, 4])
 def test_every_data_parallel_rank_gets_as_many_samples(n, data_parallel, tmp_path):
-    from mrl.extras.rehearse.small_batch import small_batch
+    from mrl.tools.rehearse.small_batch import small_batch
 
     config = load_config(FOLDER / "qwen3-8b" / "h100-1x8.yaml", overrides=[f"rollout.n={n}"]).config
     batch = small_batch(config, data_parallel, 2)
@@ -293,6 +293,7 @@ def test_keys_of_accelerators_are_taken_out_and_named(tmp_path):
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
         "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
     }
     assert rehearsal.config.rollout.engine_kwargs == {} and rehearsal.config.cluster.device == "cpu"
 

@@ -1,8 +1,12 @@
 """An update that lacks a tensor, or brings one that the model does not have, is refused by name."""
 
-import pytest
+from types import SimpleNamespace
 
-from mrl.vllm.receive import ReloadLedger
+import pytest
+import torch
+from torch import nn
+
+from mrl.vllm.receive import ReloadLedger, SlowPath
 
 # one fused parameter in the engine, three tensors of the checkpoint
 EXPECTED = {"q_proj.weight": [8, 4], "k_proj.weight": [2, 4], "v_proj.weight": [2, 4]}
@@ -53,3 +57,21 @@ def test_every_fault_is_told_at_once():
 def test_a_tensor_that_comes_twice_is_refused():
     with pytest.raises(RuntimeError, match=r"q_proj.weight twice"):
         ledger(all_but("")).receive("q_proj.weight", (8, 4))
+
+
+def test_copies_that_an_engine_makes_itself_are_not_waited_for():
+    """Latent attention makes two from kv_b_proj when a reload ends, and no loader writes them."""
+    model = nn.Module()
+    model.attention = nn.Module()
+    for leaf in ("weight", "W_UV"):
+        model.attention.register_parameter(leaf, nn.Parameter(torch.zeros(1)))
+    adapter = SimpleNamespace(
+        is_derived=lambda leaf: leaf == "W_UV", enter=lambda model: None, abandon=lambda model: None
+    )
+    path = SlowPath(model, None, adapter, {})
+    path.start()
+    path._ledger.add({"attention.weight"})
+    path._ledger.check_complete()
+    path.start()
+    with pytest.raises(RuntimeError, match=r'unwritten in the engine 1: \["attention\.weight"\]'):
+        path._ledger.check_complete()

@@ -16,19 +16,19 @@ from report_run import HOSTILE, ROOT, World, write_run
 
 from mrl.cli.main import main
 from mrl.errors import Interrupted, NumericAbort
-from mrl.extras.report.at_checkpoints import APART_S, ReportView, report_at_the_end
-from mrl.extras.report.columns import STEP, Curve, curves_of
-from mrl.extras.report.heldout import paired
-from mrl.extras.report.html import page_html
-from mrl.extras.report.page import Chart
-from mrl.extras.report.run_record import read_run
-from mrl.extras.report.samples import decoder, looked_at, tokens_of
-from mrl.extras.report.sections import curve_charts, run_page
-from mrl.extras.report.settings import read_settings
-from mrl.extras.report.verdict import verdict
 from mrl.record.attempts import attempt, read_attempts
 from mrl.record.run_dir import RunDir, json_line, read_metrics
 from mrl.record.shown_rows import extreme_rows, read_shown_rows, write_shown_rows
+from mrl.tools.report.at_checkpoints import APART_S, ReportView, report_at_the_end
+from mrl.tools.report.columns import STEP, Curve, curves_of
+from mrl.tools.report.heldout import Response, differences, paired, prompt_means
+from mrl.tools.report.html import page_html
+from mrl.tools.report.page import Chart
+from mrl.tools.report.run_record import read_run
+from mrl.tools.report.samples import decoder, looked_at, tokens_of
+from mrl.tools.report.sections import curve_charts, run_page
+from mrl.tools.report.settings import read_settings
+from mrl.tools.report.verdict import verdict
 
 RISING = {0: [0.0] * 8 + [1.0] * 8, 6: [0.0] * 2 + [1.0] * 14}
 
@@ -133,7 +133,7 @@ def test_a_browser_without_scripts_gets_the_curves_in_numbers(tmp_path):
 
 
 def test_thinning_keeps_real_points_and_every_extreme():
-    """The example of mrl/extras/report/columns.py, then any curve."""
+    """The example of mrl/tools/report/columns.py, then any curve."""
     curve = Curve(np.arange(1, 7), np.array([5.0, 9, 1, 4, 4, 7]), 6)
     thin = curve.thinned(4)
     assert [*zip(thin.steps, thin.values, strict=True)] == [(2, 9), (3, 1), (4, 4), (6, 7)]
@@ -167,7 +167,7 @@ def test_settings_that_differ_are_those_that_somebody_changed(tmp_path):
 
 def test_best_worst_and_changed_are_of_different_prompts_while_there_are_such():
     scores, prompts = [1.0, 1.0, 1.0, 0.9, 0.1, 0.0, 0.0], [1, 1, 1, 2, 3, 4, 4]
-    found = extreme_rows(scores, prompts, [0.0, 0.5, 0.0, 0.0, 9.0, 0.0, 0.0])
+    found = extreme_rows(scores, prompts, ["ok"] * 7, [0.0, 0.5, 0.0, 0.0, 9.0, 0.0, 0.0])
     assert [prompts[row] for row in found["best"]] == [1, 2, 3] and [scores[row] for row in found["best"]] == [
         1.0,
         0.9,
@@ -238,6 +238,41 @@ def test_tokens_are_numbers_where_no_tokenizer_is_at_hand(tmp_path):
     assert [token.text for token in tokens_of([7, 9], [None, None], None)] == ["7 ", "9 "]
 
 
+def test_a_response_whose_environment_failed_is_no_extreme():
+    """The 0 that stands there for want of a score would be the worst, and the row the most changed."""
+    scores, reasons = [3.0, 0.0, 1.0, 2.0, 4.0, 5.0, 6.0], ["ok", "environment", *["ok"] * 5]
+    found = extreme_rows(scores, range(7), reasons, [0.0, 9.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert found == {"best": [6, 5, 4], "worst": [2, 3, 0], "changed": []}
+
+
+def held_out(prompt: int, sample: int, score: float, reason: str = "ok", output: str = "") -> Response:
+    return Response("games", prompt, sample, "Go.", output, "", score, reason)
+
+
+def test_a_prompt_that_an_environment_failed_in_is_compared_with_nothing():
+    """By hand: prompt 1 has half an answer before; of the others, with 1 and 0, both rise by a half."""
+    before = [held_out(0, 0, 1.0), held_out(0, 1, 0.0), held_out(1, 0, 1.0), held_out(1, 1, 0.0, "environment")]
+    before += [held_out(2, 0, 0.0), held_out(2, 1, 0.0)]
+    after = [held_out(row // 2, row % 2, score) for row, score in enumerate([1.0, 1.0, 1.0, 1.0, 0.0, 1.0])]
+    found = differences(before, after)["games"]
+    assert (found.prompts, found.mean, found.first, found.second) == (2, 0.5, 0.25, 0.75)
+    assert prompt_means(before, {"games": "reward"}) == {"games": {(0, "Go."): 0.5, (2, "Go."): 0.0}}
+
+
+def test_no_pair_is_shown_of_which_one_was_not_judged(tmp_path):
+    run = write_run(tmp_path / "run")
+    run.validation.mkdir(exist_ok=True)
+    given = {"data_source": "games", "input": "Go.", "gts": "", "sample_id": 0}
+    for step, second in ((0, "environment"), (6, "ok")):
+        rows = [
+            given | {"prompt_id": p, "output": f"{p} at {step}", "score": 0.0, "reason": reason}
+            for p, reason in enumerate(["ok", second])
+        ]
+        (run.validation / f"step-{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html = the_page(run)
+    assert "0 at 6" in html and "1 at 6" not in html
+
+
 def test_a_difference_of_prompts_by_hand():
     """8 of 16 prompts go from 0 to 1: mean 1/2, standard error 1/sqrt(60), z 3.873, two-sided chance 1.075e-4 (table of
     the normal).
@@ -302,15 +337,26 @@ def test_a_run_whose_lines_are_missing_is_not_finished(tmp_path, lost, words, to
 def test_a_gap_of_a_run_that_was_stopped_or_goes_on_is_said_beside_why(tmp_path):
     run = write_run(tmp_path / "run", World(steps=5))
     without_lines(run, 2)
-    (run.checkpoints / "step-6").mkdir()
+    (run.checkpoints / "step-7").mkdir()
     ended_by(run.path, Interrupted("stopped by SIGTERM"))
     said = verdict(read_run(run.path))
     assert "stopped by SIGTERM" in said.headline
-    assert any("no line of steps 2 and 6" in step for step in said.next_steps)
+    assert any("no line of steps 2 and 6." in step for step in said.next_steps)
     again = RunDir.open(run.path, "", resume=True)
     said = verdict(read_run(run.path))  # the checkpoint of a step stands before its line
     assert said.headline.startswith("Running") and any("no line of step 2." in step for step in said.next_steps)
     again.close()
+
+
+def test_the_line_of_the_step_that_a_resume_goes_on_from_is_not_missing(tmp_path):
+    """What is whole is saved as a run ends after its update: the checkpoint has the line, and the resume writes it."""
+    run = write_run(tmp_path / "run", World(steps=4))
+    (run.checkpoints / "step-5").mkdir()
+    ended_by(run.path, Interrupted("engine 0 died"))
+    said = verdict(read_run(run.path))
+    assert read_run(run.path).missing_steps == () and said.tone == "warn"
+    assert "goes on from the checkpoint of step 5" in said.next_steps[0]
+    assert not any("no line" in step for step in said.next_steps)
 
 
 def test_a_run_that_began_from_anothers_checkpoint_lacks_nothing_before_it(tmp_path):
@@ -381,8 +427,8 @@ def test_attempts_say_command_versions_and_end_and_survive_a_resume(tmp_path):
 
 def test_what_is_generated_again_is_an_incident_of_the_report(tmp_path):
     run = write_run(tmp_path / "run")
-    with attempt(run.path, 2, {}) as note_generated_again:
-        note_generated_again(156)
+    with attempt(run.path, 2, {}) as notes:
+        notes.generated_again(156)
     assert the_page(run).count("156 responses generated again") == 2  # among incidents, and of the start
 
 
@@ -430,7 +476,7 @@ def test_reports_of_a_run_that_goes_on_come_after_saves_and_not_too_often(tmp_pa
         def wait(self, timeout):
             return self.ended
 
-    monkeypatch.setattr("mrl.extras.report.at_checkpoints.subprocess.Popen", Process)
+    monkeypatch.setattr("mrl.tools.report.at_checkpoints.subprocess.Popen", Process)
     (tmp_path / "logs").mkdir()
     view = ReportView(tmp_path, lambda step: step % 2 == 0, lambda: now[0])
     for step, at in ((2, 1.0), (3, APART_S + 1), (4, APART_S + 2), (6, APART_S + 3), (8, 3 * APART_S)):
@@ -546,7 +592,7 @@ def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch,
     from contextlib import contextmanager
     from types import SimpleNamespace
 
-    from mrl.train import loop, preflight, run
+    from mrl.train import assemble, preflight, rank_restarts
 
     folder = tmp_path / "run"
 
@@ -563,8 +609,8 @@ def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch,
     monkeypatch.setattr(preflight, "preflight", lambda *_: None)
     monkeypatch.setattr(preflight, "with_models_at_hand", lambda resolved: resolved)
     monkeypatch.setattr(preflight, "start_lines", lambda *_: [])
-    monkeypatch.setattr(run, "open_run", open_run)
-    monkeypatch.setattr(loop, "train", train)
+    monkeypatch.setattr(assemble, "open_run", open_run)
+    monkeypatch.setattr(rank_restarts, "train", train)
     monkeypatch.setattr("mrl.cluster.prerequisites.ask_for_token_authentication", lambda: None)
     arguments = ["train", str(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"), "--run-dir", str(folder)]
     if error:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from report_run import World, write_run
 
-from mrl.extras.report import run_record, sections
-from mrl.extras.report.heldout import read_responses
-from mrl.extras.report.page import Chart, Lanes, PageSection, Paragraph, Table
-from mrl.extras.report.run_record import RunRecord, read_run
-from mrl.extras.report.sections_run import incidents, memory, staleness
-from mrl.extras.report.verdict import verdict
-from mrl.extras.report.write import write_report
+from mrl.tools.report import run_record, sections
+from mrl.tools.report.heldout import read_responses
+from mrl.tools.report.page import Chart, Lanes, PageSection, Paragraph, Table
+from mrl.tools.report.run_record import RunRecord, read_run
+from mrl.tools.report.sections_run import incidents, memory, staleness
+from mrl.tools.report.verdict import verdict
+from mrl.tools.report.write import write_report
 from mrl.train.lost_engines import LostEngines, Unfinished
 from mrl.units import GIB
 

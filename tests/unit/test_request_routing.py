@@ -5,98 +5,113 @@ import random
 
 import numpy as np
 import pytest
+from generations import SteadyFleet
 from replicas import InMemory
 
-from mrl.cluster import engine_progress, rollout_group
-from mrl.cluster.engine_progress import EngineProgress
-from mrl.cluster.request_streams import Arrived
-from mrl.cluster.rollout_group import RolloutGroup, request_places
+from mrl.cluster.rollout_group import request_places
 from mrl.config.load import load_config
+from mrl.config.places import Deployment
 from mrl.data.samples import Sample, packed
 from mrl.errors import Interrupted
+from mrl.flow import engine_progress
+from mrl.flow.engine_progress import EngineProgress
+from mrl.flow.request_streams import FinishedResponses, FleetChange
+from mrl.schedule.buffer import GroupBuffer
+from mrl.schedule.dispatch import Dispatcher
 from mrl.schedule.rate import Observation
-from mrl.schedule.request_routing import Queued, RequestRouting
+from mrl.schedule.staleness import Schedule
+from mrl.train import rollouts
 from mrl.vllm.requests import EngineReading, Request, Sampling
 
 ENGINES = ("a", "b", "c")
 
 
-def random_requests(rng: random.Random) -> list[Queued]:
-    """Groups of several responses, in the order in which a step asks for them."""
-    n, prompts = rng.randint(1, 6), rng.randint(1, 12)
-    lengths = [rng.randint(1, 50) for _ in range(prompts)]
-    return [Queued(number, (number // n,), lengths[number // n] + 100) for number in range(n * prompts)]
+class Routing:
+    """Requests of one call: groups of `n` responses, prompts of so many tokens each."""
+
+    def __init__(self, engines, places, prompts, n, longest=100):
+        self.buffer = GroupBuffer(Schedule(len(prompts), n, longest))
+        self.dispatcher = Dispatcher(self.buffer, list(engines), places)
+        self.unanswered = len(prompts) * n
+        for group, tokens in zip(self.buffer.reserve(), prompts, strict=True):
+            group.prompt_tokens = tokens
+            self.dispatcher.admit(group)
+
+    def assignments(self):
+        """(request, group, engine), in their order."""
+        return [(sent.request, sent.number, sent.engine) for sent in self.dispatcher.assignments()]
+
+    def answered(self, request, length=1):
+        assert self.dispatcher.answered(request, length, True)
+        self.unanswered -= 1
 
 
-def answered_in_any_order(routing: RequestRouting, rng: random.Random, check=lambda under_way: None) -> dict[int, str]:
+def answered_in_any_order(routing: Routing, rng: random.Random, check=lambda under_way: None) -> dict[int, str]:
     """By which engine each request was answered."""
     made_by, under_way = {}, []
     while routing.unanswered:
-        sent = [(number, engine) for engine, numbers in routing.assignments().items() for number in numbers]
-        assert not made_by.keys() & {number for number, _ in sent}
+        sent = [(request, engine) for request, _, engine in routing.assignments()]
+        assert not made_by.keys() & {request for request, _ in sent}
         made_by |= sent
         under_way += sent
         check(under_way)
         rng.shuffle(under_way)
-        routing.answered([under_way.pop()[0] for _ in range(rng.randint(1, len(under_way)))])
+        for _ in range(rng.randint(1, len(under_way))):
+            routing.answered(under_way.pop()[0])
     return made_by
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_request_is_sent_once_and_none_waits_while_an_engine_is_free(seed):
     rng = random.Random(seed)
-    requests, places = random_requests(rng), rng.choice((1, 2, 5, None))
-    routing = RequestRouting(ENGINES[: rng.randint(1, 3)], places, requests)
-    engines = len(routing._loads.tokens)
+    n, places, engines = rng.randint(1, 6), rng.choice((1, 2, 5, None)), rng.randint(1, 3)
+    prompts = [rng.randint(1, 50) for _ in range(rng.randint(1, 12))]
+    routing = Routing(ENGINES[:engines], places, prompts, n)
+    every = routing.unanswered
 
     def check(under_way):
         held = [sum(engine == name for _, engine in under_way) for name in ENGINES[:engines]]
         queued = routing.unanswered - len(under_way)
-        assert max(held) <= (places or len(requests))
+        assert max(held) <= (places or every)
         assert queued == 0 or min(held) == places
 
-    made_by = answered_in_any_order(routing, rng, check)
-    assert sorted(made_by) == [request.number for request in requests]
-    assert set(routing._loads.tokens.values()) == {0} == set(routing._loads.requests.values())
-    with pytest.raises(KeyError):
-        routing.answered([0])
+    assert len(answered_in_any_order(routing, rng, check)) == every
+    loads = routing.dispatcher.loads
+    assert set(loads.tokens.values()) == {0} == set(loads.requests.values())
+    assert routing.dispatcher.answered(1, 1, True) is None, "nobody waits for it"
 
 
 def test_without_places_all_is_decided_before_the_first_answer():
-    requests = random_requests(random.Random(3))
-    found = [answered_in_any_order(RequestRouting(ENGINES, None, requests), random.Random(seed)) for seed in range(3)]
+    prompts = [5, 40, 17, 3, 22]
+    found = [answered_in_any_order(Routing(ENGINES, None, prompts, 4), random.Random(seed)) for seed in range(3)]
     assert found[0] == found[1] == found[2] and len(set(found[0].values())) == 3
-    routing = RequestRouting(ENGINES, None, requests)
-    assert sum(map(len, routing.assignments().values())) == len(requests) and routing.assignments() == {}
+    routing = Routing(ENGINES, None, prompts, 4)
+    assert len(routing.assignments()) == 20 and routing.assignments() == []
 
 
 def test_responses_of_a_prompt_stay_together_and_a_lone_prompt_is_spread():
-    together = RequestRouting(ENGINES, None, [Queued(i, (i // 4,), 10) for i in range(24)]).assignments()
-    assert all(
-        len({engine for engine, numbers in together.items() if set(numbers) & set(range(g, g + 4))}) == 1
-        for g in range(0, 24, 4)
-    )
-    assert [len(numbers) for numbers in together.values()] == [8, 8, 8]
-    alone = RequestRouting(ENGINES, None, [Queued(i, (1,), 10) for i in range(12)]).assignments()
-    assert {engine: len(numbers) for engine, numbers in alone.items()} == {
-        "a": 7,
-        "b": 5,
-    }
+    together = Routing(ENGINES, None, [10] * 6, 4).assignments()
+    engines_of = [{engine for _, number, engine in together if number == group} for group in range(6)]
+    assert all(len(engines) == 1 for engines in engines_of)
+    assert [sum(engine == name for *_, engine in together) for name in ENGINES] == [8, 8, 8]
+    alone = [engine for *_, engine in Routing(ENGINES, None, [10], 12).assignments()]
+    assert [alone.count(name) for name in ENGINES] == [7, 5, 0]
 
 
 def seconds(places: int | None, lengths: list[int], seats: int) -> int:
     """Until the last answer; an engine makes a token of each of `seats` responses a second."""
-    routing = RequestRouting(ENGINES, places, [Queued(i, (i // 4,), 1000) for i in range(len(lengths))])
+    routing = Routing(ENGINES, places, [10] * (len(lengths) // 4), 4, longest=1000)
     waiting, running, now = {engine: [] for engine in ENGINES}, [], 0
+    wanted = dict(enumerate(lengths, start=1))
     while routing.unanswered:
-        for engine, numbers in routing.assignments().items():
-            waiting[engine] += numbers
+        for request, _, engine in routing.assignments():
+            waiting[engine].append(request)
         for engine in ENGINES:
             while waiting[engine] and sum(name == engine for *_, name in running) < seats:
-                number = waiting[engine].pop(0)
-                heapq.heappush(running, (now + lengths[number], number, engine))
-        now, number, _ = heapq.heappop(running)
-        routing.answered([number])
+                request = waiting[engine].pop(0)
+                heapq.heappush(running, (now + wanted[request], request, engine))
+        now, request, _ = heapq.heappop(running)
+        routing.answered(request, wanted[request])
     return now
 
 
@@ -116,17 +131,24 @@ def test_where_lengths_have_a_heavy_tail_engines_end_sooner_together():
     [("cpu", True, 10), ("cpu", False, 10), ("cuda", True, None), ("cuda", False, 10)],
 )
 def test_where_neighbours_change_bits_a_run_that_repeats_leaves_nothing_to_a_clock(device, deterministic, places):
-    config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, ["rollout.max_num_seqs=8"]).config
-    trainer = config.trainer.model_copy(update={"deterministic": deterministic})
-    cluster = config.cluster.model_copy(update={"device": device})
-    assert request_places(config.model_copy(update={"trainer": trainer, "cluster": cluster})) == places
+    settings = ["rollout.max_num_seqs=8", f"cluster.device={device}"]
+    config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, settings).config
+    assert request_places(Deployment.of(config), deterministic) == places
 
 
 class Streams:
     """Engines that answer one request a call, the newest first."""
 
-    def __init__(self):
+    def __init__(self, names, places):
+        self.names, self.places = names, places
         self.sent, self.most = [], 0
+        self.fleet = SteadyFleet()
+
+    def follow(self):
+        return FleetChange([], [])
+
+    def streams(self):
+        return self
 
     def send(self, engine, requests, sampling):
         self.sent += [(engine, request) for request in requests]
@@ -141,28 +163,31 @@ class Streams:
         one = packed(
             [Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, (r.seed,), (-1.0,), "stop", 3)]
         )
-        return [Arrived(InMemory.whole(one), "a")]
+        return [FinishedResponses(InMemory.whole(one), "a")]
+
+
+def groups_of(n, *requests):
+    return [requests[first : first + n] for first in range(0, len(requests), n)]
 
 
 def test_a_call_has_all_its_responses_in_the_order_of_their_numbers(monkeypatch):
-    monkeypatch.setattr(rollout_group, "StoredSamples", InMemory)
-    group, streams = RolloutGroup.__new__(RolloutGroup), Streams()
-    group.names, group.places, group.poll, group.streams = ["a", "b"], 2, lambda: None, lambda: streams
-    found = group.generate([Request(i, (i // 3,), 50 + i) for i in range(15)], Sampling(1.0, 4, ())).read()
+    monkeypatch.setattr(rollouts, "ResponseStore", InMemory)
+    engines = Streams(["a", "b"], 2)
+    requests = [Request(i, (i // 3,), 50 + i) for i in range(15)]
+    found = rollouts.generate(engines, groups_of(3, *requests), Sampling(1.0, 4, ())).read()
     assert found.sample_id.tolist() == list(range(15)) and [int(r[0]) for r in found.responses()] == list(range(50, 65))
-    assert streams.most == 2
+    assert engines.most == 2
 
 
-def test_requests_that_no_engine_has_end_the_run(monkeypatch):
+def test_requests_that_no_engine_has_end_the_run():
     class Losing(Streams):
         def take(self, timeout_s):
             self.sent.clear()
             return []
 
-    group, streams = RolloutGroup.__new__(RolloutGroup), Losing()
-    group.names, group.places, group.poll, group.streams = ["a"], 2, lambda: None, lambda: streams
+    requests = [Request(i, (7,), 0) for i in range(2)]
     with pytest.raises(Interrupted, match="2 requests are unanswered, and no engine has them"):
-        group.generate([Request(i, (7,), 0) for i in range(2)], Sampling(1.0, 4, ()))
+        rollouts.generate(Losing(["a"], 2), groups_of(2, *requests), Sampling(1.0, 4, ()))
 
 
 # ---------------------------------------------------------------- who stands still

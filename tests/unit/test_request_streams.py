@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mrl.cluster import request_streams
-from mrl.cluster.outbox import Outboxes
-from mrl.cluster.request_streams import REST_S, RequestStreams
-from mrl.cluster.stored_samples import BLOCK_BYTES
 from mrl.cluster.workers import EngineWorker
 from mrl.data.samples import Sample, packed
-from mrl.errors import Interrupted
+from mrl.errors import Interrupted, LostProcess
+from mrl.flow import request_streams
+from mrl.flow.outbox import Outboxes
+from mrl.flow.request_streams import REST_S, RequestStreams
+from mrl.flow.response_store import BLOCK_BYTES
 from mrl.vllm.requests import Request, Sampling
 
 LONG = BLOCK_BYTES  # tokens
@@ -122,7 +122,25 @@ def requests(*numbers):
 
 
 def streams_of(**workers):
-    return RequestStreams(workers, dict, dict.fromkeys(workers, "a node"), limit_s=60.0)
+    return RequestStreams(Fleet(workers), dict, dict.fromkeys(workers, "a node"), limit_s=60.0)
+
+
+class Fleet:
+    """Which workers there are, each with the epoch of its engine."""
+
+    def __init__(self, workers):
+        self.there = {name: SimpleNamespace(epoch=0, worker=worker) for name, worker in workers.items()}
+        self.does_without, self.asked, self.were_late = False, [], []
+
+    def serving(self):
+        return dict(self.there)
+
+    def loses(self, error, asked):
+        self.asked.append((str(error), asked))
+        return self.does_without
+
+    def late(self, engine, epoch, answers):
+        self.were_late.append((engine, epoch, answers))
 
 
 def taken(streams):
@@ -178,6 +196,42 @@ def test_an_engine_that_dies_is_told_and_what_it_did_not_hand_over_is_not_taken(
     worker.runs()
     with pytest.raises(Interrupted, match="engine 0 died"):
         streams.take(0.0)
+
+
+def test_of_a_lost_engine_nothing_is_awaited_and_the_one_started_for_it_is_asked_anew(engine, ray):
+    before, after, other = engine(), engine(), engine()
+    streams, sampling = streams_of(a=before, b=other), Sampling(1.0, LONG, ())
+    fleet = streams._fleet
+    fleet.does_without = True
+    streams.send("a", requests(0, 1), sampling)
+    streams.send("b", requests(2), sampling)
+    before.dies = LostProcess("engine a died")
+    for one in (before, other):
+        one.lets.set()
+        one.runs()
+    arrived = [each for _ in range(3) for each in taken(streams)]
+    assert arrived == [("b", [2])] and fleet.asked == [("engine a died", {"a": 0, "b": 0})]
+    del fleet.there["a"]
+    assert streams.follow() == (["a"], []) and streams.waiting_for == [] and streams.names == ["b"]
+    fleet.there["a"] = SimpleNamespace(epoch=1, worker=after)
+    assert streams.follow() == ([], ["a"]) and streams.follow() == ([], [])
+    streams.send("a", requests(0, 1), sampling)
+    after.lets.set()
+    after.runs()
+    assert taken(streams) == [("a", [0, 1])] and fleet.were_late == []
+
+
+def test_what_an_engine_says_after_it_was_taken_for_lost_is_dropped_and_counted(engine, ray):
+    hung, after = engine(), engine()
+    streams, sampling = streams_of(a=hung), Sampling(1.0, LONG, ())
+    streams.send("a", requests(0, 1), sampling)
+    hung.runs()
+    streams._fleet.there["a"] = SimpleNamespace(epoch=3, worker=after)
+    assert streams.follow() == (["a"], ["a"])
+    hung.lets.set()
+    hung.runs()
+    assert taken(streams) == [] and streams.follow() == ([], [])
+    assert streams._fleet.were_late == [("a", 0, 2)]
 
 
 def test_an_engine_that_fails_while_a_response_is_held_is_told_after_it(engine, ray):

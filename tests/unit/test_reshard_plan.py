@@ -16,11 +16,11 @@ from test_reshard_source import MODELS
 from mrl.errors import ConfigError
 from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.plan.devices import SyncRates
+from mrl.plan.devices import Starts, SyncRates
 from mrl.plan.sync_times import Link, reshard_summary
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import plan_reshard
-from mrl.reshard.schedule import level
+from mrl.reshard.schedule import add_rows, level
 from mrl.units import MIB
 
 TP8, EP128 = RolloutLayout(16, 8), RolloutLayout(1, 4, 32, 128)
@@ -214,10 +214,12 @@ def test_summary_predicts_each_round_by_its_busiest_device_and_each_step_by_its_
     train = TrainLayout.build({"world_size": 1}, model)
     plan = plan_reshard(model, train, RolloutLayout(), dialect="cpu", dtype="float32", budget_bytes=MIB)
     rates = SyncRates(digest=500.0, finalise=250.0, read_back=125.0)
-    summary = reshard_summary(plan, Link(between_nodes=1000.0), rates, plan_seconds=0.5)
+    summary = reshard_summary(plan, Link(between_nodes=1000.0), rates, 0.5, Starts(copy=2.0, wait=3.0))
     assert summary["rounds"] == 1
     assert summary["seconds_of"]["wire"] == summary["bound_seconds"] == pytest.approx(plan.bytes_moved / 1000)
-    assert summary["predicted_seconds"] == pytest.approx(plan.bytes_moved / 1000 * (1 + 2 + 4 + 8))
+    assert summary["predicted_seconds"] == pytest.approx(
+        plan.bytes_moved / 1000 * (1 + 2 + 4 + 8) + 2 * summary["copies"] + 3 * summary["messages"]
+    )
     assert summary["peak_staging_bytes"] == plan.bytes_moved == summary["sent_bytes"][0]
     assert summary["plan_seconds"] == 0.5
     assert summary.keys() >= {
@@ -229,3 +231,14 @@ def test_summary_predicts_each_round_by_its_busiest_device_and_each_step_by_its_
         "bound_seconds",
         "hash",
     }
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 3], [1, 3, 1, 1, 0, 3], [4]])
+def test_rows_are_added_as_numpy_adds_at_indices(rows):
+    random = np.random.default_rng(0)
+    table = random.integers(0, 9, (5, 7))
+    values = random.integers(0, 9, (len(rows), 7))
+    expected = table.copy()
+    np.add.at(expected, np.array(rows), values)
+    add_rows(table, np.array(rows), values)
+    assert np.array_equal(table, expected)

@@ -51,6 +51,23 @@ MODELS = {
         },
         router_score="sigmoid",
     ),
+    "deepseek_v3": ModelSpec(
+        **BASE
+        | EXPERTS
+        | {
+            "family": "deepseek_v3",
+            "qkv_bias": False,
+            "qk_norm": False,
+            "num_key_value_heads": 8,
+            "moe_layers": (1, 2, 3),
+            "shared_expert_intermediate_size": 8,
+            "q_lora_rank": 6,
+            "kv_lora_rank": 10,
+            "qk_rope_head_dim": 2,
+            "v_head_dim": 3,
+        },
+        router_score="sigmoid",
+    ),
     "mixed": ModelSpec(
         **BASE
         | EXPERTS
@@ -183,7 +200,7 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
         expert = coords.ep * (model.num_experts // layout.expert) + int(name.rsplit("weight", 1)[1])
         return gated(hf, f"{at}mlp.experts.{expert}.", name, layout.expert_tensor, coords.etp)
     if "linear_fc" in name and "layer_norm" not in name:
-        of_family = "shared_experts." if model.family == "glm4_moe" else "shared_expert."
+        of_family = "shared_expert." if model.family == "qwen2_moe" else "shared_experts."
         shared = of_family if "shared_experts" in name else ""
         return gated(hf, f"{at}mlp.{shared}", name, layout.tensor, tp)
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -195,8 +212,16 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
         return np.split(np.concatenate([words, padding]), layout.tensor)[tp]
     if name.endswith("linear_proj.weight"):
         return np.split(hf[f"{at}self_attn.o_proj.weight"], layout.tensor, axis=1)[tp]
+    up = {"linear_q_proj": "q_proj", "linear_q_up_proj": "q_b_proj", "linear_kv_up_proj": "kv_b_proj"}
+    if name.endswith("proj.weight") and (cut := up.get(name.split(".")[-2])):
+        return np.split(hf[f"{at}self_attn.{cut}.weight"], layout.tensor)[tp]
     copied = {
         "decoder.final_layernorm.weight": "model.norm.weight",
+        ".input_layernorm.weight": f"{at}input_layernorm.weight",
+        "linear_q_down_proj.weight": f"{at}self_attn.q_a_proj.weight",
+        "linear_q_up_proj.layer_norm_weight": f"{at}self_attn.q_a_layernorm.weight",
+        "linear_kv_down_proj.weight": f"{at}self_attn.kv_a_proj_with_mqa.weight",
+        "linear_kv_up_proj.layer_norm_weight": f"{at}self_attn.kv_a_layernorm.weight",
         "linear_qkv.layer_norm_weight": f"{at}input_layernorm.weight",
         "linear_fc1.layer_norm_weight": f"{at}post_attention_layernorm.weight",
         "pre_mlp_layernorm.weight": f"{at}post_attention_layernorm.weight",
@@ -254,43 +279,46 @@ def test_tagged_parameters_are_what_megatrons_split_gives(seed):
 
 
 @cache
-def bridge_of(model: ModelSpec):
-    """mbridge's bridge of a family without its Megatron state:
+def bridge_of(model: ModelSpec, ours: bool):
+    """mbridge's bridge of a family, or ours in its registry, without its Megatron state:
     only its name map and its pure weight conversions are used.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from mbridge.models.deepseek_v3 import DeepseekV3Bridge
         from mbridge.models.glm4moe import GLM4MoEBridge
         from mbridge.models.qwen2 import Qwen2Bridge
         from mbridge.models.qwen2moe import Qwen2MoEBridge
         from mbridge.models.qwen3 import Qwen3Bridge
         from mbridge.models.qwen3moe import Qwen3MoEBridge
+
+        from mrl.megatron.mapped_bridge import MappedBridge, bridge_config
     classes = {
         "qwen2": Qwen2Bridge,
         "qwen3": Qwen3Bridge,
         "qwen2_moe": Qwen2MoEBridge,
         "qwen3_moe": Qwen3MoEBridge,
         "glm4_moe": GLM4MoEBridge,
+        "deepseek_v3": DeepseekV3Bridge,
     }
-    bridge = object.__new__(classes[model.family])
-    bridge.hf_config = SimpleNamespace(
-        **{name: getattr(model, name) for name in ("num_key_value_heads", "num_attention_heads", "head_dim")}
-    )
-    bridge.hf_config.hidden_size, bridge.config = model.hidden_size, SimpleNamespace(gated_linear_unit=True)
+    bridge = object.__new__(MappedBridge if ours else classes[model.family])
+    bridge.hf_config = bridge_config(model)
+    bridge.config = SimpleNamespace(gated_linear_unit=True, mtp_num_layers=None)
     bridge.make_vocab_size_divisible_by, bridge.dtype = 1, None
     bridge.vocab_size = bridge.padded_vocab_size = model.vocab_size
     return bridge
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe"])
-def test_names_and_contents_are_mbridges(family):
+@pytest.mark.parametrize("ours", [False, True], ids=["mbridge's", "ours"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_names_and_contents_are_mbridges_and_those_of_our_bridge(family, ours):
     model = MODELS[family]
     import torch
 
     degrees = {"world_size": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     if model.is_moe:
         degrees |= {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-    layout, bridge = TrainLayout.build(degrees, model), bridge_of(model)
+    layout, bridge = TrainLayout.build(degrees, model), bridge_of(model, ours)
     hf = tagged(model)
     for rank, shard in all_shards(model, layout):
         name = global_name(model, layout, rank, shard)

@@ -13,7 +13,7 @@ from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING, RouteShape, is_missing, recoded
 from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import DataError, EnvironmentFault, NumericAbort
-from mrl.megatron.packing import Shape, micro_inputs
+from mrl.megatron.packing import Shape, micro_batch
 from mrl.megatron.routing import _Chooser
 from mrl.train.update import check_any_route, old_log_probs
 
@@ -149,10 +149,11 @@ def test_a_step_of_r3_without_any_route_is_a_fault_and_one_with_some_is_not(unkn
 
 @pytest.mark.parametrize("replay", ["R3", "R2", "disabled"])
 def test_only_r3_asks_for_routes(replay):
-    config = SimpleNamespace(actor=SimpleNamespace(router_replay=replay), algorithm=SimpleNamespace(on_policy=False))
+    actor = SimpleNamespace(router_replay=replay)
+    algorithm = SimpleNamespace(on_policy=False)
     step = SimpleNamespace(rows=packed([sample(0, 3, 4, routes=False)]).numbers, log_probs=_asked)
     with pytest.raises(EnvironmentFault if replay == "R3" else NumericAbort):
-        old_log_probs(config, step)
+        old_log_probs(actor, algorithm, step)
 
 
 def _asked():
@@ -180,7 +181,7 @@ def test_rows_take_their_routes_along(batch, index):
 def test_routes_stand_where_their_tokens_stand(batch, packed, context):
     rows = np.array([3, 1, 2])
     for rank in range(context):
-        arrays = micro_inputs(batch, rows, Shape(packed, context), rank)
+        arrays = micro_batch(batch, rows, Shape(packed, context), rank)
         assert arrays.routes.shape == (*arrays.input_ids.shape, 2, 2)
         ids = arrays.input_ids
         unknown = (ids == 0) | (ids == 111) | (ids == 308) | ((ids > 200) & (ids < 300))
@@ -190,5 +191,5 @@ def test_routes_stand_where_their_tokens_stand(batch, packed, context):
 
 
 def test_a_fillers_tokens_are_in_no_statistic(batch):
-    arrays = micro_inputs(batch, np.array([0]), Shape(True), is_filler=True)
+    arrays = micro_batch(batch, np.array([0]), Shape(True), is_filler=True)
     assert not arrays.real.any() and not arrays.predicting.any()

@@ -11,6 +11,7 @@ import pytest
 
 from mrl.checkpoint.step_folders import Newest
 from mrl.config.load import load_config
+from mrl.config.schedule_rules import schedule_of
 from mrl.errors import ConfigError
 from mrl.record import attempts
 from mrl.record.attempts import UnderWay, attempt, generated_after, note_under_way, read_attempts
@@ -174,12 +175,13 @@ def test_what_a_lost_node_took_along_is_generated_again_and_counted(tmp_path, ca
     note_under_way(run.path, 5, 60)
     assert generated_after(run.path, 2, 4) == 4 * (13 + 12) + 60 and generated_after(run.path, 5, 4) == 0
     saved_nothing = Newest(None, None, {})
-    again = generated_again(config, run, saved_nothing)
+    again = generated_again(schedule_of(config), run, saved_nothing)
     assert again == 4 * (15 + 14 + 13 + 12) + 60 and f"{again} responses" in capsys.readouterr().out
     ahead = load_config(TINY, None, ["trainer.schedule=one_step_off"]).config
-    assert generated_again(ahead, run, saved_nothing) == generated_again(config, run, None) == 0
-    with attempt(run.path, 0, {}) as note_generated_again:
-        note_generated_again(again)
+    assert generated_again(schedule_of(ahead), run, saved_nothing) == 0
+    assert generated_again(schedule_of(config), run, None) == 0
+    with attempt(run.path, 0, {}) as notes:
+        notes.generated_again(again)
         run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
     assert read_attempts(run.path)[-1].generated_again == again
     (run.path / "under_way.json").write_text('{"step": 5, "resp')
@@ -188,11 +190,11 @@ def test_what_a_lost_node_took_along_is_generated_again_and_counted(tmp_path, ca
 
 def test_responses_of_a_step_that_is_lost_while_it_is_generated_are_counted_too(tmp_path, monkeypatch):
     """The file is written at most once a second, at the end of generation, and when the run ends."""
-    config, run = load_config(TINY, None, ["rollout.n=4"]).config, _with_steps(tmp_path, [])
+    run = _with_steps(tmp_path, [])
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
     monkeypatch.setattr(attempts, "time", clock)
     sink = SimpleNamespace(write=lambda *_: None, progress=lambda *_: None, close=lambda: None)
-    record = AdvisedRecord(sink, config, UnderWay(run.path, 2))
+    record = AdvisedRecord(sink, [], UnderWay(run.path, 2))
     seen = []
     moments = [(0, "train", 1), (0.5, "train", 7), (0.9, "val", 9), (1.1, "train", 8), (1.2, "train", 64)]
     for clock.now, phase, done in moments:
@@ -218,6 +220,6 @@ def test_what_one_start_lost_is_counted_by_the_next_and_by_none_after_it(tmp_pat
     note_under_way(run.path, 2, 60)
     counted = []
     for _ in range(2):
-        counted.append(generated_again(config, run, no_checkpoint := Newest(None, None, {})))
+        counted.append(generated_again(schedule_of(config), run, no_checkpoint := Newest(None, None, {})))
         rewind(run, no_checkpoint)
     assert counted == [4 * 16 + 60, 0]

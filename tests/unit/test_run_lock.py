@@ -1,5 +1,6 @@
 """A run directory has one writer: it is taken over only from who is gone, by one process, and who lost it knows."""
 
+import errno
 import json
 import os
 import signal
@@ -10,15 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from mrl.errors import EnvironmentFault, Interrupted, LostLock
+from mrl.checkpoint.step_folders import Newest
+from mrl.errors import ConfigError, EnvironmentFault, Interrupted, LostLock
 from mrl.record import process_mark, run_lock
 from mrl.record.attempts import UnderWay, attempt, read_attempts
 from mrl.record.process_mark import ProcessMark
 from mrl.record.run_dir import RunDir
 from mrl.record.run_lock import BEAT_S, LEASE_S, RunLock, in_use, newest_lock
 from mrl.record.sinks import make_sinks
+from mrl.train.assemble_files import _poll
 from mrl.train.lost_engines import LostEngines
-from mrl.train.run import StopFlag, _close_spool, _poll
+from mrl.train.resume import _restore_line, rewind
+from mrl.train.stop_signals import StopFlag
 
 OPEN = "from mrl.record.run_dir import RunDir; RunDir.open({!r}, '', resume=True); "
 
@@ -89,6 +93,21 @@ def test_a_process_that_runs_here_is_never_succeeded_even_if_it_stands_still(tmp
     assert world.now == 0 and not in_use(tmp_path)
 
 
+@pytest.mark.parametrize(("readable", "lives"), [(True, True), (False, None)])
+def test_of_a_process_that_may_be_neither_signalled_nor_read_nothing_is_known(monkeypatch, readable, lives):
+    """Another user's, where /proc hides it: only its beat can say."""
+    mark = ProcessMark.own()
+
+    def refused(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(process_mark.os, "kill", refused)
+    if not readable:
+        monkeypatch.setattr(process_mark.Path, "read_text", refused)
+        monkeypatch.setattr(process_mark, "_boot", lambda: mark.boot)
+    assert mark.lives() is lives
+
+
 @pytest.mark.parametrize("place", [{"host": "pod-1"}, {"boot": "another kernel"}, {"pid_space": 1}])
 def test_a_holder_elsewhere_is_succeeded_when_its_beat_stood_still_for_a_lease(tmp_path, world, place, capfd):
     """Its number may well be of a living process here, as both may be 1 in containers of one name."""
@@ -119,18 +138,40 @@ def test_a_pause_of_the_one_that_waits_counts_for_nothing(tmp_path, world, monke
     world.on("pod-2")
     looks = []
 
+    read = run_lock.read_locks
+
     def paused_look(folder):
-        seen = newest_lock(folder)
+        seen = read(folder)
         looks.append(seen)
         if len(looks) == 3:
             world.now += 3600
             holder.beat()
         return seen
 
-    monkeypatch.setattr(run_lock, "newest_lock", paused_look)
+    monkeypatch.setattr(run_lock, "read_locks", paused_look)
     with pytest.raises(EnvironmentFault, match="beat goes on"):
         world.take(tmp_path)
     assert len(looks) == 4
+
+
+def test_a_disk_that_stalls_for_both_is_no_silence_of_the_holder(tmp_path, world, monkeypatch):
+    """The third look takes longer than a lease; the holder's next beat comes some seconds after it."""
+    world.on("pod-1")
+    holder = world.take(tmp_path)
+    world.on("pod-2")
+    stall = [0, 0, 1.2 * LEASE_S]
+    read = run_lock.read_locks
+
+    def stalled_look(folder):
+        seen = read(folder)
+        world.now += stall.pop(0) if stall else 0
+        return seen
+
+    monkeypatch.setattr(run_lock, "read_locks", stalled_look)
+    world.at_wait = lambda: world.now < 1.2 * LEASE_S + BEAT_S or holder.beat()
+    with pytest.raises(EnvironmentFault, match="beat goes on"):
+        world.take(tmp_path)
+    holder.check()
 
 
 def test_a_lock_of_an_earlier_version_is_a_beat_that_stands_still(tmp_path, world):
@@ -159,6 +200,78 @@ def test_a_torn_lock_is_a_beat_that_stands_still(tmp_path, world, text):
     assert world.now >= LEASE_S
 
 
+@pytest.mark.parametrize("taker", ["a dead process here", "one elsewhere", "torn"])
+def test_a_taker_that_was_killed_half_way_costs_a_living_holder_nothing(tmp_path, world, taker):
+    """It had made its file and not removed the holder's."""
+    world.on("pod-1")
+    holder = world.take(tmp_path)
+    world.on("pod-2")
+    mark = ProcessMark.own().to_json() | {"nonce": "a", "beat": "000000000000"}
+    texts = {
+        "a dead process here": json.dumps(mark | {"started": "1"}),
+        "one elsewhere": json.dumps(mark | {"host": "pod-3"}),
+        "torn": "",
+    }
+    (tmp_path / "run.lock.2").write_text(texts[taker])
+    assert in_use(tmp_path)
+    world.at_wait = holder.beat
+    with pytest.raises(EnvironmentFault, match=f"in use by process {os.getpid()} on host pod-1 since .*beat goes on"):
+        world.take(tmp_path)
+    holder.check()
+    world.at_wait = lambda: None
+    world.take(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.lock.3"] and world.now >= LEASE_S
+
+
+def test_a_taker_that_is_killed_beside_a_stopped_holder_leaves_it_its_directory(tmp_path):
+    """Real processes that call their hosts by other names; the lease is short, so that the test is."""
+    program = (
+        "import os, signal, sys, time; from pathlib import Path\n"
+        "from mrl.record import process_mark, run_lock as r\n"
+        "r.LEASE_S, r.LOOK_S, r.BEAT_S = 1.0, 0.01, 0.1\n"
+        "process_mark.socket.gethostname = lambda: sys.argv[2]\n"
+        "if sys.argv[2] == 'killed':\n"
+        "    r.RunLock._follows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "lock = r.RunLock.take(Path(sys.argv[1]))\n"
+        "print('has it', flush=True); input(); lock.check(); print('had it')\n"
+    )
+    ask = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+    def on(host):
+        return subprocess.Popen([sys.executable, "-c", program, str(tmp_path), host], **ask)
+
+    holder = on("holder")
+    assert holder.stdout.readline() == "has it\n"
+    holder.send_signal(signal.SIGSTOP)
+    try:
+        killed = on("killed")
+        assert killed.wait(60) == -signal.SIGKILL
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["run.lock.1", "run.lock.2"]
+    finally:
+        holder.send_signal(signal.SIGCONT)
+    late = on("late")
+    assert f"in use by process {holder.pid} on host holder" in late.communicate(timeout=60)[1]
+    assert holder.communicate("\n", timeout=60)[0] == "had it\n"
+
+
+def test_a_full_disk_leaves_no_lock_of_nobody(tmp_path, world, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as now:
+        now.setattr(run_lock.os, "pwrite", full)
+        with pytest.raises(ConfigError, match="No space left"):
+            RunDir.open(tmp_path, "", clock=world)
+    assert not list(tmp_path.glob("run.lock*"))
+    with monkeypatch.context() as now:
+        now.setattr(run_lock.os, "pwrite", lambda *_: 7)
+        with pytest.raises(ConfigError, match="No space left"):
+            RunDir.open(tmp_path, "", clock=world)
+    assert not list(tmp_path.glob("run.lock*"))
+    RunDir.open(tmp_path, "", clock=world).close()
+    assert world.now == 0
+
+
 def test_who_waits_for_a_lock_is_stopped_by_a_signal(tmp_path, world):
     (tmp_path / "run.lock").write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
     stop = StopFlag()
@@ -166,6 +279,47 @@ def test_who_waits_for_a_lock_is_stopped_by_a_signal(tmp_path, world):
     with pytest.raises(Interrupted):
         RunDir.open(tmp_path, "", resume=True, poll=stop.raise_if_set, clock=world)
     assert world.now < LEASE_S and newest_lock(tmp_path).number == 0
+
+
+def test_a_start_that_waited_for_a_run_does_not_begin_over_what_that_left(tmp_path, world):
+    """The run had no step yet as the other began to wait."""
+    world.on("pod-1")
+    run = RunDir.open(tmp_path, "a: 1\n", clock=world)
+
+    def trains_a_step_and_ends():
+        run.metrics.write_text('{"training/global_step": 1}\n')
+        (run.samples / "step-1.parquet").touch()
+        run.close()
+
+    world.at_wait = trains_a_step_and_ends
+    world.on("pod-2")
+    with pytest.raises(ConfigError, match="holds another run"):
+        RunDir.open(tmp_path, "b: 2\n", clock=world)
+    assert run.metrics.read_text() and list(run.samples.iterdir()) and run.config.read_text() == "a: 1\n"
+    assert newest_lock(tmp_path).is_free and newest_lock(tmp_path).number == 2
+
+
+def test_one_that_lost_the_lock_as_it_took_it_removes_nothing(tmp_path, world, monkeypatch):
+    """It stood still between its file and what follows, for so long that another took the directory over."""
+    (tmp_path / "run.lock.1").write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
+    succeed = RunLock._succeed
+    others = []
+
+    def paused(lock, before):
+        monkeypatch.setattr(RunLock, "_succeed", succeed)
+        taken = lock._succeed(before)
+        world.on("pod-2")
+        others.append(RunDir.open(tmp_path, "", resume=True, clock=world))
+        (others[0].checkpoints / "step-9.tmp-abcd").mkdir()
+        world.on("pod-1")
+        return taken
+
+    monkeypatch.setattr(RunLock, "_succeed", paused)
+    world.on("pod-1")
+    with pytest.raises(LostLock):
+        RunDir.open(tmp_path, "", resume=True, clock=world)
+    assert [folder.name for folder in others[0].checkpoints.iterdir()] == ["step-9.tmp-abcd"]
+    others[0].check_lock()
 
 
 def test_a_lock_that_is_given_back_while_one_waits_is_taken(tmp_path, world):
@@ -205,15 +359,41 @@ def test_the_beat_goes_on_by_itself_and_a_loss_is_known_without_a_look(tmp_path,
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_cannot_be_read_is_no_loss(tmp_path, monkeypatch):
+class Refusing:
+    """A disk that refuses the next looks into a lock."""
+
+    def __init__(self, monkeypatch, number: int, looks: int):
+        self.left = looks
+        self._number = number
+        self._read = run_lock.read_text
+        monkeypatch.setattr(run_lock, "read_text", self._look)
+        monkeypatch.setattr(run_lock, "ASK_AGAIN_S", 0.01)
+        monkeypatch.setattr(run_lock, "PATIENCE_S", 0.2)
+
+    def _look(self, *what, **how):
+        if self.left:
+            self.left -= 1
+            raise OSError(self._number, os.strerror(self._number))
+        return self._read(*what, **how)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_look_that_the_disk_refuses_is_tried_again(tmp_path, monkeypatch, number):
     lock = RunLock.take(tmp_path)
+    disk = Refusing(monkeypatch, number, 3)
+    lock.check()
+    assert disk.left == 0
 
-    def fails(*_, **__):
-        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(run_lock.Path, "read_text", fails)
-    with pytest.raises(OSError, match="Input/output"):
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_cannot_be_read_is_no_loss(tmp_path, monkeypatch, number):
+    lock = RunLock.take(tmp_path)
+    disk = Refusing(monkeypatch, number, 10**9)
+    with pytest.raises(EnvironmentFault, match=r"run\.lock\.1 cannot be read"):
         lock.check()
+    lock.give_back()  # quietly
+    disk.left = 0
+    lock.check()
 
 
 def test_of_two_that_saw_the_same_lock_stand_still_one_takes_it(tmp_path, world, monkeypatch):
@@ -224,7 +404,7 @@ def test_of_two_that_saw_the_same_lock_stand_still_one_takes_it(tmp_path, world,
 
     def after_another(lock, before):
         monkeypatch.setattr(RunLock, "_succeed", succeed)
-        first.append(RunLock(tmp_path, before.number + 1))
+        first.append(RunLock(tmp_path, before[-1].number + 1))
         assert first[0]._succeed(before)
         return lock._succeed(before)
 
@@ -236,11 +416,11 @@ def test_of_two_that_saw_the_same_lock_stand_still_one_takes_it(tmp_path, world,
 
 def test_one_that_decided_long_ago_does_not_take_what_others_had_since(tmp_path, world):
     (tmp_path / "run.lock").write_text("")
-    before = newest_lock(tmp_path)
+    before = run_lock.read_locks(tmp_path)
     for _ in range(2):
         world.take(tmp_path).give_back()
     holder = world.take(tmp_path)
-    assert not RunLock(tmp_path, before.number + 1)._succeed(before)
+    assert not RunLock(tmp_path, before[-1].number + 1)._succeed(before)
     holder.check()
     assert [file.name for file in tmp_path.iterdir()] == ["run.lock.3"]
 
@@ -248,7 +428,7 @@ def test_one_that_decided_long_ago_does_not_take_what_others_had_since(tmp_path,
 def test_a_beat_between_the_last_look_and_the_taking_is_seen(tmp_path, world):
     world.on("pod-1")
     holder = world.take(tmp_path)
-    before = newest_lock(tmp_path)
+    before = run_lock.read_locks(tmp_path)
     holder.beat()
     world.on("pod-2")
     assert not RunLock(tmp_path, 2)._succeed(before)
@@ -330,8 +510,8 @@ def test_a_run_that_lost_its_directory_writes_nothing_more(tmp_path, world):
     record = make_sinks([], run, 1)
     lost = LostEngines(run.lost_engines, run.check_lock)
     under_way = UnderWay(run.path, 0, run.check_lock)
-    removed = []
-    spool = SimpleNamespace(close=lambda: removed.append(True))
+    saved = Newest(tmp_path / "step-1", SimpleNamespace(step=1, trainer={"metrics": {"a": 1.0}}), {})
+    damaged = Newest(None, saved.manifest, {tmp_path / "checkpoints" / "step-2": EnvironmentFault("x")})
 
     def contents():
         return {file.name: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
@@ -347,20 +527,32 @@ def test_a_run_that_lost_its_directory_writes_nothing_more(tmp_path, world):
                 lambda: under_way.arrived(1, 1),
                 lambda: run.write_config("a: 2\n"),
                 lambda: run.truncate_metrics(0),
+                lambda: rewind(run, damaged),
+                lambda: _restore_line(saved.manifest, run),
                 run.check_lock,
             )
             for write in writes:
                 with pytest.raises(LostLock):
                     write()
             under_way.close()
-            _close_spool(spool, run)
             run.close()
-            assert contents() == before and not removed
+            assert contents() == before
         run.check_lock()
     assert [one.exit_code for one in read_attempts(tmp_path)] == [None, 0]
     other.check_lock()
-    _close_spool(spool, other)
-    assert removed == [True]
+
+
+def test_nothing_is_noted_while_nobody_can_say_whose_the_directory_is(tmp_path, monkeypatch):
+    run = RunDir.open(tmp_path, "")
+    under_way = UnderWay(run.path, 0, run.check_lock)
+    disk = Refusing(monkeypatch, errno.EIO, 10**9)
+    with attempt(run.path, 0, {}, run.check_lock):
+        under_way.arrived(1, 1)
+    under_way.close()
+    assert not (run.path / "under_way.json").exists() and not (run.path / "attempts.jsonl").exists()
+    disk.left = 0
+    under_way.arrived(1, 1)
+    assert (run.path / "under_way.json").exists()
 
 
 def test_a_run_is_ended_by_a_beat_that_found_the_loss(tmp_path, world):

@@ -18,8 +18,8 @@ from mrl.errors import EnvironmentFault, Interrupted
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
 from mrl.record.run_dir import RunDir
-from mrl.train import compare_runs, own_command
-from mrl.train.compare_runs import checkpoint_difference, metrics_difference
+from mrl.tools import compare_runs, own_command
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 WHOLE = Box.whole((2, 3))
 
@@ -70,7 +70,7 @@ def test_a_zero_of_another_sign_is_a_difference_too(tmp_path):
     [
         ({"optimizer": {"lr": 0.25}}, "optimizer lr: 0.5 and 0.25"),
         ({"trainer": {"cursor": {"epoch": 1, "index": 8}}}, "place in the data"),
-        ({"layout": {"world_size": 2}}, "layout"),
+        ({"layout": {"world_size": 1, "expert_tensor_parallel_size": 1}}, "layout"),
     ],
 )
 def test_what_surrounds_the_tensors_counts(tmp_path, changes, named):
@@ -105,6 +105,13 @@ def test_times_are_no_part_of_metrics_and_everything_else_is():
         metrics_difference([line], [line | {"actor/pg_loss": 1.0}])
         == "metrics: actor/pg_loss of step 1 is None and 1.0"
     )
+    missing = {"fleet/engines_ready": 1.0, "reshard/engines": 1.0}
+    whole = {"fleet/engines_ready": 2.0, "reshard/engines": 2.0}
+    assert metrics_difference([line | missing], [line | whole]) is None, "of a step in which an engine was missing"
+    unlike = whole | {"reshard/engines": 1.0}
+    assert "reshard/engines" in metrics_difference([line | unlike], [line | whole]), "in which none was"
+    assert metrics_difference([line | unlike | {"fleet/lost": 1.0}], [line | whole]) is None
+    assert "actor/lr" in metrics_difference([line | missing], [line | whole | {"actor/lr": 0.25}])
     assert "steps [1] and [1, 2]" in metrics_difference([line], [line, line | {"training/global_step": 2}])
 
 

@@ -10,11 +10,11 @@ import pytest
 
 import mrl.cli.samples as samples_command
 from mrl.cli.main import main
-from mrl.cluster import outbox, sample_writer
-from mrl.cluster.sample_writer import SampleWriter, kept_rows
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, SampleRows, Samples, packed
 from mrl.errors import DataError, EnvironmentFault
+from mrl.flow import outbox, sample_writer
+from mrl.flow.sample_writer import SampleWriter, kept_rows
 from mrl.record.sample_files import StepFile, keep_within, read_samples, write_differences, write_samples
 
 
@@ -77,8 +77,9 @@ def test_parts_join_in_order_and_no_part_at_all_is_refused():
 def test_a_column_has_the_type_it_declares_whatever_was_packed():
     for samples in ([], MANY):
         for f in fields(Samples):
-            if f.metadata["dtype"]:
-                assert getattr(packed(samples), f.name).dtype == f.metadata["dtype"]
+            column = getattr(packed(samples), f.name)
+            if column is not None and f.metadata["dtype"]:
+                assert column.dtype == f.metadata["dtype"]
 
 
 def test_each_row_hands_out_its_prompt_and_its_response():
@@ -170,6 +171,22 @@ def test_some_rows_are_read_as_all_of_them_are(tmp_path):
     worst = file.worst(5)
     assert [every[row]["reward"]["score"] for row in worst] == sorted(row["reward"]["score"] for row in every)[:5]
     assert file.prompt_ids.tolist() == [row["prompt_id"] for row in every]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_response_whose_environment_failed_is_not_the_worst(tmp_path, old):
+    rewards = [
+        {"score": 1.0, "reason": "ok"},
+        {"score": 0.0, "reason": "environment"},
+        {"score": 0.5, "reason": "raised"},
+    ]
+    if old:
+        lines = [json.dumps({"prompt_id": 0, "reward": reward}) for reward in rewards]
+        (tmp_path / "step-5.jsonl").write_text("\n".join(lines))
+    else:
+        made = [Sample(0, 0, i, i, (1, 2), (), (), "stop", 3) for i in range(3)]
+        write_samples(tmp_path, 5, [packed(made)], rewards)
+    assert StepFile(tmp_path, 5).worst(3).tolist() == [2, 0]
 
 
 def test_older_runs_lines_are_read_by_the_same_names(tmp_path):
@@ -299,5 +316,5 @@ def test_numbers_of_as_many_rows_as_are_told_of_at_once_are_below_a_kilobyte():
         for i in range(rows)
     ]  # fmt: skip
     numbers = packed(made).numbers.to_bytes()
-    told = outbox.Told(numbers, (1,) * rows, True, 1234, tuple(range(100, 110)), 2.0)
+    told = outbox.FinishedRows(numbers, (1,) * rows, True, 1234, tuple(range(100, 110)), 2.0)
     assert len(pickle.dumps(tuple(told))) < 1024 - 128  # and some 100 bytes are of Ray

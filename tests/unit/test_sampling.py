@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from replicas import InMemory, stored
+from generations import AnsweringEngines, generation_of
+from replicas import InMemory
 
-from mrl.cluster.request_streams import Arrived
 from mrl.config.load import available_recipes, load_config
 from mrl.config.rules import notes, violations
 from mrl.data.batch import Prompt
@@ -22,11 +22,9 @@ from mrl.record.spec import metric_spec
 from mrl.reward.items import OK, RAISED, RewardResult, RewardSpec
 from mrl.reward.resolve import resolve
 from mrl.reward.worker import score_one
-from mrl.train import drawn_groups, rollouts
-from mrl.train.generation import InTurn
-from mrl.train.resume import TrainState
-from mrl.train.rollouts import question
-from mrl.vllm.requests import Request
+from mrl.train import judged_groups, kept_groups, rollouts
+from mrl.train.rollouts import Responder
+from mrl.vllm.requests import Sampling
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 TINY_MODEL = ModelSpec(
@@ -52,59 +50,44 @@ def prompt(number: int) -> Prompt:
     return Prompt(number, (1,), "test", "x")
 
 
-class World:
-    """Prompt number p is answered with the scores `scores[p]`; the responder,
-    its engines and reward pool are stood in for.
-    """
+class World(AnsweringEngines):
+    """Prompt number p is answered with the scores `scores[p]`, the oldest request first; rewards come at once."""
 
-    def __init__(self, monkeypatch, scores, *overrides, parts=None, lengths=(1, 1), at_a_time=BATCH):
+    def __init__(self, scores, *overrides, parts=None, lengths=(1, 1), at_a_time=BATCH):
+        super().__init__()
         self.scores, self.parts, self.lengths, self.asked = scores, parts or {}, lengths, []
         self.config = load_config(TINY, overrides=[*SIZES, *overrides]).config
         self.stream = PromptStream([prompt(p) for p in range(len(scores))], at_a_time, seed=0, shuffle=False)
-        self.progress = []
-        display = SimpleNamespace(progress=lambda phase, done, total: self.progress.append((done, total)))
-        self.responder = SimpleNamespace(
-            display=display, engines=self, rewards=self, poll=lambda: None, respond=self.respond,
-            collect_rewards=lambda samples: self.collect(),
-        )  # fmt: skip
-        self.under_way, self.scored, self.seeds = [], [], []
-        for module in (rollouts, drawn_groups):
-            monkeypatch.setattr(module, "training_sampling", lambda config: None)
-        monkeypatch.setattr(drawn_groups, "StoredSamples", InMemory)
+        self.progress_seen, self.scored, self.seeds = [], [], []
+        display = SimpleNamespace(progress=lambda phase, done, total: self.progress_seen.append((done, total)))
+        self.responder = Responder(self, self, self.config.reward, display, lambda: None)
 
-    # ------------------------------------------------ engines, which answer the oldest request first
+    # ------------------------------------------------ engines
 
-    def answers(self, sampling):
-        return self
-
-    @property
-    def unanswered(self):
-        return len(self.under_way)
-
-    def ask(self, requests):
+    def send(self, engine, requests, sampling, kept=None):
         self.asked.append([r.prompt_id for r in requests[::N]])
         self.seeds += [r.seed for r in requests]
-        self.under_way += requests
+        super().send(engine, requests, sampling)
 
-    def take(self):
-        one = self.answer(self.under_way.pop(0))
-        return [Arrived(stored([one]), "engine 0")]
+    def take(self, timeout_s):
+        later, self.under_way = self.under_way[1:], self.under_way[:1]
+        arrived = super().take(timeout_s)
+        self.under_way = later
+        return arrived
 
-    def answer(self, r):
-        length = self.lengths[r.sample_id % N]
+    def respond(self, requests):
+        (r,) = requests
+        length = self.lengths[(r.sample_id - 1) % N]
         ids, log_probs = (5,) * length, (0.0,) * length
-        return Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, ids, log_probs, "stop", 0)
+        return [Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, ids, log_probs, "stop", 0)]
 
-    def respond(self, prompts, n, sampling, seed, label):
-        """As Responder has it, for a step that draws once."""
-        asked = enumerate((group, p, k) for group, p in enumerate(prompts) for k in range(n))
-        requests = [Request(i, p.token_ids, seed(p, k), p.prompt_id, group) for i, (group, p, k) in asked]
-        self.asked.append([p.prompt_id for p in prompts])
-        done = stored([self.answer(r) for r in requests])
-        self.submit(done, [question(r.sample_id, prompts[r.group_id]) for r in requests], "engine 0")
-        return done
+    # ------------------------------------------------ rewards
 
-    # ------------------------------------------------ rewards, which come at once
+    def for_another(self):
+        return self
+
+    def withdraw(self, sample_ids):
+        self.scored = [result for result in self.scored if result.sample_id not in sample_ids]
 
     def submit(self, samples, questions, engine, held_s=0.0):
         for p, asked in zip(samples.rows.prompt_id.tolist(), questions, strict=True):
@@ -116,15 +99,26 @@ class World:
         return scored
 
     def gather(self):
-        state = TrainState(0, DataCursor())
-        return InTurn(self.config, self.responder, self.stream).take(state, PhaseTimer())
+        """The rollouts of the first step."""
+        generation = generation_of(self.config, self.responder, self.stream)
+        generation.begin()
+        try:
+            return generation.take(PhaseTimer())
+        finally:
+            generation.close()
+
+
+@pytest.fixture(autouse=True)
+def in_memory(monkeypatch):
+    for module in (rollouts, judged_groups, kept_groups):
+        monkeypatch.setattr(module, "ResponseStore", InMemory)
 
 
 EASY, HARD, MIXED = (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)
 
 
-def test_without_filtering_one_batch_is_taken_as_it_comes(monkeypatch):
-    world = World(monkeypatch, [EASY, HARD, MIXED, MIXED])
+def test_without_filtering_one_batch_is_taken_as_it_comes():
+    world = World([EASY, HARD, MIXED, MIXED])
     found = world.gather()
     assert found.samples.rows.prompt_id.tolist() == [0, 0, 1, 1]
     assert world.asked == [[0, 1]] and found.cursor == DataCursor(0, 2)
@@ -132,22 +126,23 @@ def test_without_filtering_one_batch_is_taken_as_it_comes(monkeypatch):
     assert all(metric_spec(name) for name in found.metrics)
 
 
-def test_groups_of_one_mind_are_replaced_until_the_batch_is_full(monkeypatch):
-    world = World(monkeypatch, [EASY, MIXED, HARD, HARD, MIXED, MIXED, MIXED, EASY], FILTER)
+def test_groups_of_one_mind_are_replaced_until_the_batch_is_full():
+    world = World([EASY, MIXED, HARD, HARD, MIXED, MIXED, MIXED, EASY], FILTER)
     found = world.gather()
     assert found.samples.rows.prompt_id.tolist() == [1, 1, 4, 4]  # 5 was generated too, and is more than a batch holds
     assert (found.samples.rows.group_id.tolist(), found.samples.rows.sample_id.tolist()) == ([0, 0, 1, 1], [0, 1, 2, 3])
     assert [(r.sample_id, r.score) for r in found.results] == [(0, 1.0), (1, 0.0), (2, 1.0), (3, 0.0)]
     assert world.asked == [[0, 1], [2, 3], [4, 5]] and found.cursor == DataCursor(0, 6)
     assert found.metrics["train/num_gen_batches"] == 3
-    groups = [seen for seen in world.progress if seen[1] == BATCH]
-    assert groups == [(0, 2), (1, 2), (1, 2), (1, 2), (2, 2), (2, 2)]
+    totals = [total for _, total in world.progress_seen]
+    assert totals == sorted(totals) and set(totals) <= {4, 8, 12} and totals[-1] == 12
+    assert all(done <= total for done, total in world.progress_seen)
     assert found.metrics["train/uniform_group_share"] == pytest.approx(3 / 5), "of those up to the last one trained on"
     assert found.metrics["train/trained_groups"] == 2
 
 
-def test_more_prompts_may_be_generated_at_a_time_than_are_trained_on(monkeypatch):
-    world = World(monkeypatch, [EASY, MIXED, HARD, MIXED, MIXED, EASY], FILTER, "data.gen_batch_size=3", at_a_time=3)
+def test_more_prompts_may_be_generated_at_a_time_than_are_trained_on():
+    world = World([EASY, MIXED, HARD, MIXED, MIXED, EASY], FILTER, "data.gen_batch_size=3", at_a_time=3)
     found = world.gather()
     assert found.samples.rows.prompt_id.tolist() == [1, 1, 3, 3]
     assert world.asked == [[0, 1, 2], [3, 4, 5]] and found.cursor == DataCursor(0, 6)
@@ -155,11 +150,12 @@ def test_more_prompts_may_be_generated_at_a_time_than_are_trained_on(monkeypatch
 
 def test_further_prompts_are_drawn_while_the_first_ones_are_under_way(monkeypatch):
     """The first group teaches nothing: the next two are asked for before the second is answered."""
-    world = World(monkeypatch, [EASY, MIXED, MIXED, MIXED], FILTER)
+    world = World([EASY, MIXED, MIXED, MIXED], FILTER)
     before = []
-    monkeypatch.setattr(world, "ask", lambda requests, ask=world.ask: (before.append(world.unanswered), ask(requests)))
+    send = world.send
+    world.send = lambda *asked: (before.append(len(world.under_way)), send(*asked))
     assert world.gather().samples.rows.prompt_id.tolist() == [1, 1, 2, 2]
-    assert before == [0, N]
+    assert before[0] == 0 < before[1]
 
 
 ENDLESS = [EASY, MIXED, HARD, EASY, HARD, EASY]
@@ -167,8 +163,8 @@ TWO = "algorithm.filter_groups.max_num_gen_batches=2"
 END = "algorithm.filter_groups.on_exhausted="
 
 
-def test_at_the_limit_a_run_stops_with_what_to_do(monkeypatch):
-    world = World(monkeypatch, ENDLESS, FILTER, TWO, END + "error")
+def test_at_the_limit_a_run_stops_with_what_to_do():
+    world = World(ENDLESS, FILTER, TWO, END + "error")
     with pytest.raises(
         DataError,
         match=r"step 1: after 2 batches of prompts, 1 of the 2 groups.*differ in score.*partial or unfiltered",
@@ -177,44 +173,24 @@ def test_at_the_limit_a_run_stops_with_what_to_do(monkeypatch):
     assert len(world.asked) == 2
 
 
-def test_at_the_limit_a_step_may_train_on_what_there_is(monkeypatch):
-    found = World(monkeypatch, ENDLESS, FILTER, TWO, END + "partial").gather()
+def test_at_the_limit_a_step_may_train_on_what_there_is():
+    found = World(ENDLESS, FILTER, TWO, END + "partial").gather()
     assert found.samples.rows.prompt_id.tolist() == [1, 1]
     assert found.metrics["train/trained_groups"] == 1
     with pytest.raises(DataError, match=r"0 of the 2 groups.*set on_exhausted to unfiltered"):
-        World(monkeypatch, [EASY, HARD] * 2, FILTER, TWO, END + "partial").gather()
+        World([EASY, HARD] * 2, FILTER, TWO, END + "partial").gather()
 
 
-def test_at_the_limit_a_batch_may_be_filled_with_the_first_of_the_others(monkeypatch):
-    found = World(monkeypatch, ENDLESS, FILTER, TWO, END + "unfiltered").gather()
+def test_at_the_limit_a_batch_may_be_filled_with_the_first_of_the_others():
+    found = World(ENDLESS, FILTER, TWO, END + "unfiltered").gather()
     assert found.samples.rows.prompt_id.tolist() == [1, 1, 0, 0]
     assert found.samples.rows.group_id.tolist() == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("settings", "held"),
-    [
-        ([FILTER], [0, 2, 0, 0, 0, 2]),
-        ([FILTER, TWO, END + "partial"], [0, 2, 0, 0, 0, 2]),
-        ([FILTER, TWO, END + "unfiltered"], [2, 2, 2, 0, 0, 2]),  # the first two may fill a batch of two
-    ],
-)
-def test_dropped_responses_do_not_stay_in_memory(monkeypatch, settings, held):
-    """Groups easy, mixed, hard, easy, hard, mixed, two responses each; results stay, because the metrics count them."""
-    world = World(monkeypatch, [EASY] * BATCH, *settings)
-    groups = [
-        rollouts.JudgedGroup((object(),) * N, (RewardResult(0, 1.0, {}, OK),) * N, scores == MIXED)
-        for scores in (EASY, MIXED, HARD, EASY, HARD, MIXED)
-    ]
-    found = drawn_groups.without_dropped_tokens(world.config, groups)
-    assert [len(g.samples or ()) for g in found] == held and all(len(g.results) == N for g in found)
-    assert drawn_groups.without_dropped_tokens(world.config, found) == found
 
 
 def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monkeypatch):
     """Two prompts and two a batch: the next batch is of the next epoch."""
     scores = [EASY, MIXED]
-    world = World(monkeypatch, scores, FILTER)
+    world = World(scores, FILTER)
     world.gather()
     assert [sorted(drawn) for drawn in world.asked] == [[0, 1], [0, 1]] and len(set(world.seeds)) == 4 * N
 
@@ -222,16 +198,23 @@ def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monk
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_an_engine_that_samples_from_no_distribution_stops_training_and_validation_with_exit_6(bad):
     """What a sync that was forgotten after a sleep would give, were it not for the fence: see test_engine_sleep."""
-    done = [Sample(3, 0, i, i, (1,), (5, 6), (-0.5, bad if i == 2 else -0.25), "length", 7) for i in range(4)]
-    engines = SimpleNamespace(generate=lambda requests, sampling, score: stored(done))
-    responder = rollouts.Responder(engines, None, None, display=None, poll=lambda: None)
+
+    class Engines(AnsweringEngines):
+        def respond(self, requests):
+            logs = [(-0.5, -0.25)] * 4
+            logs[2] = (-0.5, bad)
+            return [Sample(3, 0, r.sample_id, 0, (1,), (5, 6), logs[r.sample_id], "stop", 7) for r in requests]
+
+    rewards = SimpleNamespace(submit=lambda *_: None, forward=lambda: None)
+    responder = Responder(Engines(), rewards, None, SimpleNamespace(progress=lambda *_: None), lambda: None)
+    sampling = Sampling(1.0, 4, ())
     with pytest.raises(
         NumericAbort, match=r"1 of 4 responses .* the first is sample 2 under weight version 7"
     ) as stopped:
-        responder.respond([prompt(3)], 4, None, lambda prompt, k: k, "validation")
+        responder.respond([prompt(3)], 4, sampling, lambda prompt, k: k, "validation")
     assert stopped.value.exit_code == 6
-    done[2] = done[1]
-    assert len(responder.respond([prompt(3)], 4, None, lambda prompt, k: k, "validation")) == 4
+    bad = -0.25
+    assert len(responder.respond([prompt(3)], 4, sampling, lambda prompt, k: k, "validation")) == 4
 
 
 def test_the_metric_may_be_the_reward_after_penalties_or_a_part_of_it(monkeypatch):
@@ -240,16 +223,12 @@ def test_the_metric_may_be_the_reward_after_penalties_or_a_part_of_it(monkeypatc
     Parts alike and scores not: acc says uniform.
     """
     penalty = ("algorithm.overlong_buffer={enable: true, len: 2}", FILTER, TWO, END + "partial")
-    by_reward = World(
-        monkeypatch, [EASY] * 4, *penalty, "algorithm.filter_groups.metric=reward", lengths=(1, 4)
-    ).gather()
+    by_reward = World([EASY] * 4, *penalty, "algorithm.filter_groups.metric=reward", lengths=(1, 4)).gather()
     assert by_reward.metrics["train/uniform_group_share"] == 0
     np.testing.assert_allclose(by_reward.rewards, [1, 0, 1, 0])
     acc = {p: {"acc": True} for p in range(4)}
     with pytest.raises(DataError, match="differ in acc"):
-        World(
-            monkeypatch, [MIXED] * 4, FILTER, TWO, END + "partial", "algorithm.filter_groups.metric=acc", parts=acc
-        ).gather()
+        World([MIXED] * 4, FILTER, TWO, END + "partial", "algorithm.filter_groups.metric=acc", parts=acc).gather()
 
 
 def test_a_users_function_that_gives_a_number_alone_can_be_filtered_by_acc(tmp_path):
@@ -261,10 +240,8 @@ def test_a_users_function_that_gives_a_number_alone_can_be_filtered_by_acc(tmp_p
     np.testing.assert_array_equal(rollouts.metric_values("acc", results, np.array([0.5, -0.5, -1.0])), [0.5, 0.5, -1.0])
 
 
-def test_a_metric_that_the_reward_does_not_give_is_told_with_those_it_does(monkeypatch):
-    world = World(
-        monkeypatch, [MIXED] * 4, FILTER, "algorithm.filter_groups.metric=acc", parts={0: {"format": 1.0, "pred": "7"}}
-    )
+def test_a_metric_that_the_reward_does_not_give_is_told_with_those_it_does():
+    world = World([MIXED] * 4, FILTER, "algorithm.filter_groups.metric=acc", parts={0: {"format": 1.0, "pred": "7"}})
     with pytest.raises(DataError, match=r"no number under 'acc'.*allowed: score, reward, format, pred"):
         world.gather()
 

@@ -30,6 +30,7 @@ from mrl.checkpoint.manifest import (
 from mrl.checkpoint.rank_parameters import RankParameter
 from mrl.checkpoint.rank_save import HostCopy, file_bytes, write_tensors
 from mrl.checkpoint.step_folders import newest_checkpoint
+from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import RunConfig
 from mrl.data.order import DataCursor
 from mrl.errors import EnvironmentFault, LostLock, NumericAbort
@@ -37,8 +38,8 @@ from mrl.megatron.adam_state import AdamState
 from mrl.model import model_spec
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
-from mrl.train.resume import TrainState
-from mrl.train.saving import BackgroundWrite, Saver
+from mrl.train.resume import RunIdentity, TrainState
+from mrl.train.saving import BackgroundWrite, SavedRun, Saver
 
 FULL = Path("/dev/full")  # every write to it finds no space left
 WHOLE = Box.whole((4,))
@@ -89,9 +90,8 @@ def made_run(model: Path, folder: Path, **trainer):
         }
     )  # fmt: skip
     actor = FakeActor()
-    return SimpleNamespace(
-        config=config, folder=folder, actor=actor, saver=Saver(config, folder, actor, "f", 0), state=TrainState()
-    )
+    saver = Saver(config.trainer, SavedRun(RunIdentity.of(config), config.actor.layout, "f"), folder, actor, 0)
+    return SimpleNamespace(config=config, folder=folder, actor=actor, saver=saver, state=TrainState())
 
 
 def trained(run) -> None:
@@ -244,6 +244,22 @@ def test_a_full_disk_costs_the_checkpoint_that_did_not_fit_and_nothing_else(mode
     assert [p.name for p in tmp_path.iterdir()] == ["step-3"] and run.saver.failed_saves == 1
 
 
+@pytest.mark.parametrize("async_save", [True, False])
+def test_as_many_failed_saves_in_a_row_as_may_be_end_the_run(model, tmp_path, async_save):
+    run = made_run(model, tmp_path, async_save=async_save, max_failed_saves=2)
+
+    def save(full: bool) -> None:
+        run.actor.disk_is_full = full
+        trained(run)
+        run.saver.save(run.state)
+        run.saver.finished(wait=True)
+
+    for full in (True, False, True):  # one that is taken ends the row
+        save(full)
+    with pytest.raises(EnvironmentFault, match=r"2 saves in a row failed .* of step 4: .*No space.* that of step 2"):
+        save(True)
+
+
 def test_where_there_is_no_room_nothing_is_begun(run, monkeypatch, capsys):
     monkeypatch.setattr(room, "free_bytes", lambda folder: 1_000_000)
     trained(run)
@@ -364,11 +380,11 @@ def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_anything_is_writt
     with pytest.raises(EnvironmentFault, match=r"a checkpoint needs 5\.01 GB and 5\.00 MB are free; make room"):
         room.check_room(tmp_path, 5_000_000_001)
     room.check_room(tmp_path, 5_000_000)
-    config = made_run(model, tmp_path, max_actor_ckpt_to_keep=2).config
-    (note,) = room.room_note(config, model_spec(SIZES), tmp_path)
+    size = room.checkpoint_bytes(model_spec(SIZES), "float32")
+    (note,) = room.room_note(tmp_path, size, kept=2)
     assert "trainer.max_actor_ckpt_to_keep is 2, and one more" in note and "room for 0 more" in note
     monkeypatch.setattr(room, "free_bytes", lambda folder: 10**9)
-    assert room.room_note(config, model_spec(SIZES), tmp_path) == []
+    assert room.room_note(tmp_path, size, kept=2) == []
 
 
 def test_groups_that_generation_is_ahead_with_need_room_too(model, tmp_path, monkeypatch):
@@ -376,8 +392,9 @@ def test_groups_that_generation_is_ahead_with_need_room_too(model, tmp_path, mon
     ahead = {"data": {"train_batch_size": 1, "max_prompt_length": 3, "max_response_length": 5}, "rollout": {"n": 2}}
     config = made_run(model, tmp_path, schedule="one_step_off").config
     config = RunConfig.model_validate(config.model_dump() | ahead)
-    assert room.groups_ahead_bytes(config, model_spec(SIZES)) == 2 * 2 * (8 * 4 + 5 * 4)
-    assert room.groups_ahead_bytes(made_run(model, tmp_path).config, model_spec(SIZES)) == 0
+    assert room.groups_ahead_bytes(schedule_of(config), config.data, 0) == 2 * 2 * (8 * 4 + 5 * 4)
+    synchronous = replace(schedule_of(config), max_staleness=0)
+    assert room.groups_ahead_bytes(synchronous, config.data, 0) == 0
 
 
 def test_a_save_that_has_no_room_for_kept_groups_is_counted_and_leaves_nothing(run, monkeypatch):
@@ -406,6 +423,26 @@ def test_the_manifest_of_a_save_is_json_of_plain_numbers(run):
     run.saver.save_last(run.state)
     written = json.loads((run.folder / "step-1" / "manifest.json").read_text())
     assert written["step"] == 1 and written["num_updates"] == 1
+
+
+def test_a_run_that_loses_its_directory_as_a_checkpoint_gets_its_name_removes_no_older_one(model, tmp_path):
+    run = made_run(model, tmp_path, max_actor_ckpt_to_keep=1)
+    trained(run)
+    run.saver.save_last(run.state)
+    looks = []
+
+    def lost_after_a_look():
+        looks.append(True)
+        if len(looks) > 1:
+            raise LostLock("another has it")
+
+    run.saver._check = lost_after_a_look
+    trained(run)
+    run.saver.save(run.state)
+    with pytest.raises(LostLock):
+        run.saver.finished(wait=True)
+    run.saver.close()
+    assert sorted(folder.name for folder in run.folder.iterdir()) == ["step-1", "step-2"]
 
 
 @pytest.mark.parametrize("when", ["begun before", "asked for after"])

@@ -11,7 +11,7 @@ from mrl.errors import DataError
 from mrl.schedule.borders import request_end, version_of
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.groups import Counts, State, Tally
-from mrl.schedule.ledger import Fingerprint, Ledger, check_goes_on, restored, snapshot
+from mrl.schedule.ledger import Fingerprint, Ledger, begun_at, check_goes_on, restored, snapshot
 from mrl.schedule.staleness import Schedule, violations
 
 MADE_WITH = Fingerprint("data", "model")
@@ -22,11 +22,16 @@ def schedule(**rules) -> Schedule:
     return Schedule(**{**dict(batch=2, responses=2, max_tokens=10, max_staleness=1), **rules})
 
 
-def complete(buffer: GroupBuffer, number: int, *lengths: int) -> None:
-    """A group gets all its responses and their rewards."""
+def respond(buffer: GroupBuffer, number: int, *lengths: int) -> None:
+    """A group gets all its responses."""
     buffer.start(number)
     for index, length in enumerate(lengths or (3, 4)):
         buffer.add(number, index, length, ended=True)
+
+
+def complete(buffer: GroupBuffer, number: int, *lengths: int) -> None:
+    """A group gets all its responses and their rewards."""
+    respond(buffer, number, *lengths)
     buffer.finish(number)
 
 
@@ -140,6 +145,57 @@ def test_in_order_what_a_step_lacks_even_so_is_issued_at_once():
     assert numbers(buffer.take()) == [1, 4] and issued(buffer) == []
 
 
+def draws(**changes) -> GroupBuffer:
+    """Of a step of 2 groups, in two draws of 3 at most."""
+    made = dict(max_staleness=0, whole_batches=True, draw=3, most_draws=2)
+    return GroupBuffer(schedule(**made | changes))
+
+
+def test_a_synchronous_step_that_lacks_groups_issues_whole_draws_and_drops_what_it_has_too_many():
+    buffer = draws()
+    assert issued(buffer) == [(0, 0), (1, 0), (2, 0)] and issued(buffer) == []
+    for number in (0, 1):
+        respond(buffer, number)
+        assert buffer.filter(number) == [number]
+    assert issued(buffer) == [(3, 0), (4, 0), (5, 0)] and issued(buffer) == []
+    for number in (3, 2):
+        complete(buffer, number)
+    assert numbers(buffer.take()) == [2, 3] and not buffer.is_exhausted
+    assert buffer.drop_rest() == [4, 5] and not buffer.groups
+    assert {cause: tally.groups for cause, tally in buffer.counts.dropped.items()} == {"filtered": 2, "surplus": 2}
+    assert buffer.advance() == [] and issued(buffer) == [(6, 1), (7, 1), (8, 1)]
+
+
+@pytest.mark.parametrize(("on_exhausted", "trained"), [("error", None), ("partial", [4]), ("unfiltered", [4, 0])])
+def test_a_step_whose_draws_are_used_up_makes_do_with_what_there_is(on_exhausted, trained):
+    buffer = draws(on_exhausted=on_exhausted)
+    buffer.reserve()
+    gone = []
+    for number in (2, 0, 1, 3, 5):
+        buffer.reserve()
+        assert buffer.take() is None and not buffer.is_exhausted
+        respond(buffer, number)
+        gone += buffer.filter(number)
+    complete(buffer, 4)
+    assert buffer.reserve() == [] and buffer.is_exhausted
+    assert gone == ([2, 3, 5] if on_exhausted == "unfiltered" else [2, 0, 1, 3, 5]), "the first two may fill a step"
+    taken = buffer.take()
+    assert (taken and numbers(taken)) == trained
+    if taken:
+        assert not buffer.is_exhausted and buffer.is_training
+        buffer.drop_rest()
+        assert buffer.advance() == [] and [number for number, _ in issued(buffer)] == [6, 7, 8]
+        assert buffer.frontier == 6 and not buffer.settled
+
+
+def test_a_run_whose_checkpoint_knows_its_place_alone_goes_on_with_the_next_number():
+    buffer = begun_at(3, 12, schedule(max_staleness=0))
+    assert issued(buffer) == [(12, 3), (13, 3)] and buffer.frontier == 12
+    for number in (12, 13):
+        complete(buffer, number)
+    assert numbers(buffer.take()) == [12, 13] and buffer.advance() == [] and buffer.step == 4
+
+
 def test_ready_first_takes_what_is_ready_the_oldest_first_and_refills_exactly_what_was_evicted():
     buffer = GroupBuffer(schedule(order="ready_first"))
     assert numbers(buffer.reserve()) == [0, 1, 2, 3]
@@ -166,13 +222,12 @@ def test_what_is_too_old_is_dropped_or_begins_anew_under_its_number(on_stale):
         for number in sorted(set(buffer.groups) - {0})[:2]:
             complete(buffer, number)
         buffer.take()
-        buffer.groups[0].losses = 1
         stale = buffer.advance()
     assert stale == [0]
     if on_stale == "drop":
         assert 0 not in buffer.groups and buffer.counts.dropped == {"stale": Tally(1, 1, 8)}
     else:
-        assert (buffer.groups[0].attempts, buffer.groups[0].losses) == (1, 1)
+        assert buffer.groups[0].attempts == 1
         assert buffer.groups[0].begun is None and buffer.counts.requeued == Tally(1, 1, 8)
     buffer.reserve()
     assert len(buffer.groups) == 4
@@ -341,6 +396,16 @@ def test_a_ledger_that_also_says_its_template_is_read():
     data = snapshot(half_done(), MADE_WITH).to_json()
     data["fingerprint"]["template"] = data["fingerprint"]["data"]
     assert Ledger.from_json(data).fingerprint == MADE_WITH
+
+
+def test_a_ledger_that_counts_lost_engines_of_its_groups_is_read():
+    """As ledgers did while two of them set a group aside."""
+    now = snapshot(half_done(), MADE_WITH).to_json()
+    older = json.loads(json.dumps(now))
+    older["schedule"]["max_losses"] = 2
+    for group in older["groups"]:
+        group["losses"] = 1
+    assert Ledger.from_json(older) == Ledger.from_json(now)
 
 
 def test_a_ledger_of_other_rules_is_refused_and_places_may_change():

@@ -50,6 +50,7 @@ def test_what_runs_is_legal_and_its_bound_is_said(overrides):
     assert schedule_of(config.config).max_staleness == staleness
 
 
-def test_a_synchronous_run_has_no_schedule_and_no_note():
-    assert schedule_of(resolved([]).config) is None
+def test_a_synchronous_run_is_at_staleness_0_and_has_no_note():
+    schedule = schedule_of(resolved([]).config)
+    assert schedule.is_synchronous and schedule.unit == 1 and schedule.step_limit is None
     assert not any("trainer.schedule" in note for note in notes(resolved([]), MODEL))

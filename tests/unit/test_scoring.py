@@ -6,13 +6,15 @@ from types import SimpleNamespace
 import pytest
 from replicas import InMemory, scorers, stored
 
-from mrl.cluster import scoring
-from mrl.cluster.calls import Late
-from mrl.cluster.process_logs import processes_of
-from mrl.cluster.reward_texts import SHORT, with_texts
-from mrl.cluster.scoring import scorer_places
-from mrl.data.samples import Sample
-from mrl.reward.items import Question, RewardItem, RewardSpec
+from mrl.data.samples import Sample, Turn, TurnCall
+from mrl.errors import EnvironmentFault
+from mrl.flow import scoring
+from mrl.flow.reward_texts import SHORT, with_texts
+from mrl.flow.scoring import scorer_places
+from mrl.remote.calls import Late
+from mrl.remote.process_logs import processes_of
+from mrl.reward.builtin_rules import environment
+from mrl.reward.items import LEFT_OUT, Question, RewardItem, RewardSpec, check_failures
 from mrl.reward.pool import RewardPool
 
 WHOLE = ["acc", "count", "more", "pred", "why"]
@@ -58,6 +60,61 @@ def test_what_is_collected_is_not_drained_again_and_every_response_has_one_resul
             found += group.collect(at_once=bool(number % 3))
         found += group.drain()
     assert sorted(r.sample_id for r in found) == list(range(20)) and sum(r.score for r in found) == 1.0
+
+
+OUTCOME = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    "    outcome = extra_info['outcome']\n"
+    "    turns = [turn['reward'] for turn in extra_info['turns']]\n"
+    "    return {'score': outcome['reward'], **outcome['parts'], 'turns': len(turns), 'last': turns[-1],\n"
+    "            'own': extra_info['own'], 'num_turns': extra_info['num_turns']}\n"
+)
+
+
+def of_turns(number: int, reason: str, call: TurnCall) -> Sample:
+    turns = (Turn(0, "stop", 1, 0.1, 0.25), Turn(3, "stop", 1, 0.1, 0.5))
+    given = (0, 0, number, 0, (1, 2), tuple(map(ord, "a?!b")), (0.0,) * 4)
+    return Sample(
+        *given, reason, 0, sampled=(1, 0, 0, 1), turns=turns, calls=(TurnCall("guess", "ok"), call), parts={"won": 1.0}
+    )
+
+
+def test_a_reward_function_is_told_of_turns_and_nobody_judges_where_the_environment_failed(tmp_path):
+    (tmp_path / "judge.py").write_text(OUTCOME)
+    rows = stored([
+        of_turns(0, "closed", TurnCall("guess", "ok")),
+        of_turns(1, "environment", TurnCall("guess", "timeout", 2.0)),
+        of_turns(2, "stop", TurnCall("", "unread")),
+    ])  # fmt: skip
+    asked = [replace(question, extra_info={"own": 7}) for question in questions(["", "", ""])]
+    with RewardPool(RewardSpec(path=str(tmp_path / "judge.py")), 1) as pool:
+        group = scorers(pool, CHARS)
+        group.submit(rows, asked, "engine 0")
+        closed, failed, stopped = group.drain()
+    told = {"won": 1.0, "turns": 2.0, "last": 0.5, "own": 7.0, "num_turns": 2.0}
+    assert closed.score == stopped.score == 0.75 and closed.parts == stopped.parts == told
+    assert (failed.reason, failed.score, failed.parts, failed.detail) == (LEFT_OUT, 0.0, {}, "guess: timeout")
+
+
+def test_failed_environments_end_the_wait_as_failed_rewards_do():
+    rows = stored([of_turns(i, "environment", TurnCall("guess", "died")) for i in range(4)])
+    with RewardPool(RewardSpec("exact_match"), 1) as pool:
+        group = scorers(pool, CHARS)
+        group.submit(rows, questions([""] * 4), "engine 0")
+        found = group.drain(max_failures=1)
+    assert len(found) == 4
+    check_failures(found, 1.0)
+    said = r"the environment failed in 4 of 4 responses, more than reward.max_failure_share \(0.5\) .*\n  4 guess: died"
+    with pytest.raises(EnvironmentFault, match=said):
+        check_failures(found, 0.5)
+
+
+def test_the_environments_own_reward_is_a_rule():
+    outcome = {"outcome": {"reward": 0.5, "parts": {"won": 1.0}}}
+    assert environment("games", "", "", outcome) == {"score": 0.5, "acc": 0.5, "won": 1.0}
+    assert environment("games", "", "", {"outcome": {"reward": 0.5, "parts": {}}}) == 0.5
+    with pytest.raises(ValueError, match="acted on no environment"):
+        environment("games", "", "", {})
 
 
 def test_long_texts_stay_with_the_scorer_and_are_there_where_they_are_written_down(tmp_path):
@@ -219,3 +276,31 @@ def test_a_question_that_is_withdrawn_has_no_result_wherever_it_is():
         group.withdraw([0])
         assert [(each.sample_id, each.score) for each in group.drain()] == [(1, 1.0)]
         assert [each.score for each in other.drain()] == [1.0]
+
+
+class Table(dict):
+    """That nobody goes through."""
+
+    def __iter__(self):
+        raise AssertionError("all of it is gone through")
+
+    items = values = keys = __iter__
+
+
+class Queue(list):
+    """The same."""
+
+    __iter__ = Table.__iter__
+
+
+def test_withdrawing_goes_through_nothing_but_what_is_withdrawn():
+    with RewardPool(RewardSpec("exact_match"), 1) as pool:
+        group = scorers(pool, CHARS)
+        group.submit(samples(["a", "b", "c"]), questions(["a", "b", "c"]), "engine 0")
+        exchange, channel = group._exchange, group.channels[0]
+        exchange.askers = Table(dict(exchange.askers))
+        channel.queued = Queue(channel.queued)
+        group.withdraw([])
+        group.withdraw([1, 7])
+        exchange.askers, channel.queued = dict(dict.items(exchange.askers)), list.copy(channel.queued)
+        assert [each.sample_id for each in group.drain()] == [0, 2]

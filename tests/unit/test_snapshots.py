@@ -9,21 +9,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import test_ahead
+import test_generation
+from generations import Files
 from replicas import stored
-from test_ahead import AHEAD, BATCH, N, World, assert_columns, in_memory  # noqa: F401
+from test_generation import AHEAD, BATCH, N, World, assert_columns, in_memory  # noqa: F401
 from test_ready_first import STEPS, Flight, LiveEngines
 
 from mrl.checkpoint.group_files import GroupRecord, group_file, read_group, write_group
 from mrl.checkpoint.manifest import file_facts
-from mrl.cluster.engine_progress import EngineProgress
-from mrl.cluster.group_writer import GroupParts
 from mrl.data.samples import Sample, packed
-from mrl.errors import DamagedCheckpoint, Interrupted
+from mrl.errors import DamagedCheckpoint, DataError, Interrupted, LostLock
+from mrl.flow.engine_progress import EngineProgress
+from mrl.flow.group_writer import GroupParts
 from mrl.record.metrics import PhaseTimer
-from mrl.reward.items import OK, RewardResult
+from mrl.remote.process_logs import concerning
+from mrl.reward.items import OK, RAISED, RewardResult
 from mrl.schedule.groups import State
 from mrl.train.kept_groups import read_kept
+from mrl.train.lost_engines import LostEngines
 from mrl.train.resume import TrainState
 from mrl.train.spool import Spool
 
@@ -48,7 +51,7 @@ def step_until(world, holds):
 
 
 def read_back(folder, said, tmp_path):
-    return read_kept(folder, FROM_JSON(said), Spool(tmp_path / f"spool-of-{folder.name}", test_ahead.Files()))
+    return read_kept(folder, FROM_JSON(said), Spool(tmp_path / f"spool-of-{folder.name}", Files()))
 
 
 @pytest.mark.parametrize("name", STARTS)
@@ -86,7 +89,7 @@ def test_a_checkpoint_that_is_written_steps_later_has_what_its_step_had(name, se
 
 @pytest.fixture
 def spool(tmp_path):
-    return Spool(tmp_path / "spool", test_ahead.Files())
+    return Spool(tmp_path / "spool", Files())
 
 
 def attempt(number: int, times: int, token: int, score: float) -> GroupParts:
@@ -110,11 +113,11 @@ def test_a_group_that_is_made_anew_before_its_checkpoint_is_written_keeps_tokens
     assert record.attempt == 0 and set(record.samples.token_ids[1:4]) == {11}
     assert {result.score for result in record.results.values()} == {0.25}
     spool.release(pinned.values())
-    assert [file.name for file in (tmp_path / "spool").iterdir()] == [group_file(4, 1)]
+    assert [file.name for file in spool.folder.iterdir()] == [group_file(4, 1)]
 
 
 def test_a_pinned_file_outlives_its_group_and_goes_with_the_last_who_holds_it(spool, tmp_path):
-    files = lambda: sorted(file.name for file in (tmp_path / "spool").iterdir())  # noqa: E731
+    files = lambda: sorted(file.name for file in spool.folder.iterdir())  # noqa: E731
     spool.put(attempt(4, 0, 1, 0.0))
     first, second = spool.pinned([4, 5]), spool.pinned([4])
     spool.forget([4])
@@ -130,7 +133,7 @@ def test_steps_that_are_not_saved_leave_nothing_in_the_spool():
     world.generation.close()
     world.spool.forget(list(world.state.ahead.groups))
     world.state.ahead.release()
-    assert list(world.spool._folder.iterdir()) == []
+    assert list(world.spool.folder.iterdir()) == []
 
 
 def saved(tmp_path, name="patient"):
@@ -209,7 +212,7 @@ def test_of_an_older_checkpoint_whose_groups_may_be_mixed_all_are_generated_agai
     assert "groups on their way are generated again" in capsys.readouterr().out
 
 
-class HeldRewards(test_ahead.Rewards):
+class HeldRewards(test_generation.Rewards):
     """Rewards that come when the test lets them."""
 
     is_held = False
@@ -221,15 +224,15 @@ class HeldRewards(test_ahead.Rewards):
 @pytest.mark.parametrize("name", ["patient", "one step off", "in order, partial"])
 def test_weights_do_not_wait_for_rewards_that_decide_nothing(name, monkeypatch, tmp_path):
     """Rewards of what is ahead are held from the moment that the step has its batch until after the sync."""
-    monkeypatch.setattr(test_ahead, "Rewards", HeldRewards)
+    monkeypatch.setattr(test_generation, "Rewards", HeldRewards)
     world = STARTS[name](2)
     world.step()
     pending = 0
     for _ in range(3):
-        rollouts = world.generation.take(world.state, PhaseTimer())
+        rollouts = world.generation.take(PhaseTimer())
         world.rewards.is_held = True
         deadline = time.monotonic() + 5.0
-        while not world.generation._pending and time.monotonic() < deadline:
+        while not world.generation._groups.awaits_rewards and time.monotonic() < deadline:
             time.sleep(0.001)
         timer = PhaseTimer()
         settled = threading.Thread(target=world.generation.settle, args=(timer, False), daemon=True)
@@ -239,7 +242,7 @@ def test_weights_do_not_wait_for_rewards_that_decide_nothing(name, monkeypatch, 
         world.engines.version += 1
         world.engines.paused = False
         world.state = world.generation.advanced(world.state.advanced(rollouts.cursor))
-        pending += len(world.generation._pending)
+        pending += world.generation._groups.awaits_rewards
         world.rewards.is_held = False
     assert pending, "rewards were awaited while weights changed"
     world.state.ahead.hold()
@@ -253,27 +256,27 @@ def test_weights_do_not_wait_for_rewards_that_decide_nothing(name, monkeypatch, 
 
 
 def test_where_rewards_decide_which_groups_are_trained_on_weights_wait_for_them(monkeypatch):
-    monkeypatch.setattr(test_ahead, "Rewards", HeldRewards)
+    monkeypatch.setattr(test_generation, "Rewards", HeldRewards)
     world = World(2, AHEAD["filtered"])
     waited = 0
     for _ in range(5):
-        rollouts = world.generation.take(world.state, PhaseTimer())
+        rollouts = world.generation.take(PhaseTimer())
         world.rewards.is_held = True
         settled = threading.Thread(target=world.generation.settle, args=(PhaseTimer(), False), daemon=True)
         settled.start()
         settled.join(0.3)
         waited += settled.is_alive()
-        assert settled.is_alive() or not world.generation._pending
+        assert settled.is_alive() or not world.generation._groups.awaits_rewards
         world.rewards.is_held = False
         settled.join(5.0)
-        assert not settled.is_alive() and not world.generation._pending
+        assert not settled.is_alive() and not world.generation._groups.awaits_rewards
         world.engines.version += 1
         world.state = world.generation.advanced(world.state.advanced(rollouts.cursor))
     world.generation.close()
     assert waited
 
 
-class LateForSome(test_ahead.Rewards):
+class LateForSome(test_generation.Rewards):
     """Judges responses of every fifth group once in a long while."""
 
     def __init__(self, seed, **score):
@@ -296,7 +299,7 @@ class LateForSome(test_ahead.Rewards):
 
 def test_a_reward_of_an_attempt_that_was_given_up_is_nobodys(monkeypatch):
     """Rewards of some are late for so long that their groups are too old."""
-    monkeypatch.setattr(test_ahead, "Rewards", LateForSome)
+    monkeypatch.setattr(test_generation, "Rewards", LateForSome)
     world = Flight(4, "drop")
     world.run(STEPS)
     assert world.state.ahead.ledger.counts.dropped["stale"].groups and world.rewards.withdrawn
@@ -334,7 +337,7 @@ def test_what_is_on_its_way_where_engines_never_hold_the_new_weights_is_kept_too
     world = Flight(6, name, engines=Lost if where == "settle" else LiveEngines)
     world.step()
     world.step()
-    rollouts = world.generation.take(world.state, PhaseTimer())
+    rollouts = world.generation.take(PhaseTimer())
     if where == "settle":
         with pytest.raises(Interrupted, match="engine 1 died"):
             world.generation.settle(PhaseTimer(), False)
@@ -379,3 +382,76 @@ def test_columns_that_do_not_shrink_are_stored_as_they_are(tmp_path):
     with zipfile.ZipFile(tmp_path / "group") as archive:
         how = {info.filename: info.compress_type for info in archive.infolist()}
     assert how["routes.npy"] == zipfile.ZIP_STORED and how["token_ids.npy"] == zipfile.ZIP_DEFLATED
+
+
+class Overtaken(test_generation.Rewards):
+    """Group 0's rewards are taken by the thread, which then stands still until weights have changed."""
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.border, self.collected, self.over = threading.Event(), threading.Event(), threading.Event()
+        self.held = []
+
+    def submit(self, samples, questions, engine, held_s):
+        super().submit(samples, questions, engine, held_s)
+        if not self.over.is_set():
+            self.held += [result for result in self._waiting if result.sample_id < N]
+            self._waiting = deque(result for result in self._waiting if result.sample_id >= N)
+
+    def collect(self, at_once):
+        if not self.border.is_set() or self.collected.is_set():
+            return super().collect(at_once)
+        self.collected.set()
+        self.over.wait(5)
+        return self.held
+
+
+@pytest.mark.parametrize("on_stale", ["requeue", "drop"])
+def test_a_reward_that_comes_as_its_group_becomes_too_old_is_nobodys(on_stale, monkeypatch):
+    monkeypatch.setattr(test_generation, "Rewards", Overtaken)
+    ready = ["trainer.schedule=bounded", "trainer.max_staleness=1", "trainer.order=ready_first"]
+    world = World(0, [*ready, f"trainer.on_stale={on_stale}"])
+    world.step()
+    rollouts = world.generation.take(PhaseTimer())
+    world.generation.settle(PhaseTimer(), saves=False)
+    world.rewards.border.set()
+    assert world.rewards.collected.wait(5) and world.rewards.held
+    world.engines.version += 1
+    world.state = world.generation.advanced(world.state.advanced(rollouts.cursor))
+    world.rewards.over.set()
+    world.steps(3)
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_rewards_that_failed_are_asked_for_again_by_the_run_that_goes_on(name, tmp_path):
+    """A judge that is down ends the run, which is saved; once it is up again the run goes on."""
+    world = World(0, AHEAD[name])
+    world.step()
+    world.rewards.reason = RAISED
+    with pytest.raises(DataError, match="the reward failed"):
+        world.steps(4)
+    state = world.generation.given_up(world.state)
+    (folder := tmp_path / "step").mkdir()
+    kept = read_back(folder, state.ahead.write(folder), tmp_path)
+    again = World(5, AHEAD[name], TrainState(state.step, state.cursor, kept))
+    steps = again.steps(6 - state.step)
+    assert all(metrics["reward/failed"] == 0 for metrics in (rollouts.metrics for rollouts in steps))
+
+
+@pytest.mark.parametrize("refused", [OSError(28, "No space left on device"), LostLock("taken over")])
+def test_a_loss_that_cannot_be_noted_ends_the_run_all_the_same(refused, tmp_path):
+    class Dying(test_generation.Engines):
+        def take(self, timeout_s):
+            if self.is_dead:
+                raise concerning(Interrupted("engine 1 died"), "engine 1")
+            return super().take(timeout_s)
+
+    class Full(LostEngines):
+        def note(self, *loss):
+            raise refused
+
+    world = World(0, AHEAD["one step off"], engines=Dying, lost=Full(tmp_path / "lost"))
+    world.step()
+    world.engines.is_dead = True
+    with pytest.raises(Interrupted, match="engine 1 died; what they were at is not noted"):
+        world.steps(2)

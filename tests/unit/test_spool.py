@@ -1,6 +1,7 @@
 """Finished groups on disk: written once, named again by every checkpoint; what a full disk or late writer changes."""
 
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -8,15 +9,16 @@ from replicas import stored
 
 from mrl.checkpoint.group_files import group_file, write_group
 from mrl.checkpoint.manifest import file_facts
-from mrl.cluster.group_writer import GroupParts, record_of
 from mrl.config.load import load_config
 from mrl.data.samples import Sample
-from mrl.errors import EnvironmentFault, Interrupted, NumericAbort
+from mrl.errors import EnvironmentFault, Interrupted, LostLock, NumericAbort
+from mrl.flow.group_writer import GroupParts, record_of
 from mrl.record.run_dir import RunDir
 from mrl.schedule.groups import Group, State
 from mrl.schedule.ledger import Ledger
-from mrl.train import run as run_module
+from mrl.train.assemble_files import Beginning, _spool
 from mrl.train.kept_groups import KeptGroups
+from mrl.train.resume import RunIdentity
 from mrl.train.spool import Spool
 
 
@@ -39,7 +41,7 @@ class Writer:
         return {name: self._write(*each) for name, each in begun.items()}
 
     def _write(self, path, parts):
-        if path.parent.name == "spool" and self.is_full:
+        if path.parent.parent.name == "spool" and self.is_full:
             raise EnvironmentFault("no space left")
         if path not in self.written:
             write_group(path, record_of(parts))
@@ -80,7 +82,7 @@ def test_a_finished_group_is_written_once_however_many_checkpoints_have_it(spool
     first, second = spool.checkpoint(1, 4, 5, 6), spool.checkpoint(2, 5)
     assert first.keys() == {group_file(number, 0) for number in (4, 5, 6)}
     assert second == {group_file(5, 0): first[group_file(5, 0)]}
-    assert [path.parent.name for path in spool._writer.written] == ["spool", "spool", "step-1"]
+    assert [path.parent for path in spool._writer.written] == [spool.folder, spool.folder, tmp_path / "step-1"]
     assert (tmp_path / "step-2" / group_file(5, 0)).stat().st_nlink == 3
     for step, facts in ((1, first), (2, second)):
         assert {name: file_facts(tmp_path / f"step-{step}" / name) for name in facts} == facts
@@ -90,14 +92,14 @@ def test_what_is_trained_on_leaves_the_spool_and_stays_in_its_checkpoint(spool, 
     spool.put(group(4))
     facts = spool.checkpoint(1, 4)
     spool.forget([4])
-    assert not spool.pinned([4]) and list((tmp_path / "spool").iterdir()) == []
+    assert not spool.pinned([4]) and list(spool.folder.iterdir()) == []
     assert file_facts(tmp_path / "step-1" / group_file(4, 0)) == facts[group_file(4, 0)]
     spool.put(group(5))
     late = spool._files[5].under_way
     spool.forget([5])
     spool._writer.facts({"late": late})
     spool.forget([])
-    assert list((tmp_path / "spool").iterdir()) == [], "one that was written after it was forgotten goes too"
+    assert list(spool.folder.iterdir()) == [], "one that was written after it was forgotten goes too"
 
 
 def test_what_finds_no_room_beside_the_loop_is_told_once_and_written_with_the_checkpoint(spool, tmp_path, capsys):
@@ -120,7 +122,7 @@ def test_what_comes_faster_than_it_is_written_is_written_with_the_checkpoint(spo
     facts = spool.checkpoint(1, *range(5))
     assert facts.keys() == {group_file(number, 0) for number in range(5)}
     assert {name: file_facts(tmp_path / "step-1" / name) for name in facts} == facts
-    assert [path.parent.name for path in spool._writer.written] == ["spool"] * 2 + ["step-1"] * 3
+    assert [path.parent for path in spool._writer.written] == [spool.folder] * 2 + [tmp_path / "step-1"] * 3
 
 
 def test_a_disk_without_second_names_gets_a_copy(spool, tmp_path, monkeypatch):
@@ -134,12 +136,61 @@ def test_a_resumed_process_has_its_checkpoints_files_and_nothing_else(spool, tmp
     name = group_file(4, 0)
     spool.put(group(4))
     facts = spool.checkpoint(1, 4)
-    (tmp_path / "spool" / "group-9.0.npz").touch()
+    (tmp_path / "spool" / "group-9.0.npz").touch()  # of an older version
     again = Spool(tmp_path / "spool", Writer())
+    assert list((tmp_path / "spool").iterdir()) == [again.folder] and not list(again.folder.iterdir())
     again.take_over(4, tmp_path / "step-1" / name, facts[name])
     assert save(again, tmp_path / "step-2", [4]) == facts and again._writer.written == []
     again.close()
     assert not (tmp_path / "spool").exists() and file_facts(tmp_path / "step-2" / name) == facts[name]
+
+
+def test_a_writer_that_outlives_its_process_replaces_no_file_of_the_next(spool, tmp_path, monkeypatch):
+    """It was killed in the middle of a group; who resumes makes a group of the same number and attempt."""
+    left = spool.folder / group_file(4, 0)
+    again = Spool(tmp_path / "spool", Writer())
+    again.put(group(4, responses=1))
+    written = again._writer.facts({"": again._files[4].under_way})[""]
+    with suppress(FileNotFoundError):
+        write_group(left, record_of(group(4)))
+    assert save(again, tmp_path / "step-1", [4]) == {group_file(4, 0): written}
+    assert file_facts(tmp_path / "step-1" / group_file(4, 0)) == written
+
+
+def test_an_older_folder_that_cannot_be_removed_is_no_obstacle(spool, tmp_path, monkeypatch):
+    """A writer that still runs makes a file in it while it is removed."""
+    monkeypatch.setattr("mrl.train.spool.shutil.rmtree", lambda path, ignore_errors: None)
+    again = Spool(tmp_path / "spool", Writer())
+    assert again.folder != spool.folder and again.folder.is_dir()
+
+
+def test_one_that_lost_the_run_directory_puts_and_removes_nothing(spool, tmp_path):
+    def lost():
+        raise LostLock("another's")
+
+    with pytest.raises(LostLock):
+        Spool(tmp_path / "spool", Writer(), lost)
+    assert spool.folder.is_dir()
+    spool._check = lost
+    with pytest.raises(LostLock):
+        spool.put(group(4))
+    assert spool._writer.under_way == 0
+
+
+def test_a_checkpoint_waits_for_a_writer_that_takes_nothing_yet_without_asking_all_the_time(spool, tmp_path):
+    """What keeps it busy was begun by others: there is nothing of the checkpoint's own to wait for."""
+    spool._writer.most = 0
+    asked = []
+    begin = spool._writer.begin
+
+    def busy(path, parts):
+        asked.append(time.monotonic())
+        spool._writer.most = 99 * (asked[-1] - asked[0] > 0.5)
+        return begin(path, parts)
+
+    spool._writer.begin = busy
+    assert spool.checkpoint(1, 4).keys() == {group_file(4, 0)}
+    assert 2 <= len(asked) <= 20
 
 
 def test_room_is_asked_for_what_the_spool_has_not(spool):
@@ -159,12 +210,13 @@ def test_however_a_run_ends_its_spool_goes_once_nobody_writes(tmp_path, monkeypa
     folder, seen = tmp_path / "spool", []
     writer = Writer()
     writer.close = lambda: seen.append(folder.is_dir())
-    monkeypatch.setattr("mrl.train.run.GroupWriter", lambda timeout_s, route_bytes: writer)
-    monkeypatch.setattr("mrl.train.run.load_model_spec", lambda path: None)
-    monkeypatch.setattr("mrl.train.run.made_by", lambda config, data: None)
+    monkeypatch.setattr("mrl.train.assemble_files.GroupWriter", lambda timeout_s, route_bytes: writer)
     config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, ["trainer.schedule=one_step_off"]).config
-    with pytest.raises(type(error)) if error else nullcontext(), run_module._ahead(config, RunDir(tmp_path), "data"):
-        (folder / "group-3.0.npz").touch()
+    beginning = Beginning(
+        tmp_path, RunIdentity.of(config), None, lambda: None, {}, "data", token_routes=0, step_timeout_s=1.0
+    )
+    with pytest.raises(type(error)) if error else nullcontext(), _spool(beginning, RunDir(tmp_path)):
+        (next(folder.iterdir()) / "group-3.0.npz").touch()
         if error:
             raise error
     assert seen == [True] and not folder.exists()

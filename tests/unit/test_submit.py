@@ -2,6 +2,7 @@
 and the status that comes back.
 """
 
+import contextlib
 import os
 import shlex
 import signal
@@ -14,10 +15,15 @@ import yaml
 from mrl.cli import submit as command
 from mrl.cli.main import main
 from mrl.cluster import job as jobs
+from mrl.cluster import prerequisites
 from mrl.errors import ConfigError, EnvironmentFault, Interrupted
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+ELSEWHERE = [  # a checkout may have a tiny world, which is not sent
+    *("--set", "model.path=/models/m"), *("--set", "data.train_files=[/t.parquet]"),
+    *("--set", "data.val_files=[/v.parquet]"),
+]  # fmt: skip
 
 
 class Client:
@@ -151,6 +157,7 @@ def test_a_stopped_job_has_time_to_save(tmp_path):
         ("- a", "a mapping"),
         ("env_vars: [a]", "a mapping"),
         ("a: [", "cannot be read"),
+        ("{working_dir: ., image_url: x}", "image_url: Ray knows no such entry; the file may be of another version"),
     ],
 )
 def test_a_runtime_environment_that_ray_would_refuse_later_is_refused_now(tmp_path, text, said):
@@ -160,18 +167,22 @@ def test_a_runtime_environment_that_ray_would_refuse_later_is_refused_now(tmp_pa
         jobs.read_runtime_env(path)
 
 
-def submit(monkeypatch, capsys, *arguments, client=None) -> tuple[int, Client, str]:
-    client = client or Client()
+def submit(monkeypatch, capsys, *arguments, token="t" * 32, check=SystemExit) -> tuple[int | None, Client, str]:
+    """(exit code, None where the command returned; the client; all output)"""
+    client = Client()
     monkeypatch.setattr(command, "_client", lambda address: client)
     monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as ended:
+    if token:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    with pytest.raises(check) if check else contextlib.nullcontext() as ended:
         main(["submit", *arguments])
     captured = capsys.readouterr()
-    return ended.value.code, client, captured.out + captured.err
+    return ended.value.code if check else None, client, captured.out + captured.err
 
 
 def test_the_whole_command_line_reaches_the_cluster(monkeypatch, capsys):
-    arguments = [str(PRESET), "--recipe", "grpo", "--run-dir", "/shared/run", "--set", "data.train_files=[a b.parquet]"]
+    data = [*ELSEWHERE, "--set", "data.train_files=[a b.parquet]"]
+    arguments = [str(PRESET), "--recipe", "grpo", "--run-dir", "/shared/run", *data]
     code, client, said = submit(monkeypatch, capsys, "--grace-s", "9", *arguments)
     assert code == 0 and "step 2" in said
     (sent,) = client.submitted
@@ -181,20 +192,73 @@ def test_the_whole_command_line_reaches_the_cluster(monkeypatch, capsys):
 
 
 def test_a_relative_run_directory_does_not_vanish_with_the_jobs_copy(monkeypatch, capsys):
-    _, client, _ = submit(monkeypatch, capsys, str(PRESET))
+    _, client, _ = submit(monkeypatch, capsys, str(PRESET), *ELSEWHERE)
     assert shlex.split(client.submitted[0]["entrypoint"])[-2:] == ["--run-dir", str(ROOT / "runs" / "tiny-moe")]
 
 
-def test_a_relative_path_to_data_is_remarked_on(monkeypatch, capsys):
-    arguments = [
-        str(PRESET),
-        "--set",
-        "data.train_files=[launch/submit.sh]",
-        "--set",
-        "data.val_files=[/abs.parquet, not-here.parquet]",
-    ]
-    _, client, said = submit(monkeypatch, capsys, *arguments, "--set", "model.path=/models/m")
-    assert client.submitted and said.count("note:") == 1 and "data.train_files: launch/submit.sh is relative" in said
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["data.train_files=[launch/submit.sh]"], []),  # is sent
+        (["data.train_files=[/abs.parquet, not-here.parquet]"], []),  # nothing is known of the job's host
+        (["data.train_files=[runs/x.jsonl]"], ["data.train_files: runs/x.jsonl is not sent (runs/ in excludes"]),
+        (["model.path=../outside"], ["model.path: ../outside is outside of"]),
+        (["data.val_files=[kept/x.jsonl]"], ["kept/x.jsonl is not sent (/kept/ in .gitignore)"]),
+        (
+            ["cluster.nnodes=2", "cluster.n_gpus_per_node=8"],
+            ["trainer.run_dir: runs/tiny-moe is relative to this host"],
+        ),
+    ],
+)
+def test_what_the_job_would_not_find_is_told_before_it_is_handed_in(tmp_path, monkeypatch, capsys, settings, words):
+    place = tmp_path / "checkout"
+    for name in ("runs/x.jsonl", "kept/x.jsonl", "launch/submit.sh", "../outside/config.json"):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text("")
+    (place / ".gitignore").write_text("# of this folder\n/kept/\n")
+    (place / "launch" / "env.yaml").write_text("working_dir: .\nexcludes: [runs/, '*.parquet']\n")
+    client = Client()
+    monkeypatch.setattr(command, "_client", lambda address: client)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 32)
+    monkeypatch.chdir(place)
+    given = ["model.path=/models/m", "data.train_files=[/t.parquet]", "data.val_files=[/v.parquet]", *settings]
+    with pytest.raises(SystemExit) as ended:
+        main(
+            ["submit", str(PRESET), "--runtime-env", "launch/env.yaml", *(word for s in given for word in ("--set", s))]
+        )
+    said = capsys.readouterr()
+    assert ended.value.code == (2 if words else 0) and bool(client.submitted) == (not words)
+    assert all(word in said.err for word in words), said.err
+
+
+def test_options_stand_behind_the_configuration_too(monkeypatch, capsys):
+    run = ["--run-dir", "/shared/run", *ELSEWHERE]
+    code, client, said = submit(monkeypatch, capsys, str(PRESET), "--grace-s", "9", *run, "--no-wait", check=None)
+    assert code is None and "follow it with: RAY_AUTH_MODE=token ray job logs" in said
+    (sent,) = client.submitted
+    assert shlex.split(sent["entrypoint"]) == ["mrl", "train", str(PRESET), *run, "--run-dir", "/shared/run"]
+    assert sent["runtime_env"]["env_vars"][jobs.GRACE] == "9"
+
+
+@pytest.mark.parametrize("home", [None, "there"])
+def test_without_a_token_nothing_is_asked_of_a_head(tmp_path, monkeypatch, capsys, home):
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", str(tmp_path))
+    code, client, said = submit(monkeypatch, capsys, str(PRESET), *ELSEWHERE, token=None)
+    why = "HOME is not set" if home is None else f"{tmp_path}/.ray/auth_token is not there"
+    assert code == 4 and why in said and "set RAY_AUTH_TOKEN" in said and not client.submitted
+
+
+def test_a_run_of_its_own_needs_no_home(monkeypatch):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    prerequisites.ask_for_token_authentication(own_cluster=False)
+    assert not prerequisites.has_token()
+    prerequisites.ask_for_token_authentication()
+    assert prerequisites.has_token() and len(os.environ.pop("RAY_AUTH_TOKEN")) == 64
 
 
 def test_an_unknown_key_is_told_before_anything_is_sent(monkeypatch, capsys):
@@ -207,9 +271,10 @@ def test_a_dashboard_that_does_not_answer_is_the_environments_fault(monkeypatch,
         raise EnvironmentFault(f"no Ray dashboard answers at {address}")
 
     monkeypatch.setattr(command, "_client", refused)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 32)
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as ended:
-        main(["submit", "--address", "http://127.0.0.1:9", str(PRESET)])
+        main(["submit", "--address", "http://127.0.0.1:9", str(PRESET), *ELSEWHERE])
     assert ended.value.code == 4 and "http://127.0.0.1:9" in capsys.readouterr().err
 
 

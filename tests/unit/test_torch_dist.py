@@ -30,11 +30,11 @@ from mrl.checkpoint.open_checkpoint import open_hf, open_saved
 from mrl.cli.convert import parse_layout
 from mrl.cli.main import main
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.extras.torch_dist.names import global_tensors
-from mrl.extras.torch_dist.pickles import read_pickle
-from mrl.extras.torch_dist.read import open_torch_dist
-from mrl.extras.torch_dist.write import write_torch_dist
 from mrl.model import load_model_spec
+from mrl.tools.torch_dist.names import global_tensors
+from mrl.tools.torch_dist.pickles import read_pickle
+from mrl.tools.torch_dist.read import open_torch_dist
+from mrl.tools.torch_dist.write import write_torch_dist
 
 FAMILIES = {"qwen3_moe": tiny_moe, "qwen2_moe": tiny_shared, "qwen3": tiny_dense, "qwen2": tiny_qwen2}
 VERIFIED = Options(verify=True)

@@ -16,7 +16,7 @@ from mrl.config.rules import notes, violations
 from mrl.model import known_spec
 
 PRESETS = Path(__file__).parents[2] / "parallel_configs"
-# 48 layers, 4 key-value heads, 128 experts; TP2 EP8 on 32 devices, engines of TP4
+# 48 layers, 4 key-value heads, 128 experts; TP1 EP8 on 32 devices, engines of 8 data-parallel ranks
 BASE = PRESETS / "qwen3-30b-a3b" / "h100-4x8.yaml"
 MODEL = known_spec("Qwen3-30B-A3B")
 LAYOUT, TRANSFORMER, VLLM = "actor.layout.", "model.override_transformer_config.", "rollout.engine_kwargs.vllm."
@@ -25,6 +25,7 @@ FULL = [
     for text in ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1",
                  "recompute_modules=null")
 ]  # fmt: skip
+TP2 = [LAYOUT + "tensor_model_parallel_size=2"]  # with sequence parallelism
 CORRECTION, AGGREGATION = "algorithm.rollout_correction.level=token", "algorithm.policy_loss.loss_agg_mode"
 OLD_VLLM = "cluster.versions={vllm: 0.11.0}"
 
@@ -50,7 +51,7 @@ MISTAKES = [
     ("NVIDIA-NeMo/RL#2783", ["trainer.test_freq=5"], {"data.val_files"}),
     ("THUDM/slime#641", [TRANSFORMER + "rotary_base=10000"], {TRANSFORMER + "rotary_base"}),
     ("verl-project/verl#4028", ["data.max_response_length=9632"], {"actor.ppo_max_token_len_per_gpu"}),
-    ("verl-project/verl#1332", [LAYOUT + "context_parallel_size=4", TRANSFORMER + "cp_comm_type=a2a"],
+    ("verl-project/verl#1332", [*TP2, LAYOUT + "context_parallel_size=4", TRANSFORMER + "cp_comm_type=a2a"],
         {TRANSFORMER + "cp_comm_type"}),
 ]  # fmt: skip
 
@@ -123,14 +124,14 @@ def test_tp8_with_four_kv_heads_is_told_apart_by_the_version_of_megatron():
 
 
 BOUNDARIES = [
-    # 2,048 + 8,192 = 10,240 tokens; over CP4 with SP2 they are padded to a multiple of 16, which they are: 2,560 a
-    # device
+    # 2,048 + 8,192 = 10,240 tokens; over CP4 they are padded to a multiple of 8, which they are: 2,560 a device
     (["actor.ppo_max_token_len_per_gpu=10239"], "actor.ppo_max_token_len_per_gpu", (10240, 20480)),
     ([LAYOUT + "context_parallel_size=4", "actor.ppo_max_token_len_per_gpu=2559"], "actor.ppo_max_token_len_per_gpu",
         (2560, 5120)),
-    # 10,230 tokens are padded to 10,240 = 640 x 16
+    # 10,230 tokens are padded to 10,240 = 640 x 16: over CP4 with SP2 to a multiple of 16
     (
-        [LAYOUT + "context_parallel_size=4", "data.max_response_length=8182", "actor.ppo_max_token_len_per_gpu=2558"],
+        [*TP2, LAYOUT + "context_parallel_size=4", "data.max_response_length=8182",
+         "actor.ppo_max_token_len_per_gpu=2558"],
         "actor.ppo_max_token_len_per_gpu", (2560, 5120),
     ),
     (["actor.ppo_max_token_len_per_gpu=null"], "actor.ppo_max_token_len_per_gpu", (10240,)),
@@ -160,7 +161,7 @@ BOUNDARIES = [
     ([*FULL, TRANSFORMER + "recompute_method=all"], TRANSFORMER + "recompute_method", ("uniform", "block")),
     ([*FULL, TRANSFORMER + "recompute_num_layers=0"], TRANSFORMER + "recompute_num_layers", (1,)),
     ([*FULL, TRANSFORMER + "recompute_modules=[mlp]"], TRANSFORMER + "recompute_modules", (None,)),
-    ([TRANSFORMER + "distribute_saved_activations=true"], TRANSFORMER + "distribute_saved_activations", (False,)),
+    ([*TP2, TRANSFORMER + "distribute_saved_activations=true"], TRANSFORMER + "distribute_saved_activations", (False,)),
     ([TRANSFORMER + "moe_enable_deepep=true"], TRANSFORMER + "moe_enable_deepep", (False,)),
     ([TRANSFORMER + "moe_token_dispatcher_type=alltoal"], TRANSFORMER + "moe_token_dispatcher_type",
         ("alltoall", "flex")),
@@ -203,7 +204,14 @@ def test_on_the_other_side_of_the_boundary_nothing_is_said():
         for name in ("granularity=selective", "method=null", "num_layers=null", "modules=[moe]")
     ]
     assert found(selective) == {}
-    assert found([TRANSFORMER + "moe_router_load_balancing_type=[aux_loss,seq_aux_loss]"]) == {}
+    both = TRANSFORMER + "moe_router_load_balancing_type=[aux_loss,seq_aux_loss]"
+    assert found([both, TRANSFORMER + "moe_aux_loss_coeff=[0.01,0.02]"]) == {}
+    for given in ([both], [TRANSFORMER + "moe_aux_loss_coeff=[0.01]"], [both, TRANSFORMER + "moe_aux_loss_coeff=0.01"]):
+        (violation,) = found(given).values()
+        assert "with a list of them" in violation.rule, "Megatron fails where they do not match"
+        (allowed,) = violation.allowed
+        types = given[:1] if given[0] == both else []
+        assert found([*types, f"{TRANSFORMER}moe_aux_loss_coeff={allowed}"]) == {}
     assert found([TRANSFORMER + "moe_enable_deepep=true", TRANSFORMER + "moe_token_dispatcher_type=flex"]) == {}
     assert found(["actor.router_replay=R3", "rollout.engine_kwargs={vllm: {async_scheduling: true}}"]) == {}
     assert (
@@ -229,10 +237,12 @@ def test_the_reference_model_has_no_layout_of_its_own():
 def test_engines_stand_on_whole_nodes_or_inside_one():
     # 16 + 3 x 4 of 32 devices: the actor fills two nodes, three engines stand in the other two
     base = PRESETS / "qwen3-30b-a3b" / "h100-4x8-separate.yaml"
-    assert found(["rollout.num_engines=3"], base) == {}
+    tensor = ["rollout.data_parallel_size=1", "rollout.expert_parallel_size=1"]
+    assert found([*tensor, "rollout.tensor_model_parallel_size=4", "rollout.num_engines=3"], base) == {}
     # an actor of 12 leaves 4 of a node's 8 devices: engines of 8 find room on the last two nodes only, a third does not
     actor = [LAYOUT + "world_size=12", LAYOUT + "tensor_model_parallel_size=2", LAYOUT + "expert_model_parallel_size=4"]
     sizes = [
+        *tensor,
         "actor.ppo_mini_batch_size=3",
         "data.train_batch_size=3",
         "rollout.n=4",
@@ -289,9 +299,9 @@ def test_an_unknown_device_lists_those_that_are_known(capsys):
 
 def test_a_legal_preset_shows_its_batch(capsys):
     code, out, _ = run(capsys, "validate", str(BASE))
-    # 256 x 16; four mini-batches of 64 x 16; world 32 / TP2 = DP16
+    # 256 x 16; four mini-batches of 64 x 16; world 32 of TP1 = DP32
     assert code == 0 and out.splitlines()[-1] == "ok"
-    assert "batch: 256 prompts x 16 = 4096 samples a step, 4 updates of 1024 samples, DP 16: 64 samples a rank" in out
+    assert "batch: 256 prompts x 16 = 4096 samples a step, 4 updates of 1024 samples, DP 32: 32 samples a rank" in out
     assert "cannot do this yet" not in out
     assert "the published configuration of Qwen3-30B-A3B stands in for it" in out
 

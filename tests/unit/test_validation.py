@@ -6,15 +6,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from replicas import scorers, stored
+from generations import AnsweringEngines
+from replicas import scorers
 from test_data import CharTokenizer, load, row, write_jsonl
 
 from mrl.cli.main import main
-from mrl.cluster.request_streams import Arrived
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.samples import Sample
-from mrl.errors import DataError
+from mrl.errors import DataError, EnvironmentFault, LostLock
 from mrl.record.run_dir import RunDir
 from mrl.record.validation_metrics import evenly_spread
 from mrl.reward.items import RewardSpec
@@ -23,8 +23,8 @@ from mrl.train.loop import due, held_out_metrics
 from mrl.train.placement import Separate
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder
-from mrl.train.run import StopFlag
-from mrl.train.validation import answer_and_score
+from mrl.train.stop_signals import StopFlag
+from mrl.train.validation import ValidationSettings, answer_and_score
 from mrl.vllm.requests import Sampling
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -36,6 +36,8 @@ class Chars(CharTokenizer):
 
 
 def answered(request, ids, version):
+    """Of `!` the environment failed."""
+    failed = tuple(ids) == (ord("!"),)
     return Sample(
         request.prompt_id,
         request.group_id,
@@ -44,29 +46,34 @@ def answered(request, ids, version):
         request.prompt_ids,
         ids,
         (0.0,) * len(ids),
-        "stop",
+        "environment" if failed else "stop",
         version,
+        sampled=(True,) if failed else None,
     )
 
 
-class Engines:
+class Engines(AnsweringEngines):
     """Answers by seed: the k-th response to a prompt is what the test lists for its text,
     whatever order requests come in.
     """
 
     def __init__(self, answers):
+        super().__init__()
         self.answers, self.requests, self.counts = answers, [], {}
 
-    def generate(self, requests, sampling, on_arrival):
-        self.requests, self.sampling, done = requests, sampling, []
+    def send(self, engine, requests, sampling, kept=None):
+        self.requests, self.sampling = requests, sampling
+        super().send(engine, requests, sampling)
+
+    def respond(self, requests):
+        done = []
         for request in requests:
             text = "".join(map(chr, request.prompt_ids)).removeprefix("u:")
             k = self.counts[text] = self.counts.get(text, -1) + 1
             answer = self.answers[text][k % len(self.answers[text])]
             ids = tuple(map(ord, answer))
             done.append(answered(request, ids, 3))
-        on_arrival([Arrived(stored(done[::-1]), "engine 0")])
-        return stored(done)
+        return done[::-1]
 
 
 class World:
@@ -103,7 +110,7 @@ class World:
 @pytest.fixture(autouse=True)
 def no_model_files(monkeypatch):
     sampling = Sampling(temperature=0.5, max_tokens=16, stop_token_ids=())
-    monkeypatch.setattr("mrl.train.validation.validation_sampling", lambda config: sampling)
+    monkeypatch.setattr("mrl.train.validation.validation_sampling", lambda *sections: sampling)
 
 
 ROWS = [row("a", "1", source="math_dapo"), row("b", "2", source="math_dapo"), row("c", "3", source="exact_match")]
@@ -142,6 +149,15 @@ def test_nothing_is_shown_unless_asked_for_and_nothing_done_without_prompts(tmp_
     assert held_out_metrics(world.run) == {}
 
 
+def test_a_run_that_lost_its_directory_keeps_no_responses_in_it(tmp_path):
+    world = World(tmp_path, ANSWERS, ROWS)
+    world.run.run_dir = RunDir.open(tmp_path / "run", "")
+    (tmp_path / "run" / "run.lock.1").unlink()
+    with pytest.raises(LostLock):
+        world.validate(RewardSpec())
+    assert not (tmp_path / "run" / "validation").exists()
+
+
 def test_validation_has_its_own_sampling_and_the_same_seeds_every_time(tmp_path):
     world = World(tmp_path, ANSWERS, ROWS)
     world.validate(RewardSpec())
@@ -151,6 +167,18 @@ def test_validation_has_its_own_sampling_and_the_same_seeds_every_time(tmp_path)
     world.validate(RewardSpec())
     assert [r.seed for r in world.engines.requests] == [r.seed for r in first]
     assert len({r.seed for r in first}) == 6
+
+
+def test_a_prompt_whose_environment_failed_is_in_no_number_and_is_told(tmp_path):
+    """By hand: of b one answer of two is right; a has one left, which would make it 3 of 4 or 2 of 3."""
+    (tmp_path / "mine.py").write_text("def compute_score(solution_str, **_):\n    return float(solution_str == 'y')\n")
+    spec = RewardSpec(path=str(tmp_path / "mine.py"))
+    rows, answers = [row("a", "1"), row("b", "1")], {"a": ["!", "y"], "b": ["y", "x"]}
+    metrics = World(tmp_path, answers, rows, "reward.max_failure_share=0.25").validate(spec)
+    assert (metrics["val-core/toy/acc/mean@2"], metrics["val-aux/reward_failed"]) == (0.5, 0.0)
+    assert metrics["val-aux/environment_failed"] == 1.0
+    with pytest.raises(EnvironmentFault, match="the environment failed in 1 of"):
+        World(tmp_path, answers, rows, "reward.max_failure_share=0.2").validate(spec)
 
 
 def test_a_failed_reward_counts_with_its_score_and_is_told(tmp_path):
@@ -218,7 +246,9 @@ def test_answers_come_back_in_the_order_of_prompts(tmp_path):
     world = World(tmp_path, ANSWERS, ROWS)
     with RewardPool(RewardSpec(), num_workers=1) as pool:
         responder = world.responder(pool)
-        validation = answer_and_score(world.run.config, responder, world.run.val_prompts)
+        config = world.run.config
+        settings = ValidationSettings.of(config.rollout, config.data, config.model.path, seed=0)
+        validation = answer_and_score(settings, responder, world.run.val_prompts)
         shown = validation.write(responder, tmp_path / "all.jsonl", 2)
     rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     assert [row["output"] for row in rows] == ["Answer: 1", "Answer: 9", "Answer: 2", "Answer: 2", "4", "4"]

@@ -55,10 +55,21 @@ def test_one_json_object_says_what_was_looked_at(run):
     assert found["seconds"] < 20
 
 
+def test_what_was_not_taken_apart_is_said_and_all_takes_it_apart(run, monkeypatch):
+    monkeypatch.setattr(proof, "_PROOF_SECONDS", 0.0)
+    wanted = ("rollout.num_engines=2", "rollout.tensor_model_parallel_size=2", "cluster.n_gpus_per_node=6")
+    engines = [word for setting in wanted for word in ("--set", setting)]
+    code, out, _ = run(*engines)
+    assert code == 0
+    assert out.splitlines()[-1].startswith("ok: of 3 of 4 workers, taken apart in full, every element arrives")
+    code, out, _ = run(*engines, "--all")
+    assert code == 0 and out.splitlines()[-1].endswith("(4 of 4 workers in full)")
+
+
 def test_a_fault_is_printed_with_its_name_and_ends_with_1(run, monkeypatch):
     fault = "engine 0, worker 1: model.norm.weight: 3 of 64 elements are not covered"
     real = proof.prove
-    monkeypatch.setattr(proof, "prove", lambda plan: replace(real(plan), fault=fault))
+    monkeypatch.setattr(proof, "prove", lambda plan, seconds: replace(real(plan, seconds), fault=fault))
     code, out, _ = run()
     assert code == 1
     assert out.splitlines()[-1] == f"FAULT: {fault}"

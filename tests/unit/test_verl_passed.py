@@ -1,24 +1,33 @@
 """Key=value pairs that bash itself passes to verl from 80 public scripts: none is lost, none differs without a word.
 
 Made by scripts/evidence/verl_scripts.py, which runs each script over stubs; the reader of scripts has no part in it.
+Every pair is compared twice: as the translation takes it over, and as the reader reads it from a script of these words.
 """
 
+import importlib.util
 import json
 import re
+import shlex
+from collections import Counter
 from functools import cache
 from math import ceil
 from pathlib import Path
 
 import pytest
+import yaml
 
-from mrl.extras.import_verl.expansion import Value
-from mrl.extras.import_verl.keys import row_of
-from mrl.extras.import_verl.report import Import
-from mrl.extras.import_verl.translate import translate
-from mrl.extras.import_verl.verl_command import from_words
+from mrl.tools.import_verl.expansion import Value
+from mrl.tools.import_verl.report import Import
+from mrl.tools.import_verl.shell import read_script
+from mrl.tools.import_verl.translate import translate
+from mrl.tools.import_verl.verl_command import from_script, from_words
 
 ROWS = [json.loads(line) for line in Path(__file__).with_name("verl_passed.jsonl").read_text().splitlines()]
 NAMES = [row["path"] for row in ROWS]
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("verl_scripts", ROOT / "scripts" / "evidence" / "verl_scripts.py")
+verl_scripts = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(verl_scripts)
 # what is asked of verl and not done here, and the values that do not ask for it
 NOT_DONE = {
     "actor_rollout_ref.model.lora_rank": ("0",),
@@ -29,6 +38,15 @@ NOT_DONE = {
     "actor_rollout_ref.actor.megatron.qat.enable": ("False", "false"),
     "actor_rollout_ref.model.mtp.enable": ("False", "false"),
     "reward_model.enable": ("False", "false", "null"),
+}
+# what is said in another way here, and means the same: verl's key and text -> our value
+SAID_ANOTHER_WAY = {
+    ("trainer.logger", "console"): ["console"],
+    ("algorithm.rollout_correction.bypass_mode", "False"): "recompute",
+    ("algorithm.rollout_correction.bypass_mode", "false"): "recompute",
+    ("algorithm.rollout_correction.bypass_mode", "true"): "rollout",
+    ("actor_rollout_ref.rollout.enable_rollout_routing_replay", "True"): "R3",
+    ("trainer.log_val_generations", "-1"): 0,
 }
 
 
@@ -45,9 +63,14 @@ def imported(path: str) -> Import:
     return translate(from_words(words, row["entry"], path), path)
 
 
-def scalar(text: str):
-    """A text as Hydra's grammar has it, for what is one number, truth value or name; lists and quotes stay text."""
+def plain(text: str):
+    """A text as Hydra's grammar has it: lists, mappings and quotes as YAML's flow style, all else by `scalar`."""
     text = text.strip()
+    return yaml.safe_load(text) if text[:1] in ("[", "{", "'", '"') else scalar(text)
+
+
+def scalar(text: str):
+    """One number, truth value or name."""
     known = {"true": True, "false": False, "null": None, "none": None}
     if text.lower() in known:
         return known[text.lower()]
@@ -72,14 +95,46 @@ def test_no_key_that_bash_passes_is_lost(path):
 
 @pytest.mark.parametrize("path", NAMES)
 def test_no_value_differs_without_a_word(path):
-    out, silent = imported(path), []
-    texts = passed(ROWS[NAMES.index(path)])
-    for entry in out.entries:
-        plain = entry.kind in ("carried", "renamed") and not entry.why and not row_of(entry.key).convert
-        wanted = scalar(texts.get(entry.key, "")) if plain else None
-        if plain and not isinstance(wanted, str) and row_of(entry.key).kind == "to":
-            silent += [] if (entry.value, out.values[entry.to]) == (wanted, wanted) else [str(entry)]
+    out, texts = imported(path), passed(ROWS[NAMES.index(path)])
+    entries = [entry for entry in out.entries if entry.key in texts]
+    assert {entry.key for entry in entries} == texts.keys()
+    told = {entry.key for entry in entries if entry.why}  # a key may become several of ours, one of them with a word
+    silent = []
+    for entry in entries:
+        key = entry.key
+        wanted = SAID_ANOTHER_WAY.get((key, texts[key]), plain(texts[key]))
+        ours = out.values[entry.to] if entry.to else entry.value
+        if key not in told and not (equal(entry.value, wanted) and equal(ours, wanted)):
+            silent.append(f"{entry}; bash says {texts[key]}")
     assert not silent
+
+
+def equal(one, other) -> bool:
+    """Whether values are the same in kind too; 1 and True are not."""
+    return one == other and type(one) is type(other)
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_a_key_that_goes_nowhere_or_becomes_another_value_says_why(path):
+    texts = passed(ROWS[NAMES.index(path)])
+    assert not [str(entry) for entry in imported(path).entries if entry.key in texts and not entry.to and not entry.why]
+
+
+def launch_script(row: dict) -> str:
+    """A script that passes the row's words: half of them in an array, the others over lines of their own."""
+    words = [*row["options"], *row["words"]]
+    half = len(words) // 2
+    lines = ["#!/usr/bin/env bash", "ARGS=(", *(f"    {shlex.quote(word)}" for word in words[:half]), ")"]
+    rest = [shlex.quote(word) for word in words[half:]]
+    return "\n".join([*lines, " \\\n    ".join([f'python3 -m {row["entry"]} "${{ARGS[@]}}"', *rest]), ""])
+
+
+def test_the_shell_reader_reads_every_value_as_bash_passes_it():
+    counts = Counter()
+    for row in ROWS:
+        command = from_script(read_script(launch_script(row), row["path"], {"HOME": "/home/user"}), row["path"])
+        counts.update(verl_scripts._judged(command, row["words"]))
+    assert counts == {"same": sum(len(passed(row)) for row in ROWS)}
 
 
 @pytest.mark.parametrize("path", NAMES)

@@ -9,9 +9,9 @@ import pytest
 from report_run import World, write_run
 
 from mrl.cli.main import main
-from mrl.extras.report.columns import STEP
-from mrl.extras.report.live import SHARE, LivePage, LiveServer, state_tag
 from mrl.record.run_dir import RunDir, json_line
+from mrl.tools.report.columns import STEP
+from mrl.tools.report.live import SHARE, LivePage, LiveServer, state_tag
 
 LOADED = {"critic/score/mean": 0.75, "timing_s/step": 3.0}
 
@@ -77,7 +77,7 @@ def test_answers_are_kept_by_nobody_and_framed_by_nobody(served):
 
 def test_a_page_that_is_known_is_not_sent_again_until_a_step_is_written(served, monkeypatch):
     run, server = served
-    monkeypatch.setattr("mrl.extras.report.live.SHARE", 1.0)  # no rest between two pages
+    monkeypatch.setattr("mrl.tools.report.live.SHARE", 1.0)  # no rest between two pages
     _, headers, body = ask(server)
     assert "3 of 6 steps" in body
     status, again, empty = ask(server, **{"If-None-Match": headers["ETag"]})
@@ -105,7 +105,7 @@ def test_pages_are_made_a_tenth_of_the_time_at_most(tmp_path, monkeypatch):
         now[0] += 2.0
         return "page"
 
-    monkeypatch.setattr("mrl.extras.report.live.page_html", made)
+    monkeypatch.setattr("mrl.tools.report.live.page_html", made)
     live = LivePage(run.path, lambda: now[0])
     first = live.page()
     append_step(run, 2)

@@ -54,10 +54,13 @@ def test_the_example_of_the_docstring(ranks, megatron, vllm):
 @pytest.mark.parametrize("name", MODELS)
 def test_each_side_has_every_weight_of_a_layer_under_a_name_of_its_own(name):
     for layer, _ in weight_map(MODELS[name]).layers:
-        assert set(layer.hf) == set(layer.megatron) == set(layer.vllm)
-        assert (
-            len({weight.megatron for weight in layer.hf}) == len({weight.vllm for weight in layer.hf}) == len(layer.hf)
-        )
+        assert set(layer.hf) == set(layer.megatron)
+        parts = [part for weight in layer.hf for part in weight.parts]
+        in_vllm = [part for weight in layer.vllm for part in weight.parts]
+        assert set(parts) == set(in_vllm) and len(parts) == len(in_vllm) == len(set(parts))
+        assert len({weight.megatron for weight in layer.hf}) == len(layer.hf)
+        names_in_vllm = [weight.vllm for weight in layer.vllm]  # rows of one name are one parameter
+        assert len(set(names_in_vllm)) == len(names_in_vllm) and set(names_in_vllm) == {w.vllm for w in layer.hf}
 
 
 def test_a_model_type_of_no_family_is_refused():

@@ -16,14 +16,15 @@ import pytest
 import torch
 from reshard_world import DictWriter, World, expected, hf_weights, setup_for, shards_of
 
-from mrl.cluster import weight_sync
+from mrl.cluster import engine_fleet, weight_sync
+from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.prerequisites import free_port
-from mrl.cluster.rollout_group import VersionServed
 from mrl.cluster.weight_sync import WeightSync
-from mrl.errors import EnvironmentFault, Interrupted
+from mrl.errors import EnvironmentFault, Interrupted, LostProcess
+from mrl.remote.process_logs import concerning
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.transport import sequence_number
-from mrl.vllm.requests import rank_name
+from mrl.vllm.requests import VersionServed, rank_name
 
 TRAIN = dict(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
 REPLICAS = dict(world_size=2)
@@ -52,13 +53,22 @@ class FakeCluster:
         self.held = {rank: shards_of(setup, rank, weights) for rank in range(setup.train_layout.world_size)}
         self.met_at: list[int] = []
         self.flip_storage = None  # engine whose storage is spoilt after the write
+        names = [rank_name(*divmod(i, self.ranks), self.ranks) for i in range(len(self.engines))]
+        self.ended: list[int] = []
+        processes = SimpleNamespace(
+            names=names, workers=[None] * len(names), engine_ranks=self.ranks, end=self.ended.append,
+            start_again=lambda engine: {"a start": "to come"}, note_place=lambda engine: None,
+        )  # fmt: skip
+        self.fleet = EngineFleet(processes, 60.0)
+        self.device_places = {name: [("node", None)] for name in names}
 
     def actor(self) -> SimpleNamespace:
         return SimpleNamespace(refs=self._rank_refs, meeting_point=self.meeting_point)
 
     def group(self) -> SimpleNamespace:
         return SimpleNamespace(
-            refs=self._engine_refs, commit=self.commit, call=lambda method: None, prepare=lambda what, engines: None,
+            refs=self._engine_refs, commit=self.commit, call=lambda method, engines: None,
+            check_there=lambda what, engines: None, fleet=self.fleet, device_places=self.device_places,
             names_of=lambda engines: [f"engine {engine}" for engine in sorted(engines)],
         )  # fmt: skip
 
@@ -73,8 +83,8 @@ class FakeCluster:
 
     def _engine_refs(self, method, *arguments, engines=None):
         chosen = [i for i in range(len(self.engines)) if engines is None or i // self.ranks in engines]
-        if method in ("agree_on_sync", "connect_sync"):
-            return {"engine 0": partial(getattr(self, method), *arguments)}
+        if method == "connect_sync":
+            return {"engine 0": partial(getattr(self, method), *arguments)} if chosen else {}
         return {
             rank_name(*divmod(i, self.ranks), self.ranks): partial(getattr(self, method), i, *arguments) for i in chosen
         }
@@ -82,13 +92,13 @@ class FakeCluster:
     def places(self, number):
         return [("node", None)]
 
-    def agree_on_sync(self, data, plan_hash) -> int:
+    def agree_on_sync(self, worker, data, plan_hash) -> int:
         if self.world:
             self.world.close()
+            self.world = None
         self.agreed = setup = SyncSetup.from_json(data)
         setup.check_hash(plan_hash, "engine 0")
-        workers = range(setup.rollout_layout.world_size)
-        return sum(p.numel() * 4 for w in workers for p in expected(setup, w, self.weights).values())
+        return sum(p.numel() * 4 for p in expected(setup, worker, self.weights).values())
 
     def connect_sync(self) -> None:
         self.world = World(self.agreed, self.weights)
@@ -108,9 +118,11 @@ class FakeCluster:
         held = {name: writer.digest(spec) for name, spec in writer.parameters.items()} if read_back else None
         return [vars(report) | {"received": writer.digests, "held": held}]
 
-    def commit(self, version) -> VersionServed:
+    def commit(self, version, engines) -> VersionServed:
         for engine in self.engines:
-            engine.version = version
+            if engine.number // self.ranks in engines:
+                engine.version = version
+        self.fleet.committed(engines, version)
         return VersionServed(0, 0.5, 3 * version)
 
     def versions(self) -> list:
@@ -118,7 +130,7 @@ class FakeCluster:
 
 
 def run_all(calls: dict, *_) -> dict:
-    """As mrl.cluster.calls.settle: errors are answers."""
+    """As mrl.remote.calls.settle: errors are answers."""
 
     def caught(call):
         try:
@@ -138,26 +150,46 @@ def cluster(monkeypatch):
     made = []
     monkeypatch.setattr(weight_sync, "settle", run_all)
     monkeypatch.setattr(weight_sync, "gather", run_all)
+    monkeypatch.setattr(engine_fleet.ray, "wait", lambda refs, num_returns, timeout: ([], refs))
 
     def make(
         engines=2, train=TRAIN, transport="shm", timeout_s=30.0, verify_every=1, **sizes
     ) -> tuple[FakeCluster, WeightSync]:
         setup = setup_for(train, dict(num_engines=engines, **sizes), transport, timeout_s=timeout_s)
         found = FakeCluster(setup, hf_weights(setup))
-        config = SimpleNamespace(
-            reshard=SimpleNamespace(path="fast", transport=transport, verify_every=verify_every),
+        reshard = SimpleNamespace(path="fast", transport=transport, verify_every=verify_every, timeout_s=timeout_s)
+        deployment = SimpleNamespace(
             rollout=SimpleNamespace(num_engines=engines),
-            actor=SimpleNamespace(layout=SimpleNamespace(world_size=train["world_size"])),
-            cluster=SimpleNamespace(start_timeout_s=60.0, step_timeout_s=60.0),
+            layout=SimpleNamespace(world_size=train["world_size"]),
+            cluster=SimpleNamespace(start_timeout_s=60.0, step_timeout_s=3600.0, model_fields_set=()),
         )
-        sync = WeightSync(config, found.actor(), found.group())
+        sync = WeightSync(None, deployment, reshard, found.actor(), found.group())
         sync._setup = lambda topology: replace(setup, topology=topology)
         made.append(found)
         return found, sync
 
     yield make
     for one in made:
-        one.world.close()
+        if one.world:
+            one.world.close()
+
+
+def test_a_sync_has_all_the_time_once_and_then_what_its_peers_wait_for_each_other_and_a_minute(cluster, monkeypatch):
+    world, sync = cluster(timeout_s=30.0)
+    given, settled = [], weight_sync.settle
+
+    def noting(calls, timeout_s, phase):
+        given.append(timeout_s)
+        return settled(calls)
+
+    monkeypatch.setattr(weight_sync, "settle", noting)
+    world.flip_storage = 1
+    for version in (1, 2):
+        sync.bring_to(version)
+    assert given == [3600.0, 90.0, 90.0]
+    sync._deadlines.ended(weight_sync.PHASE, 20.0)
+    sync.bring_to(3)
+    assert given[-1] == 200.0
 
 
 def holds(cluster: FakeCluster, engine: int) -> bool:
@@ -204,6 +236,90 @@ def test_a_clean_sync_moves_what_is_required_and_serves_the_version_everywhere(c
     meters = ("rollout/stale_prefix_tokens", "perf/kv_cache_peak", "perf/preemptions")
     assert [metrics[name] for name in meters] == [0, 0.5, 21]
     assert sync.bring_to(8)["perf/preemptions"] == 24 - 21, "since the sync before"
+
+
+def lose(world: FakeCluster, engine: int) -> None:
+    """Ends an engine and starts it again, as an error of it would."""
+    name = f"engine {engine}"
+    error = concerning(LostProcess(f"{name} died"), name)
+    assert world.fleet.loses(error, world.fleet.epochs()) and world.ended[-1] == engine
+    world.engines[engine] = Engine(engine, version=None)
+
+
+def come_back(world: FakeCluster, engine: int) -> None:
+    name = f"engine {engine}"
+    del world.fleet._starts[name]
+    assert world.fleet.machine.started(name, world.fleet.machine.epoch(name))
+
+
+def workers_of(world: FakeCluster) -> list[int]:
+    """That transports are open to."""
+    return sorted(world.world.receivers)
+
+
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
+def test_a_lost_engine_is_left_out_brought_back_beside_the_others_and_takes_part_again(cluster, transport):
+    world, sync = cluster(transport=transport)
+    world.fleet.restart(3, 1)
+    sync.bring_to(1)
+    lose(world, 1)
+    metrics = sync.bring_to(2)
+    assert world.versions() == [2, None] and workers_of(world) == [0] and metrics["reshard/engines"] == 1
+    assert metrics["reshard/bytes_moved"] == metrics["reshard/bytes_required"] > 0
+    sync.mend()
+    assert world.versions() == [2, None], "it has not started"
+    come_back(world, 1)
+    held = world.engines[0].writer
+    sync.mend()
+    assert world.versions() == [2, 2] and holds(world, 1) and workers_of(world) == [1]
+    assert world.engines[0].writer is held, "the other was left alone"
+    assert world.fleet.serving().keys() == {"engine 0", "engine 1"} and world.fleet.serving()["engine 1"].epoch == 1
+    metrics = sync.bring_to(3)
+    assert world.versions() == [3, 3] and workers_of(world) == [0, 1] and metrics["reshard/engines"] == 2
+
+
+def test_an_engine_that_is_lost_in_a_sync_does_not_keep_the_others_from_it(cluster, monkeypatch):
+    world, sync = cluster()
+    world.fleet.restart(3, 1)
+    sync.bring_to(1)
+    settled = weight_sync.settle
+
+    def settle_with_a_loss(calls, *given):
+        monkeypatch.setattr(weight_sync, "settle", settled)
+        lose(world, 1)
+        raise concerning(LostProcess("weight sync: engine 1 died"), "engine 1")
+
+    monkeypatch.setattr(weight_sync, "settle", settle_with_a_loss)
+    metrics = sync.bring_to(2)
+    assert world.versions() == [2, None] and holds(world, 0) and metrics["reshard/engines"] == 1
+    assert metrics["reshard/bytes_moved"] == metrics["reshard/bytes_required"] > 0
+    assert world.fleet.serving().keys() == {"engine 0"}
+
+
+def test_where_the_only_engine_is_lost_the_weights_are_current_all_the_same(cluster):
+    world, sync = cluster(engines=1)
+    world.fleet.restart(3, 1)
+    sync.bring_to(1)
+    lose(world, 0)
+    assert sync.bring_to(2)["reshard/engines"] == 0
+    come_back(world, 0)
+    sync.mend()
+    assert world.versions() == [2] and holds(world, 0) and world.fleet.version == 2
+
+
+def test_transports_are_opened_to_an_engine_that_started_again_between_two_syncs(cluster):
+    world, sync = cluster(engines=1)
+    world.fleet.restart(3, 1)
+    sync.bring_to(1)
+    lose(world, 0)
+    come_back(world, 0)
+    met = []
+    sync._agree = (lambda plain: lambda engines: met.append(set(engines)) or plain(engines))(sync._agree)
+    metrics = sync.bring_to(1)
+    assert met == [{0}] and metrics["reshard/resynced"] == 0 and metrics["reshard/engines"] == 1
+    assert world.versions() == [1] and holds(world, 0)
+    sync.bring_to(2)
+    assert met == [{0}], "those who have met go on"
 
 
 def test_a_byte_flipped_on_the_way_is_named_and_only_that_engine_is_synced_again(cluster, capsys):
@@ -388,10 +504,12 @@ def test_gate_and_up_swapped_while_packing_do_not_pass(cluster, capsys):
         for (number, worker), views in sender._sources._views.items():
             message = next(m for m in sender._messages if (m.round, m.worker) == (number, worker))
             at = {c.hf_name: i for i, c in enumerate(message.copies)}
+            swapped = list(views)
             for name, gate in at.items():
                 up = at.get(name.replace("gate_proj", "up_proj"))
                 if "gate_proj" in name and up is not None and views[gate].shape == views[up].shape:
-                    views[gate], views[up] = views[up], views[gate]
+                    swapped[gate], swapped[up] = views[up], views[gate]
+            sender._sources._views[number, worker] = swapped  # made anew, as after a parameter has moved
     with pytest.raises(Interrupted, match=r"w13_weight differs on the way"):
         sync.bring_to(2)
     assert world.versions() == [None]
@@ -466,7 +584,8 @@ def test_a_side_with_another_plan_is_refused_before_the_first_byte(cluster):
 
 def test_the_group_meets_at_its_first_member_though_rank_0_has_no_peer_on_another_host(cluster):
     world, sync = cluster(engines=1, train=REPLICAS, transport="auto")
-    world.places = lambda number: [(("here", "there")[number], None)]  # the engine and rank 0 here, rank 1 there
+    world.places = lambda number: [(("here", "there")[number], None)]  # rank 0 here, rank 1 there
+    world.device_places["engine 0"] = [("here", None)]
     sync.bring_to(1)
     assert world.met_at == [1]
     assert holds(world, 0) and world.versions() == [1]

@@ -128,9 +128,6 @@ def whole_batch(config, rollouts, old, ref, lots) -> tuple[dict, dict]:
         for what in ("advantages", "returns")
         for name in ("mean", "max", "min")
     }
-    responses = float((row_sums(mask, lengths) > 0).sum())
-    metrics |= {f"ran/adv_estimator/{algorithm.adv_estimator}": responses}
-    metrics |= {"ran/anchor/rollout": responses} if algorithm.anchor == "rollout" else {}
     rows = config.actor.ppo_mini_batch_size * config.rollout.n
     parts = [slice(first, min(first + rows, len(lengths))) for first in range(0, len(lengths), rows)]
     tokens = [slice(int(lengths[: part.start].sum()), int(lengths[: part.stop].sum())) for part in parts]

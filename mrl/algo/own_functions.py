@@ -1,0 +1,81 @@
+"""Python files of the user's that bind functions to names with a decorator: read off their text, and run. No torch."""
+
+import ast
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ConfigError
+
+# what such a file imports without binding anything to a name of ours
+_PLAIN = frozenset(sys.stdlib_module_names) | {"mrl", "numpy", "torch"}
+
+
+def registered_names(file: Path, decorator: str) -> tuple[str, ...] | None:
+    """The names that `file` gives to @`decorator`; None where its text does not tell, as where another module of the
+    user's is imported.
+
+    Raises SyntaxError for what is no Python, OSError for what cannot be read.
+    """
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except ValueError as error:  # a null byte
+        raise SyntaxError(str(error)) from error
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _last_name(node.func) == decorator]
+    given = [call.args[0] if call.args else None for call in calls]
+    if not all(isinstance(name, ast.Constant) for name in given):
+        return None
+    if not given and not _imports(tree) <= _PLAIN:
+        return None
+    return tuple(str(name.value) for name in given)
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _imports(tree: ast.Module) -> set[str]:
+    """First parts of the modules that a file imports; those beside it are "."."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0] if not node.level else ".")
+    return found
+
+
+def load_registered(path: str, key: str, decorator: str, name: str, table: Mapping[str, Any]) -> None:
+    """Runs the file at `path`, once a process, which must bind a function to `name`, in `table`, with @`decorator`.
+
+    Raises ConfigError; `key`: of the configuration, for its message.
+    """
+    file = Path(path).resolve()
+    module = f"mrl_{decorator}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    before = set(table)
+    if module not in sys.modules:
+        _run_file(file, module, key)
+    if name not in table:
+        registered = ", ".join(sorted(set(table) - before)) or "nothing"
+        raise ConfigError(
+            f'{key}: {file} registers {registered}, not {name!r}; put @{decorator}("{name}") on the function'
+        )
+
+
+def _run_file(file: Path, name: str, key: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ConfigError(f"{key}: {file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        del sys.modules[name]
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{key}: {file} cannot be loaded: {type(error).__name__}: {error}") from error

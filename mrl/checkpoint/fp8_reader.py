@@ -1,0 +1,53 @@
+"""Reads a checkpoint whose matrices are in FP8 as the bfloat16 one that it stands for."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from mrl.checkpoint import stored_boxes
+from mrl.checkpoint.manifest import StoredTensor
+from mrl.checkpoint.stored_boxes import BoxReader, StoredBox, TensorFiles
+from mrl.model.boxes import Box
+from mrl.model.fp8 import bfloat16_words
+from mrl.model.hf_files import scale_of
+
+
+class Fp8Reader(BoxReader):
+    """Gives matrices in FP8 as bfloat16, some rows at a time; other tensors as they are."""
+
+    def __init__(
+        self,
+        folder: Path,
+        entries: Iterable[StoredTensor],
+        files: TensorFiles,
+        scales: Mapping[str, str],
+        block: tuple[int, int],
+    ):
+        """`scales`: by the name of a matrix in FP8, the file that has its scales. `block`: rows and columns of one."""
+        super().__init__(folder, entries, files)
+        self._files_of_scales = scales
+        self._block = block
+        self._last = ("", np.empty((0, 0), np.float32))  # the matrix that was read last, and its scales
+
+    def read(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
+        """Writes `box` into `out`, whose elements have 16 bits."""
+        name = stored.parts[0].key
+        if name not in self._files_of_scales:
+            return super().read(stored, box, out)
+        scales = self._scales(name)
+        (first, last), columns = box.ranges
+        step = max(1, stored_boxes.SCRATCH_BYTES // (columns[1] - columns[0]))
+        for start in range(first, last, step):
+            rows = Box(((start, min(start + step, last)), columns))
+            codes = np.empty(rows.shape, np.uint8)
+            super().read(stored, rows, codes)
+            out[start - first :][: len(codes)] = bfloat16_words(codes, scales, self._block, rows.origin)
+        return None
+
+    def _scales(self, name: str) -> np.ndarray:
+        if self._last[0] != name:
+            file, key = self._files_of_scales[name], scale_of(name)
+            flat = self.tensor_bytes(file, key).view("<f4")
+            self._last = (name, flat.reshape(self._location(file, key).shape))
+        return self._last[1]

@@ -1,0 +1,295 @@
+"""Engines of a run as processes: who is lost is ended and started again, as mrl/schedule/fleet.py has it.
+
+    generation's thread   loses                 its requests are made again by the others, or by whoever is back
+    the loop              loses, collect        takes note of engines that have started
+                          proven, committed     brings them to the weights that ranks hold: cluster/weight_sync.py
+
+Both threads may tell of the same loss, and one of them after the engine was started again: each error is held against
+the epochs of when the engines were asked.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import ray
+
+from mrl.errors import LostProcess, MrlError
+from mrl.remote.calls import unwrap
+from mrl.remote.process_logs import concerning, processes_of
+from mrl.schedule.fleet import DEAD, REACHED, READY, RETIRED, STALE, Fleet
+from mrl.vllm.requests import engine_of
+
+PHASE = "starting an engine again"
+LOOK_S = 0.1  # between two looks whether an engine has started
+
+
+class ServingProcess(NamedTuple):
+    """One that holds requests, or may get some."""
+
+    epoch: int  # of its engine
+    worker: ray.actor.ActorHandle
+
+
+class EngineProcesses(Protocol):
+    """Of engines, by their numbers: see RolloutGroup."""
+
+    names: list[str]
+    workers: list[ray.actor.ActorHandle]
+    engine_ranks: int
+
+    def end(self, engine: int) -> None:
+        """Kills them, and what is below them."""
+
+    def start_again(self, engine: int) -> dict[str, ray.ObjectRef]:
+        """Makes new ones; answers to come once they serve, by name."""
+
+    def note_place(self, engine: int) -> None:
+        """New ones may be elsewhere."""
+
+
+class EngineFleet:
+    """Until `restart` none is started again, and every loss is the run's end."""
+
+    def __init__(self, processes: EngineProcesses, start_s: float, clock: Callable[[], float] = time.monotonic):
+        """`start_s`: that an engine may take to start."""
+        self._processes = processes
+        self._start_s = start_s
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._engines = list(dict.fromkeys(map(engine_of, processes.names)))
+        self.machine = Fleet(self._engines, limit=0)
+        self.may_start = True  # false while ranks are on the engines' devices
+        self._starts: dict[str, tuple[float, dict[str, ray.ObjectRef]]] = {}  # when each is late, and its answers
+        self._away: dict[str, float] = {}  # engines that do not serve, and since when that is not counted yet
+        self._seconds = 0.0
+        self._counts: Counter[str] = Counter()
+        self._told: Counter[str] = Counter()
+
+    def restart(self, limit: int, least: int) -> None:
+        """From now on lost engines are started again; see Fleet. A `limit` of 0 leaves all as it is."""
+        self.machine.limit = limit
+        self.machine.least = least
+
+    def spent_at(self, restarts: Mapping[str, Iterable[int]]) -> None:
+        """Versions at which earlier starts of the run started engines again: a start gives nobody another one."""
+        for engine in self.machine.those(READY):
+            self.machine.spent_at(engine, restarts.get(engine, ()))
+
+    def stand_for(self, before: "EngineFleet") -> None:
+        """These were started in the places of `before`'s: whoever was given up there is ended here."""
+        self.machine.spent_before(before.machine)
+        for engine in self._numbers(self.machine.those(RETIRED)):
+            self._processes.end(engine)
+
+    def charge(self, error: BaseException) -> None:
+        """Engines that the error names are to be started with everything else, a restart of each of them.
+
+        Raises the error where one has none left.
+        """
+        with self._lock:
+            for engine in dict.fromkeys(map(engine_of, processes_of(error))):
+                if engine in self._engines and not self.machine.charge(engine, str(error)):
+                    raise error
+
+    # ------------------------------------------------------------ who is there
+
+    def epochs(self) -> dict[str, int]:
+        """Of all engines now, for `loses`."""
+        with self._lock:
+            return {engine: self.machine.epoch(engine) for engine in self._engines}
+
+    def starts(self, engines: Iterable[int]) -> dict[int, int]:
+        """Of these engines the epoch that each is in: one that was started again knows nobody."""
+        with self._lock:
+            return {engine: self.machine.epoch(self._engines[engine]) for engine in engines}
+
+    def serving(self) -> dict[str, ServingProcess]:
+        """Processes that hold requests or may get some, by name."""
+        with self._lock:
+            epochs = self.machine.serving()
+            each = zip(self._processes.names, self._processes.workers, strict=True)
+            found = ((name, engine_of(name), worker) for name, worker in each)
+            return {name: ServingProcess(epochs[engine], worker) for name, engine, worker in found if engine in epochs}
+
+    def reached(self) -> set[int]:
+        """Numbers of engines that answer, and take part in weight syncs."""
+        with self._lock:
+            return self._numbers(self.machine.those(*REACHED))
+
+    def stale(self) -> set[int]:
+        """Numbers of those that are to be brought to the current weights."""
+        with self._lock:
+            return self._numbers(self.machine.those(STALE))
+
+    @property
+    def none_ready(self) -> bool:
+        """Whether nobody generates."""
+        with self._lock:
+            return not self.machine.those(READY)
+
+    @property
+    def version(self) -> int:
+        """Of the current weights."""
+        return self.machine.version
+
+    def _numbers(self, engines: Iterable[str]) -> set[int]:
+        return {self._engines.index(engine) for engine in engines}
+
+    # ------------------------------------------------------------ losses and starts
+
+    def loses(self, error: BaseException, asked: Mapping[str, int]) -> bool:
+        """Ends the engines that an error names and starts them again; whether the run can do without meanwhile.
+
+        `asked`: the epochs of when the engines were asked. Raises LostProcess where too few are left.
+        """
+        names = list(dict.fromkeys(map(engine_of, processes_of(error))))
+        if not self.machine.limit or not isinstance(error, LostProcess) or not names:
+            return False
+        if not set(names) <= set(self._engines):
+            return False
+        with self._lock:
+            for engine in names:
+                if asked.get(engine) == self.machine.epoch(engine):
+                    self._lose(engine, str(error))
+        return True
+
+    def _lose(self, engine: str, why: str) -> None:
+        epoch = self.machine.epoch(engine)
+        if not self.machine.error(engine, epoch, why):
+            return
+        self._away.setdefault(engine, self._clock())
+        self._starts.pop(engine, None)
+        print(f"{engine} is lost: {why}", flush=True)
+        self._processes.end(self._engines.index(engine))
+        self.machine.exit(engine, epoch)
+        if self.may_start:
+            self._start(engine)
+
+    def _start(self, engine: str) -> None:
+        if self.machine.start(engine) is None:
+            print(f"{engine} was lost {self.machine.limit + 1} times, and is not started again", flush=True)
+            if why := self.machine.shortage():
+                raise concerning(LostProcess(why), engine)
+            return
+        answers = self._processes.start_again(self._engines.index(engine))
+        self._starts[engine] = (self._clock() + self._start_s, answers)
+
+    def collect(self) -> None:
+        """Takes note of engines that have started, and starts those that may be. Of the loop's thread.
+
+        Raises LostProcess where too few are left.
+        """
+        with self._lock:
+            if self.may_start:
+                for engine in self.machine.those(DEAD):
+                    self._start(engine)
+            for engine, (late_at, answers) in list(self._starts.items()):
+                self._look_at(engine, late_at, answers)
+
+    def hold_starts(self, poll: Callable[[], None]) -> None:
+        """Returns once nobody is starting any more; from then on nobody is started until `allow_starts`.
+
+        `poll` may raise, which ends the wait. Raises LostProcess where too few are left.
+        """
+        while True:
+            with self._lock:
+                self.collect()
+                if not self._starts:
+                    self.may_start = False
+                    return
+            poll()
+            time.sleep(LOOK_S)
+
+    def end_starts(self) -> None:
+        """Ends engines that are starting; nobody is started until `allow_starts`."""
+        with self._lock:
+            self.may_start = False
+            for engine in list(self._starts):
+                del self._starts[engine]
+                self._processes.end(self._engines.index(engine))
+                self.machine.exit(engine, self.machine.epoch(engine))
+
+    def allow_starts(self) -> None:
+        """The engines' devices are theirs: `collect` starts those that were lost meanwhile."""
+        with self._lock:
+            self.may_start = True
+
+    @property
+    def none_starts(self) -> bool:
+        """Whether nobody is starting."""
+        with self._lock:
+            return not self._starts
+
+    def _look_at(self, engine: str, late_at: float, answers: dict[str, ray.ObjectRef]) -> None:
+        refs = list(answers.values())
+        there = ray.wait(refs, num_returns=len(refs), timeout=0)[0]
+        try:
+            for name, ref in answers.items():
+                if ref in there:
+                    unwrap(ref, name, PHASE)
+            if len(there) == len(refs):
+                self._processes.note_place(self._engines.index(engine))
+                del self._starts[engine]
+                self.machine.started(engine, self.machine.epoch(engine))
+                print(f"{engine} has started again", flush=True)
+            elif self._clock() > late_at:
+                self._lose(engine, f"it did not start within {self._start_s:g} s")
+        except (MrlError, ray.exceptions.RayError) as error:
+            self._lose(engine, str(error))
+
+    # ------------------------------------------------------------ weights
+
+    def proven(self, engines: Iterable[int], version: int) -> None:
+        """Digests say that these hold the weights of `version`."""
+        with self._lock:
+            for engine in map(self._engines.__getitem__, engines):
+                self.machine.verified(engine, self.machine.epoch(engine), version)
+
+    def committed(self, engines: Iterable[int], version: int) -> None:
+        """These serve `version`, which is current, also where none is left that serves it."""
+        with self._lock:
+            self.machine.advance(version)
+            for engine in map(self._engines.__getitem__, engines):
+                if self.machine.committed(engine, self.machine.epoch(engine), version) and engine in self._away:
+                    self._seconds += self._clock() - self._away.pop(engine)
+                    print(f"{engine} serves again, weights of step {version}", flush=True)
+
+    def rewind(self, version: int) -> None:
+        """Ranks hold the weights of `version` again, and every engine that is there gave up what it was at."""
+        with self._lock:
+            self.machine.rewind(version)
+
+    # ------------------------------------------------------------ what is counted
+
+    def count(self, what: str, number: int) -> None:
+        """requests_again, quarantined: of the step."""
+        with self._lock:
+            self._counts[what] += number
+
+    def late(self, engine: str, epoch: int, answers: int) -> None:
+        """Answers of an engine that was taken for lost: nobody reads them."""
+        with self._lock:
+            self.machine.progress(engine_of(engine), epoch, answers)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the time since this was asked last."""
+        with self._lock:
+            now = self._clock()
+            seconds = self._seconds + sum(now - since for since in self._away.values())
+            self._away = dict.fromkeys(self._away, now)
+            self._seconds = 0.0
+            counts = self._counts + self.machine.counts - self._told
+            self._told = Counter(self.machine.counts)
+            self._counts = Counter()
+            return {
+                "fleet/lost": float(counts["lost"]),
+                "fleet/restarted": float(counts["restarted"]),
+                "fleet/requests_again": float(counts["requests_again"]),
+                "fleet/late_answers": float(counts["late"]),
+                "fleet/quarantined": float(counts["quarantined"]),
+                "fleet/engines_ready": float(len(self.machine.those(READY))),
+                "fleet/seconds_lost": seconds,
+            }

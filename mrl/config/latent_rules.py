@@ -1,0 +1,128 @@
+"""What latent attention (DeepSeek-V3 and its kin) cannot do on a device, and what of its checkpoints cannot be run as
+they are.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mrl.config.rule_row import RuleRow
+from mrl.config.schema import RunConfig, leaf
+from mrl.model import ModelSpec, load_model_spec
+from mrl.platforms.versions import row_of, vllm_generation, vllm_package
+
+_VLLM = "rollout.engine_kwargs.vllm"
+_KERNEL = (512, 64)  # latent and rotated size that vLLM's CPU kernel is compiled for
+_GENERATION = (0, 32)
+
+
+def _latent(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig, ModelSpec], bool]:
+    return lambda config, model: model.is_latent and broken(config, model)
+
+
+def _on(config: RunConfig, device: str) -> bool:
+    return leaf(config, "cluster.device") == device
+
+
+def _engine_is_old(config: RunConfig, _: ModelSpec) -> bool:
+    if leaf(config, "cluster.device") not in ("cpu", "cuda"):
+        return False
+    _, version = vllm_package(row_of(config.cluster.device).packages | config.cluster.versions)
+    generation = vllm_generation(version)
+    return generation is not None and generation.release != _GENERATION
+
+
+def _replicates_shared_experts(config: RunConfig) -> bool:
+    rollout = config.rollout
+    degrees = (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.expert_parallel_size)
+    return min(degrees) > 1
+
+
+def _is_fp8(path: str | None) -> bool:
+    """Of a folder on this host; another is looked at where it is loaded."""
+    return path is not None and Path(path, "config.json").is_file() and load_model_spec(path).is_fp8
+
+
+LATENT_RULES = (
+    RuleRow(
+        "model.path",
+        lambda c, m: m.is_fp8,
+        "has FP8 weights, which no run has been started from yet",
+        "its engines would begin without weights and get them by the first sync; make a bfloat16 checkpoint of it with "
+        "mrl convert hf-to-megatron --layout tp=1 and mrl convert megatron-to-hf, and name that",
+    ),
+    RuleRow(
+        "ref.path",
+        lambda c, m: _is_fp8(c.ref.path),
+        "has FP8 weights, which no reference has been loaded from yet",
+        "make a bfloat16 checkpoint of it as of model.path, and name that",
+    ),
+    RuleRow(
+        f"{_VLLM}.load_format",
+        lambda c, m: m.is_fp8 and "load_format" in c.rollout.vllm_kwargs,
+        "must be left out for a checkpoint in FP8",
+        "its engines get the bfloat16 weights that are trained by the first sync, and what vLLM would load is another "
+        "model",
+    ),
+    RuleRow(
+        "cluster.device",
+        _latent(lambda c, m: _on(c, "npu")),
+        "must be cuda or cpu for latent attention",
+        "vllm-ascend keeps its projections in a form that no dialect describes, and no sync could renew it",
+        ("cuda", "cpu"),
+    ),
+    RuleRow(
+        "cluster.versions",
+        _latent(_engine_is_old),
+        "latent attention needs vLLM 0.32",
+        "older engines keep copies for decoding that a sync would leave as they were",
+    ),
+    RuleRow(
+        "actor.layout.context_parallel_size",
+        _latent(lambda c, m: not _on(c, "cpu") and c.actor.layout.context_parallel_size > 1),
+        "must be 1 with latent attention outside cpu",
+        "values are narrower than keys, which Transformer Engine's kernels for context parallelism were never seen to "
+        "take in a pack",
+        (1,),
+    ),
+    RuleRow(
+        "model.override_transformer_config.apply_rope_fusion",
+        lambda c, m: m.is_latent and m.yarn is None and c.model.override_transformer_config.get("apply_rope_fusion"),
+        "must be false for latent attention without yarn",
+        "Megatron refuses to build it: its fused rotation of latent attention knows yarn alone",
+        (False,),
+    ),
+    RuleRow(
+        "rollout.data_parallel_size",
+        _latent(lambda c, m: m.family == "deepseek_v3" and _replicates_shared_experts(c)),
+        "must be 1 with tensor_model_parallel_size and expert_parallel_size above 1 for this model",
+        "vLLM then has shared experts whole on every worker, and the plan of the weight sync has them cut",
+        (1,),
+    ),
+    RuleRow(
+        f"{_VLLM}.hf_overrides",
+        _latent(lambda c, m: bool(c.rollout.vllm_kwargs.get("hf_overrides"))),
+        "must be left out for this model",
+        "mrl itself says there what the checkpoint's config.json may lack of its routers",
+    ),
+    RuleRow(
+        f"{_VLLM}.attention_backend",
+        _latent(lambda c, m: _on(c, "cpu") and c.rollout.vllm_kwargs.get("attention_backend", "CPU_MLA") != "CPU_MLA"),
+        "must be CPU_MLA or left out for latent attention on cpu",
+        "the other kernel keeps weights in a form of its own, which cannot be read back after a sync",
+        ("CPU_MLA",),
+    ),
+    RuleRow(
+        "model.path",
+        _latent(lambda c, m: _on(c, "cpu") and (m.kv_lora_rank, m.qk_rope_head_dim) != _KERNEL),
+        "has kv_lora_rank = {m.kv_lora_rank} and qk_rope_head_dim = {m.qk_rope_head_dim}, which must be 512 and 64 on "
+        "cpu",
+        "vLLM's CPU kernel of latent attention is compiled for no other sizes",
+    ),
+    RuleRow(
+        "rollout.enable_prefix_caching",
+        _latent(lambda c, m: _on(c, "cpu") and c.rollout.enable_prefix_caching),
+        "must be false for latent attention on cpu",
+        "vLLM's CPU kernel of it has no prefix cache, and vLLM switches it off by itself",
+        (False,),
+    ),
+)

@@ -1,0 +1,17 @@
+"""What a model acts on while it answers: tools and environments, in processes that can be killed.
+
+    tool.py                  a typed Python function with a docstring as a tool: its schema, arguments against it
+    environment.py           Environment, which is begun for a response, acted on by calls, ended; tools as one of them
+    builtin_tools.py         tools that are shipped: calculator
+    search_tool.py           the shipped tool search, over an index in SQLite
+    builtin_environments.py  environments that are shipped: guess_the_number
+    named.py                 names, of shipped ones or of a user's file, to them; that file runs in the worker alone
+    verl_tools.py            what stands in for verl's decorator of tools in such a file
+    environment_worker.py    the process: JSON lines in, JSON lines out
+    environment_pool.py      EnvironmentPool: calls and sessions from any thread or event loop, a deadline a step
+    offer.py                 what may be called in a run, and what of it one row names
+    acting.py                who answers the calls of one response
+
+Main types: ToolsSpec, Tool, Environment, EnvironmentPool, Acting. Imports the standard library only, and may import
+mrl.reward, whose processes these are.
+"""

@@ -1,0 +1,335 @@
+"""Tools and environments in processes that can be killed: one that hangs, crashes or runs out of memory costs a call.
+
+    calls of tools              --> one queue of all slots of tools   --> whichever is free
+    reset, steps of a session   --> the queue of its own slot         --> the process that has it
+
+A slot is a thread with a process, at one request at a time. A process that is lost takes its sessions along, so no tool
+is called where they are. Those of repeatable environments are begun anew with their next step: reset by the same row
+and seed, acted on as before, and their replies compared.
+"""
+
+import json
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mrl.environments.environment_worker import REFUSED
+from mrl.environments.offer import Offer
+from mrl.environments.tool import ToolsSpec
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.reward.items import DIED, OK
+from mrl.reward.process import ForeignLine, WorkerFailure, WorkerProcess, parsed
+
+MODULE = "mrl.environments.environment_worker"
+START_ATTEMPTS = 3
+ATTEMPTS = 2  # at a step of a repeatable environment
+DIFFERS = "differs"  # an environment that calls itself repeatable replied otherwise when it was begun anew
+
+
+class CallAnswer(NamedTuple):
+    """`text` is what the model reads; `reason` is `ok`, or why it is no result."""
+
+    reason: str
+    text: str
+    reward: float = 0.0
+    parts: Mapping[str, float] = {}
+    end: bool = False
+    seconds: float = 0.0  # that it took
+    failed: bool = False  # the environment has failed, and no reward is due
+
+
+@dataclass
+class _Slot:
+    """One process, and what waits for it alone."""
+
+    of_sessions: bool  # else of tools
+    queue: deque[tuple[Callable, Future]] = field(default_factory=deque)
+    sessions: int = 0
+    process: WorkerProcess | None = None
+
+
+class _Lost(WorkerFailure):
+    """The session went with its process; that which the slot has now is sound."""
+
+
+class Session:
+    """An environment that one response is at. Its steps are made in the order in which they are asked for."""
+
+    def __init__(
+        self, pool: "EnvironmentPool", slot: _Slot, number: int, begin: Sequence[Any], described: Mapping[str, Any]
+    ):  # fmt: skip
+        """`begin`: environment, row and seed; `described`: by the worker."""
+        self.parts: Mapping[str, float] = described["parts"]  # that the environment declares
+        self._pool, self._slot, self._number, self._begin = pool, slot, number, list(begin)
+        self._attempts = ATTEMPTS if described["repeatable"] else 1
+        self._process: WorkerProcess | None = None  # that has it
+        self._made: list[tuple[Sequence[Any], list[Any]]] = []  # steps and their replies
+        self._over: CallAnswer | None = None
+        self.ready: Future[CallAnswer] = pool.submit(self._reset, slot)
+
+    def step(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallAnswer]":
+        """The answer to come, in whatever way the step ends. It raises EnvironmentFault where no process starts."""
+        return self._pool.submit(lambda slot: self._step(slot, [name, arguments]), self._slot)
+
+    def close(self) -> None:
+        """Nobody acts on it any more. What is under way is not waited for."""
+        self._pool.submit(self._close, self._slot)
+
+    def _reset(self, slot: _Slot) -> CallAnswer:
+        return self._attempted(slot, "reset", lambda process: [OK, "", 0.0, {}, False])
+
+    def _step(self, slot: _Slot, action: Sequence[Any]) -> CallAnswer:
+        if self._over is not None:
+            return self._over
+        answer = self._attempted(slot, action[0], lambda process: self._asked(process, action))
+        if answer.end:
+            self._over = CallAnswer(REFUSED, f"Error: {action[0]}: it is over")
+        return answer
+
+    def _asked(self, process: WorkerProcess, action: Sequence[Any]) -> list[Any]:
+        reply = self._pool.ask(process, "step", self._number, *action)
+        if reply[0] not in (OK, REFUSED):
+            raise WorkerFailure(reply[0], reply[1])
+        self._made.append((action, reply))
+        return reply
+
+    def _attempted(self, slot: _Slot, what: str, act: Callable[[WorkerProcess], list[Any]]) -> CallAnswer:
+        """In a process that has the session; a failure is repeated where the environment allows it."""
+        began = time.monotonic()
+        for left in reversed(range(self._attempts)):
+            try:
+                process = self._pool.process_of(slot)
+                if process is not self._process:
+                    self._begun_in(process)
+                return CallAnswer(*act(process), seconds=time.monotonic() - began)
+            except WorkerFailure as failure:
+                if failure.reason != DIFFERS:  # of which an instance is left to be closed
+                    self._process = None
+                if failure.reason not in _ANSWERED and not isinstance(failure, _Lost):
+                    self._pool.end_process(slot)
+                self._pool.log(f"environment {self._begin[0]}: {what}: {failure.reason}: {failure.detail}")
+                if not left or failure.reason == DIFFERS:
+                    text = f"Error: {what}: {failure.detail}"
+                    seconds = time.monotonic() - began
+                    self._over = CallAnswer(failure.reason, text, seconds=seconds, failed=True)
+        return self._over
+
+    def _begun_in(self, process: WorkerProcess) -> None:
+        """Brings it to where it was. Raises WorkerFailure where it does not come there."""
+        if self._made and self._attempts == 1:
+            raise _Lost(DIED, "its process is lost, and it is not repeatable")
+        reply = self._pool.ask(process, "reset", self._number, *self._begin)
+        if reply[0] != OK:
+            raise WorkerFailure(reply[0], reply[1])
+        self._process = process
+        for action, before in self._made:
+            again = self._pool.ask(process, "step", self._number, *action)
+            if again != before:
+                raise WorkerFailure(DIFFERS, f"begun anew it replied {again[1]!r}, and {before[1]!r} before")
+
+    def _close(self, slot: _Slot) -> CallAnswer:
+        self._pool.leave(slot)
+        process = self._process
+        self._process = None
+        self._over = self._over or CallAnswer(REFUSED, "Error: it is over")
+        if process is not None and process is slot.process:
+            try:
+                self._pool.ask(process, "close", self._number)
+            except WorkerFailure:
+                self._pool.end_process(slot)
+        return CallAnswer(OK, "")
+
+
+_ANSWERED = ("raised", "out_of_memory", "wrong_type", "not_a_number", DIFFERS)  # by a process that goes on
+
+
+class EnvironmentPool:
+    """At most `num_workers` processes for tools and as many for environments, each at one request at a time. Threads
+    may share it; use as a context manager.
+
+    `timeout_s` is the deadline of a call or step, counted from when a process begins it.
+    """
+
+    def __init__(
+        self, spec: ToolsSpec, num_workers: int, timeout_s: float, log_path: Path | None = None,
+        start_timeout_s: float = 60.0,
+    ):  # fmt: skip
+        """Returns when a first process is ready. Raises ConfigError where something cannot be loaded, EnvironmentFault
+        where no process starts.
+        """
+        self.spec, self.timeout_s, self.start_timeout_s = spec, timeout_s, start_timeout_s
+        self._log = log_path.open("ab") if log_path else None
+        self._changed = threading.Condition()
+        self._shared: deque[tuple[Callable, Future]] = deque()
+        self._closed = False
+        self._sessions = 0
+        of_sessions = num_workers if spec.environments else 0
+        self._slots = [_Slot(number < of_sessions) for number in range(of_sessions + num_workers)]
+        self._described: Mapping[str, Any] = {}
+        self._threads = [
+            threading.Thread(target=self._serve, args=(slot,), name=f"tools {number}", daemon=True)
+            for number, slot in enumerate(self._slots)
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            # by a thread that lives as long as the pool: a process dies with the thread that started it
+            self.submit(self._started, self._slots[0]).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "EnvironmentPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def offer(self) -> Offer:
+        """What may be called."""
+        environments = {name: tuple(each["schemas"]) for name, each in self._described["environments"].items()}
+        return Offer(tuple(self._described["schemas"]), environments)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallAnswer]":
+        """The answer of a tool to come, in whatever way the call ends. It raises EnvironmentFault where no process
+        starts.
+        """
+        return self.submit(lambda slot: self._call(slot, name, arguments))
+
+    def session(self, environment: str, row: Mapping[str, Any], seed: int) -> Session:
+        """Begins an environment for a response; see Session.ready for whether it has begun."""
+        with self._changed:
+            slot = min((slot for slot in self._slots if slot.of_sessions), key=lambda each: each.sessions)
+            slot.sessions += 1
+            self._sessions += 1
+            number = self._sessions
+        described = self._described["environments"][environment]
+        return Session(self, slot, number, [environment, row, seed], described)
+
+    def leave(self, slot: _Slot) -> None:
+        """A session of the slot has ended."""
+        with self._changed:
+            slot.sessions -= 1
+
+    def submit(self, job: Callable[[_Slot], Any], slot: _Slot | None = None) -> Future:
+        """What `job` returns, called with a slot by its thread; None: whichever of tools is free."""
+        future: Future = Future()
+        with self._changed:
+            if self._closed:
+                future.set_exception(EnvironmentFault("the pool of tools is closed"))
+                return future
+            (self._shared if slot is None else slot.queue).append((job, future))
+            self._changed.notify_all()
+        return future
+
+    def _serve(self, slot: _Slot) -> None:
+        while (taken := self._next(slot)) is not None:
+            job, future = taken
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(job(slot))
+            except BaseException as error:  # whoever waits for it is told
+                future.set_exception(error)
+        self.end_process(slot)
+
+    def _next(self, slot: _Slot) -> tuple[Callable, Future] | None:
+        """Waits for it; None once the pool is closed."""
+        with self._changed:
+            shared = deque() if slot.of_sessions else self._shared
+            while not (self._closed or slot.queue or shared):
+                self._changed.wait()
+            if self._closed:
+                return None
+            return slot.queue.popleft() if slot.queue else shared.popleft()
+
+    def _call(self, slot: _Slot, name: str, arguments: Mapping[str, Any]) -> CallAnswer:
+        began = time.monotonic()
+        process = self.process_of(slot)
+        try:
+            reason, text, *rest = self.ask(process, "step", None, name, arguments)
+        except WorkerFailure as failure:
+            self.end_process(slot)
+            reason, text, rest = failure.reason, failure.detail, []
+        text = text if reason in (OK, REFUSED) else f"Error: {name}: {text}"
+        return CallAnswer(reason, text, *rest, seconds=time.monotonic() - began)
+
+    def ask(self, process: WorkerProcess, *request: Any) -> list[Any]:
+        """The answer without its ticket. Raises WorkerFailure."""
+        ticket = secrets.token_hex(8)  # which nobody but the process is told
+        line = json.dumps([ticket, *request], default=str).encode() + b"\n"
+        (line,) = process.exchange(line, 1, self.timeout_s)
+        answer = parsed(line)
+        if not isinstance(answer, list) or len(answer) != 6 or answer[0] != ticket:
+            raise ForeignLine(line)
+        return answer[1:]
+
+    def process_of(self, slot: _Slot) -> WorkerProcess:
+        """The slot's process, a new one where it has none that lives. Raises EnvironmentFault."""
+        if slot.process is not None and slot.process.alive():
+            return slot.process
+        self.end_process(slot)
+        return self._started(slot)
+
+    def _started(self, slot: _Slot) -> WorkerProcess:
+        for _ in range(START_ATTEMPTS):
+            with self._changed:
+                if self._closed:
+                    raise EnvironmentFault("the pool of tools is closed")
+                slot.process = process = WorkerProcess(self.spec, self._log, module=MODULE)
+            try:
+                self._described = process.wait_ready(self.start_timeout_s)
+                return process
+            except ConfigError:
+                self.end_process(slot)
+                raise
+            except WorkerFailure as failure:
+                self.end_process(slot)
+                problem = failure
+        raise EnvironmentFault(f"no process for tools starts, tried {START_ATTEMPTS} times: {problem.detail}")
+
+    def end_process(self, slot: _Slot) -> None:
+        """Kills it, and with it all of its sessions; by the slot's thread."""
+        with self._changed:
+            process = slot.process
+            slot.process = None
+        if process is not None:
+            process.close()
+
+    def log(self, line: str) -> None:
+        """Where tools print too."""
+        with self._changed:
+            if self._log is not None:
+                self._log.write(f"{line}\n".encode())
+                self._log.flush()
+
+    def close(self) -> None:
+        """Kills all processes, what they are at included. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            left = [taken for queue in (self._shared, *(slot.queue for slot in self._slots)) for taken in queue]
+            for slot in self._slots:
+                if slot.process is not None:
+                    slot.process.kill()  # whoever waits for it gets an answer, and its thread ends it
+            self._changed.notify_all()
+        for _, future in left:
+            future.cancel()
+        for thread in self._threads:
+            thread.join()
+        with self._changed:
+            if self._log is not None:
+                self._log.close()
+                self._log = None
+
+
+def check_tools(spec: ToolsSpec) -> Offer:
+    """Loads tools and environments in a process and lets it go; what may be called. Raises as EnvironmentPool does."""
+    with EnvironmentPool(spec, 1, 1.0) as pool:
+        return pool.offer

@@ -1,0 +1,126 @@
+"""The process that tools and environments run in: JSON lines in on one descriptor, one JSON line out a request on
+another, in order.
+
+Forked by mrl.reward.keeper, as a scoring process is. The first line in is the ToolsSpec; the first line out says what
+may be called, or {"error": text}. Then
+
+    [ticket, "reset", session, environment, row, seed]   --> [ticket, reason, text, 0.0, {}, false]
+    [ticket, "step", session, name, arguments]           --> [ticket, reason, text, reward, parts, end]
+    [ticket, "close", session]                           --> as of reset
+
+Session null is that of the tools. A line that a tool wrote is nobody's answer.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from mrl.environments.environment import LONGEST, Action, Environment, Reply, ToolBox, actions_of, parts_of, reply_of
+from mrl.environments.named import resolve_environments, resolve_tools
+from mrl.environments.tool import Tool, ToolsSpec
+from mrl.reward.items import NOT_A_NUMBER, OK, OUT_OF_MEMORY, RAISED, WRONG_TYPE
+from mrl.reward.worker import serve
+
+REFUSED = "refused"  # the call fits no tool, and nothing was called
+
+CallAnswer = tuple[str, str, float, dict[str, float], bool]  # reason, text, reward, parts, whether it is over
+
+
+def main(requests_fd: int, results_fd: int) -> None:
+    """Serves until the requests end."""
+    serve(requests_fd, results_fd, ToolsSpec, _loaded)
+
+
+def _loaded(spec: ToolsSpec) -> tuple[dict[str, Any], Callable[..., CallAnswer]]:
+    sessions = Sessions(resolve_tools(spec), resolve_environments(spec))
+    return sessions.described, sessions.answer
+
+
+class Sessions:
+    """Of one process: the tools, and the environments that responses are at."""
+
+    def __init__(self, tools: Mapping[str, Tool], kinds: Mapping[str, type[Environment]]):
+        """Raises ConfigError for an environment that says too little of itself."""
+        self._kinds = kinds
+        self._callable = {None: tools} | {name: actions_of(kind, name) for name, kind in kinds.items()}
+        self._parts = {name: parts_of(kind, name) for name, kind in kinds.items()}
+        self._at: dict[int | None, tuple[str | None, Environment]] = {None: (None, ToolBox(tools))}
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What may be called, for the pool."""
+        environments = {
+            name: {
+                "schemas": _schemas(self._callable[name]),
+                "repeatable": bool(kind.repeatable),
+                "parts": self._parts[name],
+            }
+            for name, kind in self._kinds.items()
+        }
+        return {"schemas": _schemas(self._callable[None]), "environments": environments}
+
+    def answer(self, verb: str, session: int | None, *arguments: Any) -> CallAnswer:
+        """In whatever way the request ends. A session that failed is closed: the pool begins it anew, or never asks for
+        it again.
+        """
+        answer = self._answered(verb, session, *arguments)
+        if session is not None and answer[0] not in (OK, REFUSED):
+            self._end(session)
+        return answer
+
+    def _answered(self, verb: str, session: int | None, *arguments: Any) -> CallAnswer:
+        try:
+            match verb:
+                case "reset":
+                    return self._reset(session, *arguments)
+                case "step":
+                    return self._step(session, *arguments)
+                case _:
+                    self._end(session)
+                    return _answer(OK, Reply())
+        except MemoryError:
+            return _answer(OUT_OF_MEMORY, Reply("out of memory"))
+        except BaseException as error:  # SystemExit too: a user's function must not end its process by accident
+            return _answer(RAISED, Reply(f"{type(error).__name__}: {error}"[:LONGEST]))
+
+    def _reset(self, session: int, environment: str, row: Mapping[str, Any], seed: int) -> CallAnswer:
+        self._end(session)
+        self._at[session] = environment, self._kinds[environment]()
+        self._at[session][1].reset(row, seed)
+        return _answer(OK, Reply())
+
+    def _end(self, session: int) -> None:
+        """Closes it where it is there, whatever it says to that."""
+        _, environment = self._at.pop(session, (None, None))
+        if environment is not None:
+            with suppress(BaseException):
+                environment.close()
+
+    def _step(self, session: int | None, name: str, arguments: Mapping[str, Any]) -> CallAnswer:
+        kind, environment = self._at[session]
+        tools = self._callable[kind]
+        if name not in tools:
+            return _answer(REFUSED, Reply(no_such_tool(name, tools)))
+        problem = tools[name].problem(arguments)
+        if problem is not None:
+            return _answer(REFUSED, Reply(f"Error: {name}: {problem}"))
+        value = environment.step(Action(name, arguments))
+        try:
+            return _answer(OK, reply_of(value))
+        except TypeError as error:
+            return _answer(WRONG_TYPE, Reply(str(error)))
+        except ValueError as error:
+            return _answer(NOT_A_NUMBER, Reply(str(error)))
+
+
+def no_such_tool(name: str, names: Mapping[str, Any]) -> str:
+    """What the model reads."""
+    return f"Error: there is no tool {name!r}; there are: {', '.join(names)}"
+
+
+def _schemas(tools: Mapping[str, Tool]) -> list[Mapping[str, Any]]:
+    return [tool.schema for tool in tools.values()]
+
+
+def _answer(reason: str, reply: Reply) -> CallAnswer:
+    return reason, reply.text, reply.reward, dict(reply.parts), reply.end

@@ -1,0 +1,79 @@
+"""From a ToolsSpec to tools and environments. Runs in the workers; a user's file is imported nowhere else."""
+
+from pathlib import Path
+from types import ModuleType
+
+from mrl.environments.builtin_environments import BUILTIN_ENVIRONMENTS
+from mrl.environments.builtin_tools import BUILTIN_TOOLS
+from mrl.environments.environment import Environment
+from mrl.environments.search_tool import SEARCH, search_tool
+from mrl.environments.tool import Tool, ToolsSpec
+from mrl.environments.verl_tools import FUNCTIONS, stand_in
+from mrl.errors import ConfigError
+from mrl.reward.resolve import load_function, load_module
+
+PATH_KEY = "rollout.turns.path"
+SHIPPED = (*BUILTIN_TOOLS, SEARCH)  # tools
+
+
+def resolve_tools(spec: ToolsSpec) -> dict[str, Tool]:
+    """The tools by name; a function of the user's file stands before a shipped one of its name.
+
+    Raises ConfigError for a name that is nowhere, a file that is missing or fails, and a function that is no tool.
+    """
+    module = _module(spec)
+    found = {}
+    for name in spec.names:
+        if name in FUNCTIONS:
+            found[name] = Tool.of(FUNCTIONS[name], name)
+        elif name in BUILTIN_TOOLS and not hasattr(module, name):
+            found[name] = BUILTIN_TOOLS[name]
+        elif name == SEARCH and spec.index is not None and not hasattr(module, name):
+            found[name] = search_tool(spec.index)
+        elif module is not None:
+            found[name] = Tool.of(load_function(module, name, f"{PATH_KEY}: {spec.path}"), name)
+        else:
+            raise ConfigError(
+                f"rollout.turns.tools: {name!r} is not shipped; shipped: {', '.join(SHIPPED)}. Name the file "
+                f"with a function of your own in {PATH_KEY}"
+            )
+    return found
+
+
+def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:
+    """The environments by name; a class of the user's file stands before a shipped one of its name.
+
+    Raises ConfigError for a name that is nowhere, and for what is no environment.
+    """
+    module = _module(spec) if spec.environments else None
+    found = {}
+    for name in spec.environments:
+        if name in BUILTIN_ENVIRONMENTS and not hasattr(module, name):
+            found[name] = BUILTIN_ENVIRONMENTS[name]
+        elif module is not None:
+            found[name] = _environment(module, name, f"{PATH_KEY}: {spec.path}")
+        else:
+            raise ConfigError(
+                f"rollout.turns.environments: {name!r} is not shipped; shipped: {', '.join(BUILTIN_ENVIRONMENTS)}. "
+                f"Name the file with a class of your own in {PATH_KEY}"
+            )
+    return found
+
+
+def _environment(module: ModuleType, name: str, where: str) -> type[Environment]:
+    kind = load_function(module, name, where)
+    if not isinstance(kind, type) or not issubclass(kind, Environment):
+        raise ConfigError(f"{where}: {name} is no class of mrl.environments.environment.Environment")
+    return kind
+
+
+_modules: dict[str, ModuleType] = {}  # that this process has loaded, by path
+
+
+def _module(spec: ToolsSpec) -> ModuleType | None:
+    if spec.path is None:
+        return None
+    if spec.path not in _modules:
+        stand_in()
+        _modules[spec.path] = load_module(Path(spec.path).expanduser(), PATH_KEY)
+    return _modules[spec.path]

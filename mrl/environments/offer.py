@@ -1,0 +1,81 @@
+"""What may be called in a run, and what of it one row's responses may call.
+
+A row's extra_info may name it: `environment`, one of rollout.turns.environments or "" for none, and `tool_selection`
+(verl's name), some of rollout.turns.tools. A row without these has all tools, and the only environment that there is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+ENVIRONMENT, SELECTION = "environment", "tool_selection"  # keys of extra_info
+
+Schemas = tuple[Mapping[str, Any], ...]
+
+
+class UnknownChoice(ValueError):
+    """A row names what the run does not have; the message says what it has."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What may be called in a run, as chat templates take it: tools, and the actions of each environment."""
+
+    tools: Schemas
+    environments: Mapping[str, Schemas] = field(default_factory=dict)
+
+    @property
+    def all_schemas(self) -> Schemas:
+        """Of everything."""
+        return self.tools + tuple(each for actions in self.environments.values() for each in actions)
+
+    def schemas(self, extra_info: Mapping[str, Any]) -> Schemas:
+        """Of what a row's responses may call: the tools, then the environment's actions. Raises UnknownChoice."""
+        selected = self._selected(extra_info.get(SELECTION))
+        environment = self.environment(extra_info)
+        actions = () if environment is None else self.environments[environment]
+        both = sorted({name_of(each) for each in actions} & set(selected))
+        if both:
+            raise UnknownChoice(
+                f"{both[0]!r} is a tool, and an action of the environment {environment!r}: the model could not say "
+                f"which it calls; rename one, or leave the tool out of extra_info.{SELECTION}"
+            )
+        return tuple(each for each in self.tools if name_of(each) in selected) + actions
+
+    def _selected(self, selection: Any) -> Sequence[str]:
+        known = [name_of(schema) for schema in self.tools]
+        if selection is None:
+            return known
+        if not isinstance(selection, list | tuple):
+            raise UnknownChoice(f"extra_info.{SELECTION} is {str(selection)[:60]!r}, expected a list of names")
+        unknown = [name for name in selection if name not in known]
+        if unknown:
+            has = ", ".join(known) or "none"
+            raise UnknownChoice(f"extra_info.{SELECTION} names {unknown[0]!r}; rollout.turns.tools has {has}")
+        return selection
+
+    def environment(self, extra_info: Mapping[str, Any]) -> str | None:
+        """The row's, None for none. Raises UnknownChoice."""
+        named = extra_info.get(ENVIRONMENT)
+        known = list(self.environments)
+        if named is None and len(known) > 1:
+            raise UnknownChoice(
+                f"extra_info.{ENVIRONMENT} is missing; it has to be one of {', '.join(known)}, or empty"
+            )
+        if named is None:
+            return known[0] if known else None
+        if named == "":
+            return None
+        if named not in known:
+            has = ", ".join(known) or "none"
+            raise UnknownChoice(f"extra_info.{ENVIRONMENT} names {named!r}; rollout.turns.environments has {has}")
+        return named
+
+    def needs_row(self, extra_info: Mapping[str, Any]) -> bool:
+        """Whether an engine is to be told of the row, and not of its prompt alone."""
+        return bool(self.environments) or extra_info.get(SELECTION) is not None
+
+
+def name_of(schema: Mapping[str, Any]) -> str:
+    """Of a tool or an action."""
+    return schema["function"]["name"]

@@ -1,0 +1,157 @@
+"""A typed Python function with a docstring as a tool: what a model is told of it, and what it may be called with.
+
+    def lookup(word: str, most: int = 3) -> str:
+        \"\"\"Finds a word in the dictionary.
+
+        Args:
+            word: in lower case
+            most: how many meanings
+        \"\"\"
+
+A parameter is a str, int, float, bool, list or dict, a list of one of them, a Literal, or any of these or None.
+"""
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from mrl.errors import ConfigError
+
+_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
+
+
+@dataclass(frozen=True)
+class ToolsSpec:
+    """Which tools and environments: names of shipped ones, or of functions and classes in the user's file at `path`."""
+
+    names: tuple[str, ...]
+    path: str | None = None
+    max_memory_gib: float | None = None  # of a process's address space; None: unlimited
+    environment: tuple[str, ...] = ()  # variables that a process is given beside the usual ones
+    network: bool = False  # whether it may reach beyond the machine
+    folders: tuple[str, ...] = ()  # that it may write into beside temporary ones
+    environments: tuple[str, ...] = ()
+    index: str | None = None  # of the shipped tool `search`
+
+
+@dataclass(frozen=True)
+class TurnsSpec:
+    """What a conversation may do; names are those of `rollout.turns`."""
+
+    tools: ToolsSpec
+    max_turns: int
+    max_calls: int
+    max_seconds: float
+    max_answer_characters: int
+    timeout_s: float
+    num_workers: int
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, beside the tools
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One function. `schema` is what a chat template is given, in OpenAI's form."""
+
+    function: Callable[..., Any]
+    schema: Mapping[str, Any] = field(compare=False)
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str) -> "Tool":
+        """Under that name. Raises ConfigError for a function that says too little of itself."""
+        said = inspect.getdoc(function)
+        if not said:
+            raise ConfigError(f"tool {name!r} has no docstring: it is what the model is told of it")
+        described = _described(said)
+        properties, required = {}, []
+        hints = _hints(function, name)
+        for parameter in inspect.signature(function).parameters.values():
+            properties[parameter.name] = _schema_of(parameter, hints, name) | described.get(parameter.name, {})
+            if parameter.default is parameter.empty:
+                required.append(parameter.name)
+        parameters = {"type": "object", "properties": properties, "required": required}
+        own = {"name": name, "description": said.split("\n\n")[0].replace("\n", " "), "parameters": parameters}
+        return cls(function, {"type": "function", "function": own})
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, Any]:
+        return self.schema["function"]["parameters"]
+
+    def problem(self, arguments: Mapping[str, Any]) -> str | None:
+        """What is wrong with the arguments of a call; None: nothing."""
+        properties = self._parameters["properties"]
+        missing = [name for name in self._parameters["required"] if name not in arguments]
+        unknown = [name for name in arguments if name not in properties]
+        if missing or unknown:
+            takes = ", ".join(properties) or "nothing"
+            return f"{(missing or unknown)[0]!r} is {'missing' if missing else 'unknown'}; it takes {takes}"
+        for name, value in arguments.items():
+            if not _fits(value, properties[name]):
+                return f"{name!r} is not of the kind {_in_words(properties[name])}: {str(value)[:80]}"
+        return None
+
+
+def _described(said: str) -> dict[str, dict[str, str]]:
+    """Of parameters, from the lines under `Args:`."""
+    _, _, below = said.partition("\nArgs:\n")
+    lines = below.split("\n\n")[0]
+    return {name: {"description": text.strip()} for name, text in re.findall(r"^ +(\w+)[^:\n]*: (.+)$", lines, re.M)}
+
+
+def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    try:
+        return get_type_hints(function)
+    except Exception as error:  # whatever stands in a user's annotations
+        raise ConfigError(f"tool {name!r}: its annotations cannot be read: {error}") from error
+
+
+def _schema_of(parameter: inspect.Parameter, hints: Mapping[str, Any], tool: str) -> dict[str, Any]:
+    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        raise ConfigError(f"tool {tool!r}: {parameter} cannot be called by name; give every parameter one")
+    if parameter.name not in hints:
+        raise ConfigError(f"tool {tool!r}: parameter {parameter.name!r} has no type; annotate it")
+    schema = _schema(hints[parameter.name])
+    if schema is None:
+        kinds = ", ".join(kind.__name__ for kind in _KINDS)
+        raise ConfigError(
+            f"tool {tool!r}: no schema for the type of {parameter.name!r}; allowed: {kinds}, a list of one of them, "
+            "a Literal, and any of these or None"
+        )
+    return schema
+
+
+def _schema(kind: Any) -> dict[str, Any] | None:
+    """JSON schema of a type; None where it has none."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind in _KINDS:
+        return {"type": _KINDS[kind]}
+    if origin is Literal and all(isinstance(each, str) for each in arguments):
+        return {"type": "string", "enum": list(arguments)}
+    if origin is list:
+        of_each = _schema(arguments[0])
+        return of_each and {"type": "array", "items": of_each}
+    if origin is dict:
+        return {"type": "object"}
+    if origin in (Union, types.UnionType) and type(None) in arguments and len(arguments) == 2:
+        of_value = _schema(next(each for each in arguments if each is not type(None)))
+        return of_value and of_value | {"nullable": True}
+    return None
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    if value is None:
+        return bool(schema.get("nullable"))
+    kind = schema["type"]
+    if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
+        return False
+    if kind == "array" and "items" in schema:
+        return all(_fits(each, schema["items"]) for each in value)
+    return value in schema.get("enum", [value])
+
+
+def _in_words(schema: Mapping[str, Any]) -> str:
+    return " or ".join(map(repr, schema["enum"])) if "enum" in schema else schema["type"]

@@ -1,0 +1,129 @@
+"""Files of groups are written by processes of their own, one group at a time, from where the responses are.
+
+One writes; another is started when what waits is a quarter of what may wait for each of them. Beyond that bound nothing
+is queued: what waits holds its responses in the object store.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from mrl.checkpoint.group_files import GroupRecord, write_group
+from mrl.data.samples import column_bytes
+from mrl.flow.response_store import ResponseStore
+from mrl.flow.reward_texts import with_texts
+from mrl.remote.calls import gather_all
+from mrl.remote.helper_actors import on_node
+from mrl.reward.items import RewardResult
+
+MOST_WRITERS = 4  # a processor each while they write
+MOST_WAITING = 256 * 1024**2  # bytes of responses that wait for one writer, at most
+RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class GroupParts:
+    """One attempt at a group while its responses are in object stores."""
+
+    number: int
+    attempt: int
+    responses: Mapping[int, ResponseStore]  # by index in the group, one row each; of those that have tokens
+    results: Mapping[int, RewardResult]  # by index; of those that are judged
+
+    def bytes(self, route_bytes: int) -> int:
+        """Of the columns of its responses, at most. `route_bytes`: of a token's routes."""
+        rows = [part.rows for part in self.responses.values()]
+        return sum(column_bytes(int(r.prompt_lengths[0]), int(r.response_lengths[0]), route_bytes) for r in rows)
+
+    @property
+    def joined(self) -> ResponseStore | None:
+        """Its responses under its number and their index in it: ids of requests are an accident of their order."""
+        if not self.responses:
+            return None
+        indices = sorted(self.responses)
+        together = type(self.responses[indices[0]]).joined([self.responses[index] for index in indices])
+        return together.renumbered(np.full(len(indices), self.number), np.array(indices))
+
+
+def record_of(parts: GroupParts) -> GroupRecord:
+    """All of it in this process, routes and long texts of rewards too."""
+    joined, results = parts.joined, dict(parts.results)
+    whole = dict(zip(results, with_texts(list(results.values())), strict=True))
+    return GroupRecord(parts.number, parts.attempt, joined and joined.read(with_routes=True), whole)
+
+
+class _Writer:
+    """A process that writes."""
+
+    def write(self, path: Path, parts: GroupParts) -> dict[str, Any]:
+        return write_group(path, record_of(parts))
+
+
+@dataclass
+class _Queue:
+    """What one writer has been given, and its bytes."""
+
+    writer: Any
+    under_way: dict[ray.ObjectRef, int] = field(default_factory=dict)
+
+    @property
+    def waiting(self) -> int:
+        """Bytes."""
+        return sum(self.under_way.values())
+
+    def look(self) -> None:
+        """Forgets what is written."""
+        every = list(self.under_way)
+        if every:
+            for ref in ray.wait(every, num_returns=len(every), timeout=0)[0]:
+                del self.under_way[ref]
+
+
+class GroupWriter:
+    """Writes beside generation and training, on the node of this process. One thread at a time may use it."""
+
+    def __init__(self, timeout_s: float, route_bytes: int):
+        """`route_bytes`: of a token's routes, as they come with responses."""
+        self._timeout_s = timeout_s
+        self._route_bytes = route_bytes
+        self._most = min(MOST_WRITERS, os.cpu_count() or 1)
+        self._queues: list[_Queue] = []
+
+    def begin(self, path: Path, parts: GroupParts) -> ray.ObjectRef | None:
+        """Begins with a file as soon as those before it are written; facts of it to come.
+
+        None where too much waits already.
+        """
+        size = parts.bytes(self._route_bytes)
+        for queue in self._queues:
+            queue.look()
+        queue = min(self._queues, key=lambda queue: queue.waiting, default=None)
+        if queue is None or (queue.waiting > MOST_WAITING // 4 and len(self._queues) < self._most):
+            queue = self._started()
+        if queue.waiting and queue.waiting + size > MOST_WAITING:
+            return None
+        ref = queue.writer.write.remote(path, parts)
+        queue.under_way[ref] = size
+        return ref
+
+    def _started(self) -> _Queue:
+        options = on_node() | {"max_restarts": RESTARTS, "max_task_retries": RESTARTS}  # a file is written whole
+        self._queues.append(_Queue(ray.remote(_Writer).options(**options).remote()))
+        return self._queues[-1]
+
+    def facts(self, under_way: Mapping[str, ray.ObjectRef]) -> dict[str, dict[str, Any]]:
+        """Size and digest of each file, by name, once all are written.
+
+        Raises EnvironmentFault for a full disk, Interrupted when they take too long or responses are lost.
+        """
+        return gather_all(dict(under_way), self._timeout_s, "writing groups")
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for queue in self._queues:
+            ray.kill(queue.writer)

@@ -1,0 +1,47 @@
+"""In an engine's process: responses that go on from tokens which were generated before, maybe by another engine.
+
+kept row, fetched by reference --> request: prompt and kept tokens, what they may add, a seed of its own
+what the engine adds           --> one row again: log-probs, versions and routes of kept tokens as they were
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from mrl.data.samples import Samples
+from mrl.flow.response_store import ResponseBlock
+from mrl.schedule.segments import continuation, joined
+from mrl.vllm.requests import Request
+
+
+async def fetched(kept: Mapping[int, tuple[ResponseBlock, int]]) -> dict[int, Samples]:
+    """One row a sample_id, under that id, from references to blocks and places in them."""
+    wanted = list({block for block, _ in kept.values()})
+    blocks = dict(zip(wanted, await asyncio.gather(*map(_whole, wanted)), strict=True))
+    rows = {number: blocks[block].rows(slice(place, place + 1)) for number, (block, place) in kept.items()}
+    return {number: replace(row, sample_id=np.array([number])) for number, row in rows.items()}
+
+
+async def _whole(block: ResponseBlock) -> Samples:
+    samples = await block.samples
+    return samples if block.routes is None else replace(samples, routes=await block.routes)
+
+
+def going_on(request: Request, kept: Samples | None) -> Request:
+    """The request with what is kept behind its prompt; `max_tokens` are those that it may add."""
+    if kept is None:
+        return request
+    more = continuation(kept, 0, request.max_tokens)
+    return replace(request, prompt_ids=tuple(more.prompt_ids.tolist()), seed=more.seed)
+
+
+def with_kept(kept: Mapping[int, Samples], batch: Samples) -> Samples:
+    """The rows of `batch`, each behind what was kept of it."""
+    if not kept:
+        return batch
+    rows = (batch.rows(slice(i, i + 1)) for i in range(len(batch)))
+    return Samples.joined(
+        [joined(kept[number], row) if (number := int(row.sample_id[0])) in kept else row for row in rows]
+    )

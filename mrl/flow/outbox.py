@@ -1,0 +1,132 @@
+"""In an engine's process: responses that finished, until the driver was told of them and their blocks were taken.
+
+    calls                            Outbox                                    driver
+    responses as they finish  -->    held, a hundredth of what they took  -->  told: numbers of all of them, once
+                                     blocks                               -->  taken: an object each, by one call
+
+A message or a call costs the driver more than all that it does with a response. So responses wait for others, however
+many calls they are answers of. Many that are held, and the last of all, wait for nobody.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from mrl.data.samples import SampleRows, Samples
+from mrl.flow.response_store import in_blocks
+
+SHARE = 0.01  # of the time that a response took: so much longer a freed place of an engine is empty
+HELD_S = 2.0  # at most
+MANY = 20  # rows; what is told of them is below the kilobyte that Ray sends along with an answer
+
+
+class FinishedRows(NamedTuple):
+    """What the driver is told."""
+
+    rows: bytes  # of SampleRows.to_bytes, of all blocks
+    sizes: tuple[int, ...]  # rows of each block
+    routed: bool  # their routes lie beside them
+    ticket: int  # by which the blocks can be taken
+    ended: tuple[int, ...]  # calls that have told of all of their responses
+    held_s: float  # at most so many seconds the first of them waited
+
+
+class Outbox:
+    """Of one client, who asks for what finished again and again; one of its questions waits at a time."""
+
+    def __init__(self):
+        self._calls: dict[int, float] = {}  # under way, and when each was begun, of time.monotonic
+        self._ended: set[int] = set()
+        self._error: Exception | None = None
+        self._held: list[Samples] = []
+        self._routed = False
+        self._until = math.inf  # they are held, of time.monotonic
+        self._waits_s = 0.0
+        self._blocks: dict[int, list[Samples]] = {}
+        self._tickets = 0
+        self._is_asked = False
+        self._changed = asyncio.Event()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way, to be told or to be taken, and nobody asks."""
+        return not (self._calls or self._ended or self._blocks or self._error or self._is_asked)
+
+    @contextmanager
+    def call(self, number: int) -> Iterator[None]:
+        """A call is under way; an error that ends it is told."""
+        self._calls[number] = time.monotonic()
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
+        finally:
+            del self._calls[number]
+            self._ended.add(number)
+            self._changed.set()
+
+    def add(self, number: int, batch: Samples, routed: bool) -> None:
+        """Responses to a call. `routed`: routes were asked for."""
+        if not self._held:
+            now = time.monotonic()
+            self._waits_s = min(HELD_S, SHARE * (now - self._calls[number]))
+            self._until = now + self._waits_s
+        self._held.append(batch)
+        self._routed |= routed
+        self._changed.set()
+
+    async def told(self, awaited: Collection[int]) -> FinishedRows:
+        """What finished, as soon as it was held for long enough. Raises the error of a call, after what came before it.
+
+        `awaited`: calls that the client knows to be under way; they may not have begun here.
+        """
+        self._is_asked = True
+        try:
+            while not self._is_due(awaited):
+                self._changed.clear()
+                left_s = max(0.0, self._until - time.monotonic()) if self._held else None
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), left_s)
+        finally:
+            self._is_asked = False
+        if self._error and not self._held:
+            raise self._error
+        return self._tell()
+
+    def _is_due(self, awaited: Collection[int]) -> bool:
+        if self._error or not (self._calls or set(awaited) - self._ended):
+            return True
+        many = sum(map(len, self._held)) >= MANY
+        return bool(self._held) and (many or time.monotonic() >= self._until)
+
+    def _tell(self) -> FinishedRows:
+        # as long as a call has not ended for the client it asks again, and so hears the error
+        ended = set() if self._error else self._ended
+        blocks, numbers = in_blocks(self._held), [batch.numbers for batch in self._held]
+        rows = SampleRows.joined(numbers).to_bytes() if numbers else b""
+        self._tickets += 1
+        sizes = tuple(map(len, blocks))
+        told = FinishedRows(rows, sizes, self._routed, self._tickets, tuple(sorted(ended)), self._waits_s)
+        if blocks:
+            self._blocks[self._tickets] = blocks
+        self._held, self._ended, self._routed = [], self._ended - ended, False
+        return told
+
+    def taken(self, ticket: int) -> list[Samples]:
+        """The blocks of one answer of `told`, once."""
+        return self._blocks.pop(ticket)
+
+
+class Outboxes:
+    """Of all clients, by their numbers. One that is idle is forgotten."""
+
+    def __init__(self):
+        self._boxes: dict[int, Outbox] = {}
+
+    def of(self, client: int) -> Outbox:
+        """A client's, new where there is none."""
+        self._boxes = {number: box for number, box in self._boxes.items() if number == client or not box.is_idle}
+        return self._boxes.setdefault(client, Outbox())

@@ -1,0 +1,221 @@
+"""Requests under way at the engines, and responses as they come back: blocks that stay where they are, and numbers.
+
+    driver                                    engine's process
+    requests                     -- generate -->
+    numbers of what finished     <-- told ----   held a while for more: Outbox
+    references to their blocks   <-- blocks --   objects of the engine's node; see ResponseStore
+
+Where a response goes on from tokens that were generated before, the engine's process fetches those by reference and
+gives back the two together. Whoever is woken for each engine of a large step is busy with waking: what has come back
+waits for more, a hundredth of the time that it took, and all of it is taken together.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+import ray
+
+from mrl.data.samples import SampleRows
+from mrl.errors import LostProcess, MrlError
+from mrl.flow.engine_progress import EngineProgress
+from mrl.flow.outbox import FinishedRows
+from mrl.flow.response_store import ResponseBlock, ResponseStore
+from mrl.remote.calls import LostPeer, blame, unwrap
+from mrl.vllm.requests import Request, Sampling, engine_of
+
+REST_S = 0.5  # between two takes that bring something, at most; a few milliseconds of the driver each
+PHASE = "generation"
+_CLIENTS = itertools.count()  # of the engines, all in this process
+
+
+class FinishedResponses(NamedTuple):
+    """Responses of one engine that finished together."""
+
+    samples: ResponseStore
+    engine: str
+    held_s: float = 0.0  # seconds that their engine held them for others, at most
+
+
+class Server(Protocol):
+    """A process that holds requests, or may get some."""
+
+    epoch: int  # of its engine
+    worker: ray.actor.ActorHandle
+
+
+class ServingEngines(Protocol):
+    """Which engines there are: see mrl.cluster.engine_fleet."""
+
+    def serving(self) -> Mapping[str, Server]:
+        """Processes that hold requests or may get some, by name."""
+
+    def loses(self, error: BaseException, asked: Mapping[str, int]) -> bool:
+        """Whether the run can do without the engines that an error names."""
+
+    def late(self, engine: str, epoch: int, answers: int) -> None:
+        """Counts answers that nobody reads."""
+
+
+class FleetChange(NamedTuple):
+    """Names of engines; one that was started again is in both."""
+
+    gone: list[str]
+    back: list[str]
+
+
+class RequestStreams:
+    """What was sent to engines, by name, and is not all back."""
+
+    def __init__(
+        self,
+        fleet: ServingEngines,
+        all_there: Callable[[], dict[str, ray.ObjectRef]],
+        nodes: Mapping[str, str],
+        limit_s: float,
+    ):
+        """`all_there`: asks each engine whether all of it lives, answers to come by name. `nodes`: of engines, by name.
+
+        `limit_s`: that an engine may make no token.
+        """
+        self._fleet, self._all_there, self._nodes = fleet, all_there, nodes
+        self._serving = fleet.serving()
+        self.progress = EngineProgress(lambda engine: self._worker(engine).reading.remote(), limit_s)
+        self._client, self._numbers = next(_CLIENTS), itertools.count()
+        self._calls: dict[str, dict[int, ray.ObjectRef]] = {}  # under way, by engine and number
+        self._asked: dict[ray.ObjectRef, str] = {}  # engines that will tell what finished
+        # blocks that are being made, by what says that they are there
+        self._coming: dict[ray.ObjectRef, FinishedResponses] = {}
+        self._rests_until = 0.0  # of time.monotonic
+        self._of_lost: dict[ray.ObjectRef, tuple[str, int]] = {}  # engine and epoch that will tell nobody
+
+    @property
+    def names(self) -> list[str]:
+        """Engines that may be sent requests."""
+        return list(self._serving)
+
+    def _worker(self, engine: str) -> ray.actor.ActorHandle:
+        return self._serving[engine].worker
+
+    def follow(self) -> FleetChange:
+        """Takes note of engines that were lost, of which nothing is awaited any more, and of those that are back."""
+        for ref in self._there(list(self._of_lost)):
+            self._count_late(ref, *self._of_lost.pop(ref))
+        before, self._serving = self._serving, self._fleet.serving()
+        epochs = {name: serving.epoch for name, serving in self._serving.items()}
+        gone = [name for name, serving in before.items() if epochs.get(name) != serving.epoch]
+        for name in gone:
+            self._drop(name, before[name].epoch)
+        return FleetChange(gone, [name for name in epochs if name not in before or name in gone])
+
+    def _drop(self, engine: str, epoch: int) -> None:
+        self._calls.pop(engine, None)
+        for ref in [ref for ref, name in self._asked.items() if name == engine]:
+            del self._asked[ref]
+            self._of_lost[ref] = (engine, epoch)
+        self._coming = {ref: arrived for ref, arrived in self._coming.items() if arrived.engine != engine}
+
+    def _there(self, refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
+        return ray.wait(refs, num_returns=len(refs), timeout=0.0, fetch_local=False)[0] if refs else []
+
+    def _count_late(self, ref: ray.ObjectRef, engine: str, epoch: int) -> None:
+        with suppress(MrlError, ray.exceptions.RayError):
+            told = FinishedRows(*unwrap(ref, engine, PHASE))
+            self._fleet.late(engine, epoch, sum(told.sizes))
+
+    @property
+    def waiting_for(self) -> list[str]:
+        """Engines that have requests, or responses that were told of, each once."""
+        made_by = (arrived.engine for arrived in self._coming.values())
+        return list(dict.fromkeys([*self._calls, *made_by]))
+
+    def send(
+        self,
+        engine: str,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        kept: Mapping[int, ResponseStore] | None = None,
+    ) -> None:
+        """Asks one engine for responses. `kept`: by sample_id, the row that a response goes on from."""
+        if not requests:
+            return
+        if engine not in self.waiting_for:
+            self.progress.begin(engine)
+        before = {number: (row.blocks[0], int(row.place[0])) for number, row in (kept or {}).items()}
+        calls, number = self._calls.setdefault(engine, {}), next(self._numbers)
+        generate = self._worker(engine).generate
+        calls[number] = generate.remote(self._client, number, list(requests), sampling, before)
+        if len(calls) == 1:
+            self._ask(engine)
+
+    def _ask(self, engine: str) -> None:
+        """Ends when something finished, or the last of the calls that are under way now."""
+        self._asked[self._worker(engine).told.remote(self._client, tuple(self._calls[engine]))] = engine
+
+    def take(self, timeout_s: float) -> list[FinishedResponses]:
+        """All that has come back since; waits for the first of it, and rests a little after what came before.
+
+        Nothing where an engine turns out to be lost that the run can do without: see `follow`. Raises Interrupted when
+        it cannot: the engine died, or made no token for too long.
+        """
+        try:
+            return self._taken(timeout_s)
+        except LostProcess as error:
+            asked = {engine_of(name): serving.epoch for name, serving in self._serving.items()}
+            if not self._fleet.loses(error, asked):
+                raise
+            return []
+
+    def _taken(self, timeout_s: float) -> list[FinishedResponses]:
+        self.progress.check(self.waiting_for)
+        time.sleep(max(0.0, self._rests_until - time.monotonic()))
+        for ref in self._ready(0.0) or self._ready(timeout_s):
+            if ref in self._asked:
+                self._hear(ref)
+        return self._arrived(timeout_s)
+
+    def _ready(self, timeout_s: float) -> list[ray.ObjectRef]:
+        every = [*self._asked, *self._coming]
+        return ray.wait(every, num_returns=1 if timeout_s else len(every), timeout=timeout_s, fetch_local=False)[0]
+
+    def _hear(self, ref: ray.ObjectRef) -> None:
+        """What an engine tells; its blocks are asked for, and what finishes next."""
+        engine = self._asked.pop(ref)
+        told = FinishedRows(*self._answer(ref, engine))
+        self._rests_until = time.monotonic() + min(REST_S, told.held_s)
+        calls = self._calls[engine]
+        for number in told.ended:
+            del calls[number]
+        if told.sizes:
+            self._fetch(engine, told)
+        if calls:
+            self._ask(engine)
+        else:
+            del self._calls[engine]
+
+    def _fetch(self, engine: str, told: FinishedRows) -> None:
+        each = 1 + told.routed
+        blocks = self._worker(engine).blocks.options(num_returns=1 + each * len(told.sizes))
+        there, *made = blocks.remote(self._client, told.ticket, told.routed)
+        responses = [ResponseBlock(*made[i : i + each], node=self._nodes[engine]) for i in range(0, len(made), each)]
+        stored = ResponseStore.of_blocks(SampleRows.from_bytes(told.rows), told.sizes, responses)
+        self._coming[there] = FinishedResponses(stored, engine, told.held_s)
+
+    def _arrived(self, timeout_s: float) -> list[FinishedResponses]:
+        """Whose blocks are there: they outlive the engine's process from here on. They take a moment to make; an engine
+        that hangs meanwhile does not keep others' from being taken.
+        """
+        if not self._coming:
+            return []
+        every, limit_s = list(self._coming), min(timeout_s, REST_S)
+        for ref in (ready := ray.wait(every, num_returns=len(every), timeout=limit_s, fetch_local=False)[0]):
+            self._answer(ref, self._coming[ref].engine)
+        return [self._coming.pop(ref) for ref in ready]
+
+    def _answer(self, ref: ray.ObjectRef, engine: str) -> Any:
+        try:
+            return unwrap(ref, engine, PHASE)
+        except LostPeer as error:  # whom it lost, the lost one's own front end knows, also one that had no request
+            raise blame(error, self._all_there(), PHASE) from error

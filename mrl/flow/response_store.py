@@ -1,0 +1,162 @@
+"""Responses that stay in the object store of the node where they were generated: the driver holds numbers and
+references.
+
+    engine's process            object store of its node            driver                       rank
+    Samples, as they finish --> blocks: a few short responses, <--- ResponseStore: SampleRows,   its rows' ResponseStore
+                                or one long one                     block and place of each row  --read--> Samples
+                                beside each its routes                                           --routes.py--> layers
+
+A long response is a block of its own, so a rank that needs it receives nothing else with it. Routes, hundreds of bytes
+a token, are an object of their own beside their block: whoever wants tokens fetches no routes. Ray moves blocks between
+nodes, spills them to disk when a store is full, and forgets a block with the last reference to it. An engine gives
+a block back as one of the values of a call, so the driver owns it and it outlives the engine's process. (References
+that an engine made itself with ray.put and handed on inside a value were lost: Ray 2.60 forgot that the driver had
+borrowed them.) Ray would put values of up to 100 KB into the driver's memory; `SMALL_OBJECTS` in the engine's
+process lowers that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+
+from mrl.data.samples import SampleRows, Samples
+from mrl.errors import Interrupted
+
+BLOCK_BYTES = 16 * 1024  # responses that are told of together share a block up to this size
+SMALL_OBJECTS = {"RAY_max_direct_call_object_size": "1024"}  # bytes; what is larger stays where it is made
+
+
+def in_blocks(batches: Sequence[Samples]) -> list[Samples]:
+    """What becomes an object each, its routes another one, rows in their order: all batches where they are small
+    together, each where it is, its responses one by one where it is not.
+    """
+    if len(batches) > 1 and sum(batch.nbytes for batch in batches) <= BLOCK_BYTES:
+        batches = [Samples.joined(batches)]
+    return [block for batch in batches for block in _alone_where_long(batch)]
+
+
+def _alone_where_long(samples: Samples) -> list[Samples]:
+    return [samples] if samples.nbytes <= BLOCK_BYTES else [samples.rows(slice(i, i + 1)) for i in range(len(samples))]
+
+
+@dataclass(frozen=True)
+class ResponseBlock:
+    """Responses that lie together. The references are all that a driver holds of them."""
+
+    samples: Any  # to Samples without routes
+    routes: Any = None  # to their routes, integers [tokens, MoE layers, topk]; None: there are none
+    node: str = ""  # Ray's id of the node where they were made
+
+
+@dataclass(frozen=True)
+class ResponseStore:
+    """Responses in some order; row i is row `place[i]` of `blocks[block[i]]`."""
+
+    rows: SampleRows
+    block: np.ndarray  # int64 [rows]
+    place: np.ndarray  # int64 [rows]
+    blocks: tuple[ResponseBlock, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @classmethod
+    def of(cls, rows: SampleRows, block: ResponseBlock) -> "ResponseStore":
+        """All rows of one block."""
+        return cls.of_blocks(rows, [len(rows)], [block])
+
+    @classmethod
+    def of_blocks(cls, rows: SampleRows, sizes: Sequence[int], blocks: Sequence[ResponseBlock]) -> "ResponseStore":
+        """All rows of some blocks, `sizes` of each."""
+        place = np.concatenate([np.arange(size) for size in sizes])
+        return cls(rows, np.repeat(np.arange(len(sizes)), sizes), place, tuple(blocks))
+
+    @classmethod
+    def put_here(cls, samples: Samples) -> "ResponseStore":
+        """All of them as one block, in the object store of this node."""
+        routes = None if samples.routes is None else ray.put(samples.routes)
+        block = ResponseBlock(ray.put(replace(samples, routes=None)), routes, ray.get_runtime_context().get_node_id())
+        return cls.of(samples.numbers, block)
+
+    @classmethod
+    def joined(cls, parts: Sequence["ResponseStore"]) -> "ResponseStore":
+        """The rows of all parts, which are of one kind, in their order. Raises ValueError where there is no part."""
+        if not parts:
+            raise ValueError("no parts to join")
+        before = np.cumsum([0, *(len(part.blocks) for part in parts)])
+        return type(parts[0])(
+            SampleRows.joined([part.rows for part in parts]),
+            np.concatenate([part.block + first for part, first in zip(parts, before, strict=False)]),
+            np.concatenate([part.place for part in parts]),
+            tuple(block for part in parts for block in part.blocks),
+        )
+
+    def take(self, index: np.ndarray) -> "ResponseStore":
+        """The given rows alone, blocks in the order of their first rows;
+        references to blocks that none of them is in are given up.
+        """
+        used, first, block = np.unique(self.block[index], return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        blocks = tuple(self.blocks[i] for i in used[order])
+        return replace(
+            self, rows=self.rows.rows(index), block=np.argsort(order)[block], place=self.place[index], blocks=blocks
+        )
+
+    def row(self, index: int) -> "ResponseStore":
+        """One row alone, as `take` gives it and in less than half of its time; its columns are views."""
+        (block,) = self.block[index : index + 1]
+        return replace(
+            self,
+            rows=self.rows.rows(slice(index, index + 1)),
+            block=np.zeros(1, np.int64),
+            place=self.place[index : index + 1],
+            blocks=(self.blocks[block],),
+        )
+
+    def renumbered(self, group_id: np.ndarray, sample_id: np.ndarray) -> "ResponseStore":
+        """The same under other ids. Those in the blocks stay as they were."""
+        return replace(self, rows=replace(self.rows, group_id=group_id, sample_id=sample_id))
+
+    def read(self, with_routes: bool = False) -> Samples:
+        """The responses under the ids of `rows`, with routes if so asked: what of them is on another node is fetched to
+        this one.
+
+        Raises Interrupted when the node is gone that held some.
+        """
+        blocks = self.fetched([block.samples for block in self.blocks])
+        if with_routes:
+            routes = self.fetched([block.routes for block in self.blocks])
+            blocks = [replace(block, routes=own) for block, own in zip(blocks, routes, strict=True)]
+        return self.assembled(blocks)
+
+    def assembled(self, blocks: Sequence[Samples]) -> Samples:
+        """The responses, of `blocks` as they were fetched."""
+        lengths = [len(block) for block in blocks]
+        index, whole = (np.cumsum(lengths) - lengths)[self.block] + self.place, Samples.joined(blocks)
+        if not np.array_equal(index, np.arange(len(whole))):  # of long responses they are
+            whole = whole.rows(index)
+        return replace(whole, group_id=self.rows.group_id, sample_id=self.rows.sample_id)
+
+    @classmethod
+    def fetched(cls, references: Sequence[Any]) -> list[Any]:
+        """What they stand for, None for None. Raises Interrupted when the node is gone that held some of it."""
+        values = iter(cls._get([each for each in references if each is not None]))
+        return [None if each is None else next(values) for each in references]
+
+    @staticmethod
+    def _get(references: Sequence[Any]) -> list[Any]:
+        try:
+            return ray.get(list(references))
+        except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
+            raise Interrupted(
+                "responses of the step have no room on this node: its object store and the disk that Ray spills to "
+                "are full; make room and resume"
+            ) from error
+        except (ray.exceptions.ObjectLostError, ray.exceptions.ObjectFetchTimedOutError) as error:
+            raise Interrupted(
+                f"responses of the step are lost with the node that held them ({error}); "
+                "resumed, it generates them again"
+            ) from error

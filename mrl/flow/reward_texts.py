@@ -1,0 +1,62 @@
+"""Long texts among what a reward function gives stay where they were scored: a judge's reasons are no numbers.
+
+    scorer                        driver                            whoever writes them down
+    parts of a response --split--> numbers, and where texts are --> with_texts: fetched, parts as they were given
+
+Short ones come along, and so do numbers, which filters and metrics ask for, and the answer that validation votes on.
+Texts of one call are one object of the scorer's node; the driver owns it, and it goes with the last result that names
+it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mrl.flow.response_store import ResponseStore
+from mrl.record.validation_metrics import PRED
+from mrl.reward.items import RewardResult
+
+SHORT = 256  # characters of a response's texts, all together, that come along
+
+Texts = dict[str, str]  # parts of a response, by name
+
+
+@dataclass(frozen=True)
+class KeptTexts:
+    """Where the texts of a result are."""
+
+    call: Any  # reference to those of a call, list[Texts]
+    place: int
+
+
+def split(results: Sequence[RewardResult]) -> tuple[list[RewardResult], list[Texts]]:
+    """The results without long texts, and these; `texts` of a result is the place of its own."""
+    light, kept = [], []
+    for result in results:
+        texts = {name: part for name, part in result.parts.items() if isinstance(part, str) and name != PRED}
+        if sum(map(len, texts.values())) > SHORT:
+            numbers = {name: part for name, part in result.parts.items() if name not in texts}
+            result = replace(result, parts=numbers, texts=len(kept))
+            kept.append(texts)
+        light.append(result)
+    return light, kept
+
+
+def named(results: Sequence[RewardResult], call: Any) -> list[RewardResult]:
+    """The results of a call, with the reference to its texts."""
+    return [each if each.texts is None else replace(each, texts=KeptTexts(call, each.texts)) for each in results]
+
+
+def with_texts(
+    results: Sequence[RewardResult], fetched: Callable[[Sequence[Any]], list[Any]] = ResponseStore.fetched
+) -> list[RewardResult]:
+    """The results with all of their parts. Raises Interrupted when the node is gone that held some."""
+    calls = {id(each.texts.call): each.texts.call for each in results if each.texts is not None}
+    if not calls:
+        return list(results)
+    texts = dict(zip(calls, fetched(list(calls.values())), strict=True))
+    return [each if each.texts is None else _whole(each, texts[id(each.texts.call)]) for each in results]
+
+
+def _whole(result: RewardResult, texts: Sequence[Texts]) -> RewardResult:
+    return replace(result, parts=result.parts | texts[result.texts.place], texts=None)

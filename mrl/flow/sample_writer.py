@@ -1,0 +1,102 @@
+"""Files of samples are written by a process of their own, from where the responses are."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from mrl.config.schema import RecordConfig
+from mrl.data.samples import Samples
+from mrl.errors import EnvironmentFault
+from mrl.flow.response_store import ResponseStore
+from mrl.flow.reward_texts import with_texts
+from mrl.flow.step_batch import StepBatch
+from mrl.record.sample_files import ROWS_AT_ONCE, RewardParts, keep_within, write_differences, write_samples
+from mrl.remote.calls import gather_all
+from mrl.remote.helper_actors import on_node
+from mrl.reward.items import RewardResult
+from mrl.units import GIB
+
+
+class _Writer:
+    """The process. It holds few responses at a time."""
+
+    def __init__(self, folder: Path, max_bytes: float):
+        self._folder, self._max_bytes = folder, max_bytes
+
+    def write(self, step: int, samples: ResponseStore, results: Sequence[RewardResult]) -> None:
+        turns = samples.rows.turn_counts is not None
+        write_samples(self._folder, step, _pieces(samples), reward_parts(results), turns)
+        keep_within(self._folder, self._max_bytes)
+
+    def write_differences(
+        self, step: int, rows: Sequence[tuple[np.ndarray, np.ndarray]], *parts: np.ndarray | None
+    ) -> None:
+        """`rows`: ids and response lengths of each rank's rows; `parts`: None of ranks that hand nothing out."""
+        known = [(*own, part) for own, part in zip(rows, parts, strict=True) if part is not None]
+        write_differences(self._folder, step, *(np.concatenate(column) for column in zip(*known, strict=True)))
+        keep_within(self._folder, self._max_bytes)
+
+
+def _pieces(samples: ResponseStore) -> Iterator[Samples]:
+    for first in range(0, len(samples), ROWS_AT_ONCE):
+        yield samples.take(np.arange(first, min(first + ROWS_AT_ONCE, len(samples)))).read()
+
+
+def reward_parts(results: Sequence[RewardResult]) -> list[RewardParts]:
+    """What is written of the rewards of samples."""
+    return [{**each.parts, "score": each.score, "reason": each.reason} for each in with_texts(results)]
+
+
+class SampleWriter:
+    """Writes `folder/step-N.parquet` beside training, on the node of this process, one step at a time.
+
+    A disk that takes no more costs samples, not the run: `failed` counts the files that are not there.
+    """
+
+    def __init__(self, folder: Path, timeout_s: float, record: RecordConfig):
+        self._timeout_s, self._kept, self._under_way, self.failed = timeout_s, record.samples, {}, 0
+        max_bytes = float("inf") if record.samples_max_gib is None else record.samples_max_gib * GIB
+        kind = ray.remote(_Writer).options(**on_node())
+        self._writer = None if record.samples == "none" else kind.remote(folder, max_bytes)
+
+    def write(self, step: int, samples: ResponseStore, results: Sequence[RewardResult]) -> None:
+        """Begins with the step's file once the one before is written. Raises what `finish` raises."""
+        self.finish()
+        if self._writer is not None:
+            rows = kept_rows(len(samples), self._kept)
+            chosen = samples.take(rows), [results[row] for row in rows.tolist()]
+            self._under_way = {f"samples of step {step}": self._writer.write.remote(step, *chosen)}
+
+    def write_differences(self, step: int, trained: StepBatch) -> None:
+        """Begins with the file of the log-probs under the trainer, which go from the ranks to the writer; of the rows
+        that the step's other file has.
+        """
+        if self._writer is not None:
+            rows, parts = trained.differences(kept_rows(len(trained.rows), self._kept))
+            under_way = self._writer.write_differences.remote(step, rows, *parts)
+            self._under_way[f"log-probs of step {step}"] = under_way
+
+    def finish(self) -> None:
+        """Waits for the files under way. Raises Interrupted when they take too long or responses are lost."""
+        under_way, self._under_way = self._under_way, {}
+        for name, ref in under_way.items():
+            try:
+                gather_all({"the writer of samples": ref}, self._timeout_s, f"writing {name}")
+            except EnvironmentFault as fault:
+                self.failed += 1
+                print(f"error: {name} are not kept: {fault}. Training goes on", flush=True)
+
+    def close(self) -> None:
+        """Waits for the files under way and ends the process."""
+        try:
+            self.finish()
+        finally:
+            if self._writer is not None:
+                ray.kill(self._writer)
+
+
+def kept_rows(rows: int, kept: int | str) -> np.ndarray:
+    """int64, ascending: which of a step's rows `record.samples` keeps."""
+    return np.arange(rows) if kept == "all" or kept >= rows else np.arange(kept) * rows // kept

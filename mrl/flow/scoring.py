@@ -1,0 +1,390 @@
+"""Responses are decoded and judged on the nodes where they lie: the driver sends references and what is expected, and
+gets scores.
+
+    driver                                  process on a node of engines               scoring processes (mrl.reward)
+    references, questions --ScorerGroup-->  Scorer: fetches, decodes  --RewardPool-->  the reward function
+    results               <---------------  those that are there      <--------------  score, parts, reason
+
+One call a scorer is under way at a time: it takes along all that has arrived since the one before, and brings back
+results.
+"""
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mrl.config.schema import RewardConfig
+from mrl.data.batch import Prompt
+from mrl.data.dataset import load_tokenizer
+from mrl.data.samples import CALL_REASONS, Samples, outcomes
+from mrl.flow.generations import write_generations
+from mrl.flow.response_store import SMALL_OBJECTS, ResponseStore
+from mrl.flow.reward_texts import Texts, named, split
+from mrl.model.hub import local_folder
+from mrl.remote.calls import gather, late, unwrap
+from mrl.remote.helper_actors import on_node
+from mrl.remote.process_logs import log_file
+from mrl.reward.items import LEFT_OUT, OK, Question, RewardResult, RewardSpec, is_failure
+from mrl.reward.pool import RewardPool
+
+EVERY_S = 0.2  # between two calls of a scorer while generation goes on, at least
+IN_ALL_S = 0.1  # and between two calls of any of them in the mean
+WAIT_S = 0.5  # of a call for the results of what it was given
+# of a call, at most: it fetches and decodes what was sent and waits WAIT_S, however long the reward function is at it,
+# so one that is not back by then is of a process that stands still
+EXCHANGE_S = 600.0
+START_S = 120.0
+WRITE_S = 3600.0
+PHASE = "scoring"
+
+Asked = tuple[int, int, Question]  # number of a block, row of it, what is asked of the response
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """Arguments of a RewardPool; `environment` and `folder` are those of the command that the user gave."""
+
+    spec: RewardSpec
+    num_workers: int
+    timeout_s: float
+    failure_score: float
+    log_path: Path
+    environment: Mapping[str, str]
+    folder: str
+
+    def pool(self) -> RewardPool:
+        """Its workers are ready. Raises what RewardPool raises."""
+        return RewardPool(
+            self.spec,
+            self.num_workers,
+            self.timeout_s,
+            self.failure_score,
+            self.log_path,
+            START_S,
+            self.environment,
+            self.folder,
+        )
+
+
+class Scorer:
+    """A process beside engines. `tokenizer` is loaded while engines start, and waited for with the first response."""
+
+    def __init__(self, load: Callable[[], Any]):
+        """`load` gives the tokenizer."""
+        self._load, self._pool = load, None
+
+    def start(self, settings: PoolSettings) -> None:
+        """Raises what RewardPool raises, and what makes a tokenizer unreadable with the first `exchange`."""
+        threading.Thread(target=lambda: self._tokenizer, daemon=True).start()
+        self._pool = settings.pool()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return self._load()
+
+    def exchange(
+        self, asked: Sequence[Asked], wait_s: float, *blocks: Samples
+    ) -> tuple[list[RewardResult], list[Texts]]:
+        """Begins with what is asked; waits for all that is under way, `wait_s` seconds at most; results that are there,
+        each once, and apart from them their long texts.
+        """
+        responses = [list(block.responses()) for block in blocks]
+        told = [None if block.turn_counts is None else list(outcomes(block)) for block in blocks]
+        left_out = []
+        for block, row, question in asked:
+            outcome = {} if told[block] is None else told[block][row]
+            if has_failed(outcome):
+                left_out.append(_left_out(question, blocks[block], row))
+                continue
+            text = self._tokenizer.decode(responses[block][row].tolist(), skip_special_tokens=True)
+            self._pool.submit(replace(question, extra_info={**question.extra_info, **outcome}).answered(text))
+        return split([*left_out, *self._pool.collect(0.0 if left_out else wait_s)])
+
+    def write_generations(
+        self,
+        path: Path,
+        prompts: Sequence[Prompt],
+        stored: ResponseStore,
+        results: Sequence[RewardResult],
+        shown: Sequence[int],
+    ) -> list[dict[str, Any]]:
+        """See mrl.flow.generations; here, since it has the tokenizer."""
+        return write_generations(path, self._tokenizer, prompts, stored, results, shown)
+
+    def close(self) -> None:
+        """Ends the scoring processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def has_failed(outcome: Mapping[str, Any]) -> bool:
+    """Whether the environment failed; `outcome`: see mrl.data.samples.outcomes."""
+    return bool(outcome) and outcome["outcome"]["stop_reason"] == LEFT_OUT
+
+
+def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:
+    """Of a response that nobody judges, with the last of its calls that went wrong."""
+    calls = samples.rows(slice(row, row + 1))
+    pairs = zip(calls.call_names.tolist(), calls.call_reasons.tolist(), strict=True)
+    wrong = [f"{name.decode()}: {CALL_REASONS[reason]}" for name, reason in pairs if CALL_REASONS[reason] != OK]
+    detail = wrong[-1] if wrong else "it did not begin"
+    return RewardResult(question.sample_id, 0.0, {}, LEFT_OUT, detail, question.data_source)
+
+
+@dataclass
+class Channel:
+    """A scorer as the driver sees it."""
+
+    name: str
+    handle: Any
+    queued: list[tuple[Any, int, Question]] = field(default_factory=list)  # reference to a block, row of it
+    under_way: Any = None  # results to come
+    texts: Any = None  # and theirs
+    awaited: int = 0  # results of what was sent
+    sent_at: float = 0.0
+    patience_s: float = 0.0  # between two calls that send something, at least
+
+    def drop_withdrawn(self, asked: Container[int]) -> None:
+        """Queued questions that nobody asks any more are dropped; `asked`: numbers of those that are."""
+        self.queued = [each for each in self.queued if each[2].sample_id in asked]
+
+    def send(self) -> None:
+        """All that is queued."""
+        blocks = {id(block): block for block, _, _ in self.queued}
+        number = {key: i for i, key in enumerate(blocks)}
+        asked = [(number[id(block)], row, question) for block, row, question in self.queued]
+        self.awaited, self.sent_at, self.queued = self.awaited + len(asked), time.monotonic(), []
+        self.under_way, self.texts = self._call(asked, *blocks.values())
+
+    def _call(self, asked: list[Asked], *blocks: Any) -> Sequence[Any]:
+        return self.handle.exchange.options(num_returns=2).remote(asked, WAIT_S, *blocks)
+
+    def _answer(self, finished: Any) -> list[RewardResult]:
+        return unwrap(finished, self.name, PHASE)
+
+    def write_generations(self, *arguments: Any) -> list[dict[str, Any]]:
+        """See ScorerGroup.write_generations."""
+        return gather({self.name: self.handle.write_generations.remote(*arguments)}, WRITE_S, "writing generations")[
+            self.name
+        ]
+
+    def receive(self) -> list[RewardResult]:
+        """Of the finished call. Raises Interrupted when the process died, or a response is lost with its node."""
+        finished, texts, self.under_way, self.texts = self.under_way, self.texts, None, None
+        results = named(self._answer(finished), texts)
+        self.awaited -= len(results)
+        return results
+
+
+@dataclass
+class _Exchange:
+    """What all who ask have in common: the scorers, and who gets which result."""
+
+    channels: Sequence[Channel]
+    near: Mapping[str, int]  # by engine, the number of the scorer that judges its responses
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    askers: dict[int, tuple["ScorerGroup", int]] = field(default_factory=dict)  # and their sample_id, by number
+
+
+class ScorerGroup:
+    """All scorers, as one of those who ask them has them: each gets the results of its own questions.
+
+    One thread at a time may use it, several threads each one of their own.
+    """
+
+    def __init__(self, channels: Sequence[Channel], near: Mapping[str, int]):
+        """`near`: by engine, the number of the scorer that judges its responses."""
+        self._exchange = _Exchange(channels, near)
+        self._results: dict[int, RewardResult] = {}  # by sample_id, that were not collected
+        self._awaited: dict[int, int] = {}  # by sample_id, the number of its question
+
+    def for_another(self) -> "ScorerGroup":
+        """The same scorers for somebody else who asks."""
+        other = type(self)(self.channels, self._exchange.near)
+        other._exchange = self._exchange
+        return other
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """The scorers."""
+        return self._exchange.channels
+
+    def __enter__(self) -> "ScorerGroup":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, samples: ResponseStore, questions: Sequence[Question], engine: str, held_s: float = 0.0) -> None:
+        """Queues responses of one engine, a question each; `forward`, `collect` or `drain` sends them.
+
+        `held_s`: seconds that their engine held them at most; the scorer's next call may wait as long.
+        """
+        with self._exchange.lock:
+            channel = self.channels[self._exchange.near[engine]]
+            channel.patience_s = held_s
+            for block, row, question in zip(samples.block.tolist(), samples.place.tolist(), questions, strict=True):
+                number = next(self._exchange.numbers)
+                self._exchange.askers[number] = self, question.sample_id
+                self._awaited[question.sample_id] = number
+                channel.queued.append((samples.blocks[block].samples, row, replace(question, sample_id=number)))
+
+    def withdraw(self, sample_ids: Iterable[int]) -> None:
+        """Nobody waits for the results of these questions any more: none of them is given."""
+        with self._exchange.lock:
+            for sample_id in sample_ids:
+                self._results.pop(sample_id, None)
+                if (number := self._awaited.pop(sample_id, None)) is not None:
+                    del self._exchange.askers[number]  # what is queued without an asker is not sent
+
+    def forward(self, at_once: bool = False) -> None:
+        """Takes results of finished calls and sends what is queued, waiting for nothing; `at_once`:
+        however short ago the last was sent.
+
+        Raises what made scoring impossible, Late for a scorer that stands still.
+        """
+        with self._exchange.lock:
+            for channel in self.channels:
+                patience_s = channel.patience_s if channel.queued else 0.0  # what is awaited is asked for as ever
+                every_s = max(EVERY_S, IN_ALL_S * len(self.channels), patience_s)
+                if channel.under_way is not None and self._answered(channel):
+                    self._hand_out(channel.receive())
+                due = at_once or time.monotonic() - channel.sent_at >= every_s
+                if channel.under_way is None and due:
+                    channel.drop_withdrawn(self._exchange.askers)
+                    if channel.queued or channel.awaited:
+                        channel.send()
+
+    def _hand_out(self, results: Sequence[RewardResult]) -> None:
+        for result in results:
+            asker, sample_id = self._exchange.askers.pop(result.sample_id, (None, 0))
+            if asker is not None:  # else it was withdrawn
+                del asker._awaited[sample_id]
+                asker._results[sample_id] = replace(result, sample_id=sample_id)
+
+    def collect(self, at_once: bool = False) -> list[RewardResult]:
+        """Results that are there, none of them given again.
+
+        Raises what `forward` raises. `at_once`: see there.
+        """
+        self.forward(at_once)
+        return self._taken()
+
+    def wait(self, seconds: float) -> None:
+        """Returns once a call under way is finished, or so many seconds are over."""
+        self._finished(self.channels, seconds)
+
+    def _taken(self) -> list[RewardResult]:
+        with self._exchange.lock:
+            results = list(self._results.values())
+            self._results = {}
+            return results
+
+    def drain(self, poll: Callable[[], None] = lambda: None, max_failures: int | None = None) -> list[RewardResult]:
+        """Waits for all that was submitted; results that were not collected, by sample_id.
+
+        `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once
+        more than `max_failures` of them are failures: the caller refuses them, and the scorers are then only good for
+        closing. Raises what `forward` raises.
+        """
+        self.forward(at_once=True)
+        while self._awaited and not self._failed_more_than(max_failures):
+            poll()
+            self._finished(self.channels, WAIT_S)
+            self.forward(at_once=True)
+        return sorted(self._taken(), key=lambda result: result.sample_id)
+
+    def write_generations(
+        self,
+        path: Path,
+        prompts: Sequence[Prompt],
+        stored: ResponseStore,
+        results: Sequence[RewardResult],
+        shown: Sequence[int],
+    ) -> list[dict[str, Any]]:
+        """One of them writes held-out responses, judged, as lines of text; the rows `shown` are returned.
+
+        Raises EnvironmentFault for a full disk, Interrupted when the process dies or is late.
+        """
+        return self.channels[0].write_generations(path.absolute(), list(prompts), stored, list(results), list(shown))
+
+    def _failed_more_than(self, limit: int | None) -> bool:
+        with self._exchange.lock:  # another thread may add some
+            return limit is not None and self._most_failed() > limit
+
+    def _most_failed(self) -> int:
+        failed = sum(map(is_failure, self._results.values()))
+        return max(failed, sum(each.reason == LEFT_OUT for each in self._results.values()))
+
+    def _answered(self, channel: Channel) -> bool:
+        """Whether its call is finished. Raises Late where it has been under way for too long."""
+        if self._finished([channel], 0):
+            return True
+        if time.monotonic() - channel.sent_at <= EXCHANGE_S:
+            return False
+        if self._finished([channel], WAIT_S):  # this process may have stood still, and not heard of the answer yet
+            return True
+        raise late(PHASE, [channel.name], EXCHANGE_S)
+
+    @staticmethod
+    def _finished(channels: Sequence[Channel], timeout_s: float) -> bool:
+        """Whether one of the calls under way is finished; waits for the first."""
+        refs = [ref for channel in channels if (ref := channel.under_way) is not None]  # another thread may take some
+        return bool(refs and ray.wait(refs, timeout=timeout_s)[0])
+
+    def close(self) -> None:
+        """Ends all scorers, what they are at included."""
+        for channel in self.channels:
+            ray.kill(channel.handle)  # their scoring processes die with them
+
+
+def start_scorers(
+    reward: RewardConfig, spec: RewardSpec, model_path: str, logs: Path, nodes: Mapping[str, str]
+) -> ScorerGroup:
+    """`reward.num_workers` scoring processes over the nodes of the engines, ready. `nodes`: by engine; `model_path`: of
+    the tokenizer.
+
+    Raises ConfigError where the function cannot be loaded on a node, EnvironmentFault where no process starts.
+    """
+    own = dict(os.environ), str(Path.cwd())
+    hosts, near = scorer_places(nodes, reward.num_workers)
+    group = ScorerGroup([Channel(f"scorer {i}", _actor(model_path, node)) for i, (node, _) in enumerate(hosts)], near)
+    started = {}
+    for channel, (_, share) in zip(group.channels, hosts, strict=True):
+        log = logs.absolute() / log_file(channel.name)
+        settings = PoolSettings(spec, share, reward.timeout_s, reward.failure_score or 0.0, log, *own)
+        started[channel.name] = channel.handle.start.remote(settings)
+    try:
+        gather(started, START_S * 4, "starting the scorers")
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
+def scorer_places(nodes: Mapping[str, str], workers: int) -> tuple[list[tuple[str, int]], dict[str, int]]:
+    """Nodes with a scorer, each with its number of scoring processes, and by engine the number of the scorer that is
+    nearest.
+
+    Where there are fewer processes than nodes, engines of the other nodes take turns.
+    """
+    distinct = list(dict.fromkeys(nodes.values()))
+    hosts = [(node, len(range(i, workers, min(len(distinct), workers)))) for i, node in enumerate(distinct[:workers])]
+    return hosts, {engine: distinct.index(node) % len(hosts) for engine, node in nodes.items()}
+
+
+def _actor(model: str, node: str) -> ray.actor.ActorHandle:
+    return (
+        ray.remote(Scorer)
+        .options(**on_node(node), max_restarts=0, runtime_env={"env_vars": SMALL_OBJECTS})
+        .remote(lambda: load_tokenizer(local_folder(model)))
+    )

@@ -1,0 +1,195 @@
+"""A step's rows on the ranks, as the driver sees them: who has which, calls on all ranks, numbers a row from all
+replicas.
+
+driver                                     ranks (rank_batch.py)
+lengths --step_cut--> rows of replicas --> fetch their rows, once, from where they are
+numbers a row                          <-- log-probs, corrections: tokens stay
+numbers a response                     --> advantages of tokens
+counts of mini-batches                 --> updates
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from mrl.algo.advantages import TokenAdvantages
+from mrl.algo.aggregate import Denominators
+from mrl.algo.rows import RowValues
+from mrl.algo.selection import Means
+from mrl.config.schema import RunConfig
+from mrl.flow.rank_batch import Scored
+from mrl.flow.response_store import ResponseStore
+from mrl.flow.routes import Readers
+from mrl.megatron.batching import UpdateResult
+from mrl.megatron.cut import step_cut
+from mrl.model import ModelSpec
+from mrl.model.layout import TrainLayout
+
+
+class AllRanks(Protocol):
+    """What a step needs of all actor ranks; `ActorGroup` of cluster/actor_group.py has it."""
+
+    config: RunConfig
+    model: ModelSpec
+    layout: TrainLayout
+    route_readers: Readers
+
+    def each(
+        self, method: str, arguments: Sequence[Sequence[Any]], phase: str, interruptible: bool = False
+    ) -> list[Any]:
+        """Calls a method on all ranks, each with its own arguments; answers in rank order."""
+
+    def refs_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Asks as `each` without waiting; references to the answers, by rank."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """`of_rows`: how far generation is from training, by row. `entropy`: mean over sampled tokens, nats."""
+
+    of_rows: RowValues
+    entropy: float
+
+
+class StepBatch:
+    """The driver's handle of a step on all ranks; RankBatch says what each does of its replica's rows."""
+
+    def __init__(self, actor: AllRanks, samples: ResponseStore):
+        """Deals the rows out; every rank fetches its own.
+
+        Raises DataError for a row above the limit of a micro-batch.
+        """
+        layout = actor.layout
+        self._actor, self.rows = actor, samples.rows
+        # [rows]: mean |log p_actor - log p_rollout| over sampled tokens, once it is known
+        self.log_gaps: np.ndarray | None = None
+        config = actor.config
+        lengths = samples.rows.lengths
+        self.cut = step_cut(config.actor, config.ref, config.rollout.n, layout, actor.model, lengths)
+        self._replica_of = [layout.dense_coords(rank).dp for rank in range(layout.world_size)]
+        self._needed = [self.cut.needed_rows(replica) for replica in range(layout.data)]
+        self._own = [self.cut.own_rows(replica) for replica in range(layout.data)]
+        parts = [
+            (samples.take(needed), np.isin(needed, own), self.cut.of(replica).renumbered(needed), actor.route_readers)
+            for replica, (needed, own) in enumerate(zip(self._needed, self._own, strict=True))
+        ]
+        actor.each(
+            "begin_step", [parts[replica] for replica in self._replica_of], "fetching samples", interruptible=True
+        )
+
+    def log_probs(self) -> Mismatch:
+        """How far generation is from training."""
+        mismatch = self._mismatch(self._call("log_probs", interruptible=True))
+        self.log_gaps = mismatch.of_rows["log_gap"] / np.maximum(self.rows.sampled_lengths, 1)
+        return mismatch
+
+    def old_log_probs_of(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
+        """The trainer's log-probs of the given rows' tokens, by row; after `log_probs` and before `correct`,
+        which may change them.
+        """
+        wanted = self._own_among(rows)
+        by_row: dict[int, np.ndarray] = {}
+        for replica, answer in zip(self._replica_of, self._call_each("old_log_probs_of", wanted), strict=True):
+            if answer is not None:
+                numbers = self._needed[replica][wanted[replica]].tolist()
+                by_row |= dict(zip(numbers, answer, strict=True))
+        return by_row
+
+    def differences(self, rows: np.ndarray) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[Any]]:
+        """Of each rank, ids and response lengths of its replica's own ones among `rows`, and a reference to its
+        `RankBatch.differences` of them.
+
+        Nothing is waited for: who is given the references fetches what stands behind them. After `log_probs`.
+        """
+        wanted = self._own_among(rows)
+        own = [self._needed[replica][wanted[replica]] for replica in self._replica_of]
+        refs = self._actor.refs_each("do", [("differences", wanted[replica]) for replica in self._replica_of])
+        return [(self.rows.sample_id[each], self.rows.response_lengths[each]) for each in own], list(refs.values())
+
+    def ref_log_probs(self) -> None:
+        """The reference model's log-probs, which stay on the ranks."""
+        self._call("ref_log_probs", interruptible=True)
+
+    def correct(self, counted: np.ndarray | None = None) -> RowValues:
+        """Takes out what filters and corrections reject, and rows that are not `counted`, bool [rows]; numbers a
+        row.
+        """
+        if counted is None or counted.all():
+            return self._of_rows(self._call("correct"))
+        parts = [counted[needed] for needed in self._needed]
+        return self._of_rows(self._call_each("correct", parts))
+
+    def moments(self, advantages: TokenAdvantages) -> RowValues:
+        """Moments a row, over trained tokens, of what is to be whitened."""
+        return self._of_rows(self._call_each("moments", self._parts_of(advantages)))
+
+    def set_advantages(self, advantages: TokenAdvantages) -> RowValues:
+        """Gives tokens their advantages; their moments a row, over trained tokens."""
+        return self._of_rows(self._call_each("set_advantages", self._parts_of(advantages)))
+
+    def find(self, means: list[Means]) -> list[list[np.ndarray]]:
+        """The largest numbers of tokens that may be selected, by mini-batch and replica."""
+        answers = [answer for answer in self._call("find", means) if answer is not None]
+        return [list(of_mini_batch) for of_mini_batch in zip(*answers, strict=True)]
+
+    def select(self, least: list[float | int | None]) -> None:
+        """Selects the tokens from `least` of each mini-batch on."""
+        self._call("select", least)
+
+    def update(self, counts: list[Denominators]) -> tuple[UpdateResult, Mismatch | None]:
+        """Makes all optimizer steps; `counts` of each mini-batch's trained tokens and sequences.
+
+        On policy also what `log_probs` says otherwise.
+        """
+        answers = self._call("update", counts)
+        result = UpdateResult([part for parts, _ in answers for part in parts], list(self.cut.loads))
+        scored = [scored for _, scored in answers]
+        return result, None if all(each is None for each in scored) else self._mismatch(scored)
+
+    def _own_among(self, rows: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """int64, of each replica: places of the rows that it trains on, among those that it holds."""
+        return [
+            np.flatnonzero(np.isin(needed, own) & np.isin(needed, rows))
+            for needed, own in zip(self._needed, self._own, strict=True)
+        ]
+
+    def _mismatch(self, answers: Sequence[Scored | None]) -> Mismatch:
+        entropies = [answer[1] for answer in answers if answer is not None]
+        of_rows = self._of_rows(None if answer is None else answer[0] for answer in answers)
+        return Mismatch(of_rows, sum(value for value, _ in entropies) / sum(weight for _, weight in entropies))
+
+    def by_mini_batch(self, values: np.ndarray) -> list[np.ndarray]:
+        """`values` [rows] of each mini-batch."""
+        return [values[rows] for rows in self.cut.slices]
+
+    def _call(self, verb: str, *arguments: Any, interruptible: bool = False) -> list[Any]:
+        """Answers of all ranks, which are given the same."""
+        return self._actor.each("do", [(verb, *arguments)] * len(self._replica_of), verb, interruptible)
+
+    def _call_each(self, verb: str, parts: Sequence[Any]) -> list[Any]:
+        """Answers of all ranks, each of which is given its replica's part."""
+        return self._actor.each("do", [(verb, parts[replica]) for replica in self._replica_of], verb)
+
+    def _parts_of(self, advantages: TokenAdvantages) -> list[TokenAdvantages]:
+        return [advantages.rows(needed) for needed in self._needed]
+
+    def _of_rows(self, answers: Iterable[RowValues | None]) -> RowValues:
+        """The replicas' numbers in the order of the step's rows."""
+        of_rows: RowValues = {}
+        filled = np.zeros(len(self.rows), bool)
+        for replica, answer in zip(self._replica_of, answers, strict=True):
+            if answer is None:
+                continue
+            filled[self._own[replica]] = True
+            for name, values in answer.items():
+                of_rows.setdefault(name, np.zeros(len(filled), values.dtype))[self._own[replica]] = values
+        if not filled.all():
+            raise RuntimeError(f"no rank answered for rows {np.flatnonzero(~filled)[:8].tolist()}")
+        return of_rows
+
+
+def counts_of(parts: list[np.ndarray]) -> list[Denominators]:
+    """Of each mini-batch, from trained tokens a row."""
+    return [Denominators.counted(trained) for trained in parts]

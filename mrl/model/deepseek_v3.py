@@ -1,0 +1,138 @@
+"""DeepSeek-V3 and its kin (DeepSeek-R1, Moonlight, Kimi-K2): latent attention, dense layers first, then routed experts
+beside shared ones. Kimi-K2 has a model type of its own and is the same model.
+
+Routers choose as GLM-4.5's do, by a sigmoid and constants, and perhaps from the best groups of experts alone: those
+whose two best experts score highest together. Layers for multi-token prediction follow the others in a checkpoint, and
+training leaves them out.
+
+Norms of latents have `rms_norm_eps`, as in Megatron and vLLM; transformers always gives them 1e-6 (which is Moonlight's
+difference from transformers: its config.json says 1e-5).
+"""
+
+from typing import Any
+
+from mrl.errors import ConfigError
+from mrl.model.decoder_weights import dense_layer
+from mrl.model.glm4_moe import is_left_out, with_shared_experts
+from mrl.model.hf_config import (
+    MTP_KEYS,
+    QUANTIZATION,
+    HfConfig,
+    ModelSpec,
+    common,
+    refuse_unless,
+    required,
+    rope_fields,
+    yarn,
+)
+from mrl.model.latent_attention import VLLM_LATENT_ATTENTION
+from mrl.model.weight_map import VLLM_NORMS, Family
+
+VLLM_ORDER = (*VLLM_LATENT_ATTENTION, "mlp.gate.", "mlp.shared_experts.", "mlp.", *VLLM_NORMS)
+_GROUP_BEST = 2  # experts that a group is judged by
+
+
+def read(config: HfConfig) -> ModelSpec:
+    if "index_topk" in config:
+        raise ConfigError(
+            "config.json has index_topk: attention through a sparse indexer (DeepSeek-V3.2, GLM-5) is not supported; "
+            "without its indexer it would be another model"
+        )
+    experts_per_token, groups, chosen = _routing(config)
+    size, rotated = required(config, "moe_intermediate_size"), required(config, "qk_rope_head_dim")
+    plain_rope = {"rope_type": "default", "rope_theta": rope_fields(config).get("rope_theta")}
+    read_alike = common({**config, "rope_scaling": None, "rope_parameters": plain_rope})
+    block = _fp8_block(config)
+    return ModelSpec(
+        **read_alike
+        | {
+            "family": "deepseek_v3" if config["model_type"] == "kimi_k2" else config["model_type"],
+            "num_key_value_heads": read_alike["num_attention_heads"],
+            "dtype": "bfloat16" if block else read_alike["dtype"],
+        },
+        head_dim=required(config, "qk_nope_head_dim") + rotated,
+        qkv_bias=False,
+        qk_norm=False,
+        num_experts=required(config, "n_routed_experts", "num_local_experts"),
+        num_experts_per_tok=experts_per_token,
+        moe_intermediate_size=size,
+        moe_layers=_moe_layers(config),
+        shared_expert_intermediate_size=size * (config.get("n_shared_experts") or 0),
+        norm_topk_prob=True,
+        router_score="sigmoid",
+        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        left_out_layers=next((config[key] for key in MTP_KEYS if key in config), None) or 0,
+        kv_lora_rank=required(config, "kv_lora_rank"),
+        q_lora_rank=config.get("q_lora_rank") or 0,
+        qk_rope_head_dim=rotated,
+        v_head_dim=required(config, "v_head_dim"),
+        yarn=yarn(config),
+        expert_groups=groups,
+        chosen_expert_groups=chosen,
+        fp8_block=block,
+    )
+
+
+def _routing(config: HfConfig) -> tuple[int, int, int]:
+    """(experts a token, groups, groups chosen of them). Raises ConfigError for a router that Megatron has not."""
+    supported = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 1}
+    for key, value in (supported | {"rope_interleave": True}).items():
+        refuse_unless(key, config.get(key, value), value)
+    experts = required(config, "num_experts_per_tok")
+    if experts == 1:
+        refuse_unless("num_experts_per_tok", 1, "2 or more")  # Megatron does not renormalise one expert's weight
+    if not config.get("n_shared_experts"):
+        refuse_unless("n_shared_experts", config.get("n_shared_experts"), "1 or more")
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    if groups == 1:
+        return experts, 1, 1
+    if experts // chosen != _GROUP_BEST:  # Megatron judges a group by so many of its experts
+        refuse_unless("topk_group", chosen, f"half of num_experts_per_tok = {experts}")
+    return experts, groups, chosen
+
+
+def _moe_layers(config: HfConfig) -> tuple[int, ...]:
+    """Numbers of the layers with experts; transformers writes the kinds of GLM-4.7-Flash's layers as a list."""
+    if kinds := config.get("mlp_layer_types"):
+        first = kinds.count("dense")
+        refuse_unless("mlp_layer_types", kinds, ["dense"] * first + ["sparse"] * (len(kinds) - first))
+    else:
+        first = required(config, "first_k_dense_replace")
+    layers = required(config, "num_hidden_layers")
+    if first >= layers:  # a dense one could be cut over tensor ranks without their sequences, and is nobody's
+        refuse_unless("first_k_dense_replace", first, f"less than num_hidden_layers = {layers}")
+    return tuple(range(first, layers))
+
+
+def _fp8_block(config: HfConfig) -> tuple[int, int] | None:
+    """Of checkpoints whose matrices are FP8 with one scale a block. Raises ConfigError for another quantisation."""
+    quantization = config.get(QUANTIZATION)
+    if not quantization:
+        return None
+    refuse_unless("quantization_config's quant_method", quantization.get("quant_method"), "fp8")
+    refuse_unless("quantization_config's fmt", quantization.get("fmt", "e4m3"), "e4m3")
+    rows, columns = required(quantization, "weight_block_size")
+    return rows, columns
+
+
+def engine_keys(m: ModelSpec) -> dict[str, Any]:
+    """Without them vLLM takes a softmax, no constants of routers, or experts in no layer."""
+    return {
+        "scoring_func": m.router_score,
+        "topk_method": "noaux_tc",
+        "first_k_dense_replace": m.moe_layers[0],
+        "moe_layer_freq": 1,
+    }
+
+
+FAMILY = Family(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    read,
+    dense_layer,
+    lambda m: with_shared_experts(m, router_in_vllm=None),
+    vllm_order=VLLM_ORDER,
+    is_left_out=is_left_out,
+    engine_keys=engine_keys,
+    has_code_beside=True,
+)

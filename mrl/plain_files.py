@@ -1,0 +1,142 @@
+"""Files and texts that strangers may have made: read within limits, or refused in one sentence.
+
+What cannot be read raises OSError, what is read and is of no use ValueError; both say what to look at.
+"""
+
+import errno
+import json
+import math
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ConfigError, EnvironmentFault
+
+_MIB = 2**20
+CONFIG_BYTES = _MIB // 2  # of a configuration; the largest real one has a few thousand characters
+TEXT_BYTES = _MIB  # of a script, or of another file that somebody wrote by hand
+JSON_BYTES = 256 * _MIB  # of one object, such as the manifest of a checkpoint of thousands of ranks
+LINES_BYTES = 1024 * _MIB  # of a file that a run adds lines to
+_MOST_DIGITS = 100
+_LONG_NUMBER = re.compile(rf"\d{{{_MOST_DIGITS}}}|[eE][-+]?\d{{3}}")
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a file, to read. Waits for nobody: a pipe or device is refused and not opened.
+
+    Raises OSError.
+    """
+    _refuse_other_kinds(os.stat(path), path)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _refuse_other_kinds(os.fstat(handle), path)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """All bytes of a regular file. Raises OSError, ValueError for more than `limit` bytes."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"more than {limit} bytes, which is the most that is read of such a file")
+    return data
+
+
+def read_text(path: Path, limit: int, errors: str = "strict") -> str:
+    """A file's text, of UTF-8, with "\\n" at the end of lines. Raises what `read_bytes` raises.
+
+    `errors`: as of bytes.decode.
+    """
+    text = read_bytes(path, limit).decode("utf-8", errors)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json(text: str | bytes, strict: bool = True) -> Any:
+    """The value of JSON text; without `strict` NaN and infinities are numbers, as Python's own writer has them.
+
+    Raises ValueError for what is none, for numbers that no float can hold, and for more levels than can be read.
+    """
+    constant = _no_number if strict else float
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text))
+    try:
+        if _LONG_NUMBER.search(text):  # perhaps; it may stand in a string
+            return json.loads(text, parse_constant=constant, parse_int=_int, parse_float=_float)
+        return json.loads(text, parse_constant=constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_json(path: Path, limit: int = JSON_BYTES, strict: bool = True) -> Any:
+    """The value of a JSON file, see `parse_json`. Raises what `read_bytes` and `parse_json` raise."""
+    return parse_json(read_bytes(path, limit), strict)
+
+
+def read_settings(path: Path, limit: int) -> dict[str, Any]:
+    """The object of a JSON file that came with a model. Raises EnvironmentFault for anything else."""
+    try:
+        settings = read_json(path, limit, strict=False)
+    except (OSError, ValueError) as error:
+        raise EnvironmentFault(f"{path} cannot be read as JSON: {reason(error)}") from None
+    if not isinstance(settings, dict):
+        raise EnvironmentFault(f"{path} holds no JSON object")
+    return settings
+
+
+def reason(error: Exception) -> str:
+    """What an error of this room says, without the path, which the caller names."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def check_output(path: Path, inputs: tuple[Path, ...] = (), begins: bytes = b"") -> None:
+    """Raises ConfigError for an output that would take the place of something else than an older output.
+
+    A link, a device and a pipe are never replaced, one of `inputs` neither, under whatever name, nor a file
+    that does not begin with `begins`.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return  # nothing is there, or writing will say what is wrong
+    if stat.S_ISDIR(mode):
+        return  # no file takes the place of one
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path} is {_kind(mode)}, which is not replaced; name a file")
+    if any(other.exists() and os.path.samefile(path, other) for other in inputs):
+        raise ConfigError(f"{path} is one of the files that are read; name another one")
+    with os.fdopen(open_regular(path), "rb") as file:
+        if file.read(len(begins)) != begins:
+            raise ConfigError(f"{path} is there already and no older one of what is written; name another file")
+
+
+def _refuse_other_kinds(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
+        raise OSError(number, f"is {_kind(status.st_mode)} and no file", str(path))
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _int(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return number

@@ -1,0 +1,204 @@
+"""What the samples of one step take: on a rank's device as the inputs of its micro-batches, on hosts as columns.
+
+Every sample counts at its limits. A rank lays out micro-batches as a pass comes to them
+(mrl/megatron/packing.py): one at a time, under an interleaved pipeline as many as it has stages. What a pass
+hands out stays until its end. Routes of R3 (mrl/data/routes.py) come with a micro-batch, in the MoE
+layers of the stage; what routers chose at the old log-probs (mrl/megatron/routing.py) stays until the next step's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mrl.config.schedule_rules import schedule_of
+from mrl.config.schema import RunConfig
+from mrl.data.routes import RouteShape
+from mrl.data.samples import column_bytes
+from mrl.model import ModelSpec
+from mrl.model.layout import TrainLayout
+from mrl.plan.activations import MicroBatchShape
+from mrl.plan.model_state import layer_kinds
+from mrl.plan.plan_inputs import BatchPlan, PlanInputs
+
+_BOOL, _F32, _F64, _INT64 = 1, 4, 8, 8
+_A_TOKEN = 2 * _INT64 + 2  # its number and position; whether it is real, whether it predicts
+_A_TARGET = 3 * _INT64 + _F32  # who predicts it, its number, its place; its temperature
+_NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/routing.py)
+
+
+@dataclass(frozen=True)
+class SampleBytes:
+    """On one rank's device."""
+
+    update: int = 0  # inputs of micro-batches at once, and what a mini-batch hands out
+    log_prob: int = 0  # the same of the step
+    update_routes: int = 0  # that came with the samples of these micro-batches
+    log_prob_routes: int = 0
+    recorded_routes: int = 0  # chosen at the old log-probs; they stay
+
+
+def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
+    """Of a rank of pipeline stage `pp`."""
+    config, of_step = inputs.config, -(-batch.samples // inputs.train.data)
+    routed = _route_bytes(inputs.model, _moe_layers(inputs.model, inputs.train, pp)) * _routed(inputs)
+    response = config.data.max_response_length
+    handed_out = 2 * _F32 + _BOOL  # log-probs and entropies, and a mask of them
+    return SampleBytes(
+        update=_input_bytes(inputs, batch.micro, _response_arrays(inputs))
+        + batch.samples_per_rank * response * handed_out * config.algorithm.on_policy,
+        log_prob=_input_bytes(inputs, batch.log_prob_micro, [_BOOL]) + of_step * response * handed_out,
+        update_routes=_tokens_at_once(inputs, batch.micro) * routed,
+        log_prob_routes=_tokens_at_once(inputs, batch.log_prob_micro) * routed,
+        recorded_routes=0 if config.algorithm.on_policy else _recorded(inputs, of_step, pp),
+    )
+
+
+def _at_once(inputs: PlanInputs) -> int:
+    """Micro-batches that are laid out."""
+    return inputs.train.pipeline if inputs.train.virtual_pipeline > 1 else 1
+
+
+def _tokens_at_once(inputs: PlanInputs, micro: MicroBatchShape) -> int:
+    """Of one rank before sequence parallelism."""
+    return -(-micro.tokens // inputs.train.context) * _at_once(inputs)
+
+
+def _tokens(inputs: PlanInputs, rows: int) -> int:
+    """Of one rank before sequence parallelism."""
+    data = inputs.config.data
+    return -(-rows * data.max_sample_length // inputs.train.context)
+
+
+def _input_bytes(inputs: PlanInputs, micro: MicroBatchShape, arrays: list[int]) -> int:
+    """`arrays`: bytes that each array by response position has for one."""
+    response = micro.rows * micro.response * _at_once(inputs)
+    return (
+        _tokens_at_once(inputs, micro) * _A_TOKEN
+        + -(-response // inputs.train.context) * _A_TARGET
+        + response * sum(arrays)
+    )
+
+
+def _response_arrays(inputs: PlanInputs) -> list[int]:
+    """What a micro-batch of an update has by response position: a mask and a selection; old log-probs, advantages, and
+    what losses may want.
+
+    On policy a mask of what has log-probs in the place of the selection, and no old ones.
+    """
+    algorithm = inputs.config.algorithm
+    wanted = (not algorithm.on_policy, algorithm.needs_reference, algorithm.rollout_correction.level is not None)
+    return [_BOOL, _BOOL, *[_F32] * (1 + sum(wanted))]
+
+
+def _route_bytes(model: ModelSpec, moe_layers: int) -> int:
+    """Of one token as it comes with its sample, in so many MoE layers."""
+    if not model.is_moe:
+        return 0
+    shape = RouteShape.of(model)
+    return moe_layers * shape.topk * shape.dtype.itemsize
+
+
+def _recorded(inputs: PlanInputs, rows: int, pp: int) -> int:
+    """Choices of this stage's routers for this rank's part of every sequence of the step."""
+    model, train = inputs.model, inputs.train
+    tokens = -(-_tokens(inputs, rows) // (train.tensor if train.sequence_parallel else 1))
+    return (
+        tokens
+        * _moe_layers(model, train, pp)
+        * (model.num_experts_per_tok or 0)
+        * (1 if model.num_experts <= _NARROW_CHOICES else 2)
+    )
+
+
+def _moe_layers(model: ModelSpec, train: TrainLayout, pp: int) -> int:
+    return sum(sum(layer_kinds(model, train, pp, vp)) for vp in range(train.virtual_pipeline))
+
+
+def stored_bytes(inputs: PlanInputs) -> int:
+    """Of all responses that exist at once, in the object stores of all nodes together, each once.
+
+    Those of a step; where generation runs ahead, those of the steps that it may be ahead too; while groups are filtered
+    by draws, those of one more draw of prompts beside the groups that were kept, and those that may fill up the step.
+    """
+    schedule = schedule_of(inputs.config)
+    fill_up = schedule.step_limit is not None and schedule.on_exhausted == "unfiltered"
+    groups = schedule.places + (schedule.batch if fill_up else 0)
+    return _columns(inputs, groups * schedule.responses)
+
+
+def stored_beside_validation(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """Of `stored_bytes`, what is there still while held-out prompts are answered after a step: its responses, and those
+    ahead of it. Nothing where only the untrained model is validated.
+    """
+    if inputs.config.trainer.test_freq < 1:
+        return 0
+    is_synchronous = schedule_of(inputs.config).is_synchronous
+    return _columns(inputs, batch.samples) if is_synchronous else stored_bytes(inputs)
+
+
+def held_out_bytes(config: RunConfig, prompts: int) -> int:
+    """Of the answers to so many held-out prompts, in the object stores of the engines' nodes until they are written;
+    they bring no routes.
+    """
+    responses, data = prompts * config.rollout.val_kwargs.n, config.data
+    return column_bytes(responses * data.max_prompt_length, responses * data.max_response_length)
+
+
+def written_group_bytes(inputs: PlanInputs) -> int:
+    """Of one group in the process that writes them one by one: its columns, and the file that becomes of them.
+
+    Nothing where no group waits for its step.
+    """
+    is_synchronous = schedule_of(inputs.config).is_synchronous
+    return 0 if is_synchronous else 2 * _columns(inputs, inputs.config.rollout.n)
+
+
+def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
+    """Of a step's responses, what ranks of one node fetch, over all of it: tokens once a replica, of routes each rank
+    its own part.
+    """
+    train, model = inputs.train, inputs.model
+    coords = [train.dense_coords(rank) for rank in ranks]
+    replicas = len({each.dp for each in coords}) / train.data
+    if not _routed(inputs):
+        return replicas
+    parts = (
+        sum(_moe_layers(model, train, each.pp) for each in coords)
+        / len(model.moe_layers)
+        / _parts_of_tokens(inputs)
+        / train.data
+    )
+    tokens, routes = _columns(inputs, 1, routes=False), _columns(inputs, 1) - _columns(inputs, 1, routes=False)
+    return (tokens * replicas + routes * parts) / (tokens + routes)
+
+
+def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
+    """On the host of a rank of pipeline stage `pp`: its replica's rows (mrl/flow/rank_batch.py), its part of
+    their routes and what is computed of their tokens.
+    """
+    data, algorithm = inputs.config.data, inputs.config.algorithm
+    rows = -(-batch.samples // inputs.train.data)
+    arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy + _F64 * algorithm.use_kl_in_reward  # penalties
+    own_bytes = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays
+    if not _routed(inputs):
+        return own_bytes
+    tokens = rows * data.max_sample_length
+    routes = _route_bytes(inputs.model, _moe_layers(inputs.model, inputs.train, pp))
+    return own_bytes + tokens * _INT64 + -(-tokens // _parts_of_tokens(inputs)) * routes  # places, and routes
+
+
+def _routed(inputs: PlanInputs) -> bool:
+    """Routes come with samples."""
+    return inputs.config.actor.router_replay == "R3" and inputs.model.is_moe
+
+
+def _parts_of_tokens(inputs: PlanInputs) -> int:
+    """Into which a sequence is cut before routers see it."""
+    train = inputs.train
+    return train.context * (train.tensor if train.sequence_parallel else 1)
+
+
+def _columns(inputs: PlanInputs, rows: int, routes: bool = True) -> int:
+    """Of samples as columns."""
+    data = inputs.config.data
+    by_token = _route_bytes(inputs.model, len(inputs.model.moe_layers)) * (routes and _routed(inputs))
+    return rows * column_bytes(data.max_prompt_length, data.max_response_length, by_token)

@@ -1,0 +1,91 @@
+"""What the host knows of a pack of sequences, tied to the tensor that tells the device where they begin.
+
+Megatron hands that tensor to attention and to the rotary embedding of every layer, and both would read it back from the
+device: a wait for all that is computed before.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAME = "mrl_pack"
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Of sequences that lie end to end."""
+
+    lengths: tuple[int, ...]  # tokens in memory of each, before the cut for context parallelism
+    places: Tensor  # int64, on the device: of this rank's tokens, which one of its sequence each is
+
+
+def tie(starts: Tensor, pack: Pack) -> Tensor:
+    """`starts`, int32 [sequences + 1], from which `pack_of` now gives the pack."""
+    setattr(starts, _NAME, pack)
+    return starts
+
+
+def pack_of(starts: Tensor) -> Pack | None:
+    """What was tied to the tensor itself, None where nothing was."""
+    return getattr(starts, _NAME, None)
+
+
+def for_attention(starts: Tensor) -> Tensor:
+    """What attention is given as starts. MindSpeed's makes a list of them in every layer (core_r0.16.0:
+    te/pytorch/attention/dot_product_attention/backend.py, core/context_parallel/ring_context_parallel.py), which is no
+    wait where they lie on the host. Some of its ways take a list itself, but DotProductAttention asks for a shape.
+    """
+    pack = pack_of(starts)
+    if pack is None or starts.device.type != "npu":
+        return starts
+    ends = torch.tensor((0, *pack.lengths), dtype=torch.int64).cumsum(0)
+    return tie(ends.to(starts.dtype), pack)
+
+
+def rotated_from_table(original: Callable) -> Callable:
+    """Rotates a pack [tokens, heads, dim] by `freqs` [longest, 1, 1, rotated dim], each token by its place in its own
+    sequence.
+
+    Places are gathered from cosines of one sequence, to the same bits as Megatron's, which slices and joins the angles
+    sequence by sequence, in every layer, for queries and again for keys, and takes cosines of all tokens.
+    """
+    from megatron.core.models.common.embeddings.rope_utils import _rotate_half
+
+    whole = rotated_by_angles(original)
+
+    def rotated(
+        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False, mscale: float = 1.0, cp_group: Any = None,
+    ) -> Tensor:  # fmt: skip
+        pack = pack_of(cu_seqlens)
+        if pack is None or multi_latent_attention:
+            return whole(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group)
+        cos, sin = ((f(freqs) * mscale).to(t.dtype)[pack.places] for f in (torch.cos, torch.sin))
+        turned, rest = t[:, None, :, : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+        turned = (turned * cos + _rotate_half(turned, rotary_interleaved) * sin)[:, 0]
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+    return rotated
+
+
+def rotated_by_angles(original: Callable) -> Callable:
+    """The same through Megatron's rotation of rows, in whose place MindSpeed has put its kernel."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    def rotated(
+        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False, mscale: float = 1.0, cp_group: Any = None,
+    ) -> Tensor:  # fmt: skip
+        pack = pack_of(cu_seqlens)
+        if pack is None:
+            return original(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group)
+        turned = rope_utils._apply_rotary_pos_emb_bshd(
+            t[:, None], freqs[pack.places], rotary_interleaved=rotary_interleaved,
+            multi_latent_attention=multi_latent_attention, mscale=mscale,
+        )  # fmt: skip
+        return turned[:, 0]
+
+    return rotated

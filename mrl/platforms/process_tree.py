@@ -1,0 +1,94 @@
+"""Processes below this one: found by descent, which the kernel keeps, and never by a name that others may have too."""
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+_LOOK_S = 0.02
+
+
+@contextmanager
+def adopted_orphans() -> Iterator[None]:
+    """Makes descendants that lose their parent children of this process for the time of the block: they can be found.
+
+    Linux only.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    prctl = ctypes.CDLL(None).prctl
+    before = ctypes.c_int()
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def reap_orphans(but: int | None = None) -> None:
+    """Takes notice of children that have ended, so that none stays a zombie. `but`: one that is waited for."""
+    with suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == but:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def end_descendants(within_s: float = 5.0) -> int:
+    """Kills every process below this one, also those that are started meanwhile; returns how many there were.
+
+    What has not ended after `within_s` is left.
+    """
+    import psutil
+
+    own = psutil.Process()
+    ended: set[psutil.Process] = set()
+    deadline = time.monotonic() + within_s
+    with adopted_orphans():  # those whose parent is killed first are still found
+        while living := [process for process in ended.union(own.children(recursive=True)) if _lives(process)]:
+            for process in living:
+                with suppress(psutil.Error):
+                    process.kill()
+            ended.update(living)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_S)
+    return len(ended)
+
+
+def pids_below() -> set[int]:
+    """Of all processes below this one."""
+    import psutil
+
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def end_below(pids: Collection[int], within_s: float = 10.0) -> None:
+    """Kills those of the processes that are below this one, also such as are stopped and hear nobody else.
+
+    Returns once they hold nothing any more, or after `within_s`.
+    """
+    import psutil
+
+    found = [process for process in psutil.Process().children(recursive=True) if process.pid in pids]
+    for process in found:
+        with suppress(psutil.Error):
+            process.kill()
+    deadline = time.monotonic() + within_s
+    while any(map(_lives, found)) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+
+
+def _lives(process) -> bool:
+    import psutil
+
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False

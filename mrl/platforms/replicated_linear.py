@@ -1,0 +1,31 @@
+"""A linear layer that is whole on every tensor rank, which Megatron takes from Transformer Engine alone."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """The same matrix on every tensor rank, each with its own tokens; TELinear in its mode `duplicated`."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, parallel_mode: str, config: Any, init_method: Any, bias: bool,
+        **_: Any,
+    ):  # fmt: skip
+        super().__init__()
+        if bias or parallel_mode != "duplicated":
+            raise ValueError("a replicated linear layer has no bias and is not cut")
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight.data)
+        # asks for the sum over tensor ranks, each of which sees its own tokens
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """`x` [..., input] -> [..., output]."""
+        return F.linear(x, self.weight), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here."""

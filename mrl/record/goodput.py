@@ -1,0 +1,148 @@
+"""Where the wall time of a run went, from its first start on: steps that stay, and what was lost, by cause.
+
+What is read stands in `attempts.jsonl` (see attempts.py) and in the steps' lines of metrics. A killed start writes no
+end: what it was at when it was killed, and the time to the next start, are one cause.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ConfigError
+from mrl.record.attempts import read_events
+from mrl.record.run_dir import RunDir, read_metrics
+from mrl.record.run_lock import in_use
+
+STARTING = "starting the run"
+RESTARTING = "starting lost ranks again"
+AGAIN = "steps that were trained again"
+BESIDE = "beside finished steps"  # of the step that a loss ended, validations before the first, the last save
+DOWN = "between an end and the next start"
+KILLED = "after the last step of killed starts, to the next start"
+CAUSES = (STARTING, RESTARTING, AGAIN, BESIDE, DOWN, KILLED)
+_LOOP = "loop"
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds. `useful`: of steps that stay in metrics.jsonl; `lost`: by cause, only those that cost something."""
+
+    wall: float
+    useful: float
+    lost: Mapping[str, float]
+
+    @property
+    def share(self) -> float:
+        """Of useful seconds in the wall time."""
+        return self.useful / self.wall if self.wall else 0.0
+
+    def __str__(self) -> str:
+        lost = ", ".join(f"{cause} {seconds:.0f}" for cause, seconds in self.lost.items())
+        return (
+            f"goodput {self.share:.2f}: {self.useful:.0f} s of steps in {self.wall:.0f} s since the first start"
+            f"{f'; lost seconds: {lost}' if lost else ''}"
+        )
+
+
+@dataclass
+class _Interval:
+    """Time of one kind. `step`: the last one that was finished as it began; infinite where it is not known yet."""
+
+    kind: str
+    began: float
+    step: float
+    seconds: float = 0.0
+    is_killed: bool = False
+    again: float = 0.0  # seconds of its steps that were trained again later
+
+
+@dataclass
+class _Timeline:
+    """Intervals so far, the last of which goes on."""
+
+    intervals: list[_Interval] = field(default_factory=list)
+
+    def turn(self, kind: str, at: float, step: float = math.inf, is_killed: bool = False) -> None:
+        """The interval ends, and another begins."""
+        if self.intervals:
+            self.intervals[-1].seconds = at - self.intervals[-1].began
+            self.intervals[-1].is_killed = is_killed
+        self.intervals.append(_Interval(kind, at, step))
+
+    def rewound(self, step: int, seconds: float) -> None:
+        """Steps after `step` took so long, and are trained again: those of the newest intervals."""
+        self.intervals[-1].step = step
+        for interval in reversed(self.intervals[:-1]):
+            if interval.kind == _LOOP:
+                own = min(seconds, interval.seconds - interval.again)
+                interval.again += own
+                seconds -= own
+
+
+def goodput(events: Iterable[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], now: float) -> Goodput | None:
+    """Of a run whose attempts.jsonl has these events, and metrics.jsonl these rows; None where no loop began.
+
+    `now`: seconds since the epoch, of the last that is known of a run which has not ended.
+    """
+    timeline = _Timeline()
+    for event in events:
+        _take(timeline, event)
+    if all(interval.kind != _LOOP for interval in timeline.intervals):  # none began, or older versions wrote them
+        return None
+    last = timeline.intervals[-1]
+    last.seconds = 0.0 if last.kind == DOWN else max(0.0, now - last.began)
+    steps = {row["training/global_step"]: float(row.get("timing_s/step", 0.0)) for row in rows}
+    return _summed(timeline.intervals, {step: seconds for step, seconds in steps.items() if step > 0})
+
+
+def _take(timeline: _Timeline, event: Mapping[str, Any]) -> None:
+    kind = event.get("event")
+    at = datetime.fromisoformat(event["time"]).timestamp()
+    goes_on = bool(timeline.intervals) and timeline.intervals[-1].kind != DOWN
+    if kind == "began":
+        timeline.turn(STARTING, at, int(event["step"]), is_killed=goes_on)
+    elif not goes_on:
+        return
+    elif kind == "ready":
+        timeline.turn(_LOOP, at, timeline.intervals[-1].step)
+    elif kind == "restarted":
+        timeline.turn(RESTARTING, at)
+    elif kind == "rewound":
+        timeline.rewound(int(event["step"]), float(event["seconds"]))
+    elif kind == "ended":
+        timeline.turn(DOWN, at)
+
+
+def _summed(intervals: Sequence[_Interval], steps: Mapping[int, float]) -> Goodput:
+    lost = dict.fromkeys(CAUSES, 0.0)
+    useful = 0.0
+    for number, interval in enumerate(intervals):
+        until = min((later.step for later in intervals[number + 1 :]), default=math.inf)
+        kept = sum(seconds for step, seconds in steps.items() if interval.step < step <= until)
+        useful += kept
+        rest = max(0.0, interval.seconds - kept - interval.again)
+        lost[_cause(interval)] += rest
+        lost[AGAIN] += interval.again
+    wall = sum(interval.seconds for interval in intervals)
+    return Goodput(wall, useful, {cause: seconds for cause, seconds in lost.items() if seconds > 0})
+
+
+def _cause(interval: _Interval) -> str:
+    if interval.kind != _LOOP:
+        return interval.kind
+    return KILLED if interval.is_killed else BESIDE
+
+
+def goodput_of(folder: Path) -> Goodput | None:
+    """Of a run directory; of a run that goes on until now, of a killed one until its last line of metrics."""
+    run = RunDir(folder)
+    events = read_events(folder)
+    try:
+        now = time.time() if in_use(folder) else run.metrics.stat().st_mtime
+        return goodput(events, read_metrics(run.metrics), now)
+    except (OSError, ConfigError):
+        return None

@@ -1,0 +1,70 @@
+"""What a run set aside: `quarantine.jsonl` in the run directory, a line a row of its data and a line a failed reward.
+
+`kind` row: `file`, `row` (from 0) and `why`; those of the data that the last start read. `kind` reward: `step`,
+`prompt_id`, `sample_id`, `data_source`, `reason` and `detail`, of the responses that the step was trained on. A resume
+cuts the rewards of steps that are trained again. At most QUARANTINE_BYTES are kept.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mrl.plain_files import LINES_BYTES, parse_json, read_text
+from mrl.record.run_dir import json_line, open_lines, write_text
+
+QUARANTINE = "quarantine.jsonl"
+QUARANTINE_BYTES = 64 * 2**20
+ROW, REWARD = "row", "reward"
+
+
+class Quarantine:
+    """Adds to the file. What the disk refuses of it ends no run, and is said once."""
+
+    def __init__(self, folder: Path, check: Callable[[], None] = lambda: None) -> None:
+        """`check`: raises where nothing may be written."""
+        self._path, self._check = folder / QUARANTINE, check
+        self._failed = False
+
+    def rewind(self, after_step: int) -> None:
+        """Drops rows of data, which every start finds anew, and rewards of later steps."""
+        if not self._path.exists():
+            return
+        self._check()
+        try:
+            lines = read_text(self._path, LINES_BYTES, errors="replace").splitlines(keepends=True)
+            write_text(self._path, "".join(line for line in lines if _stays(line, after_step)))
+        except (OSError, ValueError) as error:
+            self._say(error)
+
+    def add(self, kind: str, things: Iterable[Mapping[str, Any]]) -> None:
+        """Appends a line for each."""
+        rows = [json_line({"kind": kind} | dict(thing)) for thing in things]
+        lines = [
+            row.encode("utf-8", "backslashreplace").decode() for row in rows
+        ]  # JSON's own way with half a character
+        if not lines:
+            return
+        self._check()
+        try:
+            size = self._path.stat().st_size if self._path.exists() else 0
+            with open_lines(self._path) as file:
+                for line in lines:
+                    size += len(line.encode())
+                    if size > QUARANTINE_BYTES:
+                        break
+                    file.write(line)
+        except (OSError, ValueError) as error:
+            self._say(error)
+
+    def _say(self, error: Exception) -> None:
+        if not self._failed:
+            print(f"note: {self._path} is not written ({error}); the run goes on", flush=True)
+        self._failed = True
+
+
+def _stays(line: str, after_step: int) -> bool:
+    try:
+        row = parse_json(line)
+        return row["kind"] == REWARD and row["step"] <= after_step
+    except (ValueError, LookupError, TypeError):
+        return False

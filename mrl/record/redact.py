@@ -1,0 +1,40 @@
+"""Secrets stay out of what a run writes, shows and hands to loggers: values under telling names, and telling values."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HIDDEN = "***"
+_NAME = re.compile(
+    r"(?:^|[._-])(?:api_?key|access_?key|private_?key|secret(?:_?key)?|(?:[a-z]+_)?(?:api|auth|access|bearer|hf)_token|"
+    r"token|password|passwd|pwd|credentials?|authorization)$",
+    re.IGNORECASE,
+)
+# How the keys of well-known services begin, and a password in an address.
+_VALUE = re.compile(
+    r"\b(?:sk-[\w-]{16,}|hf_\w{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|AKIA[A-Z0-9]{16}|"
+    r"xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,})|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
+)
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """The same plain data with every secret replaced by HIDDEN; `name`: under which it stands."""
+    if value is not None and not isinstance(value, bool) and name and _NAME.search(name):
+        return HIDDEN
+    match value:
+        case str():
+            return _VALUE.sub(HIDDEN, value)
+        case Mapping():
+            return {key: without_secrets(inner, str(key)) for key, inner in value.items()}
+        case list() | tuple():
+            return [without_secrets(inner) for inner in value]
+    return value
+
+
+def command_without_secrets(words: Sequence[str]) -> list[str]:
+    """Arguments of a command, the value of KEY=VALUE hidden where the key tells it."""
+    shown = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        shown.append(f"{key}={without_secrets(value, key)}" if equals else without_secrets(word))
+    return shown

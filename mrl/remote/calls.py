@@ -1,0 +1,211 @@
+"""Asking Ray actors and waiting for answers: every wait has a deadline and names who did not answer."""
+
+import errno
+import re
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
+
+import ray
+
+from mrl.errors import EnvironmentFault, Interrupted, LostProcess, MrlError
+from mrl.remote.process_logs import concerning, log_file
+
+_CAUSE_CHARACTERS = 800
+SETTLE_S = 5.0  # a rank's peers notice its death before Ray does
+_LOST = re.compile(
+    r"gloo/transport|connection (closed|reset|refused)|broken pipe|remote process exited|collective operation timeout",
+    re.I,
+)
+_FULL = re.compile(r"no space left on device|disk quota exceeded", re.I)
+_GONE = (
+    ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,
+)  # fmt: skip
+_STORE_FULL = (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError)
+
+
+class Late(LostProcess):
+    """Nobody died, and not everybody answered in time."""
+
+
+class LostPeer(Interrupted):
+    """A rank's connection to another one broke; who died, only Ray can say."""
+
+
+def ask(worker: ray.actor.ActorHandle, verbs: Container[str], method: str, *arguments: Any) -> ray.ObjectRef:
+    """Calls a method of a worker, or hands one of `verbs` to its `do`; an answer to come."""
+    if method in verbs:
+        return worker.do.remote(method, *arguments)
+    return getattr(worker, method).remote(*arguments)
+
+
+def gather(
+    refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: Callable[[], None] = lambda: None
+) -> dict:
+    """Answers by the same names.
+
+    The first failure ends the wait at once, since the other ranks may hang in a collective.
+
+    `poll` is called about twice a second and may raise, which is how a signal ends a long phase.
+    Raises Interrupted for a lost process or a missed deadline, and re-raises errors that are the user's to mend.
+    """
+    answers = {}
+    for name, others in _finished(refs, timeout_s, phase, poll):
+        try:
+            answers[name] = unwrap(refs[name], name, phase)
+        except (LostPeer, ray.exceptions.RayTaskError) as error:
+            raise blame(error, others, phase) from error
+    return {name: answers[name] for name in refs}
+
+
+def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict:
+    """Answers by the same names once all are there. A call that failed answers with its error.
+
+    The error says whose it is, all of the cause, and where the log lies: both sides of a broken connection are heard.
+
+    Raises what cannot be tried again: Interrupted for a lost process or a missed deadline, and errors that are the
+    user's to mend.
+    """
+    answers = {}
+    for name, _ in _finished(refs, timeout_s, phase):
+        try:
+            answers[name] = unwrap(refs[name], name, phase)
+        except (LostPeer, ray.exceptions.RayTaskError) as error:
+            answers[name] = RuntimeError(f"{name}: {_in_short(_root(error))} (logs/{log_file(name)})")
+    return {name: answers[name] for name in refs}
+
+
+def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict:
+    """As `gather`, but a failure is raised when everybody has answered: for calls that wait for nobody and hold a
+    resource.
+
+    Raises Late for those that have not answered in time; they may still be at it.
+    """
+    answers, failures = {}, []
+    for name, _ in _finished(refs, timeout_s, phase):
+        try:
+            answers[name] = unwrap(refs[name], name, phase)
+        except (MrlError, ray.exceptions.RayTaskError) as error:
+            failures.append(error)
+    if failures:
+        # a lost process or a defect ends the run, a full disk does not: what is worst is told
+        raise min(failures, key=lambda error: isinstance(error, EnvironmentFault))
+    return {name: answers[name] for name in refs}
+
+
+def unwrap(ref: ray.ObjectRef, name: str, phase: str):
+    """The value behind a finished reference, with Ray's error wrapping taken off.
+
+    Raises Interrupted for a process that died, LostPeer for a broken connection, EnvironmentFault for a full disk, one
+    of mrl.errors as it was raised, and Ray's own error, traceback included, for a defect. Each bears the process's
+    name.
+    """
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        known = _known(_root(error), name, phase)
+        if known is None:
+            concerning(error, name)
+            raise
+        raise concerning(known, name) from None
+    except _GONE as error:
+        raise concerning(_died(error, name, phase), name) from error
+
+
+def blame(error: Exception, others: dict[str, ray.ObjectRef], phase: str) -> Exception:
+    """What to raise for a rank's failure: the error of one that died or failed for a known reason is better.
+
+    `others`: calls to the other ranks that are under way; what they answer within SETTLE_S is looked at.
+    """
+    names = {ref: name for name, ref in others.items()}
+    waiting, deadline = list(names), time.monotonic() + SETTLE_S
+    while waiting and time.monotonic() < deadline:
+        ready, waiting = ray.wait(waiting, timeout=0.5)
+        for ref in ready:
+            try:
+                unwrap(ref, names[ref], phase)
+            except LostPeer:
+                continue
+            except MrlError as other:
+                return other
+            except ray.exceptions.RayTaskError as other:
+                error = other if isinstance(error, LostPeer) else error
+    return error
+
+
+def _finished(
+    refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: Callable[[], None] = lambda: None
+) -> Iterator[tuple[str, dict[str, ray.ObjectRef]]]:
+    """Names of calls as they finish, each with the calls that nobody has heard of yet.
+
+    Raises Late with their names after `timeout_s`.
+    """
+    names = {ref: name for name, ref in refs.items()}
+    waiting, deadline = list(refs.values()), time.monotonic() + timeout_s
+    while waiting:
+        poll()
+        ready, waiting = ray.wait(waiting, timeout=0.5)
+        others = {names[ref]: ref for ref in waiting}
+        for ref in ready:
+            yield names[ref], others
+        if waiting and time.monotonic() > deadline:
+            raise late(phase, sorted(others), timeout_s)
+
+
+def late(phase: str, names: Sequence[str], timeout_s: float) -> Late:
+    """Of processes that have not answered in time, `names`; bears their names."""
+    text = f"{phase}: no answer from {', '.join(names)} within {timeout_s:g} s; see logs/ in the run directory"
+    return concerning(Late(text), *names)
+
+
+def _known(cause: Exception, name: str, phase: str) -> MrlError | None:
+    if isinstance(cause, MrlError):
+        return cause
+    if isinstance(cause, _GONE):
+        return _died(cause, name, phase)
+    if isinstance(cause, _STORE_FULL):
+        return Interrupted(
+            f"{phase}: {name} found the object store of its node full, and its disk too, to which Ray spills; make "
+            "room there, or start Ray with a larger --object-store-memory, and resume: the step is generated again"
+        )
+    text = str(cause)
+    if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _FULL.search(text):
+        return EnvironmentFault(
+            f"{phase}: {name} found no space left to write to ({_in_short(cause)}); make room and resume"
+        )
+    if isinstance(cause, RuntimeError | ConnectionError) and _LOST.search(text):
+        return LostPeer(
+            f"{phase}: the ranks lost each other, as {name} saw ({_in_short(cause)}); their logs are in logs/"
+        )
+    return None
+
+
+def _root(error: Exception) -> Exception:
+    """What the task raised; a task whose argument failed carries the error of the task that made the argument."""
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    return error
+
+
+def _died(error: Exception, name: str, phase: str) -> LostProcess:
+    return LostProcess(f"{phase}: {name} died ({_last_line(error)}); its log is in logs/ of the run directory")
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _in_short(error: Exception) -> str:
+    """The cause in one line, its beginning first: what follows a traceback's frames,
+    or precedes those of a C++ error.
+    """
+    lines = str(error).split("\nException raised from")[0].strip().splitlines()
+    if isinstance(error, ray.exceptions.RayTaskError):
+        frames = [number for number, line in enumerate(lines) if line.startswith((" ", "Traceback"))]
+        lines = lines[frames[-1] + 1 :] if frames else lines
+    text = " ".join(line.strip() for line in lines if line.strip())
+    if not isinstance(error, RuntimeError | ValueError | ray.exceptions.RayTaskError):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text if len(text) <= _CAUSE_CHARACTERS else f"{text[:_CAUSE_CHARACTERS]}..."

@@ -1,0 +1,101 @@
+"""What a scoring process is given of the machine: variables by name, no network unless the run asks for it, and
+temporary folders, with those that the run names, to write into.
+
+Linux alone can take these away from a process without rights (seccomp, Landlock), on processors whose system calls are
+known here; elsewhere the log of rewards says what is on. Sockets of this machine's own (AF_UNIX) stay, and so does
+reading.
+"""
+
+import ctypes
+import os
+import platform
+import struct
+import sys
+import tempfile
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+# Names, or patterns, of what programs need to start, to find files and to be quiet; keys and tokens are not among them.
+GIVEN = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "PYTHON*", "VIRTUAL_ENV",
+    "CONDA_PREFIX", "LD_LIBRARY_PATH", "DYLD_*", "OMP_*", "MKL_*", "OPENBLAS_*", "TOKENIZERS_PARALLELISM", "HF_HOME",
+    "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "NLTK_DATA", "MRL_*",
+)  # fmt: skip
+OFF = "reward functions have no network without reward.network: true, and write into temporary and reward.folders alone"
+NETWORK_STAYS = "the network cannot be taken from reward functions on this machine, and is on for them"
+WRITING_STAYS = "files cannot be taken from reward functions on this machine, which may write whatever its user may"
+
+_SYSTEM_CALLS = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # audit number, socket(2)
+_IO_URING_SETUP = 425
+_X32 = 0x40000000
+_AF_UNIX = 1
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # of Landlock, on every processor
+_BENEATH, _VERSION = 1, 1
+# To write, remove or make files of any kind; then, by version, to link them elsewhere and to cut them short.
+_WRITES, _LATER_WRITES = 0b1_1111_1111_0010 & ~0b1100, ((2, 1 << 13), (3, 1 << 14))
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # of classic BPF
+_ALLOW, _DENY = 0x7FFF0000, 0x00050000 | 13  # the latter with EACCES
+
+
+def given_environment(own: Mapping[str, str], further: tuple[str, ...]) -> dict[str, str]:
+    """Of these variables those in GIVEN and those that the run names, as a pattern or in full."""
+    wanted = (*GIVEN, *further)
+    return {name: value for name, value in own.items() if any(fnmatchcase(name, each) for each in wanted)}
+
+
+def without_network() -> bool:
+    """Refuses this process, and all that it starts, every socket but those of this machine's own; whether it could.
+
+    There is no way back.
+    """
+    numbers = _SYSTEM_CALLS.get(platform.machine())
+    if sys.platform != "linux" or numbers is None:
+        return False
+    rules = _rules(*numbers)
+    program = ctypes.create_string_buffer(rules)
+    described = struct.pack("HL", len(rules) // 8, ctypes.addressof(program))
+    libc = ctypes.CDLL(None)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        return False
+    return libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, described, 0, 0) == 0
+
+
+def without_writing(folders: tuple[str, ...]) -> bool:
+    """Refuses this process, and all that it starts, every change to files but below temporary folders, /dev and
+    `folders`; whether it could. There is no way back.
+    """
+    libc = ctypes.CDLL(None)
+    version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION) if sys.platform == "linux" else 0
+    if version < 1:
+        return False
+    writes = _WRITES | sum(access for since, access in _LATER_WRITES if version >= since)
+    attributes = struct.pack("Q", writes)
+    rules = libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
+    if rules < 0:
+        return False
+    for folder in {tempfile.gettempdir(), "/dev", *folders}:
+        if os.path.isdir(folder):
+            handle = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+            libc.syscall(_ADD_RULE, rules, _BENEATH, struct.pack("=Qi", writes, handle), 0)
+            os.close(handle)
+    done = libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and libc.syscall(_RESTRICT_SELF, rules, 0) == 0
+    os.close(rules)
+    return done
+
+
+def _rules(audit: int, socket: int) -> bytes:
+    """A filter of system calls (seccomp(2)): (code, jump if so, jump if not, number) one after another."""
+    lines = [
+        (_LOAD, 0, 0, 4),  # the processor's kind; a program of another kind has other numbers
+        (_EQUAL, 0, 7, audit),
+        (_LOAD, 0, 0, 0),  # the number of the call
+        (_AT_LEAST, 5, 0, _X32),
+        (_EQUAL, 4, 0, _IO_URING_SETUP),  # which opens sockets too
+        (_EQUAL, 0, 2, socket),
+        (_LOAD, 0, 0, 16),  # its first argument
+        (_EQUAL, 0, 1, _AF_UNIX),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _DENY),
+    ]
+    return b"".join(struct.pack("HBBI", *line) for line in lines)

@@ -1,0 +1,177 @@
+"""The process above a scoring process: it keeps what the function prints, and ends all that the function started.
+
+    python -m mrl.reward.keeper REQUESTS RESULTS MODULE    forks; the child serves, as `main` of the module does
+
+Whatever descends from the child becomes the keeper's when its own parent ends, also in a session of its own; Linux
+knows such keepers, elsewhere the child's session alone is ended. Standard library and this room only.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+LOG_BYTES = 64 * 2**20  # of one log; what the function prints beyond it is read and dropped
+READ_BYTES = 65536
+NOTICE = b"\n[the log is full: what the reward function prints from here on is not kept]\n"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def main(requests_fd: int, results_fd: int) -> None:
+    """Returns in the child alone, which is to serve; the keeper ends as its child does."""
+    wake = _woken_by(signal.SIGTERM, signal.SIGCHLD)
+    ask_kernel(PR_SET_CHILD_SUBREAPER, 1)
+    ask_kernel(PR_SET_PDEATHSIG, signal.SIGTERM)
+    output, printed = os.pipe()
+    keeper = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _begin_child(keeper, printed)
+        for descriptor in (output, printed, wake):
+            os.close(descriptor)
+        return
+    for descriptor in (requests_fd, results_fd, printed):
+        os.close(descriptor)
+    os.set_blocking(output, False)
+    status = _keep(child, wake, output)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    _end_descendants()
+    _copy(output)
+    _end_as(status)
+
+
+def ask_kernel(option: int, value: int) -> None:
+    """Sets an attribute of this process by prctl(2), which Linux alone has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _woken_by(*signals: signal.Signals) -> int:
+    """A descriptor from which the numbers of these signals are read as they come."""
+    read, write = os.pipe()
+    for descriptor in (read, write):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in signals:
+        signal.signal(number, lambda *_: None)
+    return read
+
+
+def _begin_child(keeper: int, printed: int) -> None:
+    """A session of its own, so that a function that signals its group does not reach the keeper."""
+    os.close(signal.set_wakeup_fd(-1))
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    os.setsid()
+    ask_kernel(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != keeper:  # it ended meanwhile
+        os._exit(1)
+    for standard in (1, 2):
+        os.dup2(printed, standard)
+
+
+def _keep(child: int, wake: int, output: int) -> int:
+    """Copies output until the child ends; its status, that of SIGKILL where the keeper is told to end it."""
+    poll = select.poll()
+    poll.register(wake, select.POLLIN)
+    poll.register(output, select.POLLIN)
+    while True:
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        if wake in ready:
+            if signal.SIGTERM in os.read(wake, READ_BYTES):
+                return signal.SIGKILL
+            if (status := _reaped(child)) is not None:
+                return status
+        if output in ready and not _copy(output):
+            poll.unregister(output)
+
+
+def _reaped(child: int) -> int | None:
+    """Reaps whoever has ended; the child's status where it is among them."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                status = ended[1]
+    return status
+
+
+def _copy(output: int) -> bool:
+    """Moves what is there into the log; False once nobody can print any more."""
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(64):  # then signals are looked at again
+            data = os.read(output, READ_BYTES)
+            if not data:
+                return False
+            _write(data)
+    return True
+
+
+_written = 0  # bytes, by this keeper
+
+
+def _write(data: bytes) -> None:
+    global _written
+    log = os.fstat(1)
+    size = log.st_size if stat.S_ISREG(log.st_mode) else _written
+    if size >= LOG_BYTES + len(NOTICE):
+        return
+    kept = data[: max(0, LOG_BYTES - size)]
+    if len(kept) < len(data):
+        kept += NOTICE
+    with contextlib.suppress(OSError):  # a full disk keeps nothing more, and is no fault of the sample's
+        while kept:
+            done = os.write(1, kept)
+            _written += done
+            kept = kept[done:]
+
+
+def _end_descendants() -> None:
+    """Until none is left: what is killed may have started another meanwhile."""
+    while descendants := list(_below(os.getpid())):
+        for process in descendants:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)  # theirs become ours, one after another
+
+
+def _below(process: int) -> Iterator[int]:
+    """All that descend from a process, zombies too; none where there is no /proc."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+            parents.setdefault(int(fields[1]), []).append(int(folder.name))
+    waiting = [process]
+    while waiting:
+        children = parents.get(waiting.pop(), [])
+        yield from children
+        waiting += children
+
+
+def _end_as(status: int) -> None:
+    if os.WIFEXITED(status):
+        os._exit(os.WEXITSTATUS(status))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    number = os.WTERMSIG(status)
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+if __name__ == "__main__":
+    from importlib import import_module
+
+    pipes = int(sys.argv[1]), int(sys.argv[2])
+    serve = import_module(sys.argv[3]).main
+    main(*pipes)
+    with contextlib.suppress(BrokenPipeError):  # the run ended while an answer was on its way
+        serve(*pipes)

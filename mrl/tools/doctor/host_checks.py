@@ -1,0 +1,175 @@
+"""Devices, memory, limits, disk and ports of the host; Ray as far as it can be judged without asking it:
+address and token.
+"""
+
+from collections.abc import Iterator
+
+from mrl.platforms.device_state import state_checks
+from mrl.platforms.hosting import environment_faults
+from mrl.platforms.inventory import driver_fault, network_fault, visible_faults
+from mrl.tools.doctor.machine import Finding, Machine, failure, ok, warning
+
+# GiB. Below the first the run fails (containers give 0.06 by default: vLLM's queues and one bucket of weights do not
+# fit), below the second it may, once larger models pass their weights through it.
+SHM_LEAST, SHM_ENOUGH = 1.0, 8.0
+DISK_LEAST, DISK_ENOUGH = 2.0, 20.0  # GiB free: logs and a tiny checkpoint; a few checkpoints of a small model
+FILES_LEAST, FILES_ENOUGH = 4096, 65535  # Ray opens a few sockets per worker and asks for 65535
+# Threads count too: a rank or an engine has a hundred (torch, gloo or NCCL, Ray), a raylet with its agents as many
+PROCESSES_LEAST, PROCESSES_ENOUGH = 2048, 16384
+LOCKED_ENOUGH = 1.0  # GiB; RDMA pins its buffers
+
+
+def host_checks(machine: Machine) -> Iterator[Finding]:
+    """Devices, ports, memory, limits, disks, environment and driver."""
+    yield _devices(machine)
+    yield _visible(machine)
+    yield from _device_state(machine)
+    yield _ports(machine)
+    yield _shared_memory(machine)
+    yield _left_behind(machine)
+    yield _open_files(machine)
+    yield _processes(machine)
+    yield _locked_memory(machine)
+    yield _rdma(machine)
+    yield from (_disk(folder, free) for folder, free in machine.disk_gib.items())
+    yield _environment(machine)
+    yield _driver(machine)
+
+
+def _devices(machine: Machine) -> Finding:
+    devices = machine.devices
+    if devices.kind == "cpu":
+        cores = f"{devices.count} cores ({devices.driver or 'no vector extensions'})"
+        if "avx" not in (devices.driver or "avx"):
+            return failure("devices", cores, "vLLM's CPU build needs AVX2 or AVX-512")
+        return ok("devices", cores)
+    if devices.count == 0 or devices.error:
+        cure = "install the driver and its tools; in a container pass the devices in; or choose another --device"
+        return failure("devices", f"{devices.count} {devices.kind} devices ({devices.error or 'none shown'})", cure)
+    return ok("devices", f"{devices.count} {devices.kind} devices, driver {devices.driver or 'unknown'}")
+
+
+def _visible(machine: Machine) -> Finding:
+    if faults := visible_faults(machine.device, machine.devices.count, machine.environment):
+        return failure("visible devices", "; ".join(faults), "unset the variable; Ray sets it for each process")
+    return ok("visible devices", "not restricted, or to devices that are there")
+
+
+def _ports(machine: Machine) -> Finding:
+    if machine.busy_ports:
+        ports = ", ".join(map(str, machine.busy_ports))
+        cure = (
+            "fine if that is the head; a head still to be started needs others: PORT or "
+            "DASHBOARD_PORT of launch/start_head.sh"
+        )
+        return warning("ports", f"{ports} in use", cure)
+    return ok("ports", "free")
+
+
+def _shared_memory(machine: Machine) -> Finding:
+    free = f"{machine.shm_free_gib:.1f} of {machine.shm_gib:.1f} GiB free in /dev/shm"
+    cure = (
+        "give a container --shm-size=16g or --ipc=host, else mount -o remount,size=16G /dev/shm; "
+        f"{SHM_ENOUGH:g} GiB will do at first"
+    )
+    if machine.shm_free_gib < SHM_LEAST:
+        return failure("shared memory", free, cure)
+    return warning("shared memory", free, cure) if machine.shm_free_gib < SHM_ENOUGH else ok("shared memory", free)
+
+
+def _left_behind(machine: Machine) -> Finding:
+    if machine.shm_left:
+        names = ", ".join(machine.shm_left[:5])
+        cure = "when no run and no engine is alive here, remove them; killed engines leave them"
+        return warning("left in shared memory", f"{len(machine.shm_left)} segments: {names}", cure)
+    return ok("left in shared memory", "nothing")
+
+
+def _open_files(machine: Machine) -> Finding:
+    limit, cure = (
+        f"ulimit -n {machine.open_files}",
+        f"ulimit -n {FILES_ENOUGH} in the shell that starts Ray, or limits.conf",
+    )
+    if machine.open_files < FILES_LEAST:
+        return failure("open files", limit, cure)
+    return (
+        warning("open files", limit, cure)
+        if machine.open_files < FILES_ENOUGH and machine.device != "cpu"
+        else ok("open files", limit)
+    )
+
+
+def _processes(machine: Machine) -> Finding:
+    limit, cure = f"ulimit -u {machine.processes:g}", "ulimit -u unlimited in the shell that starts Ray, or limits.conf"
+    if machine.processes < PROCESSES_LEAST:
+        return failure("processes", limit, cure)
+    return warning("processes", limit, cure) if machine.processes < PROCESSES_ENOUGH else ok("processes", limit)
+
+
+def _device_state(machine: Machine) -> Iterator[Finding]:
+    for name, fault in state_checks(machine.device, machine.state):
+        yield warning(name, *fault) if fault else ok(name, "nothing against a run")
+
+
+def _locked_memory(machine: Machine) -> Finding:
+    limit = f"ulimit -l {machine.locked_memory:.2g} GiB"
+    if machine.device != "cpu" and machine.locked_memory < LOCKED_ENOUGH:
+        return warning(
+            "locked memory", limit, "ulimit -l unlimited, or --ulimit memlock=-1 for a container: RDMA pins its buffers"
+        )
+    return ok("locked memory", limit)
+
+
+def _rdma(machine: Machine) -> Finding:
+    if fault := network_fault(machine.device, machine.rdma, machine.nnodes):
+        return warning("network adapters", *fault)
+    return ok("network adapters", ", ".join(machine.rdma.adapters) or "none for RDMA, and none needed")
+
+
+def _disk(folder: str, free: float) -> Finding:
+    name, room = f"disk:{folder}", f"{free:.1f} GiB free"
+    cure = "make room, or give --run-dir (and TEMP of launch/start_head.sh) another file system"
+    if free < DISK_LEAST:
+        return failure(name, room, cure)
+    return warning(name, room, cure) if free < DISK_ENOUGH else ok(name, room)
+
+
+def _environment(machine: Machine) -> Finding:
+    if faults := environment_faults(machine.device, machine.environment):
+        return failure("environment", "; ".join(faults), "each says its own cure")
+    return ok("environment", "nothing set that is known to break a run")
+
+
+def _driver(machine: Machine) -> Finding:
+    if fault := driver_fault(machine.devices, machine.environment):
+        return (failure if fault.breaks else warning)("driver", fault.found, fault.cure)
+    return ok("driver", machine.devices.driver if machine.device != "cpu" else "none needed")
+
+
+def cluster_checks(machine: Machine) -> Iterator[Finding]:
+    """Ray's address and token."""
+    address = machine.environment.get("RAY_ADDRESS")
+    if address in (None, "", "local"):
+        yield ok("ray address", "RAY_ADDRESS is not set: a run starts a cluster of its own on this host")
+    yield _authentication(machine)
+
+
+def _authentication(machine: Machine) -> Finding:
+    mode = machine.environment.get("RAY_AUTH_MODE", "token")
+    if mode != "token":
+        cure = (
+            "unset RAY_AUTH_MODE: Ray listens on every address and runs what it is sent; the token "
+            "is what keeps others out"
+        )
+        return failure("ray token", f"RAY_AUTH_MODE={mode}", cure)
+    if machine.environment.get("RAY_AUTH_TOKEN"):
+        return ok("ray token", "given in RAY_AUTH_TOKEN")
+    if machine.token_mode is None:
+        return ok("ray token", "none yet: the first head on this host makes ~/.ray/auth_token")
+    if machine.token_mode & 0o077:
+        return warning(
+            "ray token",
+            f"~/.ray/auth_token can be read by others (mode {machine.token_mode:o})",
+            "chmod 600 ~/.ray/auth_token",
+        )
+    return ok("ray token", "in ~/.ray/auth_token")

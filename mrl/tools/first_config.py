@@ -1,0 +1,252 @@
+"""A first configuration for a model on some devices: the fastest layout that the search finds and the whole plan holds.
+
+What is not a matter of devices is usual: GSPO for mixtures of experts, GRPO for dense models, actor and engines in
+turn on all devices.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from mrl.config.load import ResolvedConfig
+from mrl.config.rollout_rules import engine_splits_heads
+from mrl.config.rules import violations
+from mrl.config.schema import LayoutConfig, RunConfig
+from mrl.config.yaml_tree import nested
+from mrl.errors import ConfigError, Violation
+from mrl.model import ModelSpec
+from mrl.model.layout import RolloutLayout
+from mrl.plan.devices import Device, device_by_part, devices
+from mrl.plan.engine_memory import engine_memory
+from mrl.plan.memory import memory_section
+from mrl.plan.plan_inputs import PlanInputs, recompute_of
+from mrl.plan.suggest_fixes import HOST_ADAM
+from mrl.platforms.versions import MEGATRON
+from mrl.tools.run_search import differing, fastest_run
+from mrl.tools.search import Candidate, SearchProblem, SearchResult, search
+from mrl.tools.search_report import (
+    PROMPT,
+    RESPONSE,
+    N,
+    fastest_that_fit,
+    planned_phase,
+    run_with,
+    search_problem,
+    usual_batch,
+)
+from mrl.units import GIB
+
+_FEW_PROMPTS, _FEW_MINI = 16, 8  # on a CPU
+_SEQUENCES = 8  # of the longest kind that an engine's cache should hold at once
+_SHARE = 0.7  # of a device's memory, for an engine beside an actor that is on the host meanwhile
+_MOST_DEVICES = 100_000
+_SAID = 3  # reasons of a kind in a refusal
+_DEGREES = tuple(LayoutConfig.model_fields)
+_OFFLOADED = ("actor.param_offload", "actor.grad_offload", "actor.optimizer_offload")  # while engines have the devices
+
+
+@dataclass(frozen=True)
+class DeviceCount:
+    """So many devices of one kind, as whole nodes where they are more than one node has."""
+
+    device: Device
+    nodes: int
+    per_node: int
+
+    @property
+    def total(self) -> int:
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.total} x {self.device.name}"
+
+
+@dataclass(frozen=True)
+class FirstConfig:
+    """Keys of the configuration in the order in which they are written, and why it has this layout."""
+
+    recipe: str
+    values: dict[str, Any]  # dotted
+    why: str
+
+
+def parse_devices(text: str) -> DeviceCount:
+    """`8 x h100-80g`, `32xh200`, or nodes of so many each, `4x8 a3`: a device as `mrl plan --device` names it, or a
+    part of its name.
+
+    Raises ConfigError.
+    """
+    match = re.fullmatch(r"\s*(?:(\d{1,6})\s*[x*:]\s*)?(\d{1,6})\s*[x*:]?\s*([a-z][\w.-]*)\s*", text.lower())
+    nodes, count = (0, 0) if match is None else (int(match[1] or 1), int(match[2]))
+    if match is None or not 1 <= nodes * count <= _MOST_DEVICES:
+        raise ConfigError(
+            f"devices {text!r}: must read NUMBER x NAME, or NODES x NUMBER NAME, as 8 x h100-80g or 4x8 h100-80g, with "
+            f"at most {_MOST_DEVICES}; names: {', '.join(devices())}"
+        )
+    device = device_by_part(match[3])
+    if match[1] is not None:
+        return DeviceCount(device, nodes, count)
+    per_node = min(count, device.devices_per_node)
+    if count % per_node:
+        raise ConfigError(
+            f"devices {text!r}: a node has {per_node} of them; give a multiple of {per_node}, or nodes of another size "
+            f"as 4x8 {match[3]}"
+        )
+    return DeviceCount(device, count // per_node, per_node)
+
+
+def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str, Any]) -> FirstConfig:
+    """`path`: the model's; `data`: further keys, those of the user's files. Raises ConfigError where nothing fits.
+
+    What costs least speed is tried first: Adam's states on the devices, small engines.
+    """
+    recipe, sizes, against = "gspo" if model.is_moe else "grpo", _engine_sizes(model, count), _Against()
+    for adam in _places_of_adam(count):
+        ways = [_usual(path, model, count, tensor) | adam for tensor in sizes]
+        configs = [RunConfig.model_validate(nested(values | data)) for values in ways]
+        # of the actor alone: the same beside engines of every size
+        problem = search_problem(configs[0], model, count.device, count.total, count.per_node, MEGATRON)
+        result = search(problem)
+        against.too_large += result.too_large
+        for values, config in zip(ways, configs, strict=True):
+            allows = partial(_is_legal, config, model, against.broken)
+            best, left_out = fastest_that_fit(config, problem, result, 1, allows)
+            for candidate in best:
+                found = values | _layout(candidate) | _faster(config, problem, result, count)
+                planned = _as_planned(_written(result, found, candidate), found | data, problem)
+                return FirstConfig(recipe, found | data, planned.reasons(count.per_node))
+            against.left_out += left_out
+    raise ConfigError(_refusal(path, count, against))
+
+
+def usual_config(path: str, model: ModelSpec, device: Device, devices: int) -> RunConfig:
+    """A first configuration as it is before a layout is looked for: what a search without a configuration is about."""
+    per_node = min(devices, device.devices_per_node)
+    count = DeviceCount(device, -(-devices // per_node), per_node)
+    values = _usual(path, model, count, 1) | {"actor.layout.world_size": devices, "rollout.num_engines": devices}
+    return RunConfig.model_validate(nested(values))
+
+
+def _faster(config: RunConfig, problem: SearchProblem, result: SearchResult, count: DeviceCount) -> dict[str, Any]:
+    """Keys of the fastest whole step, where engines and micro-batches are looked at too; none on a CPU, whose engines
+    have no share of a device.
+    """
+    best = None if count.device.platform == "cpu" else fastest_run(config, problem, result)
+    return {} if best is None else differing(config, best.config)
+
+
+def _written(result: SearchResult, found: dict[str, Any], first: Candidate) -> Candidate:
+    """The candidate whose layout is written; `first`, where only its micro-batches make it fit."""
+    degrees = {key: found.get(f"actor.layout.{key}") for key in first.degrees | dict.fromkeys(_DEGREES)}
+    wanted = {key: value for key, value in degrees.items() if value not in (None, 1, False)}
+    fitting = (c for c in result.fitting if {k: v for k, v in c.degrees.items() if v not in (None, 1, False)} == wanted)
+    return next(fitting, first)
+
+
+def _as_planned(candidate: Candidate, values: dict[str, Any], problem: SearchProblem) -> Candidate:
+    """With what `mrl plan` says of the file: the actor's fullest phase of the whole run, and what is computed again."""
+    config = RunConfig.model_validate(nested(values))
+    memory = memory_section(PlanInputs.of(config, problem.model, problem.device))
+    return replace(candidate, phase=planned_phase(memory), recompute=recompute_of(config))
+
+
+@dataclass
+class _Against:
+    """What speaks against every way that was tried."""
+
+    too_large: Counter[str] = field(default_factory=Counter)  # of actors by themselves
+    left_out: Counter[str] = field(default_factory=Counter)  # of whole runs whose actor fits
+    broken: list[Violation] = field(default_factory=list)  # by actors that fit, the fastest first
+
+
+def _places_of_adam(count: DeviceCount) -> tuple[dict[str, Any], ...]:
+    """Keys with which its states are on the devices, and on the host; on a CPU that is the same."""
+    on_host = {"actor.optim.override_optimizer_config": HOST_ADAM, "actor.optimizer_offload": False}
+    return ({},) if count.device.platform == "cpu" else ({}, on_host)
+
+
+def _is_legal(config: RunConfig, model: ModelSpec, broken: list[Violation], candidate: Candidate) -> bool:
+    """Whether a layout holds every rule of a configuration; those that it breaks go to `broken`."""
+    violated = violations(ResolvedConfig(run_with(config, candidate.degrees, candidate.recompute), {}), model)
+    broken += violated
+    return not violated
+
+
+def _refusal(path: str, count: DeviceCount, against: _Against) -> str:
+    if against.broken and not against.left_out:
+        first = replace(against.broken[0], where="")  # nobody has written it yet
+        return f"{path} on {count}: every layout that fits breaks a rule, the fastest this: {first}"
+    host = "" if count.device.platform == "cpu" else ", also with its optimizer on the host"
+    weighs = [what for found in (against.left_out, against.too_large) for what, _ in found.most_common(_SAID)]
+    most = f"; what weighs most: {'; '.join(dict.fromkeys(weighs))}" if weighs else ""
+    return f"{path} does not fit on {count}{host}{most}; give more devices, or larger ones"
+
+
+def _usual(path: str, model: ModelSpec, count: DeviceCount, tensor: int) -> dict[str, Any]:
+    prompt, response = _lengths(model)
+    on_cpu = count.device.platform == "cpu"
+    prompts, mini = (_FEW_PROMPTS, _FEW_MINI) if on_cpu else usual_batch(count.total)
+    values = {
+        "model.path": path,
+        "cluster.device": count.device.platform,
+        "cluster.accelerator": count.device.name,
+        "cluster.nnodes": count.nodes,
+        "cluster.n_gpus_per_node": count.per_node,
+        "cluster.placement": "colocated",
+        "actor.layout.world_size": count.total,
+        "actor.optim.lr": 1e-6,
+        "actor.ppo_mini_batch_size": mini,
+        "actor.use_dynamic_bsz": True,
+        "actor.ppo_max_token_len_per_gpu": prompt + response,
+        "rollout.num_engines": count.total // tensor,
+        "rollout.tensor_model_parallel_size": tensor,
+        "rollout.n": N,
+        "rollout.gpu_memory_utilization": _SHARE,
+        "data.train_batch_size": prompts,
+        "data.max_prompt_length": prompt,
+        "data.max_response_length": response,
+        "trainer.experiment_name": f"first-{path.rstrip('/').rpartition('/')[2].lower()}",
+        "trainer.save_freq": 20,
+    }
+    return values | (_on_cpu(count) if on_cpu else dict.fromkeys(_OFFLOADED, True))
+
+
+def _on_cpu(count: DeviceCount) -> dict[str, Any]:
+    """Ranks and engines of a small machine share its cores."""
+    share = round(1 / count.total, 2)
+    return {
+        "model.dtype": "float32",
+        "cluster.cpus_per_actor": share,
+        "cluster.cpus_per_engine": share,
+        "rollout.enforce_eager": True,
+    }
+
+
+def _lengths(model: ModelSpec) -> tuple[int, int]:
+    """Longest prompt and response; a fifth of a model's positions for the prompt where it has few."""
+    positions = model.max_position_embeddings
+    prompt = min(PROMPT, positions // 5)
+    return prompt, min(RESPONSE, positions - prompt)
+
+
+def _engine_sizes(model: ModelSpec, count: DeviceCount) -> list[int]:
+    """Tensor degrees of engines inside a node that hold the model and some sequences, smallest first."""
+    share = round(count.device.memory * _SHARE)
+    legal = [n for n in range(1, count.per_node + 1) if count.per_node % n == 0 and engine_splits_heads(n, model)]
+    wanted = _SEQUENCES * sum(_lengths(model))
+    fitting = [n for n in legal if engine_memory(model, RolloutLayout(1, n), share).cache_tokens >= wanted]
+    if not fitting:
+        largest = engine_memory(model, RolloutLayout(1, legal[-1]), share).weights / GIB
+        raise ConfigError(
+            f"no engine in a node of {count.per_node} x {count.device.name} holds the model and {_SEQUENCES} sequences "
+            f"(weights alone {largest:.0f} GiB a device); give larger devices"
+        )
+    return fitting
+
+
+def _layout(candidate: Candidate) -> dict[str, Any]:
+    values = {f"actor.layout.{key}": value for key, value in candidate.degrees.items()}
+    settings = candidate.recompute.settings
+    return values | {f"model.override_transformer_config.{key}": value for key, value in settings.items()}

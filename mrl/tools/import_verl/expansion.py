@@ -1,0 +1,379 @@
+"""Words of a script -> values: variables with defaults, arrays, integer arithmetic, and commands that only shape text.
+
+What cannot be known without running something is named in the value. Arithmetic, `(a + b) * 2 / sp`, is calculated from
+its syntax tree; nothing is evaluated as code.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import groupby
+from pathlib import PurePosixPath
+
+from mrl.errors import ConfigError
+from mrl.tools.import_verl.shell_syntax import Simple, Word, WordPart, parse_script, parse_text
+
+MAX_TEXT = 1_000_000  # characters of one variable
+MAX_ITEMS = 10_000  # of one array
+_NAME = re.compile(r"(#)?([A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?!$])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
+_OPERATION = re.compile(r"(:?[-=+?]|##?|%%?|//?|,,|\^\^|:)(.*)", re.DOTALL)
+_IN_ARITHMETIC = re.compile(r"\$\{([A-Za-z_]\w*)\}|\$([A-Za-z_]\w*)")
+_LIMIT = 10**18  # the shell calculates in 64 bits
+_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),  # the shell cuts towards zero
+    ast.Mod: lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
+    ast.Pow: lambda a, b: a**b if 0 <= b <= 63 and abs(a) <= 1_000_000 else _LIMIT,
+}
+_COMPARISONS: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Lt: lambda a, b: a < b,
+    ast.LtE: lambda a, b: a <= b,
+    ast.Gt: lambda a, b: a > b,
+    ast.GtE: lambda a, b: a >= b,
+    ast.Eq: lambda a, b: a == b,
+    ast.NotEq: lambda a, b: a != b,
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """`missing`: names of variables that nobody sets, and command substitutions; empty when the text is known."""
+
+    text: str
+    missing: frozenset[str] = frozenset()
+    line: int = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether no variable that the script does not set has a part in it."""
+        return not self.missing
+
+    def __add__(self, other: "Value") -> "Value":
+        if len(self.text) + len(other.text) > MAX_TEXT:
+            raise ConfigError(
+                f"a variable of the script grows over {MAX_TEXT} characters, which no launch script needs"
+            )
+        return Value(self.text + other.text, self.missing | other.missing, self.line or other.line)
+
+    def at(self, line: int) -> "Value":
+        """The value as one written on this line of the script."""
+        return replace(self, line=line)
+
+
+EMPTY = Value("")
+
+
+def unset(name: str) -> Value:
+    """A variable that nobody sets."""
+    return Value(f"${{{name}}}", frozenset((name,)))
+
+
+Variable = Value | tuple[Value, ...]
+
+
+def _words(value: Value) -> list[Value]:
+    """A value outside quotes: cut at blanks, but for those inside of what stands for something unknown."""
+    texts = _cut_at_blanks(value.text)
+    if len(texts) == 1:
+        return [value]
+    names_of = [frozenset(name for name in value.missing if name in text) for text in texts]
+    # names that only a calculation knows: any piece with something unknown may have them
+    nowhere = value.missing.difference(*names_of)
+    return [
+        Value(text, names | nowhere if "$" in text and not names else names, value.line)
+        for text, names in zip(texts, names_of, strict=True)
+    ]
+
+
+def _depths(text: str) -> list[int]:
+    """For each character how many `${...}` and `$(...)` it stands in, their own signs counted;
+    0 where its text is known.
+    """
+    depths, depth = [], 0
+    for i, character in enumerate(text):
+        opens = character in "{(" and (depth > 0 or text[i - 1 : i] == "$")
+        depth += opens
+        depths.append(depth + (character == "$" and text[i + 1 : i + 2] in ("{", "(") and not depth))
+        depth -= depth > 0 and character in "})"
+    return depths
+
+
+def _cut_at_blanks(text: str) -> list[str]:
+    """`text.split()` that leaves `${...}` and `$(...)` whole."""
+    marked = (
+        (character, depth or not character.isspace()) for character, depth in zip(text, _depths(text), strict=True)
+    )
+    return ["".join(c for c, _ in piece) for inside, piece in groupby(marked, key=lambda pair: bool(pair[1])) if inside]
+
+
+def known_part(text: str) -> str:
+    """A text without what stands for something unknown."""
+    return "".join(character for character, depth in zip(text, _depths(text), strict=True) if not depth)
+
+
+class Expander:
+    """Expands words against a mapping of variables. `${x:=y}` writes to it, nothing else does."""
+
+    def __init__(self, variables: dict[str, Variable], positional: Sequence[Value], name: str) -> None:
+        self.variables, self.positional, self.name = variables, tuple(positional), name
+        self.counts_arguments = False  # whether $# is known: a script that asks for arguments was written to get some
+
+    def fields(self, words: Sequence[Word]) -> list[Value]:
+        """The arguments that words become, split at blanks outside quotes."""
+        return [field for word in words for field in self.split(word)]
+
+    def split(self, word: Word) -> list[Value]:
+        """The words that the shell makes of one: expanded, and split at blanks outside quotes."""
+        done: list[Value] = []
+        current: Value | None = None
+        quoted = False
+        for part in word.parts:
+            pieces = self.pieces(part, word.line)
+            quoted = quoted or (part.quoted and bool(pieces))
+            for i, piece in enumerate(pieces):
+                if i:
+                    done += [current] if current is not None else []
+                    current = None
+                current = piece if current is None else current + piece
+        if current is not None and (current.text or quoted):
+            done.append(current)
+        return [field.at(field.line or word.line) for field in done]
+
+    def pieces(self, part: WordPart, line: int) -> list[Value]:
+        """One part as one or more pieces; between two pieces a new argument begins."""
+        if part.kind == "variable" and (items := self.all_items(part)) is not None:
+            return [item.at(item.line or line) for item in items]
+        value = self.part(part, line)
+        return [value] if part.quoted or part.kind == "text" else _words(value)
+
+    def all_items(self, part: WordPart) -> tuple[Value, ...] | None:
+        """The items of `$@` or `${array[@]}`; None of another variable, and of a quoted `*`, which is one text."""
+        match = _NAME.fullmatch(part.text)
+        if match is None or match[1] or match[4] or (part.quoted and "*" in (match[2], match[3])):
+            return None
+        if match[2] in ("@", "*"):
+            return self.positional
+        if match[3] not in ("@", "*"):
+            return None
+        stored = self.variables.get(match[2], ())
+        return stored if isinstance(stored, tuple) else (stored,)
+
+    def text(self, word: Word) -> Value:
+        """A word as one text, as in an assignment."""
+        total = EMPTY
+        for part in word.parts:
+            total = total + self.part(part, word.line)
+        return total.at(word.line)
+
+    def part(self, part: WordPart, line: int) -> Value:
+        """What a part of a word expands to."""
+        match part.kind:
+            case "variable":
+                return self.variable(part.text, line)
+            case "arithmetic":
+                return self.arithmetic(part.text)
+            case "command":
+                return self.command(part.text, line)
+        return Value(part.text)
+
+    def variable(self, text: str, line: int) -> Value:
+        """`${...}`, given without its braces."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            return Value(f"${{{text}}}", frozenset((text,)))
+        length, name, index, rest = match.groups()
+        value = self.item(name, index)
+        if length:
+            stored = self.variables.get(name)
+            return Value(str(len(stored) if isinstance(stored, tuple) else len(value.text)), value.missing)
+        return self.operation(name, value, rest, line) if rest else value
+
+    def item(self, name: str, index: str | None) -> Value:
+        """A variable, a positional argument, or an element of an array; `@` and `*` join all."""
+        if name.isdigit():
+            number = int(name) - 1
+            return self.positional[number] if 0 <= number < len(self.positional) else unset(name)
+        if name == "#" and self.counts_arguments:
+            return Value(str(len(self.positional)))
+        stored = self.positional if name in ("@", "*") else self.variables.get(name)
+        if stored is None:
+            return unset(name)
+        if isinstance(stored, Value):
+            return stored
+        if index in ("@", "*") or name in ("@", "*"):
+            joined = EMPTY
+            for i, item in enumerate(stored):
+                joined = joined + Value(" " if i else "") + item
+            return joined
+        number = self.arithmetic(index or "0")
+        if not number.known:
+            return Value(f"${{{name}[{index}]}}", frozenset((f"{name}[{index}]",)))
+        element = int(number.text)
+        return stored[element] if -len(stored) <= element < len(stored) else unset(name)
+
+    def operation(self, name: str, value: Value, rest: str, line: int) -> Value:
+        """`${name...}` with an operator behind the name: a default, a prefix or suffix cut off, a replacement."""
+        match = _OPERATION.fullmatch(rest)
+        if match is None:
+            return Value(f"${{{name}{rest}}}", frozenset((name,)))
+        operator, argument = match.groups()
+        is_set = value.known or name not in value.missing
+        if operator in ("-", ":-", "=", ":=", "?", ":?", "+", ":+"):
+            return self.default(
+                name, value, operator, argument, is_set and (operator[0] != ":" or value.text != ""), line
+            )
+        return value if not value.known else self.shaped(name, value.text, operator, argument, line)
+
+    def default(self, name: str, value: Value, operator: str, argument: str, holds: bool, line: int) -> Value:
+        """`${name:-argument}` and its like. `holds`: the variable counts as set."""
+        other = self.argument(argument, line) if not operator.endswith("?") else value
+        if operator.endswith("+"):
+            return other if holds else EMPTY
+        if holds:
+            return value
+        if operator.endswith("="):
+            self.variables[name] = other
+        return other
+
+    def argument(self, text: str, line: int) -> Value:
+        """The inside of `${x:-HERE}`; not known where it cannot be read by itself."""
+        try:
+            return self.text(parse_text(text, line, self.name))
+        except ConfigError:
+            unread = f"${{...{text}}}"
+            return Value(unread, frozenset((unread,)))
+
+    def shaped(self, name: str, text: str, operator: str, argument: str, line: int) -> Value:
+        """`${x#pattern}` and its kin for a known text; not known where a variable of the argument is not."""
+        if operator in (",,", "^^"):
+            return Value(text.lower() if operator == ",," else text.upper())
+        if operator == ":":
+            arguments = [self.arithmetic(part) for part in argument.split(":", 1)]
+        else:
+            parts = re.split(r"(?<!\\)/", argument, maxsplit=1) if operator in ("/", "//") else [argument]
+            arguments = [self.argument(part, line) for part in parts]
+        whole = f"${{{name}{operator}{argument}}}"
+        if missing := frozenset().union(*(a.missing for a in arguments)):
+            return Value(whole, missing)
+        first, second = arguments[0].text, arguments[1].text if len(arguments) > 1 else ""
+        if operator == ":":
+            return Value(_substring(text, int(first), int(second) if second else None))
+        if operator not in ("/", "//"):
+            return Value(_cut(text, operator, first))
+        if set(first) & set("*?["):
+            return Value(whole, frozenset((whole,)))  # which part a pattern stands for is not worked out
+        return Value(text.replace(first, second, -1 if operator == "//" else 1) if first else text)
+
+    def arithmetic(self, text: str) -> Value:
+        """`$((...))`, of whole numbers."""
+        plain = _IN_ARITHMETIC.sub(lambda m: m[1] or m[2], text)
+        missing: set[str] = set()
+
+        def value_of(name: str) -> int:
+            value = self.item(name, None)
+            missing.update(value.missing)
+            if not value.known:
+                return 1
+            return (
+                calculate(value.text, value_of)
+                if not re.fullmatch(r"-?[0-9]+", value.text.strip())
+                else int(value.text)
+            )
+
+        try:
+            result = str(calculate(plain, value_of))
+        except (ValueError, RecursionError):
+            return Value(f"$(({text}))", frozenset((f"$(({text}))",)) | missing)
+        return Value(f"$(({text}))", frozenset(missing)) if missing else Value(result)
+
+    def command(self, text: str, line: int) -> Value:
+        """What a command prints, for the few that do nothing but shape their arguments."""
+        unknown = Value(f"$({text})", frozenset((f"$({text.strip()})",)))
+        try:
+            script = parse_script(text, f"{self.name}:{line}")
+        except ConfigError:
+            return unknown
+        if script.faults or len(script.block.commands) != 1 or not isinstance(script.block.commands[0], Simple):
+            return unknown
+        name, *arguments = self.fields(script.block.commands[0].words) or [EMPTY]
+        shape = _TEXT_COMMANDS.get(name.text)
+        if shape is None or not arguments:
+            return unknown
+        missing = frozenset().union(*(a.missing for a in arguments))
+        return Value(f"$({text})", missing) if missing else Value(shape([a.text for a in arguments]))
+
+
+def _substring(text: str, start: int, length: int | None) -> str:
+    """`${x:start:length}`; numbers below zero count from the end."""
+    rest = text[start:] if start >= 0 or -start <= len(text) else ""
+    return rest if length is None else rest[:length]
+
+
+def _cut(text: str, operator: str, pattern: str) -> str:
+    """`text` without the shortest (`#`, `%`) or longest (`##`,
+    `%%`) piece at its start or end that the pattern fits.
+    """
+    cuts = range(len(text) + 1) if operator in ("#", "%%") else range(len(text), -1, -1)
+    if operator in ("#", "##"):
+        return next((text[cut:] for cut in cuts if fnmatchcase(text[:cut], pattern)), text)
+    return next((text[:cut] for cut in cuts if fnmatchcase(text[cut:], pattern)), text)
+
+
+def _basename(arguments: list[str]) -> str:
+    name = PurePosixPath(arguments[0]).name
+    return name.removesuffix(arguments[1]) if len(arguments) > 1 else name
+
+
+_TEXT_COMMANDS: Mapping[str, Callable[[list[str]], str]] = {
+    "basename": _basename,
+    "dirname": lambda arguments: str(PurePosixPath(arguments[0]).parent),
+    "echo": " ".join,
+}
+
+
+def calculate(text: str, value_of: Callable[[str], int]) -> int:
+    """The value of an expression. `value_of` gives variables by name and may raise.
+
+    Raises ValueError for what is no such expression, divides by zero or leaves 64 bits.
+    """
+    if len(text) > 1000:
+        raise ValueError("too long an expression")
+    try:
+        python = re.sub(r"(?<!/)/(?!/)", "//", text.strip() or "0").replace("&&", " and ").replace("||", " or ")
+        tree = ast.parse(re.sub(r"!(?!=)", " not ", python).strip(), mode="eval")
+        return _value(tree.body, value_of)
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        raise ValueError(f"cannot be calculated: {error}") from None
+
+
+def _value(node: ast.expr, value_of: Callable[[str], int]) -> int:
+    result = _plain_value(node, value_of)
+    if abs(result) >= _LIMIT:
+        raise ValueError("a number out of range")
+    return result
+
+
+def _plain_value(node: ast.expr, value_of: Callable[[str], int]) -> int:
+    match node:
+        case ast.Constant(value=int() as number) if not isinstance(number, bool):
+            return number
+        case ast.Name(id=name):
+            return value_of(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, value_of)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand, value_of)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return int(not _value(operand, value_of))
+        case ast.BoolOp(op=op, values=parts):
+            truths = [_value(part, value_of) != 0 for part in parts]
+            return int(all(truths) if isinstance(op, ast.And) else any(truths))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_value(left, value_of), _value(right, value_of))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+            return int(_COMPARISONS[type(op)](_value(left, value_of), _value(right, value_of)))
+    raise ValueError(f"{ast.unparse(node)} is no shell arithmetic that is read")

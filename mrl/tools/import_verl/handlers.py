@@ -1,0 +1,403 @@
+"""Keys of verl's that need more than a row: each handler reads one override and sets, leaves or refuses what it means.
+
+Those of loss, correction and filter stand in handlers_algorithm.py.
+"""
+
+from mrl.config.override_rules import MINDSPEED_FIELDS, decided_by, override_faults
+from mrl.record.sinks import VIEWS
+from mrl.tools.import_verl.handlers_algorithm import ALGORITHM_HANDLERS, Handler
+from mrl.tools.import_verl.handlers_schedule import SCHEDULE_HANDLERS
+from mrl.tools.import_verl.handlers_turns import TURN_HANDLERS
+from mrl.tools.import_verl.keys import LAYOUT, MEGATRON, TRANSFORMER, A, F, M, R
+from mrl.tools.import_verl.report import Import
+from mrl.tools.import_verl.verl_command import Override, VerlSettings
+from mrl.tools.import_verl.verl_defaults import ALL_CHECKPOINTS
+
+OVERRIDE_TRANSFORMER = "model.override_transformer_config"
+OVERRIDE_OPTIMIZER = "actor.optim.override_optimizer_config"
+OVERRIDE_DDP = "actor.override_ddp_config"
+ENGINE = "rollout.engine_kwargs.vllm"
+
+# What every model here has in any case.
+_OF_THE_MODELS = {"position_embedding_type": "rope"}
+
+
+def _gen_batch(o: Override, out: Import, settings: VerlSettings) -> None:
+    if settings.value("algorithm.filter_groups.enable"):
+        out.put("carried", o.key, "data.gen_batch_size", o.value, line=o.line)
+    else:
+        out.leave("implied", o.key, o.value, "without dynamic sampling a step generates what it trains on", o.line)
+
+
+def _dtype(o: Override, out: Import, settings: VerlSettings) -> None:
+    to = "rollout.dtype" if o.key.startswith(R) else "model.dtype"
+    if o.value in ("bfloat16", "float32"):
+        out.put("carried" if to == "rollout.dtype" else "renamed", o.key, to, o.value, line=o.line)
+    else:
+        out.leave("unsupported", o.key, o.value, "training and generation are in bfloat16 or float32", o.line)
+
+
+def _top_k(o: Override, out: Import, settings: VerlSettings) -> None:
+    """0 and -1 both say: all words."""
+    out.put("carried", o.key, "rollout.top_k", -1 if o.value == 0 else o.value, line=o.line)
+
+
+def _greedy(o: Override, out: Import, settings: VerlSettings) -> None:
+    if o.value is True:
+        out.leave("implied", o.key, o.value, "temperature says it", o.line)
+    else:
+        out.put("renamed", o.key, "rollout.val_kwargs.temperature", 0.0, "do_sample: false is greedy", o.line)
+
+
+def _response_length(o: Override, out: Import, settings: VerlSettings) -> None:
+    to = "data.max_response_length" if o.key.endswith("response_length") else "data.max_prompt_length"
+    out.put("renamed", o.key, to, o.value, line=o.line)
+
+
+def _dynamic(o: Override, out: Import, settings: VerlSettings) -> None:
+    if o.value == settings.value(A + "use_dynamic_bsz"):
+        out.leave("implied", o.key, o.value, "log-probs are cut as updates are (actor.use_dynamic_bsz)", o.line)
+    else:
+        why = "log-probs and updates are cut alike (actor.use_dynamic_bsz), so that they compute the same numbers"
+        out.leave("not_applicable", o.key, o.value, why, o.line)
+
+
+def _budget(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Token budgets of one device, here and there.
+
+    Each must hold the longest sample, as far as the layout does not cut it.
+    """
+    to = {
+        A: "actor.ppo_max_token_len_per_gpu",
+        R: "actor.log_prob_max_token_len_per_gpu",
+        F: "ref.log_prob_max_token_len_per_gpu",
+    }[next(prefix for prefix in (A, R, F) if o.key.startswith(prefix))]
+    least = -(-settings.longest // settings.context_parallel)
+    if not settings.value(A + "use_dynamic_bsz"):
+        out.leave(
+            "not_applicable", o.key, o.value, "micro-batches are cut by samples (use_dynamic_bsz is false)", o.line
+        )
+    elif isinstance(o.value, int) and o.value < least:
+        out.warnings.append(
+            f"line {o.line}: {o.key}={o.value} cannot hold a sample of {settings.longest} tokens; {least} is written"
+        )
+        why = (
+            f"the script says {o.value}; a sample of {settings.longest} tokens lies on "
+            f"{settings.context_parallel} devices of this layout"
+        )
+        out.put("chosen", o.key, to, least, why, o.line)
+    else:
+        out.put("carried" if to == "actor.ppo_max_token_len_per_gpu" else "renamed", o.key, to, o.value, line=o.line)
+
+
+def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
+    """verl's schedule counts training steps, ours optimizer updates."""
+    name, to = o.key.rpartition(".")[2], "actor.optim.lr_warmup_steps"
+    if name == "lr_warmup_steps_ratio":
+        _warmup_ratio(o, out, settings)
+    elif not isinstance(o.value, int) or o.value <= 0:
+        out.leave(
+            "implied", o.key, o.value, "no warm-up" if name == "lr_warmup_steps" else "as long as the run", o.line
+        )
+    else:
+        to = f"actor.optim.{name}"
+        why = (
+            f"{o.value} training steps of {settings.updates} updates each: a schedule counts updates here"
+            if settings.updates > 1
+            else ""
+        )
+        out.put("renamed" if why else "carried", o.key, to, o.value * settings.updates, why, o.line)
+
+
+def _warmup_ratio(o: Override, out: Import, settings: VerlSettings) -> None:
+    steps = settings.value("trainer.total_training_steps")
+    explicit = settings.value(A + "optim.lr_warmup_steps")
+    if not o.value or (isinstance(explicit, int) and explicit > 0):
+        out.leave("implied", o.key, o.value, "no warm-up by share", o.line)
+    elif not isinstance(steps, int):
+        out.leave(
+            "unsupported",
+            o.key,
+            o.value,
+            "a share of a run whose steps are not given; set actor.optim.lr_warmup_steps",
+            o.line,
+        )
+    else:
+        updates = int(o.value * steps) * settings.updates
+        why = f"{o.value:g} of {steps} training steps of {settings.updates} updates each"
+        out.put("renamed", o.key, "actor.optim.lr_warmup_steps", updates, why, o.line)
+
+
+def _padding(o: Override, out: Import, settings: VerlSettings) -> None:
+    if o.value in (True, None):
+        out.leave("implied", o.key, o.value, "padding is removed unless actor.use_remove_padding is false", o.line)
+    else:
+        kind = "carried" if o.key == A + "use_remove_padding" else "renamed"
+        out.put(kind, o.key, "actor.use_remove_padding", o.value, line=o.line)
+
+
+def _strategy(o: Override, out: Import, settings: VerlSettings) -> None:
+    if settings.megatron:
+        out.leave("implied", o.key, o.value, "the actor is Megatron's", o.line)
+    else:
+        out.leave("not_applicable", o.key, o.value, "FSDP; the actor here is Megatron's", o.line)
+
+
+def _checkpointing(o: Override, out: Import, settings: VerlSettings) -> None:
+    if settings.megatron:
+        out.leave(
+            "not_applicable",
+            o.key,
+            o.value,
+            "FSDP only; with Megatron override_transformer_config.recompute_* decide",
+            o.line,
+        )
+    elif o.value:
+        out.put(
+            "renamed",
+            o.key,
+            f"{OVERRIDE_TRANSFORMER}.recompute_granularity",
+            "full",
+            "gradient checkpointing of every layer",
+            o.line,
+        )
+        out.put(
+            "implied",
+            "",
+            f"{OVERRIDE_TRANSFORMER}.recompute_method",
+            "uniform",
+            "gradient checkpointing of every layer",
+            o.line,
+        )
+        out.put(
+            "implied",
+            "",
+            f"{OVERRIDE_TRANSFORMER}.recompute_num_layers",
+            1,
+            "gradient checkpointing of every layer",
+            o.line,
+        )
+    else:
+        out.leave("implied", o.key, o.value, "nothing is recomputed unless asked for", o.line)
+
+
+def _sequence_parallel(o: Override, out: Import, settings: VerlSettings) -> None:
+    if o.value is True:
+        out.leave("implied", o.key, o.value, "on with tensor parallelism", o.line)
+    else:
+        out.put("renamed", o.key, LAYOUT + "sequence_parallel", o.value, line=o.line)
+
+
+def _transformer(o: Override, out: Import, settings: VerlSettings) -> None:
+    name = o.key.removeprefix(TRANSFORMER)
+    decider = decided_by(OVERRIDE_TRANSFORMER, name) or ""
+    if name == "recompute_modules" and settings.value(TRANSFORMER + "recompute_granularity") != "selective":
+        out.leave("implied", o.key, o.value, "only selective recompute has modules", o.line)
+    elif decider.startswith(LAYOUT):
+        same = o.value == settings.given(MEGATRON + name) or (name == "sequence_parallel" and o.value is True)
+        out.leave("implied" if same else "unsupported", o.key, o.value, f"is {decider}", o.line)
+    elif name in _OF_THE_MODELS and o.value == _OF_THE_MODELS[name]:
+        out.leave("implied", o.key, o.value, "as the checkpoint's config.json has it", o.line)
+    elif name in MINDSPEED_FIELDS and settings.device != "npu":
+        out.leave("not_applicable", o.key, o.value, "MindSpeed only, which runs on NPUs", o.line)
+    elif name.startswith("moe_") and settings.dense:
+        out.leave("not_applicable", o.key, o.value, "the model is dense", o.line)
+    elif o.value is None:
+        out.leave("implied", o.key, o.value, "as it is without the key", o.line)
+    else:
+        _upstream(o, out, OVERRIDE_TRANSFORMER, name, settings)
+
+
+def _optimizer(o: Override, out: Import, settings: VerlSettings) -> None:
+    _upstream(o, out, OVERRIDE_OPTIMIZER, o.key.removeprefix(A + "optim.override_optimizer_config."), settings)
+
+
+def _ddp(o: Override, out: Import, settings: VerlSettings) -> None:
+    _upstream(o, out, OVERRIDE_DDP, o.key.removeprefix(MEGATRON + "override_ddp_config."), settings)
+
+
+def _engine(o: Override, out: Import, settings: VerlSettings) -> None:
+    name = o.key.removeprefix(R).removeprefix("engine_kwargs.vllm.")
+    decider = decided_by(ENGINE, name) or ""
+    if name == "enable_expert_parallel":
+        value = (
+            settings.value(R + "tensor_model_parallel_size") * settings.value(R + "data_parallel_size")
+            if o.value
+            else 1
+        )
+        out.put(
+            "renamed",
+            o.key,
+            "rollout.expert_parallel_size",
+            value,
+            "experts are spread over all workers of an engine",
+            o.line,
+        )
+    elif decider.startswith("rollout."):
+        out.put("renamed", o.key, decider, o.value, line=o.line)
+    else:
+        _upstream(o, out, ENGINE, name, settings)
+
+
+def _upstream(o: Override, out: Import, target: str, name: str, settings: VerlSettings) -> None:
+    """A field of Megatron's or vLLM's: carried where it exists and is the user's,
+    else refused with the rule's reason.
+    """
+    if "." in name:
+        out.leave("unsupported", o.key, o.value, "a value inside a field; give the field as a whole", o.line)
+        return
+    if faults := override_faults(target, {name: o.value}, settings.device):
+        out.leave(
+            "unsupported", o.key, o.value, "; ".join(part for part in (faults[0].rule, faults[0].why) if part), o.line
+        )
+        return
+    out.put("carried", o.key, f"{target}.{name}", o.value, line=o.line)
+
+
+def _reference(o: Override, out: Import, settings: VerlSettings) -> None:
+    name = o.key.removeprefix(F + "megatron.")
+    actor = MEGATRON + name
+    if name == "param_offload":
+        out.put("carried", o.key, "ref.param_offload", o.value, line=o.line)
+    elif name.endswith("parallel_size") and o.value != settings.value(actor):
+        why = "the reference model lies as the actor does: the same numbers, another use of memory"
+        out.leave("not_applicable", o.key, o.value, why, o.line)
+    else:
+        out.leave("implied", o.key, o.value, "the reference model is built and lies as the actor", o.line)
+
+
+def _chat_template(o: Override, out: Import, settings: VerlSettings) -> None:
+    name = o.key.removeprefix("data.apply_chat_template_kwargs.")
+    to = "data.enable_thinking" if name == "enable_thinking" else f"data.apply_chat_template_kwargs.{name}"
+    if name == "data.apply_chat_template_kwargs":
+        out.put("carried", o.key, name, o.value or {}, line=o.line)
+    else:
+        out.put("renamed" if name == "enable_thinking" else "carried", o.key, to, o.value, line=o.line)
+
+
+def _reward_manager(o: Override, out: Import, settings: VerlSettings) -> None:
+    if o.value == "gdpo":
+        out.leave(
+            "implied",
+            o.key,
+            o.value,
+            "the parts of a reward are always kept; algorithm.gdpo_reward_keys names them",
+            o.line,
+        )
+    elif o.value in ("naive", "dapo"):
+        out.put("renamed", o.key, "reward.reward_manager", o.value, line=o.line)
+    else:
+        out.leave("unsupported", o.key, o.value, "reward managers here are naive and dapo", o.line)
+
+
+def _overlong(o: Override, out: Import, settings: VerlSettings) -> None:
+    name = o.key.rpartition(".")[2]
+    to = f"algorithm.overlong_buffer.{name}"
+    if name in ("enable", "len", "penalty_factor"):
+        out.put("renamed", o.key, to, o.value, line=o.line)
+    elif name == "max_resp_len":
+        same = o.value == settings.value("data.max_response_length")
+        out.leave("implied" if same else "unsupported", o.key, o.value, "is data.max_response_length", o.line)
+    elif name == "log":
+        out.leave("implied", o.key, o.value, "the penalty is always recorded", o.line)
+    else:
+        out.leave("unsupported", o.key, o.value, "no such setting of a built-in reward", o.line)
+
+
+def _reward_argument(o: Override, out: Import, settings: VerlSettings) -> None:
+    name = o.key.partition("reward_kwargs.")[2]
+    out.put("carried", o.key, f"reward.custom_reward_function.reward_kwargs.{name}", o.value, line=o.line)
+
+
+def _keep(o: Override, out: Import, settings: VerlSettings) -> None:
+    if isinstance(o.value, int) and o.value >= 1:
+        out.put("carried", o.key, "trainer.max_actor_ckpt_to_keep", o.value, line=o.line)
+    else:
+        out.put("carried", o.key, "trainer.max_actor_ckpt_to_keep", ALL_CHECKPOINTS, "all are kept", o.line)
+
+
+def _resume_from(o: Override, out: Import, settings: VerlSettings) -> None:
+    if settings.value("trainer.resume_mode") != "resume_path" or o.value is None:
+        out.leave("implied", o.key, o.value, "verl reads it with resume_mode=resume_path only", o.line)
+        return
+    out.put("carried", o.key, "trainer.resume_from_path", o.value, line=o.line)
+    out.warnings.append(
+        f"line {o.line}: {o.value} is a checkpoint of verl's: convert it (mrl convert megatron-to-hf), put the result "
+        "at model.path and take resume_mode and resume_from_path out, or name a checkpoint of ours"
+    )
+
+
+def _logger(o: Override, out: Import, settings: VerlSettings) -> None:
+    names = o.value if isinstance(o.value, list) else [o.value]
+    known = [name for name in names if name in VIEWS]
+    out.put("carried", o.key, "trainer.logger", known, line=o.line)
+    if other := [name for name in names if name not in VIEWS]:
+        out.warnings.append(
+            f"line {o.line}: no logger here is called {', '.join(map(str, other))}; metrics.jsonl "
+            "has everything in any case"
+        )
+
+
+def _replay(o: Override, out: Import, settings: VerlSettings) -> None:
+    if o.value:
+        out.put("renamed", o.key, "actor.router_replay", "R3", line=o.line)
+    else:
+        out.leave("implied", o.key, o.value, "no routes are asked of the engine", o.line)
+
+
+def _separate(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Devices of engines that do not share the actor's; what they come to is written by translate.py."""
+    out.leave("implied", o.key, o.value, "decides cluster.placement and rollout.num_engines", o.line)
+
+
+HANDLERS: dict[str, Handler] = (
+    ALGORITHM_HANDLERS
+    | SCHEDULE_HANDLERS
+    | TURN_HANDLERS
+    | {
+        "data.gen_batch_size": _gen_batch,
+        "data.apply_chat_template_kwargs.": _chat_template,
+        M + "enable_gradient_checkpointing": _checkpointing,
+        M + "use_remove_padding": _padding,
+        A + "use_remove_padding": _padding,
+        MEGATRON + "use_remove_padding": _padding,
+        A + "strategy": _strategy,
+        "model_engine": _strategy,
+        A + "ppo_max_token_len_per_gpu": _budget,
+        R + "log_prob_max_token_len_per_gpu": _budget,
+        F + "log_prob_max_token_len_per_gpu": _budget,
+        R + "log_prob_use_dynamic_bsz": _dynamic,
+        A + "optim.lr_warmup_steps": _warmup,
+        A + "optim.lr_warmup_steps_ratio": _warmup,
+        A + "optim.lr_decay_steps": _warmup,
+        A + "optim.override_optimizer_config.": _optimizer,
+        TRANSFORMER: _transformer,
+        MEGATRON + "override_ddp_config.": _ddp,
+        MEGATRON + "sequence_parallel": _sequence_parallel,
+        MEGATRON + "dtype": _dtype,
+        R + "dtype": _dtype,
+        F + "megatron.": _reference,
+        R + "top_k": _top_k,
+        R + "response_length": _response_length,
+        R + "prompt_length": _response_length,
+        R + "enable_expert_parallel": _engine,
+        R + "engine_kwargs.vllm.": _engine,
+        R + "val_kwargs.do_sample": _greedy,
+        R + "enable_rollout_routing_replay": _replay,
+        R + "nnodes": _separate,
+        R + "n_gpus_per_node": _separate,
+        "rollout.nnodes": _separate,
+        "rollout.n_gpus_per_node": _separate,
+        "actor_rollout_ref.hybrid_engine": _separate,
+        "reward_model.reward_manager": _reward_manager,
+        "reward.reward_manager.name": _reward_manager,
+        "reward_model.overlong_buffer.": _overlong,
+        "reward_model.reward_kwargs.": _overlong,
+        "reward.reward_kwargs.": _overlong,
+        "custom_reward_function.reward_kwargs.": _reward_argument,
+        "reward.custom_reward_function.reward_kwargs.": _reward_argument,
+        "trainer.max_actor_ckpt_to_keep": _keep,
+        "trainer.logger": _logger,
+        "trainer.resume_from_path": _resume_from,
+    }
+)

@@ -1,0 +1,110 @@
+"""Keys of verl's that are about responses of several turns.
+
+What is carried are tools that are functions: a file of theirs that is at hand is read, not run, for their names.
+"""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from mrl.plain_files import TEXT_BYTES, read_text
+from mrl.tools.import_verl.handlers_algorithm import Handler
+from mrl.tools.import_verl.keys import R
+from mrl.tools.import_verl.report import Import
+from mrl.tools.import_verl.verl_command import Override, VerlSettings
+
+MULTI = R + "multi_turn."
+ENABLE = MULTI + "enable"
+FUNCTIONS = (MULTI + "function_tool_path", "data.function_tool_path")
+DECORATOR = "function_tool"
+UNLIMITED = 1000  # turns: verl's None, which the length of the response bounds
+# verl's keys, ours, and verl's default
+_LIMITS = {
+    "max_assistant_turns": ("max_turns", None),
+    "max_parallel_calls": ("max_calls", 1),
+    "max_tool_response_length": ("max_answer_characters", 256),
+}
+_NO_TOOLS = (
+    "multi-turn rollouts have tools that are typed functions here, in a file that is not named or not at hand: set "
+    "rollout.turns.tools and rollout.turns.path, and write what remembers as an environment (docs/tools.md)"
+)
+
+
+def _enable(o: Override, out: Import, settings: VerlSettings) -> None:
+    if not o.value:
+        out.leave("implied", o.key, o.value, "without rollout.turns a response is of one turn", o.line)
+        return
+    path, names = _functions(settings)
+    if not names:
+        out.leave("unsupported", o.key, o.value, _NO_TOOLS, o.line)
+        return
+    out.put("renamed", o.key, "rollout.turns.path", path, "several turns, with the tools of that file", o.line)
+    out.put("implied", "", "rollout.turns.tools", names, f"the functions of {path} under @{DECORATOR}")
+    for name, (ours, default) in _LIMITS.items():
+        if settings.given(MULTI + name) is None:
+            why = f"verl's {name} is {default} where nothing is said"
+            out.put("implied", "", f"rollout.turns.{ours}", default or UNLIMITED, why)
+
+
+def _functions(settings: VerlSettings) -> tuple[str, list[str]]:
+    """The file and the names of its tools; no names where there is none at hand, or none in it."""
+    for key in FUNCTIONS:
+        path = settings.given(key)
+        if isinstance(path, str) and Path(path).is_file():
+            return path, tool_names(read_text(Path(path), TEXT_BYTES))
+    return "", []
+
+
+def tool_names(source: str) -> list[str]:
+    """Of functions under verl's decorator, as verl calls them; none of a file that is no Python.
+
+    Those with a schema of their own are left out: a schema is made from the function here.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return []
+    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
+    return [name for each in functions for mark in each.decorator_list if (name := _name(each.name, mark))]
+
+
+def _name(own: str, mark: ast.expr) -> str | None:
+    """By a decorator that may be another one."""
+    call = mark if isinstance(mark, ast.Call) else None
+    function = call.func if call else mark
+    if getattr(function, "attr", getattr(function, "id", None)) != DECORATOR:
+        return None
+    given: dict[str | None, Any] = {} if call is None else {each.arg: each.value for each in call.keywords}
+    if "schema" in given:
+        return None
+    named = given.get("name", call.args[0] if call and call.args else None)
+    return named.value if isinstance(named, ast.Constant) and isinstance(named.value, str) else own
+
+
+def _turns(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Whatever stands beside the switch."""
+    name = o.key.removeprefix(MULTI)
+    if not settings.given(ENABLE) or not _functions(settings)[1]:
+        out.leave("not_applicable", o.key, o.value, "goes with multi_turn.enable", o.line)
+    elif name in _LIMITS and o.value is not None:
+        out.put("renamed", o.key, f"rollout.turns.{_LIMITS[name][0]}", o.value, line=o.line)
+    elif name in _LIMITS or o.key in FUNCTIONS:
+        out.leave("implied", o.key, o.value, "goes with multi_turn.enable", o.line)
+    elif name == "format":
+        out.leave("implied", o.key, o.value, "the form of calls is that of the model's chat template", o.line)
+    elif (name, o.value) in (("tool_response_truncate_side", "middle"), ("max_user_turns", None)):
+        out.leave("implied", o.key, o.value, "so it is here", o.line)
+    elif name in ("tool_response_truncate_side", "max_user_turns", "tool_config_path", "interaction_config_path"):
+        out.leave("unsupported", o.key, o.value, _UNSUPPORTED[name], o.line)
+    else:
+        out.leave("not_applicable", o.key, o.value, "of how verl renders conversations", o.line)
+
+
+_UNSUPPORTED = {
+    "tool_response_truncate_side": "a long answer is cut in the middle",
+    "max_user_turns": "turns are counted by what the model says (rollout.turns.max_turns)",
+    "tool_config_path": "tools of verl's classes: write each as an action of an environment (docs/tools.md)",
+    "interaction_config_path": "interactions of verl's classes: write each as an environment (docs/tools.md)",
+}
+
+TURN_HANDLERS: dict[str, Handler] = {ENABLE: _enable, MULTI: _turns, FUNCTIONS[1]: _turns}

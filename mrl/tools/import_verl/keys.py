@@ -1,0 +1,330 @@
+"""verl's keys: where the value goes here, or why it goes nowhere. Names as of verl 0.9.1 and of the releases before it.
+
+Keys whose value is taken as it stands are named at our fields (`verl=` in mrl/config/schema_*.py); `ROWS` adds all
+others, each with a reason or a conversion. A row ending in a dot speaks for everything below it; the longest row that
+fits wins. What needs more than a row is in handlers.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mrl.config.schema import verl_names
+
+Kind = Literal["to", "implied", "not_applicable", "unsupported", "special"]
+
+A, R, F, M = (
+    "actor_rollout_ref.actor.",
+    "actor_rollout_ref.rollout.",
+    "actor_rollout_ref.ref.",
+    "actor_rollout_ref.model.",
+)
+MEGATRON, TRANSFORMER = A + "megatron.", A + "megatron.override_transformer_config."
+LAYOUT = "actor.layout."
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """`to`: our key.
+
+    `why`: for what goes nowhere, or means a little else here. `neutral`: values of an unsupported key that only say
+    what is so here anyway.
+    """
+
+    kind: Kind
+    to: str = ""
+    why: str = ""
+    neutral: tuple[Any, ...] = ()
+    convert: Callable[[Any], Any] | None = None
+
+
+def _to(key: str, convert: Callable[[Any], Any] | None = None, why: str = "") -> KeyRow:
+    return KeyRow("to", to=key, convert=convert, why=why)
+
+
+def _implied(why: str) -> KeyRow:
+    return KeyRow("implied", why=why)
+
+
+def _nothing(why: str) -> KeyRow:
+    return KeyRow("not_applicable", why=why)
+
+
+def _missing(why: str, *neutral: Any) -> KeyRow:
+    return KeyRow("unsupported", why=why, neutral=neutral)
+
+
+_SPECIAL = KeyRow("special")
+_FSDP = "FSDP only"
+_SAMPLE = "as many prompts as in verl, other ones: drawn after unusable rows are out, of each file its share"
+_SERVERS = "no reward model runs here; rewards are functions"
+_AGENT = "tools of verl's classes: write each as an action of an environment (docs/tools.md)"
+_PROFILER = "profilers are not part of the configuration"
+_IMAGES = "text only"
+_BRIDGE = "weights are always read from model.path through the bridge"
+
+
+def every(steps: Any) -> Any:
+    """A frequency in steps: verl switches off with anything below 1."""
+    return steps if not isinstance(steps, int) or steps >= 1 else -1
+
+
+def _at_least(least: int) -> Callable[[Any], Any]:
+    return lambda value: max(value, least) if isinstance(value, int) else value
+
+
+def _limit(count: Any) -> Any:
+    """A number of prompts: verl takes all with anything below 1."""
+    return None if count is None or (isinstance(count, int) and count < 1) else count
+
+
+# Keys of sections that are handed on as they stand: no field of ours has their name beside it.
+_HANDED_ON: dict[str, str] = {
+    **{
+        f"{A}optim.{name}": f"actor.optim.override_optimizer_config.{name}"
+        for name in ("use_precision_aware_optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    },
+    R + "cudagraph_capture_sizes": "rollout.engine_kwargs.vllm.cudagraph_capture_sizes",
+}
+
+ROWS: dict[str, KeyRow] = {
+    **{key: _to(ours) for key, ours in (verl_names() | _HANDED_ON).items()},
+    # --- data
+    "data.val_max_samples": _to("data.val_max_samples", _limit, _SAMPLE),
+    "data.train_max_samples": _to("data.train_max_samples", _limit, _SAMPLE),
+    "data.apply_chat_template_kwargs.": _SPECIAL,
+    "data.seed": _to("trainer.seed", lambda seed: 0 if seed is None else seed),
+    "data.gen_batch_size": _SPECIAL,
+    "data.return_raw_chat": _implied("prompts are kept as chats and as token ids"),
+    "data.return_raw_input_ids": _implied("prompts are kept as chats and as token ids"),
+    "data.return_full_prompt": _implied("prompts are kept as chats and as token ids"),
+    "data.custom_cls.": _missing("data sets are parquet or JSONL in verl's schema", None),
+    "data.trust_remote_code": _missing("code of a checkpoint is never run", False),
+    "data.tool_config_path": _missing(_AGENT, None),
+    "data.function_tool_path": _SPECIAL,
+    **{
+        f"data.{name}": _nothing(_IMAGES)
+        for name in ("image_key", "video_key", "audio_key", "image_patch_size", "return_multi_modal_inputs",
+            "mm_processor_kwargs.")
+    },
+    "data.": _nothing("a matter of how verl loads data"),
+    # --- model
+    M + "use_remove_padding": _SPECIAL,
+    M + "enable_gradient_checkpointing": _SPECIAL,
+    M + "use_fused_kernels": _implied("log-probs are always computed without the full logits"),
+    M + "fused_kernel_options.": _implied("log-probs are always computed without the full logits"),
+    M + "enable_activation_offload": _nothing(_FSDP),
+    M + "use_liger": _nothing(_FSDP),
+    M + "use_shm": _nothing("a matter of how verl reads weights"),
+    M + "tokenizer_path": _missing("the tokenizer is the checkpoint's", None),
+    M + "hf_config_path": _missing("config.json is the checkpoint's", None),
+    M + "trust_remote_code": _missing("code of a checkpoint is never run", False),
+    M + "external_lib": _missing("of the user's code rewards, losses, advantages and tools are read by a path", None),
+    M + "custom_chat_template": _missing("the chat template is the checkpoint's", None),
+    **{M + f"override_config.{name}": _missing("no dropout here", 0, 0.0) for name in ("attention_dropout",
+            "embd_pdrop", "resid_pdrop")},
+    M + "override_config.attn_implementation": _nothing("attention is Megatron's"),
+    M + "override_config.model_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's "
+                                                                         "own"),
+    M + "override_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's own"),
+    M + "override_config.": _missing("the model is what the checkpoint's config.json says", None, {}),
+    M + "lora_rank": _missing("no LoRA here", 0),
+    M + "lora_alpha": _nothing("no LoRA here"),
+    M + "target_modules": _nothing("no LoRA here"),
+    M + "exclude_modules": _nothing("no LoRA here"),
+    M + "lora_adapter_path": _missing("no LoRA here", None),
+    M + "lora.rank": _missing("no LoRA here", 0),
+    M + "lora.adapter_path": _missing("no LoRA here", None),
+    M + "lora.": _nothing("no LoRA here"),
+    M + "mtp.enable": _missing("no multi-token prediction here", False),
+    M + "mtp.": _nothing("no multi-token prediction here"),
+    M + "tiled_mlp.": _nothing(_FSDP),
+    # --- actor
+    A + "strategy": _SPECIAL,
+    A + "ppo_micro_batch_size": _missing("deprecated by verl; use ppo_micro_batch_size_per_gpu", None),
+    A + "ppo_max_token_len_per_gpu": _SPECIAL,
+    A + "ppo_epochs": _missing("each response is trained on once", 1),
+    A + "shuffle": _missing("mini-batches follow the order of the prompts", False),
+    A + "data_loader_seed": _nothing("mini-batches follow the order of the prompts"),
+    A + "clip_ratio": _SPECIAL,
+    A + "loss_agg_mode": _SPECIAL,
+    A + "policy_loss.loss_mode": _SPECIAL,
+    A + "policy_loss.dro_beta": _missing("no DRO loss here", None),
+    A + "tis_imp_ratio_cap": _SPECIAL,
+    A + "calculate_entropy": _implied("entropy is always measured"),
+    A + "calculate_sum_pi_squared": _nothing("for advantage estimators that are not here"),
+    A + "entropy_checkpointing": _implied("entropy is computed in chunks"),
+    A + "entropy_from_logits_with_chunking": _implied("entropy is computed in chunks"),
+    A + "entropy_from_logits_chunk_size": _implied("entropy is computed in chunks"),
+    A + "use_fused_kernels": _implied("log-probs are always computed without the full logits"),
+    A + "use_torch_compile": _nothing(_FSDP),
+    A + "ulysses_sequence_parallel_size": _nothing(_FSDP),
+    A + "fsdp_config.": _nothing(_FSDP),
+    A + "use_prefix_grouper": _nothing("a matter of verl's attention"),
+    A + "freeze_vision_tower": _nothing(_IMAGES),
+    A + "checkpoint.": _nothing("checkpoints always hold weights, optimizer, random state and place in the data"),
+    A + "load_weight": _implied(_BRIDGE),
+    A + "rollout_n": _implied("is rollout.n"),
+    A + "use_remove_padding": _SPECIAL,
+    A + "pad_to_length": _nothing("padding is always removed"),
+    A + "router_replay.": _nothing("routes are kept with the samples"),
+    A + "qat.enable": _missing("no quantised training here", False),
+    A + "qat.": _nothing("no quantised training here"),
+    # --- optimizer
+    A + "optim.lr_warmup_steps": _SPECIAL,
+    A + "optim.lr_warmup_steps_ratio": _SPECIAL,
+    A + "optim.lr_decay_steps": _SPECIAL,
+    A + "optim.total_training_steps": _nothing("follows from the length of the run"),
+    A + "optim.lr_warmup_init": _missing("warm-up starts at zero", 0, 0.0),
+    A + "optim.optimizer": _missing("only Adam here", "adam", "AdamW", "adamw"),
+    A + "optim.weight_decay_incr_style": _missing("weight decay is constant", "constant"),
+    A + "optim.override_optimizer_config.": _SPECIAL,
+    A + "optim.": _nothing("of schedules and optimizers that are not used"),
+    # --- Megatron
+    TRANSFORMER: _SPECIAL,
+    MEGATRON + "override_ddp_config.": _SPECIAL,
+    MEGATRON + "sequence_parallel": _SPECIAL,
+    MEGATRON + "dtype": _SPECIAL,
+    **{
+        MEGATRON + name: _implied(_BRIDGE)
+        for name in ("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path",
+            "load_weight")
+    },
+    MEGATRON + "use_distributed_optimizer": _implied("the optimizer is always sharded over the data-parallel ranks"),
+    MEGATRON + "use_remove_padding": _SPECIAL,
+    MEGATRON + "seed": _implied("all seeds follow from trainer.seed"),
+    MEGATRON + "router_replay.": _nothing("routes are kept with the samples"),
+    MEGATRON + "use_megatron_fsdp": _missing("the optimizer is sharded, parameters are not", False),
+    MEGATRON + "dynamic_context_parallel": _missing("one context-parallel size for the whole run", False),
+    MEGATRON + "override_mcore_model_config.": _missing("the model is what the checkpoint's config.json says", None,
+        {}),
+    MEGATRON + "qat.enable": _missing("no quantised training here", False),
+    MEGATRON: _nothing("a matter of verl's Megatron worker"),
+    A + "profiler.": _nothing(_PROFILER),
+    # --- reference model
+    F + "megatron.": _SPECIAL,
+    F + "log_prob_max_token_len_per_gpu": _SPECIAL,
+    F + "log_prob_micro_batch_size": _nothing("deprecated by verl; no number depends on it"),
+    F + "entropy_from_logits_with_chunking": _implied("entropy is computed in chunks"),
+    F + "entropy_from_logits_chunk_size": _implied("entropy is computed in chunks"),
+    F + "profiler.": _nothing(_PROFILER),
+    F + "rollout_n": _implied("is rollout.n"),
+    F: _nothing(_FSDP),
+    # --- rollout
+    R + "name": _missing("only vLLM here", "vllm"),
+    R + "mode": _implied("vLLM's asynchronous engine is always used; every step waits for all responses"),
+    R + "top_k": _SPECIAL,
+    R + "rollout_world_size": _nothing("follows from the devices"),
+    R + "pipeline_model_parallel_size": _missing("engines are cut by tensor, data and expert parallelism", 1),
+    R + "infer_mode": _nothing("a matter of verl's engine"),
+    R + "dtype": _SPECIAL,
+    R + "response_length": _SPECIAL,
+    R + "prompt_length": _SPECIAL,
+    R + "max_model_len": _implied("prompt and response limits together"),
+    R + "calculate_log_probs": _implied("the engine's log-probs are always taken"),
+    R + "do_sample": _missing("training responses are sampled", True),
+    R + "ignore_eos": _missing("a response ends at the end of its sequence", False),
+    R + "log_prob_micro_batch_size": _nothing("deprecated by verl; no number depends on it"),
+    R + "engine_kwargs.vllm.disable_mm_preprocessor_cache": _nothing(_IMAGES),
+    R + "log_prob_use_dynamic_bsz": _SPECIAL,
+    R + "log_prob_max_token_len_per_gpu": _SPECIAL,
+    R + "enable_expert_parallel": _SPECIAL,
+    R + "engine_kwargs.vllm.": _SPECIAL,
+    R + "engine_kwargs.": _nothing("of engines that are not used"),
+    R + "val_kwargs.do_sample": _SPECIAL,
+    R + "enable_rollout_routing_replay": _SPECIAL,
+    R + "free_cache_engine": _implied("follows from cluster.placement"),
+    R + "multi_stage_wake_up": _implied("follows from cluster.placement"),
+    R + "logprobs_mode": _missing("training needs log-probs as sampled", "processed_logprobs"),
+    R + "quantization": _missing("engines serve weights as they are trained", None),
+    R + "multi_turn.enable": _SPECIAL,
+    R + "multi_turn.": _SPECIAL,
+    R + "agent.default_agent_loop": _missing("agent loops of verl's classes", "single_turn_agent", "tool_agent"),
+    R + "agent.agent_loop_config_path": _missing("agent loops of verl's classes", None),
+    R + "agent.": _nothing("tools are called beside each engine (rollout.turns.num_workers)"),
+    R + "checkpoint_engine.": _nothing("weights go from shard to shard"),
+    R + "update_weights_bucket_megabytes": _nothing("weights go from shard to shard"),
+    R + "disaggregation.enabled": _missing("an engine prefills and decodes", False),
+    R + "mtp.": _missing("no multi-token prediction here", None),
+    R + "over_sample_rate": _missing("no more responses than rollout.n are generated", 0),
+    R + "profiler.": _nothing(_PROFILER),
+    R + "nnodes": _SPECIAL,
+    R + "n_gpus_per_node": _SPECIAL,
+    R + "skip_rollout": _missing("responses are always generated", False),
+    R: _nothing("a matter of verl's engine"),
+    # --- algorithm
+    "algorithm.kl_ctrl.type": _missing("the coefficient is constant", "fixed"),
+    "algorithm.filter_groups.max_num_gen_batches": _to("algorithm.filter_groups.max_num_gen_batches", _at_least(0)),
+    "algorithm.filter_groups.metric": _SPECIAL,
+    "algorithm.gamma": _SPECIAL,
+    "algorithm.rollout_correction.": _SPECIAL,
+    "algorithm.rollout_is": _SPECIAL,
+    "algorithm.rollout_is_threshold": _SPECIAL,
+    "algorithm.use_pf_ppo": _missing("samples are not drawn again by their score", False),
+    "algorithm.": _nothing("of estimators with a value function"),
+    # --- reward
+    "reward_model.reward_manager": _SPECIAL,
+    "reward.reward_manager.name": _SPECIAL,
+    "reward_model.overlong_buffer.": _SPECIAL,
+    "reward_model.reward_kwargs.": _SPECIAL,
+    "reward.reward_kwargs.": _SPECIAL,
+    "reward_model.enable": _missing(_SERVERS, False, None),
+    "reward.reward_model.enable": _missing(_SERVERS, False, None),
+    "reward_model.sandbox_fusion.url": _missing("no code sandbox here", None),
+    "reward.sandbox_fusion.url": _missing("no code sandbox here", None),
+    "sandbox_fusion.": _nothing("no code sandbox here"),
+    "sandbox_fusion.url": _missing("no code sandbox here", None),
+    "reward_model.launch_reward_fn_async": _implied("scoring runs beside generation"),
+    **{f"{section}custom_reward_function.reward_kwargs.": _SPECIAL for section in ("", "reward.")},
+    "reward_model.": _nothing(_SERVERS),
+    "reward.": _nothing(_SERVERS),
+    # --- trainer
+    "trainer.save_freq": _to("trainer.save_freq", every),
+    "trainer.test_freq": _to("trainer.test_freq", every),
+    "trainer.log_val_generations": _to("trainer.log_val_generations", _at_least(0)),
+    "trainer.max_actor_ckpt_to_keep": _SPECIAL,
+    "trainer.logger": _SPECIAL,
+    "trainer.resume_from_path": _SPECIAL,
+    "trainer.balance_batch": _implied("samples are spread by length"),
+    "trainer.critic_warmup": _missing("the policy is trained from the first step; there is no "
+                                      "critic to train before it", 0),
+    "trainer.val_only": _missing("mrl eval evaluates", False),
+    "trainer.default_hdfs_dir": _missing("checkpoints stay in the run directory", None),
+    "trainer.rollout_data_dir": _implied("samples are always recorded in the run directory"),
+    "trainer.validation_data_dir": _implied("samples are always recorded in the run directory"),
+    "trainer.v1.trainer_mode": _missing("every step waits for its own responses", "sync"),
+    "trainer.": _nothing("a matter of verl's trainer"),
+    # --- the rest
+    "actor_rollout_ref.hybrid_engine": _SPECIAL,
+    "actor_rollout_ref.nccl_timeout": _nothing("cluster.step_timeout_s bounds whole calls, not single collectives"),
+    "model_engine": _SPECIAL,
+    "critic.": _nothing("there is no critic"),
+    "actor_rollout_ref.critic.": _nothing("there is no critic"),
+    "global_profiler.": _nothing(_PROFILER),
+    "profiler.": _nothing(_PROFILER),
+    "transfer_queue.": _nothing("a matter of verl's trainer"),
+    "ray_kwargs.": _nothing("a matter of verl's start-up"),
+    "ray_init.": _nothing("a matter of verl's start-up"),
+    "hydra.": _nothing("a matter of verl's start-up"),
+    "skip.": _nothing("a matter of verl's debugging"),
+    "distillation.enabled": _missing("no distillation here", False),
+    "distillation.": _nothing("no distillation here"),
+    "async_training.": _SPECIAL,
+    "rollout.nnodes": _SPECIAL,
+    "rollout.n_gpus_per_node": _SPECIAL,
+    "rollout.n": _implied("is actor_rollout_ref.rollout.n"),
+    "rollout.total_rollout_steps": _SPECIAL,
+    "rollout.test_freq": _SPECIAL,
+    "rollout.total_epochs": _SPECIAL,
+}  # fmt: skip
+
+
+def row_of(key: str) -> KeyRow | None:
+    """The row of a key; None for a key that verl does not have either."""
+    if key in ROWS:
+        return ROWS[key]
+    if f"{key}." in ROWS:  # a whole section as one value
+        return ROWS[f"{key}."]
+    parts = key.split(".")
+    above = (".".join(parts[:n]) + "." for n in range(len(parts) - 1, 0, -1))
+    return next((ROWS[prefix] for prefix in above if prefix in ROWS), None)

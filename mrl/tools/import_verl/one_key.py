@@ -1,0 +1,43 @@
+"""What one key of verl's is here, for who gives it to a command of ours."""
+
+from mrl.config.schema import schema_paths
+from mrl.config.yaml_tree import dump_value
+from mrl.errors import ConfigError
+from mrl.tools.import_verl.keys import ROWS, row_of
+from mrl.tools.import_verl.report import KeyReport
+from mrl.tools.import_verl.translate import import_overrides
+
+_FIRST = "actor_rollout_ref."  # what may be left out before a key
+
+
+def in_our_words(key: str, value: str) -> str | None:
+    """What `key=value` is here, `key` verl's or the end of one; None for a key that verl does not have."""
+    verls = _verls(key)
+    if verls is None:
+        return None
+    try:
+        entries = [entry for entry in import_overrides([f"{verls}={value}"]).entries if entry.key == verls]
+    except ConfigError:  # a value that cannot be read
+        entries = []
+    given = [f"--set {entry.to}={dump_value(entry.value)}" for entry in entries if entry.to]
+    if given:
+        return f"verl's {verls} is here {' '.join(dict.fromkeys(given))}"
+    return f"verl's {verls} has no key here{_reasons(entries)}"
+
+
+def _reasons(entries: list[KeyReport]) -> str:
+    reasons = [f": {entry.kind.replace('_', ' ')}, {entry.why}" for entry in entries if entry.why]
+    return reasons[0] if reasons else ""
+
+
+def _verls(key: str) -> str | None:
+    """verl's whole key: as given, without its first section, or the only one with a last part that we do not have."""
+    if key.startswith(_FIRST):
+        return key if row_of(key) is not None else None
+    for whole in (_FIRST + key, key):
+        if whole in ROWS:
+            return whole
+    if any(path.rpartition(".")[2] == key.rpartition(".")[2] for path, _ in schema_paths()):
+        return None  # a key of ours by that name is what was meant
+    ending = [whole for whole in ROWS if whole.rpartition(".")[2] == key.rpartition(".")[2]]
+    return ending[0] if len(ending) == 1 else None

@@ -1,0 +1,123 @@
+"""What an import gives: a configuration of ours, where each value came from, and what became of every key of verl's."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mrl.config.schema import RunConfig
+from mrl.config.yaml_tree import dump_value, nested
+
+KINDS = ("carried", "renamed", "implied", "chosen", "not_applicable", "unsupported", "unknown")
+
+
+@dataclass(frozen=True)
+class KeyReport:
+    """One key.
+
+    `key` is verl's ("" for a value that no key of the script gave), `to` ours ("" where it goes nowhere).
+    """
+
+    kind: str
+    key: str
+    to: str
+    value: Any
+    why: str
+    line: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"key": self.key, "to": self.to, "value": self.value, "why": self.why, "line": self.line}
+
+    def __str__(self) -> str:
+        key = " -> ".join(part for part in (self.key, self.to if self.to != self.key else "") if part)
+        return f"{key} = {dump_value(self.value)}" + (f": {self.why}" if self.why else "")
+
+
+def _replaced(entry: KeyReport, became: str) -> KeyReport:
+    """An entry whose value another one takes the place of; what was not known is no longer asked for."""
+    if entry.kind == "unknown":
+        return replace(entry, kind="implied", why=became)
+    return entry if entry.why else replace(entry, why=became)
+
+
+@dataclass
+class Import:
+    """The result, filled while keys are read.
+
+    `values`: our dotted key -> value; `notes`: our key -> the comment beside it.
+    """
+
+    name: str
+    entries: list[KeyReport] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    faults: tuple[str, ...] = ()  # places of the script that cannot be read; with one of them an import is never valid
+    names: set[str] = field(default_factory=set)  # verl's keys of names whose value is not known, which train nothing
+    lacks_layout: bool = False  # neither the script nor a preset has a layout for the model
+
+    def put(self, kind: str, key: str, to: str, value: Any, why: str = "", line: int = 0) -> None:
+        """Sets our key `to` and reports it; a key of verl's that had set it to something else says what it became."""
+        if self.values.get(to, value) != value:
+            became = f"becomes {dump_value(value)}" + (f": {why}" if why else "")
+            before = self.entries
+            self.entries = [_replaced(e, became) if e.to == to and e.key else e for e in before]
+        self.values[to] = value
+        self.notes[to] = f"line {line}" if line and not why else f"{kind}: {why}" if why else kind
+        self.entries.append(KeyReport(kind, key, to, value, why, line))
+
+    def leave(self, kind: str, key: str, value: Any, why: str, line: int = 0) -> None:
+        """Reports a key that goes nowhere."""
+        self.entries.append(KeyReport(kind, key, "", value, why, line))
+
+    def drop(self, to: str, why: str) -> None:
+        """Takes a value of ours back; its key is implied."""
+        if to in self.values:
+            del self.values[to], self.notes[to]
+            self.entries = [
+                e if e.to != to else KeyReport("implied", e.key, "", e.value, why, e.line) for e in self.entries
+            ]
+
+    def retract(self, key: str, why: str) -> None:
+        """What was read of verl's `key` turns out to be implied; our value may be another key's by now."""
+        entries = self.entries
+        self.entries = [KeyReport("implied", e.key, "", e.value, why, e.line) if e.key == key else e for e in entries]
+
+    @property
+    def losses(self) -> list[KeyReport]:
+        """What the script asks for and the configuration does not do, or has no value for; names aside."""
+        unknown = [entry for entry in self.of("unknown") if entry.key not in self.names]
+        return [*self.of("unsupported"), *unknown]
+
+    def of(self, kind: str) -> list[KeyReport]:
+        """The entries of one kind."""
+        return [entry for entry in self.entries if entry.kind == kind]
+
+    @property
+    def keys(self) -> set[str]:
+        """verl's keys that were read."""
+        return {entry.key for entry in self.entries} - {""}
+
+    def to_json(self) -> dict[str, Any]:
+        """The seven lists of entries and the warnings; plain data."""
+        return {**{kind: [e.to_json() for e in self.of(kind)] for kind in KINDS}, "warnings": list(self.warnings)}
+
+    def to_yaml(self) -> str:
+        """Our configuration in the order of the schema, each value with where it came from."""
+        head = [
+            f"# Imported from {self.name} (verl). Beside each value: the line of the script, or why it stands here."
+        ]
+        head += [f"# warning: {line}" for warning in self.warnings for line in warning.splitlines()]
+        head += [f"# {kind}: {entry}" for kind in ("unsupported", "unknown") for entry in self.of(kind)]
+        return "\n".join([*head, *self._sections(nested(self.values), ()), ""])
+
+    def _sections(self, tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+        order = list(RunConfig.model_fields)
+        names = sorted(tree, key=lambda n: order.index(n) if not path and n in order else 0)
+        for name in names:
+            here, indent = (*path, name), "  " * len(path)
+            if isinstance(tree[name], dict) and ".".join(here) not in self.values:
+                yield f"{'' if path else chr(10)}{indent}{name}:"
+                yield from self._sections(tree[name], here)
+            else:
+                yield f"{indent}{dump_value(name)}: {dump_value(tree[name])}  # {self.notes['.'.join(here)]}"

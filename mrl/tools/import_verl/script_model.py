@@ -1,0 +1,112 @@
+"""What a script's model gets: the Megatron layout of a preset where the script has none,
+or the reason why its family is not here.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mrl
+from mrl.config.load import load_config
+from mrl.config.schema import LayoutConfig
+from mrl.errors import ConfigError
+from mrl.model import FAMILIES, known_models, known_name
+from mrl.model.layout import LayoutDegrees
+
+_DEFAULT = LayoutConfig(world_size=1).model_dump()
+# Families that launch scripts name and this trainer does not have: (a part of the model's name, what it is); the first
+# that fits
+_OTHERS = (
+    (
+        r"omni|[-_.]vl|vl[-_.]|internvl|minicpm|glm-?4\.?(1|5)v|paligemma|geo3k",
+        "a model that also reads images or sound",
+    ),
+    (r"qwen3[-_.]?next|qwen3\.5|qwen3\.6", "Qwen3-Next or Qwen3.5 (linear attention beside full attention)"),
+    (r"kimi[-_]?linear", "Kimi-Linear (linear attention beside latent attention)"),
+    (r"deepseek[-_]?v(3[._]2|4)", "DeepSeek-V3.2 or later (attention through a sparse indexer)"),
+    (r"deepseek[-_]?v2", "DeepSeek-V2 (latent attention with softmax routers)"),
+    (r"deepseek(?![-_]?(v3|r1(?!-distill)))|llama", "Llama"),
+    (r"gpt[-_]?oss", "gpt-oss (attention sinks, biased experts)"),
+    (r"glm(?!-?4\.[567])", "GLM-4"),
+    (r"mimo", "MiMo (multi-token prediction)"),
+    (r"mistral|mixtral", "Mistral"),
+    (r"gemma", "Gemma"),
+    (r"nemotron", "Nemotron (state-space layers)"),
+    (r"longcat", "LongCat (experts of size zero)"),
+    (r"seed", "Seed-OSS"),
+)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Degrees (keys of LayoutConfig, without world_size and defaults) and where they are from, in words."""
+
+    degrees: dict[str, Any]
+    source: str
+
+
+def preset_folder() -> Path | None:
+    """The presets that come with the source tree, looked for in the current directory and beside the package."""
+    folders = (Path.cwd() / "parallel_configs", Path(mrl.__file__).parents[1] / "parallel_configs")
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def choose_layout(model: str, device: str, devices: int, preset: str | None = None) -> Chosen | None:
+    """The layout of `preset`, or of the preset for `model` that is nearest to the device and the number of devices.
+
+    None where no preset is of that model, or none divides over the devices. Raises ConfigError for a preset that cannot
+    be used.
+    """
+    if preset is not None:
+        chosen = _layout_of(Path(preset))
+        if chosen is None or devices % _ranks(chosen.degrees):
+            raise ConfigError(f"--preset {preset}: its layout does not divide over the script's {devices} devices")
+        return chosen
+    dividing = [
+        (rank, chosen) for rank, chosen in _candidates(model, device, devices) if not devices % _ranks(chosen.degrees)
+    ]
+    return min(dividing, key=lambda pair: (pair[0], pair[1].source))[1] if dividing else None
+
+
+def unknown_family(path: str, is_there: bool) -> str | None:
+    """Why the model of a script cannot be trained or planned, with what can;
+    None where its folder is there and speaks for itself.
+    """
+    if is_there:
+        return None
+    name = Path(path).name
+    other = next((what for pattern, what in _OTHERS if re.search(pattern, name.lower())), None)
+    if other is not None:
+        return f"{name} is {other}, a family that is not here; families: {', '.join(FAMILIES)}"
+    return (
+        f"{name} is not on this machine and no name that is known, so nothing can be checked against it; families: "
+        f"{', '.join(FAMILIES)}; known by name: {', '.join(known_models())}"
+    )
+
+
+def _candidates(model: str, device: str, devices: int) -> Iterator[tuple[tuple[Any, ...], Chosen]]:
+    folder, name = preset_folder(), known_name(model)
+    for file in sorted(folder.glob("*/*.yaml")) if folder is not None and name is not None else ():
+        config = load_config(file).config
+        if known_name(config.model.path) == name and (chosen := _layout_of(file)) is not None:
+            world = config.actor.layout.world_size
+            rank = (
+                config.cluster.device != device,
+                config.cluster.placement != "colocated",
+                world != devices,
+                abs(world - devices),
+            )
+            yield rank, chosen
+
+
+def _layout_of(file: Path) -> Chosen | None:
+    layout = load_config(file).config.actor.layout.model_dump()
+    degrees = {key: value for key, value in layout.items() if key != "world_size" and value != _DEFAULT[key]}
+    return Chosen(degrees, f"that of the preset {file.parent.name}/{file.name}")
+
+
+def _ranks(degrees: dict[str, Any]) -> int:
+    d = LayoutDegrees.of({**degrees, "world_size": 1})
+    return max(d.dense_ranks, d.expert_ranks)

@@ -1,0 +1,336 @@
+"""The command that starts verl, its overrides (`key=value` in Hydra's notation), and what they say together.
+
+What of a value is not known stands beside it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from mrl.config.yaml_tree import parse_yaml
+from mrl.errors import ConfigError
+from mrl.model import ModelSpec
+from mrl.model.layout import LayoutDegrees
+from mrl.tools.import_verl.expansion import Value
+from mrl.tools.import_verl.keys import MEGATRON, TRANSFORMER, A, M, R
+from mrl.tools.import_verl.named_config import named_config
+from mrl.tools.import_verl.shell import Launch, Script, read_script
+from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
+
+# Entries that train with reinforcement learning, as modules; `recipe.dapo.main_dapo` adds dynamic sampling to the same
+# keys.
+_ENTRY = re.compile(
+    r"(verl\.trainer\.main_ppo(_sync|_v0)?|recipe\.dapo\.main_dapo|verl_recipe\.dapo\.main_dapo|"
+    r"verl\.experimental\.\w+\.(main_ppo|\w*_main)|recipe\.(\w+\.){1,3}(main_(?!eval|gen|sft)\w+|\w*_main))"
+)
+_ASCEND = re.compile(r"ASCEND_|HCCL_|VLLM_ASCEND_")  # variables of the environment
+_OTHER_VERL = re.compile(r"verl\.(trainer|model_merger|experimental)\b[\w.]*|recipe\.[\w.]+")
+_OVERRIDE = re.compile(r"(\+\+?|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
+# Options of Hydra's command line whose value may be a word of its own
+_WITH_VALUE = frozenset(
+    ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c")
+)
+_LONG = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+_SHOWN = 80  # characters of a word that is not read
+_STRUCTURED = re.compile(r"\s*[\[{'\"]")
+_PLAIN = re.compile(r"\s*(?:[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?|[Tt]rue|[Ff]alse|null|TRUE|FALSE)\s*")
+
+
+@dataclass(frozen=True)
+class Override:
+    """One setting of verl's. `missing` is empty where the value is known."""
+
+    key: str
+    value: Any
+    line: int
+    missing: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class VerlCommand:
+    """What a script starts verl with."""
+
+    entry: str  # the module, e.g. verl.trainer.main_ppo; "" for overrides given by themselves
+    config_name: str
+    overrides: tuple[Override, ...]
+    remarks: tuple[str, ...]
+    faults: tuple[str, ...] = ()  # places of the script that cannot be read
+    ascend: bool = False  # the script sets variables that only NPUs know
+
+
+def from_script(script: Script, name: str) -> VerlCommand:
+    """The one command of a script that starts verl's RL training.
+
+    Raises ConfigError where there is none, or more than one.
+    """
+    launches = [(launch, entry) for launch in script.commands if (entry := _entry(launch.words)) is not None]
+    if not launches and (inner := _inside(script, name)) is not None:
+        return from_script(inner, name)
+    if not launches:
+        raise ConfigError("; ".join((*script.faults, f"{name}: {_why_not(script)}")))
+    if len({tuple(w.text for w in launch.words) for launch, _ in launches}) > 1:
+        lines = ", ".join(str(launch.line) for launch, _ in launches)
+        raise ConfigError(
+            f"{name}: starts verl more than once (lines {lines}); give one script a run, or the "
+            "variable that chooses by --set"
+        )
+    launch, (entry, _) = launches[-1]
+    stray = [word for other in script.commands if other.line > launch.line and _strays(other) for word in other.words]
+    remarks = list(script.remarks)
+    if stray:
+        remarks.append(
+            f"{name}:{stray[0].line}: the shell ends the command above at the comment inside it, so verl never got "
+            "what follows; it is taken as it was meant"
+        )
+    command = from_words([*launch.words, *stray], entry, name)
+    ascend = any(_ASCEND.match(variable) for variable in script.variables)
+    return replace(
+        command, remarks=(*remarks, *command.remarks), faults=(*script.faults, *command.faults), ascend=ascend
+    )
+
+
+def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> VerlCommand:
+    """The overrides among the words of a command, behind the module `entry` where there is one,
+    over those of the file it names.
+    """
+    overrides: dict[str, Override] = {}
+    options: dict[str, Value] = {}
+    remarks, faults = [], []
+    found = _entry(words)
+    rest = list(words[found[1] + 1 :]) if found is not None else list(words)
+    while rest:
+        word = rest.pop(0)
+        option, _, value = word.text.partition("=")
+        if option.startswith("-"):
+            given = Value(value, word.missing, word.line)
+            options[_LONG.get(option, option)] = rest.pop(0) if option in _WITH_VALUE and not value and rest else given
+        elif (match := _OVERRIDE.fullmatch(word.text)) is not None:
+            override = Override(match[2], hydra_value(match[3]), word.line, word.missing)
+            if match[2] in overrides and overrides[match[2]].value != override.value:
+                remarks.append(f"line {word.line}: {match[2]} is set again; the later value wins, as with verl")
+            overrides.pop(match[2], None)
+            if match[1] != "~":
+                overrides[match[2]] = override
+        elif word.text.strip():
+            faults.append(_not_read(word))
+    config_name = options["--config-name"].text if "--config-name" in options else ""
+    named = named_config(config_name, options.get("--config-path", options.get("--config-dir")), entry, script)
+    below = [Override(key, value, 0) for key, value in named.values.items() if key not in overrides]
+    remarks += [named.said] if named.said else []
+    return VerlCommand(entry, config_name, (*below, *overrides.values()), tuple(remarks), (*named.faults, *faults))
+
+
+def _not_read(word: Value) -> str:
+    """A word that is neither an option nor an override: what it may hold is lost."""
+    text = word.text if len(word.text) <= _SHOWN else f"{word.text[:_SHOWN]}..."
+    if not word.missing:
+        return f"line {word.line}: {text}: no override (key=value), and not read"
+    names = sorted(word.missing)
+    hint = " ".join(f"--set {name}=..." for name in names if name.isidentifier())
+    cure = (
+        f"; give {hint} (nothing behind = where it is empty)"
+        if hint
+        else "; give what it comes to as overrides behind the script"
+    )
+    return (
+        f"line {word.line}: {text}: depends on {', '.join(names)}, which the script does not set, so its "
+        f"overrides are not read{cure}"
+    )
+
+
+def hydra_value(text: str) -> Any:
+    """A value as Hydra reads it: numbers, true and false, null, lists, mappings, quoted text,
+    else text as it stands.
+    """
+    if text.strip() == "None":
+        return None  # Python's way to write null, which scripts pass on from a variable
+    if not (_STRUCTURED.match(text) or _PLAIN.fullmatch(text)):
+        return text.strip()
+    try:
+        node = parse_yaml(f"x: {text}", "value", with_lines=False)
+    except ConfigError:
+        return text.strip()
+    return node.value["x"].plain()
+
+
+# verl's trainers that generate ahead of training, by a part of their modules' names
+ONE_STEP_OFF, FULLY_ASYNC = "one_step_off", "fully_async"
+
+
+@dataclass(frozen=True)
+class VerlSettings:
+    """What a whole set of overrides says, for keys whose meaning depends on others.
+
+    `degrees`: of the layout that the actor gets, from the script or chosen for it. `model`: None where it is not known.
+    """
+
+    command: VerlCommand
+    keys: Mapping[str, Override]
+    model: ModelSpec | None
+    degrees: Mapping[str, Any]
+    as_written: bool
+
+    def value(self, *keys: str) -> Any:
+        """The value of a key of verl's, of several the first that is set; where none is, verl's default of the last,
+        None for one that VERL_DEFAULTS does not have. A key that is not known, or nothing (`key=`), is not set.
+        Raises ConfigError for a text where verl's default is a number.
+        """
+        name = next((key for key in keys if self._is_set(key)), None)
+        default = VERL_DEFAULTS.get(keys[-1])
+        if name is None:
+            return default
+        value = self.keys[name].value
+        if type(default) in (int, float) and not isinstance(value, int | float | None):
+            raise ConfigError(f"{name}={str(value)[:80]}: a number is wanted")
+        return value
+
+    def given(self, key: str) -> Any:
+        """The value that the script gives a key of verl's; None where it is not set, whatever verl's default is."""
+        return self.keys[key].value if self._is_set(key) else None
+
+    def _is_set(self, key: str) -> bool:
+        override = self.keys.get(key)
+        return override is not None and not override.missing and override.value != ""
+
+    @property
+    def megatron(self) -> bool:
+        """Whether verl would train with Megatron."""
+        return says_megatron(self.command, self.keys)
+
+    @property
+    def device(self) -> str:
+        """verl's default is what the machine has: npu where the script sets what only NPUs know, else cuda."""
+        ascend = self.command.ascend or any(key.endswith(".use_flash_attn") and TRANSFORMER in key for key in self.keys)
+        return self.value("trainer.device") if self._is_set("trainer.device") else "npu" if ascend else "cuda"
+
+    @property
+    def estimator(self) -> str:
+        """Of advantages, verl's name."""
+        return self.value("algorithm.adv_estimator")
+
+    @property
+    def devices(self) -> int:
+        """Of all nodes."""
+        nodes, per_node = self.value("trainer.nnodes"), self.value("trainer.n_gpus_per_node")
+        if nodes is None or per_node is None:
+            raise ConfigError("trainer.nnodes and trainer.n_gpus_per_node: numbers are wanted, not null")
+        return nodes * per_node
+
+    @property
+    def dense(self) -> bool:
+        """Whether the model is known and has no experts."""
+        return self.model is not None and not self.model.is_moe
+
+    @property
+    def loss_mode(self) -> str:
+        """Of the policy loss, verl's name."""
+        return self.value(A + "policy_loss.loss_mode")
+
+    @property
+    def ahead(self) -> str:
+        """Which of verl's trainers that generate ahead of training the script starts; "" for one that does not."""
+        if not self.command.entry and any(key.startswith("async_training.") for key in self.keys):
+            return FULLY_ASYNC
+        return next((name for name in (ONE_STEP_OFF, FULLY_ASYNC) if name in self.command.entry), "")
+
+    @property
+    def staleness(self) -> float:
+        """Of the fully asynchronous trainer: the share of a step's samples that may be of older weights."""
+        return self.value("async_training.staleness_threshold")
+
+    @property
+    def mini_batch(self) -> int:
+        """Prompts of one optimizer update."""
+        return self.value(A + "ppo_mini_batch_size")
+
+    @property
+    def prompts(self) -> int:
+        """Of a training step; of the fully asynchronous trainer those between two syncs of the weights."""
+        if self.ahead != FULLY_ASYNC:
+            return self.value("data.train_batch_size")
+        sync = self.value("async_training.trigger_parameter_sync_step")
+        return sync * self.value("async_training.require_batches") * self.mini_batch
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of one training step."""
+        batch, mini = self.prompts, self.mini_batch
+        whole = isinstance(batch, int) and isinstance(mini, int) and mini > 0
+        return max(1, -(-batch // mini)) if whole else 1
+
+    @property
+    def context_parallel(self) -> int:
+        """Degree; 1 where none is given."""
+        return self.degrees.get("context_parallel_size") or 1
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sample, padded as the layout cuts it; 0 where the limits are not known."""
+        prompt = self.value(R + "prompt_length", "data.max_prompt_length")
+        response = self.value(R + "response_length", "data.max_response_length")
+        if not isinstance(prompt, int) or not isinstance(response, int):
+            return 0
+        cuts = LayoutDegrees.of({**self.degrees, "world_size": 1}).sequence_parts
+        return -(-(prompt + response) // cuts) * cuts
+
+    @property
+    def model_path(self) -> str | None:
+        """The model's path, also where a part of it is not known: its last part names the model."""
+        path = self.keys[M + "path"].value if M + "path" in self.keys else None
+        return path if isinstance(path, str) else None
+
+
+def says_megatron(command: VerlCommand, keys: Mapping[str, Override]) -> bool:
+    """By the configuration's name, the engine, the strategy, or a degree of Megatron's."""
+    named = "megatron" in command.config_name
+    said = any(key in keys and keys[key].value == "megatron" for key in ("model_engine", A + "strategy"))
+    return (
+        named
+        or said
+        or any(
+            (key.startswith(MEGATRON) and key.endswith("parallel_size")) or key.startswith(TRANSFORMER) for key in keys
+        )
+    )
+
+
+def _entry(words: Sequence[Value]) -> tuple[str, int] | None:
+    """The module of verl's that a command starts, `-m module` or its file, and its place among the words;
+    None of another command.
+    """
+    names = [word.text for word in words]
+    for i, (before, name) in enumerate(zip(["", *names], names, strict=False)):
+        module = name.removesuffix(".py").replace("/", ".").lstrip(".") if name.endswith(".py") else name
+        if (before == "-m" or name.endswith(".py")) and (match := _ENTRY.search(module)):
+            return match[0], i
+    return None
+
+
+def _inside(script: Script, name: str) -> Script | None:
+    """The script that a command gets as one text, as in `bash -c "..."` and `eval "..."`, where that starts verl;
+    else None.
+    """
+    for launch in script.commands:
+        for word in launch.words:
+            if re.search(r"\s", word.text.strip()) and re.search(r"-m\s+\S*main_|main_\w+\.py", word.text):
+                inner = read_script(word.text, f"{name}:{launch.line}", {})
+                remarks, faults = (*script.remarks, *inner.remarks), (*script.faults, *inner.faults)
+                return Script(inner.commands, remarks, faults, script.variables | inner.variables)
+    return None
+
+
+def _why_not(script: Script) -> str:
+    names = [word.text for launch in script.commands for word in launch.words]
+    other = next((name for name in names if _OTHER_VERL.fullmatch(name)), None)
+    if other is not None:
+        return f"starts {other}, which is not verl's RL training; mrl trains with reinforcement learning only"
+    started = ", ".join(dict.fromkeys(launch.words[0].text for launch in script.commands)) or "nothing"
+    return (
+        f"is no verl launch script: it starts {started}, and no `python3 -m verl.trainer.main_ppo` (or "
+        "recipe.dapo.main_dapo); a list of overrides can be given instead of a script"
+    )
+
+
+def _strays(launch: Launch) -> bool:
+    return all(_OVERRIDE.fullmatch(word.text) for word in launch.words)

@@ -1,0 +1,202 @@
+"""Whether the nodes of a cluster belong together: kinds of devices, drivers, software, shared memory, clocks, and ports
+that each has to reach of the others. python -m mrl.tools.node_checks ADDRESS DEVICE
+
+`mrl doctor` runs it as a program, and the ladder of scripts/hardware calls it. One actor on every node; each says what
+is there and what its clock shows, and listens on two ports, one of the range that mrl takes its meeting points from,
+one of the kernel's, where gloo and NCCL listen; then each tries those of all others.
+"""
+
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from mrl.cluster.same_software import check_same, software
+from mrl.errors import EnvironmentFault
+from mrl.platforms.device_state import read_device_state
+from mrl.platforms.inventory import find_devices
+from mrl.tools.doctor.host_checks import SHM_LEAST
+from mrl.units import GIB
+
+SKEW_S = 1.0  # between clocks of two nodes: lines of logs are told apart by seconds
+_TRY_S = 2.0
+_AT_ONCE = 64  # connections that a node tries
+_ANSWER_S = 60.0
+_CLOCKS = "set the clocks by one server (chrony)"
+_PORTS = (
+    "open TCP 1024 to 65535 between the nodes: Ray's ports, 20000 to 29999 for meetings, and those of the kernel "
+    "(ip_local_port_range), where gloo and NCCL listen"
+)
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node says of itself."""
+
+    devices: str  # kinds
+    driver: str
+    software: dict[str, str]
+    shm_gib: float  # size of /dev/shm
+
+    @classmethod
+    def here(cls, device: str) -> "NodeFacts":
+        """Of this node, as a host of such devices."""
+        driver = "" if device == "cpu" else find_devices(device).driver or "unknown"
+        return cls(_kinds(device), driver, software(), shutil.disk_usage("/dev/shm").total / GIB)
+
+
+def _kinds(device: str) -> str:
+    if names := {gpu.name for gpu in read_device_state(device).gpus}:
+        return " and ".join(sorted(names))
+    from mrl.platforms import get_platform
+
+    try:
+        return get_platform(device).device_name()
+    except EnvironmentFault as fault:
+        return f"none ({fault})"
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A node's clock, read between two readings of the asker's."""
+
+    asked: float
+    shown: float
+    answered: float
+
+    @property
+    def skew_s(self) -> float:
+        """How far it certainly is ahead (behind: negative) of the asker's; 0 where the readings allow that."""
+        return min(self.shown - self.asked, 0.0) or max(self.shown - self.answered, 0.0)
+
+
+def unlike_faults(nodes: Mapping[str, NodeFacts]) -> list[str]:
+    """By address; what does not belong together, each with its cure."""
+    problems = [
+        _unlike({address: node.devices for address, node in nodes.items()}, "devices", "give a run one kind of them"),
+        _unlike({address: node.driver for address, node in nodes.items()}, "drivers", "install one on every node"),
+    ]
+    small = [f"{address} {node.shm_gib:.2f} GiB" for address, node in nodes.items() if node.shm_gib < SHM_LEAST]
+    if small:
+        problems.append(f"/dev/shm is small ({', '.join(small)}): give containers --shm-size=16g or --ipc=host")
+    try:
+        check_same({f"node {address}": (address, node.software) for address, node in nodes.items()})
+    except EnvironmentFault as fault:
+        problems.append(str(fault))
+    return [fault for fault in problems if fault]
+
+
+def _unlike(values: Mapping[str, str], what: str, cure: str) -> str:
+    addresses: dict[str, list[str]] = {}
+    for address, value in values.items():
+        addresses.setdefault(value, []).append(address)
+    if len(addresses) < 2:
+        return ""
+    listed = "; ".join(f"{value} on {', '.join(having)}" for value, having in addresses.items())
+    return f"several {what} ({listed}): {cure}"
+
+
+def clock_faults(clocks: Mapping[str, Clock], limit_s: float = SKEW_S) -> list[str]:
+    """By address; what is wrong between the nodes and the asker."""
+    return [
+        f"the clock of {address} is {abs(clock.skew_s):.1f} s {'ahead' if clock.skew_s > 0 else 'behind'}"
+        for address, clock in clocks.items()
+        if abs(clock.skew_s) > limit_s
+    ]
+
+
+def port_faults(closed: Mapping[str, Sequence[tuple[str, int]]]) -> list[str]:
+    """`closed`: address of a node -> (address, port) that it could not reach."""
+    return [f"{node} does not reach {host}:{port}" for node, targets in closed.items() for host, port in targets]
+
+
+def reaches(targets: Sequence[tuple[str, int]], timeout_s: float = _TRY_S) -> list[tuple[str, int]]:
+    """Those of `targets` to which no connection can be made from here.
+
+    Tried beside each other: a firewall drops what it does not let through, and each try takes its whole time.
+    """
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        is_open = list(threads.map(lambda target: _is_open(target, timeout_s), targets))
+    return [target for target, reached in zip(targets, is_open, strict=True) if not reached]
+
+
+def _is_open(target: tuple[str, int], timeout_s: float) -> bool:
+    try:
+        socket.create_connection(target, timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+class Listener:
+    """On one node: what it is, its clock, two open ports, and what it reaches."""
+
+    def __init__(self) -> None:
+        import ray
+
+        from mrl.cluster.prerequisites import free_port
+
+        self.address = ray.util.get_node_ip_address()
+        self._sockets = [socket.create_server((self.address, port)) for port in (free_port(), 0)]
+
+    def facts(self, device: str) -> dict:
+        """Fields of NodeFacts."""
+        return asdict(NodeFacts.here(device))
+
+    def clock(self) -> float:
+        """Seconds, as this node has them."""
+        return time.time()
+
+    def ports(self) -> list[tuple[str, int]]:
+        """Where it listens."""
+        return [(self.address, held.getsockname()[1]) for held in self._sockets]
+
+    def closed(self, targets: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        """See `reaches`."""
+        return reaches([target for target in targets if target[0] != self.address])
+
+
+def check_nodes(address: str, device: str) -> tuple[int, list[str]]:
+    """Nodes of the cluster at `address`, and what is wrong between them as hosts of such devices, with cures."""
+    import ray
+
+    from mrl.remote.helper_actors import on_node
+
+    ray.init(address=address, log_to_driver=False, logging_level="error", namespace="mrl-doctor")
+    kind, nodes = ray.remote(Listener), [node for node in ray.nodes() if node["Alive"]]
+    there = {node["NodeManagerAddress"]: kind.options(**on_node(node["NodeID"])).remote() for node in nodes}
+
+    def all_of(method: str, *arguments: object) -> dict:
+        refs = {host: getattr(listener, method).remote(*arguments) for host, listener in there.items()}
+        return {host: ray.get(ref, timeout=_ANSWER_S) for host, ref in refs.items()}
+
+    facts = {host: NodeFacts(**found) for host, found in all_of("facts", device).items()}
+    targets = [target for of_node in all_of("ports").values() for target in of_node]
+    clocks = {host: _asked(ray, listener) for host, listener in there.items()}
+    apart = ((clock_faults(clocks), _CLOCKS), (port_faults(all_of("closed", targets)), _PORTS))
+    return len(nodes), [
+        *unlike_faults(facts), *(f"{', '.join(found)}: {cure}" for found, cure in apart if found)
+    ]  # fmt: skip
+
+
+def _asked(ray, listener) -> Clock:
+    asked = time.time()
+    return Clock(asked, ray.get(listener.clock.remote(), timeout=_ANSWER_S), time.time())
+
+
+def main() -> None:
+    """Prints one line; ends with 1 where something is wrong."""
+    count, faults = check_nodes(*sys.argv[1:])
+    if faults:
+        with suppress(BrokenPipeError):
+            print("; ".join(faults), file=sys.stderr)
+        raise SystemExit(1)
+    print(f"{count} nodes: of one kind, clocks agree to {SKEW_S:g} s, ports are open from each to each")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""`mrl` in a process of its own, which does not outlive who asked for it."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from mrl.errors import Interrupted
+
+PROGRAM = "from mrl.cli.main import main; main()"
+_GRACE_S = 20.0  # between asking a command to stop and ending it
+_PR_SET_PDEATHSIG = 1
+
+
+def run_mrl(
+    arguments: Sequence[str], log: Path, timeout_s: float | None = None, environment: Mapping[str, str] | None = None
+) -> int | None:
+    """Exit code of `mrl ARGUMENTS`, whose output goes to `log`; None when it was ended after `timeout_s`.
+
+    `environment`: all of it; left out: the caller's. Whatever ends the wait ends the command, with all that it started.
+    """
+    with log.open("wb") as output, started_mrl(arguments, output, environment) as process:
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+@contextmanager
+def started_mrl(
+    arguments: Sequence[str], output: IO[bytes] | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen]:
+    """`mrl ARGUMENTS` for the time of the block, which ends it with all that it started. `output`: the caller's."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments], stdin=subprocess.DEVNULL, stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        env=environment, start_new_session=True, preexec_fn=_stop_with_the_caller,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does: a command in a session of its own hears neither."""
+
+    def stop(*_) -> None:
+        raise Interrupted("stopped by SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop_with_the_caller() -> None:
+    """A caller that is killed leaves no command behind: the kernel asks it to stop. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """A command that is still there is asked to stop, and then ended with all that stayed in its session."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

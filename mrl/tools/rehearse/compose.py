@@ -1,0 +1,239 @@
+"""From a configuration to its rehearsal: a configuration of ours in small, with what changed and what is out of reach.
+
+Everything else stays as it is: placement, offload, recompute, batching, replay, loss, sampling, corrections. Pure
+but for the paths that it is told.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import floor
+from pathlib import Path
+from typing import Any
+
+from mrl.config.schema import RunConfig, leaf
+from mrl.config.yaml_tree import dump_value
+from mrl.model.layout_degrees import LayoutDegrees
+from mrl.tools.rehearse.device_keys import device_changes
+from mrl.tools.rehearse.notes import Change, OutOfReach
+from mrl.tools.rehearse.small_batch import PROMPT, SmallBatch, small_batch, updates_changed
+from mrl.tools.rehearse.small_layout import SmallLayout, small_layout
+
+STEPS = 2  # one, a save, a resume, one
+VALIDATION_ROWS = 4
+START_S, CALL_S = 600.0, 300.0  # nothing may take longer than that, on a busy machine either
+
+
+@dataclass(frozen=True)
+class WorkFolder:
+    """Where a rehearsal writes."""
+
+    path: Path
+
+    @property
+    def marker(self) -> Path:
+        """Says that the folder is a rehearsal's, which the next one may empty."""
+        return self.path / ".rehearsal"
+
+    @property
+    def model(self) -> Path:
+        """Checkpoint and tokenizer."""
+        return self.path / "model"
+
+    @property
+    def config(self) -> Path:
+        """The rehearsal's configuration."""
+        return self.path / "rehearsal.yaml"
+
+    @property
+    def run(self) -> Path:
+        """The run directory."""
+        return self.path / "run"
+
+    @property
+    def exercised(self) -> Path:
+        """The folder in which the run's processes say what code ran; see mrl/exercised.py."""
+        return self.path / "exercised"
+
+    @property
+    def reward(self) -> Path:
+        """The reward function's file."""
+        return self.path / "reward.py"
+
+    def rows(self, kind: str, number: int) -> Path:
+        """A file of prompts; `kind`: train or val."""
+        return self.path / "data" / f"{kind}-{number}.jsonl"
+
+    def log(self, phase: str) -> Path:
+        """What a command said."""
+        return self.path / f"{phase}.log"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What is to be run, and how it differs from what was given."""
+
+    original: RunConfig
+    config: RunConfig
+    layout: SmallLayout
+    batch: SmallBatch
+    changes: tuple[Change, ...]
+    out_of_reach: tuple[OutOfReach, ...]
+
+    @property
+    def processes(self) -> int:
+        """Ranks and engine workers."""
+        return self.layout.ranks + self.layout.engines.world_size
+
+    def to_yaml(self) -> str:
+        """The configuration, with what each changed value was and why."""
+        changed = {change.key: f"  # {dump_value(change.was)}: {change.why}" for change in self.changes}
+        head = (
+            "# Written by mrl rehearse. Where a value differs from the configuration's own, that one stands behind it."
+        )
+        return "\n".join([head, *_lines(self.config.model_dump(), changed), ""])
+
+
+def compose(original: RunConfig, work: WorkFolder, cpus: int, least_prompt: int = PROMPT) -> Rehearsal:
+    """The rehearsal of a legal configuration on a machine of so many CPUs. Files that it names are not there yet.
+
+    `least_prompt`: tokens that a prompt of a few words takes under the chat template.
+    """
+    layout = small_layout(original)
+    degrees = LayoutDegrees.of(layout.actor)
+    batch = small_batch(original, degrees.data_parallel_size, degrees.sequence_parts, least_prompt)
+    on_cpu, lost = device_changes(original)
+    changes = [*_layout_changes(original, layout), *batch.changes, *on_cpu, *_cluster(original, layout, cpus)]
+    changes += [*_files(original, work), *_schedule(original, batch), *_reference(original)]
+    changes.append(Change("rollout.turns", _plain_turns(original), None, "random weights call no tools"))
+    changes = [change for change in changes if change.now != change.was]
+    lost += [*layout.out_of_reach, *_fewer(original, batch), *_turns(original)]
+    return Rehearsal(original, _applied(original, changes), layout, batch, tuple(changes), tuple(lost))
+
+
+def _applied(original: RunConfig, changes: list[Change]) -> RunConfig:
+    values = original.model_dump()
+    for change in changes:
+        *path, name = change.key.split(".")
+        section = values
+        for part in path:
+            section = section[part]
+        section[name] = change.now
+    return RunConfig.model_validate(values)
+
+
+def _fewer(original: RunConfig, batch: SmallBatch) -> Iterator[OutOfReach]:
+    for text in updates_changed(original, batch):
+        yield OutOfReach("actor.ppo_mini_batch_size", text)
+
+
+def _plain_turns(original: RunConfig) -> dict[str, Any] | None:
+    turns = original.rollout.turns
+    return None if turns is None else turns.model_dump()
+
+
+def _turns(original: RunConfig) -> Iterator[OutOfReach]:
+    if original.rollout.turns is not None:
+        yield OutOfReach("rollout.turns", "random weights call no tools, so responses are of one turn")
+
+
+def _layout_changes(original: RunConfig, layout: SmallLayout) -> Iterator[Change]:
+    for name, value in layout.actor.items():
+        yield Change(f"actor.layout.{name}", getattr(original.actor.layout, name), value, "in small")
+    engines = {
+        "num_engines": layout.engines.num_engines,
+        "tensor_model_parallel_size": layout.engines.tensor,
+        "data_parallel_size": layout.engines.data,
+        "expert_parallel_size": layout.engines.expert,
+        "cpu_kvcache_gib": 1,
+    }
+    for name, value in engines.items():
+        yield Change(f"rollout.{name}", getattr(original.rollout, name), value, "in small")
+    recomputed = original.model.override_transformer_config.get("recompute_num_layers")
+    if recomputed is not None and recomputed > 1:
+        yield Change("model.override_transformer_config.recompute_num_layers", recomputed, 1, "in small")
+
+
+def _cluster(original: RunConfig, layout: SmallLayout, cpus: int) -> Iterator[Change]:
+    colocated = original.cluster.placement == "colocated"
+    devices = max(layout.ranks, layout.engines.world_size) if colocated else layout.ranks + layout.engines.world_size
+    share = min(1.0, floor(100 * cpus / (layout.ranks + layout.engines.world_size)) / 100)
+    values = {
+        "device": "cpu", "nnodes": 1, "n_gpus_per_node": devices, "accelerator": None, "versions": {}, "address": None,
+        "port": None,
+        "cpus_per_actor": share, "cpus_per_engine": share,
+        "start_timeout_s": min(original.cluster.start_timeout_s, START_S),
+        "step_timeout_s": min(original.cluster.step_timeout_s, CALL_S),
+    }  # fmt: skip
+    for name, value in values.items():
+        yield Change(f"cluster.{name}", getattr(original.cluster, name), value, "this machine")
+    for name, limit in (("start_timeout_s", START_S), ("generate_timeout_s", CALL_S)):
+        was = getattr(original.rollout, name)
+        yield Change(f"rollout.{name}", was, min(was, limit), "this machine")
+    yield Change(
+        "reshard.timeout_s", original.reshard.timeout_s, min(original.reshard.timeout_s, CALL_S), "this machine"
+    )
+
+
+def _files(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
+    """Of the work folder; a user's own loss is read from where it is."""
+    yield Change("model.path", original.model.path, str(work.model), "random weights")
+    yield Change("trainer.run_dir", original.trainer.run_dir, str(work.run), "the work folder")
+    if original.trainer.resume_mode == "resume_path":
+        yield Change("trainer.resume_mode", "resume_path", "disable", "a checkpoint of the large model")
+        yield Change(
+            "trainer.resume_from_path", original.trainer.resume_from_path, None, "a checkpoint of the large model"
+        )
+    for kind in ("train", "val"):
+        files = leaf(original, f"data.{kind}_files")
+        names = tuple(str(work.rows(kind, i)) for i in range(max(len(files), kind == "train")))
+        yield Change(f"data.{kind}_files", files, names, "few rows")
+    scoring = {"path": str(work.reward), "name": "compute_score", "reward_kwargs": {}}
+    custom = original.reward.custom_reward_function
+    yield Change(
+        "reward.custom_reward_function", custom.model_dump() if custom else None, scoring, "calls the same function"
+    )
+    yield Change("reward.num_workers", original.reward.num_workers, 1, "sees all responses to a prompt")
+    if (loss := original.algorithm.policy_loss.custom) is not None:
+        yield Change("algorithm.policy_loss.custom.path", loss.path, str(Path(loss.path).resolve()), "absolute")
+    if (own := original.algorithm.custom_advantage) is not None:
+        yield Change("algorithm.custom_advantage.path", own.path, str(Path(own.path).resolve()), "absolute")
+
+
+def _schedule(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
+    trainer, optim = original.trainer, original.actor.optim
+    # of one step, which a rehearsal begins with
+    updates = batch["data.train_batch_size"] // batch["actor.ppo_mini_batch_size"]
+    constant = optim.lr_decay_style == "constant"
+    warmup = min(optim.lr_warmup_steps, 1) if constant or updates > 1 or optim.lr_decay_steps else 0
+    values = {
+        "trainer.total_training_steps": STEPS,
+        "trainer.save_freq": 1,
+        "trainer.test_freq": min(trainer.test_freq, STEPS),
+        "trainer.max_actor_ckpt_to_keep": STEPS,
+        "data.val_max_samples": VALIDATION_ROWS if original.data.val_files else original.data.val_max_samples,
+        "rollout.val_kwargs.n": min(original.rollout.val_kwargs.n, 2),
+        "actor.optim.lr_warmup_steps": warmup,
+        "actor.optim.lr_decay_steps": optim.lr_decay_steps and min(optim.lr_decay_steps, STEPS * updates + 1),
+    }
+    for key, value in values.items():
+        yield Change(key, leaf(original, key), value, f"{STEPS} steps")
+
+
+def _reference(original: RunConfig) -> Iterator[Change]:
+    if original.ref.path is not None:
+        yield Change("ref.path", original.ref.path, None, "the actor's start, of the same shape")
+
+
+def _lines(values: dict[str, Any], changed: dict[str, str], prefix: str = "") -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for name, value in values.items():
+        key, remark = prefix + name, changed.get(prefix + name, "")
+        if isinstance(value, dict) and value and not remark:
+            yield f"{indent}{dump_value(name)}:"
+            yield from _lines(value, changed, f"{key}.")
+        else:
+            yield f"{indent}{dump_value(name)}: {dump_value(_plain(value))}{remark}"
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

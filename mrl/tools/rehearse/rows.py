@@ -1,0 +1,147 @@
+"""Prompts of a rehearsal: the first rows of the user's own files, cut to fit, or synthetic ones where a file is not
+there.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.config.schema import RunConfig
+from mrl.data.dataset import BadRow, ChatTokenizer, PromptParameters, parse_row
+from mrl.data.row_files import read_rows
+from mrl.errors import DataError
+from mrl.tools.rehearse.scoring import ROW
+
+TRAIN_ROWS, VAL_ROWS = 32, 8
+_AFTER_TEMPLATE = 16  # tokens that are left for a prompt's own words
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one file in verl's schema, and how they came about."""
+
+    rows: tuple[Row, ...]
+    synthetic: bool
+    cut: int  # of them, those whose text was shortened
+
+
+def least_prompt(tokenizer: ChatTokenizer, parameters: PromptParameters) -> int:
+    """Tokens that a prompt of a few words takes under the chat template."""
+    return _length([{"role": "user", "content": ""}], tokenizer, parameters) + _AFTER_TEMPLATE
+
+
+def rows_of(
+    files: Sequence[str],
+    count: int,
+    tokenizer: ChatTokenizer,
+    parameters: PromptParameters,
+    data_source: str,
+    first: int = 0,
+) -> list[Rows]:
+    """For each file about `count` / files rows whose prompts fit `parameters.max_prompt_length`. Raises DataError
+    as `mrl train` does.
+
+    `data_source` is what synthetic rows name; `first`: the number of the first row.
+    """
+    each = -(-count // max(len(files), 1))
+    starts = range(first, first + each * max(len(files), 1), each)
+    return [
+        _of_file(file, start, each, tokenizer, parameters, data_source)
+        for file, start in zip(files or ("",), starts, strict=True)
+    ]
+
+
+def _of_file(
+    file: str, start: int, count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str
+) -> Rows:
+    synthetic = not Path(file).expanduser().is_file()
+    conversations = list(_synthetic(start, count, data_source) if synthetic else _read(file, count, parameters))
+    if not conversations:
+        raise DataError(f"{file}: no row of it can be used; mrl train says why of each")
+    rows, cut = [], 0
+    for number, (messages, rest) in enumerate(conversations, start):
+        fitting = _fitted(messages, number, tokenizer, parameters)
+        cut += fitting is not messages
+        rows.append(_row(fitting, rest, number, parameters))
+    return Rows(tuple(rows), synthetic, cut)
+
+
+def _read(file: str, count: int, parameters: PromptParameters) -> Iterator[tuple[list[dict[str, str]], Row]]:
+    """Usable rows from the beginning of a file; what is wrong with the others `mrl train` says."""
+    for raw in read_rows([file], parameters.prompt_key, parameters.reward_fn_key):
+        if not count:
+            return
+        try:
+            parsed = parse_row(raw, parameters.prompt_key, parameters.reward_fn_key)
+        except BadRow:
+            continue
+        count -= 1
+        yield parsed
+
+
+def _synthetic(start: int, count: int, data_source: str) -> Iterator[tuple[list[dict[str, str]], Row]]:
+    for number in range(start, start + count):
+        question, answer = f"What is {number} + {2 * number + 1}?", str(3 * number + 1)
+        yield (
+            [{"role": "user", "content": question}],
+            {"data_source": data_source, "ground_truth": answer, "extra_info": {}},
+        )
+
+
+def _row(messages: list[dict[str, str]], rest: Row, number: int, parameters: PromptParameters) -> Row:
+    return {
+        parameters.reward_fn_key: rest["data_source"],
+        parameters.prompt_key: messages,
+        "reward_model": {"style": "rule", "ground_truth": rest["ground_truth"]},
+        "extra_info": {**rest["extra_info"], ROW: number},
+    }
+
+
+def _fitted(
+    messages: list[dict[str, str]], number: int, tokenizer: ChatTokenizer, parameters: PromptParameters
+) -> list[dict[str, str]]:
+    """The messages, the longest of them cut from its beginning until the prompt fits; a cut one begins with its
+    row's number, so that prompts stay different.
+    """
+    excess = _length(messages, tokenizer, parameters) - parameters.max_prompt_length
+    if excess <= 0:
+        return messages
+    texts, mark = [message["content"] for message in messages], f"{number}: "
+    while excess > 0:
+        longest = max(range(len(texts)), key=lambda i: len(texts[i]))
+        if not texts[longest]:
+            raise DataError(
+                f"the chat template alone takes more than {parameters.max_prompt_length} tokens "
+                "(data.max_prompt_length)"
+            )
+        texts[longest] = texts[longest][max(excess, 1) :]
+        marked = [*texts[:-1], mark + texts[-1]]
+        cut = [{**message, "content": text} for message, text in zip(messages, marked, strict=True)]
+        excess = _length(cut, tokenizer, parameters) - parameters.max_prompt_length
+    return cut
+
+
+def _length(messages: list[dict[str, str]], tokenizer: ChatTokenizer, parameters: PromptParameters) -> int:
+    out = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **parameters.template_arguments()
+    )
+    return len(out["input_ids"] if isinstance(out, Mapping) else out)
+
+
+def write_rows(file: Path, rows: Sequence[Row]) -> None:
+    """A JSONL file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
+
+
+def synthetic_source(config: RunConfig) -> str:
+    """A data source that `reward.function: auto` has a rule for, one with parts where the configuration asks for
+    parts.
+    """
+    asks_for_parts = (
+        config.algorithm.filter_groups.metric not in ("score", "reward") or config.algorithm.gdpo_reward_keys
+    )
+    return "math_dapo" if asks_for_parts else "openai/gsm8k"

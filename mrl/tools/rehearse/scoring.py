@@ -1,0 +1,127 @@
+"""The reward of a rehearsal: the user's function is called on every response, and what it says is noted.
+
+Random weights know nothing, so most groups would have one score and no advantage. As long as all answers to a
+prompt have had one value of the user's (what dynamic sampling compares, else the score), a seeded 0 or 1 stands in
+for it, so that the two meet in every group. With dynamic sampling one prompt of four, the second, keeps its own and
+is there to be replaced. Validation's answers, what the function raises and what it gives of a wrong type go on to
+the trainer as they are.
+
+Runs in the scoring processes and imports what they import. Each call prints one JSON line, which logs/reward.log keeps.
+"""
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.reward.items import OK, ONE_TURN, RewardSpec
+from mrl.reward.resolve import resolve
+from mrl.reward.worker import judge
+
+ROW = "rehearsal_row"  # in extra_info: which row a response answers; the user's function never sees it
+SETTINGS = "scoring.json"  # beside the reward's file
+CALL = "rehearsed_reward"  # key of a printed line
+VALIDATION = 10_000  # rows from here on are of validation
+UNIFORM = 4  # with dynamic sampling, of so many prompts one is left as it is
+_PROGRAM = '''"""Written by mrl rehearse: calls the configuration's own reward."""
+
+from pathlib import Path
+
+from mrl.tools.rehearse.scoring import load_scorer
+
+compute_score = load_scorer(Path(__file__).with_name("{settings}"))
+'''
+
+
+@dataclass(frozen=True)
+class ScoringSettings:
+    """`reward`: fields of the RewardSpec, None where the user's file is not there.
+
+    `keys`: parts that are compared inside a group.
+    """
+
+    reward: dict[str, Any] | None
+    group: int  # responses a prompt
+    keys: tuple[str, ...]
+    metric: str  # what dynamic sampling compares; "score" where it is off
+    leaves_uniform: bool
+    seed: int
+    turns: bool = False  # the configuration's responses have several, which the function may ask for
+
+
+def write_scorer(file: Path, settings: ScoringSettings) -> None:
+    """Writes the reward's file and its settings."""
+    file.write_text(_PROGRAM.format(settings=SETTINGS), encoding="utf-8")
+    file.with_name(SETTINGS).write_text(json.dumps(asdict(settings)), encoding="utf-8")
+
+
+def load_scorer(file: Path) -> Callable[..., Any]:
+    """The function that the trainer calls. Raises what loading the user's own raises."""
+    settings = ScoringSettings(**json.loads(file.read_text(encoding="utf-8")))
+    function = resolve(RewardSpec(**settings.reward)) if settings.reward is not None else None
+    return RehearsalScorer(settings, function)
+
+
+class RehearsalScorer:
+    """Scores responses one by one, and knows which it has seen of the same group."""
+
+    def __init__(self, settings: ScoringSettings, function: Callable[..., Any] | None):
+        self._settings, self._function = settings, function
+        self._seen: dict[int, list[float]] = {}  # row -> the user's values of the group under way; rows as they came
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The user's answer, its score seeded where the group says nothing."""
+        info = dict(extra_info or {})
+        row = info.pop(ROW, None)
+        info |= ONE_TURN if self._settings.turns else {}
+        answer: Any = 0.0
+        if self._function is not None:
+            answer = self._function(
+                data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=info
+            )
+        reason, own, parts, _ = judge(answer)
+        if reason != OK:
+            _note(row, own, None, answer)
+            return answer
+        of_training = isinstance(row, int) and row < VALIDATION
+        given = (
+            self._seeded(row)
+            if of_training and self._says_nothing(row, parts.get(self._settings.metric, own))
+            else None
+        )
+        _note(row, own, given, answer)
+        return (
+            answer
+            if given is None and self._function is not None
+            else self._with(answer, own if given is None else given)
+        )
+
+    def _says_nothing(self, row: int, value: float | str) -> bool:
+        """Whether all answers of the group so far, this one included, have one value."""
+        seen = self._seen.setdefault(row, [])
+        if len(seen) == self._settings.group:
+            seen.clear()
+        seen.append(value)
+        left = self._settings.leaves_uniform and list(self._seen).index(row) % UNIFORM == 1
+        return len(set(seen)) == 1 and not left
+
+    def _seeded(self, row: int) -> float:
+        """Turn about within a group, so that 0 and 1 meet in it; which comes first follows from seed and row."""
+        first = random.Random(f"{self._settings.seed} {row}").randrange(2)
+        return float((first + len(self._seen[row])) % 2)
+
+    def _with(self, answer: Any, score: float) -> Any:
+        """The answer with another score, and with another value of the parts that groups are compared by."""
+        if not isinstance(answer, dict):
+            parts = dict.fromkeys(self._settings.keys, score) if self._function is None else {}
+            return {"score": score, **parts} if parts else score
+        return {**answer, "score": score, **{key: score for key in self._settings.keys if key in answer}}
+
+
+def _note(row: Any, own: float | None, given: float | None, answer: Any) -> None:
+    kind = f"a mapping with {', '.join(map(str, answer))}" if isinstance(answer, dict) else f"a {type(answer).__name__}"
+    print(json.dumps({CALL: {"row": row, "own": own, "given": given, "kind": kind}}), flush=True)

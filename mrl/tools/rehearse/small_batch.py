@@ -1,0 +1,140 @@
+"""Lengths, token budgets and batches in small: all divided by one factor, rounded up, never below what a run needs.
+
+The factor is the smallest power of two that brings the longest sample to 192 tokens and a step to 96 samples. Group
+size and updates a step stay, within bounds that are stated where they are hit.
+
+An example: 2,048 + 8,192 tokens, 256 prompts of 16 responses, mini-batches of 64 prompts. The factor is 64: prompts
+of 48 tokens (the least), responses of 128, mini-batches of 1 prompt, 4 of them a step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, lcm
+from typing import Any
+
+from mrl.config.schema import RunConfig, leaf
+from mrl.tools.rehearse.notes import Change
+
+LONGEST, SAMPLES = 192, 96  # tokens of a sample, samples of a step
+PROMPT, RESPONSE = 48, 32  # the least: a chat template and a few words; something to sample
+GROUP, UPDATES = 16, 8  # the most responses a prompt, the most updates a step
+SEQUENCES = 32  # the least that an engine works on at once
+_UNIT = "divided by {factor}"
+# token budgets, and what at least they have to hold: one longest sample (of one device)
+_BUDGETS = (
+    "actor.ppo_max_token_len_per_gpu", "actor.log_prob_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu",
+    "rollout.max_num_batched_tokens",
+)  # fmt: skip
+_MICRO = (
+    "actor.ppo_micro_batch_size_per_gpu", "actor.log_prob_micro_batch_size_per_gpu",
+    "ref.log_prob_micro_batch_size_per_gpu",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SmallBatch:
+    """The factor, and every key that it changed."""
+
+    factor: int
+    changes: tuple[Change, ...]
+
+    def __getitem__(self, key: str) -> Any:
+        return next(change.now for change in self.changes if change.key == key)
+
+
+def small_batch(config: RunConfig, data_parallel: int, sequence_parts: int, least_prompt: int = PROMPT) -> SmallBatch:
+    """`data_parallel` and `sequence_parts` are those of the small layout: samples divide by one, padded lengths by
+    the other.
+
+    `least_prompt`: tokens that a prompt of a few words takes.
+    """
+    data, n = config.data, min(config.rollout.n, GROUP)
+    factor = shrink_factor(data.max_sample_length, data.train_batch_size * n)
+    prompt = _length(data.max_prompt_length, factor, max(PROMPT, least_prompt))
+    response = _length(data.max_response_length, factor, RESPONSE)
+    longest = ceil((prompt + response) / sequence_parts) * sequence_parts
+    values = {
+        "data.max_prompt_length": prompt,
+        "data.max_response_length": response,
+        "rollout.n": n,
+        **_prompts(config, factor, n, data_parallel),
+        **{key: max(1, ceil(leaf(config, key) / factor)) for key in _MICRO if leaf(config, key)},
+        **{key: max(longest, ceil(leaf(config, key) / factor)) for key in _BUDGETS if leaf(config, key)},
+        "rollout.max_num_seqs": min(_length(config.rollout.max_num_seqs, factor, SEQUENCES), longest),
+        "reshard.budget_mb": max(1, config.reshard.budget_mb // factor),
+        **_of_response_length(config, factor, response),
+    }
+    changes = (Change(key, leaf(config, key), value, _why(config, key, value, factor)) for key, value in values.items())
+    return SmallBatch(factor, tuple(change for change in changes if change.now != change.was or change.key in _ALWAYS))
+
+
+_ALWAYS = (
+    "data.train_batch_size",
+    "actor.ppo_mini_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "rollout.n",
+)
+
+
+def shrink_factor(longest: int, samples: int) -> int:
+    """The smallest power of two that brings both to what a rehearsal has time for."""
+    factor = 1
+    while longest > LONGEST * factor or samples > SAMPLES * factor:
+        factor *= 2
+    return factor
+
+
+def _length(value: int, factor: int, least: int) -> int:
+    return max(min(value, least), ceil(value / factor))
+
+
+def _prompts(config: RunConfig, factor: int, n: int, data_parallel: int) -> dict[str, int]:
+    """Prompts of a mini-batch, of a step, and at a time in dynamic sampling.
+
+    Every data-parallel rank gets as many samples.
+    """
+    data, mini = config.data, config.actor.ppo_mini_batch_size
+    step = lcm(n, data_parallel) // n  # prompts that give every rank as many samples
+    small_mini = ceil(ceil(mini / factor) / step) * step
+    updates = min(config.updates_per_step, UPDATES, max(2, SAMPLES // (small_mini * n)))
+    values = {"actor.ppo_mini_batch_size": small_mini, "data.train_batch_size": small_mini * updates}
+    if data.gen_batch_size is not None:
+        values["data.gen_batch_size"] = ceil(small_mini * updates * data.gen_batch_size / data.train_batch_size)
+    return values
+
+
+def _of_response_length(config: RunConfig, factor: int, response: int) -> dict[str, Any]:
+    """What is given as a part of the longest response, or as the whole of it."""
+    values: dict[str, Any] = {}
+    buffer, divisor = config.algorithm.overlong_buffer, config.algorithm.policy_loss.loss_scale_factor
+    if buffer.len is not None:
+        values["algorithm.overlong_buffer.len"] = min(response, max(1, ceil(buffer.len / factor)))
+    if divisor is not None:
+        is_whole = divisor == config.data.max_response_length
+        values["algorithm.policy_loss.loss_scale_factor"] = float(response) if is_whole else max(1.0, divisor / factor)
+    if config.trainer.segment_tokens is not None:
+        values["trainer.segment_tokens"] = max(1, ceil(config.trainer.segment_tokens / factor))
+    return values
+
+
+def _why(config: RunConfig, key: str, value: Any, factor: int) -> str:
+    was = leaf(config, key)
+    if value == was:
+        return "kept"
+    if key == "rollout.n":
+        return f"at most {GROUP}"
+    if isinstance(was, int) and value != ceil(was / factor):
+        return (
+            f"divided by {factor}, and what a run needs at least"
+            if value > was / factor
+            else "no more than there is time for"
+        )
+    return _UNIT.format(factor=factor)
+
+
+def updates_changed(config: RunConfig, small: SmallBatch) -> Iterator[str]:
+    """Says where a step has fewer updates than in the configuration."""
+    now = small["data.train_batch_size"] // small["actor.ppo_mini_batch_size"]
+    if now != config.updates_per_step:
+        yield f"{config.updates_per_step} updates a step there, {now} here"

@@ -1,0 +1,227 @@
+"""A layout in small: at most four ranks and two engine workers (four where they share the ranks' devices).
+
+Every degree above 1 stays above 1 where there is room for it. All small layouts are tried and the best is taken:
+first the degrees that change most of the code's way (see `_WORTH`), then no degree that the original does not have,
+then few ranks. What found no room is named.
+
+An example, Qwen3-235B on 128 ranks: TP4 x PP8 x DP4 with EP16 becomes TP2 x PP2 with EP2 on 4 ranks, and data
+parallelism is named; stages of 11, 12, ..., 12, 11 layers become stages of 1 and 2.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from mrl.config.schema import RunConfig
+from mrl.model.layout import RolloutLayout
+from mrl.model.layout_degrees import LayoutDegrees
+from mrl.tools.rehearse.notes import OutOfReach
+
+RANKS = 4
+WORKERS = {"separate": 2, "colocated": 4}
+ENGINE_TENSOR = 2  # vLLM's CPU build was seen to work with no more
+_SIZES = (1, 2, 4)
+_ACTOR, _ROLLOUT = "actor.layout", "rollout"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Degrees of the actor that a small layout is chosen by."""
+
+    world: int
+    tensor: int
+    pipeline: int
+    expert: int
+    context: int
+    expert_tensor: int
+
+    @property
+    def data(self) -> int:
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def expert_data(self) -> int:
+        return self.world // (self.expert * self.expert_tensor * self.pipeline)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether both kinds of data parallelism are whole numbers."""
+        dense, experts = self.tensor * self.pipeline * self.context, self.expert * self.expert_tensor * self.pipeline
+        return self.world % dense == 0 and self.world % experts == 0
+
+
+# degree -> what it is worth to keep it above 1; each outweighs all that follow
+_WORTH = {"tensor": 64, "pipeline": 32, "expert": 16, "context": 8, "expert_tensor": 4, "data": 2, "expert_data": 1}
+_ENGINE_WORTH = {"tensor": 4, "data": 2, "num_engines": 1}
+_KEYS = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+    "data": "data parallelism",
+    "expert_data": "data parallelism of experts",
+}
+_ENGINE_KEYS = {"tensor": "tensor_model_parallel_size", "data": "data_parallel_size", "num_engines": "num_engines"}
+
+
+@dataclass(frozen=True)
+class SmallLayout:
+    """Degrees of the rehearsal under the configuration's own keys, the layers that they need, and what found no
+    room.
+    """
+
+    actor: dict[str, Any]  # keys of actor.layout
+    layers: int
+    engines: RolloutLayout
+    out_of_reach: tuple[OutOfReach, ...]
+
+    @property
+    def ranks(self) -> int:
+        return self.actor["world_size"]
+
+
+def small_layout(config: RunConfig) -> SmallLayout:
+    """The layout of a configuration in small; `config` is legal."""
+    degrees = config.actor.layout
+    original = _ranks_of(degrees)
+    small = _small_ranks(original)
+    engines = _small_engines(config, small.world)
+    actor, layers = _with_stages(degrees, small)
+    lost = [*_lost_degrees(original, small, degrees), *_lost_engines(config, engines)]
+    return SmallLayout(actor, layers, engines, tuple(lost))
+
+
+def _ranks_of(d: LayoutDegrees) -> Ranks:
+    return Ranks(
+        d.world_size, d.tensor_model_parallel_size, d.pipeline_model_parallel_size, d.expert_model_parallel_size,
+        d.context_parallel_size, d.expert_tensor,
+    )  # fmt: skip
+
+
+def _small_ranks(original: Ranks) -> Ranks:
+    def merit(small: Ranks) -> tuple[int, int, int, int]:
+        kept = sum(worth for name, worth in _WORTH.items() if getattr(small, name) > 1 and getattr(original, name) > 1)
+        added = sum(getattr(small, name) > 1 and getattr(original, name) == 1 for name in _WORTH)
+        return kept, -added, -small.world, -small.expert * small.tensor * small.pipeline
+
+    return max(_candidates(original), key=merit)
+
+
+def _candidates(original: Ranks) -> Iterator[Ranks]:
+    """Small layouts with no cut in a direction in which the original has none, data parallelism aside."""
+    cuts = ("tensor", "pipeline", "expert", "context", "expert_tensor")
+    choices = [_SIZES if getattr(original, name) > 1 else (1,) for name in cuts]
+    for world in (size for size in _SIZES if size <= RANKS):
+        for degrees in product(*choices):
+            small = Ranks(world, *degrees)
+            if small.is_whole:
+                yield small
+
+
+def _small_engines(config: RunConfig, world: int) -> RolloutLayout:
+    rollout, colocated = config.rollout, config.cluster.placement == "colocated"
+    room = WORKERS[config.cluster.placement]
+    original = RolloutLayout(rollout.num_engines, rollout.tensor_model_parallel_size, rollout.data_parallel_size)
+    if colocated and original.world_size <= config.actor.layout.world_size:
+        room = min(room, world)  # as there, no engine stands where no rank does
+
+    def merit(small: RolloutLayout) -> tuple[int, int]:
+        kept = sum(worth for name, worth in _ENGINE_WORTH.items() if getattr(small, name) > 1)
+        return kept, small.world_size if colocated else -small.world_size
+
+    best = max((e for e in _engine_candidates(original) if e.world_size <= room), key=merit)
+    spread = rollout.expert_parallel_size > 1
+    return replace(best, expert=best.workers_per_engine if spread else 1)
+
+
+def _engine_candidates(original: RolloutLayout) -> Iterator[RolloutLayout]:
+    sizes = [[s for s in _SIZES if s == 1 or n > 1] for n in (original.num_engines, original.tensor, original.data)]
+    yield from (RolloutLayout(e, t, d) for e, t, d in product(*sizes) if t <= ENGINE_TENSOR)
+
+
+def _with_stages(d: LayoutDegrees, small: Ranks) -> tuple[dict[str, Any], int]:
+    """Keys of actor.layout, and the number of layers: two a stage, one a chunk of virtual stages, uneven where they
+    were.
+    """
+    chunks = 2 if d.virtual_pipeline > 1 and small.pipeline > 1 else 1
+    keys = {
+        "world_size": small.world,
+        "tensor_model_parallel_size": small.tensor,
+        "pipeline_model_parallel_size": small.pipeline,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "context_parallel_size": small.context,
+        "expert_model_parallel_size": small.expert,
+        "expert_tensor_parallel_size": d.expert_tensor_parallel_size and small.expert_tensor,
+        "sequence_parallel": d.sequence_parallel and small.tensor > 1 if d.sequence_parallel is not None else None,
+    }
+    uneven, layers = _stages(d, small.pipeline, chunks)
+    return keys | uneven, layers
+
+
+def _stages(d: LayoutDegrees, stages: int, chunks: int) -> tuple[dict[str, Any], int]:
+    """The notation of the split in small, and the layers that it has."""
+    even = {
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "pipeline_layers": None,
+    }
+    each = 1 if chunks > 1 else 2
+    if stages == 1:
+        return even, each
+    if d.pipeline_layers is not None:
+        listed = [1] * (stages * chunks)
+        listed[-1] += len(set(d.pipeline_layers)) > 1
+        return even | {"pipeline_layers": tuple(listed)}, sum(listed)
+    if d.end_stages:
+        return _end_stages(d, even, stages, chunks)
+    extras = {name: getattr(d, name) for name in even if name.startswith("account_for")}
+    return even | extras, stages * chunks * 2 - d.counted_extras if d.counted_extras else stages * chunks * each
+
+
+def _end_stages(d: LayoutDegrees, even: dict[str, Any], stages: int, chunks: int) -> tuple[dict[str, Any], int]:
+    """The first stage is the shorter one; of two stages both are ends, of more the middle ones have two layers a
+    chunk.
+    """
+    first, last = d.num_layers_in_first_pipeline_stage, d.num_layers_in_last_pipeline_stage
+    both = first is not None and last is not None
+    ends = [chunks * (2 if both and stages == 2 and i else 1) for i in range(1 + both)]
+    named = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    given = named if both else named[:1] if first is not None else named[1:]
+    return even | dict(zip(given, ends, strict=True)), sum(ends) + 2 * chunks * (stages - len(ends))
+
+
+def _lost_degrees(original: Ranks, small: Ranks, d: LayoutDegrees) -> Iterator[OutOfReach]:
+    taken = _in_words(small)
+    for name, key in _KEYS.items():
+        if getattr(original, name) > 1 and getattr(small, name) == 1:
+            where = key if " " in key else f"{_ACTOR}.{key}"
+            yield OutOfReach(where, f"{getattr(original, name)} there, 1 here: {taken} take all of {RANKS} ranks")
+    if d.virtual_pipeline > 1 and small.pipeline == 1:
+        yield OutOfReach(f"{_ACTOR}.virtual_pipeline_model_parallel_size", "there is one stage here")
+
+
+def _lost_engines(config: RunConfig, small: RolloutLayout) -> Iterator[OutOfReach]:
+    rollout, taken = config.rollout, f"engines of TP{small.tensor}" + f" x DP{small.data}" * (small.data > 1)
+    for name, key in _ENGINE_KEYS.items():
+        was = getattr(rollout, key)
+        if was > 1 and getattr(small, name) == 1:
+            why = f"{was} there, 1 here: {taken} take all of {small.world_size} engine workers"
+            yield OutOfReach(f"{_ROLLOUT}.{key}", why)
+    if rollout.expert_parallel_size > 1 and small.expert == 1:
+        yield OutOfReach(f"{_ROLLOUT}.expert_parallel_size", "an engine has one worker here")
+
+
+def _in_words(small: Ranks) -> str:
+    named = (
+        ("TP", small.tensor),
+        ("PP", small.pipeline),
+        ("CP", small.context),
+        ("EP", small.expert),
+        ("ETP", small.expert_tensor),
+    )
+    words = [f"{name}{size}" for name, size in (*named, ("DP", small.data)) if size > 1]
+    return " x ".join(words) or "one rank"

@@ -1,0 +1,108 @@
+"""A config.json in small: the same family and the same kinds of layers and tensors, with sizes that two CPUs train
+in seconds.
+
+What makes a family what it is stays: experts, shared experts, dense layers before them, tied embeddings, norms on
+queries and keys, biases, several query heads on one key-value head. Every size divides by the degrees that a
+rehearsal can have.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from mrl.errors import ConfigError
+from mrl.model.hf_config import HfConfig
+
+HIDDEN, HEADS, HEAD_DIM = 128, 4, 32  # vLLM's CPU kernels compute in blocks of 32
+DENSE, EXPERT = 256, 128  # widths; an expert's divides by 4 workers of an engine into blocks of 32
+EXPERTS, CHOSEN = 8, 2
+_EXPERT_COUNTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)  # one thing, as families and releases spell it
+# Lists with an entry a layer, ways of attention that no family of ours trains, weights in another form.
+_LEFT_OUT = ("layer_types", "max_window_layers", "sliding_window", "quantization_config", "auto_map")
+_SAME_MODEL = {"kimi_k2": "deepseek_v3"}  # a model type that is another's under its own name
+_ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SmallForm = Callable[[HfConfig], dict[str, Any]]
+
+
+def small_hf_config(config: HfConfig, layers: int, vocab_size: int, positions: int) -> dict[str, Any]:
+    """`config` in small, float32.
+
+    `positions`: tokens of the longest sample. Raises ConfigError for a family that has no small form.
+    """
+    form = SMALL_FORMS.get(_SAME_MODEL.get(config.get("model_type"), config.get("model_type")))
+    if form is None:
+        raise ConfigError(
+            f"mrl rehearse has no small form of model_type {config.get('model_type')!r}; there is one of "
+            f"{', '.join(SMALL_FORMS)}"
+        )
+    kept = {key: value for key, value in config.items() if key not in (*_LEFT_OUT, *_ENDS, "dtype")}
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": DENSE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": small_kv_heads(config),
+        "head_dim": HEAD_DIM,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": positions,
+        "torch_dtype": "float32",
+    }
+    return kept | sizes | form(config)
+
+
+def small_kv_heads(config: HfConfig) -> int:
+    """As many as heads where the model has so; else half of them, so that two heads share one."""
+    heads = config["num_attention_heads"]
+    return HEADS if (config.get("num_key_value_heads") or heads) == heads else HEADS // 2
+
+
+def _dense(_: HfConfig) -> dict[str, Any]:
+    return {}
+
+
+def _experts(config: HfConfig) -> dict[str, Any]:
+    """Experts and the chosen ones, under the names that the family has for them."""
+    counts = {name: EXPERTS for name in _EXPERT_COUNTS if config.get(name) is not None}
+    return counts | {"num_experts_per_tok": min(config["num_experts_per_tok"], CHOSEN), "moe_intermediate_size": EXPERT}
+
+
+def _qwen_experts(config: HfConfig) -> dict[str, Any]:
+    """The first layer is dense where any is; every second one has experts where not every one has."""
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    return _experts(config) | {"mlp_only_layers": [0] if dense else [], "decoder_sparse_step": min(step, 2)}
+
+
+def _qwen_shared(config: HfConfig) -> dict[str, Any]:
+    shared = {"shared_expert_intermediate_size": EXPERT} if config.get("shared_expert_intermediate_size") else {}
+    return _qwen_experts(config) | shared
+
+
+def _glm(config: HfConfig) -> dict[str, Any]:
+    """Layers for multi-token prediction are counted and, as everywhere, left out."""
+    return _experts(config) | {"first_k_dense_replace": min(config["first_k_dense_replace"], 1), "n_shared_experts": 1}
+
+
+def _latent(config: HfConfig) -> dict[str, Any]:
+    """The latent stays: vLLM's CPU kernel is compiled for its size. Groups of experts stay groups, of two each."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM}
+    sizes |= {
+        "head_dim": 64,
+        "q_lora_rank": HEAD_DIM if config.get("q_lora_rank") else None,
+        "num_key_value_heads": HEADS,
+    }
+    chosen = {"n_group": EXPERTS // 2, "topk_group": CHOSEN // 2} if (config.get("n_group") or 1) > 1 else {}
+    return _glm(config) | sizes | chosen
+
+
+SMALL_FORMS: dict[str, SmallForm] = {
+    "qwen2": _dense,
+    "qwen3": _dense,
+    "qwen2_moe": _qwen_shared,
+    "qwen3_moe": _qwen_experts,
+    "glm4_moe": _glm,
+    "deepseek_v3": _latent,
+    "glm4_moe_lite": _latent,
+}

@@ -1,0 +1,85 @@
+"""The two commands of a rehearsal: `mrl train` for one step and its save, `mrl train --resume` for the next.
+
+As processes of their own.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.exercised import VARIABLE
+from mrl.tools.own_command import run_mrl, stopped_by_sigterm
+from mrl.tools.rehearse.compose import STEPS, WorkFolder
+
+TRAIN, RESUME = "train", "resume"
+DEADLINE_S = 900.0  # of one command; a healthy one takes one to two minutes, a few on a busy machine
+_LAST_LINES = 12
+_PACKAGE_ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended. `code`: its exit code; None past the deadline."""
+
+    phase: str
+    code: int | None
+    seconds: float
+    log: Path
+
+    @property
+    def why(self) -> str:
+        """What it said last, where it failed: the command's own message, or the end of its output."""
+        text = self.log.read_text(encoding="utf-8", errors="replace").rstrip()
+        if self.code is None:
+            return f"no end after {DEADLINE_S:g} s; {_end_of(text)}"
+        place = text.rfind("\nmrl train: ")
+        return (
+            text[place + 1 :].removeprefix("mrl train: ")
+            if place >= 0 and "Traceback" not in text[place:]
+            else _end_of(text)
+        )
+
+    @property
+    def line(self) -> int:
+        """Number of the log's line where what is wrong is said."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((i for i, line in enumerate(lines, 1) if line.startswith(("mrl train: ", "Traceback"))), len(lines))
+
+
+def _end_of(text: str) -> str:
+    return "\n".join(text.splitlines()[-_LAST_LINES:])
+
+
+def run_stages(work: WorkFolder, tell: Callable[[str], None]) -> list[Ended]:
+    """Runs both, the second only after the first; `tell` is called with what begins."""
+    commands = {
+        TRAIN: ["train", str(work.config), "--set", "trainer.total_training_steps=1"],
+        RESUME: ["train", str(work.config), "--resume"],
+    }
+    told = {TRAIN: "train: one step and its save", RESUME: f"resume: step {STEPS} from the save"}
+    ended: list[Ended] = []
+    work.exercised.mkdir(exist_ok=True)
+    with stopped_by_sigterm():
+        for phase, arguments in commands.items():
+            tell(told[phase])
+            ended.append(_run(phase, arguments, work))
+            if ended[-1].code != 0:
+                break
+    return ended
+
+
+def _run(phase: str, arguments: list[str], work: WorkFolder) -> Ended:
+    began = time.monotonic()
+    code = run_mrl(arguments, work.log(phase), DEADLINE_S, environment(work))
+    return Ended(phase, code, time.monotonic() - began, work.log(phase))
+
+
+def environment(work: WorkFolder) -> dict[str, str]:
+    """The caller's, without a cluster to join, without a network to ask, with one thread a process, and watched."""
+    own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    paths = [str(_PACKAGE_ROOT), *filter(None, [own.get("PYTHONPATH")])]
+    own |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    own[VARIABLE] = str(work.exercised)
+    return own | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(os.pathsep.join(paths).split(os.pathsep)))}

@@ -1,0 +1,146 @@
+"""Several runs side by side: what of their settings differs, and whether their held-out scores differ by more than
+chance.
+
+The first run is the one that the others are held against. A test of two runs' held-out responses tells these two sets
+of weights apart; it knows nothing of how much another seed of training would have moved them. Where several tests are
+made, each has to pass at its share of the 5 %, so that all of them together are wrong as seldom as one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ConfigError
+from mrl.tools.report.heldout import LEVEL, Difference, differences
+from mrl.tools.report.run_record import RunRecord, read_run
+
+# what a response's score follows from
+REWARD_SETTINGS = ("reward.function", "reward.custom_reward_function", "reward.bonus_rules", "reward.failure_score")
+NO_SETTINGS = ("trainer.run_dir", "trainer.experiment_name", "trainer.resume_mode", "trainer.resume_from_path")
+
+_SHOWN = ("quantity", "prompts", "first", "second", "mean", "half_width", "p")
+
+
+@dataclass(frozen=True)
+class HeldOutTest:
+    """`other` against the first run on one data source after the same number of steps."""
+
+    other: str
+    source: str
+    step: int
+    difference: Difference
+    level: float
+
+    def words(self) -> str:
+        """In a sentence."""
+        return f"{self.other}, {self.source}, after step {self.step}: {self.difference.words(self.level)}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs by the names that the page calls them; `settings`: differing keys, a value a run; `notes`: what makes them
+    hard to compare.
+    """
+
+    runs: dict[str, RunRecord]
+    settings: dict[str, tuple[str, ...]]
+    tests: tuple[HeldOutTest, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: `runs`, `settings`, `held_out`, `notes`."""
+        tests = [
+            {
+                "run": t.other,
+                "source": t.source,
+                "step": t.step,
+                "level": t.level,
+                "significant": t.difference.significant(t.level),
+            }
+            | {name: getattr(t.difference, name) for name in _SHOWN}
+            for t in self.tests
+        ]
+        runs = {name: {"path": str(run.path), "steps": run.last_step} for name, run in self.runs.items()}
+        return {"runs": runs, "settings": self.settings, "held_out": tests, "notes": list(self.notes)}
+
+
+def compare(paths: Sequence[Path]) -> Comparison:
+    """Reads the runs and compares them. Raises ConfigError for fewer than two, for one named twice, and for what is no
+    run.
+    """
+    if len(paths) < 2:
+        raise ConfigError("give two run directories or more")
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError("a run directory is named twice; each is compared with the first one, once")
+    runs = dict(zip(_names(paths), map(read_run, paths), strict=True))
+    return Comparison(runs, _settings(list(runs.values())), _tests(runs), tuple(_notes(runs)))
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _settings(runs: Sequence[RunRecord]) -> dict[str, tuple[str, ...]]:
+    keys = dict.fromkeys(key for run in runs for key in run.settings.by_key if key not in NO_SETTINGS)
+    rows = {key: tuple(run.settings.text(key, "(no such key)") for run in runs) for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _tests(runs: dict[str, RunRecord]) -> tuple[HeldOutTest, ...]:
+    names = list(runs)
+    first, found = runs[names[0]], []
+    for name in names[1:]:
+        if step := _shared_step(first, runs[name]):
+            changes = differences(first.responses(step), runs[name].responses(step))
+            found += [(name, source, step, difference) for source, difference in changes.items()]
+    return tuple(HeldOutTest(*each, LEVEL / len(found)) for each in found)
+
+
+def _shared_step(first: RunRecord, second: RunRecord) -> int | None:
+    """The last step, after training, that both were validated at."""
+    return max((step for step in set(first.validation_steps) & set(second.validation_steps) if step > 0), default=None)
+
+
+def _notes(runs: dict[str, RunRecord]) -> list[str]:
+    names, notes = list(runs), []
+    first = runs[names[0]]
+    for name in names[1:]:
+        run = runs[name]
+        if other := _other_reward(first, run):
+            notes.append(
+                f"{name} and {names[0]} have different rewards ({', '.join(other)}): their `reward` is not of one "
+                "scale, and their `acc` only where both mean the same by it."
+            )
+        if _shared_step(first, run) is None:
+            notes.append(
+                f"{name} and {names[0]} were not validated after a same step: their held-out scores are not tested "
+                "against each other."
+            )
+        elif not _same_start(first, run):
+            notes.append(
+                f"{name} and {names[0]} answered otherwise before training: other weights, prompts, or seeds of "
+                "sampling."
+            )
+        if run.last_step != first.last_step:
+            notes.append(f"{name} has {run.last_step} steps, {names[0]} {first.last_step}.")
+    return notes
+
+
+def _other_reward(first: RunRecord, second: RunRecord) -> list[str]:
+    """Keys of the reward that the two say differently."""
+    return [key for key in _settings((first, second)) if key.startswith(REWARD_SETTINGS)]
+
+
+def _same_start(first: RunRecord, second: RunRecord) -> bool:
+    """Whether both answered the held-out prompts alike before training; true where one of them did not say."""
+    if 0 not in first.validation_steps or 0 not in second.validation_steps:
+        return True
+    before = [[one.output for one in run.responses(0)] for run in (first, second)]
+    return before[0] == before[1]

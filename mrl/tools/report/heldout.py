@@ -1,0 +1,163 @@
+"""Held-out scores and whether two of them differ by more than chance.
+
+Two validations of the same prompts are compared prompt by prompt: the mean difference over its standard error, of
+normal distribution for many prompts, is what chance alone would rarely make large. Prompts are the units, as responses
+of one are not independent (see mrl.record.validation_metrics). An answer is worth its `acc` where the reward gives one,
+as in the core metrics: a bonus makes no answer more right.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrl.plain_files import LINES_BYTES, parse_json, read_text
+from mrl.record.validation_metrics import ACC, REWARD, Z95
+from mrl.reward.items import LEFT_OUT, OK
+
+LEVEL = 0.05
+FEW_PROMPTS = 12  # below it the normal distribution promises too much
+
+
+@dataclass(frozen=True)
+class Response:
+    """One held-out response, as validation/step-N.jsonl has it."""
+
+    data_source: str
+    prompt_id: int
+    sample_id: int
+    input: str
+    output: str
+    truth: str
+    score: float
+    reason: str
+    acc: float | None = None  # the reward's part of that name; None where it gave none
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of `second` less `first` over shared prompts, its standard error and the chance of one as large without any
+    effect.
+    """
+
+    prompts: int
+    first: float
+    second: float
+    mean: float
+    standard_error: float
+    p: float
+    quantity: str = REWARD  # what of an answer was compared: `acc`, or `reward` where a side has none
+
+    @property
+    def half_width(self) -> float:
+        """Half of the 95 % interval."""
+        return Z95 * self.standard_error
+
+    def significant(self, level: float = LEVEL) -> bool:
+        """Whether chance alone would be as large in less than `level` of all cases, of enough prompts to say so."""
+        return self.prompts >= FEW_PROMPTS and self.p < level
+
+    def words(self, level: float = LEVEL) -> str:
+        """In a sentence."""
+        size = (
+            f"{self.quantity} {self.first:.3g} to {self.second:.3g} ({self.mean:+.3g} ± {self.half_width:.2g}, "
+            f"{self.prompts} prompts)"
+        )
+        if self.prompts < FEW_PROMPTS:
+            return f"{size}: too few prompts to tell from chance"
+        if not self.significant(level):
+            return f"{size}: no more than chance (p = {self.p:.2g})"
+        chance = "p < 0.0001" if self.p < 1e-4 else f"p = {self.p:.2g}"
+        return f"{size}: {'better' if self.mean > 0 else 'worse'} by more than chance ({chance})"
+
+
+def read_responses(folder: Path, step: int) -> list[Response]:
+    """The responses of one validation; lines that are none are left out, none of a step without file."""
+    try:
+        text = read_text(folder / f"step-{step}.jsonl", LINES_BYTES, errors="replace")
+    except (OSError, ValueError):
+        return []
+    return list(_responses(text.split("\n")))
+
+
+def _responses(lines: Sequence[str]) -> Iterator[Response]:
+    for line in lines:
+        try:
+            row: dict[str, Any] = parse_json(line)
+            yield Response(
+                str(row["data_source"]), int(row["prompt_id"]), int(row["sample_id"]), str(row["input"]),
+                str(row["output"]),
+                str(row.get("gts")), float(row["score"]), str(row["reason"]), _acc(row.get("reward")),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, OverflowError):
+            continue
+
+
+def _acc(parts: Any) -> float | None:
+    value = parts.get(ACC) if isinstance(parts, dict) else None
+    return float(value) if isinstance(value, bool | int | float) else None
+
+
+def quantities(*validations: Sequence[Response]) -> dict[str, str]:
+    """What the answers of each data source are compared by: `acc` where every scored one of all `validations` has it,
+    else `reward`.
+    """
+    scored = [one for responses in validations for one in responses if one.reason == OK]
+    without = {one.data_source for one in scored if one.acc is None}
+    with_acc = {one.data_source for one in scored} - without
+    sources = {one.data_source for responses in validations for one in responses}
+    return {source: ACC if source in with_acc else REWARD for source in sources}
+
+
+def prompt_means(responses: Sequence[Response], by: Mapping[str, str]) -> dict[str, dict[tuple[int, str], float]]:
+    """Mean of each prompt, by data source, of the quantity that `by` names for it.
+
+    A prompt is its number and its text: other data has other prompts. As in the metrics, a failed answer has the lowest
+    `acc` of its data source and at most 0, and a prompt that an environment failed in is left out.
+    """
+    left_out = {_prompt(one) for one in responses if one.reason == LEFT_OUT}
+    responses = [one for one in responses if _prompt(one) not in left_out]
+    wrong: dict[str, float] = defaultdict(float)
+    for one in responses:
+        if one.reason == OK:
+            wrong[one.data_source] = min(wrong[one.data_source], one.acc or 0.0)
+    by_prompt: dict[str, dict[tuple[int, str], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in responses:
+        right = wrong[one.data_source] if one.acc is None else one.acc
+        value = right if by[one.data_source] == ACC else one.score
+        by_prompt[one.data_source][one.prompt_id, one.input].append(value)
+    return {
+        source: {prompt: float(np.mean(values)) for prompt, values in prompts.items()}
+        for source, prompts in by_prompt.items()
+    }
+
+
+def _prompt(response: Response) -> tuple[str, int, str]:
+    return response.data_source, response.prompt_id, response.input
+
+
+def differences(first: Sequence[Response], second: Sequence[Response]) -> dict[str, Difference]:
+    """By data source, over the prompts that both answered; none of a source that shares no two."""
+    by = quantities(first, second)
+    before = prompt_means(first, by)
+    after = prompt_means(second, by)
+    by_source = {}
+    for source in sorted(before.keys() & after.keys()):
+        shared = sorted(before[source].keys() & after[source].keys())
+        if len(shared) >= 2:
+            then = np.array([before[source][prompt] for prompt in shared])
+            now = np.array([after[source][prompt] for prompt in shared])
+            by_source[source] = replace(paired(then, now), quantity=by[source])
+    return by_source
+
+
+def paired(first: np.ndarray, second: np.ndarray) -> Difference:
+    """Of two values a prompt, both [prompts], two at least."""
+    change = second - first
+    mean, error = float(change.mean()), float(change.std(ddof=1) / math.sqrt(len(change)))
+    chance = math.erfc(abs(mean) / error / math.sqrt(2)) if error else float(mean == 0)
+    return Difference(len(change), float(first.mean()), float(second.mean()), mean, error, chance)

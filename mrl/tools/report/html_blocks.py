@@ -1,0 +1,130 @@
+"""Each block of a page as HTML. Every text goes through `escape`."""
+
+from html import escape
+
+from mrl.tools.report import page
+from mrl.tools.report.page import Bar, Block, Chart, Lanes, Pair, SampleBlock, Stack, Table, Token, color_of
+
+SHADES = 5  # of each sign; classes t-5 .. t5 of page.css
+TICKS = 4
+_LANE, _LABEL, _WIDTH, _AXIS = 22, 230, 1000, 22  # heights and widths of lanes, in units of their drawing
+
+
+def block_html(block: Block) -> str:
+    """One block."""
+    match block:
+        case page.Paragraph(text, tone):
+            return f'<p class="tone-{tone}">{escape(text)}</p>' if tone else f"<p>{escape(text)}</p>"
+        case page.Items(texts):
+            return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
+        case page.Facts(rows):
+            return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in rows)}</dl>"
+        case Table():
+            return table_html(block)
+        case page.Text(text, caption):
+            return f"<figure><figcaption>{escape(caption)}</figcaption><pre>{escape(text)}</pre></figure>"
+        case Chart(note=note):
+            return _chart(block, f'<p class="note">{escape(note)}</p>' if note else "")
+        case Stack():
+            return _chart(block, "", wide=True)
+        case page.Explorer(id):
+            return f'<figure class="chart wide" id="{escape(id)}"><figcaption>Any metric</figcaption></figure>'
+        case Lanes():
+            return _lanes(block)
+        case SampleBlock():
+            return _sample(block)
+        case Pair():
+            return _pair(block)
+
+
+def table_html(table: Table) -> str:
+    """A table, in a box of its own that scrolls where it is wide; folded under its caption where it asks for that."""
+    caption = f"<caption>{escape(table.caption)}</caption>" if table.caption and not table.folded else ""
+    body = "".join(f"<tr>{_cells(table, row, 'td')}</tr>" for row in table.rows)
+    whole = f"<table>{caption}<thead><tr>{_cells(table, table.head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+    box = f'<div class="scroll">{whole}</div>'
+    return f"<details><summary>{escape(table.caption)}</summary>{box}</details>" if table.folded else box
+
+
+def _cells(table: Table, row: tuple[str, ...], tag: str) -> str:
+    return "".join(
+        f"<{tag}{' class=n' if i in table.numbers else ''}>{escape(text)}</{tag}>" for i, text in enumerate(row)
+    )
+
+
+def _chart(block: Chart | Stack, note: str, wide: bool = False) -> str:
+    """A place that the script draws into."""
+    unit = f' <span class="unit">{escape(block.unit)}</span>' if block.unit else ""
+    kind = "chart wide" if wide else "chart"
+    return (
+        f'<figure class="{kind}" '
+        f'id="{escape(block.id)}"><figcaption>{escape(block.title)}{unit}</figcaption>{note}</figure>'
+    )
+
+
+# ---------------------------------------------------------------- lanes, drawn here, so that they need no script
+
+
+def _lanes(lanes: Lanes) -> str:
+    width, end = _WIDTH - _LABEL - 10, lanes.end or 1.0
+    height = _LANE * len(lanes.rows) + _AXIS
+    parts = [_tick(tick / TICKS, width, height, f"{end * tick / TICKS:.3g} {lanes.unit}") for tick in range(TICKS + 1)]
+    for number, (label, bars) in enumerate(lanes.rows):
+        top = number * _LANE
+        parts.append(f'<text x="0" y="{top + 15}">{escape(label)}</text>')
+        parts += [_bar(bar, top, width / end, lanes.unit) for bar in bars]
+    note = f'<p class="note">{escape(lanes.note)}</p>' if lanes.note else ""
+    return (
+        f'<figure class="lanes"><figcaption>{escape(lanes.title)}</figcaption>{_legend(lanes)}'
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'aria-label="{escape(lanes.title)}">{"".join(parts)}</svg>{note}</figure>'
+    )
+
+
+def _tick(share: float, width: int, height: int, label: str) -> str:
+    x, anchor = _LABEL + width * share, {0.0: "start", 1.0: "end"}.get(share, "middle")
+    line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - _AXIS + 4}"/>'
+    return f'{line}<text class="axis" text-anchor="{anchor}" x="{x:.1f}" y="{height - 4}">{escape(label)}</text>'
+
+
+def _bar(bar: Bar, top: int, scale: float, unit: str) -> str:
+    x, width = _LABEL + bar.start * scale, max((bar.stop - bar.start) * scale, 0.5)
+    where = f'x="{x:.2f}" y="{top + 2}" width="{width:.2f}" height="{_LANE - 5}"'
+    title = escape(f"{bar.label}: {bar.stop - bar.start:.3g} {unit}")
+    return f'<rect class="k{color_of(bar.kind)}" {where}><title>{title}</title></rect>'
+
+
+def _legend(lanes: Lanes) -> str:
+    kinds = dict.fromkeys((bar.kind, bar.label) for _, bars in lanes.rows for bar in bars)
+    signs = "".join(f'<span><i class="k{color_of(kind)}"></i>{escape(label)}</span>' for kind, label in kinds)
+    return f'<p class="legend">{signs}</p>'
+
+
+# ---------------------------------------------------------------- what a model wrote
+
+
+def _sample(sample: SampleBlock) -> str:
+    tokens = "".join(_token(token, sample) for token in sample.tokens)
+    facts = "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span>" for name, value in sample.facts)
+    return (
+        f'<figure class="sample"><figcaption>{escape(sample.title)}</figcaption><p class="facts">{facts}</p>'
+        f'<pre class="prompt">{escape(sample.prompt)}</pre><pre class="response">{tokens}</pre></figure>'
+    )
+
+
+def _token(token: Token, sample: SampleBlock) -> str:
+    if token.value is None:
+        return f"<span>{escape(token.text)}</span>"
+    shade = round(max(-1.0, min(1.0, token.value / sample.scale)) * SHADES)
+    return f'<span class="t{shade}" title="{escape(sample.meaning)} {token.value:.3g}">{escape(token.text)}</span>'
+
+
+def _pair(pair: Pair) -> str:
+    sides = "".join(
+        f"<div><h4>{escape(head)}</h4><pre>{escape(text)}</pre></div>" for head, text in (pair.left, pair.right)
+    )
+    return (
+        f'<figure class="sample"><figcaption>{escape(pair.title)}</figcaption><pre '
+        f'class="prompt">{escape(pair.prompt)}</pre>'
+        f'<div class="pair">{sides}</div></figure>'
+    )

@@ -1,0 +1,169 @@
+"""A run's page, served while the run goes on: on this machine alone, to who has the token.
+
+The page asks again every few seconds and is answered 304 until the run directory has changed. It is made anew when it
+is asked for, never more than a tenth of the time: a run of many steps takes seconds to read, and the machine belongs to
+the run.
+"""
+
+import hashlib
+import hmac
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from mrl.errors import EnvironmentFault, MrlError
+from mrl.record.attempts import ATTEMPTS
+from mrl.record.run_dir import RunDir
+from mrl.record.run_lock import in_use
+from mrl.tools.report.html import page_html
+from mrl.tools.report.page import Page, PageSection, Paragraph
+from mrl.tools.report.run_record import NoStepYet, read_run
+from mrl.tools.report.sections import run_page
+
+LOOPBACK = "127.0.0.1"
+IDLE_S = 30.0  # without a request, or the rest of one, a connection ends
+SHARE = 0.1  # of the time, at most, that goes into making pages
+
+
+@dataclass(frozen=True)
+class Served:
+    """A page as it is sent. `tag` changes with the run directory."""
+
+    tag: str
+    body: bytes
+
+
+class LivePage:
+    """The newest page of a run directory."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock, self._lock = folder, clock, threading.Lock()
+        self._newest: Served | None = None
+        self._rest_until = 0.0
+
+    def page(self) -> Served:
+        """Made anew where the directory has changed and the last one is long enough ago."""
+        with self._lock:
+            tag = state_tag(self._folder)
+            stale = self._newest is None or (tag != self._newest.tag and self._clock() >= self._rest_until)
+            if stale:
+                began = self._clock()
+                self._newest = Served(tag, page_html(self._made(), live=tag).encode())
+                now = self._clock()
+                self._rest_until = now + (now - began) * (1 - SHARE) / SHARE
+            return self._newest
+
+    def _made(self) -> Page:
+        """The run's page; one that says what is amiss where there is none (yet)."""
+        try:
+            return run_page(read_run(self._folder))
+        except NoStepYet as error:
+            words = Paragraph(f"{error}. This page shows the first step as soon as it is written.")
+        except MrlError as error:
+            words = Paragraph(str(error), "bad")
+        return Page(self._folder.resolve().name, str(self._folder), (PageSection("verdict", "Verdict", (words,)),))
+
+
+def state_tag(folder: Path) -> str:
+    """Changes whenever a run writes a step, a sample, a validation, or how it ended."""
+    run = RunDir(folder)
+    parts = [str(in_use(folder))]
+    for path in (
+        run.metrics,
+        folder / ATTEMPTS,
+        run.config,
+        run.samples,
+        run.validation,
+        run.checkpoints,
+        run.lost_engines,
+    ):
+        try:
+            stat = path.stat()
+            parts.append(f"{stat.st_mtime_ns} {stat.st_size}")
+        except OSError:
+            parts.append("none")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+
+
+class LiveServer:
+    """Serves one run's page at `url` until it is closed. Raises EnvironmentFault for a port that is taken."""
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self.token = secrets.token_urlsafe(24)
+        try:
+            self._server = ThreadingHTTPServer((LOOPBACK, port), _handler(LivePage(folder), self.token))
+        except OSError as error:
+            raise EnvironmentFault(
+                f"--port {port}: cannot be listened on ({error.strerror}); 0 takes a free one"
+            ) from error
+        self._server.daemon_threads = True
+
+    @property
+    def port(self) -> int:
+        """The port that was taken."""
+        return self._server.server_address[1]
+
+    @property
+    def url(self) -> str:
+        """With the token: who has it sees the page."""
+        return f"http://{LOOPBACK}:{self.port}/?token={self.token}"
+
+    def serve(self) -> None:
+        """Answers until `close` is called, or an exception such as Ctrl-C comes."""
+        self._server.serve_forever(poll_interval=0.2)
+
+    def close(self) -> None:
+        """Stops answering, from another thread than `serve`'s."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _handler(page: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
+    """What answers one request: GET of `/` with the token, and nothing else."""
+
+    class Handler(BaseHTTPRequestHandler):
+        server_version, sys_version = "mrl", ""
+        timeout = IDLE_S
+
+        def do_GET(self) -> None:
+            try:
+                asked = urlsplit(self.path)
+            except ValueError:  # half an IPv6 address
+                return self._answer(404, b"There is one page, at /.\n", "text/plain")
+            given = parse_qs(asked.query).get("token", [""])[0]
+            if not self._for_us() or not hmac.compare_digest(given.encode(), token.encode()):
+                return self._answer(403, b"The address needs the token that mrl watch printed.\n", "text/plain")
+            if asked.path != "/":
+                return self._answer(404, b"There is one page, at /.\n", "text/plain")
+            served = page.page()
+            if self.headers.get("If-None-Match") == f'"{served.tag}"':
+                return self._answer(304, b"", "text/html", served.tag)
+            return self._answer(200, served.body, "text/html", served.tag)
+
+        def _for_us(self) -> bool:
+            """Another host's name that was bent to this address (DNS rebinding) is none of ours."""
+            port = self.server.server_address[1]
+            return self.headers.get("Host") in (f"{LOOPBACK}:{port}", f"localhost:{port}")
+
+        def _answer(self, status: int, body: bytes, kind: str, tag: str = "") -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("Referrer-Policy", "no-referrer")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
+            if tag:
+                self.send_header("ETag", f'"{tag}"')
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_) -> None:
+            """Says nothing: the token would stand in every line."""
+
+    return Handler

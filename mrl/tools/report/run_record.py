@@ -1,0 +1,232 @@
+"""What a run directory holds, typed: of a run that goes on, has ended or was killed, whoever wrote it."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig
+from mrl.errors import ConfigError, MrlError
+from mrl.plain_files import open_regular
+from mrl.plan.run_plan import load_plan
+from mrl.record.attempts import Attempt, read_attempts
+from mrl.record.goodput import Goodput, goodput_of
+from mrl.record.run_dir import RunDir, read_metrics
+from mrl.record.run_lock import in_use
+from mrl.tools.report.columns import STEP, Curve, curves_of
+from mrl.tools.report.heldout import Response, read_responses
+from mrl.tools.report.settings import Settings, read_settings
+from mrl.train.advice import advisers
+
+_NUMBERED = re.compile(r"step-(\d+)(\.\w+)?")
+LOG_TAIL_LINES, LOG_TAIL_BYTES = 12, 200_000
+_TROUBLE = re.compile(r"\b(ERROR|Error|error|Traceback|Exception|Killed|OutOfMemory)\b")
+
+
+class NoStepYet(ConfigError):
+    """A run directory without a step, and without a failure, to make a page of."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a run printed, or would have, of a step."""
+
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. `config` is None where another version wrote it; `notes` say what of the directory could not be read."""
+
+    path: Path
+    settings: Settings
+    config: RunConfig | None
+    plan: dict[str, Any] | None
+    rows: list[dict[str, Any]]
+    attempts: list[Attempt]
+    running: bool
+    notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the directory."""
+        return self.path.resolve().name
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        """Every metric over steps."""
+        return curves_of(self.rows)
+
+    @cached_property
+    def by_step(self) -> dict[int, dict[str, Any]]:
+        """The line of each step; a step that was written twice counts by its last line."""
+        return {row[STEP]: row for row in self.rows}
+
+    @property
+    def last_step(self) -> int:
+        """Steps finished."""
+        return max(self.by_step, default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps that the run is to have, where its configuration says it."""
+        return self.settings.number("trainer.total_training_steps") and int(
+            self.settings.number("trainer.total_training_steps")
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing of the run is left to do."""
+        return not self.running and (self._ended_well or (not self.attempts and self.last_step == self.total_steps))
+
+    @property
+    def _ended_well(self) -> bool:
+        return bool(self.attempts) and self.attempts[-1].exit_code == 0
+
+    @cached_property
+    def missing_steps(self) -> tuple[int, ...]:
+        """Steps that were done and have no line: in between, up to the newest checkpoint, or, where the last start
+        ended well, up to the last step of the run. The line of a step that a resume goes on from is in its checkpoint.
+        """
+        first = min((attempt.step for attempt in self.attempts), default=min(self.by_step, default=1) - 1)
+        done = [self.last_step]
+        if not self.running:  # a step is saved before its line is written
+            done += self.checkpoints
+        if self.finished and self._ended_well:
+            done.append(self.total_steps or 0)
+        elsewhere = set() if self.finished else {max(self.checkpoints, default=0)}
+        return tuple(sorted(set(range(first + 1, max(done) + 1)) - self.by_step.keys() - elsewhere))
+
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        """Where the wall time of the run went; None where older versions wrote it."""
+        return goodput_of(self.path)
+
+    @cached_property
+    def checkpoints(self) -> tuple[int, ...]:
+        """Steps that there is a checkpoint of."""
+        return _numbered(RunDir(self.path).checkpoints)
+
+    @cached_property
+    def sample_steps(self) -> tuple[int, ...]:
+        """Steps whose training samples are there."""
+        return _numbered(RunDir(self.path).samples)
+
+    @cached_property
+    def validation_steps(self) -> tuple[int, ...]:
+        """Steps whose held-out responses are there."""
+        return _numbered(RunDir(self.path).validation)
+
+    def responses(self, step: int) -> list[Response]:
+        """Held-out responses after `step`, whose file is read once; none where there is no file."""
+        if step not in self._responses:
+            self._responses[step] = read_responses(RunDir(self.path).validation, step)
+        return self._responses[step]
+
+    @cached_property
+    def _responses(self) -> dict[int, list[Response]]:
+        """By step, those that were asked for."""
+        return {}
+
+    def matching(self, pattern: str) -> list[str]:
+        """Names of metrics that a regular expression fits from end to end, in the order of the lines."""
+        return [name for name in self.curves if re.fullmatch(pattern, name)]
+
+    @cached_property
+    def advice(self) -> list[Advice]:
+        """The first of each kind, as the run printed it."""
+        if self.config is None:
+            return []
+        config = self.config
+        found = []
+        left = advisers(config.algorithm, config.rollout, config.cluster.device, config.updates_per_step)
+        for row in self.rows:
+            for adviser in tuple(left):
+                if text := adviser(_numbers(row)):
+                    left.remove(adviser)
+                    found.append(Advice(row[STEP], text.removeprefix("warning: ")))
+        return found
+
+    def log_tails(self) -> dict[str, list[str]]:
+        """The last lines of each log that sound of trouble, at most LOG_TAIL_LINES of each."""
+        tails = {file.name: _troubled(file) for file in sorted(RunDir(self.path).logs.glob("*.log"))}
+        return {name: lines for name, lines in tails.items() if lines}
+
+
+def read_run(path: Path | str) -> RunRecord:
+    """Reads a run directory, whatever process writes it meanwhile.
+
+    Raises ConfigError for what is none, for a damaged metrics.jsonl and for a plan of another version; NoStepYet where
+    neither a step nor a failure is written.
+    """
+    folder = RunDir(Path(path))
+    _check_is_run(folder)
+    settings = read_settings(folder.config)
+    rows, notes = read_metrics(folder.metrics), []
+    config = _config(folder.config, notes)
+    record = RunRecord(
+        folder.path,
+        settings,
+        config,
+        _plan(folder.plan, notes),
+        rows,
+        read_attempts(folder.path),
+        in_use(folder.path),
+        tuple(notes),
+    )
+    if not rows and not any(attempt.exit_code for attempt in record.attempts):
+        going = "it is being started" if record.running else "it ended before its first, or was not started yet"
+        raise NoStepYet(f"{folder.path}: no step is written yet: {going}")
+    return record
+
+
+def _check_is_run(folder: RunDir) -> None:
+    path = folder.path
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no folder; give a run directory (trainer.run_dir, such as runs/NAME)")
+    if not folder.config.is_file():
+        inside = sorted(child.parent for child in path.glob(f"*/{folder.config.name}"))
+        those = f"; runs in it: {', '.join(map(str, inside[:4]))}" if inside else ""
+        raise ConfigError(f"{path} holds no run: there is no {folder.config.name}{those}")
+
+
+def _config(file: Path, notes: list[str]) -> RunConfig | None:
+    try:
+        return load_config(file).config
+    except MrlError as error:
+        first = " ".join(str(error).splitlines()[:2])
+        notes.append(
+            f"The configuration was written by another version of mrl; what needs its keys is left out ({first})."
+        )
+        return None
+
+
+def _plan(file: Path, notes: list[str]) -> dict[str, Any] | None:
+    if not file.exists():
+        notes.append("There is no plan.json: what was planned is left out.")
+        return None
+    return load_plan(file)
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
+
+
+def _numbered(folder: Path) -> tuple[int, ...]:
+    names = [_NUMBERED.fullmatch(file.name) for file in folder.glob("step-*")] if folder.is_dir() else []
+    return tuple(sorted({int(found[1]) for found in names if found}))
+
+
+def _troubled(file: Path) -> list[str]:
+    try:
+        with os.fdopen(open_regular(file), "rb") as log:
+            log.seek(max(0, file.stat().st_size - LOG_TAIL_BYTES))
+            lines = log.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if _TROUBLE.search(line)][-LOG_TAIL_LINES:]

@@ -1,0 +1,151 @@
+"""Training samples for people: which of a step's responses are worth a look, and their tokens as text."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from mrl.record.sample_files import read_samples, readable, rows_of
+from mrl.record.shown_rows import ShownRows, extreme_rows
+from mrl.tools.report.page import Token
+
+_TORN = "\ufffd"  # what a decoder gives for bytes that are no whole character
+_WHOLE_AFTER = 4  # tokens: no character of UTF-8 has more bytes
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """One response of a training step. `versions`: weights that made it, oldest first."""
+
+    row: int
+    prompt_id: int
+    prompt_ids: list[int]
+    response_ids: list[int]
+    rollout_log_probs: list[float]
+    stop_reason: str
+    versions: tuple[int, ...]
+    score: float
+    reason: str
+    old_log_probs: list[float | None] | None = None  # the trainer's, of the first LONGEST tokens
+    sampled: list[bool] | None = None  # false of context, of which no log-prob means anything; None: all are
+    turns: tuple[str, ...] = ()  # where there are several, what was called in each and what it took
+
+    @property
+    def log_probs(self) -> list[float | None]:
+        """The engine's; None of context."""
+        if self.sampled is None:
+            return self.rollout_log_probs
+        pairs = zip(self.rollout_log_probs, self.sampled, strict=True)
+        return [value if sampled else None for value, sampled in pairs]
+
+
+def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, list[TrainingSample]]:
+    """The best, the worst and, where `shown` is of this step, the most changed of a step's responses, by kind.
+
+    Of a large file only the scores and what is shown are read. Raises DataError for a damaged one.
+    """
+    with readable(folder, step):
+        file = folder / f"step-{step}.parquet"
+        if not file.exists():
+            samples = [_old_row(row) for row in read_samples(folder, step)]
+            scores, reasons = [one.score for one in samples], [one.reason for one in samples]
+            kinds = extreme_rows(scores, [one.prompt_id for one in samples], reasons)
+            return {kind: [samples[row] for row in rows] for kind, rows in kinds.items()}
+        columns = pq.read_table(file, columns=["score", "group_id", "sample_id", "reason"])
+        of_rows = [columns[name].to_pylist() for name in ("score", "group_id", "reason")]
+        kinds = extreme_rows(*of_rows)
+        by_id = shown.log_probs if shown is not None and shown.step == step else {}
+        # the file may have fewer rows than the step had (record.samples)
+        log_probs = {row: by_id[id] for row, id in enumerate(columns["sample_id"].to_pylist()) if id in by_id}
+        if log_probs:
+            kinds["changed"] = sorted(log_probs.keys() - {row for rows in kinds.values() for row in rows})
+        wanted = sorted({row for rows in kinds.values() for row in rows})
+        found = zip(wanted, rows_of(file, np.array(wanted, np.int64)), strict=True)
+        samples = {row: _new_row(row, values) for row, values in found}
+        return {
+            kind: [replace(samples[row], old_log_probs=log_probs.get(row)) for row in rows]
+            for kind, rows in kinds.items()
+        }
+
+
+def _new_row(number: int, row: dict[str, Any]) -> TrainingSample:
+    versions = tuple(span["version"] for span in row["weight_version"])
+    return _sample(number, row, versions, row["score"], row["reason"])
+
+
+def _old_row(row: dict[str, Any]) -> TrainingSample:
+    return _sample(row["sample_id"], row, (row["weight_version"],), row["reward"]["score"], row["reward"]["reason"])
+
+
+def _sample(
+    number: int, row: dict[str, Any], versions: tuple[int, ...], score: float, reason: str | None
+) -> TrainingSample:
+    response_ids, log_probs = _ids(row["response_ids"]), [float(value) for value in row["rollout_log_probs"]]
+    if len(response_ids) != len(log_probs):
+        raise ValueError(f"{len(response_ids)} tokens with {len(log_probs)} log-probs")
+    return TrainingSample(
+        number, int(row["prompt_id"]), _ids(row["prompt_ids"]), response_ids, log_probs, str(row["stop_reason"]),
+        tuple(map(int, versions)), float(score), str(reason), sampled=row.get("sampled"),
+        turns=tuple(_turns(row.get("turns") or [], iter(row.get("calls") or []))),
+    )  # fmt: skip
+
+
+def _turns(turns: Sequence[dict[str, Any]], calls: Iterator[dict[str, Any]]) -> Iterator[str]:
+    for turn in turns if len(turns) > 1 else ():
+        called = [f"{call['name'] or 'no tool'} {call['reason']}" for call in islice(calls, turn["calls"])]
+        said = f"{', '.join(called) or 'no call'}, from token {turn['first_token']}"
+        took = f", {turn['seconds']:.2f} s" if turn["calls"] else ""
+        reward = f", reward {turn['reward']:g}" if turn.get("reward") else ""
+        yield said + took + reward
+
+
+def _ids(values: Sequence[int]) -> list[int]:
+    if not all(type(value) is int and 0 <= value < 2**31 for value in values):
+        raise ValueError(f"{str(values)[:80]} where token ids are expected")
+    return list(values)
+
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def decoder(folders: Sequence[Path]) -> Decode | None:
+    """Token ids to text by the first folder's tokenizer.json that can be read; None where there is none, or no package
+    for it.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return None
+    for folder in folders:
+        try:
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception:  # the package raises a plain Exception for whatever it does not like
+            continue
+        return lambda ids, tokenizer=tokenizer: tokenizer.decode(list(ids), skip_special_tokens=False)
+    return None
+
+
+def text_of(ids: Sequence[int], decode: Decode | None) -> str:
+    """As text; the numbers where no tokenizer is at hand."""
+    return " ".join(map(str, ids)) if decode is None else decode(ids)
+
+
+def tokens_of(ids: Sequence[int], values: Sequence[float | None], decode: Decode | None) -> tuple[Token, ...]:
+    """Each token's text with its value. Tokens that only together are a character stand together, with the largest of
+    their values.
+    """
+    if decode is None:
+        return tuple(Token(f"{one} ", value) for one, value in zip(ids, values, strict=True))
+    tokens, start = [], 0
+    for stop in range(1, len(ids) + 1):
+        text = decode(ids[start:stop])
+        if _TORN in text and stop - start < _WHOLE_AFTER and stop < len(ids):
+            continue
+        known = [value for value in values[start:stop] if value is not None]
+        tokens.append(Token(text, max(known, key=abs) if known else None))
+        start = stop
+    return tuple(tokens)

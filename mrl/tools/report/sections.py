@@ -1,0 +1,170 @@
+"""A run's page: which sections, in which order; verdict, settings and curves here, the others in sections_run.py."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mrl.record.spec import metric_spec
+from mrl.tools.report.columns import Curve
+from mrl.tools.report.page import Block, Chart, Explorer, Items, Page, PageSection, Paragraph, Series, Table
+from mrl.tools.report.run_record import RunRecord
+from mrl.tools.report.sections_run import (
+    incidents,
+    memory,
+    reproducibility,
+    stacked_curves,
+    staleness,
+    step_times,
+    sync_proof,
+)
+from mrl.tools.report.sections_samples import samples
+from mrl.tools.report.verdict import Verdict, verdict
+
+FOLDED_ABOVE = 12  # rows of a table of settings
+
+
+@dataclass(frozen=True)
+class ChartSpec:
+    """A chart of the page: metrics by regular expressions, those that a run has. `log`: a logarithmic axis at first."""
+
+    id: str
+    title: str
+    patterns: tuple[str, ...]
+    log: bool = False
+    note: str = ""
+
+
+CHARTS = (
+    ChartSpec("reward", "Training score", (r"critic/score/mean", r"critic/rewards/mean"), note="Mean over a step's "
+    "responses."),
+    ChartSpec("held-out", "Held-out score", (r"val-core/.*/mean@\d+",), note="With the 95 % interval over prompts."),
+    ChartSpec("kl", "KL to the old policy and to the "
+    "reference", (r"actor/ppo_kl", r"actor/kl_loss", r"actor/reward_kl_penalty")),
+    ChartSpec("entropy", "Entropy", (r"actor/entropy",)),
+    ChartSpec("clip", "Share that the band clips", (r"actor/pg_clipfrac", r"actor/pg_clipfrac_lower"), note="Healthy: "
+    "above 0, up to 0.4."),
+    ChartSpec(
+        "mismatch", "Generation against training", (r"rollout_corr/k3_kl",), log=True,
+        note="KL(rollout || actor) of the same weights. Above 1e-2 something is wrong.",
+    ),
+    ChartSpec("mismatch-tokens", "Log-prob difference of sampled "
+    "tokens", (r"training/rollout_log_probs_abs_diff_(mean|max)",), log=True),
+    ChartSpec("gradient", "Gradient norm before clipping", (r"actor/grad_norm",), log=True),
+    ChartSpec("ratio", "Spread of the sequence ratio", (r"actor/log_seq_ratio_std",), note="The scale that a clip band "
+    "is to have."),
+    ChartSpec("lengths", "Response length", (r"response_length/(mean|max|min)",)),
+    ChartSpec("cut", "Responses cut off at the "
+    "limit", (r"response_length/clip_ratio", r"val-aux/response_length/clip_ratio")),
+    ChartSpec("groups", "Groups that teach nothing", (r"train/uniform_group_share",), note="All responses of the "
+    "prompt have one score."),
+    ChartSpec("router", "Router", (r"router/drift", r"router/rollout_drift", r"router/missing_routes")),
+    ChartSpec("experts", "Load of experts over the mean", (r"router/load/(max|min)",)),
+    ChartSpec("rate", "Learning rate", (r"actor/lr",)),
+    ChartSpec("speed", "Throughput", (r"perf/throughput",)),
+)  # fmt: skip
+
+
+def run_page(run: RunRecord) -> Page:
+    """The page of one run."""
+    said = verdict(run)
+    sections = (
+        PageSection("verdict", "Verdict", tuple(_verdict(said, run.notes))),
+        PageSection("settings", "What differs from the recipe's defaults", tuple(_settings(run))),
+        PageSection("curves", "Curves", tuple(curve_charts(run))),
+        *filter(
+            None,
+            (
+                step_times(run),
+                memory(run),
+                sync_proof(run),
+                staleness(run),
+                incidents(run),
+                samples(run),
+                reproducibility(run),
+            ),
+        ),
+    )
+    stacked = _stacked(sections, run)
+    return Page(
+        title=f"{run.settings.text('trainer.experiment_name') or run.name}",
+        subtitle=f"{run.path} · {'; '.join(run.settings.head[:1])}",
+        sections=sections,
+        curves=run.curves | stacked,
+        whole=frozenset(stacked),
+        summary=summary(run),
+        headline=said.headline,
+    )
+
+
+def _stacked(sections: tuple[PageSection, ...], run: RunRecord) -> dict[str, Curve]:
+    return stacked_curves(run) if any(section.id == "steps" for section in sections) else {}
+
+
+def _verdict(said: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
+    yield Paragraph(said.headline, said.tone)
+    if said.sentences:
+        yield Items(said.sentences)
+    yield Paragraph("What to do next:")
+    yield Items(said.next_steps)
+    if notes:
+        yield Items(notes)
+
+
+def _settings(run: RunRecord) -> Iterator[Block]:
+    own = run.settings.own()
+    recipe = (
+        f"the recipe {run.settings.recipe} and the schema" if run.settings.recipe else "the schema (no recipe is named)"
+    )
+    yield Paragraph(f"{len(own)} of {len(run.settings.by_key)} keys differ from what {recipe} would give.")
+    said, of_files = ([(s, usual) for s, usual in own if s.on_command_line == by_hand] for by_hand in (True, False))
+    for rows, caption, folded in (
+        (said, "On the command line", False),
+        (of_files, "In files", len(of_files) > FOLDED_ABOVE),
+    ):
+        if rows:
+            cells = tuple((setting.key, setting.value, usual or "(none)", setting.origin) for setting, usual in rows)
+            yield Table(
+                ("key", "here", "otherwise", "said by"), cells, caption=f"{caption}: {len(rows)}", folded=folded
+            )
+
+
+def curve_charts(run: RunRecord) -> Iterator[Block]:
+    """The charts that the run has metrics for, and one of any metric."""
+    for spec in CHARTS:
+        if names := [name for pattern in spec.patterns for name in run.matching(pattern)]:
+            yield Chart(
+                spec.id, spec.title, unit_of(names[0]), tuple(_series(run, name) for name in names), spec.log, spec.note
+            )
+    if run.curves:
+        yield Explorer("any-metric", tuple(sorted(run.curves)))
+
+
+def _series(run: RunRecord, name: str) -> Series:
+    return Series(name, name, interval_of(run, name))
+
+
+def interval_of(run: RunRecord, metric: str) -> tuple[str, str] | None:
+    """The curves of the lower and the upper end of a held-out score's 95 % interval; None of another metric."""
+    auxiliary = re.sub("^val-core/", "val-aux/", metric)
+    ends = (f"{auxiliary}/ci95_low", f"{auxiliary}/ci95_high")
+    return ends if all(end in run.curves for end in ends) else None
+
+
+def unit_of(name: str) -> str:
+    """Unit of a metric; none of one that this version does not declare, or that is a plain number."""
+    try:
+        unit = metric_spec(name).unit
+    except KeyError:
+        return ""
+    return "" if unit == "1" else unit
+
+
+def summary(run: RunRecord) -> Table:
+    """The curves in numbers, for a browser without scripts."""
+    names = [name for spec in CHARTS for pattern in spec.patterns for name in run.matching(pattern)]
+    rows = []
+    for name in names:
+        curve = run.curves[name]
+        values = (curve.values[0], curve.last, curve.values.min(), curve.values.max())
+        rows.append((name, unit_of(name), str(curve.of), *(f"{value:.4g}" for value in values)))
+    return Table(("metric", "unit", "steps", "first", "last", "smallest", "largest"), tuple(rows), (2, 3, 4, 5, 6))

@@ -1,0 +1,434 @@
+"""Sections about the machine: a step's phases, memory, the weight sync's proof, staleness, incidents, how to do it
+again.
+"""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from mrl.plain_files import read_json
+from mrl.plan.memory_phases import ACTOR, phase_bytes
+from mrl.record.run_dir import RunDir
+from mrl.tools.report.columns import Curve
+from mrl.tools.report.page import (
+    Bar,
+    Block,
+    Chart,
+    Facts,
+    Items,
+    Lanes,
+    PageSection,
+    Paragraph,
+    Series,
+    Stack,
+    Table,
+    Text,
+    color_of,
+)
+from mrl.tools.report.run_record import RunRecord
+from mrl.train.lost_engines import whole_losses
+from mrl.units import GIB
+
+# phases in the loop's order, and who works in them
+PHASES = {
+    "gen": "engines", "reward": "driver", "record": "driver", "switch": "both", "old_log_prob": "ranks",
+    "ref": "ranks", "adv": "ranks",
+    "update_actor": "ranks", "save_checkpoint": "ranks", "pause": "engines", "settle": "engines", "reshard": "both",
+    "testing": "engines", "outside": "driver",
+}  # fmt: skip
+STACKED_STEPS = 500
+LANES_OF_A_KIND = 8
+
+
+# ---------------------------------------------------------------- a step
+
+
+def step_times(run: RunRecord) -> PageSection | None:
+    """Phases over steps, and two steps as lanes."""
+    names = _phases(run)
+    if not names:
+        return None
+    stack = Stack(
+        "phases", "Seconds of a step by phase", "s", tuple(Series(n, f"stack/{n}", color=color_of(n)) for n in names)
+    )
+    time = run.curves["timing_s/step"]
+    usual = int(time.steps[np.argsort(time.values)[len(time) // 2]])
+    slowest = int(time.steps[time.values.argmax()])
+    lanes = [_step_lanes(run, usual, f"Step {usual}, as long as most")]
+    if slowest != usual:
+        lanes.append(_step_lanes(run, slowest, f"Step {slowest}, the longest"))
+    return PageSection("steps", "Where the time goes", (stack, *lanes, _phase_table(run, names)))
+
+
+def _phases(run: RunRecord) -> list[str]:
+    if "timing_s/step" not in run.curves:
+        return []
+    return [
+        name for name in PHASES if f"timing_s/{name}" in run.curves and run.curves[f"timing_s/{name}"].values.max() > 0
+    ]
+
+
+def stacked_curves(run: RunRecord) -> dict[str, Curve]:
+    """`stack/PHASE` over the same steps, at most STACKED_STEPS, evenly chosen."""
+    steps = run.curves["timing_s/step"].steps
+    chosen = steps[np.unique(np.linspace(0, len(steps) - 1, min(len(steps), STACKED_STEPS)).astype(int))]
+    rows = [run.by_step[int(step)] for step in chosen]
+    of = {name: np.array([row.get(f"timing_s/{name}") or 0.0 for row in rows], np.float64) for name in _phases(run)}
+    return {f"stack/{name}": Curve(chosen, values, len(steps)) for name, values in of.items()}
+
+
+def _step_lanes(run: RunRecord, step: int, title: str) -> Lanes:
+    row, at, spans = run.by_step[step], 0.0, []
+    for name in PHASES:
+        seconds = row.get(f"timing_s/{name}") or 0.0
+        if seconds > 0:
+            spans.append((name, at, at + seconds))
+            at += seconds
+    note = (
+        "Phases in the loop's order with their measured seconds; what each process does within a phase is not recorded."
+    )
+    if _runs_ahead(run):
+        note += (
+            " Generation runs ahead of training, so engines work beside all of it: `gen` is what training waits "
+            "for them."
+        )
+    return Lanes(title, "s", tuple(_lane_rows(run, spans)), max(at, row.get("timing_s/step") or 0.0), note)
+
+
+def _runs_ahead(run: RunRecord) -> bool:
+    return run.settings.text("trainer.schedule", "sync") != "sync"
+
+
+def _lane_rows(run: RunRecord, spans: list[tuple[str, float, float]]) -> Iterator[tuple[str, tuple[Bar, ...]]]:
+    yield "the loop", tuple(Bar(name, a, b, name) for name, a, b in spans)
+    if run.plan is None:
+        return
+    layout = run.plan["layout"]
+    ranks = {(r["node"], r["device"]): f"rank {r['rank']}" for r in layout["ranks"]}
+    workers = {(w["node"], w["device"]): f"engine {w['engine']} worker {w['worker']}" for w in layout["workers"]}
+    colocated = layout["placement"] != "separate"
+    groups = [(ranks, {"ranks", "both", *(("engines",) if colocated else ())})]
+    if not colocated:
+        groups.append((workers, {"engines", "both"}))
+    for places, who in groups:
+        bars = tuple(Bar(name, a, b, name) for name, a, b in spans if PHASES[name] in who)
+        for (node, device), name in list(places.items())[:LANES_OF_A_KIND]:
+            label = f"{name} + {workers.get((node, device), 'engine')}" if colocated else name
+            yield f"{_place(node, device)}: {label}"[:34], bars
+        if len(places) > LANES_OF_A_KIND:
+            yield f"... and {len(places) - LANES_OF_A_KIND} devices alike", bars
+
+
+def _place(node: int, device: int) -> str:
+    return f"{node}/{device}"
+
+
+def _phase_table(run: RunRecord, names: list[str]) -> Table:
+    total = run.curves["timing_s/step"].values.sum()
+    rows = []
+    for name in names:
+        values = run.curves[f"timing_s/{name}"].values
+        quantiles = (np.median(values), np.quantile(values, 0.95), values.max())
+        rows.append((name, *(f"{v:.3g}" for v in quantiles), f"{values.sum() / total:.1%}"))
+    return Table(
+        ("phase", "median s", "95th percentile s", "longest s", "share of all steps"), tuple(rows), (1, 2, 3, 4)
+    )
+
+
+# ---------------------------------------------------------------- memory
+
+
+def memory(run: RunRecord) -> PageSection | None:
+    """What the plan gives every phase of the fullest device, and what was measured."""
+    if run.plan is None:
+        return None
+    return PageSection(
+        "memory", "Memory, planned and measured", tuple(_memory_blocks(run, run.plan["memory"], run.plan["device"]))
+    )
+
+
+def _memory_blocks(run: RunRecord, planned: dict, device: dict) -> Iterator[Block]:
+    phases, rows = planned["phases"], []
+    for name, phase in phases.items():
+        at, bars = 0.0, []
+        for term, size in sorted(phase["terms"].items(), key=lambda t: -t[1]):
+            if size:
+                bars.append(Bar(term.replace("_", " "), at, at + size / GIB, term))
+                at += size / GIB
+        rows.append((name.replace("_", " "), tuple(bars)))
+    fullest = max(phase["bytes"] for phase in phases.values()) / GIB
+    most = max(phase["device_bytes"] for phase in phases.values()) / GIB
+    yield Lanes(
+        f"Planned for the fullest {device['name']} device, by phase",
+        "GiB",
+        tuple(rows),
+        fullest,
+        f"The device has {most:.3g} GiB to plan with.",
+    )
+    table = [
+        (
+            name.replace("_", " "),
+            f"{p['bytes'] / GIB:.3g}",
+            f"{p['device_bytes'] / GIB:.3g}",
+            "fits" if p["fits"] else f"does not fit: {p['change']}",
+        )
+        for name, p in phases.items()
+    ]
+    yield Table(("phase", "planned GiB", "device GiB", "verdict of the plan"), tuple(table), (1, 2))
+    yield from _measured(run, planned, fullest)
+
+
+def _measured(run: RunRecord, planned: dict, fullest: float) -> Iterator[Block]:
+    names = [
+        name
+        for name in ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb")
+        if name in run.curves
+    ]
+    if "perf/max_memory_allocated_gb" in run.curves:
+        most = run.curves["perf/max_memory_allocated_gb"].values.max()
+        of_a_rank = max(phase_bytes(run.plan, name).holders[ACTOR] for name in planned["phases"]) / GIB
+        yield Paragraph(
+            f"Measured on the fullest rank: {most:.3g} GiB allocated at most; planned for ranks: {of_a_rank:.3g} GiB, "
+            "engines that share their devices left out."
+        )
+    else:
+        host = planned["host"]["bytes_per_node"] / GIB
+        yield Paragraph(
+            "This device counts no memory of its own. Measured is what the whole host has in use, whatever uses it; "
+            "planned for the "
+            f"run's processes are {host:.3g} GiB of a node beside the devices' {fullest:.3g} GiB each."
+        )
+    if names:
+        yield Chart("memory-measured", "Memory measured", "GiB", tuple(Series(name, name) for name in names))
+
+
+# ---------------------------------------------------------------- the weight sync
+
+
+def sync_proof(run: RunRecord) -> PageSection | None:
+    """Whether the engines were shown to hold the trainer's weights, and what it cost."""
+    verified = run.curves.get("reshard/verified")
+    if verified is None:
+        return None
+    return PageSection("sync", "The weight sync's proof", tuple(_sync_blocks(run, verified)))
+
+
+def _sync_blocks(run: RunRecord, verified: Curve) -> Iterator[Block]:
+    every = run.settings.text("reshard.verify_every", "?")
+    proved, unproved = int((verified.values == 1).sum()), verified.steps[verified.values != 1]
+    read_back = (
+        f"Read back from the engines and equal to what the ranks sent: {proved} of {len(verified)} syncs "
+        f"(reshard.verify_every {every})."
+    )
+    yield Paragraph(read_back, "good" if not len(unproved) else "plain")
+    if len(unproved):
+        yield Paragraph(
+            f"Not read back after steps {_some(unproved)}; digests of what arrived in load layout were compared in "
+            "every one, and a "
+            "version is served only once all ranks agree."
+        )
+    planned = run.plan["reshard"] if run.plan else {}
+    yield Facts(tuple(_sync_facts(run, planned)))
+    yield Chart("sync-seconds", "Seconds of a sync", "s", (Series("reshard/seconds", "reshard/seconds"),))
+
+
+def _sync_facts(run: RunRecord, planned: dict) -> Iterator[tuple[str, str]]:
+    last = run.by_step[int(run.curves["reshard/verified"].steps[-1])]
+    moved, required = last.get("reshard/bytes_moved"), last.get("reshard/bytes_required")
+    if moved is not None and required:
+        yield (
+            "bytes",
+            f"{_bytes(moved)} moved, {_bytes(required)} required ({moved / required:.3g} times the lower bound)",
+        )
+    if (seconds := run.curves.get("reshard/seconds")) is not None:
+        guess = (
+            f"; planned {planned['predicted_seconds']:.3g}, wire alone at least {planned['bound_seconds']:.3g}"
+            if planned
+            else ""
+        )
+        yield "seconds", f"median {np.median(seconds.values):.3g}, longest {seconds.values.max():.3g}{guess}"
+    if (staging := last.get("reshard/peak_staging_bytes")) is not None:
+        budget = f" of a budget of {_bytes(planned['budget_bytes'])} a round" if planned else ""
+        yield "staging", f"{_bytes(staging)} at most on a rank{budget}"
+    if "reshard/engines" in last:
+        yield "receivers", f"{last['reshard/engines']:.0f} engines, {last['reshard/workers']:.0f} workers"
+    resynced = run.curves.get("reshard/resynced")
+    yield "done again", f"{0 if resynced is None else resynced.values.sum():.0f} syncs failed at first"
+    yield "version held now", f"{last.get('reshard/weight_version', float('nan')):.0f} after step {run.last_step}"
+    if planned:
+        yield "plan of the sync", planned["hash"]
+
+
+def _some(numbers: Sequence[int] | np.ndarray) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} bytes"
+
+
+# ---------------------------------------------------------------- staleness
+
+
+def staleness(run: RunRecord) -> PageSection | None:
+    """How old what is trained on is, where generation runs ahead."""
+    ages = run.matching(r"training/off_policy/trajectory_staleness/(mean|max|min)")
+    if not ages:
+        return None
+    bound, schedule = run.settings.text("trainer.max_staleness", "?"), run.settings.text("trainer.schedule", "?")
+    oldest = max(run.curves[name].values.max() for name in ages)
+    blocks: list[Block] = [
+        Paragraph(
+            f"Schedule {schedule}, trainer.max_staleness {bound}: the oldest token trained on was {oldest:.0f} updates "
+            "of the weights old."
+        ),
+        Chart(
+            "staleness-age", "Age of a response's oldest token", "updates", tuple(Series(name, name) for name in ages)
+        ),
+    ]
+    for id, title, pattern in (
+        ("staleness-versions", "Versions of the weights that made a response", r"async/versions_per_sample"),
+        ("staleness-ahead", "Groups ahead, and dropped", r"async/(groups_ahead|dropped_groups)"),
+    ):
+        if names := run.matching(pattern):
+            blocks.append(Chart(id, title, "", tuple(Series(name, name) for name in names)))
+    return PageSection("staleness", "Staleness", tuple(blocks))
+
+
+# ---------------------------------------------------------------- incidents
+
+
+def incidents(run: RunRecord) -> PageSection:
+    """Whatever did not go as it should, in the order of steps; and what logs say where the run ended badly."""
+    rows = sorted(_incidents(run), key=lambda row: row[0])
+    table = Table(("step", "what", "meaning"), tuple((str(step), what, meaning) for step, what, meaning in rows), (0,))
+    blocks: list[Block] = [table] if rows else [Paragraph("None is recorded.")]
+    blocks += [Items(tuple(_starts(run)))] if run.attempts else []
+    if not run.finished and not run.running:
+        tails = run.log_tails()
+        blocks += [
+            Text("\n".join(lines), f"logs/{name}, its last lines that sound of trouble")
+            for name, lines in tails.items()
+        ]
+    return PageSection("incidents", "Incidents", tuple(blocks))
+
+
+_COUNTED = {
+    "reshard/resynced": "weight syncs failed at first and were done again",
+    "actor/skipped_updates": "updates were left out: a gradient norm not finite, or every token rejected",
+    "reward/failed": "rewards failed; they counted as reward.failure_score",
+    "rollout/stale_prefix_tokens": "prompts were answered from a cache of older weights, which is a defect",
+}
+_GROWING = {
+    "training/failed_saves": "checkpoints were not saved; those before stayed",
+    "training/failed_sample_files": "files of samples were not written: the disk took no more",
+    "async/dropped_groups": "groups were generated and not trained on",
+}
+
+
+def _incidents(run: RunRecord) -> Iterator[tuple[int, str, str]]:
+    for name, meaning in _COUNTED.items():
+        curve = run.curves.get(name)
+        if curve is not None and (curve.values > 0).any():
+            first = int(curve.steps[curve.values > 0][0])
+            yield (
+                first,
+                f"{name} {curve.values.sum():g} in {int((curve.values > 0).sum())} steps",
+                f"{meaning} (first in this step)",
+            )
+    for name, meaning in _GROWING.items():
+        curve = run.curves.get(name)
+        if curve is not None and curve.last > 0:
+            yield int(curve.steps[curve.values > 0][0]), f"{name} {curve.last:g}", f"{meaning} (first in this step)"
+    for attempt in run.attempts:
+        if attempt.generated_again:
+            lost = "of later steps, lost with the process or the node that a start before ended with"
+            yield attempt.step, f"{attempt.generated_again} responses generated again", lost
+        for step in attempt.restarted_at:
+            yield (
+                step,
+                "ranks were lost and started again",
+                "behind the newest checkpoint; why stands in attempts.jsonl",
+            )
+    for advice in run.advice:
+        yield advice.step, "advice", advice.text
+    yield from _lost_engines(run)
+    steps = sorted(run.by_step)
+    for before, after in pairwise(steps):
+        if after - before > 1:
+            yield after, "missing lines", f"metrics.jsonl has none of steps {before + 1} to {after - 1}"
+
+
+def _lost_engines(run: RunRecord) -> Iterator[tuple[int, str, str]]:
+    file = RunDir(run.path).lost_engines
+    losses, damaged = whole_losses(file)
+    for loss in losses:
+        groups = f"{len(loss.groups)} unfinished groups" if len(loss.groups) != 1 else "1 unfinished group"
+        prompts = f": prompts {_some([group.prompt_id for group in loss.groups])}" if loss.groups else ""
+        yield loss.step, f"lost: {', '.join(loss.engines)}", f"{loss.why} ({groups}{prompts})"
+    if damaged:
+        meaning = "cannot be read; a run that resumes refuses the file"
+        yield run.last_step, f"{file.name}: {damaged} damaged {'lines' if damaged > 1 else 'line'}", meaning
+
+
+def _starts(run: RunRecord) -> Iterator[str]:
+    for number, attempt in enumerate(run.attempts, 1):
+        again = f", with {attempt.generated_again} responses generated again" if attempt.generated_again else ""
+        begun = f"Start {number}: {attempt.began} on {attempt.host}, from step {attempt.step}{again}"
+        if attempt.exit_code is not None:
+            why = f": {attempt.message}" if attempt.message else ""
+            yield f"{begun}; ended {attempt.ended} with exit code {attempt.exit_code}{why}"
+        elif run.running and number == len(run.attempts):
+            yield f"{begun}; it goes on"
+        else:
+            yield f"{begun}; it wrote no end: the process was killed"
+
+
+# ---------------------------------------------------------------- how to do it again
+
+
+def reproducibility(run: RunRecord) -> PageSection:
+    """Hashes, seeds, versions, command."""
+    blocks: list[Block] = [Facts(tuple(_identity(run)))]
+    if run.attempts:
+        blocks.append(Text(shlex.join(run.attempts[-1].command), "command of the last start"))
+        versions = run.attempts[-1].versions
+        blocks.append(
+            Table(("package", "version"), tuple(sorted(versions.items())), caption="versions of the last start")
+        )
+    again = f"mrl train {shlex.quote(str(RunDir(run.path).config))} --run-dir NEW"
+    blocks.append(Text(again, "the same run again, from its resolved configuration"))
+    return PageSection("reproducibility", "Reproducibility", tuple(blocks))
+
+
+def _identity(run: RunRecord) -> Iterator[tuple[str, str]]:
+    settings = run.settings
+    yield "seed", settings.text("trainer.seed")
+    yield "deterministic", settings.text("trainer.deterministic")
+    yield "model", settings.text("model.path")
+    yield "loss", next((line.removeprefix("loss: ") for line in settings.head if line.startswith("loss: ")), "")
+    yield "training data", settings.text("data.train_files")
+    yield "held-out data", settings.text("data.val_files")
+    if run.plan:
+        yield "plan", run.plan["hash"]
+        yield "plan of the weight sync", run.plan["reshard"]["hash"]
+    if fingerprint := data_fingerprint(run):
+        yield "prompts (fingerprint)", fingerprint
+    yield "checkpoints", ", ".join(f"step-{step}" for step in run.checkpoints) or "none"
+
+
+def data_fingerprint(run: RunRecord) -> str:
+    """Of the training prompts, as the newest checkpoint's manifest has it; empty without one that can be read."""
+    if not run.checkpoints:
+        return ""
+    try:
+        file = RunDir(run.path).checkpoints / f"step-{run.checkpoints[-1]}" / "manifest.json"
+        return str(read_json(file, strict=False)["trainer"]["data_fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,123 @@
+"""A resolved configuration as its lines say it: every key with its text and origin, of whatever version wrote it."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic_core import PydanticUndefined
+
+from mrl.config.load import COMMAND_LINE, RECIPES, available_recipes
+from mrl.config.schema import schema_keys
+from mrl.config.yaml_tree import Node, dump_value, parse_yaml
+from mrl.errors import ConfigError
+from mrl.plain_files import CONFIG_BYTES, read_text, reason
+
+_DEFAULT, _RECIPE = "default", "recipe "
+_LEAF = re.compile(r"(?P<indent> *)(?P<key>[^\s:#][^:]*):(?: (?P<value>.*?)  # (?P<origin>.*))?")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key: its value as YAML text and where that was said."""
+
+    key: str
+    value: str
+    origin: str
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the user or a preset said it, and not the recipe or the schema."""
+        return self.origin != _DEFAULT and not self.origin.startswith(_RECIPE)
+
+    @property
+    def on_command_line(self) -> bool:
+        """Whether `--set` said it."""
+        return self.origin == COMMAND_LINE
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A whole resolved configuration. `recipe`: the name in its head, None where it names none."""
+
+    by_key: dict[str, Setting]
+    recipe: str | None
+    head: tuple[str, ...]
+
+    def text(self, key: str, missing: str = "") -> str:
+        """The value of a key: text as it is, anything else as YAML writes it."""
+        if key not in self.by_key:
+            return missing
+        value = self.by_key[key].value
+        plain = parse_yaml(value, key, with_lines=False).value
+        return plain if isinstance(plain, str) else value
+
+    def number(self, key: str) -> float | None:
+        """The value of a key, where it is a number."""
+        try:
+            return float(self.text(key))
+        except ValueError:
+            return None
+
+    def own(self) -> list[tuple[Setting, str]]:
+        """Settings that differ from the recipe's and the schema's values, each with the value that it would have
+        without.
+        """
+        usual = _usual(self.recipe)
+        rows = [(setting, usual.get(key, "")) for key, setting in self.by_key.items() if setting.is_own]
+        return [(setting, value) for setting, value in rows if setting.value != value]
+
+
+def read_settings(path: Path) -> Settings:
+    """Raises ConfigError for a file that is no resolved configuration."""
+    try:
+        text = read_text(path, CONFIG_BYTES)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as text ({reason(error)})") from None
+    by_key: dict[str, Setting] = {}
+    open_keys: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = _LEAF.fullmatch(line)
+        if match is None:
+            raise ConfigError(f"{path}:{number}: not a line of a resolved configuration: {line[:80]}")
+        open_keys = [*open_keys[: len(match["indent"]) // 2], match["key"].strip()]
+        if match["value"] is not None:
+            key = ".".join(open_keys)
+            by_key[key] = Setting(key, match["value"], match["origin"])
+    if not by_key:
+        raise ConfigError(f"{path}: holds no key; it is no resolved configuration")
+    head = tuple(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
+    return Settings(by_key, _recipe(head), head)
+
+
+def _recipe(head: tuple[str, ...]) -> str | None:
+    names = [line.removeprefix("recipe: ").strip() for line in head if line.startswith("recipe: ")]
+    return names[0] if names and names[0] != "none" else None
+
+
+def _usual(recipe: str | None) -> dict[str, str]:
+    """What every key would be if nobody said anything but the recipe."""
+    fields = schema_keys()
+    usual = {key: dump_value(field.default) for key, field in fields.items() if field.default is not PydanticUndefined}
+    if recipe in available_recipes():
+        tree = parse_yaml(
+            (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"), f"recipe {recipe}", with_lines=False
+        )
+        usual |= {key: _as_resolved(text, fields, key) for key, text in _leaves(tree)}
+    return usual
+
+
+def _as_resolved(text: str, fields: dict, key: str) -> str:
+    """A float of the schema is written out as one, however the recipe wrote it."""
+    return (
+        dump_value(float(text))
+        if key in fields and fields[key].annotation in (float, float | None) and text != "null"
+        else text
+    )
+
+
+def _leaves(node: Node, prefix: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    if not node.is_mapping:
+        return [(".".join(prefix), dump_value(node.value))]
+    return [leaf for key, child in node.value.items() for leaf in _leaves(child, (*prefix, str(key)))]

@@ -1,0 +1,236 @@
+"""What became of a run, in words, and what to do next. Judges numbers; knows no page."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mrl.errors import EnvironmentFault, Interrupted, NumericAbort
+from mrl.tools.report.heldout import Difference, differences
+from mrl.tools.report.run_record import RunRecord
+
+Tone = Literal["good", "plain", "warn", "bad"]
+CUT_OFF, UNIFORM, FLAT_ENTROPY = 0.2, 0.5, 0.1
+TOLD = 5  # stretches of missing steps
+_OF_OTHER_LINES = (
+    "All of this page is of the lines that are there: bring metrics.jsonl back from a copy, and see what shortened it."
+)
+FIRST_SHARE = 10  # the start and the end of a curve: a tenth of it each, one point at least
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line, how good it is, further sentences, and what to do next."""
+
+    tone: Tone
+    headline: str
+    sentences: tuple[str, ...]
+    next_steps: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _State:
+    tone: Tone
+    words: str
+    next_step: str = ""
+
+
+def verdict(run: RunRecord) -> Verdict:
+    """Of a run, from its whole directory."""
+    state, learnt = _state(run), held_out_changes(run)
+    next_steps = [step for step in (state.next_step, *_cures(run)) if step]
+    if not next_steps:
+        next_steps = [_when_all_is_well(run, bool(learnt), any(map(_rose, learnt.values())))]
+    tone = _tone(state, list(learnt.values()), len(next_steps))
+    return Verdict(tone, f"{state.words}. {_learnt_words(run, learnt)}", tuple(_facts(run, learnt)), tuple(next_steps))
+
+
+def _rose(change: Difference) -> bool:
+    return change.significant() and change.mean > 0
+
+
+def _fell(change: Difference) -> bool:
+    return change.significant() and change.mean < 0
+
+
+def _tone(state: _State, changes: Sequence[Difference], things_to_do: int) -> Tone:
+    """How the run ended counts first, then what fell or asks for attention, then what was learnt."""
+    if state.tone != "plain":
+        return state.tone
+    if any(map(_fell, changes)) or things_to_do > 1:
+        return "warn"
+    return "good" if any(map(_rose, changes)) else "plain"
+
+
+def held_out_changes(run: RunRecord) -> dict[str, Difference]:
+    """From the first to the last validation, by data source; nothing where there are no two."""
+    steps = run.validation_steps
+    return differences(run.responses(steps[0]), run.responses(steps[-1])) if len(steps) > 1 else {}
+
+
+def _state(run: RunRecord) -> _State:
+    done = f"{run.last_step} of {run.total_steps} steps" if run.total_steps else f"{run.last_step} steps"
+    if run.running:
+        return _State("plain", f"Running, {done}")
+    if run.finished and run.missing_steps:
+        lines = f"metrics.jsonl has no line of {_steps_words(run.missing_steps)}"
+        return _State("bad", f"Ended with exit code 0, but {lines}", _OF_OTHER_LINES)
+    if run.finished:
+        return _State("plain", f"Finished, {done}")
+    last = run.attempts[-1] if run.attempts else None
+    resume = f"mrl train CONFIG --resume --run-dir {run.path} goes on from {_newest(run)}"
+    match last.exit_code if last else None:
+        case None if last is None:
+            return _State(
+                "bad", f"Ended after {done}; why is not recorded", f"See logs/ in the run directory; {resume}."
+            )
+        case None:
+            return _State(
+                "bad",
+                f"Ended after {done} without saying why: it was killed",
+                f"See logs/ in the run directory; {resume}.",
+            )
+        case Interrupted.exit_code:
+            return _State("warn", f"Stopped after {done}, resumable: {last.message}", f"{resume}.")
+        case NumericAbort.exit_code:
+            return _State(
+                "bad",
+                f"Numbers ended it after {done}: {last.message}",
+                f"Cure what the message says first; then {resume}.",
+            )
+        case EnvironmentFault.exit_code:
+            return _State(
+                "bad",
+                f"The machine ended it after {done}: {last.message}",
+                f"mrl doctor looks for causes; then {resume}.",
+            )
+        case code:
+            return _State(
+                "bad", f"Failed after {done}, exit code {code}: {last.message}", f"See Incidents below; {resume}."
+            )
+
+
+def _steps_words(steps: Sequence[int]) -> str:
+    """Steps in words, as `step 3`, or `steps 3, 5 to 9 and 11`."""
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and step == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], step]
+        else:
+            ranges.append([step])
+    words = [" to ".join(map(str, each)) for each in ranges]
+    if len(words) > TOLD:
+        words[TOLD - 1 :] = [f"{sum(step >= ranges[TOLD - 1][0] for step in steps)} others"]
+    listed = " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+    return f"step{'s' if len(steps) > 1 else ''} {listed}"
+
+
+def _newest(run: RunRecord) -> str:
+    return (
+        f"the checkpoint of step {run.checkpoints[-1]}" if run.checkpoints else "the start, as there is no checkpoint"
+    )
+
+
+def _learnt_words(run: RunRecord, learnt: dict[str, Difference]) -> str:
+    if learnt:
+        if any(map(_rose, learnt.values())):
+            return "Held-out scores rose by more than chance."
+        if any(map(_fell, learnt.values())):
+            return "Held-out scores fell by more than chance."
+        return "Held-out scores have not moved by more than chance."
+    change = _start_and_end(run, "critic/score/mean")
+    if change is None:
+        return "Nothing is held out, and there are too few steps to say what was learnt."
+    return f"Nothing is held out to compare; the training score went from {change[0]:.3g} to {change[1]:.3g}."
+
+
+def _facts(run: RunRecord, learnt: dict[str, Difference]) -> Iterator[str]:
+    for source, change in learnt.items():
+        steps = run.validation_steps
+        yield f"{source}: held-out, from step {steps[0]} to {steps[-1]}: {change.words()}."
+    if learnt and (change := _start_and_end(run, "critic/score/mean")):
+        yield f"Training score: {change[0]:.3g} at the start, {change[1]:.3g} now."
+    if (time := run.curves.get("timing_s/step")) is not None:
+        steps = f"steps took {_duration(time.values.sum())}, a step {_duration(np.median(time.values))} (median)"
+        yield f"{len(time)} {steps}." if len(time) > 1 else f"The step took {_duration(time.values[0])}."
+        if run.running and run.total_steps:
+            left = (run.total_steps - run.last_step) * float(np.median(time.values[-20:]))
+            yield f"About {_duration(left)} of steps are left."
+    if (spent := run.goodput) is not None and spent.useful:
+        yield f"{str(spent).capitalize()}."
+
+
+def _duration(seconds: float) -> str:
+    """In the largest unit that gives two or more."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _start_and_end(run: RunRecord, name: str) -> tuple[float, float] | None:
+    curve = run.curves.get(name)
+    if curve is None or len(curve) < 2:
+        return None
+    part = max(1, len(curve) // FIRST_SHARE)
+    return float(curve.values[:part].mean()), float(curve.values[-part:].mean())
+
+
+def _cures(run: RunRecord) -> Iterator[str]:
+    """What missing lines, and a number of the last steps, ask for, the gravest first."""
+    if run.missing_steps and not run.finished:
+        yield f"metrics.jsonl has no line of {_steps_words(run.missing_steps)}. {_OF_OTHER_LINES}"
+    verified = run.curves.get("reshard/verified")
+    if run.settings.text("reshard.verify_every") == "1" and verified is not None and (verified.values < 1).any():
+        yield (
+            "A weight sync was not proved (reshard/verified below 1): see The weight sync's proof, and logs/ of the "
+            "engines."
+        )
+    for advice in run.advice:
+        yield f"Step {advice.step}: {advice.text}"
+    cut, longest = _recent(run, "response_length/clip_ratio"), run.settings.text("data.max_response_length")
+    if cut is not None and cut > CUT_OFF:
+        yield (
+            f"{cut:.0%} of the responses are cut off at data.max_response_length ({longest}): raise it, or see why "
+            "none ends."
+        )
+    uniform = _recent(run, "train/uniform_group_share")
+    if uniform is not None and uniform > UNIFORM:
+        yield (
+            f"{uniform:.0%} of the groups have one score for all responses and teach nothing: take other prompts or "
+            "a larger rollout.n."
+        )
+    entropy = _start_and_end(run, "actor/entropy")
+    if entropy and entropy[1] < FLAT_ENTROPY * entropy[0]:
+        yield (
+            f"Entropy fell from {entropy[0]:.3g} to {entropy[1]:.3g} nats a token: little is left to explore. Lower "
+            "actor.optim.lr."
+        )
+    failed = _recent(run, "reward/failure_share")
+    if failed:
+        yield f"{failed:.1%} of the rewards failed: logs/reward.log says why."
+    saves = run.curves.get("training/failed_saves")
+    if saves is not None and saves.last:
+        yield f"{saves.last:.0f} checkpoints were not saved: make room on the disk."
+
+
+def _recent(run: RunRecord, name: str) -> float | None:
+    curve = run.curves.get(name)
+    return None if curve is None else float(curve.values[-max(1, len(curve) // FIRST_SHARE) :].mean())
+
+
+def _when_all_is_well(run: RunRecord, held_out: bool, better: bool) -> str:
+    if run.running:
+        return "Nothing asks for attention."
+    if not held_out:
+        return "Give data.val_files and trainer.test_freq, so that the next run says what it learnt."
+    if better:
+        return (
+            f"mrl convert megatron-to-hf {run.path} -o OUT gives a Hugging Face checkpoint; mrl eval measures it on "
+            "other data."
+        )
+    return (
+        "More steps, a higher actor.optim.lr or more prompts: nothing is broken, and nothing was learnt that the "
+        "held-out set shows."
+    )

@@ -1,0 +1,185 @@
+"""The fastest whole step on some devices: the actor's layout and micro-batches beside the engines', judged by the one
+function that a plan prints (mrl/plan/times.py).
+
+The actor and the engines are looked at by themselves, since their seconds add up; then pairs are tried from the fastest
+sum on, and the first is taken whose whole plan fits and that breaks no rule. Of the actor the layouts come from
+`search`, the fastest of them also with larger micro-batches; of the engines every tensor and data-parallel degree, with
+experts spread over an engine's data-parallel ranks, shares of the memory and numbers of sequences.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import Any
+
+from mrl.config.load import ResolvedConfig
+from mrl.config.rollout_rules import engine_splits_heads
+from mrl.config.rules import violations
+from mrl.config.schema import RunConfig, with_values
+from mrl.config.yaml_tree import dump_value
+from mrl.errors import ConfigError
+from mrl.model import ModelSpec
+from mrl.plan.devices import Device
+from mrl.plan.memory import memory_section
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
+from mrl.plan.times import phase_seconds
+from mrl.tools.search import RECOMPUTE, Candidate, SearchProblem, SearchResult, best_fit
+from mrl.tools.search_report import problem_with, run_with
+
+_SHARES = (0.88, 0.8, 0.7, 0.6)  # of a device's memory, for an engine that has it alone
+_SEQUENCES = (256, 512, 1024)
+_SAMPLES = (1, 2, 4)  # longest samples that a micro-batch has room for
+_LAYOUTS = 20  # of the actor, of which larger micro-batches are tried
+_ACTORS, _ENGINES = 60, 6  # of which pairs are tried
+_TRIED = 150  # plans of whole runs at most
+_PER_SHARE = 0.02  # generation slows by less than this where a smaller share of the memory is as good
+
+
+_Actor = tuple[float, dict[str, Any], int]
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A configuration with what was found, and its predicted seconds, the sync left out."""
+
+    config: RunConfig
+    settings: dict[str, Any]  # dotted keys that say how it differs from what was asked about, or repeats it
+    seconds: float
+
+
+def step_of(config: RunConfig, model: ModelSpec, device: Device) -> dict[str, float]:
+    """Seconds of every phase but the sync: what `mrl plan` prints. Raises ConfigError for illegal layouts."""
+    inputs = PlanInputs.of(config, model, device)
+    return phase_seconds(inputs, batch_plan(config, inputs.train), engine_of(inputs))
+
+
+def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult) -> WholeRun | None:
+    """Of all that fit and break no rule, for the devices, the batch and the limits of `config`."""
+    model, device = problem.model, problem.device
+    actors = heapq.nsmallest(_ACTORS, _actors(config, problem, result), key=lambda found: found[0])
+    if not actors:
+        return None
+    leanest = with_values(config, min(actors, key=lambda found: found[2])[1])
+    faster = sorted(_engines(config, model, device), key=lambda found: found[0])
+    fitting = (found for found in faster if _fits(with_values(leanest, found[1]), model, device))
+    engines = list(islice(fitting, _ENGINES))
+    pairs = sorted(product(range(len(actors)), range(len(engines))), key=lambda p: actors[p[0]][0] + engines[p[1]][0])
+    for actor, engine in pairs[:_TRIED]:
+        settings = actors[actor][1] | engines[engine][1]
+        found = with_values(config, settings)
+        if not violations(ResolvedConfig(found, {}), model) and _fits(found, model, device):
+            return WholeRun(found, settings, sum(step_of(found, model, device).values()))
+    return None
+
+
+def run_report(config: RunConfig, problem: SearchProblem, result: SearchResult) -> dict[str, Any] | None:
+    """Seconds of a step as `config` has it, of the fastest found, and what to set for that; None where nothing fits."""
+    best = fastest_run(config, problem, result)
+    if best is None:
+        return None
+    seconds = sum(step_of(config, problem.model, problem.device).values())
+    return {"seconds": seconds, "best_seconds": best.seconds, "settings": settings_between(config, best.config)}
+
+
+def settings_between(config: RunConfig, other: RunConfig) -> list[str]:
+    """Arguments for --set that make one of the other."""
+    return [f"{key}={dump_value(value)}" for key, value in differing(config, other).items()]
+
+
+def differing(config: RunConfig, other: RunConfig) -> dict[str, Any]:
+    """Dotted keys whose values differ, with those of the other; fields of an `override_*` key one by one."""
+    before, after = dict(_leaves(config.model_dump())), dict(_leaves(other.model_dump()))
+    return {key: after.get(key) for key in before | after if before.get(key) != after.get(key)}
+
+
+def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _fits(config: RunConfig, model: ModelSpec, device: Device) -> bool:
+    try:
+        return memory_section(PlanInputs.of(config, model, device))["fits"]
+    except ConfigError:
+        return False
+
+
+# ---------------------------------------------------------------- the actor
+
+
+def _actors(config: RunConfig, problem: SearchProblem, result: SearchResult) -> Iterator[_Actor]:
+    """(seconds of log-probs and updates, keys, bytes of the fullest phase) of the fastest layouts.
+
+    Each is there as it was found, and with other micro-batches.
+    """
+    longest = config.data.max_sample_length
+    for samples in _SAMPLES:
+        larger = with_values(
+            config, {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_gpu": samples * longest}
+        )
+        wider = problem_with(problem, larger)
+        for candidate in result.fitting[:_LAYOUTS]:
+            for found in _recomputed(wider, candidate):
+                yield _actor(larger, wider, found, samples * longest)
+
+
+def _recomputed(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
+    """With the least recomputation that fits, and with more: what engines leave may be less than the search counts."""
+    for first in range(len(RECOMPUTE)):
+        found = best_fit(problem, candidate.degrees, candidate.layout, RECOMPUTE[first:])
+        if isinstance(found, Candidate) and (first == 0 or found.recompute == RECOMPUTE[first]):
+            yield found
+
+
+def _actor(config: RunConfig, problem: SearchProblem, found: Candidate, tokens: int) -> _Actor:
+    run = run_with(config, found.degrees, found.recompute)
+    phases = step_of(run, problem.model, problem.device)
+    settings = {
+        "actor.layout": run.actor.layout.model_dump(),
+        "actor.use_dynamic_bsz": True,
+        "actor.ppo_max_token_len_per_gpu": tokens,
+        "model.override_transformer_config": run.model.override_transformer_config,
+    }
+    return phases.get("log_prob", 0.0) + phases["update"] + phases["rest"], settings, found.phase.total
+
+
+# ---------------------------------------------------------------- the engines
+
+
+def _engines(config: RunConfig, model: ModelSpec, device: Device) -> Iterator[tuple[float, dict[str, Any]]]:
+    """(seconds of generation, keys) of all engines that take the devices which the configuration gives them."""
+    cluster, rollout = config.cluster, config.rollout
+    devices = rollout.num_engines * rollout.workers_per_engine
+    tensors = [n for n in range(1, cluster.n_gpus_per_node + 1) if engine_splits_heads(n, model)]
+    datas = [n for n in range(1, devices + 1) if devices % n == 0] if model.is_moe else [1]
+    shares = _SHARES if device.platform != "cpu" else (rollout.gpu_memory_utilization,)
+    for tensor, data, share, sequences in product(tensors, datas, shares, _SEQUENCES):
+        if devices % (tensor * data):
+            continue
+        settings = {
+            "rollout.num_engines": devices // (tensor * data),
+            "rollout.tensor_model_parallel_size": tensor,
+            "rollout.data_parallel_size": data,
+            # cut over all workers of such an engine, an expert is too narrow for kernels to be quick
+            "rollout.expert_parallel_size": tensor * data if data > 1 else 1,
+            "rollout.gpu_memory_utilization": share,
+            "rollout.max_num_seqs": sequences,
+        }
+        found = with_values(config, settings)
+        if seconds := _generation(found, model, device):
+            # of equals, the smaller share and fewer sequences
+            yield seconds * (1 + _PER_SHARE * (share + sequences / 10000)), settings
+
+
+def _generation(config: RunConfig, model: ModelSpec, device: Device) -> float | None:
+    """None of engines that cannot be, or have no cache for one sequence."""
+    if any(violation.field.startswith("rollout.") for violation in violations(ResolvedConfig(config, {}), model)):
+        return None
+    inputs = PlanInputs.of(config, model, device)
+    if engine_of(inputs).cache_tokens < config.data.max_sample_length * inputs.rollout.data:
+        return None
+    return phase_seconds(inputs, batch_plan(config, inputs.train), engine_of(inputs))["generation"]

@@ -1,0 +1,252 @@
+"""Layouts that fit: every legal combination of degrees on so many devices, those that fit in memory ordered by
+predicted speed.
+
+The degrees are all divisors of the world size; pipeline stages are split evenly, counting the embedding, the loss, both
+or neither (the splits that follow from a flag; explicit lists of layers are endless). A combination is skipped without
+a closer look only when the parameters, gradients and optimizer alone are too much, which no activation could mend.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from mrl.errors import ConfigError
+from mrl.model import ModelSpec
+from mrl.model.layout import TrainLayout, check_train_layout
+from mrl.model.precision import BF16, Precision
+from mrl.plan.activations import Activations, MicroBatchShape, Recompute
+from mrl.plan.devices import USUAL, Assumptions, Device
+from mrl.plan.memory_phases import ActorBytes, Offload, Phase, actor_phases
+from mrl.plan.model_state import StateBytes, layer_kinds, stage_state
+from mrl.plan.times import Overlap, PassSeconds, PassWork, micro_batch_count, update_seconds
+from mrl.platforms.hosting import get_hosting
+from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
+from mrl.units import GIB
+
+# what is cheaper comes first; the experts alone are most of the memory, and nothing of a dense model
+RECOMPUTE = (Recompute(), Recompute("selective", modules=("moe",)), Recompute("full"))
+_NOTATIONS = tuple(
+    {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
+    for embedding, loss in product((False, True), repeat=2)
+)
+_TP, _PP, _VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+_CP, _EP, _ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+@dataclass(frozen=True)
+class SearchProblem:
+    """What is to be placed where. `per_node`: devices of a node."""
+
+    work: PassWork
+    device: Device
+    devices: int
+    per_node: int
+    sync_staging: int
+    megatron: str  # version of megatron-core
+    assumptions: Assumptions = USUAL
+    precision: Precision = BF16
+    micro_of: Callable[[TrainLayout], MicroBatchShape] | None = None  # None: that of `work` in every layout
+    offload: Offload = field(default_factory=Offload)  # what the actor keeps on the host
+    scores_old: bool = True  # a pass is made for old log-probs
+    overlap: Overlap = field(default_factory=Overlap)
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.work.model
+
+    def work_in(self, layout: TrainLayout) -> PassWork:
+        """The work with the micro-batches of a layout: budgets of a device grow with context parallelism."""
+        return self.work if self.micro_of is None else replace(self.work, micro=self.micro_of(layout))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, with the cheapest recomputation that lets it."""
+
+    degrees: dict[str, Any]  # keys of actor.layout that differ from their defaults
+    layout: TrainLayout
+    recompute: Recompute
+    phase: Phase  # the fullest
+    seconds: PassSeconds
+    micro_batches: int
+
+    @property
+    def order(self) -> tuple:
+        """Faster first; then what leaves more room; then fewer ways of cutting the model."""
+        return (
+            self.seconds.total,
+            self.phase.total,
+            tuple(str(self.degrees.get(key, "")) for key in (_TP, _PP, _VPP, _CP, _EP, _ETP, *_NOTATIONS[0])),
+        )
+
+    @property
+    def bubble(self) -> float:
+        """Share of the update."""
+        return self.seconds.bubble / self.seconds.total
+
+    def reasons(self, per_node: int) -> str:
+        """Why it stands where it stands, in a line."""
+        s, layout = self.seconds, self.layout
+        costs = {"tensor": s.tensor, "expert": s.expert, "context": s.context, "bubble": s.bubble, "data": s.data}
+        worst = max(costs, key=lambda name: costs[name])
+        where = "inside a node" if layout.tensor <= per_node else "across nodes"
+        experts = layout.expert * layout.expert_tensor
+        spread = f"; experts {'inside a node' if experts <= per_node else 'across nodes'}" if experts > 1 else ""
+        room = (
+            f"{self.phase.total / GIB:.1f} of {self.phase.device_bytes / GIB:.1f} GiB in {self.phase.name}, "
+            f"most {self.phase.largest}"
+        )
+        share = f"computing {s.compute / s.total:.0%} of the update, then {worst} {costs[worst] / s.total:.0%}"
+        return f"{room}; {share}; tensor {where}{spread}; recompute {self.recompute}"
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """All layouts that fit, best first; how many were legal; and of those that do not fit, what weighs most."""
+
+    fitting: tuple[Candidate, ...]
+    legal: int
+    too_large: Counter[str]
+
+
+def search(problem: SearchProblem) -> SearchResult:
+    """Every legal layout, looked at once."""
+    fitting, too_large, legal = [], Counter(), 0
+    for degrees, layout in legal_layouts(problem):
+        legal += 1
+        best = best_fit(problem, degrees, layout)
+        if isinstance(best, Candidate):
+            fitting.append(best)
+        else:
+            too_large[best.largest] += 1
+    return SearchResult(tuple(sorted(fitting, key=lambda c: c.order)), legal, too_large)
+
+
+def legal_layouts(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout]]:
+    """Each legal layout once: where two notations split the layers alike, under the first."""
+    seen: set[TrainLayout] = set()
+    for degrees, layout in _legal(problem):
+        if layout not in seen:
+            seen.add(layout)
+            kept = {key for key, value in degrees.items() if value is True or value not in (None, False, 1)}
+            yield {key: value for key, value in degrees.items() if key in kept or key == "world_size"}, layout
+
+
+def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout]]:
+    """No rule ties the cut of the dense weights to that of the experts, so both are checked by themselves and then
+    combined.
+
+    Raises ConfigError where `problem.megatron` is no version.
+    """
+    if release_of(problem.megatron) is None:
+        raise ConfigError(f"--megatron {problem.megatron}: is no version of megatron-core, such as {MEGATRON}")
+    model, world, shares_heads = problem.model, problem.devices, shares_key_value_heads(problem.megatron)
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    interleaves = get_hosting(problem.device.platform).interleaves_stages
+    for pp, vp, notation in _pipelines(model.num_layers, divisors, interleaves):
+        base = {"world_size": world, _PP: pp, _VPP: vp, **notation}
+        experts = [
+            (ep, etp)
+            for ep, etp in product(divisors, repeat=2)
+            if not check_train_layout(base | {_EP: ep, _ETP: etp}, model)
+        ]
+        for tp, cp in product(divisors, repeat=2):
+            dense = base | {_TP: tp, _CP: cp}
+            if (model.num_key_value_heads % tp and not shares_heads) or check_train_layout(dense, model):
+                continue
+            layout = TrainLayout.build(dense, model)
+            for ep, etp in experts:
+                yield (
+                    dense | {_EP: ep, _ETP: etp},
+                    replace(layout, expert=ep, expert_tensor=etp, expert_data=world // (ep * etp * pp)),
+                )
+
+
+def _pipelines(
+    num_layers: int, divisors: list[int], interleaves: bool
+) -> Iterator[tuple[int, int | None, dict[str, bool]]]:
+    """(stages, virtual stages, notation) that give every stage whole layers."""
+    for pp, notation in product(divisors, _NOTATIONS):
+        counted = num_layers + sum(notation.values())
+        if counted % pp == 0:
+            per_stage = counted // pp
+            yield from (
+                (pp, v if v > 1 else None, notation)
+                for v in range(1, per_stage + 1)
+                if per_stage % v == 0 and (v == 1 or (pp > 1 and interleaves))
+            )
+
+
+def best_fit(
+    problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout, ways: Iterable[Recompute] = RECOMPUTE
+) -> Candidate | Phase:
+    """The layout with the first of the ways to recompute that fits, or the phase that is too large in every case."""
+    states = {
+        pp: stage_state(problem.model, layout, pp, problem.precision) for pp in unlike_stages(problem.model, layout)
+    }
+    heaviest = heaviest_stage(states.values())
+    on_device = {"parameters": heaviest.parameters, "gradients": heaviest.gradients, "optimizer": heaviest.optimizer}
+    fullest = Phase("train", on_device, problem.device.usable)
+    if not fullest.fits:
+        return fullest
+    for recompute in ways:
+        fullest = fullest_phase(problem, layout, recompute, states)
+        if fullest.fits:
+            return candidate_of(problem, degrees, layout, recompute, fullest, heaviest)
+    return fullest
+
+
+def heaviest_stage(states: Iterable[StateBytes]) -> StateBytes:
+    """The one with the most bytes on the device."""
+    return max(states, key=lambda state: state.parameters + state.gradients + state.optimizer)
+
+
+def unlike_stages(model: ModelSpec, layout: TrainLayout) -> list[int]:
+    """The first stage of each kind. Later ones of a kind hold the same state and have fewer micro-batches in flight."""
+    first: dict[tuple, int] = {}
+    for pp in range(layout.pipeline):
+        kinds = tuple(layer_kinds(model, layout, pp, vp) for vp in range(layout.virtual_pipeline))
+        first.setdefault((kinds, pp == 0, pp == layout.pipeline - 1), pp)
+    return list(first.values())
+
+
+def fullest_phase(
+    problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: dict[int, StateBytes]
+) -> Phase:
+    """Over the given stages and all phases of the actor."""
+    load, work = problem.assumptions.expert_load_in(layout), problem.work_in(layout)
+    activations = Activations(
+        problem.model, layout, work.micro, problem.precision.parameters, recompute=recompute, expert_load=load
+    )
+    count = micro_batch_count(work, layout)
+    phases = []
+    for pp, state in states.items():
+        actor = ActorBytes(
+            **vars(state),
+            activations=activations.stage_saved(pp, count),
+            temporaries=activations.stage_temporaries(pp),
+            log_prob=activations.forward_only(pp),
+            sync_staging=problem.sync_staging,
+            offload=problem.offload,
+            scores_old=problem.scores_old,
+        )
+        phases += actor_phases(actor, problem.device)
+    return max(phases, key=lambda phase: phase.total)
+
+
+def candidate_of(
+    problem: SearchProblem,
+    degrees: dict[str, Any],
+    layout: TrainLayout,
+    recompute: Recompute,
+    phase: Phase,
+    state: StateBytes,
+) -> Candidate:
+    """The layout with its predicted time; `phase` the fullest, `state` of the heaviest stage."""
+    work = problem.work_in(layout)
+    seconds = update_seconds(
+        work, layout, problem.device, problem.per_node, state, recompute, problem.assumptions, problem.overlap
+    )
+    return Candidate(degrees, layout, recompute, phase, seconds, micro_batch_count(work, layout))

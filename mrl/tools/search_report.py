@@ -1,0 +1,225 @@
+"""`mrl plan --search`: from a configuration, or only a model, to the layouts that fit, as plain data.
+
+The search itself counts the actor alone. Of what it finds, a configuration is shown the fastest that fit by the plan of
+the whole run: with reference model, engines and real staging. Recomputation is tried when a layout fits only with it;
+such a layout takes its later place.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+from mrl.config.rollout_rules import engine_splits_heads
+from mrl.config.schema import LayoutConfig, RunConfig
+from mrl.errors import ConfigError
+from mrl.model import ModelSpec
+from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.model.precision import BF16
+from mrl.plan.activations import Recompute
+from mrl.plan.devices import USUAL, Device
+from mrl.plan.engine_memory import engine_memory
+from mrl.plan.memory import memory_section, offload_of
+from mrl.plan.memory_phases import Phase
+from mrl.plan.model_state import stage_state
+from mrl.plan.plan_inputs import PlanInputs, precision_of, sync_budget, update_micro_batch
+from mrl.plan.times import overlap_of, sample_work
+from mrl.tools.search import (
+    RECOMPUTE,
+    Candidate,
+    SearchProblem,
+    SearchResult,
+    candidate_of,
+    heaviest_stage,
+    search,
+    unlike_stages,
+)
+from mrl.units import GIB
+
+_TRIED = 100  # plans of whole runs at most
+PROMPT, RESPONSE = 2048, 8192  # tokens, of a usual run of long answers
+PROMPTS, MINI, N = 128, 32, 8  # of its step, of an update; responses a prompt
+
+
+def usual_batch(devices: int) -> tuple[int, int]:
+    """(prompts of a step, prompts of an update) where nothing says it: every rank has a sample of each update."""
+    mini = max(MINI, devices // N)
+    return max(PROMPTS, 4 * mini), mini
+
+
+def search_problem(
+    config: RunConfig, model: ModelSpec, device: Device, devices: int, per_node: int, megatron: str
+) -> SearchProblem:
+    """The actor's work in `config` on so many devices; its own layout does not matter."""
+    micro_of = partial(update_micro_batch, config)
+    micro = micro_of(TrainLayout.build({"world_size": devices}, model))
+    return SearchProblem(
+        work=sample_work(config, model, micro, config.actor.ppo_mini_batch_size * config.rollout.n, USUAL),
+        device=device,
+        devices=devices,
+        per_node=per_node,
+        sync_staging=2 * sync_budget(config),
+        megatron=megatron,
+        precision=precision_of(config, BF16.parameters),
+        micro_of=micro_of,
+        offload=offload_of(config),
+        scores_old=not config.algorithm.on_policy,
+        overlap=overlap_of(config, config.updates_per_step),
+    )
+
+
+def problem_with(problem: SearchProblem, config: RunConfig) -> SearchProblem:
+    """The same with the micro-batches of `config`."""
+    micro_of = partial(update_micro_batch, config)
+    micro = micro_of(TrainLayout.build({"world_size": problem.devices}, problem.model))
+    return replace(problem, micro_of=micro_of, work=replace(problem.work, micro=micro))
+
+
+def search_report(
+    config: RunConfig, problem: SearchProblem, top: int, planned: bool = False, result: SearchResult | None = None
+) -> dict[str, Any]:
+    """The `top` best layouts with their reasons, and what is wrong with those that do not fit.
+
+    `planned`: show only those with which the plan of the whole `config` fits too. `result`: of the search, where it
+    was made already.
+    """
+    result = result or search(problem)
+    shown, left_out = fastest_that_fit(config, problem, result, top) if planned else (result.fitting[:top], {})
+    return {
+        "device": problem.device.name,
+        "devices": problem.devices,
+        "devices_per_node": problem.per_node,
+        "micro_batch": vars(problem.work.micro),
+        "samples": config.actor.ppo_mini_batch_size * config.rollout.n,
+        "updates": config.updates_per_step,
+        "legal": result.legal,
+        "fitting": len(result.fitting),
+        "layouts": [_row(config, problem, candidate) for candidate in shown],
+        "planned": planned,
+        "left_out": dict(left_out),
+        "too_large": dict(result.too_large.most_common()),
+        "engines": _engine_lines(config, problem),
+    }
+
+
+def _row(config: RunConfig, problem: SearchProblem, candidate: Candidate) -> dict[str, Any]:
+    return {
+        "degrees": candidate.degrees,
+        "data": candidate.layout.data,
+        "expert_data": candidate.layout.expert_data,
+        "recompute": str(candidate.recompute),
+        "micro_batch": vars(problem.work_in(candidate.layout).micro),
+        "micro_batches": candidate.micro_batches,
+        "seconds": candidate.seconds.total,
+        "parts": vars(candidate.seconds),
+        "bytes": candidate.phase.total,
+        "device_bytes": candidate.phase.device_bytes,
+        "terms": candidate.phase.terms,
+        "why": candidate.reasons(problem.per_node),
+    }
+
+
+def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:
+    """Smallest engines that hold at least one sequence, and how many tokens their cache has."""
+    model, device, length = (
+        problem.model,
+        problem.device,
+        config.data.max_sample_length,
+    )
+    lines = []
+    for tensor in (n for n in range(1, problem.per_node + 1) if engine_splits_heads(n, model)):
+        engine = engine_memory(
+            model, RolloutLayout(1, tensor), round(device.memory * config.rollout.gpu_memory_utilization)
+        )
+        if engine.cache_tokens >= length:
+            lines.append(
+                f"engine of {tensor}: weights {engine.weights / GIB:.1f} GiB a device, cache of "
+                f"{engine.cache_tokens} tokens"
+            )
+    return lines or ["no engine inside a node holds the model and one sequence"]
+
+
+# ---------------------------------------------------------------- layouts that fit with the whole configuration
+
+
+def fastest_that_fit(
+    config: RunConfig,
+    problem: SearchProblem,
+    result: SearchResult,
+    top: int,
+    allows: Callable[[Candidate], bool] = lambda _: True,
+) -> tuple[list[Candidate], Counter[str]]:
+    """The `top` best whose plan fits, their phase that of the plan; and why those before them were left out.
+
+    What the caller does not allow is passed over, and neither planned nor counted.
+    """
+    number = count()
+    # sorted, so a heap; the plan, once made
+    waiting = [(candidate.order, next(number), candidate, None) for candidate in result.fitting]
+    shown: list[Candidate] = []
+    left_out: Counter[str] = Counter()
+    tried = 0
+    while waiting and len(shown) < top and tried < _TRIED:
+        *_, candidate, memory = heapq.heappop(waiting)
+        if not allows(candidate):
+            continue
+        tried += 1
+        memory = memory or _planned(config, problem, candidate)
+        if memory["fits"]:
+            shown.append(replace(candidate, phase=planned_phase(memory)))
+            continue
+        recomputed = _recomputed(problem, candidate)
+        memory = _planned(config, problem, recomputed)
+        if memory["fits"]:
+            heapq.heappush(waiting, (recomputed.order, next(number), recomputed, memory))
+        else:
+            left_out[_too_large(memory)] += 1
+    return shown, left_out
+
+
+def run_with(config: RunConfig, degrees: dict[str, Any], recompute: Recompute) -> RunConfig:
+    """`config` with another layout of its actor, recomputed in that way."""
+    given = {k: v for k, v in config.model.override_transformer_config.items() if not k.startswith("recompute_")}
+    given |= recompute.settings
+    actor = config.actor.model_copy(update={"layout": LayoutConfig(**degrees)})
+    model = config.model.model_copy(update={"override_transformer_config": given})
+    return config.model_copy(update={"actor": actor, "model": model})
+
+
+def _planned(config: RunConfig, problem: SearchProblem, candidate: Candidate) -> dict[str, Any]:
+    changed = run_with(config, candidate.degrees, candidate.recompute)
+    try:
+        return memory_section(PlanInputs.of(changed, problem.model, problem.device, problem.assumptions))
+    except ConfigError as error:
+        return {"fits": False, "refused": str(error)}
+
+
+def _recomputed(problem: SearchProblem, candidate: Candidate) -> Candidate:
+    """The same layout with the recomputation that saves most."""
+    states = [
+        stage_state(problem.model, candidate.layout, pp, problem.precision)
+        for pp in unlike_stages(problem.model, candidate.layout)
+    ]
+    return candidate_of(
+        problem, candidate.degrees, candidate.layout, RECOMPUTE[-1], candidate.phase, heaviest_stage(states)
+    )
+
+
+def planned_phase(memory: dict[str, Any]) -> Phase:
+    """The fullest phase of the actor's devices."""
+    actor = {name: phase for name, phase in memory["phases"].items() if phase["stage"] is not None}
+    name = max(actor, key=lambda phase: actor[phase]["bytes"])
+    return Phase(name, actor[name]["terms"], actor[name]["device_bytes"])
+
+
+def _too_large(memory: dict[str, Any]) -> str:
+    if "refused" in memory:
+        return memory["refused"]
+    large = [(phase["bytes"], name, phase["largest"]) for name, phase in memory["phases"].items() if not phase["fits"]]
+    if large:
+        _, name, term = max(large)
+        return f"{name}, most {term}"
+    return "host memory" if not memory["host"]["fits"] else "a cache of less than one sequence"

@@ -1,0 +1,154 @@
+"""`mrl train` again after ends that it can go on from; each start is a process of its own.
+
+    exit code 5, or death by a signal    it is started again, from the newest checkpoint; `restarts` times at most
+    0 to 4, 6                            it is over: nothing that a restart would change
+    SIGTERM or Ctrl-C                    handed on to the run, after whose end it is over
+    three ends without a finished step   a crash loop: it is over, and the three are told
+
+Between two starts nothing of the earlier one is left. Its processes are found by descent, for orphans below a
+supervisor become its children; Ray's folder and shared memory by what was written down of their owner.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.cluster.ray_folder import remove_folders_of_the_dead
+from mrl.errors import ConfigError, Interrupted
+from mrl.platforms.process_tree import adopted_orphans, end_descendants, reap_orphans
+from mrl.record.attempts import Attempt, read_attempts
+from mrl.record.run_dir import RunDir, read_metrics
+from mrl.tools.own_command import started_mrl
+from mrl.vllm.leftovers import remove_noted
+
+SUPERVISED = "MRL_SUPERVISED"  # in the environment of a run: the process that starts it again
+CRASH_LOOP = 3  # ends in a row with no finished step
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True)
+class End:
+    """How one start ended. `code`: as subprocess has it, negative for a signal."""
+
+    code: int
+    why: str
+    has_finished_a_step: bool
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether another start may go on from it."""
+        return self.code == Interrupted.exit_code or self.code < 0
+
+    def __str__(self) -> str:
+        how = f"killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
+        return f"{how}: {self.why}" if self.why else how
+
+
+class SignalRelay:
+    """Hands SIGTERM and SIGINT on to the run that is under way."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._process: subprocess.Popen | None = None
+
+    def watch(self, process: subprocess.Popen) -> None:
+        """The process is what signals are for, also one that came just before."""
+        self._process = process
+        if self.signal is not None:
+            process.send_signal(self.signal)
+
+    def receive(self, number: int, _frame: Any) -> None:
+        """Is what a signal calls."""
+        self.signal = number
+        if self._process is not None:
+            self._process.send_signal(number)
+
+
+def supervise(arguments: Sequence[str], folder: Path, restarts: int) -> int:
+    """Runs `mrl train ARGUMENTS` until it is done or must not be started again; returns the code to exit with.
+
+    `folder`: the run directory. Raises ConfigError below another supervisor, Interrupted for a crash loop.
+    """
+    if SUPERVISED in os.environ:
+        raise ConfigError(
+            f"--restarts: process {os.environ[SUPERVISED]} starts this run again already; leave it out of one of them"
+        )
+    ends: list[End] = []
+    with adopted_orphans(), _handed_on() as stop:
+        while True:
+            ends.append(_one_start(arguments, folder, stop, is_first=not ends))
+            if not _goes_on(ends, restarts, stop):
+                return Interrupted.exit_code if ends[-1].code < 0 else ends[-1].code
+            print(f"supervisor: {ends[-1]}; start {len(ends) + 1} of {restarts + 1}", flush=True)
+
+
+def _goes_on(ends: Sequence[End], restarts: int, stop: SignalRelay) -> bool:
+    """Whether the run is started again. Raises Interrupted for a crash loop."""
+    if stop.signal is not None or not ends[-1].is_resumable:
+        return False
+    in_a_row = ends[-CRASH_LOOP:]
+    if len(in_a_row) == CRASH_LOOP and not any(end.has_finished_a_step for end in in_a_row):
+        said = "".join(f"\n  {end}" for end in in_a_row)
+        raise Interrupted(f"--restarts: {CRASH_LOOP} ends with no finished step between them, a crash loop:{said}")
+    if len(ends) > restarts:
+        print(f"supervisor: {ends[-1]}; it is not started again: --restarts {restarts} are used up", flush=True)
+        return False
+    return True
+
+
+@contextmanager
+def _handed_on() -> Iterator[SignalRelay]:
+    stop = SignalRelay()
+    before = {number: signal.signal(number, stop.receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _one_start(arguments: Sequence[str], folder: Path, stop: SignalRelay, is_first: bool) -> End:
+    """Starts the run as it was asked for, later starts resumed, waits for its end, and removes what it left."""
+    run = RunDir(folder)
+    starts = len(read_attempts(folder))
+    newest = _newest_line(run)
+    resumes = not is_first and run.config.is_file() and "--resume" not in arguments
+    own = [*arguments, "--resume"] if resumes else arguments
+    with started_mrl(["train", *own], environment=os.environ | {SUPERVISED: str(os.getpid())}) as process:
+        stop.watch(process)
+        while process.poll() is None:
+            reap_orphans(but=process.pid)
+            time.sleep(_LOOK_S)
+    _clean_up(run)
+    attempt = _newest_attempt(folder, starts)
+    now = _newest_line(run)
+    has_finished = attempt is not None and now != newest and now.get("training/global_step", 0) > attempt.step
+    return End(process.returncode, "" if attempt is None else attempt.message.split("\n")[0], has_finished)
+
+
+def _clean_up(run: RunDir) -> None:
+    """Removes what the start that has ended left on this machine: processes, Ray's folder, shared memory."""
+    if left := end_descendants():
+        print(f"supervisor: ended {left} processes that the run had left", flush=True)
+    reap_orphans()
+    remove_folders_of_the_dead()
+    remove_noted(run.logs)
+
+
+def _newest_attempt(folder: Path, before: int) -> Attempt | None:
+    """What the newest start wrote of itself; None where it did not come so far. `before`: starts that were there."""
+    attempts = read_attempts(folder)
+    return attempts[-1] if len(attempts) > before else None
+
+
+def _newest_line(run: RunDir) -> Mapping[str, Any]:
+    rows = []
+    with suppress(ConfigError):  # of a damaged file, which the run itself refuses
+        rows = read_metrics(run.metrics)
+    return rows[-1] if rows else {}

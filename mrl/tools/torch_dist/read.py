@@ -1,0 +1,314 @@
+"""Megatron's own checkpoints (format torch_dist): found, described and read as stored blocks in Hugging Face
+coordinates.
+
+A checkpoint is a folder of `*.distcp` files, each a row of torch.save archives, and `.metadata`, a pickle that says
+which block of which tensor is where (torch/distributed/checkpoint/metadata.py). Nothing of it is executed and
+`common.pt`, the pickle of everything that is no tensor, is never opened. Optimizer states stay behind.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from mrl.checkpoint.manifest import HF_FOLDER, WEIGHT, StoredTensor
+from mrl.checkpoint.open_checkpoint import (
+    DTYPES,
+    TORCH_DIST_METADATA,
+    Checkpoint,
+    find_torch_dist,
+    one_dtype,
+)
+from mrl.checkpoint.stored_boxes import Boxes
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.model import load_model_spec, read_hf_config, tensor_specs
+from mrl.model.hf_files import TensorBytes
+from mrl.tools.torch_dist.archive import StoredElements, find_elements
+from mrl.tools.torch_dist.names import GlobalTensor, global_tensors
+from mrl.tools.torch_dist.pickles import Recorded, read_pickle
+from mrl.units import MIB
+
+_HF_FOLDERS = (HF_FOLDER, "huggingface")  # ours and verl's
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+_WRAPPERS = re.compile(r"((module|model)\.)*")
+_TORCH_DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
+_READ_BYTES = MIB
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """One stored block of a tensor."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    at: int  # bytes
+    length: int  # bytes of the archive
+    dtype: str
+
+
+@dataclass(frozen=True)
+class DescribedTensor:
+    """A tensor as `.metadata` describes it."""
+
+    size: tuple[int, ...]
+    dtype: str  # as safetensors names it, or torch's name where that has none here
+    blocks: tuple[StoredBlock, ...]
+
+
+def open_torch_dist(path: Path, hf_files: Path | None = None) -> Checkpoint:
+    """Reads the description of a checkpoint, or of the newest in a folder of them.
+
+    To be called when its user trusts it.
+
+    `hf_files`: folder of configuration and tokenizer, which such a checkpoint does not have; None looks beside it.
+    Raises EnvironmentFault naming what is missing, unknown or of another model, ConfigError where there is no
+    config.json.
+    """
+    folder = find_torch_dist(path)
+    if folder is None or not (folder / TORCH_DIST_METADATA).is_file():
+        old = any((folder or path).glob("mp_rank_*"))
+        why = (
+            "it is of the older format `torch`, which is not read: save it as torch_dist"
+            if old
+            else "the save was interrupted"
+        )
+        raise EnvironmentFault(
+            f"{(folder or path) / TORCH_DIST_METADATA}, which describes the files, is missing: {why}"
+        )
+    hf_files = _hf_files(folder, hf_files)
+    model = load_model_spec(hf_files)
+    stored = read_description(folder / TORCH_DIST_METADATA)
+    weights = {key: tensor for key, tensor in stored.items() if not _OPTIMIZER.match(key)}
+    known = global_tensors(model)
+    _check_keys(folder, weights, known)
+    _check_blocks(folder, weights)
+    entries, blocks = _entries(weights, known)
+    _check_files(folder, blocks)
+    dtype = DTYPES[one_dtype(folder, {key: tensor.dtype for key, tensor in weights.items()})]
+    left_out, files = tuple(sorted(stored.keys() - weights)), ArchiveFiles(folder, blocks)
+    checkpoint = Checkpoint(folder, hf_files, model, read_hf_config(hf_files), dtype, entries, files, None, left_out)
+    _check_whole(checkpoint)
+    return checkpoint
+
+
+def _hf_files(folder: Path, given: Path | None) -> Path:
+    beside = [place / name for place in (folder, folder.parent) for name in _HF_FOLDERS]
+    folders = [given] if given else [*beside, folder, folder.parent]
+    for candidate in folders:
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise ConfigError(
+        f"{folder}: a torch_dist checkpoint says nothing of its model and there is no config.json in "
+        f"{', '.join(map(str, folders))}; give the folder of its Hugging Face configuration and tokenizer with "
+        "--hf-files"
+    )
+
+
+def read_description(file: Path) -> dict[str, DescribedTensor]:
+    """Key -> tensor, from `.metadata`; what is no tensor is left out.
+
+    Raises EnvironmentFault for a file that does not say it.
+    """
+    try:
+        metadata = read_pickle(file.read_bytes())
+        infos = {}
+        for index, info in metadata.attribute("storage_data").items():
+            offset = index.state.get("offset")
+            infos[index.attribute("fqn"), None if offset is None else _size(offset)] = info.state
+        described = metadata.attribute("state_dict_metadata").items()
+        return {
+            key: _described(key, tensor, infos) for key, tensor in described if _is(tensor, "TensorStorageMetadata")
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise EnvironmentFault(
+            f"{file} is not the description of a torch_dist checkpoint ({error}); choose another checkpoint"
+        ) from error
+
+
+def _is(thing: Any, name: str) -> bool:
+    return isinstance(thing, Recorded) and thing.pickled_name == f"torch.distributed.checkpoint.metadata.{name}"
+
+
+def _size(size: Recorded) -> tuple[int, ...]:
+    """A torch.Size."""
+    return tuple(size.arguments[0]) if isinstance(size, Recorded) else tuple(size)
+
+
+def _described(key: str, tensor: Recorded, infos: dict) -> DescribedTensor:
+    properties = tensor.attribute("properties").state
+    dtype = (properties["dtype"] if isinstance(properties, dict) else properties[0]).pickled_name
+    code, blocks, size = _TORCH_DTYPES.get(dtype, dtype), [], _size(tensor.attribute("size"))
+    for chunk in tensor.attribute("chunks"):
+        offsets, sizes = _size(chunk.attribute("offsets")), _size(chunk.attribute("sizes"))
+        info = infos[key, offsets]
+        if info.get("transform_descriptors"):
+            raise ValueError(f"{key} is stored through {info['transform_descriptors']}, which is not read")
+        if Path(info["relative_path"]).name != info["relative_path"]:
+            raise ValueError(f"{key} is said to be in {info['relative_path']}, outside the checkpoint")
+        if not all(
+            type(number) is int and number >= 0 for number in (*size, *offsets, *sizes, info["offset"], info["length"])
+        ):
+            raise ValueError(
+                f"{key} has a block at {offsets} of {sizes}, byte {info['offset']} of "
+                f"{info['length']}: no whole numbers"
+            )
+        blocks.append(StoredBlock(key, offsets, sizes, info["relative_path"], info["offset"], info["length"], code))
+    return DescribedTensor(size, code, tuple(blocks))
+
+
+def _plain(key: str) -> str:
+    """Without the prefixes of wrapped models."""
+    return key[_WRAPPERS.match(key).end() :]
+
+
+def _check_keys(folder: Path, weights: Mapping[str, DescribedTensor], known: Mapping[str, GlobalTensor]) -> None:
+    problems = [f"{key} is not part of the model" for key in weights if _plain(key) not in known]
+    for key, tensor in weights.items():
+        part = known.get(_plain(key))
+        if part is not None and not part.fits(tensor.size):
+            problems.append(f"{key} has shape {list(tensor.size)}, not {[*part.lead, *part.shape]}")
+    if problems:
+        shown = "; ".join(sorted(problems)[:_SHOWN])
+        raise EnvironmentFault(
+            f"{folder}: its tensors are not those of the model that config.json describes ({len(problems)} "
+            f"differences): {shown}{' ...' if len(problems) > _SHOWN else ''}; give the configuration of its own model"
+        )
+
+
+def _check_blocks(folder: Path, weights: Mapping[str, DescribedTensor]) -> None:
+    """Every block lies in its tensor, and they are not more than it:
+    what is built of them afterwards is of the model's size.
+    """
+    for key, tensor in weights.items():
+        for block in tensor.blocks:
+            ranks = {len(tensor.size), len(block.offsets), len(block.sizes)}
+            if len(ranks) > 1 or any(
+                start + size > end for start, size, end in zip(block.offsets, block.sizes, tensor.size, strict=True)
+            ):
+                raise EnvironmentFault(
+                    f"{folder / TORCH_DIST_METADATA}: {key} of shape {list(tensor.size)} is said to have a block of "
+                    f"{list(block.sizes)} at {list(block.offsets)}; the checkpoint is damaged, choose another one"
+                )
+        if sum(prod(block.sizes) for block in tensor.blocks) > prod(tensor.size):
+            raise EnvironmentFault(
+                f"{folder / TORCH_DIST_METADATA}: the blocks of {key} are more than its shape {list(tensor.size)}, so "
+                "some are there twice; the checkpoint is damaged, choose another one"
+            )
+
+
+def _entries(
+    weights: Mapping[str, DescribedTensor], known: Mapping[str, GlobalTensor]
+) -> tuple[tuple[StoredTensor, ...], dict[tuple[str, str], StoredBlock]]:
+    entries, blocks = [], {}
+    for key, tensor in weights.items():
+        part = known[_plain(key)]
+        for block in (block for block in tensor.blocks if prod(block.sizes)):  # a rank may have saved an empty one
+            shape, pieces = part.pieces(block.offsets, block.sizes)
+            if pieces:
+                name = f"{key}{list(block.offsets)}"
+                entries.append(StoredTensor(block.file, name, WEIGHT, shape, None, pieces))
+                blocks[block.file, name] = block
+    return tuple(entries), blocks
+
+
+def _check_files(folder: Path, blocks: Mapping[tuple[str, str], StoredBlock]) -> None:
+    """Every file is there and long enough."""
+    ends: dict[str, int] = {}
+    for block in blocks.values():
+        ends[block.file] = max(ends.get(block.file, 0), block.at + block.length)
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else None
+        if size is None or size < end:
+            state = "is missing" if size is None else f"has {size} bytes, not {end}"
+            raise EnvironmentFault(f"{file} {state}; the checkpoint is damaged, choose another one")
+
+
+def _check_whole(checkpoint: Checkpoint) -> None:
+    """Every element of every tensor of the model is there, once."""
+    volumes: dict[str, int] = {}
+    for piece in (piece for entry in checkpoint.entries for piece in entry.pieces):
+        volumes[piece.hf_name] = volumes.get(piece.hf_name, 0) + piece.hf_box.volume
+    wanted = {spec.name: prod(spec.shape) for spec in tensor_specs(checkpoint.model)}
+    odd = [
+        f"{name}: {volumes.get(name, 0)} of {size} elements"
+        for name, size in wanted.items()
+        if volumes.get(name) != size
+    ]
+    if odd:
+        shown = "; ".join(odd[:_SHOWN])
+        raise EnvironmentFault(
+            f"{checkpoint.folder}: {len(odd)} tensors of the model that config.json describes are not whole: "
+            f"{shown}{' ...' if len(odd) > _SHOWN else ''}; the checkpoint is damaged or of another model"
+        )
+    Boxes(checkpoint.entries).check_whole(checkpoint.folder)
+
+
+@dataclass
+class ArchiveFiles:
+    """The files of a checkpoint, as `mrl.checkpoint.stored_boxes.TensorFiles`.
+
+    An archive is looked into when it is asked for, and compared with `.metadata`.
+    """
+
+    folder: Path
+    blocks: dict[tuple[str, str], StoredBlock]  # by file and key of an entry
+    _elements: dict[tuple[str, str], StoredElements] = field(default_factory=dict)
+
+    def find(self, file: str, key: str) -> TensorBytes | None:
+        if (file, key) not in self.blocks:
+            return None
+        elements = self.elements(file, key)
+        return TensorBytes(elements.dtype, elements.shape, elements.start, elements.stop)
+
+    def checkable(self) -> tuple[str, ...]:
+        return tuple(sorted({file for file, _ in self.blocks}))
+
+    def elements(self, file: str, key: str) -> StoredElements:
+        """Raises EnvironmentFault naming file and tensor when the archive is damaged or holds something else."""
+        if (file, key) not in self._elements:
+            self._elements[file, key] = self._read_elements(self.blocks[file, key], key)
+        return self._elements[file, key]
+
+    def _read_elements(self, block: StoredBlock, key: str) -> StoredElements:
+        try:
+            with (self.folder / block.file).open("rb", buffering=0) as stream:
+                elements = find_elements(stream.fileno(), block.at, block.length)
+            if (elements.dtype, elements.shape) != (block.dtype, block.sizes):
+                described = f"{TORCH_DIST_METADATA} says {block.dtype} {list(block.sizes)}"
+                raise ValueError(f"it is {elements.dtype} {list(elements.shape)}, {described}")
+        except (OSError, ValueError) as error:
+            raise EnvironmentFault(
+                f"{self.folder / block.file}: {key} cannot be read: {error}; the checkpoint is "
+                "damaged, choose another one"
+            ) from error
+        return elements
+
+    def check(self, file: str) -> int:
+        """Reads the elements in one file; returns how many of its tensors carry no checksum, which torch.save can be
+        told to leave out.
+
+        Raises EnvironmentFault naming file and tensor where a checksum is another.
+        """
+        unchecked = 0
+        buffer = memoryview(bytearray(_READ_BYTES))
+        with (self.folder / file).open("rb", buffering=0) as stream:
+            for key in (key for name, key in self.blocks if name == file):
+                elements, crc = self.elements(file, key), 0
+                unchecked += elements.crc == 0
+                stream.seek(elements.storage[0])
+                left = elements.storage[1] - elements.storage[0] if elements.crc else 0
+                while left and (count := stream.readinto(buffer[:left])):
+                    crc, left = crc32(buffer[:count], crc), left - count
+                if left or crc != elements.crc:
+                    raise EnvironmentFault(
+                        f"{self.folder / file}: the bytes of {key} are not those that were written (CRC-32 differs); "
+                        "the checkpoint is damaged, choose another one"
+                    )
+        return unchecked

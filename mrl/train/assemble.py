@@ -1,0 +1,304 @@
+"""A run, built in four steps of which each asks for what the one before gives, and taken down in reverse.
+
+    step       takes                      gives                                      written in
+    -------------------------------------------------------------------------------------------------------
+    Data       model, data, reward        prompts, reward, number of steps           assemble_data.py
+    Files      Data, trainer, cluster     run directory, resume point, spool         assemble_files.py
+    Processes  Files, reward              engines, ranks, scorers, placement         assemble_processes.py
+    Run        all three                  saver, record, generation: what loop.py    here
+                                          hands to its phases
+
+Nothing is written before Files, and nothing of an earlier run is changed before Run: a start that is refused leaves
+all as it was.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.machines import Machines, Peak
+from mrl.config.load import ResolvedConfig
+from mrl.config.places import Deployment
+from mrl.config.schema import RunConfig
+from mrl.config.survived import limit_for_engines, restart_limit
+from mrl.data.dataset import PromptDataset
+from mrl.errors import DamagedCheckpoint, EnvironmentFault, Interrupted
+from mrl.flow.sample_writer import SampleWriter
+from mrl.plan.run_plan import plan_text
+from mrl.record.attempts import UnderWay, read_attempts, seconds_after
+from mrl.record.loggers import RunInfo
+from mrl.record.quarantine import ROW, Quarantine
+from mrl.record.redact import without_secrets
+from mrl.record.run_dir import RunDir, write_text
+from mrl.record.sinks import make_sinks
+from mrl.record.views import View
+from mrl.remote.process_logs import concerning, processes_of
+from mrl.train.advice import advisers
+from mrl.train.assemble_data import Data, read_data
+from mrl.train.assemble_files import Files, at_newest_checkpoint, find_beginning, open_files, with_spool
+from mrl.train.assemble_processes import Processes, restart_ranks, start_processes
+from mrl.train.generation import Generation
+from mrl.train.generation_rules import GenerationRules
+from mrl.train.placement import Placement
+from mrl.train.preflight import plug_ins
+from mrl.train.reporting import AdvisedRecord
+from mrl.train.restart_budget import RestartBudget
+from mrl.train.resume import TrainState, generated_again, made_by, rewind
+from mrl.train.rollouts import Judge, Responder
+from mrl.train.saving import SavedRun, Saver
+from mrl.train.stop_signals import StopFlag, grace_of_the_job
+from mrl.vllm.requests import training_sampling
+
+
+@dataclass
+class Run:
+    """A run under way: what the loop hands to its phases, each taking what it uses. What is after `peak` changes."""
+
+    config: RunConfig
+    run_dir: RunDir
+    val_prompts: PromptDataset | None
+    total_steps: int
+    stop: StopFlag
+    record: AdvisedRecord
+    responder: Responder
+    actor: ActorGroup
+    placement: Placement
+    saver: Saver
+    sample_writer: SampleWriter
+    generation: Generation
+    machines: Machines
+    peak: Peak
+    state: TrainState  # of the weights that the ranks hold
+    is_whole: bool = True  # false while an update changes them
+    line: dict[str, float] = field(default_factory=dict)  # metrics of the step that made them, as far as known
+    restarts: int = 0  # of its ranks, so far
+    start_again: Callable[[Interrupted, int], "Run"] | None = None  # after ranks were lost; see rank_restarts.py
+
+
+@contextmanager
+def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] | None = None) -> Iterator[Run]:
+    """Everything that a run needs, ready for its next step; `resolved` has passed `mrl.train.preflight`.
+
+    `views`: of its metrics, beside those that trainer.logger names.
+
+    A checkpoint whose bytes its ranks find damaged is passed over: the run starts again, from the one before. Raises
+    one of mrl.errors. The run directory is made once the data, the reward and the cluster are known to be right.
+    """
+    damaged: dict[Path, DamagedCheckpoint] = {}
+    stop = StopFlag(grace_of_the_job())
+    start = partial(_start, resolved, resume, damaged, views, stop)
+    with ExitStack() as stack:
+        while (run := _unless_damaged(start, resume, damaged, stack)) is None:
+            stop.raise_if_set()
+            print("the run starts again, without the damaged checkpoint", flush=True)
+        yield run
+
+
+def _unless_damaged(
+    start: Callable[[ExitStack], Run], resume: bool, damaged: dict[Path, DamagedCheckpoint], stack: ExitStack
+) -> Run | None:
+    """The run, which `stack` will take down; None where its checkpoint is damaged, which `damaged` then has too."""
+    try:
+        with ExitStack() as own:
+            run = start(own)
+            stack.push(own.pop_all())
+            return run
+    except DamagedCheckpoint as error:
+        if not resume or error.folder in damaged:
+            raise
+        damaged[error.folder] = DamagedCheckpoint(*error.args)  # as it is it would keep all that the start had made
+        return None
+
+
+def _start(
+    resolved: ResolvedConfig,
+    resume: bool,
+    damaged: dict[Path, DamagedCheckpoint],
+    views: Mapping[str, View] | None,
+    stop: StopFlag,
+    stack: ExitStack,
+) -> Run:
+    """The four steps, from the newest checkpoint that is not in `damaged`."""
+    given = resolved.config
+    data = read_data(given.model.path, given.data, given.rollout.turns, given.reward, given.trainer)
+    config = _with_total(given, data.total_steps)
+    beginning = find_beginning(stack, config, data, resume, damaged, stop)
+    files = open_files(stack, beginning, resolved.to_record(), resume, stop, plug_ins(config))
+    return _Starts(stack, config, data, files, damaged, views, stop).first()
+
+
+class _Starts:
+    """Starts what goes with the ranks of a run, and starts it again when they are lost."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        config: RunConfig,
+        data: Data,
+        files: Files,
+        damaged: dict[Path, DamagedCheckpoint],
+        views: Mapping[str, View] | None,
+        stop: StopFlag,
+    ) -> None:
+        self._config, self._data, self._files = config, data, files
+        self._damaged, self._views, self._stop = damaged, views, stop
+        self._kept = stack.enter_context(ExitStack())  # engines and scorers
+        self._own = stack.enter_context(ExitStack())  # ranks, and all that knows them
+        self._processes: Processes | None = None
+        self._peak: Peak | None = None
+        spent_at = [step for each in read_attempts(files.run_dir.path) for step in each.restarted_at]
+        self._budget = RestartBudget(
+            restart_limit("ranks", config), tuple(spent_at), files.notes.restarted, limit_for_engines(config)
+        )
+
+    def first(self) -> Run:
+        """The run as it was opened."""
+        files = with_spool(self._own, self._files)
+        self._processes = start_processes(self._kept, self._own, self._config, self._data.reward, files)
+        return self._run(files)
+
+    def again(self, error: Interrupted, step: int) -> Run:
+        """The run from its newest intact checkpoint, after ranks were lost. `step`: the last one that is finished.
+
+        Raises `error` where ranks may not be started again, Interrupted where they find no place, and what a start
+        raises.
+        """
+        while True:
+            self._budget.spend(error, step)
+            print(f"{error}\nafter step {step} the ranks are started again", flush=True)
+            self._processes.actor.stop()  # first: what engines and the disk wait for does not come any more
+            try:
+                return self._once_more()
+            except Interrupted as another:
+                error = another
+            except DamagedCheckpoint:  # all that there are
+                raise
+            except EnvironmentFault as fault:  # the run is what can go on later, wherever there is a place for it
+                text = f"{error}; and ranks could not be started again: {fault}"
+                raise concerning(Interrupted(text), *processes_of(error)) from fault
+
+    def _once_more(self) -> Run:
+        while True:
+            self._own.close()
+            self._stop.release()
+            try:
+                files = with_spool(self._own, at_newest_checkpoint(self._files))
+                self._processes = self._with_new_ranks(files)
+                return self._run(files)
+            except DamagedCheckpoint as damage:
+                if damage.folder in self._damaged:
+                    raise
+                self._damaged[damage.folder] = DamagedCheckpoint(*damage.args)
+
+    def _with_new_ranks(self, files: Files) -> Processes:
+        """Beside the engines that are there; where those do not answer they are started again, too."""
+        if self._config.reshard.path == "fast":
+            try:
+                return restart_ranks(self._own, self._config, files, self._processes)
+            except Interrupted as error:
+                if any(name.startswith("rank ") for name in processes_of(error)) or self._stop.signal is not None:
+                    raise
+                self._processes.engines.fleet.charge(error)
+                print(f"{error}; engines are started again, too", flush=True)
+        self._own.close()
+        self._kept.close()
+        files = with_spool(self._own, at_newest_checkpoint(self._files))
+        processes = start_processes(self._kept, self._own, self._config, self._data.reward, files)
+        processes.engines.fleet.stand_for(self._processes.engines.fleet)
+        return processes
+
+    def _run(self, files: Files) -> Run:
+        run = _ready_run(
+            self._own, self._config, self._data, files, self._processes, self._views, self._stop, self._peak
+        )
+        self._peak = run.peak
+        run.start_again = self.again
+        run.restarts = self._budget.spent
+        self._files.notes.ready()
+        return run
+
+
+def _with_total(config: RunConfig, total: int) -> RunConfig:
+    """The length in steps is known to everybody, the learning-rate schedule included, however it was given."""
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": total})})
+
+
+def _ready_run(
+    stack: ExitStack,
+    config: RunConfig,
+    data: Data,
+    files: Files,
+    processes: Processes,
+    views: Mapping[str, View] | None,
+    stop: StopFlag,
+    peak: Peak | None,
+) -> Run:
+    """The last step: what writes beside the loop, closed by `stack` before processes end. `peak`: where it is known."""
+    beginning = files.beginning
+    run_dir = files.run_dir
+    state = files.state
+    actor = processes.actor
+    engines = processes.engines
+    saved = SavedRun(beginning.identity, config.actor.layout, data.fingerprint, beginning.token_routes)
+    saver = Saver(config.trainer, saved, run_dir.checkpoints, processes.placement, state.step, run_dir.check_lock)
+    stack.callback(saver.close)
+    sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s, config.record)
+    stack.callback(sample_writer.close)
+    machines = Machines(Deployment.of(config), actor, engines)
+    peak = peak or machines.peak()
+    _go_on(files, data)
+    record = _record(config, files, views)
+    stack.callback(record.close)
+    responder = Responder(engines, processes.scorers, config.reward, record, files.poll, processes.placement.mend)
+    rules = _generation_rules(config, files)
+    generation = stack.enter_context(closing(Generation(rules, responder, data.stream, state)))
+    return Run(
+        config=config, run_dir=run_dir, val_prompts=data.val_prompts, total_steps=data.total_steps, stop=stop,
+        record=record, responder=responder, actor=actor, placement=processes.placement, saver=saver,
+        sample_writer=sample_writer, generation=generation, machines=machines, peak=peak, state=state,
+    )  # fmt: skip
+
+
+def _go_on(files: Files, data: Data) -> None:
+    """Brings the run directory to the step that is gone on from. Nothing refuses any more: the run is another now."""
+    run_dir = files.run_dir
+    beginning = files.beginning
+    files.notes.generated_again(generated_again(beginning.identity.schedule, run_dir, beginning.point))
+    if beginning.point is not None:
+        files.notes.rewound(files.state.step, seconds_after(run_dir.path, files.state.step))
+    rewind(run_dir, beginning.point)
+    run_dir.write_config(files.config_yaml)
+    write_text(run_dir.plan, plan_text(beginning.plan))
+    aside = Quarantine(run_dir.path, run_dir.check_lock)
+    aside.rewind(files.state.step)
+    aside.add(ROW, ({"file": each.file, "row": each.row, "why": each.reason} for each in data.bad_rows))
+
+
+def _record(config: RunConfig, files: Files, views: Mapping[str, View] | None) -> AdvisedRecord:
+    trainer = config.trainer
+    run_dir = files.run_dir
+    info = RunInfo(
+        trainer.project_name,
+        trainer.experiment_name,
+        without_secrets(config.model_dump(mode="json")),
+        trainer.logger_timeout_s,
+    )
+    sinks = make_sinks(trainer.logger, run_dir, trainer.total_training_steps, info, views)
+    advice = advisers(config.algorithm, config.rollout, config.cluster.device, config.updates_per_step)
+    return AdvisedRecord(sinks, advice, UnderWay(run_dir.path, files.state.step, run_dir.check_lock))
+
+
+def _generation_rules(config: RunConfig, files: Files) -> GenerationRules:
+    return GenerationRules(
+        files.beginning.identity.schedule,
+        Judge(config.algorithm, config.reward, config.data.max_response_length),
+        training_sampling(config.rollout, config.data, config.actor, config.model.path),
+        config.trainer.seed,
+        made_by(config.model.path, files.beginning.data_fingerprint),
+        files.spool,
+        files.lost,
+        files.suspects,
+    )

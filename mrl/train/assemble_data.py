@@ -1,0 +1,139 @@
+"""First step of assembling a run: prompts and reward are read and checked. Nothing is written, nothing to undo."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.config.schema import DataConfig, RewardConfig, TrainerConfig
+from mrl.config.schema_rollout import TurnsConfig
+from mrl.data.dataset import PromptDataset, PromptParameters, SetAside, load_tokenizer
+from mrl.data.dialects import dialect_of
+from mrl.data.order import PromptStream
+from mrl.environments.environment_pool import check_tools
+from mrl.environments.offer import Offer
+from mrl.errors import ConfigError
+from mrl.reward.items import RewardSpec
+from mrl.reward.pool import check_function
+from mrl.reward.resolve import check_data_sources
+from mrl.vllm.requests import stop_token_ids, turns_spec
+
+VALIDATION_SAMPLE = 0  # seed of the sample of held-out prompts
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains on, and how long."""
+
+    stream: PromptStream
+    val_prompts: PromptDataset | None  # None where no file of them is given
+    reward: RewardSpec
+    total_steps: int
+
+    @property
+    def bad_rows(self) -> tuple[SetAside, ...]:
+        """Rows of all files that cannot be used."""
+        held_out = self.val_prompts.report.bad_rows if self.val_prompts else ()
+        return (*self.stream.prompts.report.bad_rows, *held_out)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the training prompts' tokens, which a resume compares."""
+        return self.stream.prompts.fingerprint
+
+
+def read_data(
+    model_path: str, data: DataConfig, turns: TurnsConfig | None, reward: RewardConfig, trainer: TrainerConfig
+) -> Data:
+    """All prompts and the reward function. `model_path`: of the tokenizer.
+
+    Raises DataError, and ConfigError for a reward function or tools that cannot be loaded.
+    """
+    tokenizer = load_tokenizer(model_path)
+    tools = checked_tools(turns, data, model_path, tokenizer)
+    stream = load_training(data, trainer.seed, tokenizer, tools)
+    val_prompts = load_validation(data, tokenizer, tools)
+    held_out_sources = val_prompts.data_sources if val_prompts else frozenset()
+    scoring = reward_spec(reward, stream.prompts.data_sources | held_out_sources)
+    check_function(scoring)
+    total_steps = trainer.total_training_steps or trainer.total_epochs * stream.steps_per_epoch
+    return Data(stream, val_prompts, scoring, total_steps)
+
+
+def checked_tools(turns: TurnsConfig | None, data: DataConfig, model_path: str, tokenizer: Any) -> Offer | None:
+    """What may be called, loaded in a process that is gone again; None where responses are of one turn.
+
+    Raises ConfigError for what cannot be loaded, and for a model whose family's form of calls is not known.
+    """
+    spec = turns_spec(turns, data)
+    if spec is None:
+        return None
+    offer = check_tools(spec.tools)
+    dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": list(offer.all_schemas)})
+    if dialect.end not in stop_token_ids(model_path):
+        raise ConfigError(
+            f"rollout.turns: the model's turns would not end with {dialect.family.frame.end}, as those of "
+            f"{dialect.name} do: its id {dialect.end} is no eos_token_id of config.json or generation_config.json in "
+            f"{model_path}; add it there"
+        )
+    for kind, names in (("tools", spec.tools.names), ("environments", spec.tools.environments)):
+        if names:
+            print(f"{kind}: {', '.join(names)}, called in the form of {dialect.name}")
+    return offer
+
+
+def prompt_parameters(data: DataConfig, tools: Offer | None = None) -> PromptParameters:
+    """How rows become prompts."""
+    return PromptParameters(
+        data.prompt_key, data.max_prompt_length, data.filter_overlong_prompts, data.truncation, data.max_bad_row_share,
+        data.apply_chat_template_kwargs, data.enable_thinking, data.drop_duplicates, data.reward_fn_key,
+        tools,
+    )  # fmt: skip
+
+
+def load_training(data: DataConfig, seed: int, tokenizer: Any, tools: Offer | None = None) -> PromptStream:
+    """The training prompts in their order, a sample of `data.train_max_samples` where that is set. Raises DataError."""
+    usable = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(data, tools))
+    prompts = usable.sample(data.train_max_samples, seed if data.shuffle else None)
+    print(f"training prompts: {_read_and_taken(usable, prompts)}")
+    return PromptStream(prompts, data.prompts_at_a_time, seed, data.shuffle, prompts.sizes, data.train_weights)
+
+
+def load_validation(data: DataConfig, tokenizer: Any, tools: Offer | None = None) -> PromptDataset | None:
+    """The held-out prompts of all files, a sample of `data.val_max_samples` where that is set; None where no file is
+    given.
+
+    The sample is the same whatever `trainer.seed` is: runs of different seeds are compared on the same prompts. Raises
+    DataError.
+    """
+    if not data.val_files:
+        return None
+    usable = PromptDataset.load(data.val_files, tokenizer, prompt_parameters(data, tools), files_apart=True)
+    prompts = usable.sample(data.val_max_samples, VALIDATION_SAMPLE)
+    print(f"validation prompts: {_read_and_taken(usable, prompts)}")
+    return prompts
+
+
+def _read_and_taken(usable: PromptDataset, taken: PromptDataset) -> str:
+    return str(usable.report) if taken is usable else f"{len(taken)} of {len(usable)}; {usable.report}"
+
+
+def reward_spec(reward: RewardConfig, data_sources: Iterable[str] = ()) -> RewardSpec:
+    """Which function scores. Raises ConfigError where `auto` knows none for one of the data sources."""
+    custom = reward.custom_reward_function
+    shared = {
+        "bonus_rules": reward.bonus_rules,
+        "environment": reward.environment,
+        "network": reward.network,
+        "folders": tuple(str(Path(folder).resolve()) for folder in reward.folders),
+        "max_memory_gib": reward.max_memory_gib,
+        "data_sources": tuple(sorted(data_sources)),
+    }
+    if custom is None:
+        spec = RewardSpec(reward.function, **shared)
+    else:
+        spec = RewardSpec(
+            path=str(Path(custom.path).resolve()), name=custom.name, kwargs=custom.reward_kwargs, **shared
+        )
+    check_data_sources(spec, data_sources)
+    return spec

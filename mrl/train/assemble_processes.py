@@ -1,0 +1,139 @@
+"""Third step of assembling a run: its processes on the cluster, engines, the actor's ranks and scorers."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.gates import MemoryGate
+from mrl.cluster.rollout_group import RolloutGroup, request_places
+from mrl.cluster.seats import Seats, SharedSeats, actor_seats, shared_seats
+from mrl.cluster.weight_sync import WeightSync
+from mrl.config.places import Deployment
+from mrl.config.schema import RunConfig
+from mrl.config.schema_actor import OPTIMIZER
+from mrl.config.survived import ends_in_words, restart_limit
+from mrl.flow.scoring import ScorerGroup, start_scorers
+from mrl.model import load_model_spec
+from mrl.remote.process_logs import with_log_tails
+from mrl.reward.items import RewardSpec
+from mrl.train.assemble_files import Files
+from mrl.train.placement import Colocated, Placement, Separate
+from mrl.vllm.requests import engine_settings
+
+NODE_S = 300.0  # that a node which ranks were lost with may take to come back
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Engines, ranks and scorers, ready; and who of them works on a device when."""
+
+    engines: RolloutGroup
+    actor: ActorGroup
+    scorers: ScorerGroup
+    placement: Placement
+    rank_seats: Seats | None  # of ranks that share devices with engines; None: they have devices of their own
+
+
+def start_processes(kept: ExitStack, own: ExitStack, config: RunConfig, reward: RewardSpec, files: Files) -> Processes:
+    """Starts all processes and loads the model; the configuration is what ranks are handed, whole.
+
+    `kept` ends engines and scorers, `own` the ranks. Raises one of mrl.errors, with the last lines of the logs of the
+    process that it is of.
+    """
+    logs = files.run_dir.logs
+    kept.enter_context(with_log_tails(logs))
+    if config.cluster.placement == "separate":
+        seats = None
+        engines, actor = _beside_each_other(kept, own, config, files)
+    else:
+        shared = shared_seats(Deployment.of(config))
+        kept.callback(shared.release)
+        seats = shared.ranks
+        engines, actor = _on_shared_devices(kept, own, config, files, shared)
+    actor.read_routes_at(engines.nodes.values())
+    scorers = kept.enter_context(start_scorers(config.reward, reward, config.model.path, logs, engines.nodes))
+    placement = _placement(config, actor, engines, files.beginning.plan)
+    if words := ends_in_words(config):
+        print(words, flush=True)
+    engines.fleet.spent_at(files.lost.restarts())
+    return Processes(engines, actor, scorers, placement, seats)
+
+
+def restart_ranks(own: ExitStack, config: RunConfig, files: Files, before: Processes) -> Processes:
+    """New ranks beside the engines of `before`, which give up what they were at and serve no version.
+
+    Raises Interrupted where an engine does not answer, EnvironmentFault where the ranks find no place within NODE_S,
+    and what starting ranks raises.
+    """
+    engines = before.engines
+    engines.give_up(files.state.step, sleeps=before.rank_seats is not None)
+    within_s = min(NODE_S, config.cluster.start_timeout_s)
+    seats = before.rank_seats or actor_seats(config.cluster, config.actor.layout, within_s)
+    actor = ActorGroup(config, files.run_dir.path, files.beginning.checkpoint, files.poll, seats=seats)
+    own.callback(actor.stop)
+    actor.read_routes_at(engines.nodes.values())
+    placement = _placement(config, actor, engines, files.beginning.plan, are_fresh=False)
+    return replace(before, actor=actor, placement=placement)
+
+
+def start_engines(
+    config: RunConfig, folder: Path, poll: Callable[[], None] = lambda: None, seats: Seats | None = None
+) -> RolloutGroup:
+    """The engines of a configuration, starting; logs are in `folder`/logs. `seats`: by default on devices of their own.
+
+    Raises EnvironmentFault when a start-up check fails.
+    """
+    deployment = Deployment.of(config)
+    logs = folder / "logs"
+    settings = [
+        engine_settings(config, engine, logs, data_rank)
+        for engine in range(config.rollout.num_engines)
+        for data_rank in range(config.rollout.data_parallel_size)
+    ]
+    places = request_places(deployment, config.trainer.deterministic)
+    return RolloutGroup(deployment, settings, places, logs, poll, seats)
+
+
+def _beside_each_other(
+    kept: ExitStack, own: ExitStack, config: RunConfig, files: Files
+) -> tuple[RolloutGroup, ActorGroup]:
+    """Engines start while ranks load."""
+    folder = files.run_dir.path
+    engines = start_engines(config, folder, files.poll)
+    kept.callback(engines.stop)
+    actor = ActorGroup(config, folder, files.beginning.checkpoint, files.poll)
+    own.callback(actor.stop)
+    engines.wait_started()
+    return engines, actor
+
+
+def _on_shared_devices(
+    kept: ExitStack, own: ExitStack, config: RunConfig, files: Files, seats: SharedSeats
+) -> tuple[RolloutGroup, ActorGroup]:
+    """Engines start first and sleep: vLLM measures what is free of a device, and a model that comes onto it meanwhile
+    would be counted as its own.
+    """
+    folder = files.run_dir.path
+    engines = start_engines(config, folder, files.poll, seats.engines)
+    kept.callback(engines.stop)
+    engines.wait_started()
+    engines.call("sleep")
+    actor = ActorGroup(config, folder, files.beginning.checkpoint, files.poll, seats=seats.ranks)
+    own.callback(actor.stop)
+    return engines, actor
+
+
+def _placement(
+    config: RunConfig, actor: ActorGroup, engines: RolloutGroup, plan: dict[str, Any], are_fresh: bool = True
+) -> Placement:
+    engines.fleet.restart(restart_limit("engines", config), config.rollout.min_engines)
+    sync = WeightSync(config.model, Deployment.of(config), config.reshard, actor, engines)
+    if config.cluster.placement == "separate":
+        loaded = not load_model_spec(config.model.path).is_fp8
+        return Separate(actor, sync, are_fresh and loaded)
+    gate = MemoryGate(plan, actor, engines, config.cluster.step_timeout_s)
+    beside_log_probs = plan["memory"]["phases"].get("rollout_to_log_prob", {}).get("terms", ())
+    return Colocated(actor, engines, sync, gate, prefetched=[OPTIMIZER] if OPTIMIZER in beside_log_probs else [])

@@ -1,0 +1,181 @@
+"""What the files that a configuration names say before anything is started: told in two seconds, without Ray or torch.
+
+First the columns and rows of each file, and the user's reward asked about one; then, of data that are read in a moment,
+all rows with their tokens, as the run itself reads them, by the quick tokenizer; where that is none, by a process that
+has transformers and no torch.
+"""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mrl.algo.advantages import load_custom_advantage
+from mrl.config.schema import DataConfig, RewardConfig, RunConfig
+from mrl.data.dataset import BadRow, ChatTokenizer, PromptDataset, load_tokenizer, parse_row
+from mrl.data.quick_tokenizer import quick_tokenizer
+from mrl.data.row_files import read_rows
+from mrl.environments.environment_pool import check_tools
+from mrl.environments.offer import Offer
+from mrl.environments.tool import ToolsSpec
+from mrl.errors import ConfigError, DataError
+from mrl.reward.items import OK, ONE_TURN, RewardItem, check_failures
+from mrl.reward.pool import RewardPool, check_function
+from mrl.reward.process import PACKAGE_ROOT
+from mrl.train.assemble_data import load_training, load_validation, prompt_parameters, reward_spec
+from mrl.units import MIB
+from mrl.vllm.requests import turns_spec
+
+ROWS_TRIED = 100  # of a file, until one can be used
+READ_WHOLE_BYTES = 4 * MIB  # of all files together
+PATIENCE_S = 60.0
+NONSENSE = "nonsense"  # as a response
+_TELLING = (DataError, ConfigError)  # what would be told with torch too
+
+
+def look(config: RunConfig) -> str | None:
+    """The fingerprint of the training prompts; None where not all of them were read, as there are many or some are not
+    on this host.
+
+    Raises what the run would raise of the same files: DataError, and ConfigError for a reward, an advantage or tools
+    that cannot be loaded.
+    """
+    if (own := config.algorithm.custom_advantage) is not None and Path(own.path).is_file():
+        load_custom_advantage(own.path, config.algorithm.adv_estimator)
+    data = config.data
+    turns = turns_spec(config.rollout.turns, data)
+    offer = None if turns is None or not _is_here(turns.tools) else check_tools(turns.tools)
+    here = data.model_copy(update={"train_files": _here(data.train_files), "val_files": _here(data.val_files)})
+    small = _bytes(here) <= READ_WHOLE_BYTES
+    if small:
+        _read_untokenised(here)
+    rows = [row for file in (*here.train_files, *here.val_files) if (row := _first_row(file, data)) is not None]
+    if rows:
+        outcome = {} if config.rollout.turns is None else ONE_TURN
+        _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
+    if here != data or not Path(config.model.path).is_dir() or not small or (turns and not offer):
+        return None
+    seed = config.trainer.seed
+    if (tokenizer := quick_tokenizer(Path(config.model.path), data.apply_chat_template_kwargs)) is not None:
+        return _read(tokenizer, data, seed, offer)
+    if "torch" in sys.modules:
+        return _read(load_tokenizer(config.model.path), data, seed, offer)
+    return _read_apart(config.model.path, data, seed, offer)
+
+
+def _is_here(tools: ToolsSpec) -> bool:
+    return all(Path(path).expanduser().exists() for path in (tools.path, tools.index) if path is not None)
+
+
+def _here(files: Sequence[str]) -> tuple[str, ...]:
+    return tuple(file for file in files if Path(file).expanduser().is_file())
+
+
+def _bytes(data: DataConfig) -> int:
+    return sum(Path(file).expanduser().stat().st_size for file in (*data.train_files, *data.val_files))
+
+
+class _Untokenised:
+    """Stands in for a tokenizer that is not loaded yet: a token a message, so that no prompt is too long."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **_: Any) -> list[int]:
+        return [0] * len(conversation)
+
+
+def _read_untokenised(data: DataConfig) -> None:
+    """All rows, but for what needs their tokens. Raises DataError."""
+    usual = prompt_parameters(data)
+    parameters = replace(usual, max_prompt_length=sys.maxsize, apply_chat_template_kwargs={}, enable_thinking=None)
+    for files, apart in ((data.train_files, False), (data.val_files, True)):
+        if files:
+            PromptDataset.load(files, _Untokenised(), parameters, files_apart=apart)
+
+
+def _first_row(file: str, data: DataConfig) -> dict[str, Any] | None:
+    """What is judged of the first row that can be used; None where the first ROWS_TRIED cannot."""
+    for raw in islice(read_rows([file], data.prompt_key, data.reward_fn_key), ROWS_TRIED):
+        with contextlib.suppress(BadRow):
+            return parse_row(raw, data.prompt_key, data.reward_fn_key)[1]
+    return None
+
+
+def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
+    """Loads the function, and asks one of the user's about a row: with nonsense, the truth, and the truth in words.
+
+    Raises where it fails on all three; a function may fail on some answers and still be right.
+    """
+    spec = reward_spec(reward, {row["data_source"] for row in rows})
+    if reward.custom_reward_function is None:
+        return
+    row = rows[0]
+    texts = (NONSENSE, str(row["ground_truth"]), f"Answer: {row['ground_truth']}")
+    items = [
+        RewardItem(number, row["data_source"], text, row["ground_truth"], row["extra_info"])
+        for number, text in enumerate(texts)
+    ]
+    check_function(spec)
+    with RewardPool(spec, 1, reward.timeout_s) as pool:
+        results = pool.score(items)
+    if any(result.reason == OK for result in results):
+        return
+    try:
+        check_failures(results, reward.max_failure_share)
+    except DataError as error:
+        raise DataError(f"asked about the first row, with the texts {', '.join(map(repr, texts))}: {error}") from None
+
+
+def _read_apart(model_path: str, data: DataConfig, seed: int, offer: Offer | None) -> str | None:
+    """Reads all rows in a process without torch. None where that process fails by itself: the run reads them again."""
+    paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    asked = {"model_path": model_path, "data": data.model_dump(mode="json"), "seed": seed}
+    asked["offer"] = offer and asdict(offer)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-P", "-m", "mrl.train.first_look"], input=json.dumps(asked), capture_output=True,
+            text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, timeout=PATIENCE_S, check=True,
+        )  # fmt: skip
+        found = json.loads(ended.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    for kind in _TELLING:
+        if kind.__name__ in found:
+            raise kind(found[kind.__name__])
+    return found.get("fingerprint")
+
+
+def _read(tokenizer: ChatTokenizer, data: DataConfig, seed: int, offer: Offer | None) -> str:
+    with contextlib.redirect_stdout(io.StringIO()):  # the run says it, once
+        fingerprint = load_training(data, seed, tokenizer, offer).prompts.fingerprint
+        load_validation(data, tokenizer, offer)
+    return fingerprint
+
+
+def _offer(fields: dict[str, Any] | None) -> Offer | None:
+    if fields is None:
+        return None
+    environments = {name: tuple(actions) for name, actions in fields["environments"].items()}
+    return Offer(tuple(fields["tools"]), environments)
+
+
+def main() -> None:
+    """The process without torch: what to read comes on standard input, and the answer is one JSON object."""
+    sys.modules["torch"] = None  # as if it were not installed: transformers would import all of it for a tokenizer
+    asked = json.load(sys.stdin)
+    data = DataConfig.model_validate(asked["data"])
+    try:
+        tokenizer = load_tokenizer(asked["model_path"])
+        found = {"fingerprint": _read(tokenizer, data, asked["seed"], _offer(asked["offer"]))}
+    except _TELLING as error:
+        found = {type(error).__name__: str(error)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What generation ahead of training says of itself: numbers of groups that wait, were dropped or made anew, and of how
+many weights made a step's responses.
+"""
+
+import numpy as np
+
+from mrl.data.samples import SampleRows
+from mrl.record.metrics import distribution
+from mrl.schedule.buffer import GroupBuffer
+
+
+def buffer_metrics(buffer: GroupBuffer) -> dict[str, float]:
+    """Of groups, between two steps: what is counted at another moment depends on the engines' speed."""
+    counts = buffer.counts
+    lengths = {
+        f"async/dropped_response_length/{cause}": tally.mean_length for cause, tally in sorted(counts.dropped.items())
+    }
+    return lengths | {
+        "async/groups_ahead": float(len(buffer.groups)),
+        "async/dropped_groups": float(sum(tally.groups for tally in counts.dropped.values())),
+        "async/requeued_groups": float(counts.requeued.groups),
+        "async/kept_response_length": counts.kept.mean_length,
+    }
+
+
+def version_metrics(step: int, rows: SampleRows) -> dict[str, float]:
+    """Of the weights that made the responses `rows`, beside those that the update of `step` begins from."""
+    firsts = np.cumsum(rows.span_counts) - rows.span_counts
+    ages = step - np.minimum.reduceat(rows.span_versions, firsts)
+    return {
+        **distribution("training/off_policy/trajectory_staleness", ages.tolist()),
+        "async/versions_per_sample": float(np.mean(rows.span_counts)),
+        "async/recomputed_tokens": float(recomputed_tokens(rows)),
+    }
+
+
+def recomputed_tokens(rows: SampleRows) -> int:
+    """Prompt and tokens that engines computed once more where a response went on by other weights."""
+    firsts = np.cumsum(rows.span_counts) - rows.span_counts
+    prompts = int((rows.prompt_lengths * (rows.span_counts - 1)).sum())
+    return prompts + int(rows.span_starts.sum() - rows.span_starts[firsts].sum())

@@ -1,0 +1,35 @@
+"""What generation goes by, and where it keeps things."""
+
+from dataclasses import dataclass
+
+from mrl.schedule.ledger import Fingerprint
+from mrl.schedule.rate import Rate, RateRules
+from mrl.schedule.staleness import Schedule
+from mrl.schedule.suspects import Suspects
+from mrl.train.lost_engines import LostEngines
+from mrl.train.rollouts import Judge, Responder
+from mrl.train.spool import Spool
+from mrl.vllm.requests import Sampling
+
+
+@dataclass(frozen=True)
+class GenerationRules:
+    """Of one run."""
+
+    schedule: Schedule
+    judge: Judge
+    sampling: Sampling
+    seed: int  # of the run
+    made_by: Fingerprint
+    spool: Spool  # gets what is finished and waits for its step
+    lost: LostEngines
+    suspects: Suspects  # prompts that engines were lost under
+
+
+def first_rate(schedule: Schedule, responder: Responder) -> Rate | None:
+    """ready_first: of responses under way, at first as many as engines have places for."""
+    if schedule.order == "in_order":
+        return None
+    names, places = responder.engines.names, responder.engines.places
+    every = schedule.places * schedule.responses
+    return Rate.start(RateRules(len(names), min(every, places * len(names)) if places else every))

@@ -1,0 +1,187 @@
+"""Responses and rewards of the groups on their way, by number: until a step takes them, or they are dropped.
+
+responses --ask--> reward pool --take_result--> a group with all its rewards: is_judged, differs --> take
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from mrl.data.batch import Prompt
+from mrl.errors import DataError
+from mrl.flow.group_writer import GroupParts
+from mrl.flow.response_store import ResponseStore
+from mrl.flow.scoring import ScorerGroup
+from mrl.reward.items import LEFT_OUT, OK, RewardResult, check_failures, failure_counts
+from mrl.schedule.buffer import GroupBuffer
+from mrl.schedule.groups import Group
+from mrl.train.kept_groups import Filtered, KeptGroups
+from mrl.train.rollouts import Judge, compared, question
+
+
+class JudgedGroups:
+    """What was made of each group; the schedule's machines know numbers and lengths alone."""
+
+    def __init__(self, judge: Judge, rewards: ScorerGroup, responses: int, kept: KeptGroups | None):
+        """`responses`: of a group. `kept`: of a checkpoint."""
+        self.made: dict[int, GroupParts] = copies(kept.groups) if kept else {}  # by number
+        self.filtered: list[Filtered] = list(kept.filtered) if kept else []  # dropped, and told of by no step yet
+        self._judge = judge
+        self._rewards = rewards
+        self._responses = responses
+        self._pending: dict[int, set[int]] = {}  # by number, indices of responses whose reward is awaited
+        self._any_failed = self._knows_failures()
+
+    @property
+    def awaits_rewards(self) -> bool:
+        """Whether the reward of a response is awaited."""
+        return bool(self._pending)
+
+    def add(self, group: Group, index: int, response: ResponseStore) -> None:
+        """A response of one row, so far; in place of what it was before."""
+        parts = self.made.setdefault(group.number, GroupParts(group.number, group.attempts, {}, {}))
+        parts.responses[index] = response
+
+    def ask(self, number: int, index: int, prompt: Prompt, engine: str, held_s: float = 0.0) -> None:
+        """Asks for the reward of a response that has ended."""
+        self._pending.setdefault(number, set()).add(index)
+        asked = question(number * self._responses + index, prompt)
+        self._rewards.submit(self.made[number].responses[index], [asked], engine, held_s)
+
+    def unasked(self, number: int, ended: list[bool]) -> list[int]:
+        """Indices of responses that have ended and that nobody has judged."""
+        parts = self.made[number]
+        return [index for index in parts.responses if ended[index] and index not in parts.results]
+
+    def collect(self, at_once: bool) -> list[RewardResult]:
+        """Rewards that are there, each once; see ScorerGroup."""
+        return self._rewards.collect(at_once) if self._pending else []
+
+    def wait(self, seconds: float) -> None:
+        """Waits for a reward, so long at most."""
+        self._rewards.wait(seconds)
+
+    def take_result(self, result: RewardResult) -> int | None:
+        """Keeps a reward; the number of its group, None for one that nobody waits for any more."""
+        number, index = divmod(result.sample_id, self._responses)
+        awaited = self._pending.get(number, set())
+        if index not in awaited:
+            return None
+        awaited.discard(index)
+        if not awaited:
+            del self._pending[number]
+        self._any_failed |= result.reason != OK
+        self.made[number].results[index] = result
+        return number
+
+    def is_judged(self, number: int) -> bool:
+        """Whether all rewards of the group are there."""
+        return len(self.made[number].results) == self._responses
+
+    def differs(self, number: int) -> bool:
+        """Whether the responses of a judged group do not all have the same value."""
+        parts = self.made[number]
+        rows = parts.joined.rows
+        results = [parts.results[index] for index in range(self._responses)]
+        values = self._judge.values(rows, self._judge.scored(results))
+        return _differ(values[compared(np.zeros(len(values)), results)])
+
+    def results_of(self, number: int) -> list[RewardResult]:
+        """Rewards of the group that are there, in the order of its responses."""
+        if number not in self.made:
+            return []
+        results = self.made[number].results
+        return [results[index] for index in sorted(results)]
+
+    def filter(self, number: int) -> None:
+        """The group is dropped for its rewards, which its step still tells of."""
+        self.filtered.append((number, self.results_of(number)))
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Gives up what was made of these groups; nobody waits for their rewards any more."""
+        for number in numbers:
+            self.made.pop(number, None)
+            awaited = self._pending.pop(number, ())
+            if awaited:
+                self._rewards.withdraw([number * self._responses + index for index in awaited])
+
+    def take(self, numbers: Iterable[int]) -> tuple[ResponseStore, list[RewardResult]]:
+        """Responses and results of judged groups in this order, with ids counted from 0; they leave."""
+        parts = [self.made.pop(number) for number in numbers]
+        every = range(self._responses)
+        samples = ResponseStore.joined([each.responses[index] for each in parts for index in every])
+        results = [each.results[index] for each in parts for index in every]
+        groups = np.repeat(np.arange(len(parts)), self._responses)
+        judged = [replace(result, sample_id=i) for i, result in enumerate(self._judge.scored(results))]
+        return samples.renumbered(groups, np.arange(len(samples))), judged
+
+    def uniform(self, samples: ResponseStore, results: list[RewardResult]) -> int:
+        """Groups among those of `take` whose responses all have the same value."""
+        values = self._judge.values(samples.rows, results)
+        groups = np.repeat(np.arange(len(values) // self._responses), self._responses)
+        counted = compared(groups, results)
+        return sum(not _differ(values[counted & (groups == group)]) for group in range(groups[-1] + 1))
+
+    def check_failures(self, numbers: Iterable[int], filtered: Iterable[Filtered], wanted: int) -> None:
+        """Raises DataError once more rewards of a step failed than may, and EnvironmentFault once more environments:
+        of `wanted` groups, those that were filtered for it and these.
+        """
+        if not self._any_failed:
+            return
+        made = [result for _, results in filtered for result in results]
+        for number in numbers:
+            made += self.results_of(number)
+        share = self._judge.reward.max_failure_share
+        environments = sum(result.reason == LEFT_OUT for result in made)
+        if max(sum(failure_counts(made).values()), environments) > int(share * wanted * self._responses):
+            check_failures(made, share)
+
+    def check_all(self, made: list[RewardResult]) -> None:
+        """Raises DataError where too many of all rewards of a step failed."""
+        check_failures(made, self._judge.reward.max_failure_share)
+
+    def too_many_filtered(self, step: int, count: int) -> DataError:
+        """What to say of a step for which so many groups were filtered."""
+        return DataError(
+            f"step {step}: {count} groups have responses that do not differ in {self._metric}: the prompts are too "
+            "easy or too hard for the model as it is. Raise algorithm.filter_groups.max_num_gen_batches or rollout.n, "
+            "or give other prompts"
+        )
+
+    def exhausted(self, buffer: GroupBuffer) -> DataError:
+        """What to say of a step whose draws are used up, and that cannot make do with what there is."""
+        schedule = buffer.schedule
+        others = "unfiltered" if schedule.on_exhausted == "partial" else "partial or unfiltered"
+        return DataError(
+            f"step {buffer.step + 1}: after {schedule.most_draws} batches of prompts, {len(buffer.groups)} of the "
+            f"{schedule.batch} groups of a step have responses that differ in {self._metric} "
+            f"({len(buffer.groups) + len(self.filtered)} generated): the prompts are too easy or too hard for the "
+            "model as it is. Raise algorithm.filter_groups.max_num_gen_batches or rollout.n, give other prompts, or "
+            f"set on_exhausted to {others}"
+        )
+
+    @property
+    def _metric(self) -> str:
+        return self._judge.algorithm.filter_groups.metric
+
+    def look_again(self) -> None:
+        """Whether a reward of the groups that are left has failed is found out anew."""
+        self._any_failed = self._knows_failures()
+
+    def _knows_failures(self) -> bool:
+        judged = [parts.results.values() for parts in self.made.values()]
+        filtered = [results for _, results in self.filtered]
+        return any(result.reason != OK for results in [*judged, *filtered] for result in results)
+
+
+def _differ(values: np.ndarray) -> bool:
+    return len(values) > 0 and bool(values.min() < values.max())
+
+
+def copies(groups: Mapping[int, GroupParts]) -> dict[int, GroupParts]:
+    """The same, independent of what comes to them; in the order of numbers."""
+    return {
+        number: replace(groups[number], responses=dict(groups[number].responses), results=dict(groups[number].results))
+        for number in sorted(groups)
+    }

@@ -1,0 +1,367 @@
+"""The table of claims (docs/source/claims.yaml) beside the stored results: figures, bounds, ages, faults.
+
+A template of a figure is text with Python expressions in braces; names in them are keys of the result's JSON.
+"""
+
+import ast
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "docs" / "source" / "claims.yaml"
+RESULTS = ROOT / "docs" / "results"
+MOST_WORDS = 40  # of a cell
+# what expressions may call; they are this repository's own text, as its scripts are
+CALLS = {"abs": abs, "all": all, "any": any, "len": len, "max": max, "min": min, "round": round, "sorted": sorted}
+CALLS |= {"sum": sum, "set": set, "zip": zip, "enumerate": enumerate, "str": str}
+NAMED = re.compile(r"(?:tests|scripts)/[\w/.-]+\.(?:py|sh)")
+AGE = re.compile(r"(`[0-9a-f]{7}`(?: and \d+ more)?): (?:[\d,]+ lines? since, \*\*stale\*\*|fresh|age unknown)")
+AS_OF = re.compile(r"as of commit `(\w+)`")
+FIGURE = re.compile(r"(<!-- figure (\w+): (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table (\w+) -->\n\n)(.*?)\n(<!-- end -->)", re.DOTALL)
+
+
+class Node(dict):
+    """A JSON object whose keys are attributes too."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return self[name] if name in self else super().__getattribute__(name)
+
+
+def _node(value: Any) -> Any:
+    """A JSON value with attributes at every depth."""
+    if isinstance(value, dict):
+        return Node({key: _node(inner) for key, inner in dict.items(value)})
+    return [_node(inner) for inner in value] if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Result:
+    """A stored result, or a part of one, with what makes it and what it depends on."""
+
+    name: str
+    file: str  # under docs/results
+    sources: tuple[str, ...]  # files and folders whose change makes it stale
+    minutes: float  # that its command takes on two cores
+    at: str = ""  # the part's key
+    command: str = ""  # to make it anew; the file's own where there is none
+    once: bool = False  # of the past, or made by hand: scripts/evidence/all.sh leaves it
+    needs: str = ""  # beyond two cores
+
+    def data(self) -> Any:
+        """The JSON of the part; of a `.jsonl` an object with its `lines`. Raises KeyError or OSError."""
+        held = _stored(RESULTS / self.file)
+        return held[self.at] if self.at else held
+
+    @property
+    def where(self) -> str:
+        """The file and part in words."""
+        return f"docs/results/{self.file}" + (f" ({self.at})" if self.at else "")
+
+    def stamps(self) -> list[dict]:
+        """Every object of it that names a commit."""
+        return list(_with_commit(self.data()))
+
+    def commands(self) -> set[str]:
+        """What it says that it was made by."""
+        found = {stamp["command"] for stamp in self.stamps() if "command" in stamp}
+        whole = _stored(RESULTS / self.file)
+        return found | {whole["command"]} if isinstance(whole.get("command"), str) else found
+
+    def names(self, let: dict[str, str] | None = None) -> dict[str, Any]:
+        """What an expression over it may use: its keys, and what `let` makes of them."""
+        data = self.data()
+        names = {"__builtins__": {}} | CALLS | data | {"data": data}
+        for name, expression in (let or {}).items():
+            names[name] = eval(expression, names)
+        return names
+
+
+@cache
+def _stored(path: Path) -> Node:
+    text = path.read_text(encoding="utf-8")
+    return _node({"lines": list(map(json.loads, text.splitlines()))} if path.suffix == ".jsonl" else json.loads(text))
+
+
+def forget() -> None:
+    """Results are read anew."""
+    _stored.cache_clear()
+
+
+def _with_commit(value: Any) -> Iterator[dict]:
+    if isinstance(value, dict):
+        if isinstance(value.get("commit"), str):
+            yield value
+        for inner in dict.values(value):
+            yield from _with_commit(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _with_commit(inner)
+
+
+@cache
+def load(path: Path = SOURCE) -> dict[str, Any]:
+    """The table of claims as it stands in the file; read once."""
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def results(table: dict[str, Any]) -> dict[str, Result]:
+    """All stored results by name; `sources` that are names of groups are these."""
+    groups = table["sources"]
+    found = {}
+    for name, row in table["results"].items():
+        sources = [path for part in row["sources"] for path in groups.get(part, [part])]
+        found[name] = Result(name, **row | {"sources": tuple(sources)})
+    return found
+
+
+def figure(claim: dict[str, Any], result: Result) -> str:
+    """What the claim says of the stored result. Raises whatever its expressions raise."""
+    return _text(claim["figure"], result.names(claim.get("let")))
+
+
+def holds(claim: dict[str, Any], result: Result) -> bool:
+    """Whether the stored figure meets the bound; a claim without an expression of one makes none."""
+    return bool(eval(claim["holds"], result.names(claim.get("let")))) if "holds" in claim else True
+
+
+def _text(template: str, names: dict[str, Any]) -> str:
+    return eval(f"f'''{template}'''", names)
+
+
+# ---------------------------------------------------------------- ages
+
+
+@cache
+def changed_lines(commit: str, as_of: str, sources: tuple[str, ...]) -> int | None:
+    """Lines added or removed in the files from one commit to the other; None where git cannot tell."""
+    git = ["git", "diff", "--numstat", commit.split()[0], as_of, "--", *sources]
+    told = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
+    counts = (line.split("\t")[:2] for line in told.stdout.splitlines())
+    return None if told.returncode else sum(int(n) for pair in counts for n in pair if n != "-")
+
+
+def head() -> str:
+    """The commit that is checked out; empty where there is no history."""
+    told = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return told.stdout.strip()
+
+
+@cache
+def later(commit: str, as_of: str) -> str:
+    """`as_of`, or what is checked out where the commit came after that."""
+    told = subprocess.run(
+        ["git", "merge-base", "--is-ancestor", commit.split()[0], as_of], cwd=ROOT, capture_output=True
+    )
+    return head() if told.returncode == 1 else as_of
+
+
+def stands_at(page: str) -> str:
+    """The commit that the ages of a page are of, where it is one of the history; else what is checked out."""
+    found = AS_OF.search(page)
+    known = found and not subprocess.run(["git", "cat-file", "-e", found[1]], cwd=ROOT, capture_output=True).returncode
+    return found[1] if known else head()
+
+
+def age(stamps: list[dict], sources: tuple[str, ...], as_of: str | None) -> str:
+    """The commits of a result, and the most lines of its sources that changed since one of them, until `as_of`."""
+    commits = list(dict.fromkeys(stamp["commit"] for stamp in stamps))
+    more = f" and {len(commits) - 1} more" if len(commits) > 1 else ""
+    lines = [changed_lines(commit, later(commit, as_of), sources) if as_of else None for commit in commits]
+    return f"`{commits[0][:7]}`{more}: {_age_words(None if None in lines else max(lines))}"
+
+
+def _age_words(lines: int | None) -> str:
+    if lines is None:
+        return "age unknown"
+    return f"{lines:,} line{'s' if lines != 1 else ''} since, **stale**" if lines else "fresh"
+
+
+def without_ages(text: str) -> str:
+    """A page with nothing in it that a commit alone changes."""
+    return AS_OF.sub("as of", AGE.sub(lambda found: found[1], text))
+
+
+# ---------------------------------------------------------------- faults
+
+
+def faults(table: dict[str, Any]) -> list[str]:
+    """Whatever is wrong with claims and results, one message each."""
+    known = results(table)
+    found = [text for result in known.values() for text in _result_faults(result)]
+    used = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.json*")}
+    found += [
+        f"docs/results/{name}: no result of claims.yaml" for name in sorted(used - {r.file for r in known.values()})
+    ]
+    for claim in table["measured"]:
+        found += _claim_faults(claim, known)
+    for claim in table["held"]:
+        found += [f"{claim['claim'][:50]}: no {name}" for name in _absent_tests(claim["tests"])]
+        found += _long_cells(claim)
+    return found + [text for row in table["mended"] for text in _long_cells(row)]
+
+
+def _result_faults(result: Result) -> Iterator[str]:
+    where = result.where
+    try:
+        stamps = result.stamps()
+    except (OSError, KeyError) as error:
+        yield f"{where}: cannot be read: {error!r}"
+        return
+    if not stamps:
+        yield f"{where}: no commit"
+    if not result.commands():
+        yield f"{where}: no command"
+    for commit in sorted({stamp["commit"] for stamp in stamps}):
+        if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
+            yield f"{where}: made from a tree that no commit names: {commit}"
+    for path in result.sources:
+        if not (ROOT / path).exists():
+            yield f"{where}: depends on {path}, which is not there"
+
+
+def _claim_faults(claim: dict[str, Any], known: dict[str, Result]) -> Iterator[str]:
+    title = claim["claim"][:60]
+    if not claim.get("figure") or claim.get("result") not in known:
+        yield f"{title}: no figure" if not claim.get("figure") else f"{title}: no result {claim.get('result')}"
+        return
+    result = known[claim["result"]]
+    try:
+        text = figure(claim, result)
+        met = holds(claim, result)
+    except Exception as error:  # an expression may raise anything
+        yield f"{title}: {error!r}"
+        return
+    if "holds" in claim and "bound" not in claim:
+        yield f"{title}: a bound that is not said"
+    if not met and "missed" not in claim:
+        yield f"{title}: {text} does not meet the bound ({claim['bound']}), and no `missed` says why"
+    if met and "missed" in claim:
+        yield (
+            f"{title}: {text} is among the missed goals and meets the bound"
+            if "holds" in claim
+            else (f"{title}: a missed goal without `holds`")
+        )
+    yield from _long_cells(claim | {"figure": text})
+
+
+def _long_cells(row: dict[str, Any]) -> Iterator[str]:
+    for key in ("claim", "bound", "figure", "missed", "found", "now"):
+        if len(re.sub(r"\]\([^)]*\)", "]", row.get(key, "")).split()) > MOST_WORDS:
+            yield f"{row[key][:50]}: more than {MOST_WORDS} words"
+
+
+def _absent_tests(tests: str) -> list[str]:
+    return [name for name in NAMED.findall(tests) if not (ROOT / name).exists()] if tests else ["test or command"]
+
+
+# ---------------------------------------------------------------- words and tables
+
+
+@cache
+def with_long(name: str) -> str:
+    """A test's file, and whether its cases are left out of continuous integration (`long`)."""
+    tree = ast.parse((ROOT / name).read_text(encoding="utf-8")) if name.startswith("tests/") else ast.Module([], [])
+    whole = any(isinstance(node, ast.Assign) and "mark.long" in ast.unparse(node)
+                and ast.unparse(node.targets[0]) == "pytestmark" for node in tree.body)  # fmt: skip
+    if whole:
+        return f"`{name}` (long)"
+    return f"`{name}` (partly long)" if "mark.long" in ast.unparse(tree) else f"`{name}`"
+
+
+def shown_by(tests: str) -> str:
+    """Names of files as code, each told whether it is long."""
+    return NAMED.sub(lambda found: with_long(found[0]), tests)
+
+
+def figures(table: dict[str, Any], name: str) -> str:
+    """A table of figures in Markdown: `each` gives the rows, `cells` are templates over `row`."""
+    spec = table["tables"][name]
+    names = results(table)[spec["result"]].names(spec.get("let"))
+    rows = [[_text(cell, names | {"row": row}) for cell in spec["cells"]] for row in eval(spec["each"], names)]
+    return markdown(spec["heads"], rows)
+
+
+def filled(text: str, table: dict[str, Any]) -> str:
+    """A hand-written page with its figures (`<!-- figure RESULT: TEMPLATE -->`) and tables as the results have them."""
+    known = results(table)
+    text = FIGURE.sub(lambda found: f"{found[1]}{_text(found[3], known[found[2]].names())}{found[5]}", text)
+    return TABLE.sub(lambda found: f"{found[1]}{figures(table, found[2])}\n\n{found[4]}", text)
+
+
+def markdown(heads: list[str], rows: list[list[str]]) -> str:
+    """A table; bars in cells are kept from ending them."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(as_of: str | None = None) -> str:
+    """docs/evidence.md, with ages as of a commit, or without any."""
+    table = load()
+    parts = {
+        "as_of": (as_of or "none")[:7],
+        "held": markdown(["claim", "shown by"], [[row["claim"], shown_by(row["tests"])] for row in table["held"]]),
+        "rehearsals": _rehearsals(table, as_of),
+        "mended": markdown(
+            ["found", "now", "test"], [[row["found"], row["now"], shown_by(row["tests"])] for row in table["mended"]]
+        ),
+        "turns": figures(table, "turns"),
+        "measured": _measured(table, as_of),
+        "missed": _missed(table, as_of),
+    }
+    text = (SOURCE.parent / "evidence.txt").read_text(encoding="utf-8")
+    return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], text)
+
+
+def _measured(table: dict[str, Any], as_of: str | None) -> str:
+    known = results(table)
+    rows = []
+    for claim in table["measured"]:
+        if "missed" not in claim:
+            result = known[claim["result"]]
+            rows.append([claim["claim"], claim.get("bound", ""), figure(claim, result), *_origin(result, as_of)])
+    return markdown(["claim", "bound", "figure", "command, result", "commit, age"], rows)
+
+
+def _missed(table: dict[str, Any], as_of: str | None) -> str:
+    known = results(table)
+    rows = []
+    for claim in table["measured"]:
+        if "missed" in claim:
+            result = known[claim["result"]]
+            cells = [claim["claim"], claim["bound"], figure(claim, result), claim["missed"]]
+            rows.append(cells + _origin(result, as_of))
+    return markdown(["goal", "bound", "figure", "why", "command, result", "commit, age"], rows)
+
+
+def _origin(result: Result, as_of: str | None) -> list[str]:
+    """Cells of what made a result and how old it is."""
+    command = result.command or min(result.commands())
+    name = f"`{command.replace('{work}', 'WORK')}`, [{Path(result.file).name}](results/{result.file})"
+    return [name, age(result.stamps(), result.sources, as_of)]
+
+
+def _rehearsals(table: dict[str, Any], as_of: str | None) -> str:
+    result = results(table)["rehearsals"]
+    rows = []
+    for name, found in result.data()["configs"].items():
+        lost = ", ".join(f"`{switch.rpartition('.')[2]}`" for switch in found["not_exercised"])
+        broke = "".join(f" **broke in {entry['phase']}**" for entry in found["failed"])
+        same = f" (the same in small as {found['same_as']})" if "same_as" in found else ""
+        given = "".join(f" (with `--set {key}={value}`)" for key, value in found.get("given", {}).items())
+        sizes = f"{found.get('ranks', '')}, {found.get('engine_workers', '')}"
+        cells = [f"{name}{given}{same}{broke}", f"{found['seconds']:.0f}", sizes, str(len(found["exercised"])), lost]
+        rows.append([*cells, age([found], result.sources, as_of)])
+    heads = ["configuration", "seconds", "ranks, engine workers", "exercised", "not exercised", "commit, age"]
+    return markdown(heads, rows)

@@ -1,0 +1,353 @@
+"""One row of combinations.py: a run of a few tiny steps, its end, what follows, and what must hold of all of it."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from combination_axes import PRESETS, ROOT, STEPS, as_overrides, other_layout, other_schedule, settings
+from covering import Row
+
+from mrl.config.survived import survives
+from mrl.platforms.hosting import BUCKET_FOLDER
+from mrl.record.run_dir import METRICS, read_metrics
+from mrl.record.sample_files import read_samples
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
+
+RUN_S = 420.0  # deadline of one command
+GONE_S = 60.0  # for processes and files to go after their run
+PROCESSES = {"rank lost": "ray::ActorWorker", "engine lost": "VLLM::"}
+# of the process that trains, by how a run is ended; of one that does without what it lost: 0
+EXIT_CODES = {"finished": 0, "SIGTERM": 5, "SIGKILL": -signal.SIGKILL, "engine lost": 5, "rank lost": 5}
+LOST = {"engine lost": "engines", "rank lost": "ranks"}
+REFUSED = (2, 3)
+NOT_REPEATED = ("ready first", "ready first, partial")  # schedules that no two runs repeat
+STALENESS = {"sync": 0, "one step off": 1}  # others: 2
+LOG_PROB_BOUND = {"float32": 1e-4, "bfloat16": 0.15}  # of a token, engine against transformers
+
+
+@dataclass
+class RowRun:
+    """A row on its way; `problems` says what did not hold."""
+
+    number: int
+    row: Row
+    world: Path
+    folder: Path
+    wholes: Path  # undisturbed runs, which rows share
+    problems: list[str] = field(default_factory=list)
+
+    def do(self) -> None:
+        """All of it, in the row's folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._train()
+        if not _lines(self.run):
+            self.problems.append("the run has no metrics")
+            return
+        THEN[self.row["then"]](self)
+        self._check_record()
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    def must(self, holds: bool, otherwise: str) -> None:
+        """Notes a problem."""
+        if not holds:
+            self.problems.append(otherwise)
+
+    # ------------------------------------------------------------------ the run and its end
+
+    def _train(self) -> None:
+        end = self.row["end"]
+        code = self._mrl("train", *self._arguments(self.row), "--run-dir", str(self.run), end=end)
+        wanted = 0 if self._finishes else EXIT_CODES[end]
+        self.must(code == wanted, f"{end}: exit code {code} instead of {wanted}")
+
+    @property
+    def _finishes(self) -> bool:
+        """Whether its first start comes to the last step, with whatever it loses on the way."""
+        if self.row["end"] not in LOST:
+            return self.row["end"] == "finished"
+        given = settings(self.row, self.world)
+        schedule = given.get("trainer.schedule", "sync")
+        order = given.get("trainer.order", "in_order")
+        return survives(LOST[self.row["end"]], self.row["placement"], schedule, order)
+
+    def _arguments(self, row: Row, steps: int = STEPS) -> list[str]:
+        given = as_overrides(settings(row, self.world, steps))
+        return [str(PRESETS[row["placement"]]), *(word for text in given for word in ("--set", text))]
+
+    def _mrl(self, *words: str, end: str = "finished") -> int:
+        """Exit code of a command, ended on its way as `end` says; what it leaves behind is a problem, and removed."""
+        log = self.folder / f"{words[0]}-{len(list(self.folder.glob('*.log')))}.log"
+        temporary = self.folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        command = [sys.executable, "-c", "from mrl.cli.main import main; main()", *words]
+        shared = _segments()
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | {"TMPDIR": str(temporary)},
+            )  # fmt: skip
+            below = self._watch(process, end)
+        if process.poll() is None:
+            self.problems.append(f"mrl {words[0]}: not done after {RUN_S:.0f} s")
+            process.kill()
+        code = process.wait()
+        _, left = psutil.wait_procs(below, timeout=GONE_S)
+        for one in left:
+            self.problems.append(f"mrl {words[0]} left the process {one.pid}")
+            one.kill()
+        held = [name for name in sorted(_segments() - shared) if not _is_mapped(name)]
+        if end != "SIGKILL":  # the folder of Ray of a driver that is killed stays for whoever starts again
+            held += sorted(os.listdir(temporary))
+        self.must(not held, f"mrl {words[0]} left {', '.join(held)}")
+        return code
+
+    def _watch(self, process: subprocess.Popen, end: str) -> list[psutil.Process]:
+        """All processes below one that ends, or is past its deadline."""
+        below: dict[int, psutil.Process] = {}
+        deadline = time.monotonic() + RUN_S
+        at = None if end == "finished" else random.Random(self.number).uniform(0, 3)  # s behind the line of step 2
+        while process.poll() is None and time.monotonic() < deadline:
+            found = _below(process.pid)
+            below |= {child.pid: child for child in found}
+            if at is not None and len(_lines(self.run)) >= 2:
+                time.sleep(at)
+                self._end(process, end, found)
+                at = None
+            time.sleep(0.1)
+        self.must(at is None or process.poll() is None, f"{end}: the run was over before it")
+        return list(below.values())
+
+    def _end(self, process: subprocess.Popen, end: str, below: Sequence[psutil.Process]) -> None:
+        if end in PROCESSES:
+            victims = [one.pid for one in below if _title(one).startswith(PROCESSES[end])]
+            if not victims:
+                self.problems.append(f"{end}: no process {PROCESSES[end]} was there")
+                return
+            os.kill(max(victims), signal.SIGKILL)
+        else:
+            process.send_signal(getattr(signal, end))
+
+    # ------------------------------------------------------------------ what follows
+
+    def resume(self) -> None:
+        """Goes on, and is what an undisturbed run is where schedules promise it."""
+        steps = STEPS + 2 if self._finishes else STEPS
+        words = self._arguments(self.row, steps)
+        code = self._mrl("train", *words, "--run-dir", str(self.run), "--resume")
+        self.must(code == 0, f"the resumed run: exit code {code}")
+        promised = self.row["schedule"] not in NOT_REPEATED
+        # a run that was to have fewer steps did not generate ahead for more
+        if code or not promised or (self._finishes and self.row["schedule"] != "sync"):
+            return
+        whole = self._whole(words)
+        found, expected = read_metrics(self.run / METRICS), read_metrics(whole / METRICS)
+        self._must_be_none(metrics_difference(*without_lost_engines(found, expected)))
+        folders = (folder / "checkpoints" / f"step-{steps}" for folder in (whole, self.run))
+        self._must_be_none(checkpoint_difference(*folders))
+
+    def _must_be_none(self, difference: str | None) -> None:
+        self.must(difference is None, f"not what the undisturbed run is: {difference}")
+
+    def _whole(self, words: list[str]) -> Path:
+        """The run that was left alone; made once for equal settings."""
+        known = self.wholes / "known.json"
+        held = json.loads(known.read_text()) if known.exists() else {}
+        key = json.dumps(words)
+        if key not in held:
+            folder = self.wholes / f"run-{len(held)}"
+            code = self._mrl("train", *words, "--run-dir", str(folder))
+            self.must(code == 0, f"the undisturbed run: exit code {code}")
+            self.wholes.mkdir(parents=True, exist_ok=True)
+            held[key] = folder.name
+            known.write_text(json.dumps(held))
+        return self.wholes / held[key]
+
+    def resume_otherwise(self) -> None:
+        """Goes on with another layout of the actor."""
+        steps = STEPS + 1 if self._finishes else STEPS
+        words = self._arguments(other_layout(self.row), steps)
+        code = self._mrl("train", *words, "--run-dir", str(self.run), "--resume")
+        self.must(code == 0, f"resumed with another layout: exit code {code}")
+        self.must(_steps(self.run)[-1:] == [steps], "the run on another layout did not end")
+
+    def be_refused(self) -> None:
+        """Is refused another schedule before anything is touched."""
+        before = (self.run / METRICS).read_bytes()
+        words = self._arguments(other_schedule(self.row), STEPS + 1)
+        code = self._mrl("train", *words, "--run-dir", str(self.run), "--resume")
+        self.must(code in REFUSED, f"resumed by another schedule: exit code {code}")
+        self.must((self.run / METRICS).read_bytes() == before, "a refused resume changed metrics.jsonl")
+
+    def convert(self) -> None:
+        """What the engines said of each response is what transformers says with the checkpoint of its version."""
+        compared = 0
+        for version in _checkpoints(self.run):
+            samples = [sample for sample in _samples(self.run) if _versions(sample) == {version}]
+            if not samples:
+                continue
+            out = self.folder / f"hf-{version}"
+            checkpoint = self.run / "checkpoints" / f"step-{version}"
+            code = self._mrl("convert", "megatron-to-hf", str(checkpoint), "-o", str(out))
+            self.must(code == 0, f"mrl convert of step {version}: exit code {code}")
+            if code == 0:
+                compared += len(samples)
+                worst = largest_difference(out, samples[:: max(1, len(samples) // 8)])
+                bound = LOG_PROB_BOUND[self.row["dtype"]]
+                self.must(worst <= bound, f"log-probs of version {version} are {worst:.2g} off transformers'")
+        expected = any(_versions(sample) <= set(_checkpoints(self.run)) for sample in _samples(self.run))
+        self.must(compared > 0 or not expected, "no response was made by one saved version")
+
+    def evaluate(self) -> None:
+        """Answers of the newest checkpoint are those of the validation behind the step that saved it."""
+        out = self.folder / "eval"
+        code = self._mrl("eval", *self._arguments(self.row), "--checkpoint", str(self.run), "-o", str(out))
+        self.must(code == 0, f"mrl eval: exit code {code}")
+        step = _checkpoints(self.run)[-1]
+        held = self.run / "validation" / f"step-{step}.jsonl"
+        if code or not held.exists() or self.row["dtype"] != "float32":
+            return
+        then = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
+        now = [json.loads(line) for line in held.read_text().splitlines()]
+        answers = [[(row["input"], row["output"], row["score"]) for row in rows] for rows in (now, then)]
+        self.must(answers[0] == answers[1], f"mrl eval answers otherwise than the validation of step {step}")
+
+    def report(self) -> None:
+        """Is told in a page that names the steps and how the run ended."""
+        code = self._mrl("report", str(self.run), "-o", str(self.folder / "report.html"))
+        self.must(code == 0, f"mrl report: exit code {code}")
+
+    # ------------------------------------------------------------------ what holds of every run
+
+    def _check_record(self) -> None:
+        rows = [row for row in read_metrics(self.run / METRICS) if row["training/global_step"]]
+        most = STALENESS.get(self.row["schedule"], 2)
+        for row in rows:
+            step = row["training/global_step"]
+            stale = row.get("training/off_policy/trajectory_staleness/max", 0)
+            self.must(stale <= most, f"step {step}: staleness {stale}")
+            self.must(row.get("reshard/verified") == 1, f"step {step}: the sync was not verified")
+            self.must(row.get("reshard/weight_version") == step, f"step {step}: engines hold another version")
+            self.must(row.get("actor/skipped_updates") == 0, f"step {step}: an update was skipped")
+            if self.row["dtype"] == "float32" and most == 0:
+                off = row["training/rollout_log_probs_abs_diff_max"]
+                self.must(off <= LOG_PROB_BOUND["float32"], f"step {step}: trainer and engine differ by {off:.2g}")
+        samples = list(_samples(self.run))
+        times = Counter((sample["prompt_id"], sample["seed"]) for sample in samples)
+        twice = [one for one, number in times.items() if number > 1]
+        self.must(not twice, f"responses in two steps: {twice[:3]}")
+        self.must(bool(samples), "no samples were kept")
+
+
+THEN: Mapping[str, Callable[[RowRun], None]] = {
+    "resume": RowRun.resume,
+    "other layout": RowRun.resume_otherwise,
+    "other schedule": RowRun.be_refused,
+    "convert": RowRun.convert,
+    "eval": RowRun.evaluate,
+    "report": RowRun.report,
+}
+
+
+def without_lost_engines(found: list[dict], expected: list[dict]) -> tuple[list[dict], list[dict]]:
+    """Both, without counts of the sync in steps of `found` that an engine was missing in."""
+    missing = {row["training/global_step"] for row in found if row.get("fleet/lost") or row.get("fleet/restarted")}
+    return tuple(
+        [_without_sync(row) if row["training/global_step"] in missing else row for row in rows]
+        for rows in (found, expected)
+    )
+
+
+def _without_sync(row: dict) -> dict:
+    return {name: value for name, value in row.items() if not name.startswith("reshard/")}
+
+
+def largest_difference(model: Path, samples: Sequence[Mapping[str, Any]]) -> float:
+    """Of log-probs that an engine gave, against transformers' in float32; nats."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reader = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    worst = 0.0
+    for sample in samples:
+        prompt, response = sample["prompt_ids"], sample["response_ids"]
+        with torch.no_grad():
+            logits = reader(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+        difference = (expected - torch.tensor(sample["rollout_log_probs"])).abs()
+        worst = max(worst, float(difference[_sampled(sample)].max()))
+    return worst
+
+
+def _sampled(sample: Mapping[str, Any]) -> list[bool]:
+    """Which tokens the model made; all where none is an answer of a tool."""
+    return sample.get("sampled") or [True] * len(sample["response_ids"])
+
+
+def _samples(run: Path) -> Iterator[Mapping[str, Any]]:
+    for step in _steps(run):
+        if step and (run / "samples" / f"step-{step}.parquet").exists():
+            yield from read_samples(run / "samples", step)
+
+
+def _versions(sample: Mapping[str, Any]) -> set[int]:
+    held = sample["weight_version"]
+    return {held} if isinstance(held, int) else {part["version"] for part in held}
+
+
+def _steps(run: Path) -> list[int]:
+    return [row["training/global_step"] for row in read_metrics(run / METRICS)]
+
+
+def _lines(run: Path) -> list[str]:
+    path = run / METRICS
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _checkpoints(run: Path) -> list[int]:
+    whole = (run / "checkpoints").glob("step-*/manifest.json")
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in whole)
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _segments() -> set[str]:
+    """Names in /dev/shm that runs give: buckets of weights, vLLM's and Python's own segments."""
+    return {
+        name for name in os.listdir("/dev/shm") if name.startswith((BUCKET_FOLDER, "psm_", "sem.")) or "cpushm" in name
+    }
+
+
+def _is_mapped(name: str) -> bool:
+    """Whether some process still has a file of /dev/shm open: it is another run's."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if f"/dev/shm/{name}" in maps.read_text():
+                return True
+        except OSError:
+            continue
+    return False

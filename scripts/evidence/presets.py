@@ -1,0 +1,110 @@
+"""Every preset for a cluster beside the fastest run that the planner finds for its devices, batch and limits.
+
+    python scripts/evidence/presets.py [--out FILE] [PRESET ...]
+
+Seconds are predictions of a step without its sync. `before` is a preset's as of the commit that is named, under today's
+predictions, where git has it.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig
+from mrl.model import planning_model_spec
+from mrl.plan.devices import USUAL, faster, slower
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
+from mrl.plan.step_work import mean_lengths
+from mrl.plan.times import phase_seconds
+from mrl.platforms.versions import MEGATRON
+from mrl.tools.run_search import fastest_run, step_of
+from mrl.tools.search import search
+from mrl.tools.search_report import search_problem
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER, OUT = ROOT / "parallel_configs", ROOT / "docs" / "results" / "presets.json"
+BEFORE = "0a3bec1"  # whose presets nobody had held against the planner
+SLOWER = "# Slower than the planner's best: "
+
+
+def names() -> list[str]:
+    """Of all presets for clusters."""
+    return [f"{p.parent.name}/{p.stem}" for p in sorted(FOLDER.glob("*/*.yaml")) if not p.stem.startswith("cpu")]
+
+
+def reason_of(name: str) -> str:
+    """Why a preset is slower than what the planner finds; empty where its header says nothing."""
+    lines = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    return next((line.removeprefix(SLOWER) for line in lines if line.startswith(SLOWER)), "")
+
+
+def row_of(name: str) -> dict[str, Any]:
+    """One preset: its seconds, those of the planner's best, and what that would set."""
+    config = load_config(FOLDER / f"{name}.yaml").config
+    model, device = planning_model_spec(config.model.path)[0], device_for(config)
+    problem = search_problem(
+        config, model, device, config.actor.layout.world_size, config.cluster.n_gpus_per_node, MEGATRON
+    )
+    best, now = fastest_run(config, problem, search(problem)), step_of(config, model, device)
+    seconds = sum(now.values())
+    return {
+        "preset": name,
+        "device": device.name,
+        "seconds": round(seconds, 1),
+        "phases": {phase: round(value, 1) for phase, value in now.items()},
+        "best_seconds": round(best.seconds, 1),
+        "over_best": round(seconds / best.seconds, 3),
+        "best": best.settings,
+        "reason": reason_of(name),
+        **_throughput(config),
+    }
+
+
+def _throughput(config: RunConfig) -> dict[str, list[float]]:
+    """Tokens a second and device of low, expected and high predictions, fastest first."""
+    model, device, rates = planning_model_spec(config.model.path)[0], device_for(config), []
+    devices = config.cluster.nnodes * config.cluster.n_gpus_per_node
+    for assumed in (faster(USUAL), USUAL, slower(USUAL)):
+        inputs = PlanInputs.of(config, model, device, assumed)
+        batch = batch_plan(config, inputs.train)
+        tokens = batch.samples * mean_lengths(config, assumed).total
+        rates.append(round(tokens / sum(phase_seconds(inputs, batch, engine_of(inputs)).values()) / devices, 1))
+    return {"tokens_per_s_and_device": rates}
+
+
+def _before(name: str, folder: Path) -> float | None:
+    file = folder / "parallel_configs" / f"{name}.yaml"
+    if not file.is_file():
+        return None
+    config = load_config(file).config
+    return round(sum(step_of(config, planning_model_spec(config.model.path)[0], device_for(config)).values()), 1)
+
+
+def main() -> None:
+    """Writes the rows as they come, worst first."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("presets", nargs="*", default=names())
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--keep", action="store_true", help="rows of presets that are not named stay as stored")
+    options = parser.parse_args()
+    git = ("git", "-C", str(ROOT))
+    commit = subprocess.run((*git, "rev-parse", "HEAD"), capture_output=True, text=True, check=True).stdout.strip()
+    found = {"commit": commit, "command": "scripts/evidence/presets.sh", "date": date.today().isoformat()}
+    found |= {"before": BEFORE, "depends": ["mrl/plan", "mrl/tools", "mrl/model", "parallel_configs"]}
+    rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"] if options.keep else []
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(f"git -C {ROOT} archive {BEFORE} parallel_configs | tar x -C {folder}", shell=True, check=False)
+        for name in options.presets:
+            row = row_of(name) | {"before_seconds": _before(name, Path(folder))}
+            rows = sorted([*(r for r in rows if r["preset"] != name), row], key=lambda r: -r["over_best"])
+            options.out.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+            print(name, row["before_seconds"], row["seconds"], row["best_seconds"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Steps of an engine: what one takes at least, for a layer and for a sequence (mrl/plan/generation_times.py)."""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from checks import Figures, Machine, Skip, check
+
+_TOKENS, _BATCHES = 32, (1, 32, 256)
+
+
+@check()
+def decode(machine: Machine) -> Figures:
+    """Seconds of a step by batch at two depths: their difference is a layer's floor, their slope a sequence's."""
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        raise Skip("vLLM is not installed") from None
+    few, many = (2, 6) if machine.device != "cpu" else (1, 2)
+    batches = _BATCHES if machine.device != "cpu" else _BATCHES[:2]
+    shallow, deep = _steps(few, batches), _steps(many, batches)
+    floor = (deep[1] - shallow[1]) / (many - few)
+    a_sequence = (shallow[batches[-1]] - shallow[1]) / (batches[-1] - 1)
+    by_batch = {str(batch): round(seconds, 6) for batch, seconds in deep.items()}
+    return {"layer_us": floor * 1e6, "sequence_us": a_sequence * 1e6, "step_s": by_batch}
+
+
+def _steps(layers: int, batches: tuple[int, ...]) -> dict[int, float]:
+    """Of an engine with weights that nobody set, by the number of its sequences."""
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+                  "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                  "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 8,
+                  "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
+                  "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "rope_theta": 1e6,
+                  "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False}  # fmt: skip
+        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        engine = LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=512, max_num_seqs=batches[-1],
+                     gpu_memory_utilization=0.5)  # fmt: skip
+        steps = {}
+        for batch in batches:
+            prompts = [{"prompt_token_ids": [1 + number % 100] * 8} for number in range(batch)]
+            for tokens in (1, _TOKENS):  # the first call captures what it needs
+                params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+                began = time.perf_counter()
+                engine.generate(prompts, params, use_tqdm=False)
+                steps[batch] = (time.perf_counter() - began) / tokens
+        del engine
+    return steps

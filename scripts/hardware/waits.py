@@ -1,0 +1,99 @@
+"""What a forward and a backward pass ask the device for, each time a wait for all that it was asked before."""
+
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from checks import Figures, Machine, check, expect
+from host_reads import HostReads, site_of
+from layers import DTYPE, one_rank, some_batch, tiny_moe
+
+# In layers of experts tokens go where the router says, and the host lays their rows out. All of it is Megatron's:
+OF_EXPERTS = {
+    "moe/moe_utils.py:maybe_move_tensor_to_cpu": "how many tokens each expert and each rank gets, once a layer",
+    "moe/experts.py:forward": "the same as the list that the grouped product takes",
+    "moe/moe_utils.py:permute": "unfused (moe_permute_fusion: false), how many rows were chosen",
+    "moe/moe_utils.py:sort_chunks_by_idxs": "unfused, the sizes and the order of the chunks that ranks sent",
+    "moe/router.py:gating": "the CPU alone: a router's weight that lies there is moved",
+    "platforms/cpu_patches.py:_plain": "the CPU alone: gloo takes sizes of an exchange as a list",
+    "tensor_parallel/mappings.py:forward": "the CPU alone: sizes of an exchange, which lie on the host elsewhere",
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CASES = {"plain": {}, "recomputed": FULL}
+_FUSED = {"apply_rope_fusion": True, "moe_permute_fusion": True}  # as presets for NVIDIA devices have it
+_SAID = "called a synchronizing"  # c10/cuda/CUDAFunctions.cpp
+
+
+@check()
+def waits(machine: Machine) -> Figures:
+    """What the host reads from the device in a forward and a backward pass: nothing outside of layers of experts, and
+    there what OF_EXPERTS names. On NVIDIA devices torch's own debug mode looks on too."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_moe(Path(folder))
+        found = {name: _asked_with(machine, Path(folder), overrides) for name, overrides in CASES.items()}
+    unknown = sorted({site for sites in found.values() for site in sites if not _is_known(site)})
+    expect(not unknown, f"passes wait for the device at {', '.join(unknown)}: that is slow, not wrong; report it")
+    return found
+
+
+def _asked_with(machine: Machine, folder: Path, overrides: dict[str, Any]) -> dict[str, int]:
+    from mrl.platforms.layers import layers
+
+    fused = _FUSED if machine.device == "cuda" and layers() == "transformer_engine" else {}
+    actor = one_rank(machine, folder, DTYPE[machine.small], fused | overrides)
+    batch = some_batch()
+    actor.gradients(batch)  # what is made once is made
+    with waited(machine.device) as seen:
+        sites = asked(actor, batch)
+    actor.close()
+    return dict(sites + seen)
+
+
+def asked(actor: Any, batch: Any) -> Counter[str]:
+    """Reads from the device in the passes of log-probs and of an update, by who asked; not what comes after them."""
+    from mrl.megatron import actor as module
+
+    reads = HostReads()
+    with ExitStack() as stack:
+        for name in ("log_prob_pass", "loss_pass"):
+            stack.enter_context(mock.patch.object(module, name, _within(reads, getattr(module, name))))
+        actor.log_probs(batch)
+        actor.gradients(batch)
+    return reads.sites
+
+
+def _within(reads: HostReads, function: Callable) -> Callable:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with reads:
+            return function(*args, **kwargs)
+
+    return counted
+
+
+@contextmanager
+def waited(device: str) -> Iterator[Counter[str]]:
+    """At its end, where torch saw the host wait for a CUDA device, "folder/file.py:line"; it does not see all of it."""
+    sites: Counter[str] = Counter()
+    if device != "cuda":
+        yield sites
+        return
+    import torch
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield sites
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    sites.update(site_of(each.filename, str(each.lineno)) for each in seen if _SAID in str(each.message))
+
+
+def _is_known(site: str) -> bool:
+    """Of the debug mode a line of Megatron's layers of experts is all that can be known beforehand."""
+    return site in OF_EXPERTS or (site.startswith("moe/") and site.rpartition(":")[2].isdigit())

@@ -1,0 +1,217 @@
+#!/usr/bin/env python
+"""What `mrl plan` predicts of runs that others have published, beside what they measured.
+
+The runs are those of docs/source/published_runs.yaml.
+
+    python scripts/published_runs.py     prints a row a run, with its phases
+
+docs/predictions.md is made of the same rows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mrl.config.schema import RunConfig
+from mrl.config.yaml_tree import nested
+from mrl.model import known_spec
+from mrl.plan.devices import USUAL, Assumptions, Device, faster, find_device, slower
+from mrl.plan.generation_times import decode_step
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
+from mrl.plan.run_plan import sync_of
+from mrl.plan.times import phase_seconds
+
+FILE = Path(__file__).resolve().parents[1] / "docs" / "source" / "published_runs.yaml"
+_ENDS = {f"actor.layout.num_layers_in_{end}_pipeline_stage": 11 for end in ("first", "last")}
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_OFFLOADED = dict.fromkeys(("actor.param_offload", "actor.grad_offload", "actor.optimizer_offload"), True)
+_OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+# H800: an H100 with NVLink of 400 GB/s both ways
+_H800 = replace(find_device("h100-80g"), name="H800", node_rate=200e9)
+_NEMO = _OFFLOADED | {
+    "actor.override_ddp_config": _OVERLAP,
+    "actor.ppo_micro_batch_size_per_gpu": 1,
+    "rollout.max_num_seqs": 1024,  # of vLLM for these devices
+    "rollout.gpu_memory_utilization": 0.6,
+    "rollout.n": 32,
+    "data.max_prompt_length": 212,  # 106 on average: tokens/s less what is generated
+    "cluster.placement": "colocated",
+}
+_BASES: dict[str, dict[str, Any]] = {
+    "nemo-30b": _NEMO
+    | {
+        "model.path": "Qwen3-30B-A3B",
+        "actor.layout.world_size": 32,
+        "actor.layout.expert_model_parallel_size": 8,
+        "actor.ppo_mini_batch_size": 16,
+        "actor.log_prob_micro_batch_size_per_gpu": 2,
+        "rollout.tensor_model_parallel_size": 2,
+        "rollout.num_engines": 16,
+        "data.train_batch_size": 64,
+        "data.max_response_length": 3990,
+        "cluster.nnodes": 4,
+    },
+    "nemo-235b": _NEMO
+    | _ENDS
+    | {
+        "model.path": "Qwen3-235B-A22B",
+        "model.override_transformer_config": _FULL,
+        "actor.layout.world_size": 128,
+        "actor.layout.tensor_model_parallel_size": 2,
+        "actor.layout.context_parallel_size": 2,
+        "actor.layout.pipeline_model_parallel_size": 8,
+        "actor.layout.expert_model_parallel_size": 16,
+        "actor.ppo_mini_batch_size": 16,
+        "rollout.tensor_model_parallel_size": 16,
+        "rollout.num_engines": 8,
+        "data.train_batch_size": 16,
+        "data.max_response_length": 8086,
+        "cluster.nnodes": 16,
+    },
+    "pai-30b": {
+        "model.path": "Qwen3-30B-A3B",
+        "actor.layout.world_size": 16,
+        "actor.override_ddp_config": _OVERLAP,
+        "actor.ppo_micro_batch_size_per_gpu": 1,
+        "actor.ppo_mini_batch_size": 128,
+        "data.train_batch_size": 128,
+        "data.max_prompt_length": 1,
+        "data.max_response_length": 8191,
+        "rollout.n": 1,
+        "cluster.nnodes": 2,
+    },
+    "pai-235b": {
+        "model.path": "Qwen3-235B-A22B",
+        "model.override_transformer_config": _FULL,
+        "actor.layout.world_size": 256,
+        "actor.layout.pipeline_model_parallel_size": 32,
+        "actor.layout.virtual_pipeline_model_parallel_size": 3,
+        "actor.layout.account_for_embedding_in_pipeline_split": True,
+        "actor.layout.account_for_loss_in_pipeline_split": True,
+        "actor.layout.expert_model_parallel_size": 8,
+        "actor.override_ddp_config": _OVERLAP,
+        "actor.ppo_micro_batch_size_per_gpu": 4,
+        "actor.ppo_mini_batch_size": 4096,
+        "data.train_batch_size": 4096,
+        "data.max_prompt_length": 1,
+        "data.max_response_length": 4095,
+        "rollout.n": 1,
+        "cluster.nnodes": 32,
+    },
+    "sync-30b": {
+        "model.path": "Qwen3-30B-A3B",
+        "actor.layout.world_size": 16,
+        "actor.layout.pipeline_model_parallel_size": 2,
+        "actor.layout.expert_model_parallel_size": 8,
+        "actor.ppo_mini_batch_size": 16,
+        "actor.ppo_micro_batch_size_per_gpu": 1,
+        "rollout.tensor_model_parallel_size": 8,
+        "rollout.num_engines": 2,
+        "data.train_batch_size": 16,
+        "data.max_prompt_length": 1024,
+        "data.max_response_length": 8192,
+        "cluster.nnodes": 4,
+    },
+}
+_BASES["zoo-235b"] = _BASES["pai-235b"]  # on H100
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One run: seconds as published, and as predicted."""
+
+    row: dict[str, Any]
+    low: float
+    expected: float
+    high: float
+    phases: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, over what was measured; below 0 where it is faster."""
+        return self.expected / self.row["seconds"] - 1
+
+
+def compared() -> Iterator[Compared]:
+    """Every run of the file."""
+    for row in yaml.safe_load(FILE.read_text(encoding="utf-8")):
+        sync = _sync(inputs_of(row)) if "phase" not in row else {}
+        sides = [_predicted(row, change(USUAL)) | sync for change in (faster, lambda assumed: assumed, slower)]
+        low, expected, high = (sum(side.values()) if not row.get("apart") else _apart(side) for side in sides)
+        yield Compared(row, low, expected, high, sides[1])
+
+
+def _apart(phases: dict[str, float]) -> float:
+    return max(phases["generation"], sum(phases.values()) - phases["generation"])
+
+
+def _predicted(row: dict[str, Any], assumed: Assumptions) -> dict[str, float]:
+    if row.get("phase") == "decode":
+        return {"decode": _decode(assumed, **row["decode"])}
+    inputs = inputs_of(row, assumed)
+    batch = batch_plan(inputs.config, inputs.train)
+    if row.get("phase") == "sync":
+        sync = sync_of(inputs)["seconds_of"]
+        return {"wire": sync["wire"], "launches": sync["launches"]}
+    phases = phase_seconds(inputs, batch, engine_of(inputs))
+    if "phase" in row:
+        return {row["phase"]: phases[row["phase"]]}
+    passes = 2  # grpo_math_1B.yaml: a KL term, so log-probs of a reference beside the old ones
+    return phases | {"log_prob": passes * phases["log_prob"]}
+
+
+def _sync(inputs: PlanInputs) -> dict[str, float]:
+    """A verified sync of ours; engines over two nodes cut tensors inside one, and have data parallelism over both."""
+    rollout, most = inputs.config.rollout, inputs.config.cluster.n_gpus_per_node
+    tensor = min(rollout.tensor_model_parallel_size, most)
+    spread = {
+        "tensor_model_parallel_size": tensor,
+        "data_parallel_size": rollout.tensor_model_parallel_size // tensor,
+    }
+    config = inputs.config.model_copy(update={"rollout": rollout.model_copy(update=spread)})
+    return {"sync": sync_of(replace(inputs, config=config))["predicted_seconds"]}
+
+
+def inputs_of(row: dict[str, Any], assumed: Assumptions = USUAL) -> PlanInputs:
+    """The run as a configuration of ours, with its mean lengths."""
+    config = RunConfig.model_validate(
+        nested({"cluster.device": "cuda", "cluster.n_gpus_per_node": 8} | _BASES[row["base"]] | row.get("set", {}))
+    )
+    balanced = row["base"].startswith(("pai", "zoo"))
+    lengths = {"response_share": row.get("response", config.data.max_response_length) / config.data.max_response_length}
+    assumed = replace(assumed, **lengths, **({"prompt_share": 1.0, "expert_load": 1.0} if balanced else {}))
+    device = _H800 if row["base"].startswith("pai") else find_device("h100-80g")
+    return PlanInputs.of(config, known_spec(config.model.path), device, assumed)
+
+
+def _decode(assumed: Assumptions, model: str, device: str, tensor: int, sequences: int, context: int) -> float:
+    found: Device = find_device(device)
+    values = {
+        "model.path": model,
+        "actor.layout.world_size": tensor,
+        "actor.ppo_mini_batch_size": 1,
+        "actor.ppo_micro_batch_size_per_gpu": 1,
+        "rollout.tensor_model_parallel_size": tensor,
+        "data.train_batch_size": 1,
+        "data.max_prompt_length": context,
+        "data.max_response_length": 8,
+        "cluster.device": found.platform,
+        "cluster.n_gpus_per_node": found.devices_per_node,
+    }
+    inputs = PlanInputs.of(RunConfig.model_validate(nested(values)), known_spec(model), found, assumed)
+    return decode_step(inputs, engine_of(inputs), sequences, context).total
+
+
+def main() -> None:
+    """Prints every run."""
+    for run in compared():
+        phases = ", ".join(f"{name} {seconds:.3g}" for name, seconds in run.phases.items())
+        sides = f"{run.low:.4g} .. {run.expected:.4g} .. {run.high:.4g}"
+        print(f"{run.row['run']}: {run.row['seconds']} s, predicted {sides} ({run.error:+.0%}): {phases}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Engines whose processes are killed, or stopped, in the middle of a run: it goes on. In order it ends with the bits of
+the run that nobody disturbed; ready first nothing is lost, and nothing is trained on twice.
+"""
+
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from test_ahead_runs import ONE_OFF, PARTIAL, READY_FIRST
+from test_runs import PRESET, finish, train, wait_for_step
+from world import make_world, metrics
+
+from mrl.checkpoint.manifest import read_manifest
+from mrl.config.survived import survives
+from mrl.record.sample_files import read_samples
+from mrl.schedule.ledger import Ledger
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
+
+pytestmark = pytest.mark.real
+
+STEPS = 3
+SETTINGS = {
+    "trainer__total_training_steps": STEPS, "trainer__save_freq": STEPS, "trainer__test_freq": -1,
+    "trainer__val_before_train": False, "trainer__deterministic": True,
+}  # fmt: skip
+TWO = {"rollout__num_engines": 2, "cluster__n_gpus_per_node": 4, "cluster__cpus_per_engine": 0.5}
+SHARED = {
+    "preset": PRESET.with_name("cpu-colocated.yaml"), "actor__param_offload": True, "actor__grad_offload": True,
+    "actor__optimizer_offload": True,
+}  # fmt: skip
+KINDS = {"sync": {}, "one step off": ONE_OFF, "two off, partial": PARTIAL, "colocated": SHARED}
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in KINDS if name != "sync"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def trained(world: Path, run_dir: Path, **settings) -> Path:
+    process = train(world, run_dir, **SETTINGS | settings)
+    assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+    return run_dir
+
+
+def disturbed(world: Path, run_dir: Path, sent: signal.Signals, stands_s: float = 0.0, **settings) -> Path:
+    """A run whose first engine's process gets a signal in its second step, after it stood still for a while."""
+    placement = "colocated" if "preset" in settings else "separate"
+    schedule, order = (settings.get(f"trainer__{key}") for key in ("schedule", "order"))
+    if not survives("engines", placement, schedule or "sync", order or "in_order"):
+        pytest.skip("engines of this schedule are not started again inside a run yet")
+    process = train(world, run_dir, **SETTINGS | settings)
+    try:
+        wait_for_step(process, run_dir, 1)
+        below = psutil.Process(process.pid).children(recursive=True)
+        victim = next(one for one in below if "EngineCore" in " ".join(one.cmdline()))
+        time.sleep(0.15)
+        if stands_s:
+            os.kill(victim.pid, signal.SIGSTOP)
+            time.sleep(stands_s)
+        os.kill(victim.pid, sent)
+        assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+        assert not psutil.pid_exists(victim.pid), "of one that was stopped, too, nothing is left"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return run_dir
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    """But for how many engines weights went to."""
+    rows = [
+        [{name: value for name, value in row.items() if not name.startswith("reshard/")} for row in metrics(run_dir)]
+        for run_dir in (found, expected)
+    ]
+    assert metrics_difference(*rows) is None
+    assert checkpoint_difference(*(folder / "checkpoints" / f"step-{STEPS}" for folder in (found, expected))) is None
+    assert " is lost: " in found.with_suffix(".log").read_text(), "it was killed too late to be missed"
+    counted = [sum(row[f"fleet/{name}"] for row in metrics(found)) for name in ("quarantined", "late_answers")]
+    assert counted == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["sync", *LONG])
+def test_the_only_engine_is_killed_and_the_run_has_the_bits_of_the_undisturbed_one(world, tmp_path, kind):
+    found = disturbed(world, tmp_path / "killed", signal.SIGKILL, **KINDS[kind])
+    assert_same(found, trained(world, tmp_path / "whole", **KINDS[kind]))
+    rows = metrics(found)
+    if not rows[-1]["trainer/restarts"]:
+        assert sum(row["fleet/lost"] for row in rows) == sum(row["fleet/restarted"] for row in rows) == 1
+    assert rows[-1]["fleet/engines_ready"] == 1
+    assert all(row["reshard/verified"] == 1 for row in rows if row["reshard/engines"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["one step off", "two off, partial"])
+def test_where_the_only_engine_is_lost_after_the_update_ranks_go_back_to_weights_that_it_can_be_brought_to(
+    world, tmp_path, kind
+):
+    found = disturbed(world, tmp_path / "killed", signal.SIGKILL, stands_s=20.0, **KINDS[kind])
+    assert_same(found, trained(world, tmp_path / "whole", **KINDS[kind]))
+    assert metrics(found)[-1]["trainer/restarts"] == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [name for name in KINDS if name != "colocated"])
+def test_one_of_two_engines_is_killed(world, tmp_path, kind):
+    found = disturbed(world, tmp_path / "killed", signal.SIGKILL, **KINDS[kind], **TWO)
+    assert_same(found, trained(world, tmp_path / "whole", **KINDS[kind]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engines", [1, 2])
+def test_ready_first_every_group_is_trained_on_once_dropped_or_on_its_way(world, tmp_path, engines):
+    """With responses that engines hold over updates of the weights, so that one is lost with tokens of several."""
+    settings = READY_FIRST | (TWO if engines == 2 else {}) | {"trainer__save_freq": STEPS}
+    found = disturbed(world, tmp_path / "killed", signal.SIGKILL, **settings)
+    trainer = read_manifest(found / "checkpoints" / f"step-{STEPS}").trainer
+    ledger = Ledger.from_json(trainer["ahead"]["ledger"])
+    dropped = sum(tally.groups for tally in ledger.counts.dropped.values())
+    assert ledger.counts.kept.groups + dropped + len(ledger.groups) == ledger.next_number
+    samples = [sample for step in range(1, STEPS + 1) for sample in read_samples(found / "samples", step)]
+    assert len(samples) == sum(row["train/trained_groups"] for row in metrics(found)) * trainer_responses(samples)
+    for row in metrics(found):
+        assert row["training/off_policy/trajectory_staleness/max"] <= READY_FIRST["trainer__max_staleness"]
+        assert row["rollout/stale_prefix_tokens"] == 0 and row["fleet/quarantined"] == 0
+    assert sum(row["fleet/lost"] for row in metrics(found)) == 1
+
+
+def trainer_responses(samples: list[dict]) -> int:
+    """Of each group, which has as many as every other one, and is there once."""
+    (responses,) = set(Counter(sample["group_id"] for sample in samples).values())
+    return responses
+
+
+@pytest.mark.long
+def test_an_engine_is_stopped_and_noticed_by_its_deadline(world, tmp_path):
+    found = disturbed(
+        world, tmp_path / "stopped", signal.SIGSTOP, rollout__generate_timeout_s=8, cluster__step_timeout_s=60
+    )
+    assert_same(found, trained(world, tmp_path / "whole"))

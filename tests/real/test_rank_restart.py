@@ -1,0 +1,85 @@
+"""Ranks that are lost come back inside the run, beside engines that stay; it ends with the undisturbed run's bits."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from deadlines import RUN_S
+from test_lost_worker import rank_one
+from test_runs import finish, train, wait_for_step
+from world import make_world, metrics
+
+from mrl.record.attempts import read_attempts
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
+
+pytestmark = pytest.mark.real
+
+STEPS = 4
+long = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def engine_processes(pid: int) -> dict[int, float]:
+    """vLLM's, of the run: numbers, and when they began."""
+    children = psutil.Process(pid).children(recursive=True)
+    return {p.pid: p.create_time() for p in children if "VLLM" in " ".join(p.cmdline())}
+
+
+@pytest.mark.parametrize(
+    ("settings", "killed_after", "number"),
+    [
+        pytest.param({}, 2, signal.SIGKILL, id="synchronous"),
+        pytest.param({}, 1, signal.SIGKILL, id="before the first checkpoint", marks=long),
+        pytest.param(
+            {"cluster__step_timeout_s": 20.0},
+            2,
+            signal.SIGSTOP,
+            id="stopped",
+            marks=long,
+        ),
+    ],
+)
+def test_ranks_come_back_inside_the_run_and_change_no_bit(world, tmp_path, settings, killed_after, number):
+    given = {
+        "trainer__total_training_steps": STEPS, "trainer__save_freq": 2, "trainer__test_freq": 3,
+        "trainer__val_before_train": False,
+        "trainer__max_actor_ckpt_to_keep": 3, "trainer__deterministic": True,
+    }  # fmt: skip
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    undisturbed = train(world, whole, **given, **settings)  # beside the other
+    process = train(world, broken, **given, **settings)
+    try:
+        wait_for_step(process, broken, killed_after)
+        engines = engine_processes(process.pid)
+        os.kill(rank_one(psutil.Process(process.pid), broken).pid, number)
+        wait_for_restart(process, broken)
+        wait_for_step(process, broken, STEPS - 1)
+        assert engines and engine_processes(process.pid) == engines, "engines stay"
+        assert finish(process, broken) == 0, broken.with_suffix(".log").read_text()[-3000:]
+        assert finish(undisturbed, whole) == 0, whole.with_suffix(".log").read_text()[-3000:]
+    finally:
+        for each in (process, undisturbed):
+            with suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
+    (attempt,) = read_attempts(broken)
+    assert len(attempt.restarted_at) == 1 and attempt.restarted_at[0] >= killed_after
+    assert metrics(broken)[-1]["trainer/restarts"] == 1
+    assert metrics_difference(metrics(whole), metrics(broken)) is None
+    last = Path("checkpoints") / f"step-{STEPS}"
+    assert checkpoint_difference(whole / last, broken / last) is None
+
+
+def wait_for_restart(process, run_dir: Path) -> None:
+    end = time.monotonic() + RUN_S
+    while not any(attempt.restarted_at for attempt in read_attempts(run_dir)):
+        assert process.poll() is None, run_dir.with_suffix(".log").read_text()[-3000:]
+        assert time.monotonic() < end
+        time.sleep(0.05)

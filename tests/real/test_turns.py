@@ -1,0 +1,173 @@
+"""A run whose responses call a calculator, a tool to some prompts and an environment's action to others: every token is
+what the engine sampled or read, and context is not trained on.
+"""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+from world import ROOT, metrics, succeeded
+
+from mrl.record.sample_files import read_samples
+
+pytestmark = pytest.mark.real
+
+PRESET = ROOT / "parallel_configs" / "tool-moe" / "cpu.yaml"
+PROMPTS, N = 4, 4
+ENVIRONMENT = '''"""The calculator as an environment that knows the answer."""
+
+from mrl.environments.builtin_tools import calculator
+from mrl.environments.environment import Environment, Reply
+
+
+class Sum(Environment):
+    actions = ("calculator",)
+    repeatable = True
+
+    def reset(self, row, seed):
+        self.truth = row["ground_truth"]
+
+    def calculator(self, expression: str) -> Reply:
+        """Computes.
+
+        Args:
+            expression: a product
+        """
+        try:
+            text = calculator(expression)
+        except (ValueError, SyntaxError, ZeroDivisionError):
+            text = "?"
+        right = text == self.truth
+        return Reply(text, 0.5 + 0.5 * right, {"right": right}, end=right)
+'''
+REWARD = '''"""The environment's, where there is one."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["environment"]:
+        return {"score": extra_info["outcome"]["reward"], "turns": extra_info["num_turns"]}
+    return float(solution_str.rsplit("assistant\\n", 1)[-1].strip() == ground_truth)
+'''
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A tool world whose warm start is short and calls nearly always."""
+    folder = tmp_path_factory.mktemp("world")
+    sys.path.insert(0, str(ROOT / "scripts"))
+    spec = importlib.util.spec_from_file_location("make_tool_world", ROOT / "scripts" / "make_tool_world.py")
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    sys.path.remove(str(ROOT / "scripts"))
+    train, held_out = script.split_products(seed=0)
+    tokenizer, model = script.make_tokenizer(), script.make_model(0, script.POSITIONS)
+    plan = script.Calling(steps=60, batch=16, share=0.9, label_smoothing=0.02)
+    script.warm_up(model, script.Answers(tokenizer), train, plan, seed=0)
+    script.write_model(model, tokenizer, folder / "model")
+    (folder / "data").mkdir()
+    for name, products in (("train", train[:32]), ("val", held_out[:4])):
+        rows = script.data_rows(products, name)
+        for number, row in enumerate(rows):  # turn about: the tool, and the environment, whose action has its name
+            row["extra_info"] |= {
+                "environment": ("", "Sum")[number % 2],
+                "tool_selection": [["calculator"], []][number % 2],
+            }
+        pq.write_table(pa.Table.from_pylist(rows), folder / "data" / f"{name}.parquet")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "environments.py").write_text(ENVIRONMENT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(world, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    values = {
+        "model.path": world / "model", "data.train_files": world / "data" / "train.parquet",
+        "data.val_files": world / "data" / "val.parquet", "reward.custom_reward_function.path": world / "reward.py",
+        "data.train_batch_size": PROMPTS, "actor.ppo_mini_batch_size": PROMPTS, "rollout.n": N,
+        "actor.ppo_micro_batch_size_per_gpu": 8, "trainer.total_training_steps": 2, "trainer.save_freq": -1,
+        "trainer.test_freq": 2, "rollout.val_kwargs.n": 1, "trainer.run_dir": folder, "data.shuffle": False,
+        "rollout.turns.environments": ["Sum"], "rollout.turns.path": world / "environments.py",
+    }  # fmt: skip
+    given = [text for key, value in values.items() for text in ("--set", f"{key}={json.dumps(value, default=str)}")]
+    succeeded("train", str(PRESET), *given)
+    return folder
+
+
+def test_it_trains_on_responses_of_several_turns(run):
+    rows = [row for row in metrics(run) if row["training/global_step"]]
+    assert [row["training/global_step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["turns/mean"] > 1.2 and row["turns/context_tokens"] > 4
+        assert row["training/rollout_log_probs_abs_diff_max"] < 1e-3
+        assert row["actor/updates"] == 1 or row["critic/score/max"] == row["critic/score/min"]
+
+
+def test_each_answer_is_the_calculators_and_stands_where_it_was_called(run, world):
+    decode = Tokenizer.from_file(str(world / "model" / "tokenizer.json")).decode
+    called = 0
+    for row in (row for step in (1, 2) for row in read_samples(run / "samples", step)):
+        sampled = np.array(row["sampled"])
+        starts = [turn["first_token"] for turn in row["turns"]]
+        assert sampled[-1] and sampled[0] and starts == [0, *(np.flatnonzero(np.diff(sampled.astype(int)) == 1) + 1)]
+        for turn, (start, end) in zip(row["turns"], zip(starts, [*starts[1:], len(sampled)], strict=True), strict=True):
+            own = np.arange(start, end)
+            said = decode([row["response_ids"][i] for i in own[sampled[own]]], skip_special_tokens=False)
+            told = decode([row["response_ids"][i] for i in own[~sampled[own]]], skip_special_tokens=False)
+            assert said.count("<tool_call>") == turn["calls"] or not told
+            product = re.fullmatch(
+                r'<tool_call>\n\{"name": "calculator", "arguments": \{"expression": "(\d+)\*(\d+)"\}\}\n</tool_call>'
+                r"<\|im_end\|>", said,
+            )  # fmt: skip
+            if told and product:
+                called += 1
+                answer = int(product[1]) * int(product[2])
+                assert told == (
+                    f"\n<|im_start|>user\n<tool_response>\n{answer}\n</tool_response><|im_end|>\n"
+                    "<|im_start|>assistant\n"
+                )
+    assert called >= 4
+
+
+def test_what_the_environment_gave_is_the_reward(run):
+    """By the row's own calls: it ends where the product is right, and is worth 1 there, 1/2 for each other call."""
+    closed = 0
+    for row in (row for step in (1, 2) for row in read_samples(run / "samples", step)):
+        given = sum(turn["reward"] for turn in row["turns"])
+        is_closed = row["stop_reason"] == "closed"
+        acted = sum(call["name"] == "calculator" and call["reason"] == "ok" for call in row["calls"])
+        if "turns" in row["reward"]:  # of the environment
+            assert row["reward"]["score"] == given == 0.5 * acted + 0.5 * is_closed
+            assert row["reward"]["turns"] == len(row["turns"])
+        else:
+            assert not given and not is_closed
+        closed += is_closed
+    assert closed >= 4
+    for row in (row for row in metrics(run) if row["training/global_step"]):
+        assert 0 <= row["tools/calculator/failed"] < row["tools/calculator/calls"] >= 4  # it raises for what is no sum
+        assert row["turns/ended/environment"] == 0 < row["turns/ended/closed"]
+
+
+def test_transformers_says_of_what_was_sampled_what_the_engine_said(run, world):
+    """Over whole rows, by the weights of the first step; what was read in between is computed as the engine did."""
+    model = AutoModelForCausalLM.from_pretrained(world / "model", dtype=torch.float32).eval()
+    several = 0
+    for row in read_samples(run / "samples", 1):
+        prompt, response, sampled = row["prompt_ids"], row["response_ids"], torch.tensor(row["sampled"])
+        with torch.no_grad():
+            log_probs = model(torch.tensor([prompt + response])).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+        expected = log_probs.gather(-1, torch.tensor(response)[:, None])[:, 0]
+        given = torch.tensor(row["rollout_log_probs"])
+        assert (expected - given)[sampled].abs().max() < 1e-4
+        assert not given[~sampled].any()
+        several += not sampled.all()
+    assert several >= 4

@@ -1,0 +1,122 @@
+"""Tokenizers with the framing tokens of three families, and templates that frame conversations as those families do.
+
+Written for these tests: what families publish besides (dates, roles of developers, images) is left out.
+"""
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+HERMES = """{%- if tools %}<|im_start|>system
+# Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}
+{%- if m.role == "tool" %}
+{%- if loop.first or messages[loop.index0 - 1].role != "tool" %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- elif m.role == "assistant" %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if m.reasoning_content or loop.last %}
+{{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- m.content }}
+{%- for call in m.tool_calls or [] %}
+{%- if not loop.first or m.content %}{{ '\\n' }}{% endif %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+
+CODER = """{%- for m in messages %}
+{%- if m.role == "tool" %}
+{%- if loop.first or messages[loop.index0 - 1].role != "tool" %}{{ '<|im_start|>user\\n' }}{% endif %}
+{{- '<tool_response>\\n' + m.content + '\\n</tool_response>\\n' }}
+{%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- elif m.role == "assistant" %}
+{{- '<|im_start|>assistant\\n' + m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for key, value in call.function.arguments | items %}
+{{- '<parameter=' + key + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' }}
+{%- endfor %}{{ '</function>\\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+GLM = """[gMASK]<sop>
+{%- for m in messages %}
+{%- if m.role == "tool" %}
+{%- if loop.first or messages[loop.index0 - 1].role != "tool" %}{{ '<|observation|>' }}{% endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- elif m.role == "assistant" %}
+{{- '<|assistant|>\\n<think>' + (m.reasoning_content or '') + '</think>' }}
+{%- if m.content %}{{ '\\n' + m.content }}{% endif %}
+{%- for call in m.tool_calls or [] %}
+{{- '\\n<tool_call>' + call.function.name + '\\n' }}
+{%- for key, value in call.function.arguments | items %}
+{{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' + (value if value is string else value | tojson) }}
+{{- '</arg_value>\\n' }}
+{%- endfor %}{{ '</tool_call>' }}
+{%- endfor %}
+{%- else %}{{ '<|' + m.role + '|>\\n' + m.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+# special ones, and the others
+TOKENS = {
+    "hermes": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]),
+    "glm": (["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
+        ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>", "<arg_key>",
+            "</arg_key>", "<arg_value>", "</arg_value>"]),
+}  # fmt: skip
+TEMPLATES = {"hermes": HERMES, "coder": CODER, "glm": GLM}
+WORDS = [
+    "the",
+    "answer",
+    "is",
+    "12*34",
+    "=",
+    "408",
+    "and",
+    "<tool_call>",
+    "or",
+    "im_end,",
+    "tool_response:",
+    "{}",
+    "[]",
+    '"',
+    "\n\n",
+    "",
+    "naïve",
+    "café",
+    "数学",
+    "\\n",
+]
+
+
+def tokenizer(family: str, template: str | None = None) -> PreTrainedTokenizerFast:
+    """A BPE of bytes with some hundred merges, and the family's tokens."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    core.train_from_iterator([" ".join(WORDS)] * 20, trainer)
+    special, others = TOKENS["glm" if family == "glm" else "hermes"]
+    core.add_special_tokens(special)
+    core.add_tokens([AddedToken(token, normalized=False) for token in others])
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>")
+    made.chat_template = template or TEMPLATES[family]
+    return made

@@ -1,0 +1,172 @@
+"""Environments of a user's file, good and bad ones."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from mrl.environments.environment import Environment, Reply
+
+
+def hangs() -> str:
+    """A tool that never answers."""
+    time.sleep(3600)
+
+
+class Stairs(Environment):
+    """So many steps up as the row says."""
+
+    actions = ("climb",)
+    repeatable = True
+
+    def reset(self, row, seed):
+        self.left = row["extra_info"].get("height", 3)
+        self.seed = seed
+
+    def climb(self, steps: int) -> Reply:
+        """Goes up.
+
+        Args:
+            steps: how many
+        """
+        self.left -= steps
+        done = self.left <= 0
+        return Reply(f"{self.left} to go, seed {self.seed}", steps / 4, {"left": self.left}, end=done)
+
+    def close(self):
+        print(f"closed at {self.left}", flush=True)
+
+
+class Counted(Stairs):
+    """Declares what it says of its rewards, and more than one reply gives."""
+
+    parts = {"left": 3, "falls": 0.0}  # noqa: RUF012
+
+
+class Forgetful(Stairs):
+    """Cannot be begun anew."""
+
+    repeatable = False
+
+
+class Trouble(Environment):
+    """Does what it is asked for, the first time in a process alone where `once` names a file that is not there yet."""
+
+    actions = ("act", "count")
+    repeatable = True
+
+    def reset(self, row, seed):
+        self.row = row["extra_info"]
+        self.counted = 0
+        self.note("begun")
+        if self.row.get("begins") is False:
+            raise OSError("no board")
+
+    def close(self):
+        self.note("closed")
+        raise OSError("it does not close")
+
+    def note(self, what):
+        if "notes" in self.row:
+            with Path(self.row["notes"]).open("a") as file:
+                file.write(f"{what}\n")
+
+    def count(self) -> str:
+        """Counts calls."""
+        self.counted += 1
+        return str(self.counted)
+
+    def act(self, how: str) -> Reply:
+        """Acts.
+
+        Args:
+            how: what goes wrong
+        """
+        once = self.row.get("once")
+        if once is not None:
+            if Path(once).exists():
+                return Reply(f"well, after {self.counted}", 1.0)
+            Path(once).touch()
+        return getattr(self, f"_{how}")()
+
+    def _raises(self):
+        raise KeyError("no such field")
+
+    def _leaves(self):
+        sys.exit(3)
+
+    def _hangs(self):
+        time.sleep(3600)
+
+    def _dies(self):
+        os.kill(os.getpid(), 9)
+
+    def _floods(self):
+        return Reply("x" * 100_000_000)
+
+    def _fills(self):
+        return Reply("x" * 10**13)
+
+    def _nan(self):
+        return Reply("nothing", float("nan"))
+
+    def _words(self):
+        return Reply("nothing", "much")
+
+    def _maybe(self):
+        return Reply("nothing", end="perhaps")
+
+    def _many(self):
+        return Reply("nothing", parts={str(i): i for i in range(99)})
+
+
+class Drifting(Environment):
+    """Calls itself repeatable and is not: its replies are of its process."""
+
+    actions = ("where", "dies")
+    repeatable = True
+
+    def reset(self, row, seed):
+        self.notes = row["extra_info"].get("notes")
+
+    def close(self):
+        if self.notes:
+            with Path(self.notes).open("a") as file:
+                file.write("closed\n")
+
+    def where(self) -> str:
+        """Says where it is."""
+        return str(os.getpid())
+
+    def dies(self) -> str:
+        """Is killed."""
+        os.kill(os.getpid(), 9)
+
+
+class Still(Environment):
+    """Has no actions."""
+
+
+class Vague(Environment):
+    """Its action has no types."""
+
+    actions = ("go",)
+
+    def go(self, where):
+        """Goes."""
+
+
+class Missing(Environment):
+    """Names an action that it does not have."""
+
+    actions = ("fly",)
+
+
+class Wordy(Stairs):
+    """Declares no numbers."""
+
+    parts = {"left": "many"}  # noqa: RUF012
+
+
+class Plain:
+    """Is no Environment."""

@@ -1,0 +1,192 @@
+"""The table of claims: a figure is a stored result's, meets its bound or is a missed goal, and says how old it is."""
+
+import copy
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("claims", ROOT / "scripts" / "claims.py")
+claims = importlib.util.module_from_spec(_spec)
+sys.modules["claims"] = claims
+_spec.loader.exec_module(claims)
+
+COMMIT = "91eebfc6bb2f8844ecbd474b8edf71ea2411d969"
+
+
+def table(tmp_path, monkeypatch, stored, name="one.json", **claim) -> dict:
+    """A table of one claim over one stored result."""
+    monkeypatch.setattr(claims, "RESULTS", tmp_path)
+    (tmp_path / name).write_text(stored if isinstance(stored, str) else json.dumps(stored))
+    claims._stored.cache_clear()
+    row = {"claim": "It is fast", "result": "one", "figure": "{seconds:.1f} s"} | claim
+    return {
+        "sources": {},
+        "results": {"one": {"file": name, "sources": ["setup.py"], "minutes": 1}},
+        "held": [],
+        "mended": [],
+        "measured": [row],
+    }
+
+
+STORED = {"commit": COMMIT, "command": "scripts/x.sh", "seconds": 2.0, "update": {"values": [1, 2]}}
+
+
+def test_every_claim_meets_its_bound_or_is_a_missed_goal():
+    assert claims.faults(claims.load()) == []
+
+
+def test_a_claim_that_holds_has_no_fault(tmp_path, monkeypatch):
+    good = table(tmp_path, monkeypatch, STORED, bound="3 s", holds="seconds <= 3")
+    assert claims.faults(good) == []
+
+
+FAULTS = {
+    "a bound that is not met": ({"bound": "1 s", "holds": "seconds <= 1"}, "2.0 s does not meet the bound"),
+    "a missed goal that is met": ({"bound": "3 s", "holds": "seconds <= 3", "missed": "slow"}, "meets the bound"),
+    "a missed goal without a bound": ({"missed": "slow"}, "without `holds`"),
+    "a bound without words": ({"holds": "seconds <= 3"}, "a bound that is not said"),
+    "no figure": ({"figure": ""}, "no figure"),
+    "no such result": ({"result": "two"}, "no result two"),
+    "a key that is gone": ({"figure": "{minutes}"}, "NameError"),
+    "a long cell": ({"claim": "so " * 41}, "more than 40 words"),
+    "a long figure": ({"figure": "{'so ' * 41}"}, "more than 40 words"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_wrong_with_a_claim_is_one_message(name, tmp_path, monkeypatch):
+    claim, message = FAULTS[name]
+    (found,) = claims.faults(table(tmp_path, monkeypatch, STORED, **claim))
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"command": "x", "seconds": 2.0}, "no commit"),
+        ({"commit": COMMIT, "seconds": 2.0}, "no command"),
+        ({"commit": f"{COMMIT} with changes", "command": "x", "seconds": 2.0}, "a tree that no commit names"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_with_a_result_is_one_message(stored, message, tmp_path, monkeypatch):
+    (found,) = claims.faults(table(tmp_path, monkeypatch, stored))
+    assert message in found and "one.json" in found
+
+
+def test_lines_of_checks_are_results_too(tmp_path, monkeypatch):
+    lines = [{"commit": COMMIT, "command": "x"}, {"status": "ok"}, {"status": "failed"}]
+    text = "\n".join(map(json.dumps, lines))
+    figure = "{sum(line.get('status') == 'ok' for line in lines)} hold"
+    found = table(tmp_path, monkeypatch, text, "one.jsonl", figure=figure)
+    assert claims.faults(found) == []
+    assert claims.figure(found["measured"][0], claims.results(found)["one"]) == "1 hold"
+    (tmp_path / "one.jsonl").write_text(text.partition("\n")[2])
+    claims._stored.cache_clear()
+    assert [fault.partition(": ")[2] for fault in claims.faults(found)] == ["no commit", "no command"]
+
+
+def test_a_stored_file_that_nobody_claims_from_is_found(tmp_path, monkeypatch):
+    found = table(tmp_path, monkeypatch, STORED)
+    (tmp_path / "two.json").write_text("{}")
+    assert claims.faults(found) == ["docs/results/two.json: no result of claims.yaml"]
+
+
+def test_a_source_that_is_gone_is_found(tmp_path, monkeypatch):
+    found = table(tmp_path, monkeypatch, STORED)
+    found["results"]["one"]["sources"] = ["mrl/no_such_file.py"]
+    assert claims.faults(found) == ["docs/results/one.json: depends on mrl/no_such_file.py, which is not there"]
+
+
+def test_keys_that_are_methods_of_a_dictionary_are_keys(tmp_path, monkeypatch):
+    found = table(
+        tmp_path, monkeypatch, STORED, figure="{sum(update.values)} of {top}", let={"top": "max(update.values)"}
+    )
+    assert claims.figure(found["measured"][0], claims.results(found)["one"]) == "3 of 2"
+
+
+def test_a_page_is_the_same_at_every_commit_but_for_its_ages():
+    cells = "as of commit `{}`\n| a | `91eebfc`: {} |"
+    stale = cells.format("1234567", "1,204 lines since, **stale**")
+    fresh = cells.format("89abcde", "fresh")
+    assert claims.without_ages(stale) == claims.without_ages(fresh)
+    assert claims.without_ages(stale) != claims.without_ages(stale.replace("91eebfc", "91eebfd"))
+    assert claims.without_ages(stale) != claims.without_ages(stale.replace("| a", "| b"))
+
+
+def test_the_page_without_a_commit_has_the_ages_left_out_of_one_with(monkeypatch):
+    monkeypatch.setattr(claims, "changed_lines", lambda commit, as_of, sources: 7)
+    monkeypatch.setattr(claims, "later", lambda commit, as_of: as_of)
+    dated = claims.page("91eebfc")
+    assert dated.count("7 lines since, **stale**") > 60 and "as of commit `91eebfc`" in dated
+    assert claims.without_ages(dated) == claims.without_ages(claims.page())
+
+
+def test_changed_lines_are_those_that_git_counts_in_the_named_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "ROOT", tmp_path)
+
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(
+            ["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    git("init", "-q")
+    commits = []
+    for one, other in (("a\n", "x\n"), ("b\nc\n", "x\n"), ("b\nc\n", "y\n")):
+        (tmp_path / "one.py").write_text(one)
+        (tmp_path / "other.py").write_text(other)
+        git("add", ".")
+        git("commit", "-qm", "c")
+        commits.append(git("rev-parse", "HEAD").strip())
+    counted = [claims.changed_lines(commit, commits[2], ("one.py",)) for commit in commits]
+    assert counted == [3, 0, 0]
+    stamps = [{"commit": commits[2]}, {"commit": commits[0]}]
+    assert claims.age(stamps, ("one.py",), commits[2]) == f"`{commits[2][:7]}` and 1 more: 3 lines since, **stale**"
+    assert claims.age(stamps[:1], ("one.py",), commits[2]) == f"`{commits[2][:7]}`: fresh"
+    assert claims.age(stamps[:1], ("one.py",), commits[0]) == f"`{commits[2][:7]}`: fresh"  # newer than the page
+    assert claims.stands_at(f"as of commit `{commits[0][:7]}`") == commits[0][:7]
+    assert claims.stands_at("as of commit `0000000`") == claims.stands_at("no page yet") == commits[2]
+    assert claims.age([{"commit": "0" * 40}], ("one.py",), commits[2]) == "`0000000`: age unknown"
+
+
+def test_figures_of_a_page_are_those_of_the_results():
+    table = claims.load()
+    seconds = json.loads((claims.RESULTS / "tutorial.json").read_text())["quickstart"]["seconds"]
+    mark = "<!-- figure tutorial: {quickstart.seconds:.0f} s -->"
+    filled = claims.filled(f"It takes {mark}9 s<!-- end -->.\n<!-- table older -->\n\n\n<!-- end -->", table)
+    assert f"{mark}{seconds:.0f} s<!-- end -->" in filled
+    assert filled.count("\n| ") == 5 and claims.filled(filled, table) == filled
+
+
+def test_a_test_that_is_left_out_of_continuous_integration_says_so():
+    assert claims.with_long("tests/real/test_memory_truth.py") == "`tests/real/test_memory_truth.py` (long)"
+    assert claims.with_long("tests/real/test_sync.py") == "`tests/real/test_sync.py` (partly long)"
+    assert claims.with_long("tests/unit/test_claims.py") == "`tests/unit/test_claims.py`"
+
+
+def test_a_row_whose_test_is_gone_is_found():
+    table = copy.deepcopy(claims.load())
+    table["held"][0]["tests"] = "tests/real/test_no_more.py"
+    assert [fault for fault in claims.faults(table) if "no tests/real/test_no_more.py" in fault]
+
+
+def test_goals_that_were_missed_stand_on_the_page_with_figure_and_reason():
+    missed = claims.page().partition("## Goals missed")[2].partition("## Never run")[0]
+    for words in (
+        "export",
+        "Digests",
+        "sleeping engine",
+        "Rehearsals",
+        "Random rewards",
+        "with routes",
+        "Sizes",
+        "50 cycles",
+    ):
+        (row,) = [line for line in missed.splitlines() if words in line.split(" | ")[0]]
+        assert all(cell.strip() for cell in row.split(" | "))

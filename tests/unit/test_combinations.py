@@ -1,0 +1,84 @@
+"""The array of combinations: against all rows there are, where these can be counted; and over the real rules."""
+
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
+sys.path.insert(0, str(EVIDENCE))
+
+from combination_axes import AXES, TRIPLED, other_layout, other_schedule, refusal, settings  # noqa: E402
+from combination_run import EXIT_CODES, THEN  # noqa: E402
+from combination_world import make_tool_world, make_world  # noqa: E402
+from covering import Contradiction, Rules, covering_array, wanted  # noqa: E402
+
+SMALL = {"a": ("0", "1", "2"), "b": ("0", "1"), "c": ("0", "1", "2"), "d": ("0", "1")}
+
+
+def pair_and_triple(row) -> str | None:
+    if row["a"] == "1" and row["b"] == "1":
+        return "a 1 with b 1"
+    return "a 2 with c 2 and d 1" if (row["a"], row["c"], row["d"]) == ("2", "2", "1") else None
+
+
+def at_one_alone(row) -> str | None:
+    """Makes a pair illegal that no rule names: c 1 goes with neither value of d."""
+    return "c 1" if row["c"] == "1" and row["a"] != "0" else None
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("rule", [lambda row: None, pair_and_triple, at_one_alone])
+def test_every_set_of_values_that_some_legal_row_holds_is_in_a_row(rule, seed):
+    array = covering_array(SMALL, rule, ("a", "c", "d"), seed)
+    legal_rows = [dict(zip(SMALL, values, strict=True)) for values in product(*SMALL.values())]
+    legal_rows = [row for row in legal_rows if rule(row) is None]
+    assert all(row in legal_rows for row in array.rows)
+    for values in wanted(SMALL, ("a", "c", "d")):
+        legal = any(values <= frozenset(row.items()) for row in legal_rows)
+        assert any(values <= frozenset(row.items()) for row in array.rows) == legal, sorted(values)
+        assert (values in array.illegal) != legal
+
+
+def test_an_array_is_the_same_for_a_seed_and_smaller_than_all_rows():
+    axes = {str(axis): tuple("0123") for axis in range(6)}
+    first, again = (covering_array(axes, lambda row: None) for _ in range(2))
+    assert first == again
+    assert 16 <= len(first.rows) < 40  # of 4,096
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        (lambda row: "never" if row["b"] == "1" else None, "b 1 is refused beside the first value of every .*: never"),
+        (lambda row: "always", "a 0 is refused"),
+        (lambda row: "not so" if row["a"] == "0" and row["b"] == row["c"] == "1" else None, "is legal in"),
+    ],
+)  # fmt: skip
+def test_rules_that_leave_no_array_are_named(rule, told):
+    with pytest.raises(Contradiction, match=told):
+        covering_array(SMALL, rule)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return make_world(tmp_path_factory.mktemp("combinations"), make_tool_world.Calling(steps=1))
+
+
+def test_the_first_value_of_every_axis_goes_with_every_other(world):
+    Rules(AXES, lambda row: refusal(row, world)).check()
+
+
+def test_every_value_is_something_of_its_own(world):
+    usual = {axis: values[0] for axis, values in AXES.items()}
+    for axis in AXES.keys() - {"end", "then"}:
+        found = [str(settings(usual | {axis: value}, world)) for value in AXES[axis]]
+        assert len(set(found)) == len(found), axis
+    assert set(EXIT_CODES) == set(AXES["end"]) and set(THEN) == set(AXES["then"]) and set(TRIPLED) <= set(AXES)
+
+
+def test_a_run_goes_on_by_something_else_than_it_began_with():
+    usual = {axis: values[0] for axis, values in AXES.items()}
+    assert all(other_layout(usual | {"actor": value})["actor"] != value for value in AXES["actor"])
+    assert all(other_schedule(usual | {"schedule": value})["schedule"] != value for value in AXES["schedule"])

@@ -1,0 +1,158 @@
+"""The conversation as a state machine: all states and events, and random ones."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from mrl.schedule.conversation import Budgets, Conversation, Stop, shortened
+from mrl.schedule.conversation import ConversationState as State
+from mrl.schedule.segments import continuation_seed
+
+BUDGETS = Budgets(tokens=60, turns=3, calls=2, seconds=10.0, characters=40)
+START = Conversation(BUDGETS, seed=11, began=100.0)
+ACTING = START.sampled(9, 101.0, [None, None])
+TELLING = ACTING.answered(1, 0, "408", 102.0).answered(1, 1, "17", 103.0)
+ENDED = START.sampled(9, 101.0)
+
+
+def test_the_example_of_the_module():
+    budgets = replace(BUDGETS, turns=2)
+    acting = Conversation(budgets, 11, 100.0).sampled(9, 101.0, [None, "not JSON"])
+    assert (acting.state, acting.open_calls, acting.answers) == (State.ACTING, (0,), (None, "not JSON"))
+    telling = acting.answered(1, 0, "408", 104.0)
+    assert (telling.state, telling.answers, telling.acting_s) == (State.TELLING, ("408", "not JSON"), 3.0)
+    sampling = telling.told(12)
+    assert (sampling.state, sampling.turn, sampling.max_tokens) == (State.SAMPLING, 2, 39)
+    assert sampling.request_seed == continuation_seed(11, 21) and START.request_seed == 11
+    assert sampling.sampled(4, 105.0).stop is Stop.STOP
+
+
+# state -> event -> state and reason after it; an event that cannot be now is None
+EVENTS = {
+    "answers by itself": lambda c: c.sampled(5, 101.5),
+    "calls": lambda c: c.sampled(5, 101.5, [None]),
+    "calls, all malformed": lambda c: c.sampled(5, 101.5, ["no"]),
+    "calls, late": lambda c: c.sampled(5, 110.0, [None]),
+    "is cut off": lambda c: c.sampled(5, 101.5, cut_off=True),
+    "fills the rest": lambda c: c.sampled(c.max_tokens, 101.5, cut_off=True),
+    "an answer": lambda c: c.answered(1, 0, "408", 102.5),
+    "an answer, late": lambda c: c.answered(1, 0, "408", 110.5),
+    "an answer of another turn": lambda c: c.answered(7, 0, "408", 102.5),
+    "context": lambda c: c.told(5),
+    "context without end": lambda c: c.told(51),
+    "time": lambda c: c.passed(109.9),
+    "too much time": lambda c: c.passed(110.0),
+    "the environment's end": lambda c: c.closed(),
+    "the environment's failure": lambda c: c.failed(),
+}
+ENDS = {"the environment's end": Stop.CLOSED, "the environment's failure": Stop.ENVIRONMENT}
+TABLE = {
+    State.SAMPLING: {
+        "answers by itself": Stop.STOP, "calls": State.ACTING, "calls, all malformed": State.TELLING,
+        "calls, late": Stop.SECONDS, "is cut off": State.SAMPLING, "fills the rest": Stop.LENGTH,
+        "an answer": State.SAMPLING, "an answer, late": State.SAMPLING, "an answer of another turn": State.SAMPLING,
+        "time": State.SAMPLING, "too much time": Stop.SECONDS, **ENDS,
+    },
+    State.ACTING: {
+        "an answer": State.ACTING, "an answer, late": Stop.SECONDS, "an answer of another turn": State.ACTING,
+        "time": State.ACTING, "too much time": Stop.SECONDS, **ENDS,
+    },
+    State.TELLING: {
+        "an answer": State.TELLING, "an answer, late": State.TELLING, "an answer of another turn": State.TELLING,
+        "context": State.SAMPLING, "context without end": Stop.CONTEXT,
+        "time": State.TELLING, "too much time": State.TELLING, **ENDS,
+    },
+    State.ENDED: {
+        "an answer": Stop.STOP, "an answer, late": Stop.STOP, "an answer of another turn": Stop.STOP,
+        "time": Stop.STOP, "too much time": Stop.STOP, "the environment's end": Stop.STOP,
+        "the environment's failure": Stop.STOP,
+    },
+}  # fmt: skip
+AT = {State.SAMPLING: START, State.ACTING: ACTING, State.TELLING: TELLING, State.ENDED: ENDED}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("state", State)
+def test_every_event_in_every_state(state, event):
+    before, wanted = AT[state], TABLE[state].get(event)
+    assert before.state is state
+    if wanted is None:
+        with pytest.raises(ValueError, match=f"a conversation that is {state} got"):
+            EVENTS[event](before)
+        return
+    after = EVENTS[event](before)
+    assert (after.stop or after.state) is wanted
+    assert (after.state is State.ENDED) == (after.stop is not None)
+
+
+def test_the_last_turn_calls_nothing_and_calls_beyond_the_budget_are_answered():
+    last = replace(START, turn=3)
+    assert last.sampled(1, 101.0, [None]).stop is Stop.TURNS
+    many = START.sampled(1, 101.0, [None, None, None, "malformed"])
+    assert many.open_calls == (0, 1) and many.answers[2:] == ("not called: at most 2 calls at once", "malformed")
+
+
+def test_more_tokens_than_asked_for_are_refused():
+    for added in (-1, 61):
+        with pytest.raises(ValueError, match="at most 60 tokens"):
+            START.sampled(added, 101.0)
+
+
+def test_answers_are_as_long_as_they_may_be_and_say_what_is_left_out():
+    assert shortened("a" * 40, 40) == "a" * 40
+    long = shortened("a" * 500 + "b" * 500, 40)
+    assert long == "a" * 20 + "\n[1000 characters, of which 40 are shown]\n" + "b" * 20
+    assert ACTING.answered(1, 0, "x" * 10**6, 102.0).answers[0] == shortened("x" * 10**6, 40)
+    assert shortened("abcdef", 3).startswith("ab\n") and shortened("abcdef", 3).endswith("\nf")
+
+
+def one(seed: int, times: random.Random) -> tuple[Conversation, list[Conversation]]:
+    """A conversation by random turns; `times`: when, and in which order, answers come."""
+    rng, now = random.Random(seed), 0.0
+    budgets = Budgets(rng.randint(1, 80), rng.randint(1, 5), rng.randint(1, 3), 1e6, rng.randint(1, 30))
+    talk, seen = Conversation(budgets, seed, 0.0), []
+    while talk.state is not State.ENDED:
+        seen.append(talk)
+        assert len(seen) < 1000
+        now += times.random()
+        match talk.state:
+            case State.SAMPLING:
+                added = rng.randint(0, min(talk.max_tokens, 9))
+                problems = [rng.choice([None, "malformed"]) for _ in range(rng.randint(0, 4))]
+                talk = talk.sampled(added, now, problems, cut_off=added == talk.max_tokens or rng.random() < 0.2)
+            case State.ACTING:
+                answers = {number: f"{number} " * rng.randint(1, 40) for number in talk.open_calls}
+                talk = in_some_order(talk, answers, now, times)
+            case State.TELLING:
+                talk = talk.told(rng.randint(0, 12))
+    return talk, seen
+
+
+def in_some_order(talk: Conversation, answers: dict[int, str], now: float, times: random.Random) -> Conversation:
+    order = list(answers)
+    times.shuffle(order)
+    for number in order:
+        talk = talk.answered(talk.turn, number, answers[number], now)
+        twice = talk.answered(talk.turn, number, "another", now)
+        assert twice == talk
+    return talk
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_conversations_end_within_their_budgets_whatever_the_order_and_times(seed):
+    talk, seen = one(seed, random.Random(1))
+    assert talk.stop in (Stop.STOP, Stop.LENGTH, Stop.TURNS, Stop.CONTEXT)
+    for each in [*seen, talk]:
+        assert 0 <= each.tokens <= each.budgets.tokens and 1 <= each.turn <= each.budgets.turns
+        assert each.state is State.ENDED or each.max_tokens > 0
+    for before in seen:
+        if before.state is State.TELLING:
+            assert None not in before.answers and before.answers
+    again, others = one(seed, random.Random(2))
+    timeless = [replace(each, acting_since=0.0, acting_s=0.0) for each in seen]
+    assert [replace(each, acting_since=0.0, acting_s=0.0) for each in others] == timeless
+    assert (again.tokens, again.turn, again.stop) == (talk.tokens, talk.turn, talk.stop)
+    requests = [each.request_seed for each in seen if each.state is State.SAMPLING]
+    tokens = [each.tokens for each in seen if each.state is State.SAMPLING]
+    assert len(set(requests)) == len(set(tokens))

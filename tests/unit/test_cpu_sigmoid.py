@@ -1,0 +1,26 @@
+"""Sigmoids of the CPU engine: the bits of a token do not depend on how many are beside it."""
+
+import pytest
+import torch
+
+from mrl.vllm.cpu_sigmoid import of_whole_registers
+
+sigmoid = of_whole_registers(torch.Tensor.sigmoid)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 2, 8, 24, 128])
+def test_a_token_has_the_same_bits_beside_any_number_of_others(width, dtype):
+    torch.manual_seed(width)
+    values = torch.randn(200, width).to(dtype)
+    whole = sigmoid(values)
+    assert whole.shape == values.shape and whole.dtype == dtype
+    torch.testing.assert_close(whole, torch.sigmoid(values), rtol=1e-6, atol=1e-7)
+    for first, tokens in ((0, 1), (0, 35), (7, 13), (100, 99), (3, 9)):
+        assert torch.equal(sigmoid(values[first : first + tokens]), whole[first : first + tokens])
+
+
+def test_strides_are_minded_and_nothing_is_fine():
+    values = torch.randn(9, 6)
+    assert torch.equal(sigmoid(values.T), sigmoid(values).T)
+    assert sigmoid(values[:0]).shape == (0, 6)

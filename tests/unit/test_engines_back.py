@@ -1,0 +1,247 @@
+"""Engines that are lost in the middle of a run and come back: in order the bits are those of the undisturbed run, ready
+first nothing is lost or trained on twice.
+"""
+
+import json
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from generations import Files
+from test_generation import AHEAD, BATCH, Engines, N, World, assert_same, in_memory  # noqa: F401
+from test_ready_first import STEPS, Flight, LiveEngines
+
+from mrl.cluster.engine_fleet import EngineFleet
+from mrl.errors import Interrupted, LostProcess, LostWeights
+from mrl.flow.request_streams import FleetChange
+from mrl.record.metrics import PhaseTimer
+from mrl.remote.process_logs import concerning
+from mrl.schedule.fleet import STARTING
+from mrl.train.kept_groups import read_kept
+from mrl.train.lost_engines import whole_losses
+from mrl.train.resume import TrainState
+from mrl.train.spool import Spool
+
+IN_ORDER = {"sync": [], "one step off": AHEAD["one step off"], "two, partial": AHEAD["two, partial"]}
+
+
+class Restarting:
+    """Engines that die now and then, with what they have, and start again; the fleet is the product's."""
+
+    chance = 0.03  # of a death in a take
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        processes = SimpleNamespace(
+            names=list(self.names), workers=[None] * len(self.names), engine_ranks=1, end=self.end,
+            start_again=lambda engine: {}, note_place=lambda engine: None,
+        )  # fmt: skip
+        self.fleet = EngineFleet(processes, 60.0)
+        self.fleet.restart(1000, 1)
+        self.view = self.fleet.serving()
+        self.deaths, self.dies = random.Random(seed), None
+
+    def end(self, engine):
+        self.drop(self.names[engine])
+
+    def drop(self, name):
+        self.under_way = [part for part in self.under_way if part.engine != name]
+
+    def take(self, timeout_s):
+        pauses = getattr(self, "paused", False)  # which tests look at
+        serving = [] if pauses else sorted(self.fleet.serving())
+        if serving and (self.dies in serving or self.deaths.random() < self.chance):
+            name = self.dies or self.deaths.choice(serving)
+            self.dies = None
+            self.lose(name)
+            return []
+        return super().take(timeout_s)
+
+    def lose(self, name):
+        assert self.fleet.loses(concerning(LostProcess(f"{name} died"), name), self.fleet.epochs())
+
+    def follow(self):
+        before, self.view = self.view, self.fleet.serving()
+        epochs = {name: one.epoch for name, one in self.view.items()}
+        gone = [name for name, one in before.items() if epochs.get(name) != one.epoch]
+        for name in gone:
+            self.drop(name)
+        return FleetChange(gone, [name for name in epochs if name not in before or name in gone])
+
+    def send(self, engine, requests, sampling, kept=()):
+        assert self.view[engine].epoch == self.fleet.epochs()[engine] or engine not in self.fleet.serving()
+        super().send(engine, requests, sampling, kept)
+
+    def started(self):
+        for engine in self.fleet.machine.those(STARTING):
+            if self.deaths.random() < 0.3:
+                self.fleet.machine.started(engine, self.fleet.epochs()[engine])
+
+    def mend(self):
+        """Ranks hold the weights that engines serve."""
+        self.started()
+        self.bring(self.fleet.stale(), self.fleet.version)
+
+    def bring(self, engines, version):
+        self.fleet.proven(engines, version)
+        self.fleet.committed(engines, version)
+
+    def sync(self, version):
+        """Of all that are there."""
+        self.started()
+        self.bring(self.fleet.reached(), version)
+
+
+class RestartingEngines(Restarting, Engines):
+    """Engines that answer in whole."""
+
+
+class RestartingLive(Restarting, LiveEngines):
+    """Engines that make tokens one by one."""
+
+    def drop(self, name):
+        with self._step:
+            self.live = {number: one for number, one in self.live.items() if one.engine != name}
+
+
+def run(world, steps, losses=lambda step: None, found=None):
+    """As World.steps, with syncs of those engines that are there. `found`: gets what each step took."""
+    found = [] if found is None else found
+    try:
+        for step in range(steps):
+            losses(step)
+            rollouts = world.generation.take(PhaseTimer())
+            world.generation.before_update()
+            world.generation.settle(PhaseTimer(), saves=False)
+            world.engines.version += 1
+            world.engines.sync(world.engines.version)
+            world.state = world.generation.advanced(world.state.advanced(rollouts.cursor))
+            found.append(rollouts)
+    finally:
+        world.generation.close()
+    return found
+
+
+class RestartingOne(RestartingEngines):
+    """The only engine of a run."""
+
+    names = ("engine 0",)
+
+
+def run_back_and_on(seed, mode, engines, steps, folder):
+    """As `run`, from the step before where nobody holds the weights any more that responses are to be finished by."""
+    found, fleets, state, spool = [], [], None, None
+    while len(found) < steps:
+        world = World(seed + 10 * len(fleets), IN_ORDER[mode], state, spool=spool, engines=engines)
+        fleets.append(world.engines.fleet.metrics)
+        try:
+            run(world, steps - len(found), found=found)
+        except LostWeights as error:
+            assert "no engine is left" in str(error) and mode != "sync"
+            if state := world.state if world.state.step else None:
+                at = folder / str(len(fleets))
+                at.mkdir(parents=True)
+                said = json.loads(json.dumps(state.ahead.write(at)))
+                spool = Spool(at / "spool", Files())
+                state = TrainState(state.step, state.cursor, read_kept(at, said, spool))
+    counted = sum((Counter(metrics()) for metrics in fleets), Counter())
+    return found, counted | Counter({"went back": len(fleets) - 1})
+
+
+@pytest.mark.parametrize("engines", [RestartingEngines, RestartingOne])
+@pytest.mark.parametrize("mode", IN_ORDER)
+def test_in_order_the_bits_are_those_of_the_undisturbed_run(mode, engines, tmp_path):
+    expected = World(0, IN_ORDER[mode]).steps(5)
+    seen = Counter()
+    for seed in range(4):
+        found, counted = run_back_and_on(seed, mode, engines, 5, tmp_path / str(seed))
+        seen += Counter({name: counted[f"fleet/{name}"] for name in ("lost", "restarted", "requests_again")})
+        seen["went back"] += counted["went back"]
+        if not counted["fleet/quarantined"]:
+            assert_same(found, expected)
+            seen["same"] += 1
+    assert min(seen[name] for name in ("lost", "restarted", "requests_again", "same")) > 0, seen
+    assert seen["went back"] or mode == "sync" or engines is RestartingEngines, seen
+
+
+def test_ready_first_goes_on_behind_the_tokens_that_came_back_and_trains_on_each_once():
+    lost = 0
+    for seed in range(3):
+        world = Flight(seed, "requeue", engines=RestartingLive)
+        world.engines.chance = 0.004
+        step = world.generation.settle
+
+        def settle(timer, saves, world=world, settle=step):
+            settle(timer, saves)
+            world.engines.sync(world.engines.version + 1)
+
+        world.generation.settle = settle
+        world.run(STEPS)
+        prompts = [prompt for _, prompt in world.trained]
+        assert len(set(prompts)) == len(prompts) == STEPS * BATCH
+        ledger = world.state.ahead.ledger
+        dropped = sum(tally.groups for tally in ledger.counts.dropped.values())
+        assert ledger.counts.kept.groups + dropped + len(ledger.groups) == ledger.next_number
+        lost += world.engines.fleet.metrics()["fleet/lost"]
+    assert lost > 0
+
+
+def test_the_only_engine_is_waited_for_and_what_it_was_at_is_noted(tmp_path):
+    class One(RestartingEngines):
+        names = ("engine 0",)
+        chance = 0.0
+
+    world = World(0, [], engines=One)
+    lost = world.generation._rules.lost
+
+    def losses(step):
+        if step in (1, 2):
+            world.engines.dies = "engine 0"
+
+    run(world, 4, losses)
+    found, _ = whole_losses(lost._path)
+    assert [loss.step for loss in found] == [1, 2] and all(loss.groups for loss in found)
+    assert world.engines.fleet.metrics() | {"fleet/seconds_lost": 0} == {
+        "fleet/lost": 2, "fleet/restarted": 2, "fleet/late_answers": 0, "fleet/quarantined": 0,
+        "fleet/engines_ready": 1, "fleet/requests_again": sum(len(loss.groups) for loss in found) * N,
+        "fleet/seconds_lost": 0,
+    }  # fmt: skip
+
+
+def test_past_the_limit_the_run_ends_with_the_reason_and_the_number():
+    class Two(RestartingEngines):
+        chance = 0.0
+
+    world = World(0, [], engines=Two)
+    world.engines.fleet.restart(1, 2)
+
+    def losses(step):
+        world.engines.dies = "engine 1"
+
+    with pytest.raises(Interrupted, match=r"1 of 2 engines are left, fewer than rollout.min_engines 2: .*more than 1"):
+        run(world, 5, losses)
+
+
+def test_in_order_the_last_engine_is_waited_for_before_an_update_and_nobody_can_be_brought_back_after_it():
+    class One(RestartingEngines):
+        names = ("engine 0",)
+        chance = 0.0
+
+        def take(self, timeout_s):
+            """The first step's responses, and none of those that the second needs."""
+            first = [part for part in self.under_way if part.samples.rows.group_id[0] < BATCH]
+            self.under_way = [part for part in self.under_way if part not in first]
+            return first
+
+    world = World(0, AHEAD["one step off"], engines=One)
+    try:
+        world.generation.take(PhaseTimer())
+        world.engines.lose("engine 0")
+        world.generation.before_update()
+        assert world.engines.fleet.serving()["engine 0"].epoch == 1, "brought to the weights that ranks still hold"
+        world.engines.lose("engine 0")
+        with pytest.raises(LostWeights, match=r"no engine is left, and responses are to be made by .* of step 0"):
+            world.generation.settle(PhaseTimer(), saves=False)
+    finally:
+        world.generation.close()

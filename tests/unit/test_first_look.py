@@ -1,0 +1,189 @@
+"""What is told of data, reward and plug-ins before anything starts, by `mrl validate` and `mrl train` alike."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from small_model import write_model
+
+from mrl.cli.main import main
+from mrl.config.load import load_config
+from mrl.config.rules import seen_violations
+from mrl.config.run_rules import unseen_files
+from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
+from mrl.environments.environment_pool import check_tools
+from mrl.errors import ConfigError, DataError
+from mrl.model import planning_model_spec
+from mrl.train.assemble_data import load_training
+from mrl.train.first_look import look
+from mrl.vllm.requests import turns_spec
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+REWARD = "reward.custom_reward_function.path"
+LOSS = "algorithm.policy_loss.custom.path"
+RIGHT = "def compute_score(solution_str, ground_truth, **_):\n    return float(solution_str == ground_truth)\n"
+LOSS_TEXT = "from mrl.algo.losses import register_loss\n\n\n@register_loss('mine')\ndef loss(*_):\n    ...\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with rows, a reward and a loss; `model.path` is not there, so no row is tokenised."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "val"):
+        rows = [
+            {"data_source": "mine", "prompt": f"{i}+1=", "reward_model": {"ground_truth": str(i + 1)}} for i in range(4)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(RIGHT)
+    (tmp_path / "loss.py").write_text(LOSS_TEXT)
+    return tmp_path
+
+
+def config_with(*overrides: str):
+    own = ["model.path=Qwen/Qwen3-30B-A3B", "data.train_files=train.jsonl", "data.val_files=val.jsonl"]
+    return load_config(TINY, overrides=[*own, f"{REWARD}=reward.py", *overrides])
+
+
+def seen(*overrides: str):
+    resolved = config_with(*overrides)
+    return [(v.field, v.rule) for v in seen_violations(resolved, planning_model_spec(resolved.config.model.path)[0])]
+
+
+def test_a_file_is_missed_where_its_folder_is_here_and_said_where_it_is_not(folder):
+    assert seen() == [] and unseen_files(config_with().config) == []
+    assert seen("data.train_files=tarin.jsonl", f"{REWARD}=/nope.py", f"{LOSS}=/nope.py") == [
+        ("data.train_files", "tarin.jsonl is not a file that can be read"),
+        (REWARD, "is not a file that can be read"),
+        (LOSS, "is not a file that can be read"),
+    ]
+    elsewhere = config_with("data.train_files=/shared/data/train.parquet")
+    assert seen("data.train_files=/shared/data/train.parquet") == []
+    (said,) = unseen_files(elsewhere.config)
+    assert "data.train_files: /shared/data/train.parquet" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "rule"),
+    [
+        (LOSS_TEXT, "mine", None),
+        (LOSS_TEXT, "other", "registers mine, not other"),
+        ("def loss(*_):\n    ...\n", "mine", "registers nothing, not mine"),
+        ("def loss(:\n", "mine", "is no Python"),
+        ("from helpers import *\n", "mine", None),  # another file of the user's may register it
+        ("from mrl.algo.losses import register_loss\nNAME = 'a'\nregister_loss(NAME)(print)\n", "mine", None),
+    ],
+)
+def test_the_name_that_a_loss_is_registered_by_is_read_off_its_file(folder, text, mode, rule):
+    (folder / "loss.py").write_text(text)
+    found = seen(f"{LOSS}=loss.py", f"algorithm.policy_loss.loss_mode={mode}")
+    assert found == [] if rule is None else [field for field, _ in found] == [LOSS] and rule in found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def compute_score(**_):\n    return None\n", "NoneType 'None' where a number is expected"),
+        ("def compute_score(**_):\n    raise KeyError('answer')\n", "3 raised: KeyError: 'answer'"),
+        ("def another(**_):\n    return 1.0\n", "no function 'compute_score'; the file defines: another"),
+        ("import nothing_of_this_name\n", "importing it failed: ModuleNotFoundError"),
+    ],
+)
+def test_a_reward_that_cannot_score_is_told_from_one_row(folder, text, words):
+    (folder / "reward.py").write_text(text)
+    with pytest.raises(Exception, match="reward") as refused:
+        look(config_with().config)
+    assert words in str(refused.value) and getattr(refused.value, "exit_code", 1) in (2, 3)
+
+
+def test_a_reward_may_fail_on_some_answers_and_be_allowed_to_fail_on_all(folder):
+    (folder / "reward.py").write_text("def compute_score(solution_str, **_):\n    return float(int(solution_str))\n")
+    assert look(config_with().config) is None
+    (folder / "reward.py").write_text("def compute_score(**_):\n    return None\n")
+    assert look(config_with("reward.max_failure_share=1.0").config) is None
+
+
+def test_looking_needs_neither_torch_nor_ray(folder):
+    code = "import sys; import mrl.train.preflight; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    import subprocess
+
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}).returncode == 0
+
+
+def test_a_column_that_lines_lack_is_told_without_a_tokenizer(folder):
+    rows = [{"data_source": "mine", "question": str(i), "reward_model": {"ground_truth": "1"}} for i in range(12)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"no column prompt; found: data_source, question.*and 11 more rows"):
+        look(config_with().config)
+
+
+TURNS = ["rollout.turns.tools=[weather]", "rollout.turns.path=tools.py"]
+TOOL = 'def weather(place: str) -> str:\n    """Says the weather of a place."""\n    return "rain"\n'
+
+
+def test_tools_are_looked_for_and_loaded_as_other_plug_ins_are(folder):
+    assert seen(*TURNS) == [("rollout.turns.path", "is not a file that can be read")]
+    assert ("rollout.turns.index", "is not a file that can be read") in seen(*TURNS, "rollout.turns.index=none.db")
+    Path("tools.py").write_text("def another() -> str:\n    return ''\n")
+    assert seen(*TURNS) == []
+    with pytest.raises(ConfigError, match="weather"):
+        look(config_with(*TURNS).config)
+    Path("tools.py").write_text(TOOL)
+    assert look(config_with(*TURNS).config) is None
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_prompts_of_a_run_with_tools_name_them_at_the_first_look_too(folder, monkeypatch, quick):
+    """Else a resume would be refused for other prompts."""
+    write_model(folder / "model")
+    Path("model/chat_template.jinja").write_text("{{ tools | tojson if tools }}{{ messages[0].content }}:")
+    Path("tools.py").write_text(TOOL)
+    config = config_with(*TURNS, "model.path=model", "data.max_prompt_length=900", "data.train_batch_size=4").config
+    if not quick:
+        monkeypatch.setattr("mrl.train.first_look.quick_tokenizer", lambda *_: None)
+    offer = check_tools(turns_spec(config.rollout.turns, config.data).tools)
+    tokenizer = load_tokenizer("model")
+    of_run = load_training(config.data, config.trainer.seed, tokenizer, offer).prompts.fingerprint
+    assert look(config) == of_run != load_training(config.data, config.trainer.seed, tokenizer).prompts.fingerprint
+
+
+class _Characters:
+    """A tokenizer of one token a character."""
+
+    chat_template = "{{ messages }}"
+
+    def apply_chat_template(self, messages, **_):
+        return [ord(letter) for message in messages for letter in message["content"]]
+
+
+def test_equal_reasons_are_one_line_with_a_count(folder):
+    rows = [{"data_source": "mine", "question": str(i), "reward_model": {"ground_truth": "1"}} for i in range(12)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError) as refused:
+        PromptDataset.load(["train.jsonl"], _Characters(), PromptParameters())
+    said = str(refused.value).splitlines()
+    assert len(said) == 2 and "train.jsonl, row 0: no column prompt; found: data_source, question, rew" in said[1]
+    assert said[1].endswith("(and 11 more rows of the file)")
+
+
+def test_where_no_prompt_is_short_enough_the_limit_its_key_and_the_shortest_are_named(folder):
+    with pytest.raises(DataError, match=r"data\.max_prompt_length is 2 tokens, and the shortest prompt has 4; 4 rows"):
+        PromptDataset.load(["train.jsonl"], _Characters(), PromptParameters(max_prompt_length=2))
+
+
+def test_validate_and_train_refuse_alike_before_anything_starts(folder, capsys, monkeypatch):
+    """The same message from both; train stops before it imports what brings Ray."""
+    (folder / "reward.py").write_text("def compute_score(**_):\n    return None\n")
+    monkeypatch.setattr("mrl.train.preflight.check_checkpoint", lambda *_: None)
+    monkeypatch.setattr("mrl.train.preflight.load_model_spec", lambda path: planning_model_spec(path)[0])
+    monkeypatch.setattr("mrl.train.preflight.check_room", lambda *_: None)
+    monkeypatch.setattr("mrl.train.preflight.with_models_at_hand", lambda resolved: resolved)
+    said = {}
+    for command in ("validate", "train"):
+        files = ["data.train_files=train.jsonl", "data.val_files=val.jsonl", f"{REWARD}=reward.py"]
+        overrides = ["model.path=Qwen/Qwen3-30B-A3B", *files]
+        with pytest.raises(SystemExit) as ended:
+            main([command, str(TINY), *(part for each in overrides for part in ("--set", each))])
+        said[command] = (ended.value.code, capsys.readouterr().err.replace(f"mrl {command}: ", ""))
+    assert said["validate"] == said["train"] and said["train"][0] == 3 and "NoneType" in said["train"][1]

@@ -1,0 +1,308 @@
+"""Checkpoints in FP8 are read as the bfloat16 model that they stand for, in conversions, in Megatron and by engines;
+the oracle is torch's own float8 with scales spread over their blocks.
+"""
+
+import json
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
+from tiny_models import in_dtype, save, tiny_latent
+
+import mrl.checkpoint.planned_file
+import mrl.checkpoint.stored_boxes
+from mrl.checkpoint.convert import write_hf, write_layout
+from mrl.checkpoint.convert_job import Options
+from mrl.checkpoint.fp8_reader import Fp8Reader
+from mrl.checkpoint.hf_folder import copy_hf_files
+from mrl.checkpoint.manifest import WEIGHT, facts_of, read_manifest
+from mrl.checkpoint.open_checkpoint import SafetensorsFiles, open_hf, open_ours, whole_tensor
+from mrl.cli.convert import parse_layout
+from mrl.config.load import load_config
+from mrl.config.rules import violations
+from mrl.errors import EnvironmentFault
+from mrl.megatron.fp8_files import Bfloat16Files
+from mrl.model import load_model_spec
+from mrl.model.boxes import Box
+from mrl.model.fp8 import bfloat16_words
+from mrl.model.hf_files import check_checkpoint
+from mrl.train.evaluation import _stored_otherwise
+from mrl.units import MIB
+from mrl.vllm.requests import _of_model
+
+BLOCK = 128
+QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+LEFT_ALONE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias")  # as in DeepSeek's own files
+FILE = "model.safetensors"
+
+
+def spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Each element's scale."""
+    rows = scales.repeat_interleave(BLOCK, 0)[: shape[0]]
+    return rows.repeat_interleave(BLOCK, 1)[:, : shape[1]]
+
+
+def as_bfloat16(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What a matrix in FP8 stands for, by torch."""
+    return (codes.float() * spread(scales, codes.shape)).to(torch.bfloat16)
+
+
+def scales_of(weight: torch.Tensor) -> torch.Tensor:
+    """The largest of each block becomes 448, e4m3's largest number."""
+    blocks = [-(-size // BLOCK) for size in weight.shape]
+    scales = torch.empty(blocks)
+    for row in range(blocks[0]):
+        for column in range(blocks[1]):
+            block = weight[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+            scales[row, column] = block.abs().max() / 448
+    return scales
+
+
+def in_fp8(plain: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Writes a checkpoint in FP8; returns what its tensors stand for."""
+    folder.mkdir()
+    stored, meant = {}, {}
+    for name, tensor in load_file(plain / FILE).items():
+        stored[name] = meant[name] = tensor
+        if not any(part in name for part in LEFT_ALONE):
+            scales = scales_of(tensor.float())
+            stored[name] = (tensor.float() / spread(scales, tensor.shape)).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scales
+            meant[name] = as_bfloat16(stored[name], scales)
+    save_file(stored, folder / FILE, {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
+    return meant
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    """A bfloat16 model whose matrices are of whole blocks and of parts of them: 576 rows, 384 and 96."""
+    torch.set_num_threads(1)
+    model = tiny_latent(hidden_size=160, moe_intermediate_size=96)
+    return save(in_dtype(model, torch.bfloat16), tmp_path_factory.mktemp("plain") / "model")
+
+
+@pytest.fixture(scope="module")
+def stored(plain, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("fp8") / "model"
+    return folder, in_fp8(plain, folder)
+
+
+@pytest.fixture
+def changed(stored, tmp_path):
+    """A function that writes the checkpoint anew with other tensors or another configuration."""
+
+    def write(change, **config) -> Path:
+        tensors = load_file(stored[0] / FILE)
+        change(tensors)
+        save_file(tensors, tmp_path / FILE)
+        known = json.loads((stored[0] / "config.json").read_text()) | config
+        (tmp_path / "config.json").write_text(json.dumps(known))
+        return tmp_path
+
+    return write
+
+
+def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first
+    )
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (300, 257), (1, 129), (127, 1)])
+def test_every_code_and_scales_of_any_size_give_torchs_bits(shape):
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 0  # no number
+    blocks = [-(-size // BLOCK) for size in shape]
+    scales = torch.exp2(80 * torch.rand(blocks, generator=random) - 40) * torch.rand(blocks, generator=random)
+    expected = as_bfloat16(codes.view(torch.float8_e4m3fn), scales)
+    words = bfloat16_words(codes.numpy(), scales.numpy(), (BLOCK, BLOCK))
+    assert np.array_equal(words, expected.view(torch.int16).numpy().view(np.uint16))
+
+
+def test_all_256_codes_have_torchs_values_and_no_number_stays_none():
+    codes = torch.arange(256, dtype=torch.uint8).reshape(2, 128)
+    words = bfloat16_words(codes.numpy(), np.ones((1, 1), np.float32), (BLOCK, BLOCK))
+    ours = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).float()
+    assert torch.equal(ours.nan_to_num(1e4), codes.view(torch.float8_e4m3fn).float().nan_to_num(1e4))
+
+
+@pytest.mark.parametrize("box", [((0, 300), (0, 257)), ((100, 290), (127, 129)), ((129, 130), (3, 257))])
+def test_a_box_has_the_scales_of_its_place(box):
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 120, (300, 257), generator=random, dtype=torch.uint8)
+    scales = torch.rand(3, 3, generator=random) + 0.1
+    whole = as_bfloat16(codes.view(torch.float8_e4m3fn), scales).view(torch.int16).numpy().view(np.uint16)
+    cut = tuple(slice(*ends) for ends in box)
+    first = (box[0][0], box[1][0])
+    assert np.array_equal(bfloat16_words(codes.numpy()[cut], scales.numpy(), (BLOCK, BLOCK), first), whole[cut])
+
+
+# ---------------------------------------------------------------- conversion
+
+
+def test_it_becomes_a_bfloat16_checkpoint_without_a_quantisation(stored, tmp_path):
+    folder, meant = stored
+    report = write_hf(open_hf(folder), tmp_path / "hf", Options(verify=True))
+    assert same_bits(load_file(tmp_path / "hf" / "model-00001.safetensors"), meant)
+    assert report.left_out == ()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+    assert load_model_spec(tmp_path / "hf") == load_model_spec(folder) and not load_model_spec(tmp_path / "hf").is_fp8
+
+
+def test_it_becomes_a_checkpoint_of_ours_at_a_layout_and_comes_back(stored, tmp_path, monkeypatch):
+    """Matrices do not fit into a block or a scratch buffer, nor a rank's part into a file."""
+    monkeypatch.setattr(mrl.checkpoint.planned_file, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(mrl.checkpoint.stored_boxes, "SCRATCH_BYTES", 3000)
+    folder, meant = stored
+    ours = tmp_path / "ours"
+    write_layout(open_hf(folder), ours, parse_layout("tp=2,pp=2,ep=2"), options=Options(verify=True))
+    assert "quantization_config" not in read_manifest(ours).hf_config
+    assert "quantization_config" not in json.loads((ours / "hf" / "config.json").read_text())
+    assert not open_ours(ours).model.is_fp8
+    write_hf(open_ours(ours), tmp_path / "back")
+    assert same_bits(load_file(tmp_path / "back" / "model-00001.safetensors"), meant)
+
+
+def test_scales_may_lie_in_another_file_than_their_matrix(stored, tmp_path):
+    folder, meant = stored
+    tensors = load_file(folder / FILE)
+    parts = {"a.safetensors": {}, "b.safetensors": {}}
+    for name, tensor in tensors.items():
+        parts["b.safetensors" if name.endswith("_scale_inv") else "a.safetensors"][name] = tensor
+    for file, part in parts.items():
+        save_file(part, tmp_path / file)
+    index = {name: file for file, part in parts.items() for name in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    checkpoint = open_hf(tmp_path)
+    before = checkpoint.identity
+    write_hf(checkpoint, tmp_path / "hf")
+    assert same_bits(load_file(tmp_path / "hf" / "model-00001.safetensors"), meant)
+    (tmp_path / "b.safetensors").touch()
+    assert checkpoint.identity != before  # what was begun with other scales is not gone on with
+
+
+def test_reading_takes_a_few_megabytes_whatever_the_size_of_a_matrix(tmp_path):
+    shape, name = (8192, 2048), "a.weight"  # 16 MiB of codes, 32 MiB of bfloat16
+    codes = torch.full(shape, 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)  # ones
+    scales = torch.full([size // BLOCK for size in shape], 2.0)
+    save_file({name: codes, f"{name}_scale_inv": scales}, tmp_path / FILE)
+    files = SafetensorsFiles(tmp_path)
+    files.read_headers([FILE])
+    reader = Fp8Reader(tmp_path, [whole_tensor(name, shape, FILE)], files, {name: FILE}, (BLOCK, BLOCK))
+    out = np.empty(shape, np.uint16)
+    tracemalloc.start()
+    reader.fill(WEIGHT, name, Box.whole(shape), out)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    reader.close()
+    assert peak < 8 * MIB and (out == 0x4000).all()
+
+
+# ---------------------------------------------------------------- what is refused
+
+Q = "model.layers.1.self_attn.q_b_proj.weight"
+SCALES = f"{Q}_scale_inv"
+
+
+def misshapen(tensors):
+    tensors[SCALES] = tensors[SCALES][:-1].contiguous()
+
+
+def in_bfloat16(tensors):
+    tensors[SCALES] = tensors[SCALES].bfloat16()
+
+
+def of_five_bits(tensors):
+    tensors[Q] = tensors[Q].float().to(torch.float8_e5m2)
+
+
+def of_a_norm(tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+
+
+def of_no_matrix(tensors):
+    tensors["lm_head.weight_scale_inv"] = torch.ones(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "words"),
+    [
+        (lambda tensors: tensors.pop(SCALES), {}, rf"{Q} is F8_E4M3 and its scales, {SCALES}, are missing"),
+        (misshapen, {}, rf"{SCALES} is F32 of shape \[2, 1\], not F32 of shape \[3, 1\]: one for 128 by 128 elements"),
+        (in_bfloat16, {}, rf"{SCALES} is BF16"),
+        (of_five_bits, {}, rf"{Q} is F8_E5M2"),
+        (of_a_norm, {}, r"model.norm.weight is F8_E4M3 of shape \[160\]: only matrices"),
+        (of_no_matrix, {}, "lm_head.weight_scale_inv is not part of the model"),
+        (
+            len,
+            {"quantization_config": None},
+            "of which the quantization_config in config.json says nothing",
+        ),
+    ],
+)
+def test_files_that_cannot_be_read_so_are_refused_by_the_tensors_name(changed, change, config, words):
+    folder = changed(change, **config)
+    with pytest.raises(EnvironmentFault, match=words):
+        check_checkpoint(folder, load_model_spec(folder))
+    with pytest.raises(EnvironmentFault, match=words):
+        open_hf(folder)
+
+
+# ---------------------------------------------------------------- Megatron, engines, runs
+
+
+def test_megatron_is_given_the_same_bits(stored):
+    folder, meant = stored
+    files = Bfloat16Files(str(folder), (BLOCK, BLOCK))
+    names = list(meant)
+    assert same_bits(files.load_some_hf_weight(names), meant)
+    assert torch.equal(files.load_one_hf_weight(Q), meant[Q])
+
+
+def test_an_engine_is_the_bfloat16_model_and_waits_for_its_weights(stored, plain):
+    of_fp8, of_plain = (_of_model(load_model_spec(folder), "cpu") for folder in (stored[0], plain))
+    assert of_fp8.pop("load_format") == "dummy" and "load_format" not in of_plain
+    assert of_fp8["hf_overrides"].pop("quantization_config", "missing") is None
+    assert of_fp8 == of_plain
+
+
+def test_vllm_is_told_of_no_quantisation(stored):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(stored[0])
+    assert config.quantization_config
+    config.update(_of_model(load_model_spec(stored[0]), "cpu")["hf_overrides"])  # as vLLM does
+    assert getattr(config, "quantization_config", None) is None
+
+
+def test_the_user_cannot_have_vllm_load_it(stored):
+    config = load_config(
+        "parallel_configs/tiny-moe/cpu.yaml", overrides=['rollout.engine_kwargs.vllm={"load_format": "auto"}']
+    )
+    fields = {violation.field for violation in violations(config, load_model_spec(stored[0]))}
+    assert "rollout.engine_kwargs.vllm.load_format" in fields
+
+
+def test_a_saved_step_has_a_configuration_of_its_own_weights(stored, tmp_path):
+    facts = copy_hf_files(stored[0], tmp_path)
+    written = (tmp_path / "config.json").read_bytes()
+    assert "quantization_config" not in json.loads(written) and facts["config.json"] == facts_of(written)
+
+
+def test_an_evaluation_converts_it_first_and_a_plain_one_not(stored, plain):
+    assert _stored_otherwise(str(plain), None) is None
+    assert _stored_otherwise(str(stored[0]), None).scales

@@ -1,0 +1,302 @@
+"""Whatever is made of a file that is read: one of mrl's own errors or an answer, within two seconds.
+
+Each reader gets files that are right but for a few places, where something hostile stands. MRL_FUZZ_CASES: how many
+each gets (the usual number is that of continuous integration, the same ones every time). What such a search found is
+kept in test_hostile_input.py.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from report_run import World, write_run
+from safetensors.numpy import save
+
+from mrl.checkpoint.manifest import Manifest, RankFiles, facts_of, read_manifest, sealed, write_manifest
+from mrl.cli.validate import check_config
+from mrl.config.load import load_config
+from mrl.data.prepare import prepare
+from mrl.data.sources import SOURCES
+from mrl.errors import MrlError
+from mrl.model.hf_files import read_safetensors_header
+from mrl.model.registry import known_hf_config, load_model_spec
+from mrl.plan.run_plan import load_plan, plan_hash
+from mrl.record.attempts import read_attempts
+from mrl.record.run_dir import RunDir, read_metrics
+from mrl.record.sample_files import read_samples, readable
+from mrl.tools.import_verl.translate import import_script
+from mrl.tools.report.columns import curves_of
+from mrl.tools.report.heldout import read_responses
+from mrl.tools.report.run_record import read_run
+from mrl.tools.report.samples import looked_at
+from mrl.tools.report.sections import run_page
+from mrl.train.lost_engines import whole_losses
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+SCRIPT = Path(__file__).parent / "verl_scripts" / "dapo_8b_custom_reward.sh"
+CASES = int(os.environ.get("MRL_FUZZ_CASES", "44"))
+SECONDS = 2.0
+
+fuzzed = settings(
+    max_examples=CASES,
+    derandomize="MRL_FUZZ_CASES" not in os.environ,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+ATOMS = st.sampled_from(
+    [None, True, 0, -1, 1, 2**31, 2**63, 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x", "\0",
+     "\x1b[31m", "\ud800", "../../x", "/dev/zero", "9" * 5000, [], {}, [[]], {"": None}, [None], {"a": {"a": [1]}},
+     "x" * 10_000, list(range(50))]
+)  # fmt: skip
+TOKENS = st.sampled_from(
+    ["", "\0", "\n", "\t", "\x1b", "[", "]", "{", "}", '"', "'", ":", ": ", "- ", "&a ", "*a", "!!x ", "|", ">", "%",
+     "#", "null", "NaN", "9" * 5000, "1e999", "-", "~", "<<: ", "${", "`", "$(", "\\", "[" * 300, "{" * 300, "a" * 2000,
+     "\r", "\u2028", "é", "\U0001f600", "0x", "=", ";", "&&", "/dev/zero", "../"]
+)  # fmt: skip
+
+
+def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """Paths of everything in plain data."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+def replaced(value: Any, path: tuple, new: Any) -> Any:
+    """The same with something else at a path; a place that is gone by then is left alone."""
+    if not path:
+        return new
+    if not isinstance(value, dict | list):
+        return value
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    if isinstance(copy, dict) or path[0] < len(copy):
+        copy[path[0]] = replaced(copy[path[0]], path[1:], new) if path[0] in places_of(copy) else new
+    return copy
+
+
+def places_of(value: dict | list) -> Any:
+    return value if isinstance(value, dict) else range(len(value))
+
+
+@st.composite
+def altered(draw: Callable, value: Any) -> Any:
+    """Plain data with up to three hostile places."""
+    for _ in range(draw(st.integers(1, 3))):
+        value = replaced(value, draw(st.sampled_from(list(places(value)))), draw(ATOMS))
+    return value
+
+
+@st.composite
+def spliced(draw: Callable, text: str) -> str:
+    """A text with up to four stretches replaced."""
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(text)))
+        text = text[:at] + draw(TOKENS) + text[at + draw(st.integers(0, 12)) :]
+    return text
+
+
+@st.composite
+def flipped(draw: Callable, data: bytes) -> bytes:
+    """Bytes with up to four of them changed, or an end cut off."""
+    changed = bytearray(data)
+    for _ in range(draw(st.integers(1, 4))):
+        changed[draw(st.integers(0, len(changed) - 1))] = draw(st.integers(0, 255))
+    return bytes(changed[: draw(st.sampled_from([len(changed), len(changed) // 2, len(changed) - 1]))])
+
+
+def survives(read: Callable[[], object]) -> None:
+    """It answers, or says in one of mrl's errors why not, within SECONDS of this process."""
+    began = time.process_time()
+    try:
+        read()
+    except MrlError as error:
+        assert error.exit_code in (2, 3, 4) and len(str(error)) < 50_000
+    assert time.process_time() - began < SECONDS
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.fixture(scope="module")
+def run(folder) -> RunDir:
+    return write_run(folder / "run", World())
+
+
+@fuzzed
+@given(text=spliced(PRESET.read_text()))
+def test_configurations(text, folder):
+    file = folder / "config.yaml"
+    file.write_text(text, encoding="utf-8", errors="replace")
+    survives(lambda: check_config(load_config(file)))
+
+
+@settings(fuzzed, max_examples=max(1, CASES // 3))
+@given(text=spliced(SCRIPT.read_text()))
+def test_scripts_of_verl(text):
+    survives(lambda: import_script(text, "script.sh", {}, []).to_yaml())
+
+
+@fuzzed
+@given(config=altered(known_hf_config("Qwen3-30B-A3B")))
+def test_configurations_of_models(config, folder):
+    (folder / "config.json").write_text(dumped(config))
+    survives(lambda: load_model_spec(folder))
+
+
+TENSORS = save({"a": np.zeros((2, 3), np.float32), "b": np.ones(4, np.float16)})
+HEADER = json.loads(TENSORS[8 : 8 + int.from_bytes(TENSORS[:8], "little")])
+
+
+@fuzzed
+@given(header=altered(HEADER), data=flipped(TENSORS))
+def test_headers_of_tensors(header, data, folder):
+    text = dumped(header).encode()
+    for content in (len(text).to_bytes(8, "little") + text + bytes(32), data):
+        (folder / "model.safetensors").write_bytes(content)
+        survives(lambda: read_safetensors_header(folder / "model.safetensors"))
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """A small one, with its files."""
+    (folder / "rank-00000.safetensors").write_bytes(TENSORS)
+    optimizer = {"num_updates": 2, "step": 2, "lr": [0.5]}
+    ranks = (RankFiles((), {"rank-00000.safetensors": facts_of(TENSORS)}, optimizer),)
+    config = known_hf_config("Qwen3-30B-A3B")
+    trainer = {"cursor": {"epoch": 0, "index": 4}, "metrics": {"a": 0.5}, "fixed": {"seed": 0}}
+    write_manifest(folder, Manifest(2, {"world_size": 1}, "float32", config, ranks, trainer, {"mrl": "1"}))
+    return json.loads((folder / "manifest.json").read_text())
+
+
+@fuzzed
+@given(data=st.data())
+def test_manifests(data, folder):
+    step = folder / "step-2"
+    step.mkdir(exist_ok=True)
+    value = data.draw(altered(manifest(step)))
+    for each in (value, sealed(value) if isinstance(value, dict) else value):
+        (step / "manifest.json").write_text(dumped(each))
+        survives(lambda: (read := read_manifest(step)) and list(read.read_entries(step)))
+
+
+@fuzzed
+@given(data=st.data())
+def test_plans(data, run):
+    value = data.draw(altered(PLAN))
+    run.plan.write_text(dumped(value))
+    survives(lambda: load_plan(run.plan))
+
+
+PLAN = {"format": 1, "reshard": {"plan_seconds": 0.1, "hash": "x"}, "memory": {"phases": {}}, "layout": {}}
+PLAN |= {"hash": plan_hash(PLAN)}
+ROW = {"training/global_step": 1, "critic/score/mean": 0.5, "timing_s/step": 1.0, "actor/lr": 1e-6}
+
+
+@fuzzed
+@given(rows=st.lists(altered(ROW), min_size=1, max_size=3), text=spliced(dumped(ROW) + "\n"))
+def test_metrics(rows, text, folder):
+    file = folder / "metrics.jsonl"
+    for content in ("".join(f"{dumped(row)}\n" for row in rows), text):
+        file.write_text(content, encoding="utf-8", errors="replace")
+        survives(lambda: curves_of(read_metrics(file)))
+
+
+BEGAN = {"event": "began", "time": "t", "command": ["mrl"], "versions": {"mrl": "1"}, "host": "h", "pid": 1, "step": 0}
+ENDED = {"event": "ended", "time": "t", "exit_code": 5, "message": "lost"}
+LOSS = {"step": 1, "engines": ["engine 0"], "why": "died", "groups": [{"group": 1, "place": {"epoch": 0, "index": 1}}]}
+HELD_OUT = {"data_source": "a", "prompt_id": 1, "sample_id": 1, "input": "a", "output": "b", "gts": "c", "score": 1.0,
+    "reason": "ok"}  # fmt: skip
+
+
+@fuzzed
+@given(began=altered(BEGAN), ended=altered(ENDED), loss=altered(LOSS), held_out=altered(HELD_OUT))
+def test_lines_beside_the_metrics(began, ended, loss, held_out, run):
+    run.validation.mkdir(exist_ok=True)
+    (run.path / "attempts.jsonl").write_text(f"{dumped(began)}\n{dumped(ended)}\n")
+    run.lost_engines.write_text(f"{dumped(loss)}\n")
+    (run.validation / "step-6.jsonl").write_text(f"{dumped(held_out)}\n")
+    run.plan.unlink(missing_ok=True)
+    survives(lambda: read_attempts(run.path))
+    survives(lambda: whole_losses(run.lost_engines))
+    survives(lambda: read_responses(run.validation, 6))
+    survives(lambda: read_run(run.path))
+
+
+@settings(fuzzed, max_examples=max(1, CASES // 6))
+@given(began=altered(BEGAN), ended=altered(ENDED), held_out=altered(HELD_OUT))
+def test_pages(began, ended, held_out, run):
+    run.validation.mkdir(exist_ok=True)
+    (run.path / "attempts.jsonl").write_text(f"{dumped(began)}\n{dumped(ended)}\n")
+    (run.validation / "step-6.jsonl").write_text(f"{dumped(held_out)}\n")
+    run.plan.unlink(missing_ok=True)
+    survives(lambda: run_page(read_run(run.path)))
+
+
+SAMPLE = {
+    "prompt_id": 1, "group_id": 1, "sample_id": 1, "seed": 1, "prompt_ids": [1, 2], "response_ids": [3],
+    "rollout_log_probs": [-0.5], "stop_reason": "stop", "weight_version": 1, "reward": {"score": 1.0, "reason": "ok"},
+}  # fmt: skip
+
+
+@fuzzed
+@given(data=st.data(), row=altered(SAMPLE))
+def test_samples(data, row, run, folder):
+    whole = WHOLE.setdefault("samples", (run.samples / "step-6.parquet").read_bytes())
+    new, old = folder / "new", folder / "old"
+    new.mkdir(exist_ok=True)
+    old.mkdir(exist_ok=True)
+    (new / "step-6.parquet").write_bytes(data.draw(flipped(whole)))
+    (old / "step-6.jsonl").write_text(f"{dumped(row)}\n")
+    for place in (new, old):
+        survives(lambda place=place: looked_at(place, 6, None))
+
+        def read(place=place) -> None:
+            with readable(place, 6):
+                read_samples(place, 6)
+
+        survives(read)
+
+
+WHOLE: dict[str, bytes] = {}
+QUESTION = {"question": "1 + 1?", "answer": "because #### 2"}
+
+
+@fuzzed
+@given(row=altered(QUESTION), text=spliced(dumped(QUESTION)), data=st.data())
+def test_rows(row, text, data, folder):
+    files = {"rows.jsonl": f"{dumped(row)}\n{text}\n{dumped(QUESTION)}\n".encode("utf-8", "replace")}
+    files["rows.json"] = dumped([row, QUESTION]).encode()
+    files["rows.parquet"] = data.draw(flipped(parquet(folder)))
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+        (folder / "out.parquet").unlink(missing_ok=True)
+        survives(
+            lambda name=name: prepare(SOURCES["gsm8k"], [str(folder / name)], folder / "out.parquet", "train", 0.9)
+        )
+
+
+def parquet(folder: Path) -> bytes:
+    """Two good rows."""
+    if "rows" not in WHOLE:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist([QUESTION, QUESTION | {"question": "2?"}]), folder / "good.parquet")
+        WHOLE["rows"] = (folder / "good.parquet").read_bytes()
+    return WHOLE["rows"]

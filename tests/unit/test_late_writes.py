@@ -1,0 +1,20 @@
+"""Drawn runs whose writes are late or cut and which are killed; scripts/evidence/late_writes.py has many more."""
+
+from collections import Counter
+
+import pytest
+from late_writes import KINDS, Case
+from test_generation import in_memory  # noqa: F401
+
+CASES = 25  # of each of four workers
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_nothing_is_lost_or_trained_on_twice_however_late_its_files_are(part, tmp_path):
+    seen = Counter()
+    for number in range(CASES * part, CASES * part + CASES):
+        (folder := tmp_path / str(number)).mkdir()
+        case = Case(number, folder).run()
+        seen.update(case.seen + Counter([case.kind]))
+    assert all(seen[kind] for kind in KINDS)
+    assert all(seen[what] > 2 for what in ("kills", "resumes", "cuts", "failed saves", "late saves")), seen

@@ -1,0 +1,84 @@
+"""The loss and the advantage of the tutorial's page: their own tests as a reader runs them, and what refuses others."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mrl.algo.advantages import (
+    ADVANTAGE_FUNCTIONS,
+    WHITENED,
+    AdvantageInputs,
+    load_custom_advantage,
+    register_advantage,
+    response_advantages,
+)
+from mrl.config.load import load_config
+from mrl.config.rules import violations
+from mrl.errors import ConfigError
+from mrl.model import planning_model_spec
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "tutorial" / "own_loss.md"
+TINY = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+FILES = dict(re.findall(r"^cat > (\S+) <<'PY'\n(.*?)^PY$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """The page's files, as it writes them."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    ADVANTAGE_FUNCTIONS.pop("ranks", None)
+
+
+@pytest.mark.parametrize("name", ["test_my_loss.py", "test_my_advantage.py"])
+def test_the_pages_own_tests_pass(page, name):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, name], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "right" in done.stdout, done.stderr
+
+
+def test_an_advantage_gives_one_number_a_response():
+    name = "of_one_number"
+    register_advantage(name, whitened=True)(lambda inputs: np.zeros(1))
+    try:
+        assert name in WHITENED
+        with pytest.raises(ConfigError, match=r"of_one_number: gives an array of shape \(1,\), and there are 3"):
+            response_advantages(name, AdvantageInputs(np.zeros(3), np.zeros(3), np.ones(3)))
+        with pytest.raises(ConfigError, match="'grpo' is taken"):
+            register_advantage("grpo")(lambda inputs: inputs.scores)
+    finally:
+        ADVANTAGE_FUNCTIONS.pop(name)
+        WHITENED.discard(name)
+
+
+def test_what_is_wrong_with_a_file_is_said(page):
+    load_custom_advantage("my_advantage.py", "ranks")
+    load_custom_advantage("my_advantage.py", "ranks")
+    with pytest.raises(ConfigError, match=r"registers nothing, not 'other'"):
+        load_custom_advantage("my_advantage.py", "other")
+    with pytest.raises(ConfigError, match=r"custom_advantage\.path: .*gone\.py is no Python file"):
+        load_custom_advantage("gone.py", "ranks")
+
+
+def fields(*overrides: str, check_paths: bool = False) -> list[str]:
+    resolved = load_config(TINY, overrides=["model.path=Qwen/Qwen3-30B-A3B", *overrides])
+    found = violations(resolved, planning_model_spec(resolved.config.model.path)[0], check_paths)
+    return [v.field for v in found if v.field.startswith("algorithm.")]
+
+
+def test_the_name_is_ones_own_and_the_file_is_there(page):
+    own = "algorithm.custom_advantage.path=my_advantage.py"
+    assert fields(own, "algorithm.adv_estimator=ranks", check_paths=True) == []
+    assert fields("algorithm.adv_estimator=ranks") == ["algorithm.adv_estimator"]
+    assert fields(own, "algorithm.adv_estimator=grpo") == ["algorithm.adv_estimator"]
+    assert fields(own, "algorithm.adv_estimator=rank", check_paths=True) == ["algorithm.custom_advantage.path"]
+    gone = "algorithm.custom_advantage.path=gone.py"
+    assert fields(gone, "algorithm.adv_estimator=ranks", check_paths=True) == ["algorithm.custom_advantage.path"]

@@ -1,0 +1,70 @@
+"""What a run sets aside is written down once, cut by a resume, bounded, and never what ends a run."""
+
+import errno
+import json
+import os
+
+import pytest
+
+from mrl.errors import EnvironmentFault
+from mrl.record import quarantine
+from mrl.record.quarantine import QUARANTINE, REWARD, ROW, Quarantine
+from mrl.record.sinks import JsonlSink
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / QUARANTINE).read_text().splitlines()]
+
+
+def test_a_resume_cuts_rewards_of_later_steps_and_rows_that_it_finds_anew(tmp_path):
+    aside = Quarantine(tmp_path)
+    aside.add(ROW, [{"file": "a", "row": 3, "why": "half of a character: \ud800"}])
+    aside.add(REWARD, [{"step": 1, "sample_id": 0}])
+    aside.add(REWARD, [{"step": 2, "sample_id": 5}, {"step": 2, "sample_id": 6}])
+    assert lines(tmp_path)[0]["why"] == "half of a character: \ud800"
+    with (tmp_path / QUARANTINE).open("a") as file:
+        file.write('{"kind": "reward", "st')  # killed in the middle
+    again = Quarantine(tmp_path)
+    again.rewind(1)
+    assert lines(tmp_path) == [{"kind": REWARD, "step": 1, "sample_id": 0}]
+    again.add(ROW, [{"file": "a", "row": 3}])
+    again.add(REWARD, [])
+    assert [line["kind"] for line in lines(tmp_path)] == [REWARD, ROW]
+
+
+def test_the_file_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(quarantine, "QUARANTINE_BYTES", 1000)
+    aside = Quarantine(tmp_path)
+    for step in range(50):
+        aside.add(REWARD, [{"step": step, "detail": "x" * 100}] * 3)
+    assert 800 < (tmp_path / QUARANTINE).stat().st_size <= 1000
+    assert lines(tmp_path)
+
+
+def test_a_disk_that_takes_nothing_is_told_once_and_ends_no_run(tmp_path, capsys):
+    (tmp_path / QUARANTINE).symlink_to("/dev/full")
+    aside = Quarantine(tmp_path)
+    for step in range(3):
+        aside.add(REWARD, [{"step": step}])
+    aside.rewind(0)
+    assert capsys.readouterr().out.count("the run goes on") == 1
+
+
+def test_a_record_on_a_full_disk_ends_the_run_in_one_message(tmp_path, monkeypatch):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(1, {"a": 1.0})
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(EnvironmentFault, match=r"step 2 cannot be written \(No space"),
+    ):
+        patched.setattr(os, "fsync", full)
+        sink.write(2, {"a": 2.0})
+    (tmp_path / "full.jsonl").symlink_to("/dev/full")
+    sink._file = (tmp_path / "full.jsonl").open("w")
+    with pytest.raises(EnvironmentFault, match="--resume"):
+        sink.write(3, {"a": 3.0})
+    sink.close()

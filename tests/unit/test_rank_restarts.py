@@ -1,0 +1,303 @@
+"""Ranks that are lost are started again inside a run: when, how often, from where, and with what of the start before.
+
+What starts processes is replaced here; that the bits are those of an undisturbed run is asked of real ones.
+"""
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mrl.cluster.engine_fleet import EngineFleet
+from mrl.config.survived import SURVIVED
+from mrl.errors import DamagedCheckpoint, EnvironmentFault, Interrupted, LostWeights, NumericAbort
+from mrl.record.attempts import attempt, read_attempts
+from mrl.remote.process_logs import concerning
+from mrl.schedule.fleet import RETIRED, Fleet
+from mrl.train import assemble, rank_restarts
+from mrl.train.placement import Separate
+from mrl.train.restart_budget import WINDOW, RestartBudget
+from mrl.train.stop_signals import StopFlag
+
+
+def lost(*names: str) -> Interrupted:
+    return concerning(Interrupted(f"{' and '.join(names)} died"), *names)
+
+
+def budget(limit: int, *spent_at: int):
+    noted = []
+    return RestartBudget(limit, spent_at, lambda step, why: noted.append((step, why))), noted
+
+
+def test_a_loss_of_ranks_is_spent_and_noted():
+    made, noted = budget(3)
+    made.spend(lost("rank 1"), 7)
+    made.spend(lost("rank 0", "rank 3"), 9)
+    assert noted == [(7, "rank 1 died"), (9, "rank 0 and rank 3 died")] and made.spent == 2
+
+
+@pytest.mark.parametrize("error", [lost("engine 0"), lost("rank 1", "engine 0"), Interrupted("stopped by SIGTERM")])
+def test_what_is_no_loss_of_ranks_alone_ends_the_run_as_it_is(error):
+    made, noted = budget(3)
+    with pytest.raises(Interrupted) as raised:
+        made.spend(error, 7)
+    assert raised.value is error and not noted
+
+
+def test_engines_that_need_weights_which_nobody_holds_any_more_are_a_matter_of_ranks():
+    error = concerning(LostWeights("no engine is left"), "engine 0")
+    with pytest.raises(LostWeights):
+        budget(1)[0].spend(error, 7)
+    noted = []
+    made = RestartBudget(0, (), lambda step, why: noted.append(step), for_engines=1)
+    with pytest.raises(Interrupted, match=r"^rank 1 died$"):
+        made.spend(lost("rank 1"), 7)
+    made.spend(error, 7)
+    assert noted == [7]
+    with pytest.raises(Interrupted, match="no engine is left; ranks were started again 1 times"):
+        made.spend(error, 8)
+
+
+def test_without_a_limit_a_loss_ends_the_run_as_it_is():
+    made, noted = budget(0)
+    error = lost("rank 1")
+    with pytest.raises(Interrupted) as raised:
+        made.spend(error, 7)
+    assert raised.value is error and not noted
+
+
+def test_past_the_limit_of_the_last_hundred_steps_the_run_ends_with_limit_number_and_cause():
+    made, noted = budget(2, 10, 50)
+    with pytest.raises(Interrupted, match=r"rank 1 died; ranks were started again 2 times in 100 .*restart_limit"):
+        made.spend(lost("rank 1"), 60)
+    assert not noted
+    made.spend(lost("rank 1"), 10 + WINDOW)  # the first is forgotten
+    with pytest.raises(Interrupted, match="2 times"):
+        made.spend(lost("rank 1"), 10 + WINDOW)
+
+
+def test_a_new_start_of_the_run_gives_no_restart_back(tmp_path):
+    for step in (4, 6):
+        with attempt(tmp_path, 2, {}) as notes:
+            notes.generated_again(5)
+            RestartBudget(3, (), notes.restarted).spend(lost("rank 1"), step)
+            notes.generated_again(7)
+    first, second = read_attempts(tmp_path)
+    assert (first.restarted_at, second.restarted_at) == ((4,), (6,))
+    assert first.generated_again == 12, "of its restart too"
+
+
+def test_training_goes_on_with_the_run_that_was_started_again(monkeypatch):
+    second = SimpleNamespace(state=SimpleNamespace(step=5))
+    error = lost("rank 1")
+    first = SimpleNamespace(state=SimpleNamespace(step=3), start_again=lambda *given: asked.append(given) or second)
+    asked, trained = [], []
+
+    def train(run):
+        trained.append(run)
+        if run is first:
+            raise error
+
+    monkeypatch.setattr(rank_restarts, "train", train)
+    assert rank_restarts.train_on(first) is second
+    assert asked == [(error, 3)] and trained == [first, second]
+
+
+@pytest.mark.parametrize("error", [NumericAbort("inf"), EnvironmentFault("no room"), RuntimeError("a defect")])
+def test_nothing_else_that_ends_training_starts_ranks_again(monkeypatch, error):
+    def train(run):
+        raise error
+
+    monkeypatch.setattr(rank_restarts, "train", train)
+    with pytest.raises(type(error)):
+        rank_restarts.train_on(SimpleNamespace(start_again=None))
+
+
+class Places:
+    """Stands in for what starts processes: notes who is started from where, and what is closed."""
+
+    def __init__(self, monkeypatch, tmp_path, path="fast", limit=3, placement="separate", schedule="sync"):
+        self.events, self.points, self.failures = [], [Path("step-2"), Path("step-2"), Path("step-1")], []
+        self.stop = StopFlag()
+        for name in ("with_spool", "at_newest_checkpoint", "start_processes", "restart_ranks", "_ready_run"):
+            monkeypatch.setattr(assemble, name, getattr(self, name))
+        config = SimpleNamespace(
+            trainer=SimpleNamespace(restart_limit=limit, schedule=schedule, order="in_order"),
+            rollout=SimpleNamespace(restart_limit=1),
+            reshard=SimpleNamespace(path=path),
+            cluster=SimpleNamespace(placement=placement),
+        )
+        self.noted = []
+        notes = SimpleNamespace(restarted=lambda step, why: self.noted.append(step), ready=lambda: None)
+        files = SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path), notes=notes, point="the start")
+        self.damaged = {}
+        self.stack = ExitStack()
+        data = SimpleNamespace(reward=None)
+        self.starts = assemble._Starts(self.stack, config, data, files, self.damaged, None, self.stop)
+
+    def with_spool(self, own, files):
+        own.callback(self.events.append, "spool closed")
+        return files
+
+    def at_newest_checkpoint(self, files):
+        return SimpleNamespace(point=self.points.pop(0))
+
+    def _fail(self, kind):
+        if self.failures and self.failures[0][0] == kind:
+            raise self.failures.pop(0)[1]
+
+    def _processes(self):
+        own = SimpleNamespace(
+            names=["engine 0", "engine 1"], workers=[None, None], engine_ranks=1,
+            end=lambda engine: self.events.append(f"engine {engine} ended"), start_again=lambda engine: {},
+            note_place=lambda engine: None,
+        )  # fmt: skip
+        fleet = EngineFleet(own, 60.0)
+        fleet.restart(1, 1)
+        return SimpleNamespace(
+            actor=SimpleNamespace(stop=lambda: self.events.append("ranks killed")),
+            engines=SimpleNamespace(fleet=fleet),
+        )
+
+    def start_processes(self, kept, own, config, reward, files):
+        self.events.append(f"engines and ranks from {files.point}")
+        kept.callback(self.events.append, "engines ended")
+        own.callback(self.events.append, "ranks ended")
+        self._fail("engines")
+        return self._processes()
+
+    def restart_ranks(self, own, config, files, before):
+        self._fail("engines")
+        self.events.append(f"ranks from {files.point}")
+        own.callback(self.events.append, "ranks ended")
+        self._fail("ranks")
+        return self._processes()
+
+    def _ready_run(self, own, config, data, files, processes, views, stop, peak):
+        own.callback(self.events.append, "generation closed")
+        return SimpleNamespace(peak="measured" if peak is None else f"{peak} before")
+
+
+def test_engines_stay_and_all_that_knew_the_ranks_is_closed_before_others_start(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path)
+    run = places.starts.first()
+    places.stop.hold()  # the update that was under way
+    again = run.start_again(lost("rank 1"), 3)
+    assert places.events == [
+        "engines and ranks from the start", "ranks killed", "generation closed", "ranks ended", "spool closed",
+        "ranks from step-2",
+    ]  # fmt: skip
+    assert not places.stop.on_hold and places.noted == [3]
+    assert (again.restarts, again.peak) == (1, "measured before")
+    places.stack.close()
+    assert places.events[-4:] == ["generation closed", "ranks ended", "spool closed", "engines ended"]
+
+
+def test_where_restarts_are_not_proven_a_loss_ends_the_run(monkeypatch, tmp_path):
+    rows = tuple(row._replace(ranks=row.schedule != "sync") for row in SURVIVED)
+    monkeypatch.setattr("mrl.config.survived.SURVIVED", rows)
+    places = Places(monkeypatch, tmp_path)
+    error = lost("rank 1")
+    with pytest.raises(Interrupted) as raised:
+        places.starts.first().start_again(error, 3)
+    assert raised.value is error and places.noted == []
+
+
+def machine_of(places) -> Fleet:
+    return places.starts._processes.engines.fleet.machine
+
+
+def test_engines_that_do_not_answer_are_started_again_too_and_each_is_charged_for_it(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path)
+    run = places.starts.first()
+    places.failures = [("engines", lost("engine 0"))]
+    again = run.start_again(lost("rank 1"), 3)
+    assert places.events[-3:] == ["spool closed", "engines ended", "engines and ranks from step-2"]
+    places.failures = [("engines", error := lost("engine 0"))]
+    with pytest.raises(Interrupted) as raised:
+        again.start_again(lost("rank 1"), 4)
+    assert raised.value is error, "it was started again once, and has no restart more"
+    assert places.events.count("engines and ranks from step-2") == 1
+
+
+def test_an_engine_in_the_place_of_one_that_was_started_again_has_no_restart_more(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path, path="slow")
+    run = places.starts.first()
+    machine_of(places).exit("engine 0", 0)
+    assert machine_of(places).start("engine 0") == 1
+    run.start_again(lost("rank 1"), 3)
+    machine_of(places).exit("engine 0", 0)
+    assert machine_of(places).start("engine 0") is None
+
+
+def test_an_engine_that_was_given_up_stays_so_where_all_are_started_anew(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path, path="slow")
+    run = places.starts.first()
+    for epoch in (0, 1):
+        machine_of(places).exit("engine 0", epoch)
+        machine_of(places).start("engine 0")
+    run.start_again(lost("rank 1"), 3)
+    assert places.events[-2:] == ["engines and ranks from step-2", "engine 0 ended"]
+    assert machine_of(places).those(RETIRED) == ["engine 0"] and machine_of(places).serving() == {"engine 1": 0}
+
+
+def test_where_weights_go_by_the_slow_path_engines_are_started_again(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path, path="slow")
+    places.starts.first().start_again(lost("rank 1"), 3)
+    assert places.events[-2:] == ["engines ended", "engines and ranks from step-2"]
+
+
+def test_ranks_that_are_lost_as_they_load_cost_another_restart(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path, limit=2)
+    run = places.starts.first()
+    places.failures = [("ranks", lost("rank 0"))]
+    assert run.start_again(lost("rank 1"), 3).restarts == 2
+    with pytest.raises(Interrupted, match="2 times"):
+        run.start_again(lost("rank 1"), 4)
+
+
+def test_a_checkpoint_that_they_find_damaged_is_passed_over_once(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path)
+    run = places.starts.first()
+    damage = DamagedCheckpoint("other bytes", "step-2")
+    places.points = [Path("step-2"), Path("step-1")]
+    places.failures = [("ranks", damage)]
+    run.start_again(lost("rank 1"), 3)
+    assert places.events[-1] == "ranks from step-1" and list(places.damaged) == [Path("step-2")]
+    places.points = [Path("step-2")]
+    places.failures = [("ranks", damage)]
+    with pytest.raises(DamagedCheckpoint):
+        run.start_again(lost("rank 1"), 4)
+
+
+def test_ranks_that_find_no_place_end_the_run_as_resumable_with_both_causes(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path)
+    run = places.starts.first()
+    places.failures = [("ranks", EnvironmentFault("the cluster did not free 2 bundles"))]
+    with pytest.raises(
+        Interrupted, match="rank 1 died; and ranks could not be started again: the cluster did not"
+    ) as at:
+        run.start_again(lost("rank 1"), 3)
+    assert at.value.processes == ("rank 1",)
+
+
+def test_a_signal_that_came_in_the_update_ends_the_run_instead(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path)
+    run = places.starts.first()
+    places.stop.hold()
+    places.stop.signal = signal.SIGTERM
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        run.start_again(lost("rank 1"), 3)
+    assert "ranks from step-2" not in places.events
+
+
+def test_engines_that_stayed_are_brought_to_the_start_too():
+    brought = []
+    sync = SimpleNamespace(bring_to=brought.append)
+    actor = SimpleNamespace(take_checkpoint=None, write_checkpoint=None)
+    Separate(actor, sync).begin(0)
+    assert brought == []
+    Separate(actor, sync, are_fresh=False).begin(0)
+    assert brought == [0]

@@ -1,0 +1,73 @@
+"""Ray gives its own start 30 s whatever the machine has to do: one that ran out of time is tried again, and no more."""
+
+import os
+import subprocess
+from contextlib import ExitStack
+
+import pytest
+
+from mrl.cluster import ray_cluster
+from mrl.errors import EnvironmentFault
+
+SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed")
+
+
+class Rays:
+    """Stands in for Ray: a start leaves a process behind, and may fail."""
+
+    def __init__(self, monkeypatch, failures):
+        self.failures, self.folders, self.left, self.shutdowns = list(failures), [], [], 0
+        monkeypatch.setattr(ray_cluster.ray, "init", self.init)
+        monkeypatch.setattr(ray_cluster.ray, "shutdown", self.shutdown)
+
+    def init(self, _temp_dir, **options):
+        assert all(one.poll() is not None for one in self.left), "nothing of the start before is left"
+        assert options["address"] == "local" and os.path.isdir(_temp_dir)
+        self.folders.append(_temp_dir)
+        self.left.append(subprocess.Popen(["sleep", "60"]))
+        if self.failures:
+            raise self.failures.pop(0)
+
+    def shutdown(self):
+        self.shutdowns += 1
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    made = []
+
+    def of(*failures):
+        made.append(Rays(monkeypatch, failures))
+        return made[-1]
+
+    yield of
+    for one in (one for rays in made for one in rays.left):
+        one.kill()
+        one.wait()
+
+
+def test_a_start_that_ran_out_of_time_is_tried_again_in_a_folder_of_its_own(starts, capsys):
+    rays = starts(SLOW, TimeoutError("Timed out after 30 seconds while waiting for node to startup."))
+    with ExitStack() as stack:
+        ray_cluster._start_own(stack)
+        assert len(set(rays.folders)) == 3 and rays.shutdowns == 2
+        assert rays.left[-1].poll() is None
+    assert rays.shutdowns == 5 and not any(map(os.path.exists, rays.folders))
+    assert capsys.readouterr().out.count("Ray did not start in time, and is started again (") == 2
+
+
+def test_it_is_tried_three_times_and_no_more(starts):
+    rays = starts(SLOW, SLOW, SLOW, SLOW)
+    with (
+        ExitStack() as stack,
+        pytest.raises(EnvironmentFault, match="on this machine, 3 times: Exception: The current"),
+    ):
+        ray_cluster._start_own(stack)
+    assert len(rays.folders) == 3
+
+
+def test_what_is_no_matter_of_time_is_told_at_once(starts):
+    rays = starts(PermissionError("no room for sockets"))
+    with ExitStack() as stack, pytest.raises(EnvironmentFault, match="on this machine: PermissionError: no room"):
+        ray_cluster._start_own(stack)
+    assert len(rays.folders) == 1

@@ -1,0 +1,356 @@
+"""A step on replicas: rows lie where lengths put them, and nothing that is computed depends on it."""
+
+import ast
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from replicas import InMemory, ReplicaActor, Replicas, stored
+from whole_batch import whole_batch
+
+from mrl.algo.advantages import TokenAdvantages
+from mrl.algo.correction import mismatch_of_rows
+from mrl.algo.rows import in_chunks
+from mrl.algo.selection import _lots, means_of
+from mrl.algo.spec import ADVANTAGES
+from mrl.cluster import actor_group
+from mrl.cluster.workers import MODEL_VERBS, ActorWorker
+from mrl.config.load import load_config
+from mrl.data.order import DataCursor
+from mrl.data.samples import Sample, packed
+from mrl.errors import Interrupted, NumericAbort
+from mrl.flow import rank_batch
+from mrl.flow.rank_batch import RankBatch
+from mrl.flow.response_store import BLOCK_BYTES, ResponseStore
+from mrl.flow.sample_writer import SampleWriter, _Writer
+from mrl.flow.step_batch import StepBatch, counts_of
+from mrl.megatron import batching
+from mrl.megatron.batching import MicroRows
+from mrl.megatron.cut import ReplicaCut
+from mrl.record.run_dir import RunDir
+from mrl.record.sample_files import StepFile, read_samples
+from mrl.record.shown_rows import read_shown_rows
+from mrl.reward.items import OK, RewardResult
+from mrl.train.rollouts import Rollouts
+from mrl.train.shown_rows import record_shown_rows
+from mrl.train.update import advantages, corrections, old_log_probs
+
+TINY = "parallel_configs/tiny-moe/cpu.yaml"
+PROMPTS, N = 6, 4
+SIZES = (
+    f"data.train_batch_size={PROMPTS}",
+    f"rollout.n={N}",
+    "actor.ppo_mini_batch_size=2",
+    "data.max_response_length=64",
+)
+
+
+def samples(seed=0) -> list[Sample]:
+    rng, found = np.random.default_rng(seed), []
+    for i in range(PROMPTS * N):
+        prompt, response = (tuple(rng.integers(1, 120, n).tolist()) for n in (rng.integers(1, 9), rng.integers(1, 60)))
+        log_probs = tuple((-3 * rng.random(len(response))).tolist())
+        found.append(Sample(i // N, i // N, i, i, prompt, response, log_probs, ("stop", "length")[i % 5 == 0], 1))
+    return found
+
+
+def rollouts_of(samples: ResponseStore) -> Rollouts:
+    scores = np.random.default_rng(1).integers(0, 3, len(samples)).astype(float)
+    results = [RewardResult(i, s, {"acc": s, "form": float(i % 2)}, OK) for i, s in enumerate(scores.tolist())]
+    return Rollouts(samples, results, scores, DataCursor(), {})
+
+
+def noise(log_probs: np.ndarray, frequency: int) -> np.ndarray:
+    return np.sin(log_probs * frequency).astype(np.float32) * np.float32(0.3)
+
+
+class Noisy(Replicas):
+    """Log-probs that differ from generation's by something of each token's own."""
+
+    def __init__(self, config, data, updated=None):
+        super().__init__(config, data, lambda own: noise(own, 1000), lambda own: noise(own, 2000), updated)
+
+
+def done(replicas: int, *overrides) -> tuple[dict, dict]:
+    """Metrics, and columns of all tokens in the order of the step, after everything up to the update."""
+    config = load_config(TINY, None, [*SIZES, *overrides]).config
+    actor, rollouts = Noisy(config, replicas), rollouts_of(stored(samples()))
+    step = StepBatch(actor, rollouts.samples)
+    metrics = old_log_probs(config.actor, config.algorithm, step)
+    if config.algorithm.needs_reference:
+        step.ref_log_probs()
+    corrected, more = corrections(config.algorithm, step)
+    metrics |= more | advantages(config.algorithm, step, rollouts, corrected)
+    held = [step.cut.needed_rows(replica) for replica in range(replicas)]
+    names = ("old_log_probs", "advantages", "keep", "loss_weights", "ref_log_probs", "selected")
+    columns = {name: actor.of_tokens(name, held) for name in names if getattr(actor.batches[0].batch, name) is not None}
+    return metrics | {
+        f"count {i}": (c.tokens, c.sequences) for i, c in enumerate(counts_of(step.by_mini_batch(corrected["trained"])))
+    }, columns
+
+
+KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1")
+CORRECTION = "algorithm.rollout_correction="
+CASES = [
+    *([f"algorithm.adv_estimator={name}", *KL] for name in ADVANTAGES if name != "gdpo"),
+    ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc, form]"],
+    *(
+        [CORRECTION + f"{{level: {level}, mode: mask, low: 0.7, high: 1.2}}",
+            "algorithm.adv_estimator=reinforce_plus_plus", *KL]
+        for level in ("token", "sequence", "geometric")
+    ),
+    ["algorithm.overlong_filter=true", CORRECTION + "{level: token, mode: truncate, high: 1.1}"],
+    ["algorithm.anchor=rollout"],
+    *([f"algorithm.policy_loss.loss_mode={mode}", "algorithm.policy_loss.clip_cov_lb=0.01",
+            f"algorithm.policy_loss.{mode}_ratio=0.05"]
+      for mode in ("clip_cov", "kl_cov")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=lambda case: case[0].rpartition(".")[2])
+def test_tokens_have_the_same_bits_and_metrics_agree_wherever_rows_lie(overrides):
+    one, columns = done(1, *overrides)
+    for replicas in (2, 3, 5):
+        other, parts = done(replicas, *overrides)
+        assert parts.keys() == columns.keys()
+        for name, values in columns.items():
+            np.testing.assert_array_equal(parts[name], values, err_msg=name)
+        assert other == one  # sums are rounded once, so not a bit
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=lambda case: case[0].rpartition(".")[2])
+def test_replicas_come_to_what_one_process_with_all_tokens_does(overrides):
+    config = load_config(TINY, None, [*SIZES, *overrides]).config
+    rollouts = rollouts_of(stored(samples()))
+    own = rollouts.samples.read().rollout_log_probs
+    metrics, columns = whole_batch(config, rollouts, own + noise(own, 1000), own + noise(own, 2000), _lots)
+    found, parts = done(3, *overrides)
+    assert parts.keys() == columns.keys()
+    for name, values in columns.items():
+        np.testing.assert_array_equal(parts[name], values, err_msg=name)
+    assert found.keys() == metrics.keys() | {"actor/entropy"}
+    for name, value in metrics.items():
+        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-15), name
+
+
+def test_rows_computed_in_chunks_have_the_same_bits():
+    lengths = np.array([3, 0, 40, 1, 7, 0, 12])
+    old = -np.random.default_rng(0).random(int(lengths.sum()))
+    whole = mismatch_of_rows(old - 0.1, old, lengths)
+    for tokens in (1, 5, 40, 1000):
+        parts = in_chunks(mismatch_of_rows, (old - 0.1, old), lengths, tokens)
+        assert all(np.array_equal(parts[name], values) for name, values in whole.items())
+    assert in_chunks(mismatch_of_rows, (old[:0], old[:0]), lengths[:0])["kl"].shape == (0,)
+
+
+def test_every_row_is_trained_on_one_replica_and_a_replica_needs_hardly_more():
+    step = StepBatch(Replicas(load_config(TINY, None, SIZES).config, 5), stored(samples()))
+    own = [step.cut.own_rows(replica) for replica in range(5)]
+    assert sorted(np.concatenate(own)) == list(range(PROMPTS * N))
+    for replica in range(5):
+        fillers = set(step.cut.needed_rows(replica)) - set(own[replica])
+        assert len(fillers) <= 3  # the shortest row of a mini-batch, where it has fewer rows than there are replicas
+
+
+def test_the_old_policys_rows_are_cut_where_they_are_under_a_limit_of_their_own():
+    limits = (
+        "actor.use_dynamic_bsz=true",
+        "actor.ppo_max_token_len_per_gpu=80",
+        "actor.log_prob_max_token_len_per_gpu=200",
+    )
+    step = StepBatch(Replicas(load_config(TINY, None, [*SIZES, *limits]).config, 3), stored(samples()))
+    for replica in range(3):
+        micros = [micro.rows for micro in step.cut.log_probs[replica] if not micro.is_filler]
+        assert sorted(np.concatenate(micros)) == step.cut.own_rows(replica).tolist()
+        assert all(step.rows.lengths[rows].sum() <= 200 for rows in micros)
+    assert len({len(part) for part in step.cut.log_probs}) == 1 and len(step.cut.log_probs[0]) < sum(
+        len(m[0]) for m in step.cut.mini_batches
+    )
+
+
+@pytest.mark.parametrize(("last", "holds"), [(False, False), (True, False), (True, True)])
+def test_a_rank_computes_what_its_stage_can_and_one_of_a_replica_answers(last, holds):
+    config = load_config(TINY, None, [*SIZES, "algorithm.policy_loss.loss_mode=clip_cov"]).config
+    actors = [ReplicaActor(config, updated=lambda counts, number: []) for _ in range(2)]
+    actors[0].on_last_stage, actors[0].holds_result = last, holds
+    if not last:
+        actors[0].policy_log_probs = lambda *_: None
+    given, own = packed(samples()[:6]), np.array([True] * 5 + [False])
+    cut = ReplicaCut(((MicroRows(np.arange(5)),),), (), ())
+    rank, whole = (RankBatch(actor, given, own, cut) for actor in actors)
+    means = [means_of(0.0, 0.0, 1)]
+    asked = [
+        ("log_probs",),
+        ("correct",),
+        ("moments", TokenAdvantages(np.arange(6.0))),
+        ("set_advantages", TokenAdvantages(np.arange(6.0))),
+        ("find", means),
+        ("old_log_probs_of", np.arange(2)),
+        ("differences", np.arange(2)),
+        ("select", [None]),
+    ]
+    for verb, *arguments in asked:
+        expected, found = whole.do(verb, *arguments), rank.do(verb, *arguments)
+        assert repr(found) == (repr(expected) if holds else "None"), verb
+    assert len(whole.do("moments", TokenAdvantages(np.arange(6.0)))["sum"]) == 5, "of its own rows"
+    assert (rank.batch.selected is not None) is last, "what another rank answers, it needs for its own loss"
+    assert rank.do("update", [None]) == ([{}], None) and rank.batch is None
+
+
+def test_a_rank_is_asked_for_its_verbs_and_nothing_else():
+    config = load_config(TINY, None, SIZES).config
+    rank = RankBatch(ReplicaActor(config), packed(samples()[:2]), np.ones(2, bool), ReplicaCut((), (), ()))
+    with pytest.raises(ValueError, match="asked to fetched, which is none of log_probs, ref_log_probs"):
+        rank.do("fetched")
+    assert all(callable(getattr(RankBatch, verb)) for verb in rank_batch.VERBS)
+    worker = ActorWorker.__new__(ActorWorker)
+    worker.actor, worker.batch = SimpleNamespace(bring=lambda *kinds: kinds, close=None), rank
+    assert worker.do("bring", "a", "b") == ("a", "b")
+    with pytest.raises(ValueError, match="asked to close"):
+        worker.do("close")
+    source = ast.parse((Path(batching.__file__).parent / "actor.py").read_text())  # to import it takes ten seconds
+    assert set(MODEL_VERBS) <= {node.name for node in ast.walk(source) if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_log_prob_that_is_not_finite_is_told_by_the_steps_row():
+    config = load_config(TINY, None, SIZES).config
+    many = samples()
+    row = next(i for i, s in enumerate(many) if len(s.response_ids) > 3)
+    spoilt = (*many[row].rollout_log_probs[:2], math.nan, *many[row].rollout_log_probs[3:])
+    many[row] = Sample(0, 0, row, 0, many[row].prompt_ids, many[row].response_ids, spoilt, "stop", 0)
+    with pytest.raises(NumericAbort, match=f"rollout_log_probs: 1 of .* row {row}, token 2"):
+        old_log_probs(config.actor, config.algorithm, StepBatch(Replicas(config, 3), stored(many)))
+
+
+# --- responses that stay where they are -------------------------------------------------------------------------------
+
+
+def test_references_of_a_replicas_rows_are_written_once_for_all_of_its_ranks(monkeypatch):
+    put = []
+    monkeypatch.setattr(actor_group.ray, "put", lambda value: put.append(value) or ("reference to", value))
+    first, second = stored(samples()[:3]), stored(samples()[3:5])
+    arguments = [(first, "own 0", {}), (second, "own 1", {}), (first, "own 0", {}), (second, "own 1", {})]
+    found = actor_group.put_once(arguments)
+    assert put == [first, second]
+    assert found == [[("reference to", each), own, {}] for each, own, _ in arguments]
+    assert actor_group.put_once([("log_probs",), ("log_probs",)]) == [["log_probs"], ["log_probs"]] and len(put) == 2
+
+
+def test_what_the_driver_holds_of_a_response_does_not_grow_with_its_length():
+    def held(tokens: int) -> int:
+        made = packed([Sample(0, 0, i, 0, (1,) * 9, (2,) * tokens, (-0.5,) * tokens, "stop", 0) for i in range(4)])
+        return sum(column.nbytes for column in made.numbers.arrays.values())
+
+    assert held(1) == held(20_000) <= 4 * 100
+
+
+def test_long_responses_are_blocks_of_their_own_and_short_ones_share_one():
+    short, long = (
+        samples()[:3],
+        [Sample(0, 0, i, 0, (1,), (2,) * BLOCK_BYTES, (0.0,) * BLOCK_BYTES, "stop", 0) for i in (3, 4)],
+    )
+    assert (len(stored(short).blocks), len(stored(long).blocks)) == (1, 2)
+
+
+def test_any_rows_are_read_in_their_order_and_unused_blocks_are_given_up():
+    many = samples()
+    parts = InMemory.joined([stored(many[:10]), stored(many[10:11]), stored(many[11:])])
+    index = np.array([23, 0, 12, 3])
+    some = parts.take(index).renumbered(np.array([9, 8, 7, 6]), np.arange(4))
+    assert len(parts.blocks) == 3 and len(some.blocks) == 2
+    found, expected = some.read(), packed([many[i] for i in index])
+    assert np.array_equal(found.token_ids, expected.token_ids) and np.array_equal(
+        found.rollout_log_probs, expected.rollout_log_probs
+    )
+    assert found.group_id.tolist() == [9, 8, 7, 6] and found.sample_id.tolist() == [0, 1, 2, 3]
+    assert np.array_equal(some.rows.seed, expected.seed)
+    for row in range(len(many)):
+        alone, taken = parts.row(row), parts.take(np.array([row]))
+        assert alone.blocks == taken.blocks and alone.place == taken.place and alone.block == taken.block == 0
+        for name, column in alone.rows.arrays.items():
+            np.testing.assert_array_equal(column, taken.rows.arrays[name], err_msg=name)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_log_probs_of_rows_are_those_that_their_replica_computed(replicas, tmp_path):
+    """Wherever rows lie; those with the largest mean difference among them."""
+    config, given = load_config(TINY, None, SIZES).config, samples()
+    rollouts = rollouts_of(stored(given))
+    step = StepBatch(Noisy(config, replicas), rollouts.samples)
+    assert step.log_gaps is None
+    old_log_probs(config.actor, config.algorithm, step)
+    rollout = [np.array(one.rollout_log_probs, np.float32) for one in given]
+    expected = [each + noise(each, 1000) for each in rollout]
+    found = step.old_log_probs_of([0, 5, 17, 23])
+    assert sorted(found) == [0, 5, 17, 23] and all((found[row] == expected[row]).all() for row in found)
+    gaps = [np.abs(a - b).mean() for a, b in zip(expected, rollout, strict=True)]
+    assert step.log_gaps == pytest.approx(gaps, rel=1e-4)
+    record_shown_rows(RunDir(tmp_path), 4, step, rollouts)
+    shown = read_shown_rows(tmp_path)
+    assert shown.step == 4 and len(shown.log_probs) == 9
+    assert all(values == pytest.approx(expected[row], abs=1e-6) for row, values in shown.log_probs.items())
+
+
+def test_on_policy_no_log_probs_are_there_to_be_shown(tmp_path):
+    config = load_config(
+        TINY, None, [*SIZES, "algorithm.anchor=on_policy", f"actor.ppo_mini_batch_size={PROMPTS}"]
+    ).config
+    rollouts = rollouts_of(stored(samples()))
+    record_shown_rows(RunDir(tmp_path), 4, StepBatch(Noisy(config, 2), rollouts.samples), rollouts)
+    assert read_shown_rows(tmp_path) is None
+
+
+def test_what_is_only_looked_at_ends_no_run_and_what_the_run_meets_does(tmp_path, capsys):
+    config, rollouts = load_config(TINY, None, SIZES).config, rollouts_of(stored(samples()))
+    step = StepBatch(Noisy(config, 2), rollouts.samples)
+    old_log_probs(config.actor, config.algorithm, step)
+    (tmp_path / "file").touch()
+    record_shown_rows(RunDir(tmp_path / "file"), 4, step, rollouts)
+    assert "log-probs to look at of step 4 are not written: NotADirectoryError" in capsys.readouterr().out
+
+    def lost(rows):
+        raise Interrupted("rank 1 is lost")
+
+    step.old_log_probs_of = lost
+    with pytest.raises(Interrupted):
+        record_shown_rows(RunDir(tmp_path), 4, step, rollouts)
+
+
+class WriterHere(SampleWriter):
+    """Its process is this one; `received`: response tokens whose log-probs came to it."""
+
+    def __init__(self, folder, kept):
+        process, self._kept, self._under_way, self.received = _Writer(folder, math.inf), kept, {}, 0
+        self._writer = SimpleNamespace(
+            write=SimpleNamespace(remote=process.write),
+            write_differences=SimpleNamespace(remote=self._counted(process.write_differences)),
+        )
+
+    def _counted(self, write):
+        def counted(step, rows, *parts):
+            self.received += sum(map(len, parts))
+            return write(step, rows, *parts)
+
+        return counted
+
+
+@pytest.mark.parametrize("kept", ["all", 7, 1])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_two_files_of_a_step_are_of_the_same_rows_and_nothing_else_travels(tmp_path, replicas, kept):
+    config = load_config(TINY, None, list(SIZES)).config
+    actor, rollouts = Noisy(config, replicas), rollouts_of(stored(samples()))
+    (step := StepBatch(actor, rollouts.samples)).log_probs()
+    writer = WriterHere(tmp_path, kept)
+    writer.write(5, rollouts.samples, rollouts.results)
+    writer.write_differences(5, step)
+    written, file = read_samples(tmp_path, 5), StepFile(tmp_path, 5)
+    assert len(written) == (PROMPTS * N if kept == "all" else kept)
+    ids = pq.read_table(tmp_path / "step-5.log_probs.parquet")["sample_id"].to_pylist()
+    assert sorted(ids) == [row["sample_id"] for row in written]
+    for row, found in zip(written, file.differences([row["sample_id"] for row in written]), strict=True):
+        own = np.array(row["rollout_log_probs"], np.float32)
+        assert found == (own + noise(own, 1000) - own).astype(np.float16).tolist()
+    assert writer.received == sum(len(row["response_ids"]) for row in written)

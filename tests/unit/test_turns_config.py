@@ -1,0 +1,168 @@
+"""What `rollout.turns` may say, what a run makes of it, and what is refused before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tool_functions
+from dialect_templates import CODER, tokenizer
+from small_model import SIZES
+from test_data import row, write_jsonl
+
+from mrl.config.load import SchemaRefusal, load_config
+from mrl.config.rules import violations
+from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
+from mrl.environments.offer import Offer, name_of
+from mrl.environments.tool import Tool
+from mrl.errors import ConfigError, DataError
+from mrl.model import model_spec
+from mrl.train import first_look
+from mrl.train.assemble_data import checked_tools, load_training, prompt_parameters
+from mrl.vllm.requests import turns_spec
+
+TINY = "parallel_configs/tiny-moe/cpu.yaml"
+FILE = str(Path(tool_functions.__file__))
+MODEL = model_spec(SIZES | {"num_hidden_layers": 4, "num_experts": 8})
+
+
+def configured(*overrides: str):
+    return load_config(TINY, None, list(overrides))
+
+
+CALCULATOR = "rollout.turns={tools: [calculator]}"
+GAMES = "rollout.turns={environments: [guess_the_number]}"
+REWARDED = "reward.function=environment"
+FILTERED = "algorithm.filter_groups={{enable: true, metric: {}}}"
+READ = ("reward.function", "algorithm.filter_groups.metric", "algorithm.gdpo_reward_keys")
+KEYS = "algorithm.gdpo_reward_keys=[{}]"
+BROKEN = {
+    "another schedule": ([CALCULATOR, "trainer.schedule=one_step_off"], "trainer.schedule", "must be sync"),
+    "no tools": (["rollout.turns={tools: []}"], "rollout.turns.tools", "must name a tool"),
+    "two of one name": (["rollout.turns={tools: [calculator, calculator]}"], "rollout.turns.tools", "calculator twice"),
+    "not shipped": (["rollout.turns={tools: [compass]}"], "rollout.turns.tools", "must name shipped ones"),
+    "nothing": (["rollout.turns={environments: []}"], "rollout.turns.tools", "must name a tool where there is no"),
+    "one twice": ([GAMES.replace("]", ", guess_the_number]")], "rollout.turns.environments", "guess_the_number twice"),
+    "no game": (["rollout.turns={environments: [Chess]}"], "rollout.turns.environments", "must name shipped ones"),
+    "no part": (
+        [GAMES, REWARDED, FILTERED.format("lost")],
+        "algorithm.filter_groups.metric",
+        "names lost, which is no part",
+    ),
+    "no key": ([GAMES, REWARDED, KEYS.format("won, lost")], "algorithm.gdpo_reward_keys", "names lost, which is no"),
+    "no environment": ([CALCULATOR, REWARDED], "reward.function", "must be another one without"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "field", "rule"), BROKEN.values(), ids=BROKEN)
+def test_what_cannot_be_is_refused_by_key(overrides, field, rule):
+    found = [(each.field, each.rule) for each in violations(configured(*overrides), MODEL)]
+    assert any(where == field and rule in said for where, said in found)
+    for legal in (
+        [CALCULATOR],
+        [GAMES, REWARDED],
+        [GAMES, REWARDED, FILTERED.format("won"), KEYS.format("won, guesses, acc, reward")],
+        [GAMES, REWARDED, "reward.bonus_rules={think_format: 0.1}", KEYS.format("main, think_format")],
+        [f"rollout.turns={{environments: [Stairs], path: {FILE}}}", REWARDED, KEYS.format("left")],
+    ):
+        fields = [each.field for each in violations(configured(*legal), MODEL)]
+        assert not [each for each in fields if "turns" in each or each in READ]
+
+
+@pytest.mark.parametrize("key", ["max_turns: 0", "max_calls: 0", "max_seconds: 0", "timeout_s: 0", "unknown: 1"])
+def test_budgets_of_nothing_and_unknown_keys_are_refused(key):
+    with pytest.raises((SchemaRefusal, ConfigError)):
+        configured(f"rollout.turns={{tools: [calculator], {key}}}")
+
+
+def test_without_turns_nothing_is_told_and_templates_are_called_as_before():
+    config = configured().config
+    assert turns_spec(config.rollout.turns, config.data) is None
+    assert checked_tools(None, config.data, "nowhere", None) is None
+    assert prompt_parameters(config.data).template_arguments() == PromptParameters().template_arguments() == {}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Of a model whose turns end with <|im_end|>."""
+    end = tokenizer("hermes").convert_tokens_to_ids("<|im_end|>")
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": end}))
+    return tmp_path
+
+
+def test_schemas_of_tools_are_what_prompts_are_rendered_with(folder):
+    given = f"{{tools: [lookup, calculator], path: {FILE}, max_turns: 3}}"
+    config = configured(f"rollout.turns={given}", "data.enable_thinking=false").config
+    spec = turns_spec(config.rollout.turns, config.data)
+    assert (spec.max_turns, spec.tools.names, spec.tools.path) == (3, ("lookup", "calculator"), FILE)
+    assert spec.template_arguments == {"enable_thinking": False}
+    offer = checked_tools(config.rollout.turns, config.data, str(folder), tokenizer("hermes"))
+    assert [name_of(schema) for schema in offer.tools] == ["lookup", "calculator"]
+    arguments = prompt_parameters(config.data, offer).template_arguments()
+    assert arguments == {"enable_thinking": False, "tools": list(offer.tools)}
+    text = tokenizer("hermes").apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, **arguments)
+    assert "Finds a word in the dictionary." in text
+
+
+def test_a_model_that_would_not_end_its_turns_or_cannot_write_calls_is_refused(folder):
+    config = configured(CALCULATOR).config
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    with pytest.raises(ConfigError, match="no eos_token_id"):
+        checked_tools(config.rollout.turns, config.data, str(folder), tokenizer("hermes"))
+    silent = tokenizer("hermes", CODER.replace("tool_response", "result"))
+    with pytest.raises(ConfigError, match="no form that is known"):
+        checked_tools(config.rollout.turns, config.data, str(folder), silent)
+
+
+def test_an_environments_actions_are_what_its_prompts_are_rendered_with(folder):
+    config = configured(GAMES).config
+    offer = checked_tools(config.rollout.turns, config.data, str(folder), tokenizer("hermes"))
+    assert [name_of(schema) for schema in offer.schemas({})] == ["guess"] and offer.needs_row({})
+
+
+def test_rows_name_what_they_act_on_and_those_that_cannot_are_bad(tmp_path):
+    """Rows of one prompt that act are no duplicates; each is rendered with what it may call, and known to act."""
+    schemas = {name: Tool.of(getattr(tool_functions, name), name).schema for name in ("lookup", "count", "sleeps")}
+    offer = Offer((schemas["lookup"],), {"words": (schemas["count"],), "naps": (schemas["sleeps"],)})
+    named = [
+        {"environment": "words"}, {"environment": "words"}, {"environment": "naps", "tool_selection": []},
+        {"environment": ""}, {"environment": ""}, {"environment": "chess"}, {},
+    ]  # fmt: skip
+    rows = [row("Go.", "1") | {"extra_info": each} for each in named]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    parameters = PromptParameters(max_bad_row_share=1.0, tools=offer, max_prompt_length=4000)
+    tokens = tokenizer("hermes")
+    found = PromptDataset.load([str(tmp_path / "rows.jsonl")], tokens, parameters)
+    assert [prompt.prompt_id for prompt in found] == [0, 1, 2, 3, 4]
+    reasons = [each.reason for each in found.report.bad_rows]
+    assert "names 'chess'" in reasons[0] and "extra_info.environment is missing" in reasons[1]
+    texts = [tokens.decode(prompt.token_ids) for prompt in found]
+    for text, names in zip(texts, (["lookup", "count"],) * 2 + (["sleeps"], ["lookup"], ["lookup"]), strict=True):
+        assert [name for name in schemas if f'"name": "{name}"' in text] == names
+    first = found[0]
+    assert first.acting_row == {"data_source": first.data_source, "ground_truth": "1", "extra_info": named[0]}
+
+
+def test_what_is_looked_at_before_a_run_is_what_the_run_reads(folder):
+    """A resume compares the two; a row that names what there is not is told of before anything starts."""
+    tokenizer("hermes").save_pretrained(folder)
+    rows = [row("Go.", "1") | {"extra_info": {"environment": "guess_the_number", "index": i}} for i in range(3)]
+    data = configured("data.max_prompt_length=4000").config.data.model_copy(
+        update={
+            "train_files": (write_jsonl(folder / "rows.jsonl", rows),),
+            "val_files": (),
+            "max_bad_row_share": 0.0,
+            "train_batch_size": 1,
+            "gen_batch_size": 1,
+        }
+    )
+    turns = configured(GAMES).config.rollout.turns
+    offer = checked_tools(turns, data, str(folder), tokenizer("hermes"))
+    run = load_training(data, 0, load_tokenizer(str(folder)), offer).prompts
+    assert len(run) == 3
+    reader = load_tokenizer(str(folder))
+    assert first_look._read(reader, data, 0, offer) == run.fingerprint
+    assert first_look._read_apart(str(folder), data, 0, offer) == run.fingerprint
+    assert first_look._read(reader, data, 0, None) != run.fingerprint
+    write_jsonl(folder / "rows.jsonl", [row("Go.", "1") | {"extra_info": {"environment": "chess"}}])
+    with pytest.raises(DataError, match="names 'chess'"):
+        first_look._read(reader, data, 0, offer)
