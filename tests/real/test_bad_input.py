@@ -48,7 +48,8 @@ def test_a_reward_that_fails_ends_the_run_as_a_fault_of_data(tmp_path):
     assert done.returncode == 3, err
     assert "\nmrl train: the reward failed on " in err and "raised: ValueError: no judge for this" in err
     assert "Traceback" not in err and "Token authentication" not in err
-    assert out.startswith("loss: gspo, ") and "\nlayout: actor 2 x cpu" in out
+    assert out.startswith(f"plug-in: reward.custom_reward_function.path {tmp_path / 'mine.py'}, SHA-256 ")
+    assert "\nloss: gspo, " in out and "\nlayout: actor 2 x cpu" in out
 
     assert set((run_dir / "logs" / "reward.log").read_text().split("\n")) == {
         "asked about val",
