@@ -16,14 +16,14 @@ from typing import Any
 import psutil
 from combination_axes import PRESETS, ROOT, STEPS, as_overrides, other_layout, other_schedule, settings
 from covering import Row
+from own_memory import OwnMemory
 
 from mrl.config.survived import survives
-from mrl.platforms.hosting import BUCKET_FOLDER
 from mrl.record.run_dir import METRICS, read_metrics
 from mrl.record.sample_files import read_samples
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
-RUN_S = 420.0  # deadline of one command
+RUN_S = 900.0  # deadline of one command, beside whatever else the machine does
 GONE_S = 60.0  # for processes and files to go after their run
 PROCESSES = {"rank lost": "ray::ActorWorker", "engine lost": "VLLM::"}
 # of the process that trains, by how a run is ended; of one that does without what it lost: 0
@@ -45,6 +45,7 @@ class RowRun:
     folder: Path
     wholes: Path  # undisturbed runs, which rows share
     problems: list[str] = field(default_factory=list)
+    seconds: list[list] = field(default_factory=list)  # each command of it with its seconds
 
     def do(self) -> None:
         """All of it, in the row's folder."""
@@ -93,26 +94,30 @@ class RowRun:
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
         command = [sys.executable, "-c", "from mrl.cli.main import main; main()", *words]
-        shared = _segments()
-        with log.open("w") as file:
+        began = time.monotonic()
+        with log.open("w") as file, OwnMemory() as memory:
             process = subprocess.Popen(
-                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | {"TMPDIR": str(temporary)},
+                memory.command(command), cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)},
             )  # fmt: skip
             below = self._watch(process, end)
-        if process.poll() is None:
-            self.problems.append(f"mrl {words[0]}: not done after {RUN_S:.0f} s")
-            process.kill()
-        code = process.wait()
-        _, left = psutil.wait_procs(below, timeout=GONE_S)
-        for one in left:
-            self.problems.append(f"mrl {words[0]} left the process {one.pid}")
-            one.kill()
-        held = [name for name in sorted(_segments() - shared) if not _is_mapped(name)]
+            if process.poll() is None:
+                self.problems.append(f"mrl {words[0]}: not done after {RUN_S:.0f} s")
+                process.kill()
+            code = process.wait()
+            self._must_be_gone(words[0], below)
+            held = memory.left()
         if end != "SIGKILL":  # the folder of Ray of a driver that is killed stays for whoever starts again
             held += sorted(os.listdir(temporary))
         self.must(not held, f"mrl {words[0]} left {', '.join(held)}")
+        self.seconds.append([words[0], round(time.monotonic() - began, 1)])
         return code
+
+    def _must_be_gone(self, command: str, below: Sequence[psutil.Process]) -> None:
+        _, left = psutil.wait_procs(below, timeout=GONE_S)
+        for one in left:
+            self.problems.append(f"mrl {command} left the process {one.pid}: {_title(one)[:80]}")
+            one.kill()
 
     def _watch(self, process: subprocess.Popen, end: str) -> list[psutil.Process]:
         """All processes below one that ends, or is past its deadline."""
@@ -333,21 +338,3 @@ def _title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
-
-
-def _segments() -> set[str]:
-    """Names in /dev/shm that runs give: buckets of weights, vLLM's and Python's own segments."""
-    return {
-        name for name in os.listdir("/dev/shm") if name.startswith((BUCKET_FOLDER, "psm_", "sem.")) or "cpushm" in name
-    }
-
-
-def _is_mapped(name: str) -> bool:
-    """Whether some process still has a file of /dev/shm open: it is another run's."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if f"/dev/shm/{name}" in maps.read_text():
-                return True
-        except OSError:
-            continue
-    return False

@@ -3,8 +3,9 @@ triple of schedule, placement, end and what follows.
 
 python scripts/evidence/combinations.py --work runs/combinations --out docs/results/combinations.json
 
-A row is a run of four tiny steps, its end and what follows; combination_run.py says what must hold of it. What was done
-is kept in the work folder: with --for SECONDS the next call goes on there, and a failed row is repeated with --row N.
+A row is a run of four tiny steps, its end and what follows; combination_run.py says what must hold of it. Rows that
+hold most of what no row has held yet come first. What was done is kept in the file of --out: the next call goes on
+there, on another machine too. --for SECONDS begins no row after so many; a failed row is repeated with --row N.
 """
 
 import argparse
@@ -13,83 +14,123 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from traceback import format_exc
 
 from combination_axes import AXES, TRIPLED, refusal
 from combination_run import RowRun
 from combination_world import make_world
-from covering import Array, covering_array, wanted
+from covering import Array, Row, covering_array, most_first, wanted
+from own_memory import is_possible
 from stamp import facts
 
 SEED = 0
+COMMAND = "scripts/evidence/combinations.sh"
 
 
 def main() -> int:
-    """Exit code 1 where a row did not hold."""
+    """Exit code 1 where a row did not hold, 2 where none can be run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--row", type=int, action="append", help="this row alone, again; repeatable")
     parser.add_argument("--for", type=float, default=float("inf"), dest="seconds", help="begin no row after so many")
     parser.add_argument("--list", action="store_true", help="print the rows")
     options = parser.parse_args()
+    if not is_possible():
+        print("a row needs a shared memory of its own: root, or namespaces of users (unshare)", file=sys.stderr)
+        return 2
     work = options.work.resolve()
     world = make_world(work / "world")
     array = covering_array(AXES, lambda row: refusal(row, world), TRIPLED, SEED)
+    done = stored(options.out)
+    order = options.row or still_to_do(array, done)
     if options.list:
-        for number, row in enumerate(array.rows):
-            print(number, " | ".join(row[axis] for axis in AXES))
+        for number in order:
+            print(number, words(array.rows[number]))
         return 0
-    done = _done(work)
     deadline = time.monotonic() + options.seconds
-    for number in options.row or range(len(array.rows)):
+    for number in order:
         if time.monotonic() > deadline:
             break
-        if options.row or str(number) not in done:
-            done[str(number)] = _do(number, array, world, work)
-            (work / "done.json").write_text(json.dumps(done, indent=1))
-    if options.out:
+        found = one(number, array.rows[number], world, work)
+        done = [known for known in done if known["row"] != found["row"]] + [found]
         options.out.write_text(json.dumps(results(array, done), indent=1) + "\n")
-    return int(any(one["problems"] for one in done.values()))
+    return int(any(known["problems"] for known in done))
 
 
-def _done(work: Path) -> dict[str, dict]:
-    path = work / "done.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+def words(row: Row) -> str:
+    """A row in the order of the axes."""
+    return " | ".join(row[axis] for axis in AXES)
 
 
-def _do(number: int, array: Array, world: Path, work: Path) -> dict:
-    """One row; its folder stays where something did not hold."""
+def row_of(text: str) -> Row:
+    """The row that `words` has written."""
+    return dict(zip(AXES, text.split(" | "), strict=True))
+
+
+def stored(file: Path) -> list[dict]:
+    """What was done of rows of these axes."""
+    held = json.loads(file.read_text()) if file.exists() else {}
+    return held["done"] if held.get("axes") == _axes() else []
+
+
+def _axes() -> dict[str, list[str]]:
+    return {axis: list(values) for axis, values in AXES.items()}
+
+
+def still_to_do(array: Array, done: list[dict]) -> list[int]:
+    """Numbers of rows that were not done, with most that is new first."""
+    known = {one["row"] for one in done}
+    order = most_first(array.rows, _legal(array), [row_of(text) for text in known])
+    return [number for number in order if words(array.rows[number]) not in known]
+
+
+def _legal(array: Array) -> list[frozenset]:
+    return [values for values in wanted(AXES, TRIPLED) if values not in array.illegal]
+
+
+def one(number: int, row: Row, world: Path, work: Path) -> dict:
+    """Runs a row; its folder stays where something did not hold."""
     folder = work / f"row-{number}"
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
-    run = RowRun(number, array.rows[number], world, folder, work / "wholes")
-    run.do()
-    found = {"row": array.rows[number], "seconds": round(time.monotonic() - began, 1), "problems": run.problems}
+    run = RowRun(number, row, world, folder, work / "wholes")
+    try:
+        run.do()
+    except Exception:  # whatever it is, the row did not hold, and the next one is run
+        run.problems.append(format_exc())
+    seconds = round(time.monotonic() - began, 1)
+    said = f"row {number}: {words(row)}: {seconds} s {run.seconds}"
     if run.problems:
-        print(f"row {number}: {run.problems}\n  again: {Path(__file__).name} --work {work} --row {number}", flush=True)
+        again = f"{COMMAND} --row {number}"
+        print(f"{said}\n  DOES NOT HOLD: {run.problems}\n  again: {again}", flush=True)
     else:
+        again = ""
         shutil.rmtree(folder)
-        print(f"row {number}: holds, {found['seconds']} s", flush=True)
-    return found
+        print(f"{said}: holds", flush=True)
+    stamp = facts(COMMAND)
+    known = {"row": words(row), "commit": stamp["commit"], "date": stamp["date"], "seconds": seconds}
+    found = known | {"commands": run.seconds, "problems": run.problems}
+    return found | {"again": again} if again else found
 
 
-def results(array: Array, done: dict[str, dict]) -> dict:
+def results(array: Array, done: list[dict]) -> dict:
     """What goes to the results file."""
-    legal = [values for values in wanted(AXES, TRIPLED) if values not in array.illegal]
-    rows = [frozenset(one["row"].items()) for one in done.values() if not one["problems"]]
+    legal = _legal(array)
+    rows = [frozenset(row_of(known["row"]).items()) for known in done if not known["problems"]]
     held = [values for values in legal if any(values <= row for row in rows)]
-    return facts("scripts/evidence/combinations.sh") | {
-        "axes": {axis: list(values) for axis, values in AXES.items()},
+    return facts(COMMAND) | {
+        "axes": _axes(),
         "rows": len(array.rows),
         "rows_done": len(done),
-        "rows_failed": sum(bool(one["problems"]) for one in done.values()),
-        "minutes": round(sum(one["seconds"] for one in done.values()) / 60, 1),
+        "rows_failed": sum(bool(known["problems"]) for known in done),
+        "minutes": round(sum(known["seconds"] for known in done) / 60, 1),
         "pairs_legal": sum(len(values) == 2 for values in legal),
         "pairs_held": sum(len(values) == 2 for values in held),
         "triples_legal": sum(len(values) == 3 for values in legal),
         "triples_held": sum(len(values) == 3 for values in held),
         "illegal": sorted([sorted(map(list, values)), why] for values, why in array.illegal.items()),
-        "problems": {number: one for number, one in done.items() if one["problems"]},
+        "done": done,
     }
 
 

@@ -74,6 +74,25 @@ def wanted(axes: Mapping[str, Sequence[str]], tripled: Sequence[str] = ()) -> li
     return [frozenset(zip(group, values, strict=True)) for group in groups for values in product(*map(axes.get, group))]
 
 
+def most_first(rows: Sequence[Row], asked: Iterable[Values], held: Iterable[Row] = ()) -> list[int]:
+    """Numbers of the rows, so that each has most of what is asked for and in none before it, nor in those of `held`."""
+    before = [frozenset(row.items()) for row in held]
+    missing = {values for values in asked if not any(values <= row for row in before)}
+    new = {number: _held_by(row, missing) for number, row in enumerate(rows)}
+    order = []
+    while new:
+        best = max(new, key=lambda number: len(new[number]))
+        found = new.pop(best)
+        new = {number: values - found for number, values in new.items()}
+        order.append(best)
+    return order
+
+
+def _held_by(row: Row, asked: Iterable[Values]) -> set[Values]:
+    items = frozenset(row.items())
+    return {values for values in asked if values <= items}
+
+
 def covering_array(
     axes: Mapping[str, Sequence[str]], refusal: Refusal, tripled: Sequence[str] = (), seed: int = 0
 ) -> Array:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(EVIDENCE))
 from combination_axes import AXES, TRIPLED, other_layout, other_schedule, refusal, settings  # noqa: E402
 from combination_run import EXIT_CODES, THEN  # noqa: E402
 from combination_world import make_tool_world, make_world  # noqa: E402
-from covering import Contradiction, Rules, covering_array, wanted  # noqa: E402
+from covering import Contradiction, Rules, covering_array, most_first, wanted  # noqa: E402
 
 SMALL = {"a": ("0", "1", "2"), "b": ("0", "1"), "c": ("0", "1", "2"), "d": ("0", "1")}
 
@@ -46,6 +46,22 @@ def test_an_array_is_the_same_for_a_seed_and_smaller_than_all_rows():
     first, again = (covering_array(axes, lambda row: None) for _ in range(2))
     assert first == again
     assert 16 <= len(first.rows) < 40  # of 4,096
+
+
+def test_rows_with_most_that_is_new_come_first():
+    rows = covering_array(SMALL, pair_and_triple, seed=3).rows
+    asked = wanted(SMALL)
+    order = most_first(rows, asked, held=rows[:1])
+    assert sorted(order) == list(range(len(rows))) and order[-1] == 0
+
+    def new(number: int, before: list[int]) -> int:
+        earlier = [frozenset(rows[one].items()) for one in [0, *before]]
+        return sum(
+            values <= frozenset(rows[number].items()) and not any(values <= row for row in earlier) for values in asked
+        )
+
+    for place, number in enumerate(order):
+        assert all(new(number, order[:place]) >= new(later, order[:place]) for later in order[place:])
 
 
 @pytest.mark.parametrize(
