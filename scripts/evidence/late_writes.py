@@ -2,8 +2,8 @@
 
 python scripts/evidence/late_writes.py --out docs/results/late_writes.json [--cases 10000]
 
-Real are generation, spool, ledger and the files of groups; tests/unit/late_writes.py says what must hold of each. With
---from N it goes on where it was stopped.
+Real are generation, spool, ledger and the files of groups; tests/unit/late_writes.py says what must hold of each. The
+file is written after every 500; a call on the same commit goes on there, one on another or behind the last begins anew.
 """
 
 import argparse
@@ -14,9 +14,11 @@ import tempfile
 import time
 from collections import Counter
 from multiprocessing import Pool
+from multiprocessing.pool import Pool as Workers
 from pathlib import Path
 from traceback import format_exc
 
+PIECE = 500
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 
@@ -37,29 +39,39 @@ def one(number: int) -> tuple[int, Counter, str | None]:
 def main() -> int:
     """Exit code 1 where a case did not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--from", type=int, default=0, dest="first")
     options = parser.parse_args()
-    began = time.monotonic()
-    seen: Counter = Counter()
-    failed = {}
+    stamp = facts("python scripts/evidence/late_writes.py --out docs/results/late_writes.json")
+    found = stored(options.out, stamp["commit"], options.cases)
     with Pool(os.cpu_count(), initializer=in_memory_stores) as pool:
-        for number, saw, problem in pool.imap_unordered(one, range(options.first, options.cases)):
-            seen.update(saw)
-            if problem:
-                failed[number] = problem
-                print(f"case {number}: {problem}", flush=True)
-    found = facts("python scripts/evidence/late_writes.py --out docs/results/late_writes.json") | {
-        "cases": options.cases - options.first,
-        "failed": sorted(failed),
-        "seen": dict(seen),
-        "minutes": round((time.monotonic() - began) / 60, 1),
-    }
-    print(json.dumps(found))
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-    return int(bool(failed))
+        while found["cases"] < options.cases:
+            last = min(found["cases"] + PIECE, options.cases)
+            found = stamp | with_piece(found, pool, last)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"{last} of {options.cases}, {found['minutes']} min", flush=True)
+    return int(bool(found["failed"]))
+
+
+def stored(file: Path, commit: str, cases: int) -> dict:
+    """What the file has of this commit, unless that is all of them; else nothing done yet."""
+    held = json.loads(file.read_text()) if file.exists() else {}
+    if held.get("commit") == commit and held["cases"] < cases:
+        return held
+    return {"cases": 0, "failed": [], "seen": {}, "minutes": 0.0}
+
+
+def with_piece(found: dict, pool: Workers, last: int) -> dict:
+    """What was found, and what is in the cases up to `last`."""
+    began = time.monotonic()
+    seen, failed = Counter(found["seen"]), list(found["failed"])
+    for number, saw, problem in pool.imap_unordered(one, range(found["cases"], last)):
+        seen.update(saw)
+        if problem:
+            failed.append(number)
+            print(f"case {number}: {problem}", flush=True)
+    minutes = round(found["minutes"] + (time.monotonic() - began) / 60, 1)
+    return {"cases": last, "failed": sorted(failed), "seen": dict(sorted(seen.items())), "minutes": minutes}
 
 
 if __name__ == "__main__":
