@@ -6,18 +6,17 @@ done: with --for SECONDS the next call goes on there.
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+from stamp import facts
 
 from mrl.record.run_dir import METRICS, read_metrics
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
@@ -133,14 +132,9 @@ class KilledRun:
 
     def results(self) -> dict:
         """What goes to the results file."""
-        git = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
         endings = self.endings()
-        return {
-            "command": self._claim.command,
-            "commit": commit,
-            "date": date.today().isoformat(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        return facts(self._claim.command) | {
+            "machine": platform.machine(),
             "steps": self._claim.steps,
             **self._claim.summary(endings, read_metrics(self._whole / METRICS)),
             "differences": self.differences(),

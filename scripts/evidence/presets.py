@@ -2,17 +2,15 @@
 
     python scripts/evidence/presets.py [--out FILE] [PRESET ...]
 
-Seconds are predictions of a step without its sync. `before` is a preset's as of the commit that is named, under today's
-predictions, where git has it.
+Seconds are predictions of a step without its sync.
 """
 
 import argparse
 import json
-import subprocess
-import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
+
+from stamp import facts
 
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
@@ -28,7 +26,6 @@ from mrl.tools.search_report import search_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER, OUT = ROOT / "parallel_configs", ROOT / "docs" / "results" / "presets.json"
-BEFORE = "0a3bec1"  # whose presets nobody had held against the planner
 SLOWER = "# Slower than the planner's best: "
 
 
@@ -77,14 +74,6 @@ def _throughput(config: RunConfig) -> dict[str, list[float]]:
     return {"tokens_per_s_and_device": rates}
 
 
-def _before(name: str, folder: Path) -> float | None:
-    file = folder / "parallel_configs" / f"{name}.yaml"
-    if not file.is_file():
-        return None
-    config = load_config(file).config
-    return round(sum(step_of(config, planning_model_spec(config.model.path)[0], device_for(config)).values()), 1)
-
-
 def main() -> None:
     """Writes the rows as they come, worst first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,18 +81,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--keep", action="store_true", help="rows of presets that are not named stay as stored")
     options = parser.parse_args()
-    git = ("git", "-C", str(ROOT))
-    commit = subprocess.run((*git, "rev-parse", "HEAD"), capture_output=True, text=True, check=True).stdout.strip()
-    found = {"commit": commit, "command": "scripts/evidence/presets.sh", "date": date.today().isoformat()}
-    found |= {"before": BEFORE, "depends": ["mrl/plan", "mrl/tools", "mrl/model", "parallel_configs"]}
+    found = facts("scripts/evidence/presets.sh")
+    found |= {"depends": ["mrl/plan", "mrl/tools", "mrl/model", "parallel_configs"]}
     rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"] if options.keep else []
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(f"git -C {ROOT} archive {BEFORE} parallel_configs | tar x -C {folder}", shell=True, check=False)
-        for name in options.presets:
-            row = row_of(name) | {"before_seconds": _before(name, Path(folder))}
-            rows = sorted([*(r for r in rows if r["preset"] != name), row], key=lambda r: -r["over_best"])
-            options.out.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
-            print(name, row["before_seconds"], row["seconds"], row["best_seconds"], flush=True)
+    for name in options.presets:
+        row = row_of(name)
+        rows = sorted([*(r for r in rows if r["preset"] != name), row], key=lambda r: -r["over_best"])
+        options.out.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        print(name, row["seconds"], row["best_seconds"], flush=True)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import psutil
+from stamp import facts
 
 from mrl.checkpoint.manifest import check_digests
 from mrl.checkpoint.step_folders import checkpoint_steps, newest_checkpoint
@@ -366,15 +366,7 @@ def write_result(parts: dict[str, Findings], out: Path | None) -> None:
     told["worst_at_another_layout"] = max(errors, default=None)
     print(json.dumps(told), flush=True)
     command = shlex.join(["scripts/evidence/resume.py", *sys.argv[1:]])
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    made = {
-        "commit": commit,
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "command": command,
-    }
+    made = facts(command) | {"machine": platform.machine()}
     if out:
         out.write_text(json.dumps(told | made | {name: asdict(part) for name, part in parts.items()}, indent=1) + "\n")
 

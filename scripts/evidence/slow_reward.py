@@ -2,10 +2,8 @@
 
 import json
 import random
-import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,16 +19,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def main(run_dir: Path) -> None:
     """Writes docs/results/slow_rewards.json. Ends with an error where the update waited for rewards."""
+    from stamp import facts  # not in processes that load the reward
+
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["training/global_step"] > 0]
     whole = sum(row["timing_s/step"] for row in steps)
     shares = {name: sum(row.get(f"timing_s/{name}", 0.0) for row in steps) / whole for name in PHASES}
-    git = ["git", "rev-parse", "HEAD"]
-    found = {
-        "command": "scripts/evidence/slow_rewards.sh RUN_DIRECTORY",
-        "commit": subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip(),
-        "date": date.today().isoformat(),
-        "load": float(Path("/proc/loadavg").read_text().split()[0]),
+    found = facts("scripts/evidence/slow_rewards.sh RUN_DIRECTORY") | {
         "steps": len(steps),
         "seconds": round(whole, 1),
         "share_of_step_time": {name: round(share, 5) for name, share in shares.items()},

@@ -17,8 +17,9 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
+
+from stamp import facts
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "tutorial.json"
@@ -71,16 +72,11 @@ def main() -> None:
     clone = parser.parse_args().work / "mrl"
     if clone.exists():
         raise SystemExit(f"{clone} exists: a newcomer's folder is empty")
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     ran, printed = zip(*(run(clone, block) for block in blocks(clone)), strict=True)
     quickstart = json.loads(printed[0].splitlines()[-1])
-    result = {
-        "command": "scripts/evidence/tutorial.sh",
-        "commit": commit.strip(),
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    result = facts("scripts/evidence/tutorial.sh") | {
+        "machine": platform.machine(),
         "quickstart": {key: quickstart[key] for key in ("before", "after", "steps", "seconds")},
         "seconds": round(sum(each.seconds for each in ran), 1),
         "blocks": [asdict(each) for each in ran],

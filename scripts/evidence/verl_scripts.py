@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stamp import facts
+
 from mrl.cli.import_verl import _checked
 from mrl.errors import MrlError
 from mrl.tools.import_verl.shell import read_script
@@ -48,7 +50,7 @@ def main() -> None:
         counts.update(row["counts"])
     commits = {row["repository"]: row["commit"] for row in rows}
     scripts = [{key: row[key] for key in ("repository", "path", "verdict", "why")} for row in rows]
-    found = {"commit": _commit(ROOT), "command": "python scripts/evidence/verl_scripts.py", "commits": commits}
+    found = facts("python scripts/evidence/verl_scripts.py") | {"commits": commits}
     RESULTS.write_text(json.dumps(found | {"counts": counts, "scripts": scripts}, indent=1) + "\n")
     print(dict(counts))
 

@@ -17,6 +17,7 @@ from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 @pytest.fixture(scope="module")
 def harness():
+    sys.path.insert(0, str(ROOT / "scripts" / "evidence"))  # what its scripts import of each other
     spec = importlib.util.spec_from_file_location("resume_evidence", ROOT / "scripts" / "evidence" / "resume.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

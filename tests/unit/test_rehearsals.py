@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "evidence"))  # what its scripts import of each other
 _spec = importlib.util.spec_from_file_location("rehearsals", ROOT / "scripts" / "evidence" / "rehearsals.py")
 rehearsals = importlib.util.module_from_spec(_spec)
 sys.modules["rehearsals"] = rehearsals

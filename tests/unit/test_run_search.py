@@ -23,6 +23,7 @@ from mrl.tools.search_report import run_with, search_problem
 from mrl.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "evidence"))  # what its scripts import of each other
 _spec = importlib.util.spec_from_file_location("presets", ROOT / "scripts" / "evidence" / "presets.py")
 presets = sys.modules["presets"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(presets)

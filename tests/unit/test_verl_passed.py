@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import shlex
+import sys
 from collections import Counter
 from functools import cache
 from math import ceil
@@ -25,6 +26,7 @@ from mrl.tools.import_verl.verl_command import from_script, from_words
 ROWS = [json.loads(line) for line in Path(__file__).with_name("verl_passed.jsonl").read_text().splitlines()]
 NAMES = [row["path"] for row in ROWS]
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "evidence"))  # what its scripts import of each other
 _spec = importlib.util.spec_from_file_location("verl_scripts", ROOT / "scripts" / "evidence" / "verl_scripts.py")
 verl_scripts = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(verl_scripts)
