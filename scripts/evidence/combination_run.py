@@ -197,23 +197,25 @@ class RowRun:
         self.must((self.run / METRICS).read_bytes() == before, "a refused resume changed metrics.jsonl")
 
     def convert(self) -> None:
-        """What the engines said of each response is what transformers says with the checkpoint of its version."""
-        compared = 0
-        for version in _checkpoints(self.run):
-            samples = [sample for sample in _samples(self.run) if _versions(sample) == {version}]
-            if not samples:
-                continue
-            out = self.folder / f"hf-{version}"
-            checkpoint = self.run / "checkpoints" / f"step-{version}"
-            code = self._mrl("convert", "megatron-to-hf", str(checkpoint), "-o", str(out))
-            self.must(code == 0, f"mrl convert of step {version}: exit code {code}")
-            if code == 0:
-                compared += len(samples)
-                worst = largest_difference(out, samples[:: max(1, len(samples) // 8)])
-                bound = LOG_PROB_BOUND[self.row["dtype"]]
-                self.must(worst <= bound, f"log-probs of version {version} are {worst:.2g} off transformers'")
-        expected = any(_versions(sample) <= set(_checkpoints(self.run)) for sample in _samples(self.run))
-        self.must(compared > 0 or not expected, "no response was made by one saved version")
+        """What the engines said of the newest responses is what transformers says with the checkpoint of their
+        version; of those that one saved version made.
+        """
+        kept = list(_samples(self.run))
+        made = {version: [one for one in kept if _versions(one) == {version}] for version in _checkpoints(self.run)}
+        version = max((version for version, samples in made.items() if samples), default=None)
+        if version is None:
+            possible = any(_versions(sample) <= made.keys() for sample in kept)
+            self.must(not possible, "no response was made by one saved version")
+            return
+        out = self.folder / f"hf-{version}"
+        checkpoint = self.run / "checkpoints" / f"step-{version}"
+        code = self._mrl("convert", "megatron-to-hf", str(checkpoint), "-o", str(out))
+        self.must(code == 0, f"mrl convert of step {version}: exit code {code}")
+        if code == 0:
+            samples = made[version]
+            worst = largest_difference(out, samples[:: max(1, len(samples) // 8)])
+            bound = LOG_PROB_BOUND[self.row["dtype"]]
+            self.must(worst <= bound, f"log-probs of version {version} are {worst:.2g} off transformers'")
 
     def evaluate(self) -> None:
         """Answers of the newest checkpoint are those of the validation behind the step that saved it."""
