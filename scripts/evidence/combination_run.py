@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 from combination_axes import PRESETS, ROOT, STEPS, as_overrides, other_layout, other_schedule, settings
 from covering import Row
 from own_memory import OwnMemory
 
 from mrl.config.survived import survives
 from mrl.record.run_dir import METRICS, read_metrics
-from mrl.record.sample_files import read_samples
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 RUN_S = 900.0  # deadline of one command, beside whatever else the machine does
@@ -197,23 +197,23 @@ class RowRun:
         self.must((self.run / METRICS).read_bytes() == before, "a refused resume changed metrics.jsonl")
 
     def convert(self) -> None:
-        """What the engines said of the newest responses is what transformers says with the checkpoint of their
-        version; of those that one saved version made.
+        """What the engines said of the newest tokens is what transformers says with the checkpoint of the version that
+        made them.
         """
         kept = list(_samples(self.run))
-        made = {version: [one for one in kept if _versions(one) == {version}] for version in _checkpoints(self.run)}
-        version = max((version for version, samples in made.items() if samples), default=None)
-        if version is None:
-            possible = any(_versions(sample) <= made.keys() for sample in kept)
-            self.must(not possible, "no response was made by one saved version")
+        made = {version for sample in kept for version in token_versions(sample)}
+        both = made & set(_checkpoints(self.run))
+        self.must(bool(both), f"tokens are of the versions {sorted(made)}, of which no checkpoint is kept")
+        if not both:
             return
+        version = max(both)
         out = self.folder / f"hf-{version}"
         checkpoint = self.run / "checkpoints" / f"step-{version}"
         code = self._mrl("convert", "megatron-to-hf", str(checkpoint), "-o", str(out))
         self.must(code == 0, f"mrl convert of step {version}: exit code {code}")
         if code == 0:
-            samples = made[version]
-            worst = largest_difference(out, samples[:: max(1, len(samples) // 8)])
+            samples = [sample for sample in kept if version in token_versions(sample)]
+            worst = largest_difference(out, samples[:: max(1, len(samples) // 8)], version)
             bound = LOG_PROB_BOUND[self.row["dtype"]]
             self.must(worst <= bound, f"log-probs of version {version} are {worst:.2g} off transformers'")
 
@@ -281,8 +281,8 @@ def _without_sync(row: dict) -> dict:
     return {name: value for name, value in row.items() if not name.startswith("reshard/")}
 
 
-def largest_difference(model: Path, samples: Sequence[Mapping[str, Any]]) -> float:
-    """Of log-probs that an engine gave, against transformers' in float32; nats."""
+def largest_difference(model: Path, samples: Sequence[Mapping[str, Any]], version: int) -> float:
+    """Of log-probs that an engine gave of its own tokens of that version, against transformers' in float32; nats."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -294,24 +294,28 @@ def largest_difference(model: Path, samples: Sequence[Mapping[str, Any]]) -> flo
             logits = reader(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
         difference = (expected - torch.tensor(sample["rollout_log_probs"])).abs()
-        worst = max(worst, float(difference[_sampled(sample)].max()))
+        own = torch.tensor([made == version for made in token_versions(sample)])
+        worst = max(worst, float(difference[own].max()))
     return worst
 
 
-def _sampled(sample: Mapping[str, Any]) -> list[bool]:
-    """Which tokens the model made; all where none is an answer of a tool."""
-    return sample.get("sampled") or [True] * len(sample["response_ids"])
+def token_versions(sample: Mapping[str, Any]) -> list[int | None]:
+    """The version that made each token of a response; None of what a tool answered."""
+    sampled = sample.get("sampled") or [True] * len(sample["response_ids"])
+    spans = sample["weight_version"]
+    found = []
+    for place, own in enumerate(sampled):
+        begun = [span["version"] for span in spans if span["first_token"] <= place]
+        found.append(begun[-1] if own else None)
+    return found
 
 
 def _samples(run: Path) -> Iterator[Mapping[str, Any]]:
+    """Responses of all steps, each with the spans of its versions."""
     for step in _steps(run):
-        if step and (run / "samples" / f"step-{step}.parquet").exists():
-            yield from read_samples(run / "samples", step)
-
-
-def _versions(sample: Mapping[str, Any]) -> set[int]:
-    held = sample["weight_version"]
-    return {held} if isinstance(held, int) else {part["version"] for part in held}
+        file = run / "samples" / f"step-{step}.parquet"
+        if step and file.exists():
+            yield from pq.read_table(file).to_pylist()
 
 
 def _steps(run: Path) -> list[int]:

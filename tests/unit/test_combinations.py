@@ -10,7 +10,7 @@ EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
 sys.path.insert(0, str(EVIDENCE))
 
 from combination_axes import AXES, TRIPLED, other_layout, other_schedule, refusal, settings  # noqa: E402
-from combination_run import EXIT_CODES, THEN  # noqa: E402
+from combination_run import EXIT_CODES, THEN, token_versions  # noqa: E402
 from combination_world import make_tool_world, make_world  # noqa: E402
 from covering import Contradiction, Rules, covering_array, most_first, wanted  # noqa: E402
 
@@ -98,3 +98,10 @@ def test_a_run_goes_on_by_something_else_than_it_began_with():
     usual = {axis: values[0] for axis, values in AXES.items()}
     assert all(other_layout(usual | {"actor": value})["actor"] != value for value in AXES["actor"])
     assert all(other_schedule(usual | {"schedule": value})["schedule"] != value for value in AXES["schedule"])
+
+
+def test_each_token_is_of_the_version_whose_span_it_stands_in():
+    spans = [{"first_token": 0, "version": 3}, {"first_token": 2, "version": 4}]
+    assert token_versions({"response_ids": [7, 7, 7], "weight_version": spans}) == [3, 3, 4]
+    context = {"response_ids": [7, 7, 7], "sampled": [True, False, True], "weight_version": spans[:1]}
+    assert token_versions(context) == [3, None, 3]
