@@ -43,6 +43,8 @@ def main() -> int:
     world = make_world(work / "world")
     array = covering_array(AXES, lambda row: refusal(row, world), TRIPLED, SEED)
     done = stored(options.out)
+    if unknown := [number for number in options.row or () if number not in range(len(array.rows))]:
+        parser.error(f"no row {', '.join(map(str, unknown))}; there are 0 to {len(array.rows) - 1}")
     order = options.row or still_to_do(array, done)
     if options.list:
         for number in order:
@@ -69,9 +71,14 @@ def row_of(text: str) -> Row:
 
 
 def stored(file: Path) -> list[dict]:
-    """What was done of rows of these axes."""
-    held = json.loads(file.read_text()) if file.exists() else {}
-    return held["done"] if held.get("axes") == _axes() else []
+    """What was done of rows of these axes; nothing where the file has others, which is said."""
+    if not file.exists():
+        return []
+    held = json.loads(file.read_text())
+    if held["axes"] == _axes():
+        return held["done"]
+    print(f"{file}: {len(held['done'])} rows of other axes count for nothing", file=sys.stderr)
+    return []
 
 
 def _axes() -> dict[str, list[str]]:

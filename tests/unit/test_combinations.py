@@ -1,5 +1,6 @@
 """The array of combinations: against all rows there are, where these can be counted; and over the real rules."""
 
+import json
 import sys
 from itertools import product
 from pathlib import Path
@@ -12,7 +13,8 @@ sys.path.insert(0, str(EVIDENCE))
 from combination_axes import AXES, TRIPLED, other_layout, other_schedule, refusal, settings  # noqa: E402
 from combination_run import EXIT_CODES, THEN, token_versions  # noqa: E402
 from combination_world import make_tool_world, make_world  # noqa: E402
-from covering import Contradiction, Rules, covering_array, most_first, wanted  # noqa: E402
+from combinations import results, row_of, still_to_do, stored, words  # noqa: E402
+from covering import Array, Contradiction, Rules, covering_array, most_first, wanted  # noqa: E402
 
 SMALL = {"a": ("0", "1", "2"), "b": ("0", "1"), "c": ("0", "1", "2"), "d": ("0", "1")}
 
@@ -105,3 +107,27 @@ def test_each_token_is_of_the_version_whose_span_it_stands_in():
     assert token_versions({"response_ids": [7, 7, 7], "weight_version": spans}) == [3, 3, 4]
     context = {"response_ids": [7, 7, 7], "sampled": [True, False, True], "weight_version": spans[:1]}
     assert token_versions(context) == [3, None, 3]
+
+
+def done(row, *problems: str) -> dict:
+    return {"row": words(row), "commit": "0" * 40, "seconds": 60.0, "problems": list(problems)}
+
+
+def test_what_is_stored_is_where_the_next_call_goes_on(tmp_path):
+    usual = {axis: values[0] for axis, values in AXES.items()}
+    rows = tuple(usual | {axis: values[1]} for axis, values in AXES.items())
+    array = Array(rows, {})
+    assert all(row_of(words(row)) == row for row in rows)
+    first, second = still_to_do(array, [])[:2]
+    found = results(array, [done(rows[first]), done(rows[second], "exit code 1")])
+    (file := tmp_path / "combinations.json").write_text(json.dumps(found))
+    left = still_to_do(array, stored(file))
+    assert sorted([first, second, *left]) == list(range(len(rows)))
+    assert (found["rows_done"], found["rows_failed"], found["minutes"]) == (2, 1, 2.0)
+    assert found["pairs_held"] == len(AXES) * (len(AXES) - 1) // 2, "of the row that held alone"
+
+
+def test_rows_of_other_axes_count_for_nothing(tmp_path, capsys):
+    (file := tmp_path / "combinations.json").write_text(json.dumps({"axes": {"a": ["0"]}, "done": [{}]}))
+    assert stored(file) == [] and "1 rows of other axes" in capsys.readouterr().err
+    assert stored(tmp_path / "none.json") == []
