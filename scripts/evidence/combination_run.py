@@ -159,7 +159,7 @@ class RowRun:
             return
         whole = self._whole(words)
         found, expected = read_metrics(self.run / METRICS), read_metrics(whole / METRICS)
-        self._must_be_none(metrics_difference(*without_lost_engines(found, expected)))
+        self._must_be_none(metrics_difference(found, expected))
         folders = (folder / "checkpoints" / f"step-{steps}" for folder in (whole, self.run))
         self._must_be_none(checkpoint_difference(*folders))
 
@@ -266,19 +266,6 @@ THEN: Mapping[str, Callable[[RowRun], None]] = {
     "eval": RowRun.evaluate,
     "report": RowRun.report,
 }
-
-
-def without_lost_engines(found: list[dict], expected: list[dict]) -> tuple[list[dict], list[dict]]:
-    """Both, without counts of the sync in steps of `found` that an engine was missing in."""
-    missing = {row["training/global_step"] for row in found if row.get("fleet/lost") or row.get("fleet/restarted")}
-    return tuple(
-        [_without_sync(row) if row["training/global_step"] in missing else row for row in rows]
-        for rows in (found, expected)
-    )
-
-
-def _without_sync(row: dict) -> dict:
-    return {name: value for name, value in row.items() if not name.startswith("reshard/")}
 
 
 def largest_difference(model: Path, samples: Sequence[Mapping[str, Any]], version: int) -> float:
