@@ -4,8 +4,9 @@ triple of schedule, placement, end and what follows.
 python scripts/evidence/combinations.py --work runs/combinations --out docs/results/combinations.json
 
 A row is a run of four tiny steps, its end and what follows; combination_run.py says what must hold of it. Rows that
-hold most of what no row has held yet come first. What was done is kept in the file of --out: the next call goes on
-there, on another machine too. --for SECONDS begins no row after so many; a failed row is repeated with --row N.
+hold most of what no row has held yet come first, and last those that were run with another mrl than this commit's. What
+was done is kept in the file of --out: the next call goes on there, on another machine too. --for SECONDS begins no row
+after so many; a failed row is repeated with --row N.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import time
 from pathlib import Path
 from traceback import format_exc
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import claims
 from combination_axes import AXES, TRIPLED, refusal
 from combination_run import RowRun
 from combination_world import make_world
@@ -24,6 +27,7 @@ from own_memory import is_possible
 from stamp import facts
 
 SEED = 0
+SOURCES = ("mrl",)  # what makes a row old
 COMMAND = "scripts/evidence/combinations.sh"
 
 
@@ -86,10 +90,15 @@ def _axes() -> dict[str, list[str]]:
 
 
 def still_to_do(array: Array, done: list[dict]) -> list[int]:
-    """Numbers of rows that were not done, with most that is new first."""
+    """Numbers of rows that were not done, with most that is new first; then those that were with another mrl."""
+    at = claims.head()
+    old = {one["row"] for one in done if claims.changed_lines(one["commit"], at, SOURCES) != 0}
     known = {one["row"] for one in done}
     order = most_first(array.rows, _legal(array), [row_of(text) for text in known])
-    return [number for number in order if words(array.rows[number]) not in known]
+    return [
+        *(number for number in order if words(array.rows[number]) not in known),
+        *(number for number in order if words(array.rows[number]) in old),
+    ]
 
 
 def _legal(array: Array) -> list[frozenset]:
@@ -101,7 +110,7 @@ def one(number: int, row: Row, world: Path, work: Path) -> dict:
     folder = work / f"row-{number}"
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
-    run = RowRun(number, row, world, folder, work / "wholes")
+    run = RowRun(number, row, world, folder, work / "wholes" / claims.head()[:12])
     try:
         run.do()
     except Exception:  # whatever it is, the row did not hold, and the next one is run

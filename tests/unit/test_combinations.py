@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
-sys.path.insert(0, str(EVIDENCE))
+sys.path[:0] = [str(EVIDENCE), str(EVIDENCE.parent)]
 
+import claims  # noqa: E402
 from combination_axes import AXES, TRIPLED, other_layout, other_schedule, refusal, settings  # noqa: E402
 from combination_run import EXIT_CODES, THEN, token_versions  # noqa: E402
 from combination_world import make_tool_world, make_world  # noqa: E402
@@ -109,8 +110,11 @@ def test_each_token_is_of_the_version_whose_span_it_stands_in():
     assert token_versions(context) == [3, None, 3]
 
 
-def done(row, *problems: str) -> dict:
-    return {"row": words(row), "commit": "0" * 40, "seconds": 60.0, "problems": list(problems)}
+HEAD = claims.head()
+
+
+def done(row, *problems: str, commit: str = HEAD) -> dict:
+    return {"row": words(row), "commit": commit, "seconds": 60.0, "problems": list(problems)}
 
 
 def test_what_is_stored_is_where_the_next_call_goes_on(tmp_path):
@@ -123,6 +127,8 @@ def test_what_is_stored_is_where_the_next_call_goes_on(tmp_path):
     (file := tmp_path / "combinations.json").write_text(json.dumps(found))
     left = still_to_do(array, stored(file))
     assert sorted([first, second, *left]) == list(range(len(rows)))
+    of_other_code = [done(rows[first], commit="0" * 40), done(rows[second])]
+    assert still_to_do(array, of_other_code) == [*left, first], "the one run by unknown code again, at the end"
     assert (found["rows_done"], found["rows_failed"], found["minutes"]) == (2, 1, 2.0)
     assert found["pairs_held"] == len(AXES) * (len(AXES) - 1) // 2, "of the row that held alone"
 
