@@ -123,7 +123,7 @@ class RowRun:
         """All processes below one that ends, or is past its deadline."""
         below: dict[int, psutil.Process] = {}
         deadline = time.monotonic() + RUN_S
-        at = None if end == "finished" else random.Random(self.number).uniform(0, 3)  # s behind the line of step 2
+        at = None if end == "finished" else random.Random(self.number).uniform(0, 1)  # s behind the line of step 2
         while process.poll() is None and time.monotonic() < deadline:
             found = _below(process.pid)
             below |= {child.pid: child for child in found}
