@@ -161,12 +161,15 @@ class Places:
             engines=SimpleNamespace(fleet=fleet),
         )
 
-    def start_processes(self, kept, own, config, reward, files):
+    def start_processes(self, kept, own, config, reward, files, before=None):
         self.events.append(f"engines and ranks from {files.point}")
         kept.callback(self.events.append, "engines ended")
         own.callback(self.events.append, "ranks ended")
         self._fail("engines")
-        return self._processes()
+        started = self._processes()
+        if before is not None:
+            started.engines.fleet.stand_for(before.fleet)
+        return started
 
     def restart_ranks(self, own, config, files, before):
         self._fail("engines")
@@ -222,6 +225,18 @@ def test_engines_that_do_not_answer_are_started_again_too_and_each_is_charged_fo
     assert places.events.count("engines and ranks from step-2") == 1
 
 
+def test_ranks_that_are_lost_as_everything_is_started_anew_cost_no_engine_a_restart(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path)
+    run = places.starts.first()
+    places.failures = [("engines", lost("engine 0")), ("engines", lost("rank 0"))]
+    assert run.start_again(lost("rank 1"), 3).restarts == 2
+    assert places.events.count("engines and ranks from step-2") == 1, "and once from the checkpoint before"
+    assert places.events[-1] == "engines and ranks from step-1"
+    assert machine_of(places).epoch("engine 1") == 0
+    machine_of(places).exit("engine 1", 0)
+    assert machine_of(places).start("engine 1") == 1, "it is charged for nothing"
+
+
 def test_an_engine_in_the_place_of_one_that_was_started_again_has_no_restart_more(monkeypatch, tmp_path):
     places = Places(monkeypatch, tmp_path, path="slow")
     run = places.starts.first()
@@ -239,7 +254,7 @@ def test_an_engine_that_was_given_up_stays_so_where_all_are_started_anew(monkeyp
         machine_of(places).exit("engine 0", epoch)
         machine_of(places).start("engine 0")
     run.start_again(lost("rank 1"), 3)
-    assert places.events[-2:] == ["engines and ranks from step-2", "engine 0 ended"]
+    assert places.events[-1] == "engines and ranks from step-2"
     assert machine_of(places).those(RETIRED) == ["engine 0"] and machine_of(places).serving() == {"engine 1": 0}
 
 
