@@ -149,7 +149,7 @@ class _Starts:
         self._own = stack.enter_context(ExitStack())  # ranks, and all that knows them
         self._processes: Processes | None = None
         self._has_engines = False  # false while all are started anew, too
-        self._peak: Peak | None = None
+        self._run_before: Run | None = None
         spent_at = [step for each in read_attempts(files.run_dir.path) for step in each.restarted_at]
         self._budget = RestartBudget(
             restart_limit("ranks", config), tuple(spent_at), files.notes.restarted, limit_for_engines(config)
@@ -184,7 +184,7 @@ class _Starts:
 
     def _once_more(self) -> Run:
         while True:
-            self._own.close()
+            self._end_ranks()
             self._stop.release()
             try:
                 return self._run(self._beside_engines() or self._all_anew())
@@ -192,6 +192,13 @@ class _Starts:
                 if damage.folder in self._damaged:
                     raise
                 self._damaged[damage.folder] = DamagedCheckpoint(*damage.args)
+
+    def _end_ranks(self) -> None:
+        """Ends ranks and all that knows them. What was lost with them is said, and no reason to end the run."""
+        try:
+            self._own.close()
+        except Interrupted as error:
+            print(f"{error}; this went with the ranks", flush=True)
 
     def _beside_engines(self) -> Files | None:
         """Starts ranks beside the engines that are there; what the run goes on from. None where all is to be started
@@ -208,7 +215,7 @@ class _Starts:
                 raise
             self._processes.engines.fleet.charge(error)
             print(f"{error}; engines are started again, too", flush=True)
-        self._own.close()
+        self._end_ranks()
         return None
 
     def _all_anew(self) -> Files:
@@ -222,10 +229,15 @@ class _Starts:
         return files
 
     def _run(self, files: Files) -> Run:
-        run = _ready_run(
-            self._own, self._config, self._data, files, self._processes, self._views, self._stop, self._peak
-        )
-        self._peak = run.peak
+        before = self._run_before
+        peak = None
+        if before is not None:
+            peak = before.peak
+        run = _ready_run(self._own, self._config, self._data, files, self._processes, self._views, self._stop, peak)
+        if before is not None:
+            run.saver.count_on(before.saver)
+            run.sample_writer.failed = before.sample_writer.failed
+        self._run_before = run
         run.start_again = self.again
         run.restarts = self._budget.spent
         self._files.notes.ready()

@@ -19,6 +19,7 @@ from mrl.schedule.fleet import RETIRED, Fleet
 from mrl.train import assemble, rank_restarts
 from mrl.train.placement import Separate
 from mrl.train.restart_budget import WINDOW, RestartBudget
+from mrl.train.saving import Saver
 from mrl.train.stop_signals import StopFlag
 
 
@@ -180,7 +181,11 @@ class Places:
 
     def _ready_run(self, own, config, data, files, processes, views, stop, peak):
         own.callback(self.events.append, "generation closed")
-        return SimpleNamespace(peak="measured" if peak is None else f"{peak} before")
+        own.callback(self._fail, "closing")
+        saver = Saver(SimpleNamespace(max_failed_saves=2), None, Path("checkpoints"), None, 0)
+        return SimpleNamespace(
+            peak="measured" if peak is None else f"{peak} before", saver=saver, sample_writer=SimpleNamespace(failed=0)
+        )
 
 
 def test_engines_stay_and_all_that_knew_the_ranks_is_closed_before_others_start(monkeypatch, tmp_path):
@@ -196,6 +201,37 @@ def test_engines_stay_and_all_that_knew_the_ranks_is_closed_before_others_start(
     assert (again.restarts, again.peak) == (1, "measured before")
     places.stack.close()
     assert places.events[-4:] == ["generation closed", "ranks ended", "spool closed", "engines ended"]
+
+
+def test_what_was_lost_with_the_ranks_is_said_and_ends_no_run(monkeypatch, tmp_path, capsys):
+    places = Places(monkeypatch, tmp_path)
+    run = places.starts.first()
+    places.failures = [("closing", Interrupted("the writer of samples died"))]
+    run.start_again(lost("rank 1"), 3)
+    assert places.events[-1] == "ranks from step-2" and places.noted == [3]
+    assert "the writer of samples died" in capsys.readouterr().out
+
+
+def test_failures_of_the_disk_are_counted_on_over_a_restart(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path)
+    run = places.starts.first()
+    run.sample_writer.failed = 3
+    run.saver._count_failure(2, "no room")
+    again = run.start_again(lost("rank 1"), 3)
+    assert (again.saver.failed_saves, again.sample_writer.failed) == (1, 3)
+    with pytest.raises(EnvironmentFault, match="2 saves in a row failed"):
+        again.saver._count_failure(4, "no room")
+
+
+def test_restarts_of_ranks_that_an_earlier_start_of_the_run_wrote_down_are_spent(monkeypatch, tmp_path):
+    for step in (4, 6):
+        with attempt(tmp_path, 2, {}) as notes:
+            notes.restarted(step, "rank 1 died")
+    places = Places(monkeypatch, tmp_path, limit=3)
+    run = places.starts.first().start_again(lost("rank 1"), 7)
+    assert run.restarts == 3
+    with pytest.raises(Interrupted, match="3 times"):
+        run.start_again(lost("rank 1"), 8)
 
 
 def test_where_restarts_are_not_proven_a_loss_ends_the_run(monkeypatch, tmp_path):
