@@ -19,11 +19,18 @@ import ray
 from mrl.errors import LostProcess, MrlError
 from mrl.remote.calls import unwrap
 from mrl.remote.process_logs import concerning, processes_of
-from mrl.schedule.fleet import DEAD, REACHED, READY, RETIRED, STALE, Fleet
+from mrl.schedule.fleet import DEAD, REACHED, READY, STALE, Fleet
 from mrl.vllm.requests import engine_of
 
 PHASE = "starting an engine again"
 LOOK_S = 0.1  # between two looks whether an engine has started
+Note = Callable[
+    [str, int, str], None
+]  # of an engine that is started again: its name, the version then, why it was lost
+
+
+def _nowhere(engine: str, version: int, why: str) -> None:
+    """Where no run is resumed."""
 
 
 class ServingProcess(NamedTuple):
@@ -61,6 +68,7 @@ class EngineFleet:
         self._lock = threading.RLock()
         self._engines = list(dict.fromkeys(map(engine_of, processes.names)))
         self.machine = Fleet(self._engines, limit=0)
+        self._note: Note = _nowhere
         self.may_start = True  # false while ranks are on the engines' devices
         self._starts: dict[str, tuple[float, dict[str, ray.ObjectRef]]] = {}  # when each is late, and its answers
         self._away: dict[str, float] = {}  # engines that do not serve, and since when that is not counted yet
@@ -68,21 +76,29 @@ class EngineFleet:
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
 
-    def restart(self, limit: int, least: int) -> None:
-        """From now on lost engines are started again; see Fleet. A `limit` of 0 leaves all as it is."""
+    def restart(self, limit: int, least: int, note: Note = _nowhere) -> None:
+        """From now on lost engines are started again; see Fleet. A `limit` of 0 leaves all as it is. `note`: writes
+        each such start down.
+        """
         self.machine.limit = limit
         self.machine.least = least
+        self._note = note
 
-    def spent_at(self, restarts: Mapping[str, Iterable[int]]) -> None:
-        """Versions at which earlier starts of the run started engines again: a start gives nobody another one."""
-        for engine in self.machine.those(READY):
-            self.machine.spent_at(engine, restarts.get(engine, ()))
+    def spent_at(self, restarts: Iterable[tuple[str, int]]) -> None:
+        """Engines that earlier starts of the run started again, each with the version then: a start gives nobody
+        another one.
+        """
+        for engine, version in restarts:
+            if engine in self._engines:
+                self.machine.spent_at(engine, version)
 
     def stand_for(self, before: "EngineFleet") -> None:
-        """These were started in the places of `before`'s: whoever was given up there is ended here."""
+        """These are started in the places of `before`'s: whoever was given up there is so here, and counts go on."""
         self.machine.spent_before(before.machine)
-        for engine in self._numbers(self.machine.those(RETIRED)):
-            self._processes.end(engine)
+        self._away = dict(before._away)
+        self._seconds = before._seconds
+        self._counts = before._counts
+        self._told = before._told
 
     def charge(self, error: BaseException) -> None:
         """Engines that the error names are to be started with everything else, a restart of each of them.
@@ -91,8 +107,18 @@ class EngineFleet:
         """
         with self._lock:
             for engine in dict.fromkeys(map(engine_of, processes_of(error))):
-                if engine in self._engines and not self.machine.charge(engine, str(error)):
+                if engine in self._engines and not self._charge(engine, str(error)):
                     raise error
+
+    def _charge(self, engine: str, why: str) -> bool:
+        before = self.machine.epoch(engine)
+        may_start = self.machine.charge(engine, why)
+        if self.machine.epoch(engine) != before:
+            self._note_start(engine)
+        return may_start
+
+    def _note_start(self, engine: str) -> None:
+        self._note(engine, self.machine.version, self.machine.why(engine))
 
     # ------------------------------------------------------------ who is there
 
@@ -174,6 +200,7 @@ class EngineFleet:
             if why := self.machine.shortage():
                 raise concerning(LostProcess(why), engine)
             return
+        self._note_start(engine)
         answers = self._processes.start_again(self._engines.index(engine))
         self._starts[engine] = (self._clock() + self._start_s, answers)
 

@@ -48,11 +48,12 @@ class RolloutGroup:
         logs: Path,
         poll: Callable[[], None] = lambda: None,
         seats: Seats | None = None,
+        before: "RolloutGroup | None" = None,
     ):
         """Starts every engine. Raises EnvironmentFault when a start-up check fails.
 
         `settings`: of each rank, engine by engine; `places`: see `request_places`; `seats`: of the engines, by default
-        on devices of their own.
+        on devices of their own; `before`: whose places these take, without those that were given up there.
         """
         self.cluster = deployment.cluster
         self.rollout = deployment.rollout
@@ -64,9 +65,13 @@ class RolloutGroup:
         self.seats = seats or engine_seats(deployment)
         self._settings = list(settings)
         self._logs = logs
-        self.workers = [self._worker(number) for number in range(len(self.names))]
         self._below: dict[int, list[tuple[int, float]]] = {}  # processes of each rank, and when they began
+        self.workers: list[ray.actor.ActorHandle] = [] if before is None else list(before.workers)
         self.fleet = EngineFleet(self, self.rollout.start_timeout_s)
+        self._places_before = {} if before is None else before.device_places
+        if before is not None:
+            self.fleet.stand_for(before.fleet)
+        self._make_workers()
         self._software = self.refs("software")
         self._starting = self._start()
 
@@ -74,6 +79,12 @@ class RolloutGroup:
         """Names of all ranks of these engines."""
         wanted = set(engines)
         return [name for number, name in enumerate(self.names) if number // self.engine_ranks in wanted]
+
+    def _make_workers(self) -> None:
+        """Of engines that are not given up; in the place of the others stays what was there."""
+        there = self.names_of(self.fleet.reached())
+        each = enumerate(self.names)
+        self.workers = [self._worker(number) if name in there else self.workers[number] for number, name in each]
 
     def _worker(self, number: int) -> ray.actor.ActorHandle:
         """Makes the actor of the `number`-th of all ranks, engine by engine."""
@@ -90,7 +101,7 @@ class RolloutGroup:
     def _start(self) -> dict[str, ray.ObjectRef]:
         """Starts all ranks at once."""
         starts: dict[str, ray.ObjectRef] = {}
-        for engine in range(len(self.names) // self.engine_ranks):
+        for engine in sorted(self.fleet.reached()):
             starts |= self._start_of(engine)
         return starts
 
@@ -142,7 +153,7 @@ class RolloutGroup:
         """
         check_same(gather(self._software, self.rollout.start_timeout_s, "starting the engines", self.poll))
         gather(self._starting, self.rollout.start_timeout_s, "starting the engines", self.poll)
-        for engine in range(len(self.names) // self.engine_ranks):
+        for engine in sorted(self.fleet.reached()):
             self._note_processes(engine)
 
     def refs(self, method: str, *arguments, engines: Collection[int] | None = None) -> dict[str, ray.ObjectRef]:
@@ -221,8 +232,12 @@ class RolloutGroup:
 
     @cached_property
     def device_places(self) -> dict[str, list[tuple[str, int | None]]]:
-        """Ray's id of the node, and the device on it, of each worker of each rank, by the rank's name."""
-        return self._answers(self.refs("places"), self.cluster.start_timeout_s, "asking where engines are")
+        """Ray's id of the node, and the device on it, of each worker of each rank, by the rank's name; of engines that
+        were given up those of before.
+        """
+        found = self._answers(self.refs("places"), self.cluster.start_timeout_s, "asking where engines are")
+        known = self._places_before | found
+        return {name: known[name] for name in self.names if name in known}
 
     @cached_property
     def nodes(self) -> dict[str, str]:

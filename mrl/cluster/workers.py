@@ -335,7 +335,10 @@ class EngineWorker:
         """
         if verb not in CONTROL_VERBS:
             raise ValueError(f"an engine was asked to {verb}, which is none of {', '.join(CONTROL_VERBS)}")
-        return await getattr(self.engine, verb)(*arguments)
+        answer = await getattr(self.engine, verb)(*arguments)
+        if verb == "give_up":
+            self.outboxes = Outboxes()  # who asked for what is in them is gone
+        return answer
 
     def places(self) -> list[tuple[str, int | None]]:
         """Node, and device on it where there is one, of every worker of this engine."""

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from mrl.data.samples import SampleRows, Samples
+from mrl.errors import Interrupted
 from mrl.flow.response_store import in_blocks
 
 SHARE = 0.01  # of the time that a response took: so much longer a freed place of an engine is empty
@@ -63,6 +64,9 @@ class Outbox:
             yield
         except Exception as error:
             self._error = self._error or error
+        except asyncio.CancelledError:
+            self._error = self._error or Interrupted(f"call {number} was cancelled before all of it was answered")
+            raise
         finally:
             del self._calls[number]
             self._ended.add(number)

@@ -6,9 +6,10 @@ that goes on writes `event` rewound: `step`, behind which it does, and `seconds`
 trained again; and, where there are some, `event` resumed with `generated_again` (responses that the start before it had
 generated for later steps, and that were lost with them). Every one writes `event` ready as its loop begins. Ranks that
 are lost and started again inside it write `event` restarted: `step`, the last one that was finished before, and `why`,
-and then those lines again. Its end, unless the process was killed, writes `event` ended: `time`, `exit_code` and
-`message`, the codes being those of mrl.errors. `under_way.json` names the step that is under way and how many of its
-responses are there; who goes on from a checkpoint counts and removes it.
+and then those lines again; an engine that is lost and started again `event` engine_restarted: `engine`, `step`, that of
+the weights that engines serve, and `why`. Its end, unless the process was killed, writes `event` ended: `time`,
+`exit_code` and `message`, the codes being those of mrl.errors. `under_way.json` names the step that is under way and
+how many of its responses are there; who goes on from a checkpoint counts and removes it.
 """
 
 import math
@@ -48,6 +49,7 @@ class Attempt:
     message: str = ""
     generated_again: int = 0
     restarted_at: tuple[int, ...] = ()  # steps that were finished when ranks were lost and started again
+    engines_restarted: tuple[tuple[str, int], ...] = ()  # engines that were, each with the step of the weights then
 
     @property
     def is_of_this_process(self) -> bool:
@@ -77,6 +79,10 @@ class AttemptNotes:
     def restarted(self, step: int, why: str) -> None:
         """Ranks were lost after `step`, and are started again."""
         self._append("restarted", {"step": step, "why": why})
+
+    def engine_restarted(self, engine: str, step: int, why: str) -> None:
+        """An engine was lost while the weights of `step` were served, and is started again."""
+        self._append("engine_restarted", {"engine": engine, "step": step, "why": why})
 
 
 @contextmanager
@@ -221,6 +227,9 @@ def _take(attempts: list[Attempt], row: dict[str, Any]) -> None:
         attempts[-1] = replace(attempts[-1], generated_again=lost)
     elif attempts and row["event"] == "restarted":
         attempts[-1] = replace(attempts[-1], restarted_at=(*attempts[-1].restarted_at, int(row["step"])))
+    elif attempts and row["event"] == "engine_restarted":
+        engine = (str(row["engine"]), int(row["step"]))
+        attempts[-1] = replace(attempts[-1], engines_restarted=(*attempts[-1].engines_restarted, engine))
     elif attempts:
         ended = {
             "ended": str(row["time"]),

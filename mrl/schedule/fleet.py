@@ -71,14 +71,19 @@ class Fleet:
             one.why = before._engines[name].why
             if before.status(name) is RETIRED:
                 one.status = RETIRED
+        self.counts = Counter(before.counts)
 
-    def spent_at(self, engine: str, versions: Iterable[int]) -> None:
-        """An earlier start of the run started the engine again at these."""
-        self._engines[engine].restarts += versions
+    def spent_at(self, engine: str, version: int) -> None:
+        """An earlier start of the run started the engine again at this one."""
+        self._engines[engine].restarts.append(version)
 
     def status(self, engine: str) -> EngineStatus:
         """Of now."""
         return self._engines[engine].status
+
+    def why(self, engine: str) -> str:
+        """It was lost last; empty of one that never was."""
+        return self._engines[engine].why
 
     def epoch(self, engine: str) -> int:
         """Starts of it after the first."""

@@ -148,7 +148,8 @@ class _Starts:
         self._kept = stack.enter_context(ExitStack())  # engines and scorers
         self._own = stack.enter_context(ExitStack())  # ranks, and all that knows them
         self._processes: Processes | None = None
-        self._peak: Peak | None = None
+        self._has_engines = False  # false while all are started anew, too
+        self._run_before: Run | None = None
         spent_at = [step for each in read_attempts(files.run_dir.path) for step in each.restarted_at]
         self._budget = RestartBudget(
             restart_limit("ranks", config), tuple(spent_at), files.notes.restarted, limit_for_engines(config)
@@ -158,6 +159,7 @@ class _Starts:
         """The run as it was opened."""
         files = with_spool(self._own, self._files)
         self._processes = start_processes(self._kept, self._own, self._config, self._data.reward, files)
+        self._has_engines = True
         return self._run(files)
 
     def again(self, error: Interrupted, step: int) -> Run:
@@ -182,39 +184,60 @@ class _Starts:
 
     def _once_more(self) -> Run:
         while True:
-            self._own.close()
+            self._end_ranks()
             self._stop.release()
             try:
-                files = with_spool(self._own, at_newest_checkpoint(self._files))
-                self._processes = self._with_new_ranks(files)
-                return self._run(files)
+                return self._run(self._beside_engines() or self._all_anew())
             except DamagedCheckpoint as damage:
                 if damage.folder in self._damaged:
                     raise
                 self._damaged[damage.folder] = DamagedCheckpoint(*damage.args)
 
-    def _with_new_ranks(self, files: Files) -> Processes:
-        """Beside the engines that are there; where those do not answer they are started again, too."""
-        if self._config.reshard.path == "fast":
-            try:
-                return restart_ranks(self._own, self._config, files, self._processes)
-            except Interrupted as error:
-                if any(name.startswith("rank ") for name in processes_of(error)) or self._stop.signal is not None:
-                    raise
-                self._processes.engines.fleet.charge(error)
-                print(f"{error}; engines are started again, too", flush=True)
-        self._own.close()
+    def _end_ranks(self) -> None:
+        """Ends ranks and all that knows them. What was lost with them is said, and no reason to end the run."""
+        try:
+            self._own.close()
+        except Interrupted as error:
+            print(f"{error}; this went with the ranks", flush=True)
+
+    def _beside_engines(self) -> Files | None:
+        """Starts ranks beside the engines that are there; what the run goes on from. None where all is to be started
+        anew: engines do not answer, or weights go by the slow path.
+        """
+        if not self._has_engines or self._config.reshard.path != "fast":
+            return None
+        files = with_spool(self._own, at_newest_checkpoint(self._files))
+        try:
+            self._processes = restart_ranks(self._own, self._config, files, self._processes)
+            return files
+        except Interrupted as error:
+            if any(name.startswith("rank ") for name in processes_of(error)) or self._stop.signal is not None:
+                raise
+            self._processes.engines.fleet.charge(error)
+            print(f"{error}; engines are started again, too", flush=True)
+        self._end_ranks()
+        return None
+
+    def _all_anew(self) -> Files:
+        """Starts ranks, and all engines but those that were given up; what the run goes on from."""
+        self._has_engines = False
         self._kept.close()
         files = with_spool(self._own, at_newest_checkpoint(self._files))
-        processes = start_processes(self._kept, self._own, self._config, self._data.reward, files)
-        processes.engines.fleet.stand_for(self._processes.engines.fleet)
-        return processes
+        before = self._processes.engines
+        self._processes = start_processes(self._kept, self._own, self._config, self._data.reward, files, before)
+        self._has_engines = True
+        return files
 
     def _run(self, files: Files) -> Run:
-        run = _ready_run(
-            self._own, self._config, self._data, files, self._processes, self._views, self._stop, self._peak
-        )
-        self._peak = run.peak
+        before = self._run_before
+        peak = None
+        if before is not None:
+            peak = before.peak
+        run = _ready_run(self._own, self._config, self._data, files, self._processes, self._views, self._stop, peak)
+        if before is not None:
+            run.saver.count_on(before.saver)
+            run.sample_writer.failed = before.sample_writer.failed
+        self._run_before = run
         run.start_again = self.again
         run.restarts = self._budget.spent
         self._files.notes.ready()

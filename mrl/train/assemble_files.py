@@ -157,7 +157,8 @@ def at_newest_checkpoint(files: Files) -> Files:
     """The same run where it goes on after its ranks are lost: its newest intact checkpoint, without one its start."""
     point = files.beginning.find_point(resume=True)
     beginning = replace(files.beginning, point=point)
-    return replace(files, beginning=beginning, state=resumed_state(point), spool=None, suspects=files.lost.suspects())
+    suspects = files.lost.suspects_now()
+    return replace(files, beginning=beginning, state=resumed_state(point), spool=None, suspects=suspects)
 
 
 def _poll(run_dir: RunDir, stop: StopFlag) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.gates import MemoryGate
@@ -17,6 +16,7 @@ from mrl.config.schema_actor import OPTIMIZER
 from mrl.config.survived import ends_in_words, restart_limit
 from mrl.flow.scoring import ScorerGroup, start_scorers
 from mrl.model import load_model_spec
+from mrl.record.attempts import read_attempts
 from mrl.remote.process_logs import with_log_tails
 from mrl.reward.items import RewardSpec
 from mrl.train.assemble_files import Files
@@ -37,28 +37,38 @@ class Processes:
     rank_seats: Seats | None  # of ranks that share devices with engines; None: they have devices of their own
 
 
-def start_processes(kept: ExitStack, own: ExitStack, config: RunConfig, reward: RewardSpec, files: Files) -> Processes:
+def start_processes(
+    kept: ExitStack,
+    own: ExitStack,
+    config: RunConfig,
+    reward: RewardSpec,
+    files: Files,
+    before: RolloutGroup | None = None,
+) -> Processes:
     """Starts all processes and loads the model; the configuration is what ranks are handed, whole.
 
-    `kept` ends engines and scorers, `own` the ranks. Raises one of mrl.errors, with the last lines of the logs of the
+    `kept` ends engines and scorers, `own` the ranks. `before`: engines in whose places these are started, without those
+    that were given up. Raises one of mrl.errors, with the last lines of the logs of the
     process that it is of.
     """
     logs = files.run_dir.logs
     kept.enter_context(with_log_tails(logs))
     if config.cluster.placement == "separate":
         seats = None
-        engines, actor = _beside_each_other(kept, own, config, files)
+        engines, actor = _beside_each_other(kept, own, config, files, before)
     else:
         shared = shared_seats(Deployment.of(config))
         kept.callback(shared.release)
         seats = shared.ranks
-        engines, actor = _on_shared_devices(kept, own, config, files, shared)
+        engines, actor = _on_shared_devices(kept, own, config, files, shared, before)
     actor.read_routes_at(engines.nodes.values())
     scorers = kept.enter_context(start_scorers(config.reward, reward, config.model.path, logs, engines.nodes))
-    placement = _placement(config, actor, engines, files.beginning.plan)
+    placement = _placement(config, actor, engines, files)
     if words := ends_in_words(config):
         print(words, flush=True)
-    engines.fleet.spent_at(files.lost.restarts())
+    if before is None:
+        for each in read_attempts(files.run_dir.path):
+            engines.fleet.spent_at(each.engines_restarted)
     return Processes(engines, actor, scorers, placement, seats)
 
 
@@ -75,14 +85,19 @@ def restart_ranks(own: ExitStack, config: RunConfig, files: Files, before: Proce
     actor = ActorGroup(config, files.run_dir.path, files.beginning.checkpoint, files.poll, seats=seats)
     own.callback(actor.stop)
     actor.read_routes_at(engines.nodes.values())
-    placement = _placement(config, actor, engines, files.beginning.plan, are_fresh=False)
+    placement = _placement(config, actor, engines, files, are_fresh=False)
     return replace(before, actor=actor, placement=placement)
 
 
 def start_engines(
-    config: RunConfig, folder: Path, poll: Callable[[], None] = lambda: None, seats: Seats | None = None
+    config: RunConfig,
+    folder: Path,
+    poll: Callable[[], None] = lambda: None,
+    seats: Seats | None = None,
+    before: RolloutGroup | None = None,
 ) -> RolloutGroup:
-    """The engines of a configuration, starting; logs are in `folder`/logs. `seats`: by default on devices of their own.
+    """The engines of a configuration, starting; logs are in `folder`/logs. `seats`: by default on devices of their own;
+    `before`: see RolloutGroup.
 
     Raises EnvironmentFault when a start-up check fails.
     """
@@ -94,15 +109,15 @@ def start_engines(
         for data_rank in range(config.rollout.data_parallel_size)
     ]
     places = request_places(deployment, config.trainer.deterministic)
-    return RolloutGroup(deployment, settings, places, logs, poll, seats)
+    return RolloutGroup(deployment, settings, places, logs, poll, seats, before)
 
 
 def _beside_each_other(
-    kept: ExitStack, own: ExitStack, config: RunConfig, files: Files
+    kept: ExitStack, own: ExitStack, config: RunConfig, files: Files, before: RolloutGroup | None
 ) -> tuple[RolloutGroup, ActorGroup]:
     """Engines start while ranks load."""
     folder = files.run_dir.path
-    engines = start_engines(config, folder, files.poll)
+    engines = start_engines(config, folder, files.poll, before=before)
     kept.callback(engines.stop)
     actor = ActorGroup(config, folder, files.beginning.checkpoint, files.poll)
     own.callback(actor.stop)
@@ -111,13 +126,13 @@ def _beside_each_other(
 
 
 def _on_shared_devices(
-    kept: ExitStack, own: ExitStack, config: RunConfig, files: Files, seats: SharedSeats
+    kept: ExitStack, own: ExitStack, config: RunConfig, files: Files, seats: SharedSeats, before: RolloutGroup | None
 ) -> tuple[RolloutGroup, ActorGroup]:
     """Engines start first and sleep: vLLM measures what is free of a device, and a model that comes onto it meanwhile
     would be counted as its own.
     """
     folder = files.run_dir.path
-    engines = start_engines(config, folder, files.poll, seats.engines)
+    engines = start_engines(config, folder, files.poll, seats.engines, before)
     kept.callback(engines.stop)
     engines.wait_started()
     engines.call("sleep")
@@ -127,9 +142,11 @@ def _on_shared_devices(
 
 
 def _placement(
-    config: RunConfig, actor: ActorGroup, engines: RolloutGroup, plan: dict[str, Any], are_fresh: bool = True
+    config: RunConfig, actor: ActorGroup, engines: RolloutGroup, files: Files, are_fresh: bool = True
 ) -> Placement:
-    engines.fleet.restart(restart_limit("engines", config), config.rollout.min_engines)
+    plan = files.beginning.plan
+    limit = restart_limit("engines", config)
+    engines.fleet.restart(limit, config.rollout.min_engines, files.notes.engine_restarted)
     sync = WeightSync(config.model, Deployment.of(config), config.reshard, actor, engines)
     if config.cluster.placement == "separate":
         loaded = not load_model_spec(config.model.path).is_fp8

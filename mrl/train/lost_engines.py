@@ -4,8 +4,7 @@
                              its prompt, and tokens that had come back
 
 The run goes on without the engine, or ends and is resumed: both with these groups. A prompt that engines are lost under
-again and again is set aside by its id (mrl/schedule/suspects.py), and said so; without the file it is asked for again,
-and engines that were started again inside the run have all their restarts again.
+again and again is set aside by its id (mrl/schedule/suspects.py), and said so; without the file it is asked for again.
 """
 
 import json
@@ -18,7 +17,6 @@ from mrl.errors import DataError
 from mrl.plain_files import LINES_BYTES, parse_json, read_text, reason
 from mrl.record.run_dir import open_lines
 from mrl.schedule.suspects import Suspects, suspects
-from mrl.vllm.requests import engine_of
 
 TOLD = 5  # prompts named in a message
 AGAIN = "started again inside the run"  # why of a loss that the run did without
@@ -87,15 +85,6 @@ class LostEngines:
             file.write(json.dumps(asdict(loss)) + "\n")
         prompts = ", ".join(str(group.prompt_id) for group in groups[:TOLD]) + (", ..." if len(groups) > TOLD else "")
         return f"{len(groups)} unfinished groups go on when the run is resumed (prompts {prompts})" if groups else ""
-
-    def restarts(self) -> dict[str, list[int]]:
-        """Steps at which each engine was started again inside the run, by this start of it or an earlier one."""
-        found: dict[str, list[int]] = {}
-        for loss in self._losses or []:
-            for engine in dict.fromkeys(map(engine_of, loss.engines)):
-                if loss.why == AGAIN:
-                    found.setdefault(engine, []).append(loss.step)
-        return found
 
     def suspects(self) -> Suspects:
         """By the losses so far. Raises DataError for a file that is damaged; torn lines are passed over, and said."""

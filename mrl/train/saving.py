@@ -206,6 +206,12 @@ class Saver:
         """Waits for the write under way."""
         self._writing.close()
 
+    def count_on(self, before: "Saver") -> None:
+        """Failed saves are those of `before`, too, which saved the same run until its ranks were lost."""
+        self.failed_saves = before.failed_saves
+        self._failed_in_a_row = before._failed_in_a_row
+        self._last_fault = before._last_fault
+
     def _count_failure(self, step: int, fault: str) -> None:
         self.failed_saves += 1
         self._failed_in_a_row += 1

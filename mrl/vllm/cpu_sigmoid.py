@@ -26,9 +26,11 @@ def of_whole_registers(sigmoid: Callable[[Tensor], Tensor]) -> Callable[[Tensor]
 
     @wraps(sigmoid)
     def filled(values: Tensor) -> Tensor:
-        missing = -values.numel() % VALUES
-        if not missing or values.device.type != "cpu":
+        if values.device.type != "cpu":
             return sigmoid(values)
+        missing = -values.numel() % VALUES
+        if not missing:
+            return sigmoid(values.contiguous())  # of a view torch goes through rows, each with an end of its own
         answer = sigmoid(F.pad(values.reshape(-1), (0, missing)))
         return answer[: values.numel()].view(values.shape)
 

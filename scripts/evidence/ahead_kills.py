@@ -58,6 +58,7 @@ def settings(world: Path, run_dir: Path) -> list[str]:
         "trainer.schedule=bounded", "trainer.max_staleness=2", "trainer.partial_rollouts=true",
         "trainer.segment_tokens=1", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1",
         "trainer.max_actor_ckpt_to_keep=3", "trainer.test_freq=-1", "trainer.val_before_train=false",
+        "rollout.restart_limit=0", "trainer.restart_limit=0",  # a lost process ends it
         "trainer.logger=[console]", f"trainer.run_dir={run_dir}",
     ]  # fmt: skip
 

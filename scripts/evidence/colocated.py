@@ -70,6 +70,7 @@ def settings(world: Path, run_dir: Path) -> list[str]:
         "actor.optim.lr_warmup_steps=1",
         f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2",
         "trainer.test_freq=5",
+        "rollout.restart_limit=0", "trainer.restart_limit=0",  # a lost process ends it
         "trainer.logger=[console]", f"trainer.run_dir={run_dir}",
     ]  # fmt: skip
 

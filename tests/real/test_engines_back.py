@@ -47,6 +47,19 @@ def trained(world: Path, run_dir: Path, **settings) -> Path:
     return run_dir
 
 
+@pytest.fixture(scope="module")
+def undisturbed(world, tmp_path_factory):
+    """Trains a run of a kind that nobody disturbs, once; its directory."""
+    done: dict[str, Path] = {}
+
+    def whole(kind: str) -> Path:
+        if kind not in done:
+            done[kind] = trained(world, tmp_path_factory.mktemp("undisturbed") / "whole", **KINDS[kind])
+        return done[kind]
+
+    return whole
+
+
 def disturbed(world: Path, run_dir: Path, sent: signal.Signals, stands_s: float = 0.0, **settings) -> Path:
     """A run whose first engine's process gets a signal in its second step, after it stood still for a while."""
     placement = "colocated" if "preset" in settings else "separate"
@@ -85,9 +98,9 @@ def assert_same(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sync", *LONG])
-def test_the_only_engine_is_killed_and_the_run_has_the_bits_of_the_undisturbed_one(world, tmp_path, kind):
+def test_the_only_engine_is_killed_and_the_run_has_the_bits_of_the_undisturbed_one(world, undisturbed, tmp_path, kind):
     found = disturbed(world, tmp_path / "killed", signal.SIGKILL, **KINDS[kind])
-    assert_same(found, trained(world, tmp_path / "whole", **KINDS[kind]))
+    assert_same(found, undisturbed(kind))
     rows = metrics(found)
     if not rows[-1]["trainer/restarts"]:
         assert sum(row["fleet/lost"] for row in rows) == sum(row["fleet/restarted"] for row in rows) == 1
@@ -98,18 +111,18 @@ def test_the_only_engine_is_killed_and_the_run_has_the_bits_of_the_undisturbed_o
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["one step off", "two off, partial"])
 def test_where_the_only_engine_is_lost_after_the_update_ranks_go_back_to_weights_that_it_can_be_brought_to(
-    world, tmp_path, kind
+    world, undisturbed, tmp_path, kind
 ):
     found = disturbed(world, tmp_path / "killed", signal.SIGKILL, stands_s=20.0, **KINDS[kind])
-    assert_same(found, trained(world, tmp_path / "whole", **KINDS[kind]))
+    assert_same(found, undisturbed(kind))
     assert metrics(found)[-1]["trainer/restarts"] == 1
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [name for name in KINDS if name != "colocated"])
-def test_one_of_two_engines_is_killed(world, tmp_path, kind):
+def test_one_of_two_engines_is_killed(world, undisturbed, tmp_path, kind):
     found = disturbed(world, tmp_path / "killed", signal.SIGKILL, **KINDS[kind], **TWO)
-    assert_same(found, trained(world, tmp_path / "whole", **KINDS[kind]))
+    assert_same(found, undisturbed(kind))
 
 
 @pytest.mark.long
@@ -118,16 +131,21 @@ def test_ready_first_every_group_is_trained_on_once_dropped_or_on_its_way(world,
     """With responses that engines hold over updates of the weights, so that one is lost with tokens of several."""
     settings = READY_FIRST | (TWO if engines == 2 else {}) | {"trainer__save_freq": STEPS}
     found = disturbed(world, tmp_path / "killed", signal.SIGKILL, **settings)
-    trainer = read_manifest(found / "checkpoints" / f"step-{STEPS}").trainer
+    assert_nothing_lost_or_twice(found, STEPS)
+    assert sum(row["fleet/lost"] for row in metrics(found)) == 1
+
+
+def assert_nothing_lost_or_twice(found: Path, steps: int) -> None:
+    """By the ledger of its last checkpoint, the samples that it trained on, and what its steps say of themselves."""
+    trainer = read_manifest(found / "checkpoints" / f"step-{steps}").trainer
     ledger = Ledger.from_json(trainer["ahead"]["ledger"])
     dropped = sum(tally.groups for tally in ledger.counts.dropped.values())
     assert ledger.counts.kept.groups + dropped + len(ledger.groups) == ledger.next_number
-    samples = [sample for step in range(1, STEPS + 1) for sample in read_samples(found / "samples", step)]
+    samples = [sample for step in range(1, steps + 1) for sample in read_samples(found / "samples", step)]
     assert len(samples) == sum(row["train/trained_groups"] for row in metrics(found)) * trainer_responses(samples)
     for row in metrics(found):
         assert row["training/off_policy/trajectory_staleness/max"] <= READY_FIRST["trainer__max_staleness"]
         assert row["rollout/stale_prefix_tokens"] == 0 and row["fleet/quarantined"] == 0
-    assert sum(row["fleet/lost"] for row in metrics(found)) == 1
 
 
 def trainer_responses(samples: list[dict]) -> int:
@@ -137,8 +155,8 @@ def trainer_responses(samples: list[dict]) -> int:
 
 
 @pytest.mark.long
-def test_an_engine_is_stopped_and_noticed_by_its_deadline(world, tmp_path):
+def test_an_engine_is_stopped_and_noticed_by_its_deadline(world, undisturbed, tmp_path):
     found = disturbed(
         world, tmp_path / "stopped", signal.SIGSTOP, rollout__generate_timeout_s=8, cluster__step_timeout_s=60
     )
-    assert_same(found, trained(world, tmp_path / "whole"))
+    assert_same(found, undisturbed("sync"))

@@ -32,10 +32,11 @@ def engine_core(below: psutil.Process, run_dir: Path) -> psutil.Process | None:
 
 
 @pytest.mark.real
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("find", "named"),
     [
-        pytest.param(rank_one, "rank 1 died", marks=pytest.mark.long),
+        (rank_one, "rank 1 died"),
         (engine_core, "engine 0: vLLM's process below it died"),
     ],
 )

@@ -9,10 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 from deadlines import RUN_S
+from test_ahead_runs import READY_FIRST
+from test_engines_back import KINDS, assert_nothing_lost_or_twice
 from test_lost_worker import rank_one
 from test_runs import finish, train, wait_for_step
 from world import make_world, metrics
 
+from mrl.config.survived import survives
 from mrl.record.attempts import read_attempts
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
@@ -45,6 +48,7 @@ def engine_processes(pid: int) -> dict[int, float]:
             id="stopped",
             marks=long,
         ),
+        *(pytest.param(KINDS[kind], 2, signal.SIGKILL, id=kind, marks=long) for kind in KINDS if kind != "sync"),
     ],
 )
 def test_ranks_come_back_inside_the_run_and_change_no_bit(world, tmp_path, settings, killed_after, number):
@@ -53,6 +57,7 @@ def test_ranks_come_back_inside_the_run_and_change_no_bit(world, tmp_path, setti
         "trainer__val_before_train": False,
         "trainer__max_actor_ckpt_to_keep": 3, "trainer__deterministic": True,
     }  # fmt: skip
+    check_survived(settings)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     undisturbed = train(world, whole, **given, **settings)  # beside the other
     process = train(world, broken, **given, **settings)
@@ -75,6 +80,39 @@ def test_ranks_come_back_inside_the_run_and_change_no_bit(world, tmp_path, setti
     assert metrics_difference(metrics(whole), metrics(broken)) is None
     last = Path("checkpoints") / f"step-{STEPS}"
     assert checkpoint_difference(whole / last, broken / last) is None
+
+
+@long
+def test_ready_first_ranks_come_back_and_nothing_is_lost_or_trained_on_twice(world, tmp_path):
+    """The checkpoint has tokens of responses that engines held when it was taken."""
+    check_survived(READY_FIRST)
+    run_dir = tmp_path / "broken"
+    process = train(
+        world, run_dir, trainer__total_training_steps=STEPS, trainer__test_freq=-1, trainer__val_before_train=False,
+        **READY_FIRST,
+    )  # fmt: skip
+    try:
+        wait_for_step(process, run_dir, 3)
+        engines = engine_processes(process.pid)
+        os.kill(rank_one(psutil.Process(process.pid), run_dir).pid, signal.SIGKILL)
+        wait_for_restart(process, run_dir)
+        wait_for_step(process, run_dir, STEPS - 1)
+        assert engines and engine_processes(process.pid) == engines, "engines stay"
+        assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert metrics(run_dir)[-1]["trainer/restarts"] == 1
+    assert [row["training/global_step"] for row in metrics(run_dir)] == list(range(1, STEPS + 1))
+    assert_nothing_lost_or_twice(run_dir, STEPS)
+
+
+def check_survived(settings: dict) -> None:
+    """Skips where a run of this kind ends with a lost rank."""
+    placement = "colocated" if "preset" in settings else "separate"
+    schedule = settings.get("trainer__schedule", "sync")
+    if not survives("ranks", placement, schedule, settings.get("trainer__order", "in_order")):
+        pytest.skip("ranks of this schedule are not started again inside a run yet")
 
 
 def wait_for_restart(process, run_dir: Path) -> None:

@@ -91,6 +91,7 @@ def test_a_script_of_verl_rehearses_as_it_is_imported(tmp_path):
     check_exercised(rehearse(config, tmp_path / "work"), 4, WANTED_OF_THE_SCRIPT)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(RUN_S + 60)
 def test_generation_ahead_of_training_rehearses(tmp_path):
     """GSPO on two ranks, TP2 and EP2, beside an engine that is a step ahead of them."""

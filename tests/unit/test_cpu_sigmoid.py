@@ -20,6 +20,14 @@ def test_a_token_has_the_same_bits_beside_any_number_of_others(width, dtype):
         assert torch.equal(sigmoid(values[first : first + tokens]), whole[first : first + tokens])
 
 
+@pytest.mark.parametrize("width", [1, 8])
+def test_a_view_has_the_bits_of_its_copy_where_it_fills_registers_too(width):
+    torch.manual_seed(0)
+    values = torch.randn(64, 2 * width)[:, :width]
+    assert not values.is_contiguous()
+    assert torch.equal(sigmoid(values), torch.cat([sigmoid(row) for row in values.clone()]).view(64, width))
+
+
 def test_strides_are_minded_and_nothing_is_fine():
     values = torch.randn(9, 6)
     assert torch.equal(sigmoid(values.T), sigmoid(values).T)

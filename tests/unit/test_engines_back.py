@@ -1,5 +1,5 @@
-"""Engines that are lost in the middle of a run and come back: in order the bits are those of the undisturbed run, ready
-first nothing is lost or trained on twice.
+"""Engines and ranks that are lost in the middle of a run and come back: in order the bits are those of the undisturbed
+run, ready first nothing is lost or trained on twice.
 """
 
 import json
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from generations import Files
 from test_generation import AHEAD, BATCH, Engines, N, World, assert_same, in_memory  # noqa: F401
-from test_ready_first import STEPS, Flight, LiveEngines
+from test_ready_first import MODES, STEPS, Flight, LiveEngines, check_tokens
 
 from mrl.cluster.engine_fleet import EngineFleet
 from mrl.errors import Interrupted, LostProcess, LostWeights
@@ -26,6 +26,21 @@ from mrl.train.spool import Spool
 IN_ORDER = {"sync": [], "one step off": AHEAD["one step off"], "two, partial": AHEAD["two, partial"]}
 
 
+class Streams:
+    """Requests of one generation: it knows the engines that serve as it begins, and those that `follow` tells of."""
+
+    def __init__(self, engines):
+        self._engines = engines
+        engines.view = engines.fleet.serving()
+
+    @property
+    def names(self):
+        return list(self._engines.view)
+
+    def __getattr__(self, name):
+        return getattr(self._engines, name)
+
+
 class Restarting:
     """Engines that die now and then, with what they have, and start again; the fleet is the product's."""
 
@@ -39,8 +54,10 @@ class Restarting:
         )  # fmt: skip
         self.fleet = EngineFleet(processes, 60.0)
         self.fleet.restart(1000, 1)
-        self.view = self.fleet.serving()
         self.deaths, self.dies = random.Random(seed), None
+
+    def streams(self):
+        return Streams(self)
 
     def end(self, engine):
         self.drop(self.names[engine])
@@ -57,6 +74,10 @@ class Restarting:
             self.lose(name)
             return []
         return super().take(timeout_s)
+
+    def give_up(self):
+        for name in self.names:
+            self.drop(name)
 
     def lose(self, name):
         assert self.fleet.loses(concerning(LostProcess(f"{name} died"), name), self.fleet.epochs())
@@ -163,6 +184,116 @@ def test_in_order_the_bits_are_those_of_the_undisturbed_run(mode, engines, tmp_p
             seen["same"] += 1
     assert min(seen[name] for name in ("lost", "restarted", "requests_again", "same")) > 0, seen
     assert seen["went back"] or mode == "sync" or engines is RestartingEngines, seen
+
+
+class LostRank(Exception):
+    """Training ends here, and goes on from the newest checkpoint."""
+
+
+class GoesBack:
+    """A run whose ranks are lost now and then, beside engines that stay, and are lost now and then, too."""
+
+    saves_every = 2
+
+    def __init__(self, seed, overrides, engines, folder):
+        self.rng = random.Random(seed)
+        self.seed = seed
+        self.overrides = overrides
+        self.folder = folder
+        self.engines = engines(seed)
+        self.starts = 0
+        self.checkpoint = None  # the state there, its folder, and what the manifest says of groups
+        self.found = []  # what each step took
+        self.lost_at = Counter()
+
+    def run(self, steps):
+        """The state after the last step."""
+        while len(self.found) < steps:
+            self.starts += 1
+            world = self.restored()
+            self.engines.sync(world.state.step)
+            try:
+                while len(self.found) < steps:
+                    self.step(world)
+            except (LostRank, LostWeights):
+                self.go_back()
+            finally:
+                world.generation.close()
+        return world.state
+
+    def restored(self):
+        spool = Spool(self.folder / f"spool-{self.starts}", Files())
+        state = None
+        if self.checkpoint is not None:
+            before, at, said = self.checkpoint
+            state = TrainState(before.step, before.cursor, read_kept(at, said, spool))
+        seed = self.seed + 100 * self.starts
+        return World(seed, self.overrides, state, spool=spool, engines=lambda seed: self.engines, prompts=1000)
+
+    def step(self, world):
+        rollouts = world.generation.take(PhaseTimer())
+        self.may_lose_rank("as responses are there")
+        world.generation.before_update()
+        saves = (world.state.step + 1) % self.saves_every == 0
+        world.generation.settle(PhaseTimer(), saves)
+        self.may_lose_rank("before the sync")
+        self.engines.version += 1
+        self.engines.sync(self.engines.version)
+        self.engines.paused = False
+        world.state = world.generation.advanced(world.state.advanced(rollouts.cursor))
+        self.found.append(rollouts)
+        if saves:
+            at = self.folder / f"step-{world.state.step}-{self.starts}"
+            at.mkdir(parents=True)
+            self.checkpoint = (world.state, at, json.loads(json.dumps(world.state.ahead.write(at))))
+            self.may_lose_rank("behind a save", 0.4)
+
+    def may_lose_rank(self, where, chance=0.15):
+        if self.rng.random() < chance:
+            self.lost_at[where] += 1
+            raise LostRank(where)
+
+    def go_back(self):
+        """Engines give up what they are at, and serve no version."""
+        step = 0 if self.checkpoint is None else self.checkpoint[0].step
+        del self.found[step:]
+        self.engines.give_up()
+        self.engines.paused = False
+        self.engines.fleet.rewind(step)
+
+
+@pytest.mark.parametrize("engines", [RestartingEngines, RestartingOne])
+@pytest.mark.parametrize("mode", IN_ORDER)
+def test_in_order_lost_ranks_change_no_bit_either(mode, engines, tmp_path):
+    expected = World(0, IN_ORDER[mode], prompts=1000).steps(6)
+    lost_at = Counter()
+    same = 0
+    for seed in range(5):
+        going = GoesBack(seed, IN_ORDER[mode], engines, tmp_path / str(seed))
+        going.run(6)
+        lost_at += going.lost_at
+        if not going.engines.fleet.metrics()["fleet/quarantined"]:
+            assert_same(going.found, expected)
+            same += 1
+    assert len(lost_at) == 3 and same, lost_at
+
+
+def test_ready_first_lost_ranks_give_nothing_up_that_the_checkpoint_has_and_train_on_nothing_twice(tmp_path):
+    lost_at = Counter()
+    for seed in range(4):
+        going = GoesBack(seed, MODES["requeue"], RestartingLive, tmp_path / str(seed))
+        going.engines.chance = 0.004
+        state = going.run(STEPS)
+        lost_at += going.lost_at
+        samples = [rollouts.samples.read() for rollouts in going.found]
+        for step, one in enumerate(samples):
+            check_tokens(one, step, staleness=1)
+        prompts = [prompt for one in samples for prompt in one.prompt_id[::N].tolist()]
+        assert len(set(prompts)) == len(prompts) == STEPS * BATCH
+        ledger = state.ahead.ledger
+        dropped = sum(tally.groups for tally in ledger.counts.dropped.values())
+        assert ledger.counts.kept.groups + dropped + len(ledger.groups) == ledger.next_number
+    assert len(lost_at) == 3, lost_at
 
 
 def test_ready_first_goes_on_behind_the_tokens_that_came_back_and_trains_on_each_once():

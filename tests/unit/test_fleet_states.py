@@ -193,10 +193,12 @@ def test_who_was_given_up_stays_so_in_the_place_of_before():
 
 def test_restarts_of_an_earlier_start_of_the_run_are_spent():
     fleet = Fleet([A, B], limit=2, version=150)
-    fleet.spent_at(A, [40, 120, 149])
+    for version in (40, 120, 149):
+        fleet.spent_at(A, version)
     fleet.exit(A, 0)
     assert fleet.start(A) is None, "two in the last hundred steps"
-    fleet.spent_at(B, [40, 149])
+    for version in (40, 149):
+        fleet.spent_at(B, version)
     fleet.exit(B, 0)
     assert fleet.start(B) == 1, "the other one is too long ago"
 

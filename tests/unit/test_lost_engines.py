@@ -15,7 +15,7 @@ from mrl.record.metrics import PhaseTimer
 from mrl.remote.process_logs import concerning
 from mrl.schedule.suspects import Suspects, suspects
 from mrl.train.kept_groups import read_kept
-from mrl.train.lost_engines import AGAIN, LostEngines, Unfinished, whole_losses
+from mrl.train.lost_engines import LostEngines, Unfinished, whole_losses
 from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
 from mrl.train.resume import TrainState
 from mrl.train.spool import Spool
@@ -83,19 +83,6 @@ def test_a_torn_line_takes_no_loss_with_it_that_comes_after(tmp_path, capsys):
     assert "1 torn lines" in capsys.readouterr().out
     losses, unread = whole_losses(path)
     assert ([loss.step for loss in losses], unread) == ([1, 3, 3], 1)
-
-
-def test_restarts_of_earlier_starts_count_on_each_engine_once_a_loss(tmp_path):
-    path = tmp_path / "lost"
-    before = LostEngines(path)
-    before.note(3, ["engine 1 rank 0", "engine 1 rank 1"], AGAIN, [])
-    before.note(4, ["engine 0", "engine 1 rank 0"], AGAIN, [])
-    before.note(5, ["engine 0"], "it died, and the run with it", [])
-    resumed = LostEngines(path)
-    resumed.suspects()
-    assert resumed.restarts() == {"engine 1": [3, 4], "engine 0": [4]}
-    resumed.note(6, ["engine 0"], AGAIN, [])
-    assert resumed.restarts()["engine 0"] == [4, 6]
 
 
 class Killed(LiveEngines):

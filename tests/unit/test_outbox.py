@@ -155,3 +155,16 @@ def test_boxes_of_idle_clients_are_forgotten_and_those_with_blocks_are_not(clock
         assert boxes.of(0) is not first
 
     clock.run_until_complete(run())
+
+
+def test_a_call_that_is_cancelled_is_told_as_an_error_and_not_as_answered(clock):
+    async def run():
+        box = Outbox()
+        task = asyncio.create_task(a_call(box, 0, {1: 10.0}))
+        await asyncio.sleep(1.0)
+        task.cancel()
+        with pytest.raises(Interrupted, match="call 0 was cancelled"):
+            await box.told((0,))
+        assert task.cancelled() or await asyncio.gather(task, return_exceptions=True)
+
+    clock.run_until_complete(run())

@@ -19,6 +19,7 @@ from mrl.schedule.fleet import RETIRED, Fleet
 from mrl.train import assemble, rank_restarts
 from mrl.train.placement import Separate
 from mrl.train.restart_budget import WINDOW, RestartBudget
+from mrl.train.saving import Saver
 from mrl.train.stop_signals import StopFlag
 
 
@@ -161,12 +162,15 @@ class Places:
             engines=SimpleNamespace(fleet=fleet),
         )
 
-    def start_processes(self, kept, own, config, reward, files):
+    def start_processes(self, kept, own, config, reward, files, before=None):
         self.events.append(f"engines and ranks from {files.point}")
         kept.callback(self.events.append, "engines ended")
         own.callback(self.events.append, "ranks ended")
         self._fail("engines")
-        return self._processes()
+        started = self._processes()
+        if before is not None:
+            started.engines.fleet.stand_for(before.fleet)
+        return started
 
     def restart_ranks(self, own, config, files, before):
         self._fail("engines")
@@ -177,7 +181,11 @@ class Places:
 
     def _ready_run(self, own, config, data, files, processes, views, stop, peak):
         own.callback(self.events.append, "generation closed")
-        return SimpleNamespace(peak="measured" if peak is None else f"{peak} before")
+        own.callback(self._fail, "closing")
+        saver = Saver(SimpleNamespace(max_failed_saves=2), None, Path("checkpoints"), None, 0)
+        return SimpleNamespace(
+            peak="measured" if peak is None else f"{peak} before", saver=saver, sample_writer=SimpleNamespace(failed=0)
+        )
 
 
 def test_engines_stay_and_all_that_knew_the_ranks_is_closed_before_others_start(monkeypatch, tmp_path):
@@ -193,6 +201,37 @@ def test_engines_stay_and_all_that_knew_the_ranks_is_closed_before_others_start(
     assert (again.restarts, again.peak) == (1, "measured before")
     places.stack.close()
     assert places.events[-4:] == ["generation closed", "ranks ended", "spool closed", "engines ended"]
+
+
+def test_what_was_lost_with_the_ranks_is_said_and_ends_no_run(monkeypatch, tmp_path, capsys):
+    places = Places(monkeypatch, tmp_path)
+    run = places.starts.first()
+    places.failures = [("closing", Interrupted("the writer of samples died"))]
+    run.start_again(lost("rank 1"), 3)
+    assert places.events[-1] == "ranks from step-2" and places.noted == [3]
+    assert "the writer of samples died" in capsys.readouterr().out
+
+
+def test_failures_of_the_disk_are_counted_on_over_a_restart(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path)
+    run = places.starts.first()
+    run.sample_writer.failed = 3
+    run.saver._count_failure(2, "no room")
+    again = run.start_again(lost("rank 1"), 3)
+    assert (again.saver.failed_saves, again.sample_writer.failed) == (1, 3)
+    with pytest.raises(EnvironmentFault, match="2 saves in a row failed"):
+        again.saver._count_failure(4, "no room")
+
+
+def test_restarts_of_ranks_that_an_earlier_start_of_the_run_wrote_down_are_spent(monkeypatch, tmp_path):
+    for step in (4, 6):
+        with attempt(tmp_path, 2, {}) as notes:
+            notes.restarted(step, "rank 1 died")
+    places = Places(monkeypatch, tmp_path, limit=3)
+    run = places.starts.first().start_again(lost("rank 1"), 7)
+    assert run.restarts == 3
+    with pytest.raises(Interrupted, match="3 times"):
+        run.start_again(lost("rank 1"), 8)
 
 
 def test_where_restarts_are_not_proven_a_loss_ends_the_run(monkeypatch, tmp_path):
@@ -222,6 +261,18 @@ def test_engines_that_do_not_answer_are_started_again_too_and_each_is_charged_fo
     assert places.events.count("engines and ranks from step-2") == 1
 
 
+def test_ranks_that_are_lost_as_everything_is_started_anew_cost_no_engine_a_restart(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path)
+    run = places.starts.first()
+    places.failures = [("engines", lost("engine 0")), ("engines", lost("rank 0"))]
+    assert run.start_again(lost("rank 1"), 3).restarts == 2
+    assert places.events.count("engines and ranks from step-2") == 1, "and once from the checkpoint before"
+    assert places.events[-1] == "engines and ranks from step-1"
+    assert machine_of(places).epoch("engine 1") == 0
+    machine_of(places).exit("engine 1", 0)
+    assert machine_of(places).start("engine 1") == 1, "it is charged for nothing"
+
+
 def test_an_engine_in_the_place_of_one_that_was_started_again_has_no_restart_more(monkeypatch, tmp_path):
     places = Places(monkeypatch, tmp_path, path="slow")
     run = places.starts.first()
@@ -239,7 +290,7 @@ def test_an_engine_that_was_given_up_stays_so_where_all_are_started_anew(monkeyp
         machine_of(places).exit("engine 0", epoch)
         machine_of(places).start("engine 0")
     run.start_again(lost("rank 1"), 3)
-    assert places.events[-2:] == ["engines and ranks from step-2", "engine 0 ended"]
+    assert places.events[-1] == "engines and ranks from step-2"
     assert machine_of(places).those(RETIRED) == ["engine 0"] and machine_of(places).serving() == {"engine 1": 0}
 
 

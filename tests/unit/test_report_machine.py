@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from report_run import World, write_run
 
+from mrl.record.attempts import attempt
 from mrl.tools.report import run_record, sections
 from mrl.tools.report.heldout import read_responses
 from mrl.tools.report.page import Chart, Lanes, PageSection, Paragraph, Table
@@ -121,6 +122,14 @@ def test_lost_engines_are_incidents_in_their_steps(tmp_path):
             "it died (10 unfinished groups: prompts 40, 41, 42, 43, 44, 45, 46, 47 and 2 more)",
         ),
     )
+
+
+def test_every_start_of_a_lost_engine_is_an_incident(tmp_path):
+    run = write_run(tmp_path / "run")
+    with attempt(run.path, 0, {}) as notes:
+        notes.engine_restarted("engine 1", 4, "it did not start within 60 s")
+    (table,) = blocks(incidents(read_run(run.path)), Table)
+    assert table.rows == (("4", "engine 1 was started again", "why stands in attempts.jsonl"),)
 
 
 @pytest.mark.parametrize("damage", ["{}", "\x00", '{"step": 1, "engines": 3}', '[1, "torn'], ids=range(4))

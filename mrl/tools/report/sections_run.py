@@ -356,6 +356,8 @@ def _incidents(run: RunRecord) -> Iterator[tuple[int, str, str]]:
                 "ranks were lost and started again",
                 "behind the newest checkpoint; why stands in attempts.jsonl",
             )
+        for engine, step in attempt.engines_restarted:
+            yield step, f"{engine} was started again", "why stands in attempts.jsonl"
     for advice in run.advice:
         yield advice.step, "advice", advice.text
     yield from _lost_engines(run)

@@ -1,0 +1,217 @@
+"""What a lost engine and a lost rank cost a run that goes on: when it is noticed, when it is back, how long the loop
+stands, and whether the run is bit for bit the one that nobody disturbed.
+
+python scripts/evidence/faults.py --world tiny-world --work runs/faults --out docs/results/faults.json
+
+The tiny preset, a save a step. Each row is a run of its own: a signal at one point of the second step, and seconds from
+there by the lines that the run prints. `stood_s` is the time between the lines of metrics of the step before and of
+the step itself, less what the undisturbed run took between the two. What was done is kept in the work folder: with
+--for SECONDS the next call goes on there. A row takes about a minute.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from combination_run import without_lost_engines
+from fault_run import MARK
+from killed_run import ROOT, RUN_S
+from stamp import facts
+
+from mrl.record.run_dir import METRICS, read_metrics
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
+
+PRESETS = ROOT / "parallel_configs" / "tiny-moe"
+STEPS = 5
+DEADLINE_S = 10  # of engines, where one is stopped
+RANKS_DEADLINE_S = 20
+LOOK_S = 0.02
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault. `engines`: how many the run has."""
+
+    point: str
+    victim: str
+    signal: str = "SIGKILL"
+    engines: int = 1
+    schedule: str = "sync"
+
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, asdict(self).values())).replace(" ", "_").replace(",", "")
+
+    @property
+    def whole(self) -> str:
+        """The undisturbed run that it is held against, and timed by."""
+        return f"whole-{self.schedule}-{self.engines}"
+
+
+ROWS = (
+    Row("answers come back", "vllm"),
+    Row("answers come back", "vllm", engines=2),
+    Row("weights arrive", "vllm", engines=2),
+    Row("proved, not committed", "vllm", engines=2),
+    Row("answers come back", "vllm", "SIGSTOP"),
+    Row("ranks update", "rank"),
+    Row("weights are moved", "rank"),
+    Row("a checkpoint is written", "rank"),
+    Row("ranks update", "rank", "SIGSTOP"),
+    Row("answers come back", "vllm", schedule="bounded"),
+    Row("ranks update", "rank", schedule="bounded"),
+)
+NOTICED = re.compile(r"engine \d+ is lost: |the ranks are started again")
+BACK = re.compile(rf"engine \d+ serves again|{MARK} ranks are back")
+ENGINES = re.compile(rf"{MARK} engines started in ([\d.]+) s")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    limit = "begin no further run after this many seconds"
+    parser.add_argument("--for", type=float, default=float("inf"), dest="seconds", help=limit)
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    faults = Faults(options.world.resolve(), options.work.resolve())
+    deadline = time.monotonic() + options.seconds
+    for _ in faults.missing():
+        if time.monotonic() > deadline:
+            print("to be continued", flush=True)
+            return 0
+    results = facts("scripts/evidence/faults.sh") | faults.results()
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return int(any(row["difference"] for row in results["rows"]))
+
+
+class Faults:
+    """Runs in a work folder, a result beside each."""
+
+    def __init__(self, world: Path, work: Path) -> None:
+        self._world = world
+        self._work = work
+
+    def missing(self) -> Iterator[str]:
+        """Makes one run after the other that is not there, and names it before."""
+        for row in ROWS:
+            for name, disturbed in ((row.whole, False), (row.name, True)):
+                file = self._work / f"{name}.json"
+                if file.exists():
+                    continue
+                yield name
+                file.write_text(json.dumps(self._run(row, name, disturbed)))
+                print(f"{name}: {file.read_text()}", flush=True)
+
+    def results(self) -> dict[str, Any]:
+        """All rows, each with the undisturbed run's figures beside."""
+        return {
+            "steps": STEPS,
+            "deadline_s": DEADLINE_S,
+            "ranks_deadline_s": RANKS_DEADLINE_S,
+            "rows": [*map(self._result, ROWS)],
+        }
+
+    def _result(self, row: Row) -> dict[str, Any]:
+        whole = json.loads((self._work / f"{row.whole}.json").read_text())
+        own = json.loads((self._work / f"{row.name}.json").read_text())
+        step = sum(at < own["sent"] for at in own["lines"])  # lines before; the step that is under way
+        usual_s = duration(whole, step)
+        return asdict(row) | {
+            "noticed_s": round(own["noticed"] - own["sent"], 2),
+            "back_s": round(own["back"] - own["sent"], 2),
+            "stood_s": round(duration(own, step) - usual_s, 2),
+            "step_s": round(usual_s, 2),
+            "engines_start_s": whole["engines_start_s"],
+            "start_s": round(whole["loop"], 2),
+            "difference": self._difference(row),
+        }
+
+    def _difference(self, row: Row) -> str | None:
+        runs = self._work / row.name, self._work / row.whole
+        rows = without_lost_engines(*(read_metrics(run / METRICS) for run in runs))
+        folders = (run / "checkpoints" / f"step-{STEPS}" for run in runs)
+        return metrics_difference(*rows) or checkpoint_difference(*folders)
+
+    def _run(self, row: Row, name: str, disturbed: bool) -> dict[str, Any]:
+        """Seconds since its start: of the signal, of what was said of it, and of each step's first line."""
+        run_dir = self._work / name
+        point = row.point if disturbed else "none"
+        words = [str(PRESETS / "cpu.yaml"), point, row.victim, row.signal, *settings(row, self._world, run_dir)]
+        driver = Path(__file__).with_name("fault_run.py")
+        log = self._work / f"{name}.log"
+        began = time.monotonic()
+        with log.open("w") as file:
+            process = subprocess.Popen([sys.executable, str(driver), *words], cwd=ROOT, stdout=file, stderr=file)
+            found = follow(process, log, run_dir, began)
+        if process.wait() != 0:
+            raise RuntimeError(f"exit code {process.returncode}: {log}")
+        return found
+
+
+def duration(run: dict[str, Any], step: int) -> float:
+    """Seconds from the line before, or from where the loop began, to the line behind so many others."""
+    lines = [run["loop"], *run["lines"]]
+    return lines[step + 1] - lines[step]
+
+
+def follow(process: subprocess.Popen, log: Path, run_dir: Path, began: float) -> dict[str, Any]:
+    """What a run says, with seconds since `began`, until it has ended."""
+    found: dict[str, Any] = {"lines": []}
+    with log.open() as said:
+        while True:
+            over = process.poll() is not None
+            now = time.monotonic() - began
+            take(found, said.read(), now)
+            steps = len(read_metrics(run_dir / METRICS)) if (run_dir / METRICS).exists() else 0
+            found["lines"] += [now] * (steps - len(found["lines"]))
+            if over:
+                return found
+            if now > RUN_S:
+                process.kill()
+            time.sleep(LOOK_S)
+
+
+def take(found: dict[str, Any], text: str, now: float) -> None:
+    """Notes what is said for the first time: what follows the signal only behind it."""
+    if match := ENGINES.search(text):
+        found.setdefault("engines_start_s", float(match[1]))
+    if f"{MARK} loop begins" in text:
+        found.setdefault("loop", now)
+    if f"{MARK} sent" in text:
+        found.setdefault("sent", now)
+    if "sent" in found and NOTICED.search(text):
+        found.setdefault("noticed", now)
+    if "noticed" in found and BACK.search(text):
+        found.setdefault("back", now)
+
+
+def settings(row: Row, world: Path, run_dir: Path) -> list[str]:
+    """Small batches, a save a step; restarts as they are by default."""
+    data = world / "data"
+    given = [
+        f"model.path={world / 'model'}", f"data.train_files={data / 'train.parquet'}", "data.val_files=[]",
+        "data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "actor.optim.lr_warmup_steps=1",
+        f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2",
+        "trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.deterministic=true",
+        f"trainer.schedule={row.schedule}", "trainer.logger=[console]", f"trainer.run_dir={run_dir}",
+        f"rollout.generate_timeout_s={DEADLINE_S}", f"cluster.step_timeout_s={RANKS_DEADLINE_S}",
+    ]  # fmt: skip
+    if row.schedule == "bounded":
+        given += ["trainer.max_staleness=2", "trainer.partial_rollouts=true", "trainer.segment_tokens=1"]
+    if row.engines == 2:
+        given += ["rollout.num_engines=2", "cluster.n_gpus_per_node=4", "cluster.cpus_per_engine=0.5"]
+    return given
+
+
+if __name__ == "__main__":
+    sys.exit(main())
