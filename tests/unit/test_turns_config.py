@@ -36,7 +36,11 @@ FILTERED = "algorithm.filter_groups={{enable: true, metric: {}}}"
 READ = ("reward.function", "algorithm.filter_groups.metric", "algorithm.gdpo_reward_keys")
 KEYS = "algorithm.gdpo_reward_keys=[{}]"
 BROKEN = {
-    "another schedule": ([CALCULATOR, "trainer.schedule=one_step_off"], "trainer.schedule", "must be sync"),
+    "by other weights": (
+        [CALCULATOR, "trainer.schedule=bounded", "trainer.max_staleness=2", "trainer.partial_rollouts=true"],
+        "trainer.partial_rollouts",
+        "must be false with rollout.turns",
+    ),
     "no tools": (["rollout.turns={tools: []}"], "rollout.turns.tools", "must name a tool"),
     "two of one name": (["rollout.turns={tools: [calculator, calculator]}"], "rollout.turns.tools", "calculator twice"),
     "not shipped": (["rollout.turns={tools: [compass]}"], "rollout.turns.tools", "must name shipped ones"),
