@@ -55,11 +55,6 @@ class _Record:
         for i in sorted(answers):
             self.parts |= answers[i].parts
 
-    def add_none(self) -> None:
-        """Of a turn without a call that was made."""
-        self.calls.append([])
-        self.rewards.append(0.0)
-
 
 def _call(call: ToolCall, is_made: bool, answer: CallAnswer | None, known: Collection[str]) -> TurnCall:
     name = call.name if call.name in known else ""
@@ -133,7 +128,8 @@ class Conversations:
         if talk.state is ConversationState.SAMPLING:  # it was cut off, and goes on
             return talk
         if talk.state is ConversationState.ENDED:
-            record.add_none()
+            looked_at = calls if talk.stop is not Stop.LENGTH else ()
+            record.add(looked_at, 0, {}, acting.functions)
             return talk
         most = talk.budgets.calls
         talk, answers = await self._answered(talk, calls, acting)

@@ -155,16 +155,30 @@ def test_budgets_end_it_each_by_its_own_reason(talks):
     turns = whole(talks, Engine(*[again] * 9))
     assert STOP_REASONS[turns.stop_reason[0]] == Stop.TURNS and turns.turn_counts.tolist() == [4]
     assert turns.sampled[-1]
+    assert turns.turn_calls.tolist() == [1] * 4 and last_calls(turns) == [("calculator", "ok")] * 3 + [
+        ("calculator", "not_called")
+    ]
     short = Engine(again, "x" * 1000)
     with_limit = asyncio.run(_one(talks, short, Sampling(1.0, len(ids(again + "<|im_end|>")) + 5, ())))
     assert STOP_REASONS[with_limit.stop_reason[0]] == Stop.CONTEXT and with_limit.sampled.all()
-    long = asyncio.run(_one(talks, Engine("x" * 1000), Sampling(1.0, 20, ())))
-    assert STOP_REASONS[long.stop_reason[0]] == Stop.LENGTH and long.response_lengths.tolist() == [20]
+    long = asyncio.run(_one(talks, Engine(again + "x" * 1000), Sampling(1.0, len(ids(again)) + 20, ())))
+    assert STOP_REASONS[long.stop_reason[0]] == Stop.LENGTH and not last_calls(long)
 
 
 async def _one(talks: Conversations, engine: Engine, sampling: Sampling) -> Samples:
     (made,) = [batch async for batch in talks.generate(engine, [Request(7, PROMPT, 11)], sampling)]
     return made
+
+
+def test_calls_of_a_turn_that_came_too_late_are_counted():
+    """And what was cut off by length is not looked at."""
+    times = iter([0.0, 61.0])
+    talks = Conversations(spec(), TOKENS, clock=lambda: next(times))
+    said = called("calculator", expression="1+1") + "<tool_call>\n{12*34}\n</tool_call>"
+    made = asyncio.run(_one(talks, Engine(said), SAMPLING))
+    talks.close()
+    assert STOP_REASONS[made.stop_reason[0]] == Stop.SECONDS and made.turn_calls.tolist() == [2]
+    assert last_calls(made) == [("calculator", "not_called"), ("", "unread")]
 
 
 def test_a_tool_that_hangs_is_an_answer_or_the_end_by_whichever_comes_first():
