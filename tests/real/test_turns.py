@@ -5,6 +5,8 @@ what the engine sampled or read, and context is not trained on.
 import importlib.util
 import json
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,11 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from test_runs import finish, wait_for_step
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from world import ROOT, metrics, succeeded
 
 from mrl.record.sample_files import read_samples
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 pytestmark = pytest.mark.real
 
@@ -90,6 +94,12 @@ def world(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def run(world, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "run"
+    succeeded("train", str(PRESET), *given(world, folder))
+    return folder
+
+
+def given(world: Path, folder: Path, **more) -> list[str]:
+    """Options of a run of two steps, or of what `more` says."""
     values = {
         "model.path": world / "model", "data.train_files": world / "data" / "train.parquet",
         "data.val_files": world / "data" / "val.parquet", "reward.custom_reward_function.path": world / "reward.py",
@@ -97,10 +107,8 @@ def run(world, tmp_path_factory) -> Path:
         "actor.ppo_micro_batch_size_per_gpu": 8, "trainer.total_training_steps": 2, "trainer.save_freq": -1,
         "trainer.test_freq": 2, "rollout.val_kwargs.n": 1, "trainer.run_dir": folder, "data.shuffle": False,
         "rollout.turns.environments": ["Sum"], "rollout.turns.path": world / "environments.py",
-    }  # fmt: skip
-    given = [text for key, value in values.items() for text in ("--set", f"{key}={json.dumps(value, default=str)}")]
-    succeeded("train", str(PRESET), *given)
-    return folder
+    } | {key.replace("__", "."): value for key, value in more.items()}  # fmt: skip
+    return [text for key, value in values.items() for text in ("--set", f"{key}={json.dumps(value, default=str)}")]
 
 
 def test_it_trains_on_responses_of_several_turns(run):
@@ -171,3 +179,31 @@ def test_transformers_says_of_what_was_sampled_what_the_engine_said(run, world):
         assert not given[~sampled].any()
         several += not sampled.all()
     assert several >= 4
+
+
+AHEAD = {
+    "trainer__schedule": "one_step_off", "trainer__total_training_steps": 3, "trainer__save_freq": 1,
+    "trainer__max_actor_ckpt_to_keep": 3, "trainer__deterministic": True,
+}  # fmt: skip
+
+
+def started(world: Path, run_dir: Path, *more: str) -> subprocess.Popen:
+    command = ["mrl", "train", str(PRESET), *given(world, run_dir, **AHEAD), *more]
+    log = run_dir.with_suffix(".log").open("a")
+    return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def test_ahead_of_training_conversations_go_on_after_a_signal_bit_by_bit(world, tmp_path):
+    """The checkpoint of the signal has conversations of the step after it, whole, and what each turn called."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert finish(started(world, whole), whole) == 0, whole.with_suffix(".log").read_text()[-3000:]
+    process = started(world, stopped)
+    wait_for_step(process, stopped, 1)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process, stopped) == 5, stopped.with_suffix(".log").read_text()[-3000:]
+    assert finish(started(world, stopped, "--resume"), stopped) == 0, stopped.with_suffix(".log").read_text()[-3000:]
+    rows = [row for row in metrics(whole) if row["training/global_step"]]
+    assert [row["training/off_policy/trajectory_staleness/max"] for row in rows] == [0, 1, 1]
+    assert all(row["turns/mean"] > 1.2 for row in rows)
+    assert metrics_difference(metrics(stopped), metrics(whole)) is None
+    assert checkpoint_difference(*(folder / "checkpoints" / "step-3" for folder in (stopped, whole))) is None
