@@ -187,23 +187,44 @@ AHEAD = {
 }  # fmt: skip
 
 
-def started(world: Path, run_dir: Path, *more: str) -> subprocess.Popen:
-    command = ["mrl", "train", str(PRESET), *given(world, run_dir, **AHEAD), *more]
+PARTIAL = AHEAD | {
+    "trainer__schedule": "bounded", "trainer__max_staleness": 2, "trainer__partial_rollouts": True,
+    "trainer__segment_tokens": 20, "trainer__total_training_steps": 4, "trainer__max_actor_ckpt_to_keep": 4,
+}  # fmt: skip
+
+
+def started(world: Path, run_dir: Path, schedule: dict, *more: str) -> subprocess.Popen:
+    command = ["mrl", "train", str(PRESET), *given(world, run_dir, **schedule), *more]
     log = run_dir.with_suffix(".log").open("a")
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
+def stopped_and_resumed(world: Path, folder: Path, schedule: dict) -> list[dict]:
+    """Lines of a run, after it was held against one that a signal ended and that went on: no bit is another."""
+    whole, stopped = folder / "whole", folder / "stopped"
+    ends = [(whole, 0, ()), (stopped, 5, ()), (stopped, 0, ("--resume",))]
+    for run_dir, code, more in ends:
+        process = started(world, run_dir, schedule, *more)
+        if code:
+            wait_for_step(process, run_dir, 1)
+            process.send_signal(signal.SIGTERM)
+        assert finish(process, run_dir) == code, run_dir.with_suffix(".log").read_text()[-3000:]
+    last = f"step-{schedule['trainer__total_training_steps']}"
+    assert metrics_difference(metrics(stopped), metrics(whole)) is None
+    assert checkpoint_difference(*(each / "checkpoints" / last for each in (stopped, whole))) is None
+    rows = [row for row in metrics(whole) if row["training/global_step"]]
+    assert all(row["turns/mean"] > 1.2 and row["turns/ended/environment"] == 0 for row in rows)
+    return rows
+
+
 def test_ahead_of_training_conversations_go_on_after_a_signal_bit_by_bit(world, tmp_path):
     """The checkpoint of the signal has conversations of the step after it, whole, and what each turn called."""
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert finish(started(world, whole), whole) == 0, whole.with_suffix(".log").read_text()[-3000:]
-    process = started(world, stopped)
-    wait_for_step(process, stopped, 1)
-    process.send_signal(signal.SIGTERM)
-    assert finish(process, stopped) == 5, stopped.with_suffix(".log").read_text()[-3000:]
-    assert finish(started(world, stopped, "--resume"), stopped) == 0, stopped.with_suffix(".log").read_text()[-3000:]
-    rows = [row for row in metrics(whole) if row["training/global_step"]]
+    rows = stopped_and_resumed(world, tmp_path, AHEAD)
     assert [row["training/off_policy/trajectory_staleness/max"] for row in rows] == [0, 1, 1]
-    assert all(row["turns/mean"] > 1.2 for row in rows)
-    assert metrics_difference(metrics(stopped), metrics(whole)) is None
-    assert checkpoint_difference(*(folder / "checkpoints" / "step-3" for folder in (stopped, whole))) is None
+
+
+def test_conversations_of_several_versions_go_on_after_a_signal_bit_by_bit(world, tmp_path):
+    """Borders fall inside of them: their environments are begun anew, by other processes too."""
+    rows = stopped_and_resumed(world, tmp_path, PARTIAL)
+    assert [row["training/off_policy/trajectory_staleness/max"] for row in rows] == [0, 1, 2, 2]
+    assert rows[-1]["async/versions_per_sample"] > 1.5

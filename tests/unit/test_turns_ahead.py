@@ -7,6 +7,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_lowercase
 
 import environment_classes
 import numpy as np
@@ -22,6 +23,7 @@ from mrl.environments.tool import ToolsSpec, TurnsSpec
 from mrl.flow.conversations import Conversations
 from mrl.flow.request_streams import FinishedResponses
 from mrl.reward.items import LEFT_OUT, OK, RewardResult
+from mrl.schedule.segments import token_versions
 from mrl.train.kept_groups import read_kept
 from mrl.train.resume import TrainState
 from mrl.train.spool import Spool
@@ -30,6 +32,8 @@ from mrl.vllm.requests import Sampling
 TOKENS = tokenizer("hermes")
 FILE = str(Path(environment_classes.__file__))
 END = TOKENS.convert_tokens_to_ids("<|im_end|>")
+START, ROLE = TOKENS.convert_tokens_to_ids("<|im_start|>"), TOKENS.encode("assistant\n", add_special_tokens=False)
+PROMPT = 2  # tokens, as of World
 LONGEST = 500
 SPEC = TurnsSpec(
     ToolsSpec(("calculator",), FILE, environments=("guess_the_number",)),
@@ -37,7 +41,8 @@ SPEC = TurnsSpec(
 )  # fmt: skip
 TALKS = ["rollout.turns={tools: [calculator], environments: [guess_the_number]}", f"data.max_response_length={LONGEST}"]
 BOUNDED = ["trainer.schedule=bounded", "trainer.max_staleness=2"]
-SCHEDULES = {"one step off": ["trainer.schedule=one_step_off"], "in order": BOUNDED}
+PARTIAL = [*BOUNDED, "trainer.partial_rollouts=true", "trainer.segment_tokens=45"]
+SCHEDULES = {"one step off": ["trainer.schedule=one_step_off"], "in order": BOUNDED, "in order, partial": PARTIAL}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,29 +53,41 @@ def talks():
 
 
 class Model:
-    """What it says is a function of the request's seed and of the weights."""
+    """The first letter of a turn is a function of seed and weights, the rest of the turn one of that letter."""
 
     def __init__(self, version: int):
         self.version = version
 
     async def generate(self, requests, sampling):
         (request,) = requests
-        rng = random.Random(f"{request.seed}/{self.version}")
-        ids = TOKENS.encode(self.said(rng) + "<|im_end|>", add_special_tokens=False)
-        response = ids[: request.max_tokens]
+        begun = self.begun(list(request.prompt_ids))
+        drawn = random.Random(f"{request.seed}/{self.version}").choice(ascii_lowercase)
+        letter = TOKENS.decode(begun)[0] if begun else drawn
+        ids = TOKENS.encode(self.said(letter) + "<|im_end|>", add_special_tokens=False)
+        assert ids[: len(begun)] == begun
+        response = ids[len(begun) :][: request.max_tokens]
         stop = "stop" if response[-1] == END else "length"
         log_probs = [-1.0 - self.version - i / 1000 for i in range(len(response))]
         given = (request.prompt_id, request.group_id, request.sample_id, request.seed, request.prompt_ids)
         yield packed([Sample(*given, response, log_probs, stop, self.version)])
 
     @staticmethod
-    def said(rng: random.Random) -> str:
+    def said(letter: str) -> str:
+        rng = random.Random(letter)
         calls = [
             {"name": "guess", "arguments": {"number": rng.randrange(1, 101)}},
             {"name": "calculator", "arguments": {"expression": f"{rng.randrange(99)}*{rng.randrange(99)}"}},
         ]
-        made = "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls if rng.random() < 0.7)
-        return "".join(rng.choices("abc ", k=rng.randrange(12))) + made
+        made = "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls if rng.random() < 0.5)
+        return letter + "".join(rng.choices("abc ", k=rng.randrange(12))) + made
+
+    @staticmethod
+    def begun(prompt: list[int]) -> list[int]:
+        """What is there of the turn: all behind the prompt, or behind the newest context."""
+        if START not in prompt:
+            return prompt[PROMPT:]
+        opened = len(prompt) - prompt[::-1].index(START)
+        return prompt[opened + len(ROLE) :]
 
 
 class Talking(Engines):
@@ -79,15 +96,15 @@ class Talking(Engines):
     talks: Conversations
 
     def send(self, engine, requests, sampling, kept=()):
-        assert not kept
+        before = {number: replace(row.read(), sample_id=np.array([number])) for number, row in dict(kept).items()}
         for request in requests:
-            self.under_way.append(FinishedResponses(InMemory.whole(self.talked(request)), engine))
+            self.under_way.append(FinishedResponses(InMemory.whole(self.talked(request, before)), engine))
             self.sent += 1
 
-    def talked(self, request):
+    def talked(self, request, kept):
         async def whole():
             sampling = Sampling(1.0, LONGEST, (END,))
-            return [batch async for batch in self.talks.generate(Model(self.version), [request], sampling)]
+            return [batch async for batch in self.talks.generate(Model(self.version), [request], sampling, kept)]
 
         (made,) = asyncio.run(whole())
         return replace(made, call_seconds=0 * made.call_seconds, turn_seconds=0 * made.turn_seconds)  # a clock's
@@ -106,7 +123,7 @@ def resumed(first: World, folder: Path) -> tuple[TrainState, Spool]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_speed_changes_no_bit_and_each_response_is_a_conversation_of_its_weights(schedule):
+def test_speed_changes_no_bit_and_each_token_is_of_the_weights_that_its_row_names(schedule):
     runs = [world(seed, schedule).steps(6) for seed in range(2)]
     assert_same(*runs)
     rows = [rollouts.samples.read() for rollouts in runs[0]]
@@ -115,9 +132,10 @@ def test_speed_changes_no_bit_and_each_response_is_a_conversation_of_its_weights
     assert turns.max() == 4 and turns.mean() > 1.5 and {"stop", "turns"} <= stops
     for step, each in enumerate(rows):
         own = each.rollout_log_probs[each.sampled]
-        versions = np.repeat(each.weight_version, each.sampled_counts)
-        np.testing.assert_array_equal(np.floor(-own - 1).astype(int), versions)
-        assert each.span_counts.max() == 1 and step - each.weight_version.min() <= 2
+        np.testing.assert_array_equal(np.floor(-own - 1).astype(int), token_versions(each)[each.sampled])
+        assert step - each.weight_version.min() <= 2
+    spans = [int(each.span_counts.max()) for each in rows]
+    assert max(spans) == (3 if schedule == "in order, partial" else 1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -128,6 +146,9 @@ def test_a_resumed_run_goes_on_with_what_was_under_way(schedule, tmp_path):
         begun = first.steps(step)
         state, spool = resumed(first, tmp_path / str(step))
         assert any(parts.responses for parts in state.ahead.groups.values()), "conversations were under way"
+        rows = [row.read() for parts in state.ahead.groups.values() for row in parts.responses.values()]
+        held = [row for row in rows if row.truncated[0] and row.response_lengths[0] < LONGEST]
+        assert bool(held) == (schedule == "in order, partial")
         second = world(2, schedule, state, spool)
         assert_same([*begun, *second.steps(6 - step)], whole)
 
