@@ -29,7 +29,9 @@ from mrl.data.samples import CALL_REASONS, STOP_REASONS, Samples, TurnCall, with
 from mrl.environments.acting import Acting
 from mrl.environments.environment_pool import CallAnswer, EnvironmentPool, Step, reply_digest
 from mrl.environments.tool import TurnsSpec
+from mrl.exercised import rehearses
 from mrl.flow.kept_tokens import going_on
+from mrl.flow.made_up_calls import made_up_calls
 from mrl.schedule.conversation import Budgets, Conversation, ConversationState, Stop
 from mrl.schedule.segments import joined, with_context
 from mrl.vllm.requests import Request, Sampling
@@ -142,15 +144,21 @@ class Conversations:
 
     def _steps(self, kept: Samples, acting: Acting) -> list[Step]:
         """What was done to the environment, in order: the calls are read again from what was sampled."""
-        parameters = _parameters(acting)
-        turns = _sampled_turns(kept)[:-1]
-        read = [call for turn in turns for call in self._dialect.calls(turn, parameters)]
+        turns = enumerate(_sampled_turns(kept)[:-1], start=1)
+        read = [call for number, turn in turns for call in self._calls(number, turn, acting)]
         pairs = zip(read, _calls_of(kept), strict=True)
         return [
             (call.name, call.arguments, told.reply)
             for call, told in pairs
             if call.name in acting.actions and told.reply
         ]
+
+    def _calls(self, number: int, turn: np.ndarray, acting: Acting) -> list[ToolCall]:
+        """What a turn, counted from 1, calls."""
+        if not rehearses():
+            return self._dialect.calls(turn, _parameters(acting))
+        is_last = number >= self.spec.max_turns
+        return [] if is_last else made_up_calls(acting.functions, number, self.spec.max_calls)
 
     def _begun(self, request: Request, sampling: Sampling, kept: Samples | None) -> Conversation:
         spec = self.spec
@@ -179,7 +187,7 @@ class Conversations:
             made = await _added(engine, asked, made, sampling)
             cut_off = bool(made.truncated[0])
             turn = _last_turn(made)
-            calls = self._dialect.calls(turn, _parameters(acting))
+            calls = self._calls(talk.turn, turn, acting)
             added = int(made.response_lengths[0]) - before
             talk = talk.sampled(added, self._clock(), [call.problem for call in calls], cut_off)
             talk = await self._acted(talk, calls, acting, record)

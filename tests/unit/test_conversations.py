@@ -69,12 +69,12 @@ class Engine:
 PROMPT = tuple(ids("<|im_start|>user\n12*34?<|im_end|>\n<|im_start|>assistant\n"))
 
 
-def spec(**more) -> TurnsSpec:
+def spec(names=NAMES, **more) -> TurnsSpec:
     given = {
         "max_turns": 4, "max_calls": 2, "max_seconds": 60.0, "max_answer_characters": 120, "timeout_s": 20.0,
         "num_workers": 2, **more,
     }  # fmt: skip
-    return TurnsSpec(ToolsSpec(NAMES, FILE), **given)
+    return TurnsSpec(ToolsSpec(names, FILE), **given)
 
 
 @pytest.fixture(scope="module")
