@@ -303,14 +303,18 @@ class EngineWorker:
         outbox = self.outboxes.of(client)
         with outbox.call(call):
             before = await fetched(kept or {})
-            asked = [going_on(request, before.get(request.sample_id)) for request in requests]
-            async for batch in self._answers(asked, sampling):
-                outbox.add(call, with_kept(before, batch), sampling.routes)
+            async for batch in self._answers(requests, sampling, before):
+                outbox.add(call, batch, sampling.routes)
 
-    def _answers(self, requests, sampling) -> AsyncIterator[Samples]:
-        if self.conversations is None:
-            return self.engine.generate(requests, sampling)
-        return self.conversations.generate(self.engine, requests, sampling)
+    async def _answers(self, requests, sampling, kept: dict[int, Samples]) -> AsyncIterator[Samples]:
+        """Whole rows, those that go on from kept tokens too."""
+        if self.conversations is not None:
+            async for batch in self.conversations.generate(self.engine, requests, sampling, kept):
+                yield batch
+            return
+        asked = [going_on(request, kept.get(request.sample_id)) for request in requests]
+        async for batch in self.engine.generate(asked, sampling):
+            yield with_kept(kept, batch)
 
     async def told(self, client: int, awaited: tuple[int, ...]) -> tuple:
         """What finished of a client's calls, as a tuple; see Outbox.told. Raises what one of them raised."""
@@ -335,6 +339,8 @@ class EngineWorker:
         """
         if verb not in CONTROL_VERBS:
             raise ValueError(f"an engine was asked to {verb}, which is none of {', '.join(CONTROL_VERBS)}")
+        if verb == "end_requests" and self.conversations is not None:
+            self.conversations.end(*arguments)
         answer = await getattr(self.engine, verb)(*arguments)
         if verb == "give_up":
             self.outboxes = Outboxes()  # who asked for what is in them is gone

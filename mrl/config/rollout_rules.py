@@ -412,13 +412,6 @@ ROLLOUT_RULES = (
         "on cpu a prompt is never computed in parts, because per-request seeds and repeatable bits need it whole",
         lambda c, m: (c.data.max_sample_length,),
     ),
-    RuleRow(
-        "trainer.schedule",
-        lambda c, m: c.rollout.turns is not None and c.trainer.schedule != "sync",
-        "must be sync with rollout.turns",
-        "a response that goes on by other weights would have to take its conversation along, which is not built",
-        ("sync",),
-    ),
     _tools,
     _parts,
     RuleRow(

@@ -66,6 +66,7 @@ class TurnCall:
     name: str
     reason: str  # of CALL_REASONS
     seconds: float = 0.0
+    reply: int = 0  # digest of what it brought, by which an environment that is begun anew is compared; 0: of nothing
 
 
 @dataclass(frozen=True)
@@ -308,6 +309,7 @@ class Samples(Sequences, SampleRows):
     turn_calls: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.int32))
     turn_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.float32))
     turn_rewards: np.ndarray | None = field(default=None, kw_only=True, **of("turn", np.float32))
+    call_replies: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.uint64))  # see TurnCall
     part_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # None: 0 each
     part_names: np.ndarray | None = field(default=None, kw_only=True, **of("part", NAME))
     part_values: np.ndarray | None = field(default=None, kw_only=True, **of("part", np.float32))
@@ -342,6 +344,7 @@ ONE_TURN: dict[str, Callable[[Any], np.ndarray]] = {
     "call_names": lambda rows: np.zeros(0, NAME),
     "call_reasons": lambda rows: np.zeros(0, np.uint8),
     "call_seconds": lambda rows: np.zeros(0, np.float32),
+    "call_replies": lambda rows: np.zeros(0, np.uint64),
     "part_counts": lambda rows: np.zeros(len(rows), np.int32),
     "part_names": lambda rows: np.zeros(0, NAME),
     "part_values": lambda rows: np.zeros(0, np.float32),
@@ -389,6 +392,7 @@ def _calls_of(rows: Sequence[Sequence[TurnCall]]) -> dict[str, np.ndarray]:
         "call_names": np.array([call.name.encode() for call in every], NAME),
         "call_reasons": np.array([CALL_REASONS.index(call.reason) for call in every], np.uint8),
         "call_seconds": np.array([call.seconds for call in every], np.float32),
+        "call_replies": np.array([call.reply for call in every], np.uint64),
     }
 
 

@@ -1,10 +1,10 @@
 """Who answers the calls of one response: tools, in whichever process is free, and the row's environment."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from mrl.environments.environment_pool import CallAnswer, EnvironmentPool, Session
+from mrl.environments.environment_pool import CallAnswer, EnvironmentPool, Session, Step
 from mrl.environments.environment_worker import REFUSED, no_such_tool
 from mrl.environments.offer import name_of
 
@@ -13,20 +13,22 @@ class Acting:
     """Who answers the calls of one response; to be closed."""
 
     def __init__(self, pool: EnvironmentPool, row: Mapping[str, Any] | None, seed: int):
-        """Begins the row's environment. `row`: see Environment.reset; None where all tools are meant and nothing else.
-
-        Raises UnknownChoice.
-        """
+        """`row`: see Environment.reset; None where all tools are meant and nothing else. Raises UnknownChoice."""
         self._pool = pool
+        self._row = row or {"extra_info": {}}
+        self._seed = seed
         offer = pool.offer
         extra_info = (row or {}).get("extra_info") or {}
         self.functions = {name_of(each): each["function"] for each in offer.schemas(extra_info)}  # by name
-        environment = offer.environment(extra_info)
-        self._actions: set[str] = set()
+        self._environment = offer.environment(extra_info)
+        schemas = () if self._environment is None else offer.environments[self._environment]
+        self.actions = {name_of(schema) for schema in schemas}  # functions that are the environment's
         self._session: Session | None = None
-        if environment is not None:
-            self._actions = {name_of(schema) for schema in offer.environments[environment]}
-            self._session = pool.session(environment, row or {"extra_info": {}}, seed)
+
+    def begin(self, made: Sequence[Step] = ()) -> None:
+        """Begins the row's environment. `made`: see EnvironmentPool.session."""
+        if self._environment is not None:
+            self._session = self._pool.session(self._environment, self._row, self._seed, made)
 
     @property
     def ready(self) -> "Future[CallAnswer] | None":
@@ -40,7 +42,7 @@ class Acting:
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallAnswer]":
         """The answer to come. It raises EnvironmentFault where no process starts."""
-        if name in self._actions:
+        if name in self.actions:
             return self._session.step(name, arguments)
         if name in self.functions:
             return self._pool.call(name, arguments)

@@ -5,9 +5,10 @@
 
 A slot is a thread with a process, at one request at a time. A process that is lost takes its sessions along, so no tool
 is called where they are. Those of repeatable environments are begun anew with their next step: reset by the same row
-and seed, acted on as before, and their replies compared.
+and seed, acted on as before, and their replies compared. So is one that goes on from what was done elsewhere.
 """
 
+import hashlib
 import json
 import secrets
 import threading
@@ -30,6 +31,16 @@ MODULE = "mrl.environments.environment_worker"
 START_ATTEMPTS = 3
 ATTEMPTS = 2  # at a step of a repeatable environment
 DIFFERS = "differs"  # an environment that calls itself repeatable replied otherwise when it was begun anew
+
+
+# name, arguments and the digest of the reply
+Step = tuple[str, Mapping[str, Any], int]
+
+
+def reply_digest(reply: Sequence[Any]) -> int:
+    """Of reason, text, reward, parts and end, never 0."""
+    said = json.dumps(list(reply[:5]), sort_keys=True).encode()
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") | 1
 
 
 class CallAnswer(NamedTuple):
@@ -62,14 +73,15 @@ class Session:
     """An environment that one response is at. Its steps are made in the order in which they are asked for."""
 
     def __init__(
-        self, pool: "EnvironmentPool", slot: _Slot, number: int, begin: Sequence[Any], described: Mapping[str, Any]
+        self, pool: "EnvironmentPool", slot: _Slot, number: int, begin: Sequence[Any], described: Mapping[str, Any],
+        made: Sequence[Step] = (),
     ):  # fmt: skip
-        """`begin`: environment, row and seed; `described`: by the worker."""
+        """`begin`: environment, row and seed; `described`: by the worker; `made`: see EnvironmentPool.session."""
         self.parts: Mapping[str, float] = described["parts"]  # that the environment declares
         self._pool, self._slot, self._number, self._begin = pool, slot, number, list(begin)
         self._attempts = ATTEMPTS if described["repeatable"] else 1
         self._process: WorkerProcess | None = None  # that has it
-        self._made: list[tuple[Sequence[Any], list[Any]]] = []  # steps and their replies
+        self._made = list(made)
         self._over: CallAnswer | None = None
         self.ready: Future[CallAnswer] = pool.submit(self._reset, slot)
 
@@ -96,7 +108,7 @@ class Session:
         reply = self._pool.ask(process, "step", self._number, *action)
         if reply[0] not in (OK, REFUSED):
             raise WorkerFailure(reply[0], reply[1])
-        self._made.append((action, reply))
+        self._made.append((*action, reply_digest(reply)))
         return reply
 
     def _attempted(self, slot: _Slot, what: str, act: Callable[[WorkerProcess], list[Any]]) -> CallAnswer:
@@ -118,20 +130,21 @@ class Session:
                     text = f"Error: {what}: {failure.detail}"
                     seconds = time.monotonic() - began
                     self._over = CallAnswer(failure.reason, text, seconds=seconds, failed=True)
+                    break
         return self._over
 
     def _begun_in(self, process: WorkerProcess) -> None:
         """Brings it to where it was. Raises WorkerFailure where it does not come there."""
         if self._made and self._attempts == 1:
-            raise _Lost(DIED, "its process is lost, and it is not repeatable")
+            raise _Lost(DIED, "it would have to be begun anew, and is not repeatable")
         reply = self._pool.ask(process, "reset", self._number, *self._begin)
         if reply[0] != OK:
             raise WorkerFailure(reply[0], reply[1])
         self._process = process
-        for action, before in self._made:
-            again = self._pool.ask(process, "step", self._number, *action)
-            if again != before:
-                raise WorkerFailure(DIFFERS, f"begun anew it replied {again[1]!r}, and {before[1]!r} before")
+        for name, arguments, before in self._made:
+            again = self._pool.ask(process, "step", self._number, name, arguments)
+            if reply_digest(again) != before:
+                raise WorkerFailure(DIFFERS, f"begun anew it replied {again[1]!r} to {name}, and otherwise before")
 
     def _close(self, slot: _Slot) -> CallAnswer:
         self._pool.leave(slot)
@@ -194,8 +207,10 @@ class EnvironmentPool:
     @property
     def offer(self) -> Offer:
         """What may be called."""
-        environments = {name: tuple(each["schemas"]) for name, each in self._described["environments"].items()}
-        return Offer(tuple(self._described["schemas"]), environments)
+        described = self._described["environments"]
+        environments = {name: tuple(each["schemas"]) for name, each in described.items()}
+        unrepeatable = tuple(name for name, each in described.items() if not each["repeatable"])
+        return Offer(tuple(self._described["schemas"]), environments, unrepeatable)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallAnswer]":
         """The answer of a tool to come, in whatever way the call ends. It raises EnvironmentFault where no process
@@ -203,15 +218,18 @@ class EnvironmentPool:
         """
         return self.submit(lambda slot: self._call(slot, name, arguments))
 
-    def session(self, environment: str, row: Mapping[str, Any], seed: int) -> Session:
-        """Begins an environment for a response; see Session.ready for whether it has begun."""
+    def session(self, environment: str, row: Mapping[str, Any], seed: int, made: Sequence[Step] = ()) -> Session:
+        """Begins an environment for a response; see Session.ready for whether it has begun.
+
+        `made`: steps by which it is brought to where it was, each with the digest of its reply.
+        """
         with self._changed:
             slot = min((slot for slot in self._slots if slot.of_sessions), key=lambda each: each.sessions)
             slot.sessions += 1
             self._sessions += 1
             number = self._sessions
         described = self._described["environments"][environment]
-        return Session(self, slot, number, [environment, row, seed], described)
+        return Session(self, slot, number, [environment, row, seed], described, made)
 
     def leave(self, slot: _Slot) -> None:
         """A session of the slot has ended."""

@@ -23,6 +23,8 @@ class Offer:
 
     tools: Schemas
     environments: Mapping[str, Schemas] = field(default_factory=dict)
+    unrepeatable: tuple[str, ...] = ()  # environments that cannot be begun anew
+    rewards: bool = False  # the reward is the environment's, so that every row has to act on one
 
     @property
     def all_schemas(self) -> Schemas:
@@ -64,6 +66,11 @@ class Offer:
             )
         if named is None:
             return known[0] if known else None
+        if named == "" and self.rewards:
+            raise UnknownChoice(
+                f"extra_info.{ENVIRONMENT} is empty, and reward.function: environment takes the reward from one; name "
+                f"one of {', '.join(known)}, or give a reward function of your own (reward.custom_reward_function)"
+            )
         if named == "":
             return None
         if named not in known:

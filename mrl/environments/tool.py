@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mrl.errors import ConfigError
@@ -37,6 +38,11 @@ class ToolsSpec:
     folders: tuple[str, ...] = ()  # that it may write into beside temporary ones
     environments: tuple[str, ...] = ()
     index: str | None = None  # of the shipped tool `search`
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the files that it names are on this host."""
+        return all(Path(path).expanduser().exists() for path in (self.path, self.index) if path is not None)
 
 
 @dataclass(frozen=True)

@@ -6,29 +6,37 @@
 
 The engine is asked with the ids of the stored row up to there, and nothing else: what it sampled is never decoded and
 tokenised again. While tools work, the engine answers others. A row's environment begins while the first turn is
-sampled. mrl.schedule.conversation decides, mrl.data.dialects reads and writes, mrl.environments acts,
-mrl.schedule.segments puts together; here they meet.
+sampled. One that is held, at a border of the weights or because the engine gave it back, is a row that can go on, at
+whichever engine gets it next: its environment is brought to where it was by the calls that the row has.
+mrl.schedule.conversation decides, mrl.data.dialects reads and writes, mrl.environments acts, mrl.schedule.segments puts
+together; here they meet.
 """
 
 import asyncio
+import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
 from mrl.data.dialects import ToolCall, dialect_of
-from mrl.data.samples import STOP_REASONS, Samples, TurnCall, with_outcome
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, Samples, TurnCall, with_outcome, with_turns
 from mrl.environments.acting import Acting
-from mrl.environments.environment_pool import CallAnswer, EnvironmentPool
+from mrl.environments.environment_pool import CallAnswer, EnvironmentPool, Step, reply_digest
 from mrl.environments.tool import TurnsSpec
+from mrl.exercised import rehearses
 from mrl.flow.kept_tokens import going_on
+from mrl.flow.made_up_calls import made_up_calls
 from mrl.schedule.conversation import Budgets, Conversation, ConversationState, Stop
 from mrl.schedule.segments import joined, with_context
 from mrl.vllm.requests import Request, Sampling
+
+_NONE: Mapping[int, Samples] = MappingProxyType({})
 
 
 class Generates(Protocol):
@@ -46,6 +54,19 @@ class _Record:
     rewards: list[float] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, kept: Samples) -> "_Record":
+        """Of a row that goes on, without the turn that it is at."""
+        turns = kept.turn_calls.tolist()[:-1]
+        calls = _calls_of(kept)
+        ends = np.cumsum([0, *turns]).tolist()
+        parts = zip(kept.part_names.tolist(), kept.part_values.tolist(), strict=True)
+        return cls(
+            [calls[start:end] for start, end in itertools.pairwise(ends)],
+            kept.turn_rewards.tolist()[:-1],
+            {name.decode(): value for name, value in parts},
+        )
+
     def add(
         self, calls: Sequence[ToolCall], most: int, answers: Mapping[int, CallAnswer], known: Collection[str]
     ) -> None:
@@ -55,11 +76,6 @@ class _Record:
         for i in sorted(answers):
             self.parts |= answers[i].parts
 
-    def add_none(self) -> None:
-        """Of a turn without a call that was made."""
-        self.calls.append([])
-        self.rewards.append(0.0)
-
 
 def _call(call: ToolCall, is_made: bool, answer: CallAnswer | None, known: Collection[str]) -> TurnCall:
     name = call.name if call.name in known else ""
@@ -67,7 +83,14 @@ def _call(call: ToolCall, is_made: bool, answer: CallAnswer | None, known: Colle
         return TurnCall(name, "unread")
     if answer is None:
         return TurnCall(name, "unanswered" if is_made else "not_called")
-    return TurnCall(name, answer.reason, answer.seconds)
+    return TurnCall(name, answer.reason, answer.seconds, reply_digest(answer))
+
+
+def _calls_of(row: Samples) -> list[TurnCall]:
+    names = [name.decode() for name in row.call_names.tolist()]
+    reasons = [CALL_REASONS[reason] for reason in row.call_reasons.tolist()]
+    columns = zip(names, reasons, row.call_seconds.tolist(), row.call_replies.tolist(), strict=True)
+    return [TurnCall(*each) for each in columns]
 
 
 class Conversations:
@@ -82,14 +105,21 @@ class Conversations:
         self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.timeout_s, log_path)
         schemas = list(self._pool.offer.all_schemas)
         self._dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": schemas})
+        self._here: set[int | None] = set()  # handles of requests
+        self._unwanted: set[int | None] = set()  # of those that are to be held
 
     async def generate(
-        self, engine: Generates, requests: Sequence[Request], sampling: Sampling
+        self, engine: Generates, requests: Sequence[Request], sampling: Sampling, kept: Mapping[int, Samples] = _NONE
     ) -> AsyncIterator[Samples]:
-        """Yields whole responses as they finish, one row each. Raises what the engine raises, and EnvironmentFault
-        where no process for tools starts.
+        """Yields whole responses as they finish, one row each, and what there is of those that are held. `kept`: by
+        sample_id, the row that a response goes on from.
+
+        Raises what the engine raises, and EnvironmentFault where no process for tools starts.
         """
-        tasks = [asyncio.create_task(self._whole(engine, request, sampling)) for request in requests]
+        tasks = [
+            asyncio.create_task(self._whole(engine, request, sampling, kept.get(request.sample_id)))
+            for request in requests
+        ]
         try:
             for task in asyncio.as_completed(tasks):
                 yield await task
@@ -97,43 +127,88 @@ class Conversations:
             for task in tasks:
                 task.cancel()
 
-    async def _whole(self, engine: Generates, request: Request, sampling: Sampling) -> Samples:
+    def end(self, handles: Collection[int]) -> None:
+        """Nobody waits for these any more: they ask for no further turn. What the engine is at, it ends itself."""
+        self._unwanted |= self._here & set(handles)
+
+    async def _whole(self, engine: Generates, request: Request, sampling: Sampling, kept: Samples | None) -> Samples:
         acting = Acting(self._pool, request.row, request.prompt_id)
+        self._here.add(request.handle)
         try:
-            return await self._acting(engine, request, sampling, acting)
+            acting.begin(() if kept is None else self._steps(kept, acting))
+            return await self._acting(engine, request, sampling, acting, kept)
         finally:
+            self._here.discard(request.handle)
+            self._unwanted.discard(request.handle)
             acting.close()
 
-    async def _acting(self, engine: Generates, request: Request, sampling: Sampling, acting: Acting) -> Samples:
-        spec, limit = self.spec, request.max_tokens or sampling.max_tokens
-        budgets = Budgets(limit, spec.max_turns, spec.max_calls, spec.max_seconds, spec.max_answer_characters)
-        talk = Conversation(budgets, request.seed, self._clock())
-        record = _Record(parts=dict(acting.parts))
-        made = None
-        while talk.state is not ConversationState.ENDED:
+    def _steps(self, kept: Samples, acting: Acting) -> list[Step]:
+        """What was done to the environment, in order: the calls are read again from what was sampled."""
+        turns = enumerate(_sampled_turns(kept)[:-1], start=1)
+        read = [call for number, turn in turns for call in self._calls(number, turn, acting)]
+        pairs = zip(read, _calls_of(kept), strict=True)
+        return [
+            (call.name, call.arguments, told.reply)
+            for call, told in pairs
+            if call.name in acting.actions and told.reply
+        ]
+
+    def _calls(self, number: int, turn: np.ndarray, acting: Acting) -> list[ToolCall]:
+        """What a turn, counted from 1, calls."""
+        if not rehearses():
+            return self._dialect.calls(turn, _parameters(acting))
+        is_last = number >= self.spec.max_turns
+        return [] if is_last else made_up_calls(acting.functions, number, self.spec.max_calls)
+
+    def _begun(self, request: Request, sampling: Sampling, kept: Samples | None) -> Conversation:
+        spec = self.spec
+        budgets = Budgets(
+            sampling.max_tokens, spec.max_turns, spec.max_calls, spec.max_seconds, spec.max_answer_characters
+        )
+        if kept is None:
+            return Conversation(budgets, request.seed, self._clock(), request.max_tokens)
+        tokens = int(kept.response_lengths[0])
+        border = None if request.max_tokens is None else tokens + request.max_tokens
+        began = self._clock() - float(kept.turn_seconds.sum())  # other seconds of it nobody knows any more
+        return Conversation(budgets, request.seed, began, border, tokens=tokens, turn=int(kept.turn_counts[0]))
+
+    async def _acting(
+        self, engine: Generates, request: Request, sampling: Sampling, acting: Acting, kept: Samples | None
+    ) -> Samples:
+        talk = self._begun(request, sampling, kept)
+        record = _Record(parts=dict(acting.parts)) if kept is None else _Record.of(kept)
+        made = kept
+        while talk.state is ConversationState.SAMPLING:
+            if request.handle in self._unwanted and made is not None:
+                talk = talk.held()
+                break
             asked = replace(request, max_tokens=talk.max_tokens)
             before = talk.tokens
             made = await _added(engine, asked, made, sampling)
             cut_off = bool(made.truncated[0])
             turn = _last_turn(made)
-            calls = self._dialect.calls(turn, _parameters(acting))
+            calls = self._calls(talk.turn, turn, acting)
             added = int(made.response_lengths[0]) - before
             talk = talk.sampled(added, self._clock(), [call.problem for call in calls], cut_off)
             talk = await self._acted(talk, calls, acting, record)
             if talk.state is ConversationState.TELLING:
                 talk, made = self._told(talk, made, turn)
         talk = await _with_environment(talk, acting)
+        if len(record.calls) < with_turns(made).turn_counts[0]:  # the turn that it is at has called nothing yet
+            record.add((), 0, {}, acting.functions)
         made = with_outcome(made, record.calls, record.rewards, record.parts, talk.acting_s)
-        return replace(made, stop_reason=_numbers([STOP_REASONS.index(talk.stop)], made.stop_reason))
+        stop = Stop.LENGTH if talk.state is ConversationState.HELD else talk.stop
+        return replace(made, stop_reason=_numbers([STOP_REASONS.index(stop)], made.stop_reason))
 
     async def _acted(
         self, talk: Conversation, calls: Sequence[ToolCall], acting: Acting, record: _Record
     ) -> Conversation:
         """After all open calls are made and answered, or time is up; the turn is recorded once it has ended."""
-        if talk.state is ConversationState.SAMPLING:  # it was cut off, and goes on
+        if talk.state is ConversationState.HELD:
             return talk
         if talk.state is ConversationState.ENDED:
-            record.add_none()
+            looked_at = calls if talk.stop is not Stop.LENGTH else ()
+            record.add(looked_at, 0, {}, acting.functions)
             return talk
         most = talk.budgets.calls
         talk, answers = await self._answered(talk, calls, acting)
@@ -187,7 +262,7 @@ async def _with_environment(talk: Conversation, acting: Acting) -> Conversation:
     if acting.ready is None:
         return talk
     begun = await asyncio.wrap_future(acting.ready)
-    return replace(talk, stop=Stop.ENVIRONMENT) if begun.failed else talk
+    return replace(talk, state=ConversationState.ENDED, stop=Stop.ENVIRONMENT) if begun.failed else talk
 
 
 async def _added(engine: Generates, request: Request, made: Samples | None, sampling: Sampling) -> Samples:
@@ -199,9 +274,16 @@ async def _added(engine: Generates, request: Request, made: Samples | None, samp
 
 def _last_turn(made: Samples) -> np.ndarray:
     """int32: what was sampled of the last turn."""
-    start = 0 if made.turn_starts is None else int(made.turn_starts[-1])
+    return _sampled_turns(made)[-1]
+
+
+def _sampled_turns(made: Samples) -> list[np.ndarray]:
+    """int32: what was sampled of each turn."""
+    made = with_turns(made)
     (response,) = made.responses()
-    return response[start:]
+    starts = made.turn_starts[1:]
+    parts = zip(np.split(response, starts), np.split(made.sampled, starts), strict=True)
+    return [ids[sampled] for ids, sampled in parts]
 
 
 def _numbers(values: list[int], like: np.ndarray) -> np.ndarray:

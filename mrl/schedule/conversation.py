@@ -3,6 +3,9 @@
     SAMPLING --sampled--> ACTING --answered, the last--> TELLING --told--> SAMPLING ...
         |                   |                               |
         +---- stop, length, | turns, seconds, ------------- | context, closed, environment ----> ENDED
+        +-------------------------------------------------- + a border, or an engine that gives back ----> HELD
+
+One that is held goes on later from its tokens, maybe by other weights and at another engine.
 
 An example: budgets of 2 turns and 60 tokens; the model samples 9 tokens with two calls, of which one is malformed.
 
@@ -30,6 +33,7 @@ class ConversationState(StrEnum):
     SAMPLING = "sampling"  # tokens of an engine
     ACTING = "acting"  # answers of tools or of an environment
     TELLING = "telling"  # answers as tokens
+    HELD = "held"  # other weights, or another engine: another conversation goes on from its tokens
     ENDED = "ended"
 
 
@@ -63,6 +67,7 @@ class Conversation:
     budgets: Budgets
     seed: int
     began: float  # seconds of any clock that only goes forward, the same as of all events
+    border: int | None = None  # tokens with which it is held unless it has ended; context alone may go beyond
     state: ConversationState = ConversationState.SAMPLING
     stop: Stop | None = None  # why it ended
     tokens: int = 0  # of the response so far, context too
@@ -74,6 +79,11 @@ class Conversation:
     @property
     def max_tokens(self) -> int:
         """Tokens that the next request may add."""
+        end = self.budgets.tokens if self.border is None else min(self.border, self.budgets.tokens)
+        return end - self.tokens
+
+    @property
+    def _left(self) -> int:
         return self.budgets.tokens - self.tokens
 
     @property
@@ -96,14 +106,14 @@ class Conversation:
     ) -> "Conversation":
         """A request has added so many tokens. `problems`: of each call in them what is wrong with it, None for none.
 
-        `cut_off`: it did not end by itself, and its calls are not looked at: where tokens are left it goes on.
+        `cut_off`: it did not end by itself, and its calls are not looked at: where tokens are left it is held.
         """
         self._must_be(ConversationState.SAMPLING)
         if not 0 <= added <= self.max_tokens:
             raise ValueError(f"a request for at most {self.max_tokens} tokens added {added}")
         after = replace(self, tokens=self.tokens + added)
         if cut_off:
-            return after if after.max_tokens else after._ended(Stop.LENGTH)
+            return after.held() if after._left else after._ended(Stop.LENGTH)
         if not problems:
             return after._ended(Stop.STOP)
         if self.turn >= self.budgets.turns:
@@ -138,9 +148,9 @@ class Conversation:
         self._must_be(ConversationState.TELLING)
         if context < 0:
             raise ValueError(f"{context} tokens of context")
-        if context >= self.max_tokens:
+        if context >= self._left:
             return self._ended(Stop.CONTEXT)
-        return replace(
+        after = replace(
             self,
             state=ConversationState.SAMPLING,
             tokens=self.tokens + context,
@@ -148,6 +158,12 @@ class Conversation:
             answers=(),
             acting_s=0.0,
         )
+        return after if after.max_tokens > 0 else after.held()
+
+    def held(self) -> "Conversation":
+        """It is given back before its next request."""
+        self._must_be(ConversationState.SAMPLING)
+        return replace(self, state=ConversationState.HELD)
 
     def passed(self, now: float) -> "Conversation":
         """Time has passed."""

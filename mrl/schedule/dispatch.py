@@ -124,8 +124,9 @@ class Dispatcher:
         self._of_group[group.number].add(request.request)
         return request
 
-    def answered(self, request: int, tokens: int, stopped: bool) -> Group | None:
-        """So many tokens came back; `stopped`: the response ended by itself.
+    def answered(self, request: int, tokens: int, stopped: bool, context: int = 0) -> Group | None:
+        """So many tokens came back; `stopped`: the response ended by itself. `context`: tokens of the whole response
+        that nobody sampled, which go beyond a border where they stand at it.
 
         The group, or None for a request that was taken back. in_order a request that is interrupted before its border
         begins again, with 0 tokens: it would go on with other bits.
@@ -133,9 +134,9 @@ class Dispatcher:
         if request not in self.under_way:
             return None
         sent = self._back(request)
-        if tokens > sent.max_tokens:
+        if tokens > sent.max_tokens + context:
             raise ValueError(f"{sent.engine} made {tokens} tokens, of {sent.max_tokens} asked for: {sent}")
-        if sent.is_whole and not stopped and tokens not in (0, sent.max_tokens):
+        if sent.is_whole and not stopped and 0 < tokens < sent.max_tokens:
             raise ValueError(
                 f"{sent.engine} gave {tokens} tokens back, neither all nor none of {sent.max_tokens} "
                 f"up to the border: {sent}"

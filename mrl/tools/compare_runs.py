@@ -18,7 +18,7 @@ from mrl.errors import MrlError
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.tools.own_command import run_mrl, stopped_by_sigterm
 
-# what a clock or the state of the machine decides
+# how metrics begin that a clock or the state of the machine decides; see is_of_clock
 CLOCK = ("timing_", "perf/", "switch/", "reshard/seconds", "reshard/peak_staging_bytes", "trainer/restarts", "fleet/")
 OUTPUT_TAIL = 1500  # characters of a failed run's output that are shown
 
@@ -43,11 +43,16 @@ def metrics_difference(first: Sequence[Mapping[str, Any]], second: Sequence[Mapp
         return f"metrics: steps {steps[0]} and {steps[1]}"
     for a, b in zip(first, second, strict=True):
         for name in sorted(a.keys() | b.keys()):
-            if name.startswith(CLOCK) or (is_counted_by_engine(name) and lacked_engines(a, b)):
+            if is_of_clock(name) or (is_counted_by_engine(name) and lacked_engines(a, b)):
                 continue
             if not _same(a.get(name), b.get(name)):
                 return f"metrics: {name} of step {a['training/global_step']} is {a.get(name)!r} and {b.get(name)!r}"
     return None
+
+
+def is_of_clock(name: str) -> bool:
+    """Whether a clock or the state of the machine decides a metric."""
+    return name.startswith(CLOCK) or (name.startswith("tools/") and name.endswith("/seconds"))
 
 
 def is_counted_by_engine(name: str) -> bool:

@@ -1,7 +1,7 @@
 """First step of assembling a run: prompts and reward are read and checked. Nothing is written, nothing to undo."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from mrl.data.dialects import dialect_of
 from mrl.data.order import PromptStream
 from mrl.environments.environment_pool import check_tools
 from mrl.environments.offer import Offer
+from mrl.environments.tool import ToolsSpec
 from mrl.errors import ConfigError
+from mrl.reward.builtin_rules import ENVIRONMENT
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import check_function
 from mrl.reward.resolve import check_data_sources
@@ -50,7 +52,8 @@ def read_data(
     Raises DataError, and ConfigError for a reward function or tools that cannot be loaded.
     """
     tokenizer = load_tokenizer(model_path)
-    tools = checked_tools(turns, data, model_path, tokenizer)
+    tools = checked_tools(turns, data, reward, model_path, tokenizer)
+    check_goes_on(tools, trainer)
     stream = load_training(data, trainer.seed, tokenizer, tools)
     val_prompts = load_validation(data, tokenizer, tools)
     held_out_sources = val_prompts.data_sources if val_prompts else frozenset()
@@ -60,7 +63,9 @@ def read_data(
     return Data(stream, val_prompts, scoring, total_steps)
 
 
-def checked_tools(turns: TurnsConfig | None, data: DataConfig, model_path: str, tokenizer: Any) -> Offer | None:
+def checked_tools(
+    turns: TurnsConfig | None, data: DataConfig, reward: RewardConfig, model_path: str, tokenizer: Any
+) -> Offer | None:
     """What may be called, loaded in a process that is gone again; None where responses are of one turn.
 
     Raises ConfigError for what cannot be loaded, and for a model whose family's form of calls is not known.
@@ -68,7 +73,7 @@ def checked_tools(turns: TurnsConfig | None, data: DataConfig, model_path: str, 
     spec = turns_spec(turns, data)
     if spec is None:
         return None
-    offer = check_tools(spec.tools)
+    offer = offer_of(spec.tools, reward)
     dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": list(offer.all_schemas)})
     if dialect.end not in stop_token_ids(model_path):
         raise ConfigError(
@@ -80,6 +85,25 @@ def checked_tools(turns: TurnsConfig | None, data: DataConfig, model_path: str, 
         if names:
             print(f"{kind}: {', '.join(names)}, called in the form of {dialect.name}")
     return offer
+
+
+def offer_of(tools: ToolsSpec, reward: RewardConfig) -> Offer:
+    """What may be called, and whether rows have to act on an environment. Raises ConfigError for what cannot be loaded,
+    EnvironmentFault where no process for it starts.
+    """
+    own = reward.custom_reward_function
+    return replace(check_tools(tools), rewards=own is None and reward.function == ENVIRONMENT)
+
+
+def check_goes_on(tools: Offer | None, trainer: TrainerConfig) -> None:
+    """Raises ConfigError where a conversation would go on elsewhere, and its environment cannot be begun anew."""
+    if tools is None or not trainer.partial_rollouts or not tools.unrepeatable:
+        return
+    raise ConfigError(
+        f"rollout.turns.environments: {tools.unrepeatable[0]!r} is not repeatable, and with trainer.partial_rollouts a "
+        "response goes on elsewhere, where its environment is brought to where it was by the same actions; set "
+        "partial_rollouts to false, or make its replies follow from row, seed and actions alone (`repeatable = True`)"
+    )
 
 
 def prompt_parameters(data: DataConfig, tools: Offer | None = None) -> PromptParameters:

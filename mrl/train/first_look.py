@@ -22,14 +22,19 @@ from mrl.config.schema import DataConfig, RewardConfig, RunConfig
 from mrl.data.dataset import BadRow, ChatTokenizer, PromptDataset, load_tokenizer, parse_row
 from mrl.data.quick_tokenizer import quick_tokenizer
 from mrl.data.row_files import read_rows
-from mrl.environments.environment_pool import check_tools
 from mrl.environments.offer import Offer
-from mrl.environments.tool import ToolsSpec
 from mrl.errors import ConfigError, DataError
 from mrl.reward.items import OK, ONE_TURN, RewardItem, check_failures
 from mrl.reward.pool import RewardPool, check_function
 from mrl.reward.process import PACKAGE_ROOT
-from mrl.train.assemble_data import load_training, load_validation, prompt_parameters, reward_spec
+from mrl.train.assemble_data import (
+    check_goes_on,
+    load_training,
+    load_validation,
+    offer_of,
+    prompt_parameters,
+    reward_spec,
+)
 from mrl.units import MIB
 from mrl.vllm.requests import turns_spec
 
@@ -51,7 +56,8 @@ def look(config: RunConfig) -> str | None:
         load_custom_advantage(own.path, config.algorithm.adv_estimator)
     data = config.data
     turns = turns_spec(config.rollout.turns, data)
-    offer = None if turns is None or not _is_here(turns.tools) else check_tools(turns.tools)
+    offer = None if turns is None or not turns.tools.is_here else offer_of(turns.tools, config.reward)
+    check_goes_on(offer, config.trainer)
     here = data.model_copy(update={"train_files": _here(data.train_files), "val_files": _here(data.val_files)})
     small = _bytes(here) <= READ_WHOLE_BYTES
     if small:
@@ -68,10 +74,6 @@ def look(config: RunConfig) -> str | None:
     if "torch" in sys.modules:
         return _read(load_tokenizer(config.model.path), data, seed, offer)
     return _read_apart(config.model.path, data, seed, offer)
-
-
-def _is_here(tools: ToolsSpec) -> bool:
-    return all(Path(path).expanduser().exists() for path in (tools.path, tools.index) if path is not None)
 
 
 def _here(files: Sequence[str]) -> tuple[str, ...]:
@@ -161,7 +163,7 @@ def _offer(fields: dict[str, Any] | None) -> Offer | None:
     if fields is None:
         return None
     environments = {name: tuple(actions) for name, actions in fields["environments"].items()}
-    return Offer(tuple(fields["tools"]), environments)
+    return Offer(tuple(fields["tools"]), environments, rewards=fields["rewards"])
 
 
 def main() -> None:

@@ -447,12 +447,14 @@ class Generation:
     def _take_in(self, arrived: FinishedResponses) -> None:
         rows = arrived.samples.rows
         check_finite(rows)
-        columns = (rows.sample_id.tolist(), rows.response_lengths.tolist(), rows.truncated.tolist())
-        for row, (request, length, truncated) in enumerate(zip(*columns, strict=True)):
+        context = rows.response_lengths - rows.sampled_lengths
+        columns = (rows.sample_id, rows.response_lengths, rows.truncated, context)
+        numbers = zip(*(column.tolist() for column in columns), strict=True)
+        for row, (request, length, truncated, unsampled) in enumerate(numbers):
             sent = self._dispatcher.under_way.get(request)
             if sent is None:  # it was ended
                 continue
-            group = self._dispatcher.answered(request, length - sent.kept, not truncated)
+            group = self._dispatcher.answered(request, length - sent.kept, not truncated, unsampled)
             self._came += length - sent.kept
             has_ended = group.ended[sent.index]
             if length or has_ended:

@@ -21,7 +21,7 @@ from mrl.errors import DamagedCheckpoint
 from mrl.flow.group_writer import GroupParts
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.reward_texts import with_texts
-from mrl.reward.items import OK, RewardResult
+from mrl.reward.items import RewardResult, is_failure
 from mrl.schedule.groups import Group, State
 from mrl.schedule.ledger import Ledger
 from mrl.train.numbered_prompts import DrawPlace
@@ -101,7 +101,7 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
     _check_tokens(folder, ledger, groups)
     place = DrawPlace(said["draw"], DataCursor(**said["cursor"]))
     told = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
-    filtered = [(number, results) for number, results in told if all(result.reason == OK for result in results)]
+    filtered = [(number, results) for number, results in told if not any(map(is_failure, results))]
     return KeptGroups.of(ledger, place, groups, filtered, spool)
 
 
@@ -109,7 +109,7 @@ def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) ->
     name = group_file(group.number, group.attempts)
     check_digest(folder, name, files)
     record = read_group(folder / name)
-    judged = {index: result for index, result in record.results.items() if result.reason == OK}
+    judged = {index: result for index, result in record.results.items() if not is_failure(result)}
     if len(judged) < len(record.results):  # what kept rewards from being given may be over
         group.state = State.RUNNING
     elif group.state is State.FINISHED:

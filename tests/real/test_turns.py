@@ -5,6 +5,8 @@ what the engine sampled or read, and context is not trained on.
 import importlib.util
 import json
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,11 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from test_runs import finish, wait_for_step
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from world import ROOT, metrics, succeeded
 
 from mrl.record.sample_files import read_samples
+from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 pytestmark = pytest.mark.real
 
@@ -90,6 +94,12 @@ def world(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def run(world, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "run"
+    succeeded("train", str(PRESET), *given(world, folder))
+    return folder
+
+
+def given(world: Path, folder: Path, **more) -> list[str]:
+    """Options of a run of two steps, or of what `more` says."""
     values = {
         "model.path": world / "model", "data.train_files": world / "data" / "train.parquet",
         "data.val_files": world / "data" / "val.parquet", "reward.custom_reward_function.path": world / "reward.py",
@@ -97,10 +107,8 @@ def run(world, tmp_path_factory) -> Path:
         "actor.ppo_micro_batch_size_per_gpu": 8, "trainer.total_training_steps": 2, "trainer.save_freq": -1,
         "trainer.test_freq": 2, "rollout.val_kwargs.n": 1, "trainer.run_dir": folder, "data.shuffle": False,
         "rollout.turns.environments": ["Sum"], "rollout.turns.path": world / "environments.py",
-    }  # fmt: skip
-    given = [text for key, value in values.items() for text in ("--set", f"{key}={json.dumps(value, default=str)}")]
-    succeeded("train", str(PRESET), *given)
-    return folder
+    } | {key.replace("__", "."): value for key, value in more.items()}  # fmt: skip
+    return [text for key, value in values.items() for text in ("--set", f"{key}={json.dumps(value, default=str)}")]
 
 
 def test_it_trains_on_responses_of_several_turns(run):
@@ -171,3 +179,52 @@ def test_transformers_says_of_what_was_sampled_what_the_engine_said(run, world):
         assert not given[~sampled].any()
         several += not sampled.all()
     assert several >= 4
+
+
+AHEAD = {
+    "trainer__schedule": "one_step_off", "trainer__total_training_steps": 3, "trainer__save_freq": 1,
+    "trainer__max_actor_ckpt_to_keep": 3, "trainer__deterministic": True,
+}  # fmt: skip
+
+
+PARTIAL = AHEAD | {
+    "trainer__schedule": "bounded", "trainer__max_staleness": 2, "trainer__partial_rollouts": True,
+    "trainer__segment_tokens": 20, "trainer__total_training_steps": 4, "trainer__max_actor_ckpt_to_keep": 4,
+}  # fmt: skip
+
+
+def started(world: Path, run_dir: Path, schedule: dict, *more: str) -> subprocess.Popen:
+    command = ["mrl", "train", str(PRESET), *given(world, run_dir, **schedule), *more]
+    log = run_dir.with_suffix(".log").open("a")
+    return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def stopped_and_resumed(world: Path, folder: Path, schedule: dict) -> list[dict]:
+    """Lines of a run, after it was held against one that a signal ended and that went on: no bit is another."""
+    whole, stopped = folder / "whole", folder / "stopped"
+    ends = [(whole, 0, ()), (stopped, 5, ()), (stopped, 0, ("--resume",))]
+    for run_dir, code, more in ends:
+        process = started(world, run_dir, schedule, *more)
+        if code:
+            wait_for_step(process, run_dir, 1)
+            process.send_signal(signal.SIGTERM)
+        assert finish(process, run_dir) == code, run_dir.with_suffix(".log").read_text()[-3000:]
+    last = f"step-{schedule['trainer__total_training_steps']}"
+    assert metrics_difference(metrics(stopped), metrics(whole)) is None
+    assert checkpoint_difference(*(each / "checkpoints" / last for each in (stopped, whole))) is None
+    rows = [row for row in metrics(whole) if row["training/global_step"]]
+    assert all(row["turns/mean"] > 1.2 and row["turns/ended/environment"] == 0 for row in rows)
+    return rows
+
+
+def test_ahead_of_training_conversations_go_on_after_a_signal_bit_by_bit(world, tmp_path):
+    """The checkpoint of the signal has conversations of the step after it, whole, and what each turn called."""
+    rows = stopped_and_resumed(world, tmp_path, AHEAD)
+    assert [row["training/off_policy/trajectory_staleness/max"] for row in rows] == [0, 1, 1]
+
+
+def test_conversations_of_several_versions_go_on_after_a_signal_bit_by_bit(world, tmp_path):
+    """Borders fall inside of them: their environments are begun anew, by other processes too."""
+    rows = stopped_and_resumed(world, tmp_path, PARTIAL)
+    assert [row["training/off_policy/trajectory_staleness/max"] for row in rows] == [0, 1, 2, 2]
+    assert rows[-1]["async/versions_per_sample"] > 1.5

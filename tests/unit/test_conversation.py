@@ -43,6 +43,7 @@ EVENTS = {
     "context without end": lambda c: c.told(51),
     "time": lambda c: c.passed(109.9),
     "too much time": lambda c: c.passed(110.0),
+    "is given back": lambda c: c.held(),
     "the environment's end": lambda c: c.closed(),
     "the environment's failure": lambda c: c.failed(),
 }
@@ -50,7 +51,8 @@ ENDS = {"the environment's end": Stop.CLOSED, "the environment's failure": Stop.
 TABLE = {
     State.SAMPLING: {
         "answers by itself": Stop.STOP, "calls": State.ACTING, "calls, all malformed": State.TELLING,
-        "calls, late": Stop.SECONDS, "is cut off": State.SAMPLING, "fills the rest": Stop.LENGTH,
+        "calls, late": Stop.SECONDS, "is cut off": State.HELD, "is given back": State.HELD,
+        "fills the rest": Stop.LENGTH,
         "an answer": State.SAMPLING, "an answer, late": State.SAMPLING, "an answer of another turn": State.SAMPLING,
         "time": State.SAMPLING, "too much time": Stop.SECONDS, **ENDS,
     },
@@ -63,13 +65,19 @@ TABLE = {
         "context": State.SAMPLING, "context without end": Stop.CONTEXT,
         "time": State.TELLING, "too much time": State.TELLING, **ENDS,
     },
+    State.HELD: {
+        "an answer": State.HELD, "an answer, late": State.HELD, "an answer of another turn": State.HELD,
+        "time": State.HELD, "too much time": State.HELD, **ENDS,
+    },
     State.ENDED: {
         "an answer": Stop.STOP, "an answer, late": Stop.STOP, "an answer of another turn": Stop.STOP,
         "time": Stop.STOP, "too much time": Stop.STOP, "the environment's end": Stop.STOP,
         "the environment's failure": Stop.STOP,
     },
 }  # fmt: skip
-AT = {State.SAMPLING: START, State.ACTING: ACTING, State.TELLING: TELLING, State.ENDED: ENDED}
+AT = {
+    State.SAMPLING: START, State.ACTING: ACTING, State.TELLING: TELLING, State.HELD: START.held(), State.ENDED: ENDED,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -93,6 +101,19 @@ def test_the_last_turn_calls_nothing_and_calls_beyond_the_budget_are_answered():
     assert many.open_calls == (0, 1) and many.answers[2:] == ("not called: at most 2 calls at once", "malformed")
 
 
+def test_at_its_border_it_is_held_and_context_alone_goes_beyond():
+    """By hand: a border after 20 tokens of 60, answers of 5, 11 and 51 tokens behind 9 that were sampled."""
+    talk = replace(START, border=20)
+    assert talk.max_tokens == 20 and talk.sampled(20, 101.0, cut_off=True).state is State.HELD
+    telling = talk.sampled(9, 101.0, [None]).answered(1, 0, "408", 102.0)
+    within, beyond, too_long = (telling.told(context) for context in (5, 11, 51))
+    assert (within.state, within.max_tokens) == (State.SAMPLING, 6)
+    assert (beyond.state, beyond.tokens, beyond.turn) == (State.HELD, 20, 2)
+    assert too_long.stop is Stop.CONTEXT
+    far = replace(talk, budgets=replace(BUDGETS, tokens=15))
+    assert far.max_tokens == 15 and far.sampled(15, 101.0, cut_off=True).stop is Stop.LENGTH
+
+
 def test_more_tokens_than_asked_for_are_refused():
     for added in (-1, 61):
         with pytest.raises(ValueError, match="at most 60 tokens"):
@@ -113,6 +134,8 @@ def one(seed: int, times: random.Random) -> tuple[Conversation, list[Conversatio
     budgets = Budgets(rng.randint(1, 80), rng.randint(1, 5), rng.randint(1, 3), 1e6, rng.randint(1, 30))
     talk, seen = Conversation(budgets, seed, 0.0), []
     while talk.state is not State.ENDED:
+        if talk.state is State.HELD:
+            talk = replace(talk, state=State.SAMPLING)  # another goes on from its tokens
         seen.append(talk)
         assert len(seen) < 1000
         now += times.random()

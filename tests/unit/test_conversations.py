@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import environment_classes
@@ -69,12 +69,12 @@ class Engine:
 PROMPT = tuple(ids("<|im_start|>user\n12*34?<|im_end|>\n<|im_start|>assistant\n"))
 
 
-def spec(**more) -> TurnsSpec:
+def spec(names=NAMES, **more) -> TurnsSpec:
     given = {
         "max_turns": 4, "max_calls": 2, "max_seconds": 60.0, "max_answer_characters": 120, "timeout_s": 20.0,
         "num_workers": 2, **more,
     }  # fmt: skip
-    return TurnsSpec(ToolsSpec(NAMES, FILE), **given)
+    return TurnsSpec(ToolsSpec(names, FILE), **given)
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +145,43 @@ def test_cut_anywhere_by_the_engine_it_is_the_same_row(talks):
     said = "First " + called("calculator", expression="12*34"), called("calculator", expression="1+1"), "It is 408."
     uncut = whole(talks, Engine(*said))
     for cut in (1, 3, 20):
-        made = whole(talks, Engine(*said, cut=cut))
-        for name in ("token_ids", "sampled", "turn_starts", "turn_stops", "turn_calls", "stop_reason"):
-            np.testing.assert_array_equal(getattr(made, name), getattr(uncut, name), err_msg=name)
+        assert_same(gone_on(talks, Engine(*said, cut=cut)), uncut)
+
+
+ROW = {f.name for f in fields(Samples)} - {"rollout_log_probs", "routes", "turn_seconds", "call_seconds"}
+
+
+def assert_same(made: Samples, other: Samples) -> None:
+    for name in ROW:
+        np.testing.assert_array_equal(getattr(made, name), getattr(other, name), err_msg=name)
+
+
+def gone_on(
+    talks: Conversations, engine: Engine, border: int | None = None, change=lambda kept: kept, **more
+) -> Samples:
+    """Until it has ended: each time from what is kept of it, up to the next multiple of `border`."""
+    kept = {}
+    for _ in range(300):
+        length = int(kept[7].response_lengths[0]) if kept else 0
+        most = None if border is None else border - length % border
+
+        async def run(most=most) -> list[Samples]:
+            request = Request(7, PROMPT, 11, prompt_id=3, group_id=2, max_tokens=most, **more)
+            return [batch async for batch in talks.generate(engine, [request], SAMPLING, kept)]
+
+        (made,) = asyncio.run(run())
+        if not made.truncated[0] or made.response_lengths[0] == SAMPLING.max_tokens:
+            return made
+        assert border is None or made.response_lengths[0] >= length + most
+        kept[7] = change(made)
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("border", [7, 50, 90])
+def test_held_at_borders_it_is_the_same_row(talks, border):
+    """Wherever they fall: into what is sampled, or into answers, which are read whole."""
+    said = "First " + called("calculator", expression="12*34"), called("compass") + "<tool_call>\n{1", "It is 408."
+    assert_same(gone_on(talks, Engine(*said), border), whole(talks, Engine(*said)))
 
 
 def test_budgets_end_it_each_by_its_own_reason(talks):
@@ -155,16 +189,30 @@ def test_budgets_end_it_each_by_its_own_reason(talks):
     turns = whole(talks, Engine(*[again] * 9))
     assert STOP_REASONS[turns.stop_reason[0]] == Stop.TURNS and turns.turn_counts.tolist() == [4]
     assert turns.sampled[-1]
+    assert turns.turn_calls.tolist() == [1] * 4 and last_calls(turns) == [("calculator", "ok")] * 3 + [
+        ("calculator", "not_called")
+    ]
     short = Engine(again, "x" * 1000)
     with_limit = asyncio.run(_one(talks, short, Sampling(1.0, len(ids(again + "<|im_end|>")) + 5, ())))
     assert STOP_REASONS[with_limit.stop_reason[0]] == Stop.CONTEXT and with_limit.sampled.all()
-    long = asyncio.run(_one(talks, Engine("x" * 1000), Sampling(1.0, 20, ())))
-    assert STOP_REASONS[long.stop_reason[0]] == Stop.LENGTH and long.response_lengths.tolist() == [20]
+    long = asyncio.run(_one(talks, Engine(again + "x" * 1000), Sampling(1.0, len(ids(again)) + 20, ())))
+    assert STOP_REASONS[long.stop_reason[0]] == Stop.LENGTH and not last_calls(long)
 
 
 async def _one(talks: Conversations, engine: Engine, sampling: Sampling) -> Samples:
     (made,) = [batch async for batch in talks.generate(engine, [Request(7, PROMPT, 11)], sampling)]
     return made
+
+
+def test_calls_of_a_turn_that_came_too_late_are_counted():
+    """And what was cut off by length is not looked at."""
+    times = iter([0.0, 61.0])
+    talks = Conversations(spec(), TOKENS, clock=lambda: next(times))
+    said = called("calculator", expression="1+1") + "<tool_call>\n{12*34}\n</tool_call>"
+    made = asyncio.run(_one(talks, Engine(said), SAMPLING))
+    talks.close()
+    assert STOP_REASONS[made.stop_reason[0]] == Stop.SECONDS and made.turn_calls.tolist() == [2]
+    assert last_calls(made) == [("calculator", "not_called"), ("", "unread")]
 
 
 def test_a_tool_that_hangs_is_an_answer_or_the_end_by_whichever_comes_first():
@@ -196,7 +244,7 @@ def row(**extra_info) -> dict:
     return {"data_source": "here", "ground_truth": "", "extra_info": extra_info}
 
 
-ENVIRONMENTS = ("Stairs", "Counted", "Trouble")
+ENVIRONMENTS = ("Stairs", "Counted", "Forgetful", "Trouble")
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +307,53 @@ def test_one_that_does_not_begin_has_failed_whatever_the_model_says(games):
     for said in (["It is 408."], [called("count"), "Done."]):
         made = whole(games, Engine(*said), row=row(environment="Trouble", begins=False))
         assert STOP_REASONS[made.stop_reason[0]] == Stop.ENVIRONMENT
+
+
+@pytest.mark.parametrize("border", [9, 60])
+def test_the_environment_of_one_that_was_held_is_brought_to_where_it_was(games, border):
+    """By hand: two steps, a quarter each, and one that is refused; rewards, parts and calls are kept with the row."""
+    said = [
+        called("climb", steps=1),
+        called("calculator", expression="2+2") + called("climb", high=2),
+        called("climb", steps=1),
+    ]
+    given = row(environment="Counted", height=9)
+    made = gone_on(games, Engine(*said, "Enough."), border, row=given)
+    assert_same(made, whole(games, Engine(*said, "Enough."), row=given))
+    assert made.turn_rewards.tolist() == [0.25, 0.0, 0.25, 0.0] and made.call_counts.tolist() == [4]
+    (outcome,) = outcomes(made)
+    assert outcome["outcome"]["parts"] == {"left": 7.0, "falls": 0.0}
+
+
+def test_one_that_replies_otherwise_when_it_is_begun_anew_has_failed(games):
+    """And one that cannot be begun anew at all."""
+
+    def changed(kept: Samples) -> Samples:
+        return replace(kept, call_replies=kept.call_replies ^ 2)
+
+    said = [called("climb", steps=1), "Enough."]
+    given = row(environment="Stairs", height=9)
+    assert STOP_REASONS[gone_on(games, Engine(*said), 20, row=given).stop_reason[0]] == Stop.STOP
+    made = gone_on(games, Engine(*said), 20, changed, row=given)
+    assert STOP_REASONS[made.stop_reason[0]] == Stop.ENVIRONMENT
+    made = gone_on(games, Engine(*said), 20, row=row(environment="Forgetful", height=9))
+    assert STOP_REASONS[made.stop_reason[0]] == Stop.ENVIRONMENT
+
+
+def test_one_that_nobody_waits_for_asks_for_no_further_turn(talks):
+    """It is ended while its tool works; what is there of it can go on."""
+    engine = Engine(called("sleeps", seconds=1.0), "never")
+
+    async def run() -> list[Samples]:
+        found = talks.generate(engine, [Request(7, PROMPT, 11, handle=5)], SAMPLING)
+        made = asyncio.ensure_future(anext(found))
+        while not engine.asked:
+            await asyncio.sleep(0.01)
+        talks.end([5, 6])
+        return [await made]
+
+    (made,) = asyncio.run(run())
+    assert len(engine.asked) == 1 and made.truncated[0] and not made.sampled[-1] and made.turn_calls.tolist() == [1, 0]
 
 
 def test_a_row_that_selects_no_tool_has_none(games):

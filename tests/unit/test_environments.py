@@ -327,6 +327,7 @@ def test_without_a_choice_a_row_has_all_tools_and_the_only_environment():
 
 def test_calls_go_to_the_rows_environment_or_to_its_tools(pool):
     acting = Acting(pool, row(environment="Stairs", tool_selection=[], height=3), 7)
+    acting.begin()
     assert list(acting.functions) == ["climb"]
     assert acting.call("climb", {"steps": 1}).result(60).text == "2 to go, seed 7"
     refused = acting.call("calculator", {"expression": "1"}).result(60)

@@ -95,9 +95,13 @@ def test_times_are_no_part_of_metrics_and_everything_else_is():
         "timing_s/step": 1.0,
         "perf/throughput": 3.0,
         "reshard/seconds": 1.0,
+        "tools/calculator/seconds": 0.1,
+        "tools/calculator/calls": 3.0,
     }
     slower = line | {"timing_s/step": 9.0, "perf/throughput": 1.0, "reshard/seconds": 2.0}
+    slower["tools/calculator/seconds"] = 0.4
     assert metrics_difference([line], [slower]) is None
+    assert "calculator/calls" in metrics_difference([line], [line | {"tools/calculator/calls": 4.0}])
     nan = line | {"actor/lr": float("nan")}
     assert metrics_difference([nan], [dict(nan)]) is None
     assert metrics_difference([line], [line | {"actor/lr": 0.25}]) == "metrics: actor/lr of step 1 is 0.5 and 0.25"

@@ -35,8 +35,13 @@ REWARDED = "reward.function=environment"
 FILTERED = "algorithm.filter_groups={{enable: true, metric: {}}}"
 READ = ("reward.function", "algorithm.filter_groups.metric", "algorithm.gdpo_reward_keys")
 KEYS = "algorithm.gdpo_reward_keys=[{}]"
+HELD = ["trainer.schedule=bounded", "trainer.max_staleness=2", "trainer.partial_rollouts=true"]
 BROKEN = {
-    "another schedule": ([CALCULATOR, "trainer.schedule=one_step_off"], "trainer.schedule", "must be sync"),
+    "held by engines": (
+        [CALCULATOR, *HELD, "trainer.order=ready_first"],
+        "trainer.partial_rollouts",
+        "must be false with rollout.turns and order: ready_first",
+    ),
     "no tools": (["rollout.turns={tools: []}"], "rollout.turns.tools", "must name a tool"),
     "two of one name": (["rollout.turns={tools: [calculator, calculator]}"], "rollout.turns.tools", "calculator twice"),
     "not shipped": (["rollout.turns={tools: [compass]}"], "rollout.turns.tools", "must name shipped ones"),
@@ -59,13 +64,15 @@ def test_what_cannot_be_is_refused_by_key(overrides, field, rule):
     assert any(where == field and rule in said for where, said in found)
     for legal in (
         [CALCULATOR],
+        [CALCULATOR, *HELD],
+        [CALCULATOR, *HELD[:2], "trainer.order=ready_first"],
         [GAMES, REWARDED],
         [GAMES, REWARDED, FILTERED.format("won"), KEYS.format("won, guesses, acc, reward")],
         [GAMES, REWARDED, "reward.bonus_rules={think_format: 0.1}", KEYS.format("main, think_format")],
         [f"rollout.turns={{environments: [Stairs], path: {FILE}}}", REWARDED, KEYS.format("left")],
     ):
         fields = [each.field for each in violations(configured(*legal), MODEL)]
-        assert not [each for each in fields if "turns" in each or each in READ]
+        assert not [each for each in fields if "turns" in each or "trainer" in each or each in READ]
 
 
 @pytest.mark.parametrize("key", ["max_turns: 0", "max_calls: 0", "max_seconds: 0", "timeout_s: 0", "unknown: 1"])
@@ -77,7 +84,7 @@ def test_budgets_of_nothing_and_unknown_keys_are_refused(key):
 def test_without_turns_nothing_is_told_and_templates_are_called_as_before():
     config = configured().config
     assert turns_spec(config.rollout.turns, config.data) is None
-    assert checked_tools(None, config.data, "nowhere", None) is None
+    assert checked_tools(None, config.data, config.reward, "nowhere", None) is None
     assert prompt_parameters(config.data).template_arguments() == PromptParameters().template_arguments() == {}
 
 
@@ -95,7 +102,7 @@ def test_schemas_of_tools_are_what_prompts_are_rendered_with(folder):
     spec = turns_spec(config.rollout.turns, config.data)
     assert (spec.max_turns, spec.tools.names, spec.tools.path) == (3, ("lookup", "calculator"), FILE)
     assert spec.template_arguments == {"enable_thinking": False}
-    offer = checked_tools(config.rollout.turns, config.data, str(folder), tokenizer("hermes"))
+    offer = checked_tools(config.rollout.turns, config.data, config.reward, str(folder), tokenizer("hermes"))
     assert [name_of(schema) for schema in offer.tools] == ["lookup", "calculator"]
     arguments = prompt_parameters(config.data, offer).template_arguments()
     assert arguments == {"enable_thinking": False, "tools": list(offer.tools)}
@@ -107,15 +114,15 @@ def test_a_model_that_would_not_end_its_turns_or_cannot_write_calls_is_refused(f
     config = configured(CALCULATOR).config
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}))
     with pytest.raises(ConfigError, match="no eos_token_id"):
-        checked_tools(config.rollout.turns, config.data, str(folder), tokenizer("hermes"))
+        checked_tools(config.rollout.turns, config.data, config.reward, str(folder), tokenizer("hermes"))
     silent = tokenizer("hermes", CODER.replace("tool_response", "result"))
     with pytest.raises(ConfigError, match="no form that is known"):
-        checked_tools(config.rollout.turns, config.data, str(folder), silent)
+        checked_tools(config.rollout.turns, config.data, config.reward, str(folder), silent)
 
 
 def test_an_environments_actions_are_what_its_prompts_are_rendered_with(folder):
     config = configured(GAMES).config
-    offer = checked_tools(config.rollout.turns, config.data, str(folder), tokenizer("hermes"))
+    offer = checked_tools(config.rollout.turns, config.data, config.reward, str(folder), tokenizer("hermes"))
     assert [name_of(schema) for schema in offer.schemas({})] == ["guess"] and offer.needs_row({})
 
 
@@ -156,7 +163,7 @@ def test_what_is_looked_at_before_a_run_is_what_the_run_reads(folder):
         }
     )
     turns = configured(GAMES).config.rollout.turns
-    offer = checked_tools(turns, data, str(folder), tokenizer("hermes"))
+    offer = checked_tools(turns, data, configured().config.reward, str(folder), tokenizer("hermes"))
     run = load_training(data, 0, load_tokenizer(str(folder)), offer).prompts
     assert len(run) == 3
     reader = load_tokenizer(str(folder))
@@ -166,3 +173,33 @@ def test_what_is_looked_at_before_a_run_is_what_the_run_reads(folder):
     write_jsonl(folder / "rows.jsonl", [row("Go.", "1") | {"extra_info": {"environment": "chess"}}])
     with pytest.raises(DataError, match="names 'chess'"):
         first_look._read(reader, data, 0, offer)
+
+
+def test_an_environment_that_cannot_be_begun_anew_goes_with_whole_responses_alone(folder):
+    """Told by `mrl validate` too, whose look it is."""
+    classes = Path(tool_functions.__file__).with_name("environment_classes.py")
+    forgetful = f"rollout.turns={{environments: [Stairs, Forgetful], path: {classes}}}"
+    with pytest.raises(ConfigError, match="'Forgetful' is not repeatable"):
+        first_look.look(configured(forgetful, *HELD).config)
+    for config in (configured(forgetful).config, configured(GAMES, *HELD).config):
+        first_look.look(config.model_copy(update={"data": config.data.model_copy(update=NO_FILES)}))
+
+
+NO_FILES = {"train_files": (), "val_files": ()}
+
+
+def test_where_the_environment_rewards_every_row_acts_on_one(folder):
+    """Without, each of its responses would be worth 0 and teach nothing."""
+    tokenizer("hermes").save_pretrained(folder)
+    rows = [row("Go.", "1") | {"extra_info": {"environment": name}} for name in ("guess_the_number", "")]
+    files = {"train_files": (write_jsonl(folder / "rows.jsonl", rows),), "val_files": (), "max_bad_row_share": 0.0}
+    config = configured(GAMES, REWARDED, "data.max_prompt_length=4000").config
+    data = config.data.model_copy(update=files)
+    offer = checked_tools(config.rollout.turns, data, config.reward, str(folder), tokenizer("hermes"))
+    for read in (first_look._read_apart, lambda path, *given: first_look._read(load_tokenizer(path), *given)):
+        with pytest.raises(DataError, match=r"environment is empty, and reward\.function: environment takes"):
+            read(str(folder), data, 0, offer)
+    own = configured(GAMES).config
+    offer = checked_tools(own.rollout.turns, data, own.reward, str(folder), tokenizer("hermes"))
+    sized = data.model_copy(update={"train_batch_size": 1, "gen_batch_size": 1})
+    assert first_look._read(load_tokenizer(str(folder)), sized, 0, offer), "a reward of the user's judges such a row"

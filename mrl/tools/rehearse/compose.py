@@ -20,6 +20,8 @@ from mrl.tools.rehearse.small_layout import SmallLayout, small_layout
 
 STEPS = 2  # one, a save, a resume, one
 VALIDATION_ROWS = 4
+TURNS, ANSWER = 3, 24  # turns of a response, characters of an answer
+NOT_HERE = "a file that it names is not here, so responses are of one turn"
 START_S, CALL_S = 600.0, 300.0  # nothing may take longer than that, on a busy machine either
 
 
@@ -93,10 +95,13 @@ class Rehearsal:
         return "\n".join([head, *_lines(self.config.model_dump(), changed), ""])
 
 
-def compose(original: RunConfig, work: WorkFolder, cpus: int, least_prompt: int = PROMPT) -> Rehearsal:
+def compose(
+    original: RunConfig, work: WorkFolder, cpus: int, least_prompt: int = PROMPT, has_tools: bool = True
+) -> Rehearsal:
     """The rehearsal of a legal configuration on a machine of so many CPUs. Files that it names are not there yet.
 
-    `least_prompt`: tokens that a prompt of a few words takes under the chat template.
+    `least_prompt`: tokens that a prompt of a few words takes under the chat template; `has_tools`: whether the file of
+    tools is here, where one is named.
     """
     layout = small_layout(original)
     degrees = LayoutDegrees.of(layout.actor)
@@ -104,9 +109,10 @@ def compose(original: RunConfig, work: WorkFolder, cpus: int, least_prompt: int 
     on_cpu, lost = device_changes(original)
     changes = [*_layout_changes(original, layout), *batch.changes, *on_cpu, *_cluster(original, layout, cpus)]
     changes += [*_files(original, work), *_schedule(original, batch), *_reference(original)]
-    changes.append(Change("rollout.turns", _plain_turns(original), None, "random weights call no tools"))
+    changes += _turns(original) if has_tools else _no_turns(original)
     changes = [change for change in changes if change.now != change.was]
-    lost += [*layout.out_of_reach, *_fewer(original, batch), *_turns(original)]
+    lost += [*layout.out_of_reach, *_fewer(original, batch)]
+    lost += [] if has_tools else [OutOfReach("rollout.turns", NOT_HERE)]
     return Rehearsal(original, _applied(original, changes), layout, batch, tuple(changes), tuple(lost))
 
 
@@ -126,14 +132,21 @@ def _fewer(original: RunConfig, batch: SmallBatch) -> Iterator[OutOfReach]:
         yield OutOfReach("actor.ppo_mini_batch_size", text)
 
 
-def _plain_turns(original: RunConfig) -> dict[str, Any] | None:
+def _no_turns(original: RunConfig) -> Iterator[Change]:
+    yield Change("rollout.turns", original.rollout.turns.model_dump(), None, NOT_HERE)
+
+
+def _turns(original: RunConfig) -> Iterator[Change]:
+    """The user's tools and environments, called a few times each."""
     turns = original.rollout.turns
-    return None if turns is None else turns.model_dump()
-
-
-def _turns(original: RunConfig) -> Iterator[OutOfReach]:
-    if original.rollout.turns is not None:
-        yield OutOfReach("rollout.turns", "random weights call no tools, so responses are of one turn")
+    if turns is None:
+        return
+    for name in ("path", "index"):
+        was = getattr(turns, name)
+        yield Change(f"rollout.turns.{name}", was, was and str(Path(was).expanduser().resolve()), "absolute")
+    for name, most in (("max_turns", TURNS), ("max_answer_characters", ANSWER), ("num_workers", 1)):
+        was = getattr(turns, name)
+        yield Change(f"rollout.turns.{name}", was, min(was, most), "in small")
 
 
 def _layout_changes(original: RunConfig, layout: SmallLayout) -> Iterator[Change]:

@@ -5,6 +5,7 @@ boxes of a checkpoint's files or samples show what it alone brings about. Where 
 here and the switch is never counted.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ Found = str | None  # what was found, in words
 Mark = Callable[[Evidence, RunConfig, Any], Found]  # of a switch that has this value
 Value = Callable[[RunConfig], Any]
 NO_MARK = "no mark of it"
+_CALLS = re.compile(r"tools/.+/calls")
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,11 @@ def _validates(config: RunConfig) -> int | None:
     return config.trainer.test_freq if config.trainer.test_freq > 0 else None
 
 
+def _acts_on(config: RunConfig) -> tuple[str, ...] | None:
+    turns = config.rollout.turns
+    return None if turns is None else (*turns.tools, *turns.environments)
+
+
 # ---------------------------------------------------------------- marks
 
 
@@ -161,6 +168,12 @@ def _penalised(evidence: Evidence, *_: Any) -> Found:
     name = "train/overlong_penalty_mean"
     values = [row[name] for row in evidence.steps if row.get(name)]
     return f"{name} {values[0]:.4g}" if values else None
+
+
+def _called_tools(evidence: Evidence, *_: Any) -> Found:
+    """Each tool and each action has its calls."""
+    calls = {name: evidence.largest(name) for row in evidence.lines for name in row if _CALLS.fullmatch(name)}
+    return ", ".join(f"{name} {calls[name]:g}" for name in sorted(calls)) or None
 
 
 def _parts(name: str) -> Mark:
@@ -301,6 +314,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("algorithm.filter_groups", _refilled, "no group had one value", value=_filter),
     Switch("algorithm.overlong_buffer", _penalised, "no response was long enough", value=_overlong_buffer),
     Switch("algorithm.overlong_filter", _metric("train/overlong_filtered_share")),
+    Switch("rollout.turns", _called_tools, "no response called anything", value=_acts_on),
     Switch("reward", _called, "it was never called", value=lambda config: "called"),
     Switch("reward.bonus_rules", _bonus, "no sample has their parts", value=_bonus_rules),
     Switch("reshard.path", _synced),

@@ -23,7 +23,8 @@ from mrl.tools.rehearse.rows import TRAIN_ROWS, VAL_ROWS, Rows, least_prompt, ro
 from mrl.tools.rehearse.scoring import ROW, VALIDATION, ScoringSettings, write_scorer
 from mrl.tools.rehearse.small_model import small_hf_config
 from mrl.tools.rehearse.tokenizer import copy_tokenizer, has_tokenizer, vocabulary_size, write_tokenizer
-from mrl.vllm.requests import stop_token_ids
+from mrl.train.assemble_data import offer_of
+from mrl.vllm.requests import stop_token_ids, turns_spec
 
 _TRIED = 4  # rows whose reward is asked for before anything starts
 _PARTS = ("score", "reward")  # what groups may be compared by without a part of the reward
@@ -51,8 +52,11 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     small_hf_config(hf_config, 2, 64, 64)  # refuses before anything is written
     stand_ins = [_tokenizer(original, work)]
     tokenizer = load_tokenizer(str(work.model))
-    parameters = _parameters(original)
-    rehearsal = compose(original, work, cpus, least_prompt(tokenizer, parameters))
+    turns = turns_spec(original.rollout.turns, original.data)
+    has_tools = turns is None or turns.tools.is_here
+    offer = offer_of(turns.tools, original.reward) if turns and has_tools else None
+    parameters = replace(_parameters(original), tools=offer)
+    rehearsal = compose(original, work, cpus, least_prompt(tokenizer, parameters, offer), has_tools)
     model = _checkpoint(original, hf_config, tokenizer, rehearsal, work)
     limited = replace(parameters, max_prompt_length=rehearsal.config.data.max_prompt_length)
     stand_ins += _rows(original, work, tokenizer, limited)
@@ -73,7 +77,7 @@ def _tokenizer(original: RunConfig, work: WorkFolder) -> str:
     if has_tokenizer(source):
         copy_tokenizer(source, work.model)
         return ""
-    write_tokenizer(work.model)
+    write_tokenizer(work.model, with_tools=original.rollout.turns is not None)
     return f"tokenizer: none at {source}, so ours, a token a byte, with a chat template"
 
 
@@ -98,7 +102,9 @@ def _checkpoint(
     positions = -(-data.max_sample_length // 64) * 64
     small = small_hf_config(hf_config, rehearsal.layout.layers, vocabulary_size(tokenizer), positions)
     small |= {"eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
-    model = write_checkpoint(work.model, small, ends, data.max_response_length)
+    turns = rehearsal.config.rollout.turns
+    turn = data.max_response_length if turns is None else data.max_response_length // (4 * turns.max_turns)
+    model = write_checkpoint(work.model, small, ends, turn)
     was = model_spec(hf_config)
     experts = f", {was.num_experts} to {model.num_experts} experts" if was.is_moe else ""
     return (

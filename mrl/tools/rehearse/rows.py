@@ -4,13 +4,14 @@ there.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mrl.config.schema import RunConfig
 from mrl.data.dataset import BadRow, ChatTokenizer, PromptParameters, parse_row
 from mrl.data.row_files import read_rows
+from mrl.environments.offer import ENVIRONMENT, Offer
 from mrl.errors import DataError
 from mrl.tools.rehearse.scoring import ROW
 
@@ -28,9 +29,12 @@ class Rows:
     cut: int  # of them, those whose text was shortened
 
 
-def least_prompt(tokenizer: ChatTokenizer, parameters: PromptParameters) -> int:
-    """Tokens that a prompt of a few words takes under the chat template."""
-    return _length([{"role": "user", "content": ""}], tokenizer, parameters) + _AFTER_TEMPLATE
+def least_prompt(tokenizer: ChatTokenizer, parameters: PromptParameters, offer: Offer | None = None) -> int:
+    """Tokens that a prompt of a few words takes under the chat template, with all that may be called."""
+    arguments = replace(parameters, tools=None).template_arguments()
+    if offer is not None:
+        arguments["tools"] = list(offer.all_schemas)
+    return _length([{"role": "user", "content": ""}], tokenizer, arguments) + _AFTER_TEMPLATE
 
 
 def rows_of(
@@ -58,12 +62,14 @@ def _of_file(
     file: str, start: int, count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str
 ) -> Rows:
     synthetic = not Path(file).expanduser().is_file()
-    conversations = list(_synthetic(start, count, data_source) if synthetic else _read(file, count, parameters))
+    made = _synthetic(start, count, data_source, parameters.tools) if synthetic else _read(file, count, parameters)
+    conversations = list(made)
     if not conversations:
         raise DataError(f"{file}: no row of it can be used; mrl train says why of each")
     rows, cut = [], 0
     for number, (messages, rest) in enumerate(conversations, start):
-        fitting = _fitted(messages, number, tokenizer, parameters)
+        arguments = parameters.template_arguments(rest["extra_info"])
+        fitting = _fitted(messages, number, tokenizer, parameters.max_prompt_length, arguments)
         cut += fitting is not messages
         rows.append(_row(fitting, rest, number, parameters))
     return Rows(tuple(rows), synthetic, cut)
@@ -76,18 +82,24 @@ def _read(file: str, count: int, parameters: PromptParameters) -> Iterator[tuple
             return
         try:
             parsed = parse_row(raw, parameters.prompt_key, parameters.reward_fn_key)
+            parameters.template_arguments(parsed[1]["extra_info"])
         except BadRow:
             continue
         count -= 1
         yield parsed
 
 
-def _synthetic(start: int, count: int, data_source: str) -> Iterator[tuple[list[dict[str, str]], Row]]:
+def _synthetic(
+    start: int, count: int, data_source: str, offer: Offer | None
+) -> Iterator[tuple[list[dict[str, str]], Row]]:
+    """Of environments each in its turn."""
+    environments = [] if offer is None else list(offer.environments)
     for number in range(start, start + count):
+        extra_info = {ENVIRONMENT: environments[number % len(environments)]} if environments else {}
         question, answer = f"What is {number} + {2 * number + 1}?", str(3 * number + 1)
         yield (
             [{"role": "user", "content": question}],
-            {"data_source": data_source, "ground_truth": answer, "extra_info": {}},
+            {"data_source": data_source, "ground_truth": answer, "extra_info": extra_info},
         )
 
 
@@ -101,32 +113,29 @@ def _row(messages: list[dict[str, str]], rest: Row, number: int, parameters: Pro
 
 
 def _fitted(
-    messages: list[dict[str, str]], number: int, tokenizer: ChatTokenizer, parameters: PromptParameters
+    messages: list[dict[str, str]], number: int, tokenizer: ChatTokenizer, longest_prompt: int, arguments: Row
 ) -> list[dict[str, str]]:
     """The messages, the longest of them cut from its beginning until the prompt fits; a cut one begins with its
     row's number, so that prompts stay different.
     """
-    excess = _length(messages, tokenizer, parameters) - parameters.max_prompt_length
+    excess = _length(messages, tokenizer, arguments) - longest_prompt
     if excess <= 0:
         return messages
     texts, mark = [message["content"] for message in messages], f"{number}: "
     while excess > 0:
         longest = max(range(len(texts)), key=lambda i: len(texts[i]))
         if not texts[longest]:
-            raise DataError(
-                f"the chat template alone takes more than {parameters.max_prompt_length} tokens "
-                "(data.max_prompt_length)"
-            )
+            raise DataError(f"the chat template alone takes more than {longest_prompt} tokens (data.max_prompt_length)")
         texts[longest] = texts[longest][max(excess, 1) :]
         marked = [*texts[:-1], mark + texts[-1]]
         cut = [{**message, "content": text} for message, text in zip(messages, marked, strict=True)]
-        excess = _length(cut, tokenizer, parameters) - parameters.max_prompt_length
+        excess = _length(cut, tokenizer, arguments) - longest_prompt
     return cut
 
 
-def _length(messages: list[dict[str, str]], tokenizer: ChatTokenizer, parameters: PromptParameters) -> int:
+def _length(messages: list[dict[str, str]], tokenizer: ChatTokenizer, arguments: Row) -> int:
     out = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **parameters.template_arguments()
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
     )
     return len(out["input_ids"] if isinstance(out, Mapping) else out)
 

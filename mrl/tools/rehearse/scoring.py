@@ -77,7 +77,7 @@ class RehearsalScorer:
         """The user's answer, its score seeded where the group says nothing."""
         info = dict(extra_info or {})
         row = info.pop(ROW, None)
-        info |= ONE_TURN if self._settings.turns else {}
+        info = ONE_TURN | info if self._settings.turns else info
         answer: Any = 0.0
         if self._function is not None:
             answer = self._function(

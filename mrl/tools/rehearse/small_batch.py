@@ -17,6 +17,7 @@ from mrl.tools.rehearse.notes import Change
 
 LONGEST, SAMPLES = 192, 96  # tokens of a sample, samples of a step
 PROMPT, RESPONSE = 48, 32  # the least: a chat template and a few words; something to sample
+CONVERSATION = 256  # the least of a response that has answers of tools in it
 GROUP, UPDATES = 16, 8  # the most responses a prompt, the most updates a step
 SEQUENCES = 32  # the least that an engine works on at once
 _UNIT = "divided by {factor}"
@@ -51,7 +52,9 @@ def small_batch(config: RunConfig, data_parallel: int, sequence_parts: int, leas
     data, n = config.data, min(config.rollout.n, GROUP)
     factor = shrink_factor(data.max_sample_length, data.train_batch_size * n)
     prompt = _length(data.max_prompt_length, factor, max(PROMPT, least_prompt))
-    response = _length(data.max_response_length, factor, RESPONSE)
+    if config.rollout.turns is not None:  # a tokenizer of ours has a token a byte of what may be called
+        prompt = max(prompt, least_prompt)
+    response = _length(data.max_response_length, factor, RESPONSE if config.rollout.turns is None else CONVERSATION)
     longest = ceil((prompt + response) / sequence_parts) * sequence_parts
     values = {
         "data.max_prompt_length": prompt,
