@@ -104,6 +104,8 @@ def test_the_only_engine_is_killed_and_the_run_has_the_bits_of_the_undisturbed_o
     if not rows[-1]["trainer/restarts"]:
         assert sum(row["fleet/lost"] for row in rows) == sum(row["fleet/restarted"] for row in rows) == 1
     assert rows[-1]["fleet/engines_ready"] == 1
+    (attempt,) = read_attempts(found)
+    assert [engine for engine, _ in attempt.engines_restarted] == ["engine 0"], "a resume counts it"
     assert all(row["reshard/verified"] == 1 for row in rows if row["reshard/engines"])
 
 
