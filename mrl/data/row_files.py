@@ -105,7 +105,7 @@ def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
                     for value, problem in _values(batch):
                         yield RawRow(str(path), row, value, problem)
                         row += 1
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not readable as parquet: {error}") from error
 
 

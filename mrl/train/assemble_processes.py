@@ -79,6 +79,8 @@ def restart_ranks(own: ExitStack, config: RunConfig, files: Files, before: Proce
     and what starting ranks raises.
     """
     engines = before.engines
+    if before.rank_seats is not None:
+        engines.fleet.hold_starts(files.poll)  # vLLM would take what comes onto its device for its own
     engines.give_up(files.state.step, sleeps=before.rank_seats is not None)
     within_s = min(NODE_S, config.cluster.start_timeout_s)
     seats = before.rank_seats or actor_seats(config.cluster, config.actor.layout, within_s)

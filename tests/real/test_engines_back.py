@@ -6,16 +6,19 @@ import os
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from test_ahead_runs import ONE_OFF, PARTIAL, READY_FIRST
+from test_lost_worker import engine_core, rank_one
 from test_runs import PRESET, finish, train, wait_for_step
 from world import make_world, metrics
 
 from mrl.checkpoint.manifest import read_manifest
 from mrl.config.survived import survives
+from mrl.record.attempts import read_attempts
 from mrl.record.sample_files import read_samples
 from mrl.schedule.ledger import Ledger
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
@@ -62,15 +65,11 @@ def undisturbed(world, tmp_path_factory):
 
 def disturbed(world: Path, run_dir: Path, sent: signal.Signals, stands_s: float = 0.0, **settings) -> Path:
     """A run whose first engine's process gets a signal in its second step, after it stood still for a while."""
-    placement = "colocated" if "preset" in settings else "separate"
-    schedule, order = (settings.get(f"trainer__{key}") for key in ("schedule", "order"))
-    if not survives("engines", placement, schedule or "sync", order or "in_order"):
-        pytest.skip("engines of this schedule are not started again inside a run yet")
+    check_survived("engines", settings)
     process = train(world, run_dir, **SETTINGS | settings)
     try:
         wait_for_step(process, run_dir, 1)
-        below = psutil.Process(process.pid).children(recursive=True)
-        victim = next(one for one in below if "EngineCore" in " ".join(one.cmdline()))
+        victim = engine_core(psutil.Process(process.pid), run_dir)
         time.sleep(0.15)
         if stands_s:
             os.kill(victim.pid, signal.SIGSTOP)
@@ -84,14 +83,14 @@ def disturbed(world: Path, run_dir: Path, sent: signal.Signals, stands_s: float 
     return run_dir
 
 
-def assert_same(found: Path, expected: Path) -> None:
+def assert_same(found: Path, expected: Path, steps: int = STEPS) -> None:
     """But for how many engines weights went to."""
     rows = [
         [{name: value for name, value in row.items() if not name.startswith("reshard/")} for row in metrics(run_dir)]
         for run_dir in (found, expected)
     ]
     assert metrics_difference(*rows) is None
-    assert checkpoint_difference(*(folder / "checkpoints" / f"step-{STEPS}" for folder in (found, expected))) is None
+    assert checkpoint_difference(*(folder / "checkpoints" / f"step-{steps}" for folder in (found, expected))) is None
     assert " is lost: " in found.with_suffix(".log").read_text(), "it was killed too late to be missed"
     counted = [sum(row[f"fleet/{name}"] for row in metrics(found)) for name in ("quarantined", "late_answers")]
     assert counted == [0, 0]
@@ -105,6 +104,8 @@ def test_the_only_engine_is_killed_and_the_run_has_the_bits_of_the_undisturbed_o
     if not rows[-1]["trainer/restarts"]:
         assert sum(row["fleet/lost"] for row in rows) == sum(row["fleet/restarted"] for row in rows) == 1
     assert rows[-1]["fleet/engines_ready"] == 1
+    (attempt,) = read_attempts(found)
+    assert [engine for engine, _ in attempt.engines_restarted] == ["engine 0"], "a resume counts it"
     assert all(row["reshard/verified"] == 1 for row in rows if row["reshard/engines"])
 
 
@@ -116,6 +117,50 @@ def test_where_the_only_engine_is_lost_after_the_update_ranks_go_back_to_weights
     found = disturbed(world, tmp_path / "killed", signal.SIGKILL, stands_s=20.0, **KINDS[kind])
     assert_same(found, undisturbed(kind))
     assert metrics(found)[-1]["trainer/restarts"] == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [*KINDS, "ready first"])
+def test_an_engine_is_killed_and_later_a_rank_and_nothing_differs_or_is_lost(world, tmp_path, kind):
+    """In one run; the undisturbed one runs beside it."""
+    steps, whole, broken = 5, tmp_path / "whole", tmp_path / "broken"
+    settings = SETTINGS | (KINDS | {"ready first": READY_FIRST})[kind]
+    settings |= {"trainer__total_training_steps": steps, "trainer__save_freq": 2}
+    check_survived("engines", settings)
+    check_survived("ranks", settings)
+    runs = [train(world, broken, **settings)]
+    if kind != "ready first":
+        runs.append(train(world, whole, **settings))
+    try:
+        wait_for_step(runs[0], broken, 1)
+        os.kill(engine_core(psutil.Process(runs[0].pid), broken).pid, signal.SIGKILL)
+        wait_for_step(runs[0], broken, 3)
+        before = restarts(broken)
+        os.kill(rank_one(psutil.Process(runs[0].pid), broken).pid, signal.SIGKILL)
+        for run, folder in zip(runs, (broken, whole), strict=False):
+            assert finish(run, folder) == 0, folder.with_suffix(".log").read_text()[-3000:]
+    finally:
+        for run in runs:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+    assert restarts(broken) == before + 1 == metrics(broken)[-1]["trainer/restarts"]
+    if kind == "ready first":
+        assert_nothing_lost_or_twice(broken, steps)
+    else:
+        assert_same(broken, whole, steps)
+
+
+def restarts(run_dir: Path) -> int:
+    """Of ranks, so far."""
+    return sum(len(attempt.restarted_at) for attempt in read_attempts(run_dir))
+
+
+def check_survived(lost: str, settings: dict) -> None:
+    """Skips where a run of this kind ends with what it lost."""
+    placement = "colocated" if "preset" in settings else "separate"
+    schedule = settings.get("trainer__schedule", "sync")
+    if not survives(lost, placement, schedule, settings.get("trainer__order", "in_order")):
+        pytest.skip(f"{lost} of this schedule are not started again inside a run yet")
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,13 +23,24 @@ from mrl.record.run_dir import read_metrics
 def rank_one(below: psutil.Process, run_dir: Path) -> psutil.Process | None:
     """The actor's rank 1: it writes to that rank's log."""
     log = str(run_dir / "logs" / "actor-rank-1.log")
-    ranks = [p for p in below.children(recursive=True) if "ActorWorker" in " ".join(p.cmdline())]
-    return next((p for p in ranks if log in {file.path for file in p.open_files()}), None)
+    for one in called(below, "ActorWorker"):
+        with suppress(psutil.Error):
+            if log in {file.path for file in one.open_files()}:
+                return one
+    return None
 
 
 def engine_core(below: psutil.Process, run_dir: Path) -> psutil.Process | None:
     """vLLM's own process, below the Ray actor that holds the engine."""
-    return next((p for p in below.children(recursive=True) if "EngineCore" in " ".join(p.cmdline())), None)
+    return next(called(below, "EngineCore"), None)
+
+
+def called(below: psutil.Process, word: str) -> Iterator[psutil.Process]:
+    """Processes whose command line has the word; others may end meanwhile."""
+    for one in below.children(recursive=True):
+        with suppress(psutil.Error):
+            if word in " ".join(one.cmdline()):
+                yield one
 
 
 @pytest.mark.real

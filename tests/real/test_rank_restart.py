@@ -10,12 +10,11 @@ import psutil
 import pytest
 from deadlines import RUN_S
 from test_ahead_runs import READY_FIRST
-from test_engines_back import KINDS, assert_nothing_lost_or_twice
+from test_engines_back import KINDS, assert_nothing_lost_or_twice, check_survived
 from test_lost_worker import rank_one
 from test_runs import finish, train, wait_for_step
 from world import make_world, metrics
 
-from mrl.config.survived import survives
 from mrl.record.attempts import read_attempts
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
@@ -57,7 +56,7 @@ def test_ranks_come_back_inside_the_run_and_change_no_bit(world, tmp_path, setti
         "trainer__val_before_train": False,
         "trainer__max_actor_ckpt_to_keep": 3, "trainer__deterministic": True,
     }  # fmt: skip
-    check_survived(settings)
+    check_survived("ranks", settings)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     undisturbed = train(world, whole, **given, **settings)  # beside the other
     process = train(world, broken, **given, **settings)
@@ -85,7 +84,7 @@ def test_ranks_come_back_inside_the_run_and_change_no_bit(world, tmp_path, setti
 @long
 def test_ready_first_ranks_come_back_and_nothing_is_lost_or_trained_on_twice(world, tmp_path):
     """The checkpoint has tokens of responses that engines held when it was taken."""
-    check_survived(READY_FIRST)
+    check_survived("ranks", READY_FIRST)
     run_dir = tmp_path / "broken"
     process = train(
         world, run_dir, trainer__total_training_steps=STEPS, trainer__test_freq=-1, trainer__val_before_train=False,
@@ -105,14 +104,6 @@ def test_ready_first_ranks_come_back_and_nothing_is_lost_or_trained_on_twice(wor
     assert metrics(run_dir)[-1]["trainer/restarts"] == 1
     assert [row["training/global_step"] for row in metrics(run_dir)] == list(range(1, STEPS + 1))
     assert_nothing_lost_or_twice(run_dir, STEPS)
-
-
-def check_survived(settings: dict) -> None:
-    """Skips where a run of this kind ends with a lost rank."""
-    placement = "colocated" if "preset" in settings else "separate"
-    schedule = settings.get("trainer__schedule", "sync")
-    if not survives("ranks", placement, schedule, settings.get("trainer__order", "in_order")):
-        pytest.skip("ranks of this schedule are not started again inside a run yet")
 
 
 def wait_for_restart(process, run_dir: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer, truncate
 from mrl.data.order import DataCursor, PromptStream, epoch_order
 from mrl.data.prompt_store import PromptStore
+from mrl.data.row_files import read_foreign_rows
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 
 
@@ -304,6 +305,16 @@ def test_another_column_can_say_where_a_row_is_from(tmp_path, write):
     assert load(write(tmp_path / f"b{suffix}", without), reward_fn_key="kind")[0].data_source == "math_dapo"
     with pytest.raises(DataError, match=r"no column sort[\s\S]*data\.reward_fn_key"):
         load(write(tmp_path / f"c{suffix}", rows), reward_fn_key="sort")
+
+
+def test_a_parquet_file_whose_column_has_a_name_that_is_no_text_is_refused_by_name(tmp_path):
+    file = tmp_path / "named.parquet"
+    pq.write_table(pa.table({"question": ["1 + 1?"]}), file)
+    schema, other = b"\x18\x08question", b"\x18\x08\x80uestion"
+    assert schema in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(schema, other))
+    with pytest.raises(DataError, match=r"named\.parquet: not readable as parquet: 'utf-8' codec"):
+        list(read_foreign_rows(str(file)))
 
 
 def test_unusable_files_are_named(tmp_path):

@@ -16,7 +16,7 @@ from mrl.errors import DamagedCheckpoint, EnvironmentFault, Interrupted, LostWei
 from mrl.record.attempts import attempt, read_attempts
 from mrl.remote.process_logs import concerning
 from mrl.schedule.fleet import RETIRED, Fleet
-from mrl.train import assemble, rank_restarts
+from mrl.train import assemble, assemble_processes, rank_restarts
 from mrl.train.placement import Separate
 from mrl.train.restart_budget import WINDOW, RestartBudget
 from mrl.train.saving import Saver
@@ -342,6 +342,34 @@ def test_a_signal_that_came_in_the_update_ends_the_run_instead(monkeypatch, tmp_
     with pytest.raises(Interrupted, match="SIGTERM"):
         run.start_again(lost("rank 1"), 3)
     assert "ranks from step-2" not in places.events
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["devices of both", "devices of their own"])
+def test_no_engine_is_starting_while_ranks_come_onto_its_devices(monkeypatch, shares):
+    """vLLM would take what they bring for its own; on devices of their own ranks wait for nobody."""
+    asked = []
+    fleet = SimpleNamespace(hold_starts=lambda poll: asked.append("nobody starts"))
+    engines = SimpleNamespace(
+        fleet=fleet, nodes={}, give_up=lambda version, sleeps: asked.append(f"given up, asleep: {sleeps}")
+    )
+
+    def start(config, run_dir, checkpoint, poll, seats):
+        asked.append("ranks")
+        return SimpleNamespace(stop=None, read_routes_at=lambda nodes: None)
+
+    monkeypatch.setattr(assemble_processes, "ActorGroup", start)
+    monkeypatch.setattr(assemble_processes, "actor_seats", lambda *given: "own")
+    monkeypatch.setattr(assemble_processes, "_placement", lambda *given, **named: None)
+    config = SimpleNamespace(
+        cluster=SimpleNamespace(start_timeout_s=1.0), actor=SimpleNamespace(layout=None), trainer=None
+    )
+    files = SimpleNamespace(
+        state=SimpleNamespace(step=2), run_dir=SimpleNamespace(path=None), poll=None,
+        beginning=SimpleNamespace(checkpoint=None),
+    )  # fmt: skip
+    before = assemble_processes.Processes(engines, None, None, None, "shared" if shares else None)
+    assemble_processes.restart_ranks(ExitStack(), config, files, before)
+    assert asked == [*(["nobody starts"] if shares else []), f"given up, asleep: {shares}", "ranks"]
 
 
 def test_engines_that_stayed_are_brought_to_the_start_too():

@@ -1,0 +1,57 @@
+"""`scripts/evidence/faults.sh`: seconds of a fault by the lines that a run prints, and which runs it makes."""
+
+import json
+import sys
+from pathlib import Path
+
+EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
+sys.path.insert(0, str(EVIDENCE))
+
+import faults  # noqa: E402
+
+SAID = (
+    ("fault: engines started in 12.50 s\n", 20.0),
+    ("fault: loop begins\n", 30.0),
+    ("engine 1 serves again, weights of step 3\n", 31.0),  # of another loss, before
+    ("fault: sent\n", 40.0),
+    ("engine 0 is lost: it died\n", 41.5),
+    ("engine 0 serves again, weights of step 1\n", 49.0),
+    ("engine 0 is lost: once more\n", 60.0),
+)
+
+
+def test_seconds_are_those_of_the_first_line_behind_the_signal():
+    found = {}
+    for text, now in SAID:
+        faults.take(found, text, now)
+    assert found == {"engines_start_s": 12.5, "loop": 30.0, "sent": 40.0, "noticed": 41.5, "back": 49.0}
+
+
+def test_ranks_are_back_when_the_driver_says_so():
+    found = {}
+    for text, now in (("fault: sent\n", 1.0), ("after step 2 the ranks are started again\n", 2.0)):
+        faults.take(found, text, now)
+    assert "back" not in found
+    faults.take(found, "fault: ranks are back\n", 9.0)
+    assert (found["noticed"], found["back"]) == (2.0, 9.0)
+
+
+def test_a_row_is_held_against_the_same_step_of_the_undisturbed_run(tmp_path, monkeypatch):
+    row = faults.Row("ranks update", "rank")
+    whole = {"loop": 30.0, "lines": [36.0, 38.0, 41.0], "engines_start_s": 12.5}
+    own = {"loop": 30.0, "lines": [36.0, 60.0, 62.0], "sent": 37.0, "noticed": 38.5, "back": 55.0}
+    for name, run in ((row.whole, whole), (row.name, own)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(run))
+    made = faults.Faults(tmp_path, tmp_path)
+    monkeypatch.setattr(made, "_difference", lambda row: None)
+    result = made._result(row)
+    assert (result["noticed_s"], result["back_s"], result["stood_s"], result["step_s"]) == (1.5, 18.0, 22.0, 2.0)
+
+
+def test_an_undisturbed_run_is_made_once_for_all_rows_that_it_is_for_and_no_run_twice(tmp_path, monkeypatch):
+    made = faults.Faults(tmp_path, tmp_path)
+    ran = []
+    monkeypatch.setattr(made, "_run", lambda row, name, disturbed: ran.append(name) or {})
+    assert list(made.missing()) == ran and len(set(ran)) == len(ran)
+    assert set(ran) == {row.name for row in faults.ROWS} | {row.whole for row in faults.ROWS}
+    assert list(made.missing()) == []
