@@ -121,19 +121,11 @@ CONFIG_OF_QWEN = {
 NO_PREFIXES = "rollout.enable_prefix_caching=false"
 
 
-def test_a_reference_in_fp8_is_refused_beside_any_actor(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": FP8}))
-    config = load_config("parallel_configs/tiny-moe/cpu.yaml", overrides=[f"ref.path={tmp_path}"])
-    assert "ref.path" in {v.field for v in violations(config, model_spec(CONFIG))}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert "ref.path" not in {v.field for v in violations(config, model_spec(CONFIG))}
-
-
 def test_what_latent_attention_cannot_do_on_a_device_is_told_before_a_run():
     model = model_spec(CONFIG)
     assert refused(model, NO_PREFIXES) == {}
     assert list(refused(model)) == ["rollout.enable_prefix_caching"]
-    assert list(refused(model_spec(CONFIG | {"quantization_config": FP8}), NO_PREFIXES)) == ["model.path"]
+    assert refused(model_spec(CONFIG | {"quantization_config": FP8}), NO_PREFIXES) == {}
     assert "512 and 64" in refused(model_spec(CONFIG | {"kv_lora_rank": 256}), NO_PREFIXES)["model.path"]
     overrides = 'rollout.engine_kwargs.vllm={"hf_overrides": {"n_group": 1}, "attention_backend": "AMX_MLA"}'
     vllm = "rollout.engine_kwargs.vllm."
