@@ -56,8 +56,8 @@ KIMI_IDS = {
 def convert_tokenizer(model: Path, output: Path) -> list[str]:
     """Writes the tokenizer of a model's folder into another one; returns the names of its files.
 
-    Raises ConfigError for a tokenizer of another kind or an output that exists, EnvironmentFault for damaged files and
-    where the result would give other ids than are known.
+    The folder appears whole or not at all. Raises ConfigError for a tokenizer of another kind or an output that exists,
+    EnvironmentFault for damaged files, where the result would give other ids than are known, and as the disk fails.
     """
     if output.exists():
         raise ConfigError(f"{output} exists; choose another output")
@@ -72,7 +72,7 @@ def convert_tokenizer(model: Path, output: Path) -> list[str]:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(output, partial(_write, files))
     except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {reason(error)}; choose another output") from None
+        raise EnvironmentFault(f"{output} cannot be written ({reason(error)}); check the disk") from None
     return sorted(files)
 
 

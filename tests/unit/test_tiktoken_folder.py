@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_no_half_of_a_tokenizer(folder, tmp_path, monkeypatch
         return write(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ConfigError, match=f"{tmp_path / 'new'} cannot be written: No space left on device"):
+    with pytest.raises(EnvironmentFault, match=r"new cannot be written \(No space left on device\)"):
         convert_tokenizer(folder, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     monkeypatch.undo()
