@@ -1,13 +1,10 @@
-"""What latent attention (DeepSeek-V3 and its kin) cannot do on a device, and what of its checkpoints cannot be run as
-they are.
-"""
+"""What latent attention (DeepSeek-V3 and its kin) cannot do on a device, and what engines of its checkpoints cannot."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from mrl.config.rule_row import RuleRow
 from mrl.config.schema import RunConfig, leaf
-from mrl.model import ModelSpec, load_model_spec
+from mrl.model import ModelSpec
 from mrl.platforms.versions import row_of, vllm_generation, vllm_package
 
 _VLLM = "rollout.engine_kwargs.vllm"
@@ -37,25 +34,7 @@ def _replicates_shared_experts(config: RunConfig) -> bool:
     return min(degrees) > 1
 
 
-def _is_fp8(path: str | None) -> bool:
-    """Of a folder on this host; another is looked at where it is loaded."""
-    return path is not None and Path(path, "config.json").is_file() and load_model_spec(path).is_fp8
-
-
 LATENT_RULES = (
-    RuleRow(
-        "model.path",
-        lambda c, m: m.is_fp8,
-        "has FP8 weights, which no run has been started from yet",
-        "its engines would begin without weights and get them by the first sync; make a bfloat16 checkpoint of it with "
-        "mrl convert hf-to-megatron --layout tp=1 and mrl convert megatron-to-hf, and name that",
-    ),
-    RuleRow(
-        "ref.path",
-        lambda c, m: _is_fp8(c.ref.path),
-        "has FP8 weights, which no reference has been loaded from yet",
-        "make a bfloat16 checkpoint of it as of model.path, and name that",
-    ),
     RuleRow(
         f"{_VLLM}.load_format",
         lambda c, m: m.is_fp8 and "load_format" in c.rollout.vllm_kwargs,

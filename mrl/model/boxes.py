@@ -35,7 +35,7 @@ class Box:
         """Number of elements."""
         return prod(self.shape)
 
-    @property
+    @cached_property
     def origin(self) -> tuple[int, ...]:
         """The first element's index."""
         return tuple(start for start, _ in self.ranges)
@@ -56,7 +56,7 @@ class Box:
 
     def shift(self, offsets: Sequence[int]) -> "Box":
         """The box moved by an offset per dimension. Raises ValueError below zero."""
-        return Box(tuple((start + by, stop + by) for (start, stop), by in zip(self.ranges, offsets, strict=True)))
+        return Box(tuple([(start + by, stop + by) for (start, stop), by in zip(self.ranges, offsets, strict=True)]))
 
     def rebase(self, old: "Box", new: "Box") -> "Box":
         """This box, given in the frame where `old` lies, in the frame where the same block is called `new`

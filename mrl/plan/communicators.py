@@ -7,8 +7,8 @@ are connected. Fewer pairs are not to be had: in layouts that spread experts ove
 other has, and every engine needs them.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 from mrl.config.places import cluster_shape, rollout_layout
 from mrl.config.schema import RunConfig
@@ -31,8 +31,9 @@ def most_pairs(config: RunConfig) -> int:
         return 0
     pairs: Counter[Place] = Counter()
     for these, others in ((ranks, workers), (workers, ranks)):
+        nodes = _by_node(others)
         for place, count in Counter(these).items():
-            pairs[place] += count * _served(config, place, others)
+            pairs[place] += count * _served(config, place, nodes)
     return max(pairs.values())
 
 
@@ -43,14 +44,21 @@ def _places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
     return actor_places(world, cluster), engine_places(rollout_layout(config.rollout), cluster, first)
 
 
-def _served(config: RunConfig, place: Place, others: Sequence[Place]) -> int:
-    """How many processes on the other side p2p serves, seen from a process at `place`."""
+def _by_node(places: Sequence[Place]) -> dict[int, list[Place]]:
+    nodes: dict[int, list[Place]] = defaultdict(list)
+    for place in places:
+        nodes[place.node].append(place)
+    return nodes
+
+
+def _served(config: RunConfig, place: Place, others: Mapping[int, Sequence[Place]]) -> int:
+    """How many processes on the other side p2p serves, seen from a process at `place`. `others`: by node."""
     kind = config.reshard.transport
     reach = get_hosting(config.cluster.device).memory_reach
-    here = [other for other in others if other.node == place.node]
-    # all of another node are served alike
-    elsewhere = {other.node: other for other in others if other.node != place.node}
-    counts = Counter(other.node for other in others)
-    return sum(pair_route(kind, place, other, reach) == "p2p" for other in here) + sum(
-        counts[node] for node, other in elsewhere.items() if pair_route(kind, place, other, reach) == "p2p"
-    )
+    served = 0
+    for node, there in others.items():
+        if node == place.node:
+            served += sum(pair_route(kind, place, other, reach) == "p2p" for other in there)
+        elif pair_route(kind, place, there[0], reach) == "p2p":  # all of another node are served alike
+            served += len(there)
+    return served

@@ -149,10 +149,12 @@ def bound_seconds(plan: ReshardPlan, link: Link) -> float:
 def remote_demand(plan: ReshardPlan) -> dict[frozenset[int], int]:
     """Bytes that workers need from other nodes, by the set of ranks that have them."""
     demand: dict[frozenset[int], int] = defaultdict(int)
-    for worker in range(plan.rollout.world_size):
-        stream = plan.schedule.streams[worker % len(plan.schedule.streams)]
-        tier = stream.candidates(plan.devices, worker).tier
-        set_bytes = np.bincount(stream.holder_set, stream.nbytes, len(tier))
-        for holder_set in np.flatnonzero(tier == REMOTE):
-            demand[stream.holders[holder_set]] += int(set_bytes[holder_set])
+    streams = plan.schedule.streams
+    for position, stream in enumerate(streams):
+        workers = range(position, plan.rollout.world_size, len(streams))
+        nearest = [stream.nearness(plan.devices, worker).min(axis=1) for worker in workers]
+        far = np.sum([tier == REMOTE for tier in nearest], axis=0)  # workers that have no holder of a set at hand
+        set_bytes = np.bincount(stream.holder_set, stream.nbytes, len(far))
+        for holder_set in np.flatnonzero(far):
+            demand[stream.holders[holder_set]] += int(far[holder_set]) * int(set_bytes[holder_set])
     return demand

@@ -11,7 +11,7 @@ from mrl.model.layout import RolloutLayout
 from mrl.model.megatron_shards import Shard
 from mrl.model.vllm_parameters import Dialect, TargetParameter, TargetPiece, target_parameters
 from mrl.reshard.messages import Copy, Message
-from mrl.reshard.streams import Grain, Holder, Miniature, StreamTemplate
+from mrl.reshard.streams import Grain, Miniature, StreamTemplate
 
 ShardTable = Mapping[tuple[int, str], Shard]  # by chunk and name
 
@@ -62,13 +62,9 @@ def source_fault(shards: ShardTable, copy: Copy) -> str | None:
     if shard is None:
         return f"there is no {copy.source_name} in chunk {copy.vp_chunk}"
     for piece in shard.pieces:
-        if piece.hf_name == copy.hf_name and piece.local_box.contains(copy.source_box):
-            offsets = [hf[0] - local[0] for hf, local in zip(piece.hf_box.ranges, piece.local_box.ranges, strict=True)]
-            if all(
-                (a + by, b + by) == hf
-                for (a, b), by, hf in zip(copy.source_box.ranges, offsets, copy.hf_box.ranges, strict=True)
-            ):
-                return None
+        is_within = piece.hf_name == copy.hf_name and piece.local_box.contains(copy.source_box)
+        if is_within and copy.source_box.rebase(piece.local_box, piece.hf_box) == copy.hf_box:
+            return None
     return (
         f"{copy.source_box.ranges} of {copy.source_name} in chunk {copy.vp_chunk} is not "
         f"{copy.hf_name} {copy.hf_box.ranges}"
@@ -90,7 +86,8 @@ def template_faults(
         parameters = target_parameters(miniature.model, rollout, position, dialect, dtype)
         unseen = [p for p in parameters if covered.get(_identity(filling.get(p.name, ()))) != p]
         names = dict.fromkeys([p.name for p in unseen]) | dict.fromkeys(filling.keys() - {p.name for p in parameters})
-        copies = [_copy_of(grain, layer, grain.holders[0]) for name in names for layer, grain in filling.get(name, ())]
+        arriving = [part for name in names for part in filling.get(name, ())]
+        copies = [_copy_of(grain, layer, grain.holders[0].source_name) for layer, grain in arriving]
         for fault in target_faults(unseen, copies):
             yield f"worker {position} of each engine: {fault}"
         covered |= {_identity(filling.get(p.name, ())): p for p in unseen}
@@ -121,20 +118,19 @@ def _sender_faults(miniature: Miniature, pipeline: int, templates: Sequence[Stre
         if key in checked:
             continue
         checked.add(key)
+        copies = {name: _copy_of(grain, layer, name) for name in {holder.source_name for holder in grain.holders}}
         for holder in grain.holders:
             rank = miniature.rank_of(holder, pipeline)
-            if fault := source_fault(shards[rank], _copy_of(grain, layer, holder)):
+            if fault := source_fault(shards[rank], copies[holder.source_name]):
                 yield f"rank {holder.offset} of its stage: {fault}"
 
 
-def _copy_of(grain: Grain, layer: int, holder: Holder) -> Copy:
+def _copy_of(grain: Grain, layer: int, source_name: str) -> Copy:
     """The grain as a copy of the miniature, where every layer is in chunk 0."""
-    hf_name, source_name, parameter = (
-        name.format(layer) for name in (grain.hf_name, holder.source_name, grain.parameter)
-    )
     return Copy(
-        hf_name, grain.hf_box, source_name, 0, grain.source_box, parameter, grain.target_box, grain.axes, grain.dtype
-    )
+        grain.hf_name.format(layer), grain.hf_box, source_name.format(layer), 0, grain.source_box,
+        grain.parameter.format(layer), grain.target_box, grain.axes, grain.dtype,
+    )  # fmt: skip
 
 
 def worker_faults(

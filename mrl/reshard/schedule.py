@@ -115,25 +115,6 @@ class _Walk:
     round: np.ndarray
 
 
-def bytes_in_cells(cells: np.ndarray, nbytes: np.ndarray, count: int) -> np.ndarray:
-    """int64 [count]: bytes of each of `count` cells, whose numbers `cells` gives for every grain.
-
-    Counted in floating point, which is exact below 2^53 bytes, and many times faster than adding at indices.
-    """
-    return np.bincount(cells, nbytes, count).astype(np.int64)
-
-
-def add_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
-    """Adds `values[i]` to `table[rows[i]]`; a row may come more than once. Many times faster than `np.add.at`."""
-    order = np.argsort(rows, kind="stable")
-    ascending = rows[order]
-    first = np.flatnonzero(np.diff(ascending, prepend=-1))
-    if len(first) == len(rows):
-        table[rows] += values
-        return
-    table[ascending[first]] += np.add.reduceat(values[order], first, axis=0)
-
-
 @dataclass(frozen=True)
 class _Pools:
     """Whom workers may ask. A pool is what a set of equally near ranks has to send together."""
@@ -168,21 +149,22 @@ class _Sharing:
         self.streams = [streams[worker % len(streams)] for worker in range(len(starts))]
         self.starts = starts
         self.pools = pools
+        self.lockstep = lockstep
         self.num_rounds = num_rounds
-        self.rounds = [
-            stream.rounds(start, num_rounds, lockstep) for stream, start in zip(self.streams, starts, strict=True)
-        ]
         self.sent = np.zeros((num_rounds, num_ranks), dtype=np.int64)
-        self.bounds = self._share(self._demand())
+        self.quotas = self._share(self._demand())
+
+    def _rounds(self, worker: int) -> np.ndarray:
+        """Of each grain that a worker receives; computed anew, which is faster than to keep those of all workers."""
+        return self.streams[worker].rounds(self.starts[worker], self.num_rounds, self.lockstep)
 
     def _demand(self) -> np.ndarray:
         """Bytes [pool, round] that are asked of each pool."""
-        demand = np.zeros((len(self.pools.ranks), self.num_rounds), dtype=np.int64)
-        for stream, rounds, pool_of in zip(self.streams, self.rounds, self.pools.of_sets, strict=True):
-            cells = stream.holder_set * self.num_rounds + rounds
-            set_bytes = bytes_in_cells(cells, stream.nbytes, len(pool_of) * self.num_rounds)
-            add_rows(demand, pool_of, set_bytes.reshape(-1, self.num_rounds))
-        return demand
+        demand = np.zeros(len(self.pools.ranks) * self.num_rounds, dtype=np.int64)
+        for worker, (stream, pool_of) in enumerate(zip(self.streams, self.pools.of_sets, strict=True)):
+            cells = (pool_of * self.num_rounds)[stream.holder_set] + self._rounds(worker)
+            np.add.at(demand, cells, stream.nbytes)
+        return demand.reshape(-1, self.num_rounds)
 
     @property
     def largest(self) -> int:
@@ -192,51 +174,58 @@ class _Sharing:
     def _walk(self, worker: int) -> "_Walk":
         stream = self.streams[worker]
         start = self.starts[worker]
-        arrays = (stream.holder_set, stream.nbytes, self.rounds[worker])
+        arrays = (stream.holder_set, stream.nbytes, self._rounds(worker))
         return _Walk(*(rotated(array, start) for array in arrays))
 
-    def _share(self, demand: np.ndarray) -> np.ndarray:
-        """[pool, round, candidate]: up to which byte of the pool's demand each candidate sends.
+    def _share(self, demand: np.ndarray) -> dict[int, np.ndarray]:
+        """Bytes [round, candidate] of each pool's demand that each candidate sends.
 
         Those with the least choice come first.
         """
         pools = self.pools.ranks
-        width = max(len(ranks) for ranks in pools)
-        bounds = np.full((len(pools), self.num_rounds, width), np.iinfo(np.int64).max)
+        quotas = {}
         for pool in sorted(range(len(pools)), key=lambda p: len(pools[p])):
             ranks = list(pools[pool])
-            quota = level(self.sent[:, ranks], demand[pool])
-            self.sent[:, ranks] += quota
-            bounds[pool, :, : len(ranks) - 1] = quota.cumsum(axis=1)[:, :-1]
+            quotas[pool] = level(self.sent[:, ranks], demand[pool])
+            self.sent[:, ranks] += quotas[pool]
+        return quotas
+
+    def _bounds(self) -> np.ndarray:
+        """[pool, round, candidate]: up to which byte of the pool's demand each candidate sends."""
+        pools = self.pools.ranks
+        width = max(len(ranks) for ranks in pools)
+        bounds = np.full((len(pools), self.num_rounds, width), np.iinfo(np.int64).max)
+        for pool, quota in self.quotas.items():
+            bounds[pool, :, : len(pools[pool]) - 1] = quota.cumsum(axis=1)[:, :-1]
         return bounds
 
     def assign(self) -> tuple[tuple[np.ndarray, ...], Loads]:
         """The sender of every grain, and what comes of it."""
         filled = np.zeros(len(self.pools.ranks) * self.num_rounds, dtype=np.int64)
+        bounds = self._bounds()
         num_ranks, cells = self.sent.shape[1], len(TIERS) * self.num_rounds
         sent = np.zeros(cells * num_ranks, dtype=np.int64)
-        received = np.zeros((cells, len(self.starts)), dtype=np.int64)
+        received = np.zeros((len(self.starts), cells), dtype=np.int64)
         choices = []
         for worker, candidates in enumerate(self.pools.candidates):
             walk = self._walk(worker)
-            candidate = self._pick(worker, walk, filled)
+            candidate = self._pick(worker, walk, bounds, filled)
             choices.append(candidates.numbers[walk.holder_set, candidate].astype(np.int16))
             cell = candidates.tier[walk.holder_set] * self.num_rounds + walk.round
-            sent += bytes_in_cells(
-                cell * num_ranks + candidates.ranks[walk.holder_set, candidate], walk.nbytes, len(sent)
-            )
-            received[:, worker] = bytes_in_cells(cell, walk.nbytes, cells)
+            rank = candidates.ranks[walk.holder_set, candidate]
+            np.add.at(sent, cell * num_ranks + rank, walk.nbytes)
+            np.add.at(received[worker], cell, walk.nbytes)
         shape = (len(TIERS), self.num_rounds, -1)
-        return tuple(choices), Loads(sent.reshape(shape), received.reshape(shape))
+        return tuple(choices), Loads(sent.reshape(shape), received.T.reshape(shape))
 
-    def _pick(self, worker: int, walk: "_Walk", filled: np.ndarray) -> np.ndarray:
+    def _pick(self, worker: int, walk: "_Walk", bounds: np.ndarray, filled: np.ndarray) -> np.ndarray:
         """Number of the candidate for each grain: the one whose part of the pool its middle byte falls into."""
         sets = walk.holder_set
         candidate = np.zeros_like(sets)
         shared = np.flatnonzero(self.pools.candidates[worker].count[sets] > 1)
         pool, round_of = self.pools.of_sets[worker][sets[shared]], walk.round[shared]
         middle = _middles(pool * self.num_rounds + round_of, walk.nbytes[shared], filled)
-        candidate[shared] = (middle[:, None] >= self.bounds[pool, round_of]).sum(axis=1)
+        candidate[shared] = (middle[:, None] >= bounds[pool, round_of]).sum(axis=1)
         return candidate
 
 
@@ -318,8 +307,9 @@ def _profile(stream: WorkerStream, bins: int, num_ranks: int, lockstep: bool) ->
     """Bytes [bin, rank] that a worker starting at the beginning asks of each rank, replicas sharing equally."""
     sets = len(stream.holders)
     cells = stream.travel(0, bins, lockstep)[1] * sets + stream.holder_set
-    set_bytes = bytes_in_cells(cells, stream.nbytes, bins * sets).reshape(bins, sets)
+    set_bytes = np.zeros(bins * sets, dtype=np.int64)
+    np.add.at(set_bytes, cells, stream.nbytes)
     holds = np.zeros((sets, num_ranks), dtype=np.int64)
     for number, ranks in enumerate(stream.holders):
         holds[number, list(ranks)] = 1
-    return set_bytes // holds.sum(axis=1) @ holds
+    return set_bytes.reshape(bins, sets) // holds.sum(axis=1) @ holds

@@ -383,16 +383,22 @@ class WorkerStream:
             self._kept_rounds = stage_rounds, in_stage
         return self._kept_rounds[1]
 
-    def candidates(self, devices: Devices, worker: int) -> Candidates:
-        """The nearest holders of everything, at most MAX_CANDIDATES of them, other ones for other workers."""
+    def nearness(self, devices: Devices, worker: int) -> np.ndarray:
+        """[set, holder]: the tier of each; beyond all tiers where a set has no more holders."""
         tier = np.full(self.ranks.shape, REMOTE)
         tier[devices.rank_node[self.ranks] == devices.worker_node[worker]] = SAME_NODE
         tier[devices.rank_device[self.ranks] == devices.worker_device[worker]] = SAME_DEVICE
         tier[self.ranks < 0] = REMOTE + 1
+        return tier
+
+    def candidates(self, devices: Devices, worker: int) -> Candidates:
+        """The nearest holders of everything, at most MAX_CANDIDATES of them, other ones for other workers."""
+        tier = self.nearness(devices, worker)
         nearest = tier.min(axis=1)
         near = tier == nearest[:, None]
         step = -(-near.sum(axis=1) // MAX_CANDIDATES)
-        turn = np.array([_digit_sum(worker, int(base)) for base in step]) % step
+        bases, number = np.unique(step, return_inverse=True)
+        turn = np.array([_digit_sum(worker, int(base)) for base in bases])[number] % step
         near &= (near.cumsum(axis=1) - 1) % step[:, None] == turn[:, None]
         numbers = np.argsort(~near, axis=1, kind="stable")[:, :MAX_CANDIDATES]
         return Candidates(numbers, np.take_along_axis(self.ranks, numbers, axis=1), near.sum(axis=1), nearest)

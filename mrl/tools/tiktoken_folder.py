@@ -9,11 +9,13 @@ Kimi-K2's is held against public ids; of Moonlight's there are none.
 
 import base64
 import json
-import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mrl.checkpoint.manifest import fsync
+from mrl.checkpoint.step_folders import write_atomically
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.hf_files import check_own_file
 from mrl.model.registry import TOKENIZER_BYTES
@@ -21,6 +23,7 @@ from mrl.plain_files import read_bytes, read_settings, reason
 from mrl.units import MIB
 
 VOCABULARY, SETTINGS, TEMPLATE = "tiktoken.model", "tokenizer_config.json", "chat_template.jinja"
+TOKENIZER = "tokenizer.json"
 _VOCABULARY_BYTES = 64 * MIB
 _BEHIND_RANKS = 256  # ids that are no bytes: special tokens, and reserved ones
 _CLASSES = ("tokenization_kimi.TikTokenTokenizer", "tokenization_moonshot.TikTokenTokenizer")
@@ -53,8 +56,8 @@ KIMI_IDS = {
 def convert_tokenizer(model: Path, output: Path) -> list[str]:
     """Writes the tokenizer of a model's folder into another one; returns the names of its files.
 
-    Raises ConfigError for a tokenizer of another kind or an output that exists, EnvironmentFault for damaged files and
-    where the result would give other ids than are known.
+    The folder appears whole or not at all. Raises ConfigError for a tokenizer of another kind or an output that exists,
+    EnvironmentFault for damaged files, where the result would give other ids than are known, and as the disk fails.
     """
     if output.exists():
         raise ConfigError(f"{output} exists; choose another output")
@@ -64,15 +67,38 @@ def convert_tokenizer(model: Path, output: Path) -> list[str]:
     tokenizer = fast_tokenizer(ranks, _added_tokens(model, settings, len(ranks)))
     if named == _CLASSES[0]:
         _check_ids(model, tokenizer, KIMI_IDS)
-    output.mkdir(parents=True)
-    tokenizer.save(str(output / "tokenizer.json"))
+    files = _files(model, tokenizer, settings)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(output, partial(_write, files))
+    except OSError as error:
+        raise EnvironmentFault(f"{output} cannot be written ({reason(error)}); check the disk") from None
+    return sorted(files)
+
+
+def _files(model: Path, tokenizer: Any, settings: Mapping[str, Any]) -> dict[str, bytes]:
+    """What is written, by name; `settings`: of the tokenizer that was."""
     kept = {key: value for key, value in settings.items() if key not in ("auto_map", "tokenizer_class")}
     plain = kept | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (output / SETTINGS).write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    files = {
+        TOKENIZER: tokenizer.to_str(pretty=True).encode(),
+        SETTINGS: (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode(),
+    }
     if (model / TEMPLATE).exists():
         check_own_file(model / TEMPLATE)
-        shutil.copy(model / TEMPLATE, output / TEMPLATE)
-    return sorted(file.name for file in output.iterdir())
+        try:
+            files[TEMPLATE] = read_bytes(model / TEMPLATE, TOKENIZER_BYTES)
+        except (OSError, ValueError) as error:
+            raise EnvironmentFault(f"{model / TEMPLATE}: {reason(error)}") from None
+    return files
+
+
+def _write(files: Mapping[str, bytes], folder: Path) -> None:
+    """Durably. Raises OSError as the disk does."""
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+        fsync(folder / name)
+    fsync(folder)
 
 
 def _settings(model: Path) -> dict[str, Any]:

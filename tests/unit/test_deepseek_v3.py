@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mrl.checkpoint.hf_folder import copy_hf_files
 from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.errors import ConfigError
 from mrl.model import known_spec, model_spec
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.model.registry import _KNOWN, _MODULES, FAMILIES, family_of
+from mrl.model.registry import _KNOWN, _MODULES, FAMILIES, family_of, known_hf_config, load_model_spec
 from mrl.model.vllm_parameters import target_parameters
 from mrl.plan.engine_memory import cache_bytes_per_token, worker_weights
 from mrl.platforms.replicated_linear import ReplicatedLinear
@@ -61,6 +62,26 @@ def test_the_published_configuration_is_that_of_transformers_defaults():
 def test_kimi_k2_and_files_with_code_beside_them_are_read_as_deepseek_v3():
     kimi = model_spec(CONFIG | {"model_type": "kimi_k2", "auto_map": CODE})
     assert kimi == model_spec(CONFIG) and family_of(kimi) is FAMILIES["DeepseekV3ForCausalLM"]
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Moonlight-16B-A3B", "Kimi-K2-Instruct"])
+def test_code_in_an_official_folder_is_neither_run_nor_copied_and_vllm_reads_the_model_without_it(tmp_path, name):
+    from vllm.transformers_utils.config import get_config
+
+    folder, copy = tmp_path / "model", tmp_path / "copy"
+    folder.mkdir()
+    copy.mkdir()
+    (folder / "config.json").write_text(json.dumps(known_hf_config(name) | {"auto_map": CODE}))
+    trap = "from pathlib import Path\nPath(__file__).with_name('RUN').write_text('')\n"
+    (folder / "configuration_deepseek.py").write_text(trap)
+    spec = load_model_spec(folder)
+    read = get_config(folder, trust_remote_code=False, hf_overrides_kw=family_of(spec).engine_keys(spec))
+    assert spec == known_spec(name)
+    assert (read.kv_lora_rank, read.topk_method, read.n_group) == (512, "noaux_tc", spec.expert_groups)
+    copy_hf_files(folder, copy)
+    assert sorted(file.name for file in tmp_path.rglob("*")) == [
+        "config.json", "config.json", "configuration_deepseek.py", "copy", "model",
+    ]  # fmt: skip
 
 
 def test_a_family_is_a_file_of_at_most_150_lines():
@@ -121,19 +142,11 @@ CONFIG_OF_QWEN = {
 NO_PREFIXES = "rollout.enable_prefix_caching=false"
 
 
-def test_a_reference_in_fp8_is_refused_beside_any_actor(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": FP8}))
-    config = load_config("parallel_configs/tiny-moe/cpu.yaml", overrides=[f"ref.path={tmp_path}"])
-    assert "ref.path" in {v.field for v in violations(config, model_spec(CONFIG))}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert "ref.path" not in {v.field for v in violations(config, model_spec(CONFIG))}
-
-
 def test_what_latent_attention_cannot_do_on_a_device_is_told_before_a_run():
     model = model_spec(CONFIG)
     assert refused(model, NO_PREFIXES) == {}
     assert list(refused(model)) == ["rollout.enable_prefix_caching"]
-    assert list(refused(model_spec(CONFIG | {"quantization_config": FP8}), NO_PREFIXES)) == ["model.path"]
+    assert refused(model_spec(CONFIG | {"quantization_config": FP8}), NO_PREFIXES) == {}
     assert "512 and 64" in refused(model_spec(CONFIG | {"kv_lora_rank": 256}), NO_PREFIXES)["model.path"]
     overrides = 'rollout.engine_kwargs.vllm={"hf_overrides": {"n_group": 1}, "attention_backend": "AMX_MLA"}'
     vllm = "rollout.engine_kwargs.vllm."

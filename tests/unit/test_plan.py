@@ -134,7 +134,7 @@ def test_models_of_latent_attention_are_planned_on_256_devices_in_seconds(preset
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
-    assert float(done.stderr.strip().splitlines()[-1]) < 6  # 4.3 beside a load of 20 on two cores
+    assert float(done.stderr.strip().splitlines()[-1]) < 4  # 2.8 to 3.5 beside a load of 17 on two cores
     assert len(json.loads(done.stdout)["layout"]["ranks"]) == 256
 
 

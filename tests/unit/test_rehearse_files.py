@@ -231,10 +231,10 @@ def test_the_written_reward_is_one_that_the_pool_can_load(tmp_path):
 # ---------------------------------------------------------------- all of it
 
 
-def prepared(tmp_path: Path, *overrides: str):
+def prepared(tmp_path: Path, *overrides: str, preset: str | Path = PRESET):
     work = WorkFolder(tmp_path / "work")
     work.path.mkdir()
-    return work, prepare(load_config(PRESET, overrides=overrides).config, work, 2)
+    return work, prepare(load_config(preset, overrides=overrides).config, work, 2)
 
 
 def test_a_preset_without_files_gets_ours_and_says_so(tmp_path):
@@ -245,6 +245,17 @@ def test_a_preset_without_files_gets_ours_and_says_so(tmp_path):
         json.loads((work.model / "config.json").read_text())["eos_token_id"]
         == load_tokenizer(str(work.model)).eos_token_id
     )
+
+
+def test_a_latent_of_another_size_is_brought_to_that_of_the_cpu_kernel_and_said(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    config = known_hf_config("Moonlight-16B-A3B") | {"kv_lora_rank": 256}
+    (model / "config.json").write_text(json.dumps(config))
+    preset = "parallel_configs/moonlight-16b-a3b/h100-1x8.yaml"
+    work, made = prepared(tmp_path, f"model.path={model}", preset=preset)
+    assert made.model.endswith("64 to 8 experts, latents of 256 to 512, the size of vLLM's CPU kernel")
+    assert json.loads((work.model / "config.json").read_text())["kv_lora_rank"] == 512
 
 
 def test_the_users_tokenizer_rows_and_reward_are_used(tmp_path):

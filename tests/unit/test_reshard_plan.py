@@ -20,7 +20,7 @@ from mrl.plan.devices import Starts, SyncRates
 from mrl.plan.sync_times import Link, reshard_summary
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import plan_reshard
-from mrl.reshard.schedule import add_rows, level
+from mrl.reshard.schedule import level
 from mrl.units import MIB
 
 TP8, EP128 = RolloutLayout(16, 8), RolloutLayout(1, 4, 32, 128)
@@ -231,14 +231,3 @@ def test_summary_predicts_each_round_by_its_busiest_device_and_each_step_by_its_
         "bound_seconds",
         "hash",
     }
-
-
-@pytest.mark.parametrize("rows", [[2, 0, 3], [1, 3, 1, 1, 0, 3], [4]])
-def test_rows_are_added_as_numpy_adds_at_indices(rows):
-    random = np.random.default_rng(0)
-    table = random.integers(0, 9, (5, 7))
-    values = random.integers(0, 9, (len(rows), 7))
-    expected = table.copy()
-    np.add.at(expected, np.array(rows), values)
-    add_rows(table, np.array(rows), values)
-    assert np.array_equal(table, expected)

@@ -1,6 +1,7 @@
 """A tokenizer that is code over tiktoken.model becomes one without: tiktoken's own ids, and no code runs."""
 
 import base64
+import errno
 import json
 import random
 from itertools import pairwise
@@ -159,3 +160,20 @@ def test_nothing_is_written_over(folder, tmp_path):
     (tmp_path / "new").mkdir()
     with pytest.raises(ConfigError, match="exists"):
         convert_tokenizer(folder, tmp_path / "new")
+
+
+def test_a_full_disk_leaves_no_half_of_a_tokenizer(folder, tmp_path, monkeypatch):
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        if path.name == "tokenizer_config.json":
+            write(path, data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(EnvironmentFault, match=r"new cannot be written \(No space left on device\)"):
+        convert_tokenizer(folder, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    monkeypatch.undo()
+    assert convert_tokenizer(folder, tmp_path / "new") == sorted(path.name for path in (tmp_path / "new").iterdir())

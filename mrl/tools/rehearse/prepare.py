@@ -10,7 +10,7 @@ from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
 from mrl.data.dataset import PromptParameters, load_tokenizer
 from mrl.errors import InvalidConfig
-from mrl.model import known_name, model_spec, read_hf_config
+from mrl.model import ModelSpec, known_name, model_spec, read_hf_config
 from mrl.model.hub import cached_folder
 from mrl.model.registry import known_hf_config
 from mrl.reward.items import ONE_TURN, RewardItem, RewardSpec, check_failures
@@ -105,11 +105,18 @@ def _checkpoint(
     turns = rehearsal.config.rollout.turns
     turn = data.max_response_length if turns is None else data.max_response_length // (4 * turns.max_turns)
     model = write_checkpoint(work.model, small, ends, turn)
-    was = model_spec(hf_config)
+    return _in_words(model_spec(hf_config), model)
+
+
+def _in_words(was: ModelSpec, model: ModelSpec) -> str:
+    """What became of the model."""
     experts = f", {was.num_experts} to {model.num_experts} experts" if was.is_moe else ""
+    latents = ""
+    if was.is_latent:
+        latents = f", latents of {was.kv_lora_rank} to {model.kv_lora_rank}, the size of vLLM's CPU kernel"
     return (
         f"{model.family}: {was.num_layers} layers of {was.hidden_size} to {model.num_layers} of "
-        f"{model.hidden_size}{experts}"
+        f"{model.hidden_size}{experts}{latents}"
     )
 
 
