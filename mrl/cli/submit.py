@@ -84,10 +84,10 @@ def _check_found(config, preset: str, environment: dict[str, Any], address: str)
     lacks, and a run directory that no other host has.
     """
     from mrl.cluster.job import not_sent
-    from mrl.config.run_rules import named_files, run_dir
+    from mrl.config.run_rules import named_paths, run_dir
     from mrl.errors import ConfigError
 
-    files = [("CONFIG", preset), ("model.path", config.model.path), *named_files(config)]
+    files = [("CONFIG", preset), ("model.path", config.model.path), *named_paths(config)]
     lost = [
         f"{key}: {file} {why}" for key, file in files if Path(file).exists() and (why := not_sent(file, environment))
     ]

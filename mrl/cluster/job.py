@@ -97,7 +97,7 @@ def not_sent(file: str, runtime_env: dict[str, Any]) -> str | None:
 
     An absolute path is looked for on the job's own host, of which nothing is known here.
     """
-    if Path(file).expanduser().is_absolute():
+    if Path(file).is_absolute():
         return None
     sent = runtime_env.get("working_dir")
     if sent is None:

@@ -57,7 +57,7 @@ def rows_of(
 def _of_file(
     file: str, start: int, count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str
 ) -> Rows:
-    synthetic = not Path(file).expanduser().is_file()
+    synthetic = not Path(file).is_file()
     conversations = list(_synthetic(start, count, data_source) if synthetic else _read(file, count, parameters))
     if not conversations:
         raise DataError(f"{file}: no row of it can be used; mrl train says why of each")
