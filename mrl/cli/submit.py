@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mrl.cli import train
-from mrl.cli.config_arguments import resolved_config
+from mrl.cli.config_arguments import refuse_leftovers, resolved_config
 
 DASHBOARD = "http://127.0.0.1:8265"
 
@@ -107,9 +107,14 @@ def _is_here(address: str) -> bool:
 
 
 def _train_options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="mrl submit")
-    train.add(parser.add_subparsers())
-    return parser.parse_args(["train", *arguments])
+    """The options of `mrl train` in its arguments. Raises ConfigError for settings in hydra's way."""
+    parser = argparse.ArgumentParser(prog="mrl submit", usage="mrl submit [options] CONFIG [arguments of mrl train]")
+    train.add_arguments(parser)
+    options, leftovers = parser.parse_known_args(arguments)
+    if leftovers:
+        refuse_leftovers(options, leftovers)
+        parser.error(f"unrecognized arguments: {' '.join(leftovers)}")
+    return options
 
 
 def _client(address: str):
