@@ -63,8 +63,7 @@ def _submit(options: argparse.Namespace) -> None:
     arguments = _own_behind_config(options)
     given = _train_options(arguments)
     config = resolved_config(given).config
-    path = options.runtime_env or Path(f"launch/runtime_env.{config.cluster.device}.yaml")
-    environment = read_runtime_env(path, options.grace_s)
+    environment = read_runtime_env(options.runtime_env or _usual_environment(config.cluster.device), options.grace_s)
     _check_found(config, given.config, environment, options.address)
     job = train_job(arguments, run_dir(config.trainer), environment)
     refuse_open_ray()
@@ -77,6 +76,16 @@ def _submit(options: argparse.Namespace) -> None:
         print(f"follow it with: RAY_AUTH_MODE=token ray job logs --follow --address {options.address} {job.name}")
         return
     raise SystemExit(follow(client, job, _say))
+
+
+def _usual_environment(device: str) -> Path:
+    """That of the checkout. Raises ConfigError elsewhere."""
+    from mrl.errors import ConfigError
+
+    path = Path(f"launch/runtime_env.{device}.yaml")
+    if not path.is_file():
+        raise ConfigError(f"{path} is not here ({Path.cwd()}): go to the checkout, or give --runtime-env")
+    return path
 
 
 def _check_found(config, preset: str, environment: dict[str, Any], address: str) -> None:
@@ -118,18 +127,17 @@ def _train_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def _client(address: str):
+    from mrl.cluster.prerequisites import check_dashboard, no_dashboard
+    from mrl.errors import EnvironmentFault
+
+    check_dashboard(address)
     from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
-    from mrl.errors import EnvironmentFault
-
     try:
         return JobSubmissionClient(address)
-    except (RuntimeError, ConnectionError, ValueError, RayError) as error:
-        raise EnvironmentFault(
-            f"no Ray dashboard answers at {address} ({_first_line(error)}); start a head with launch/start_head.sh, or "
-            "give --address; a head elsewhere also wants its token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
-        ) from error
+    except (RuntimeError, OSError, ValueError, RayError) as error:
+        raise EnvironmentFault(no_dashboard(address, _first_line(error))) from error
 
 
 def _first_line(error: Exception) -> str:
