@@ -12,8 +12,32 @@ mrl_device() {
 # Cores that this process may use. `nproc` alone would answer OMP_NUM_THREADS, which is often 1 here.
 mrl_cores() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; }
 
+# Whether $2, the setting $1, is a whole number from $3 to $4; one that is not set is.
+mrl_check_number() {
+    if [ -z "$2" ] || { [[ $2 =~ ^[0-9]{1,9}$ ]] && [ "$2" -ge "$3" ] && [ "$2" -le "$4" ]; }; then return 0; fi
+    echo "$1=$2: a whole number from $3 to $4 is wanted" >&2
+    return 4
+}
+
+# Makes Ray's folder $1, unless it is there, and asks whether it can be written. Ray puts sockets below it, whose names the kernel bounds.
+mrl_make_temp() {
+    if [[ $1 != /* ]]; then echo "TEMP=$1: an absolute path is wanted" >&2
+    elif [ ${#1} -gt 40 ]; then echo "TEMP=$1 is of ${#1} characters, and Ray's sockets below it allow 40" >&2
+    elif ! { mkdir -p "$1" && [ -w "$1" ]; } 2>/dev/null; then
+        echo "TEMP=$1 cannot be written: another user's, perhaps; set TEMP to a folder of yours" >&2
+    else return 0; fi
+    return 4
+}
+
 # The file of Ray's token; nothing where neither RAY_AUTH_TOKEN_PATH nor HOME says it.
 mrl_token_file() { echo "${RAY_AUTH_TOKEN_PATH:-${HOME:+$HOME/.ray/auth_token}}"; }
+
+# Whether the token's file $1 can be read, where there is one.
+mrl_check_token() {
+    if [ ! -e "$1" ] || { [ -f "$1" ] && [ -r "$1" ]; }; then return 0; fi
+    echo "Ray's token in $1 cannot be read: make it a file of yours, or set RAY_AUTH_TOKEN" >&2
+    return 4
+}
 
 # Makes the token that guards a head, unless there is one: Ray itself only asks for it.
 mrl_make_token() {
@@ -21,6 +45,7 @@ mrl_make_token() {
     if [ "$RAY_AUTH_MODE" != token ] || [ -n "${RAY_AUTH_TOKEN:-}" ]; then return 0; fi
     file=$(mrl_token_file)
     [ -n "$file" ] || { echo "HOME is not set, so there is no place for Ray's token: set HOME, or RAY_AUTH_TOKEN" >&2; return 4; }
+    mrl_check_token "$file" || return
     [ ! -s "$file" ] || return 0
     (umask 077 && mkdir -p "$(dirname "$file")" && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$file") 2>/dev/null ||
         { echo "Ray's token cannot be written to $file: set HOME to a folder of yours, or RAY_AUTH_TOKEN" >&2; return 4; }

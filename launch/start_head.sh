@@ -10,7 +10,12 @@
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-host=${HOST:-127.0.0.1} port=${PORT:-6379} dashboard=${DASHBOARD_PORT:-8265}
+host=${HOST:-127.0.0.1} port=${PORT:-6379} dashboard=${DASHBOARD_PORT:-8265} temp=${TEMP:-/tmp/ray-mrl}
+mrl_check_number PORT "$port" 1 65535
+mrl_check_number DASHBOARD_PORT "$dashboard" 1 65535
+mrl_check_number CPUS "${CPUS:-}" 0 100000
+mrl_check_number DEVICES "${DEVICES:-}" 0 100000
+[ "$port" != "$dashboard" ] || { echo "PORT and DASHBOARD_PORT are both $port: two are wanted" >&2; exit 4; }
 for name in PORT DASHBOARD_PORT; do
     p=$port
     [ $name = PORT ] || p=$dashboard
@@ -31,8 +36,9 @@ if [ "$RAY_AUTH_MODE" != token ] && [ "${MRL_ALLOW_OPEN_RAY:-}" != 1 ]; then
     exit 4
 fi
 mrl_make_token
+mrl_make_temp "$temp"
 start=(ray start --head --node-ip-address "$host" --port "$port" --dashboard-host "$host" --dashboard-port "$dashboard"
-    --dashboard-agent-listen-port "${AGENT_PORT:-0}" --num-cpus "${CPUS:-$(mrl_cores)}" --temp-dir "${TEMP:-/tmp/ray-mrl}" --disable-usage-stats
+    --dashboard-agent-listen-port "${AGENT_PORT:-0}" --num-cpus "${CPUS:-$(mrl_cores)}" --temp-dir "$temp" --disable-usage-stats
     "${resources[@]}" "$@")
 [ -n "${NNODES:-}" ] || exec "${start[@]}"
 "${start[@]}"

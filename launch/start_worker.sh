@@ -7,11 +7,14 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 [[ ${HEAD:-} =~ ^[^:]+:[0-9]+$ ]] || { echo "HEAD=HOST:PORT of the head is needed; it is ${HEAD:-not set}" >&2; exit 2; }
+mrl_check_number CPUS "${CPUS:-}" 0 100000
+mrl_check_number DEVICES "${DEVICES:-}" 0 100000
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 if [ "$RAY_AUTH_MODE" != token ] && [ "${MRL_ALLOW_OPEN_RAY:-}" != 1 ]; then
     echo "RAY_AUTH_MODE=$RAY_AUTH_MODE: whoever reaches this host could have Ray run anything; unset it, or set MRL_ALLOW_OPEN_RAY=1" >&2
     exit 4
 fi
+if [ "$RAY_AUTH_MODE" = token ] && [ -z "${RAY_AUTH_TOKEN:-}" ]; then mrl_check_token "$(mrl_token_file)"; fi
 if [ "$RAY_AUTH_MODE" = token ] && [ -z "${RAY_AUTH_TOKEN:-}" ] && [ ! -s "$(mrl_token_file)" ]; then
     echo "no token here: copy ~/.ray/auth_token from the head's node, or set RAY_AUTH_TOKEN" >&2
     exit 4

@@ -75,7 +75,9 @@ def configuration() -> str:
     page = [
         _MADE,
         "# Configuration\n",
-        "Every key of a preset, a recipe or `--set`. `mrl validate` checks them, and how they go together.\n",
+        "Every key of a preset, a recipe or `--set`. `mrl validate` checks them, and how they go together. "
+        "`~` at the beginning of a path is the home of who starts the run, and a relative path begins in the directory "
+        "where it is started.\n",
     ]
     for name, section, fields in sections():
         if fields:

@@ -51,10 +51,11 @@ def resolved_config(options: argparse.Namespace, check_paths: bool = False):
 
 
 def _in_our_words(refusal, overrides: list[str]):
-    """The refusal; a key of verl's that --set gives is answered with what it is here, each for itself."""
+    """The refusal; a key of verl's or with a sign of hydra's that --set gives is answered with what it is here, each
+    for itself.
+    """
     from mrl.config.load import COMMAND_LINE, SchemaRefusal
     from mrl.errors import Violation
-    from mrl.tools.import_verl.one_key import in_our_words
 
     unknown = {v.field: v for v in refusal.violations if v.rule.startswith("unknown key") and v.where == COMMAND_LINE}
     told: list[Violation] = []
@@ -62,28 +63,44 @@ def _in_our_words(refusal, overrides: list[str]):
     for text in overrides:
         key, _, value = (part.strip() for part in text.partition("="))
         field = next((field for field in unknown if f"{key}.".startswith(f"{field}.")), None)
-        if field is not None and (words := in_our_words(key, value)) is not None:
+        if field is not None and (words := _answer(key, value)) is not None:
             told.append(Violation(key, f"unknown key; {words}", where=COMMAND_LINE))
             answered.add(field)
     rest = [v for v in refusal.violations if v.field not in answered or v not in unknown.values()]
     return SchemaRefusal([*told, *rest], refusal.rest)
 
 
-def refuse_leftovers(options: argparse.Namespace, words: list[str]) -> None:
-    """Raises ConfigError where words that no option takes are settings in hydra's way, KEY=VALUE by itself."""
-    if not hasattr(options, "overrides") or not all("=" in word and not word.startswith("-") for word in words):
-        return
+def _answer(key: str, value: str) -> str | None:
+    """What an unknown `key` is here; None where it is neither verl's nor one of ours with hydra's sign before it."""
+    from mrl.config.schema import schema_keys
     from mrl.tools.import_verl.one_key import in_our_words
 
-    said = []
-    for word in words:
-        key, _, value = word.partition("=")
-        words_of = in_our_words(key, value) if key not in _our_keys() else None
-        said.append(words_of or f"--set {word}")
-    raise ConfigError(f"a setting stands behind --set; {'; '.join(said)}")
+    bare = key.lstrip("+")
+    if bare in schema_keys():
+        return f"a key stands without hydra's {key.removesuffix(bare)}: --set {bare}={value}"
+    return in_our_words(bare, value)
 
 
-def _our_keys() -> set[str]:
+def refuse_leftovers(options: argparse.Namespace, words: list[str]) -> None:
+    """Raises ConfigError where words that no option takes are settings in hydra's way: KEY=VALUE by itself, +KEY=VALUE,
+    ~KEY.
+    """
+    if hasattr(options, "overrides") and all(_is_hydras(word) for word in words):
+        raise ConfigError(f"a setting stands behind --set; {'; '.join(map(_behind_set, words))}")
+
+
+def _is_hydras(word: str) -> bool:
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
+
+
+def _behind_set(word: str) -> str:
+    """What a setting in hydra's way is here."""
     from mrl.config.schema import schema_keys
+    from mrl.tools.import_verl.one_key import in_our_words
 
-    return set(schema_keys())
+    key, _, value = word.lstrip("+").partition("=")
+    if key.startswith("~"):
+        key = key.removeprefix("~")
+        return f"{key}: what is left out has its default; --set {key}=null, where it may be null"
+    said = None if key in schema_keys() else in_our_words(key, value)
+    return said or f"--set {key}={value}"

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mrl.cli import train
-from mrl.cli.config_arguments import resolved_config
+from mrl.cli.config_arguments import refuse_leftovers, resolved_config
 
 DASHBOARD = "http://127.0.0.1:8265"
 
@@ -63,8 +63,7 @@ def _submit(options: argparse.Namespace) -> None:
     arguments = _own_behind_config(options)
     given = _train_options(arguments)
     config = resolved_config(given).config
-    path = options.runtime_env or Path(f"launch/runtime_env.{config.cluster.device}.yaml")
-    environment = read_runtime_env(path, options.grace_s)
+    environment = read_runtime_env(options.runtime_env or _usual_environment(config.cluster.device), options.grace_s)
     _check_found(config, given.config, environment, options.address)
     job = train_job(arguments, run_dir(config.trainer), environment)
     refuse_open_ray()
@@ -79,15 +78,25 @@ def _submit(options: argparse.Namespace) -> None:
     raise SystemExit(follow(client, job, _say))
 
 
+def _usual_environment(device: str) -> Path:
+    """That of the checkout. Raises ConfigError elsewhere."""
+    from mrl.errors import ConfigError
+
+    path = Path(f"launch/runtime_env.{device}.yaml")
+    if not path.is_file():
+        raise ConfigError(f"{path} is not here ({Path.cwd()}): go to the checkout, or give --runtime-env")
+    return path
+
+
 def _check_found(config, preset: str, environment: dict[str, Any], address: str) -> None:
     """Raises ConfigError for what the job's processes would not find: files that its copy of the working directory
     lacks, and a run directory that no other host has.
     """
     from mrl.cluster.job import not_sent
-    from mrl.config.run_rules import named_files, run_dir
+    from mrl.config.run_rules import named_paths, run_dir
     from mrl.errors import ConfigError
 
-    files = [("CONFIG", preset), ("model.path", config.model.path), *named_files(config)]
+    files = [("CONFIG", preset), ("model.path", config.model.path), *named_paths(config)]
     lost = [
         f"{key}: {file} {why}" for key, file in files if Path(file).exists() and (why := not_sent(file, environment))
     ]
@@ -107,24 +116,28 @@ def _is_here(address: str) -> bool:
 
 
 def _train_options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="mrl submit")
-    train.add(parser.add_subparsers())
-    return parser.parse_args(["train", *arguments])
+    """The options of `mrl train` in its arguments. Raises ConfigError for settings in hydra's way."""
+    parser = argparse.ArgumentParser(prog="mrl submit", usage="mrl submit [options] CONFIG [arguments of mrl train]")
+    train.add_arguments(parser)
+    options, leftovers = parser.parse_known_args(arguments)
+    if leftovers:
+        refuse_leftovers(options, leftovers)
+        parser.error(f"unrecognized arguments: {' '.join(leftovers)}")
+    return options
 
 
 def _client(address: str):
+    from mrl.cluster.prerequisites import check_dashboard, no_dashboard
+    from mrl.errors import EnvironmentFault
+
+    check_dashboard(address)
     from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
-    from mrl.errors import EnvironmentFault
-
     try:
         return JobSubmissionClient(address)
-    except (RuntimeError, ConnectionError, ValueError, RayError) as error:
-        raise EnvironmentFault(
-            f"no Ray dashboard answers at {address} ({_first_line(error)}); start a head with launch/start_head.sh, or "
-            "give --address; a head elsewhere also wants its token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
-        ) from error
+    except (RuntimeError, OSError, ValueError, RayError) as error:
+        raise EnvironmentFault(no_dashboard(address, _first_line(error))) from error
 
 
 def _first_line(error: Exception) -> str:

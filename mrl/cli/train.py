@@ -10,6 +10,12 @@ from mrl.errors import Interrupted
 def add(commands) -> None:
     """Registers the command."""
     train = commands.add_parser("train", help="train a policy")
+    add_arguments(train)
+    train.set_defaults(run=_train)
+
+
+def add_arguments(train: argparse.ArgumentParser) -> None:
+    """CONFIG and options, which `mrl submit` hands on."""
     add_config(train)
     train.add_argument("--run-dir", help="where the run writes (trainer.run_dir); default: runs/<experiment_name>")
     train.add_argument(
@@ -26,7 +32,6 @@ def add(commands) -> None:
         help="start the run again, up to N times, after exit code 5 or death by a signal; never after another end, nor "
         "after a SIGTERM or Ctrl-C given to this command; three ends with no finished step between them stop it",
     )
-    train.set_defaults(run=_train)
 
 
 def _train(options: argparse.Namespace) -> None:

@@ -67,10 +67,29 @@ def _look(resolved, remarks: list[str], check_paths: bool) -> tuple[list, list[s
     model, _ = planning_model_spec(resolved.config.model.path)
     if not check_paths and (broken := seen_violations(resolved, model)):
         return broken, []
+    bare = _look_at_weights(resolved.config, model, check_paths)
     from mrl.train.first_look import look
 
     look(resolved.config)
-    return [], [*remarks, *unseen_files(resolved.config)]
+    return [], [*remarks, *bare, *unseen_files(resolved.config)]
+
+
+def _look_at_weights(config, model, check_paths: bool) -> list[str]:
+    """Lines about folders of models on this host that have none: enough for a plan.
+
+    Raises EnvironmentFault for weights that are not what the configuration beside them describes, and with
+    `check_paths` where there are none.
+    """
+    from mrl.config.model_folders import folders_of_weights
+    from mrl.model.hf_files import check_checkpoint, has_weights
+
+    bare = []
+    for key, folder in folders_of_weights(config).items():
+        if check_paths or has_weights(folder):
+            check_checkpoint(folder, model, key)
+        elif folder.is_dir():
+            bare.append(f"{key}: {folder} has no weights, and mrl train wants them")
+    return bare
 
 
 def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
@@ -78,15 +97,11 @@ def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
     from mrl.config.describe import describe_batch
     from mrl.config.rules import notes, violations
     from mrl.model import planning_model_spec
-    from mrl.model.hf_files import check_checkpoint
     from mrl.plan.plan_rules import accelerator_violations, share_violations
 
-    path = resolved.config.model.path
-    model, stand_in = planning_model_spec(path)
+    model, stand_in = planning_model_spec(resolved.config.model.path)
     broken = [*violations(resolved, model, check_paths), *accelerator_violations(resolved)]
     broken = broken or share_violations(resolved, model)
-    if check_paths and not broken:
-        check_checkpoint(path, model)
     batch = [] if broken else [f"batch: {describe_batch(resolved.config)}"]
     return broken, [*batch, *([stand_in] if stand_in else []), *notes(resolved, model)]
 

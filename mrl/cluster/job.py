@@ -25,10 +25,13 @@ GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
 GRACE_S = 120  # Ray kills a stopped job after 3 s unless told otherwise; finishing a step and saving it takes longer
 LOST_AFTER_S = 60.0  # a head that does not answer for so long is gone
 # what a runtime environment may hold (ray.runtime_env.RuntimeEnv.known_fields, those without an underscore)
-_KNOWN = (
-    "py_modules", "py_executable", "java_jars", "working_dir", "conda", "pip", "uv", "container", "excludes",
-    "env_vars", "config", "worker_process_setup_hook", "image_uri",
-)  # fmt: skip
+_PACKAGES = (str, list, dict)
+_KNOWN: dict[str, tuple[type, ...]] = {
+    "py_modules": (list,), "py_executable": (str,), "java_jars": (list,), "working_dir": (str,), "conda": (str, dict),
+    "pip": _PACKAGES, "uv": _PACKAGES, "container": (dict,), "excludes": (list,), "env_vars": (dict,),
+    "config": (dict,), "worker_process_setup_hook": (str,), "image_uri": (str,),
+}  # fmt: skip
+_IN_WORDS = {str: "text", list: "a list", dict: "a mapping"}
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _NOT_YET = "No available agent"  # a head that has just started takes requests before it has an agent that can run them
 
@@ -66,8 +69,7 @@ def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
 
     `grace_s` wins over the file's, the file's over GRACE_S.
 
-    Raises ConfigError for a file that is missing, no mapping, or has a variable that is not text (Ray would refuse the
-    job later).
+    Raises ConfigError for a file that is missing, no mapping, or has entries that Ray would refuse the job for later.
     """
     try:
         content = parse_yaml(read_text(path, CONFIG_BYTES), str(path)).plain()
@@ -88,8 +90,28 @@ def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
             f"--runtime-env {path}: {', '.join(unknown)}: Ray knows no such entry; the file may be of another version "
             f"(known: {', '.join(_KNOWN)})"
         )
+    for fault in _faults(content):
+        raise ConfigError(f"--runtime-env {path}: {fault}")
     grace = str(grace_s) if grace_s is not None else variables.get(GRACE, str(GRACE_S))
     return content | {"env_vars": variables | {GRACE: grace}}
+
+
+def _faults(content: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with values of known entries."""
+    for name, value in content.items():
+        if not isinstance(value, _KNOWN[name]):
+            yield f"{name}: must be {_in_words(_KNOWN[name])}"
+    excludes = content.get("excludes", [])
+    if not all(isinstance(pattern, str) for pattern in excludes):
+        yield "excludes: must be a list of texts"
+    sent = content.get("working_dir")
+    if isinstance(sent, str) and "://" not in sent and not Path(sent).exists():
+        yield f"working_dir: {sent} is not here; a relative path starts at the current directory, {Path.cwd()}"
+
+
+def _in_words(kinds: tuple[type, ...]) -> str:
+    *first, last = [_IN_WORDS[kind] for kind in kinds]
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def not_sent(file: str, runtime_env: dict[str, Any]) -> str | None:
@@ -97,7 +119,7 @@ def not_sent(file: str, runtime_env: dict[str, Any]) -> str | None:
 
     An absolute path is looked for on the job's own host, of which nothing is known here.
     """
-    if Path(file).expanduser().is_absolute():
+    if Path(file).is_absolute():
         return None
     sent = runtime_env.get("working_dir")
     if sent is None:
@@ -141,6 +163,8 @@ def submit(client: JobClient, job: Job, agent_timeout_s: float, wait: Callable[[
         try:
             client.submit_job(entrypoint=job.entrypoint, submission_id=job.name, runtime_env=job.runtime_env)
             return
+        except TypeError as error:
+            raise ConfigError(f"--runtime-env: Ray refuses it: {error}") from error
         except ValueError as error:  # Ray's word for a package above its limit
             raise ConfigError(f"the working directory cannot be sent: {error}. {_largest(job.runtime_env)}") from error
         except (RuntimeError, ConnectionError) as error:

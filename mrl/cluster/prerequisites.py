@@ -1,5 +1,6 @@
 """What a run needs of its cluster, checked before Ray is imported: a head that answers, a free port, enough devices."""
 
+import json
 import os
 import random
 import re
@@ -7,11 +8,15 @@ import secrets
 import socket
 import sys
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from mrl.config.places import Deployment, rank_places, rollout_layout
 from mrl.config.schema import ClusterConfig, LayoutConfig
-from mrl.errors import EnvironmentFault
+from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.device_grid import Place
 from mrl.platforms.hosting import get_hosting
 from mrl.units import GIB
@@ -24,6 +29,7 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PORT_TRIES = 100
 _MODE = "RAY_AUTH_MODE"
 _TOKEN = "RAY_AUTH_TOKEN"
+_LONGEST_ANSWER = 100_000  # bytes, of a dashboard that says its version
 
 
 def ray_address(cluster: ClusterConfig) -> str | None:
@@ -54,6 +60,52 @@ def check_reachable(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         raise unreachable(
             address, "something else listens there; the dashboard's port, where jobs are submitted, is not the head's"
         )
+
+
+def check_dashboard(address: str) -> None:
+    """Raises ConfigError for what is no dashboard's address, and EnvironmentFault unless a dashboard answers there that
+    takes this user's token.
+
+    Ray's own client would take other addresses for those of a head itself, and look for one for a minute.
+    """
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        host = parts.hostname or address.partition(":")[0]
+        host = "HOST" if host in ("", "auto", "http", "https") else host
+        raise ConfigError(
+            f"--address {address} (or RAY_API_SERVER_ADDRESS): the dashboard's address is wanted, as http://{host}:8265"
+        )
+    token = _token() if os.environ.get(_MODE) == "token" else None
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        with urlopen(Request(f"{address.rstrip('/')}/api/version", headers=headers), timeout=CONNECT_TIMEOUT_S) as said:
+            is_ray = "ray_version" in json.loads(said.read(_LONGEST_ANSWER))
+    except HTTPError as error:
+        if error.code in (401, 403):
+            raise EnvironmentFault(_another_token(address, error.code)) from error
+        is_ray = False
+    except ValueError:  # no JSON
+        is_ray = False
+    except (OSError, HTTPException) as error:
+        raise EnvironmentFault(no_dashboard(address, str(getattr(error, "reason", error)))) from error
+    if not is_ray:
+        raise EnvironmentFault(f"something else than a Ray dashboard answers at {address}; give --address")
+
+
+def no_dashboard(address: str, why: str) -> str:
+    """What is said where nobody answers."""
+    return (
+        f"no Ray dashboard answers at {address} ({why}); start a head with launch/start_head.sh, or give --address; a "
+        "head elsewhere also wants its token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+    )
+
+
+def _another_token(address: str, code: int) -> str:
+    named = _TOKEN if os.environ.get(_TOKEN) else str(_token_file())
+    return (
+        f"the head at {address} is of another token ({code}), somebody else's perhaps: the one in {named} is not its "
+        "own. Copy it from the head's host, or give the --address of a head of yours"
+    )
 
 
 def unreachable(address: str, why: str) -> EnvironmentFault:
@@ -148,6 +200,12 @@ def check_token(address: str) -> None:
         f"no token of Ray's for the head at {address}: {where}. launch/start_head.sh makes one on its host; copy it "
         "from there, or set RAY_AUTH_TOKEN"
     )
+
+
+def _token() -> str | None:
+    """What Ray would send."""
+    file = _token_file()
+    return os.environ.get(_TOKEN) or (file.read_text(encoding="utf-8").strip() if has_token() else None)
 
 
 def _token_file() -> Path | None:

@@ -1,5 +1,7 @@
 """Models that a configuration names by their name on the Hugging Face hub, brought to the node that asks."""
 
+from pathlib import Path
+
 from mrl.config.schema import RunConfig
 from mrl.model.hub import hub_name, local_folder
 
@@ -16,3 +18,11 @@ def with_model_folders(config: RunConfig) -> RunConfig:
     path, reference = local_folder(config.model.path), config.ref.path and local_folder(config.ref.path)
     model, ref = config.model.model_copy(update={"path": path}), config.ref.model_copy(update={"path": reference})
     return config.model_copy(update={"model": model, "ref": ref})
+
+
+def folders_of_weights(config: RunConfig) -> dict[str, Path]:
+    """What a run loads weights from, by key, names on the hub left out: the model, and a reference that is asked."""
+    named = {"model.path": config.model.path}
+    if config.algorithm.needs_reference and config.ref.path is not None:
+        named["ref.path"] = config.ref.path
+    return {key: Path(path) for key, path in named.items() if hub_name(path) is None}

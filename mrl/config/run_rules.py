@@ -10,8 +10,10 @@ from pathlib import Path
 from mrl.algo.own_functions import registered_names
 from mrl.config.rule_row import Rule, RuleRow
 from mrl.config.schema import RunConfig, TrainerConfig
-from mrl.errors import Violation, did_you_mean
+from mrl.errors import MrlError, Violation, did_you_mean
 from mrl.model import ModelSpec
+from mrl.model.hf_files import other_architecture
+from mrl.model.hub import hub_name
 from mrl.record.redact import HIDDEN
 from mrl.record.sinks import VIEWS
 from mrl.reward.builtin_rules import RULES
@@ -142,7 +144,7 @@ def run_dir(trainer: TrainerConfig) -> Path:
 
 def _reward_file(config: RunConfig) -> tuple[str, ...]:
     custom = config.reward.custom_reward_function
-    return () if custom is None else (str(Path(custom.path).expanduser()),)
+    return () if custom is None else (custom.path,)
 
 
 def _loss_file(config: RunConfig) -> tuple[str, ...]:
@@ -165,6 +167,17 @@ def _index_file(config: RunConfig) -> tuple[str, ...]:
     return () if turns is None or turns.index is None else (turns.index,)
 
 
+def _reference_folder(config: RunConfig) -> tuple[str, ...]:
+    """Of the reference model, where one is asked and is no name on the hub."""
+    path = config.ref.path if config.algorithm.needs_reference else None
+    return () if path is None or hub_name(path) is not None else (path,)
+
+
+def _first_checkpoint(config: RunConfig) -> tuple[str, ...]:
+    folder = config.trainer.resume_from_path
+    return () if folder is None else (folder,)
+
+
 # the user's files that a run reads where it starts, by key
 _FILES: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     "data.train_files": lambda c: c.data.train_files,
@@ -175,41 +188,59 @@ _FILES: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     "rollout.turns.path": _tools_file,
     "rollout.turns.index": _index_file,
 }
+# and folders, model.path aside
+_FOLDERS: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
+    "ref.path": _reference_folder,
+    "trainer.resume_from_path": _first_checkpoint,
+}
+_PATHS = _FILES | _FOLDERS
 
 
 def _missing(field: str, config: RunConfig, seen: bool | None) -> Iterator[Violation]:
-    """Files of a key that cannot be read; `seen`: those alone whose folder is, or is not, on this host."""
-    for file in _FILES[field](config):
-        if _readable(file) or seen not in (None, Path(file).absolute().parent.is_dir()):
+    """Paths of a key that cannot be read; `seen`: those alone whose folder is, or is not, on this host."""
+    for path in _PATHS[field](config):
+        if _is_there(field, path) or seen not in (None, _has_folder_here(path)):
             continue
-        named = f"{file} " if field.startswith("data.") else ""
-        yield Violation(field, f"{named}is not a file that can be read", _from_here(file))
+        named = f"{path} " if field.startswith("data.") else ""
+        what = "is no folder" if field in _FOLDERS else "is not a file that can be read"
+        yield Violation(field, f"{named}{what}", _from_here(path))
 
 
-def named_files(config: RunConfig) -> list[tuple[str, str]]:
-    """(key, path) of every file of the user's that a run reads where it starts."""
-    return [(field, file) for field, files in _FILES.items() for file in files(config)]
+def _is_there(field: str, path: str) -> bool:
+    return os.path.isdir(path) if field in _FOLDERS else _readable(path)
 
 
-def _file_rule(field: str, seen: bool | None) -> Rule:
+def _has_folder_here(path: str) -> bool:
+    return Path(path).absolute().parent.is_dir()
+
+
+def named_paths(config: RunConfig) -> list[tuple[str, str]]:
+    """(key, path) of every file and folder of the user's that a run reads where it starts, model.path aside."""
+    return [(field, path) for field, paths in _PATHS.items() for path in paths(config)]
+
+
+def _path_rule(field: str, seen: bool | None) -> Rule:
     return lambda config, _: _missing(field, config, seen)
 
 
 def unseen_files(config: RunConfig) -> list[str]:
-    """Lines about files that are named and whose folders are not on this host, so that nothing is known of them."""
-    lost = [(field, file) for field, file in named_files(config) if not _readable(file)]
-    unseen = [f"{field}: {file}" for field, file in lost if not Path(file).absolute().parent.is_dir()]
-    if not unseen:
-        return []
-    return [f"not looked at, as their folders are not on this host: {', '.join(unseen)}"]
+    """Lines about what is named and whose folders are not on this host, so that nothing is known of it, and about
+    prompts where no file of them is named.
+    """
+    lines = [] if config.data.train_files else ["data.train_files names no file, and mrl train wants prompts"]
+    lost = [(field, path) for field, path in named_paths(config) if not _is_there(field, path)]
+    unseen = [f"{field}: {path}" for field, path in lost if not _has_folder_here(path)]
+    if unseen:
+        lines.append(f"not looked at, as their folders are not on this host: {', '.join(unseen)}")
+    return lines
 
 
 def _readable(file: str) -> bool:
     return os.path.isfile(file) and os.access(file, os.R_OK)
 
 
-def _from_here(file: str) -> str:
-    return "" if Path(file).is_absolute() else f"a relative path starts at the current directory, {Path.cwd()}"
+def _from_here(path: str) -> str:
+    return "" if Path(path).is_absolute() else f"a relative path starts at the current directory, {Path.cwd()}"
 
 
 def _registered_loss(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -236,10 +267,17 @@ def _registered(field: str, file: str, decorator: str, wanted: str) -> Iterator[
         yield Violation(field, f"registers {', '.join(names) or 'nothing'}, not {wanted}", why)
 
 
-def _first_checkpoint(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    folder = config.trainer.resume_from_path
-    if folder is not None and not os.path.isdir(folder):
-        yield Violation("trainer.resume_from_path", "is no folder", _from_here(folder))
+def _same_reference(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    """A reference model's folder that is here and describes another architecture, or none."""
+    for folder in filter(os.path.isdir, _reference_folder(config)):
+        try:
+            differing = other_architecture(folder, model)
+        except MrlError as error:
+            yield Violation("ref.path", f"cannot be used: {error}")
+            return
+        if differing:
+            rule = f"is another architecture than model.path's ({differing})"
+            yield Violation("ref.path", rule, "give a checkpoint of the same one")
 
 
 def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -251,8 +289,9 @@ def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("trainer.run_dir", f"cannot be written: no permission in {existing}", why)
 
 
-_HERE = (_registered_loss, _registered_advantage, _writable)
-# of the files that a configuration names: where the run is to start, and on any host, which may not have their folders
+_HERE = (_registered_loss, _registered_advantage, _same_reference, _writable)
+# of the files and folders that a configuration names: where the run is to start, and on any host, which may not have
+# the folders that they are in
 PATH_RULES = (
     RuleRow(
         "data.train_files",
@@ -260,8 +299,7 @@ PATH_RULES = (
         "names no file",
         "training needs prompts; --set data.train_files=[FILE, ...]",
     ),
-    *(_file_rule(field, None) for field in _FILES),
-    _first_checkpoint,
+    *(_path_rule(field, None) for field in _PATHS),
     *_HERE,
 )
-SEEN_RULES = (*(_file_rule(field, True) for field in _FILES), *_HERE)
+SEEN_RULES = (*(_path_rule(field, True) for field in _PATHS), *_HERE)

@@ -22,6 +22,7 @@ class ModelConfig(Section):
         advice="A folder on storage that every node sees. With a name, nodes that share no cache (HF_HOME) each "
         "download it while they start: raise cluster.start_timeout_s and rollout.start_timeout_s.",
         verl="actor_rollout_ref.model.path",
+        is_path=True,
     )
     dtype: Dtype = key(
         "bfloat16",
@@ -219,6 +220,7 @@ class RefConfig(Section):
     path: str | None = key(
         None,
         "Checkpoint of the reference model, of the actor's architecture; left out: the actor's start (model.path).",
+        is_path=True,
     )
     layout: LayoutConfig | None = None
     param_offload: bool = key(

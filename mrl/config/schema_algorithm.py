@@ -11,7 +11,7 @@ class CustomLossConfig(Section):
     stands here.
     """
 
-    path: str = key(..., "Python file that registers a loss of your own under the name in loss_mode.")
+    path: str = key(..., "Python file that registers a loss of your own under the name in loss_mode.", is_path=True)
     aggregations: tuple[str, ...] = key(
         (),
         "Aggregations it may be combined with; none named: all.",
@@ -171,7 +171,9 @@ class KlControlConfig(Section):
 class CustomAdvantageConfig(Section):
     """A user's advantage: the Python file at `path` binds a function to `adv_estimator` with @register_advantage."""
 
-    path: str = key(..., "Python file that registers an advantage of your own under the name in adv_estimator.")
+    path: str = key(
+        ..., "Python file that registers an advantage of your own under the name in adv_estimator.", is_path=True
+    )
     parameters: dict[str, float] = key({}, "Its constants.")
 
 

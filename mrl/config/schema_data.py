@@ -13,13 +13,15 @@ def _are_shares(weights: Sequence[float]) -> bool:
 class DataConfig(Section):
     """Prompts, in verl's schema."""
 
-    train_files: tuple[str, ...] = key((), "Parquet or JSONL files in verl's schema.", verl="data.train_files")
+    train_files: tuple[str, ...] = key(
+        (), "Parquet or JSONL files in verl's schema.", verl="data.train_files", is_path=True
+    )
     train_weights: tuple[float, ...] = key(
         (),
         "Share of each file in an epoch's prompts; none given: every prompt once.",
         rule=must_be(_are_shares, "must be at least 0, and one of them more", "they are shares of an epoch's prompts"),
     )
-    val_files: tuple[str, ...] = key((), "Validation files, in the same schema.", verl="data.val_files")
+    val_files: tuple[str, ...] = key((), "Validation files, in the same schema.", verl="data.val_files", is_path=True)
     prompt_key: str = key(
         "prompt",
         "Column with the chat.",
@@ -124,6 +126,7 @@ class CustomRewardConfig(Section):
         ...,
         "Python file with a reward function of your own.",
         verl=("custom_reward_function.path", "reward.custom_reward_function.path"),
+        is_path=True,
     )
     name: str = key(
         "compute_score",
@@ -171,6 +174,7 @@ class RewardConfig(Section):
         (),
         "Folders that scoring processes may write into, beside temporary ones: a cache, say. Needs Linux with "
         "Landlock; without it they write wherever the user may, and their log says so.",
+        is_path=True,
     )
     max_memory_gib: float | None = key(
         16.0,

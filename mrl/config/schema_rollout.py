@@ -60,10 +60,12 @@ class TurnsConfig(Section):
         None,
         "Python file with tools and environments of your own: typed functions with a docstring, and classes of "
         "mrl.environments.environment.Environment. It runs in processes of its own.",
+        is_path=True,
     )
     index: str | None = key(
         None,
         "File that the shipped tool search finds passages in; scripts/make_search_index.py writes it from JSON lines.",
+        is_path=True,
     )
     max_turns: int = key(
         8,

@@ -32,6 +32,7 @@ class TrainerConfig(Section):
         advice="Absolute, on storage that every node sees.",
         verl="trainer.default_local_dir",
         rule=PRINTABLE,
+        is_path=True,
     )
     resume_mode: Literal["disable", "auto", "resume_path"] = key(
         "disable",
@@ -46,6 +47,7 @@ class TrainerConfig(Section):
         "With resume_path: a step-N folder, or a run whose newest is meant. Weights, optimizer, step and "
         "place in the data are its.",
         verl="trainer.resume_from_path",
+        is_path=True,
     )
     schedule: Literal["sync", "one_step_off", "bounded"] = key(
         "sync",

@@ -2,6 +2,7 @@
 verl's name and rule beside it.
 """
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_args
@@ -25,11 +26,12 @@ class Section(BaseModel):
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
         """One text stands for a list of one; true and false are no numbers, although Python thinks so, and no number
-        and no text is beyond what files and other programs can hold.
+        and no text is beyond what files and other programs can hold. A path's `~` is the home of who starts the run.
         """
-        annotation = cls.model_fields[info.field_name].annotation
+        field = cls.model_fields[info.field_name]
+        annotation = field.annotation
         if annotation == tuple[str, ...] and isinstance(value, str):
-            return (value,)
+            value = (value,)
         if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
             raise ValueError("a number is wanted")
         if annotation in (int, int | None) and isinstance(value, int | float) and abs(value) >= 2**63:
@@ -37,12 +39,19 @@ class Section(BaseModel):
         for text in value if isinstance(value, list | tuple) else (value,):
             if isinstance(text, str) and ("\0" in text or text != text.encode(errors="ignore").decode()):
                 raise ValueError("text without zero bytes and halves of characters is wanted")
-        return value
+        return _at_home(value) if notes_of(field).is_path else value
 
     def __getattr__(self, name: str) -> Any:
         if name in type(self).model_fields:
             raise UnknownValue(name)
         return super().__getattr__(name)
+
+
+def _at_home(value: Any) -> Any:
+    """A path, or each of a list of them, with the user's home in place of `~`; as it is where nobody knows the home."""
+    if isinstance(value, list | tuple):
+        return tuple(_at_home(each) for each in value)
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -59,12 +68,15 @@ class KeyRule:
 
 @dataclass(frozen=True)
 class KeyNotes:
-    """What stands beside a key for readers. `verl`: verl's keys that mean the same and take the same values."""
+    """What stands beside a key for readers. `verl`: verl's keys that mean the same and take the same values;
+    `is_path`: of a file or a folder, or of several.
+    """
 
     advice: str = ""
     unit: str = ""
     verl: tuple[str, ...] = ()
     rule: KeyRule | None = None
+    is_path: bool = False
 
 
 def key(
@@ -75,10 +87,11 @@ def key(
     unit: str = "",
     verl: str | tuple[str, ...] = (),
     rule: KeyRule | None = None,
+    is_path: bool = False,
     **limits: float,
 ) -> Any:
     """A key of a section; `default` ... is required. `limits`: ge, gt, le, lt."""
-    notes = KeyNotes(advice, unit, (verl,) if isinstance(verl, str) else verl, rule)
+    notes = KeyNotes(advice, unit, (verl,) if isinstance(verl, str) else verl, rule, is_path)
     return Field(default, description=meaning, json_schema_extra={"notes": notes}, **limits)
 
 

@@ -75,5 +75,5 @@ def _module(spec: ToolsSpec) -> ModuleType | None:
         return None
     if spec.path not in _modules:
         stand_in()
-        _modules[spec.path] = load_module(Path(spec.path).expanduser(), PATH_KEY)
+        _modules[spec.path] = load_module(Path(spec.path), PATH_KEY)
     return _modules[spec.path]

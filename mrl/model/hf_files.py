@@ -132,8 +132,15 @@ def scale_of(name: str) -> str:
     return f"{name}_scale_inv"
 
 
-def check_checkpoint(path: str | Path, model: ModelSpec) -> None:
-    """Raises EnvironmentFault when the files do not hold exactly the tensors that config.json promises."""
+def has_weights(folder: Path) -> bool:
+    """Whether there is a safetensors file, or the index of some."""
+    return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
+
+
+def check_checkpoint(path: str | Path, model: ModelSpec, key: str = "model.path") -> None:
+    """Raises EnvironmentFault when the files do not hold exactly the tensors that config.json promises; `key`: of the
+    configuration, that names them.
+    """
     tensors = checkpoint_tensors(path)
     wanted = {spec.name: spec.shape for spec in tensor_specs(model)}
     scales = {scale_of(name) for name in wanted if name in tensors and tensors[name].dtype == FP8}
@@ -151,7 +158,7 @@ def check_checkpoint(path: str | Path, model: ModelSpec) -> None:
     if problems:
         shown = "; ".join(sorted(problems)[:_SHOWN])
         raise EnvironmentFault(
-            f"model.path {path}: the weights are not those of the {model.family} model that config.json describes "
+            f"{key} {path}: the weights are not those of the {model.family} model that config.json describes "
             f"({len(problems)} differences): {shown}{' ...' if len(problems) > _SHOWN else ''}"
         )
 
@@ -189,14 +196,18 @@ def check_same_architecture(key: str, path: str | Path, model: ModelSpec) -> Non
     """Raises ConfigError when config.json in `path`, which configuration key `key` names,
     describes another model than `model`.
     """
-    other = load_model_spec(path)
-    compared = [field.name for field in fields(model) if field.compare and field.name != "dtype"]
-    names = [name for name in compared if getattr(other, name) != getattr(model, name)]
-    if names:
-        shown = ", ".join(f"{name} {getattr(other, name)}, not {getattr(model, name)}" for name in names[:_SHOWN])
+    if differing := other_architecture(path, model):
         raise ConfigError(
-            f"{key} {path}: another architecture than model.path's ({shown}); give a checkpoint of the same one"
+            f"{key} {path}: another architecture than model.path's ({differing}); give a checkpoint of the same one"
         )
+
+
+def other_architecture(path: str | Path, model: ModelSpec) -> str:
+    """In what config.json in `path` describes another model than `model`; empty where it is the same, but for dtype."""
+    other = load_model_spec(path)
+    compared = [field.name for field in fields(ModelSpec) if field.compare and field.name != "dtype"]
+    names = [name for name in compared if getattr(other, name) != getattr(model, name)]
+    return ", ".join(f"{name} {getattr(other, name)}, not {getattr(model, name)}" for name in names[:_SHOWN])
 
 
 def _is_spare(name: str, model: ModelSpec) -> bool:

@@ -38,7 +38,7 @@ def resolve(spec: RewardSpec) -> RewardFunction:
 
 def _main_function(spec: RewardSpec) -> RewardFunction:
     if spec.path is not None:
-        path = Path(spec.path).expanduser()
+        path = Path(spec.path)
         function = load_function(load_module(path, PATH_KEY), spec.name, f"{PATH_KEY}: {path}")
         return functools.partial(function, **spec.kwargs) if spec.kwargs else function
     return _by_data_source if spec.function == AUTO else _known_rule(spec.function, "reward.function")

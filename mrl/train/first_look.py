@@ -63,9 +63,8 @@ def look(config: RunConfig) -> str | None:
     if small:
         _read_untokenised(here)
     rows = [row for file in (*here.train_files, *here.val_files) if (row := _first_row(file, data)) is not None]
-    if rows:
-        outcome = {} if config.rollout.turns is None else ONE_TURN
-        _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
+    outcome = {} if config.rollout.turns is None else ONE_TURN
+    _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
     if here != data or not Path(config.model.path).is_dir() or not small or (turns and not offer):
         return None
     seed = config.trainer.seed
@@ -77,11 +76,11 @@ def look(config: RunConfig) -> str | None:
 
 
 def _here(files: Sequence[str]) -> tuple[str, ...]:
-    return tuple(file for file in files if Path(file).expanduser().is_file())
+    return tuple(file for file in files if Path(file).is_file())
 
 
 def _bytes(data: DataConfig) -> int:
-    return sum(Path(file).expanduser().stat().st_size for file in (*data.train_files, *data.val_files))
+    return sum(Path(file).stat().st_size for file in (*data.train_files, *data.val_files))
 
 
 class _Untokenised:
@@ -109,12 +108,17 @@ def _first_row(file: str, data: DataConfig) -> dict[str, Any] | None:
 
 
 def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
-    """Loads the function, and asks one of the user's about a row: with nonsense, the truth, and the truth in words.
+    """Loads a function of the user's that is on this host, and asks it about a row, where there is one: with nonsense,
+    the truth, and the truth in words.
 
     Raises where it fails on all three; a function may fail on some answers and still be right.
     """
     spec = reward_spec(reward, {row["data_source"] for row in rows})
-    if reward.custom_reward_function is None:
+    custom = reward.custom_reward_function
+    if custom is None or not Path(custom.path).is_file():
+        return
+    check_function(spec)
+    if not rows:
         return
     row = rows[0]
     texts = (NONSENSE, str(row["ground_truth"]), f"Answer: {row['ground_truth']}")
@@ -122,7 +126,6 @@ def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
         RewardItem(number, row["data_source"], text, row["ground_truth"], row["extra_info"])
         for number, text in enumerate(texts)
     ]
-    check_function(spec)
     with RewardPool(spec, 1, reward.timeout_s) as pool:
         results = pool.score(items)
     if any(result.reason == OK for result in results):

@@ -11,7 +11,7 @@ from mrl.checkpoint.room import check_room, checkpoint_bytes, groups_ahead_bytes
 from mrl.cluster.prerequisites import check_port_free, check_reachable, check_size, own_cpus, ray_address
 from mrl.config.describe import describe_layout, describe_loss
 from mrl.config.load import ResolvedConfig
-from mrl.config.model_folders import names_of_the_hub, with_model_folders
+from mrl.config.model_folders import folders_of_weights, names_of_the_hub, with_model_folders
 from mrl.config.places import Deployment
 from mrl.config.rules import check, notes
 from mrl.config.run_rules import run_dir as run_dir_of
@@ -54,7 +54,8 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
     check_packages(config.trainer.logger)
     folder = run_dir_path(config.trainer, resume)
     find_resume_point(config.trainer, RunIdentity.of(config), folder, resume)
-    check_checkpoint(config.model.path, model)
+    for key, path in folders_of_weights(config).items():
+        check_checkpoint(path, model, key)
     check_room(folder, _bytes_of_a_checkpoint(config, model))
     _check_cluster(Deployment.of(config))
     if config.cluster.port is not None:
@@ -147,7 +148,7 @@ def plug_ins(config: RunConfig) -> list[dict[str, str]]:
     for key, section in named.items():
         if section is None or section.path is None:
             continue
-        path = Path(section.path).expanduser().resolve()
+        path = Path(section.path).resolve()
         try:
             digest = hashlib.sha256(read_bytes(path, TEXT_BYTES)).hexdigest()
         except (OSError, ValueError) as error:

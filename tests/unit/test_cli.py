@@ -175,6 +175,13 @@ def test_a_stopped_run_says_what_is_saved_and_the_command_that_goes_on(tmp_path,
         (["trainer.save_freq=-5", "trainer.n_gpus_per_node=8"], ["--set cluster.n_gpus_per_node=8"]),
         (["actor_rollout_ref.model.lora_rank=8"], ["has no key here: unsupported, no LoRA here"]),
         (["rollout.temprature=1"], ["did you mean temperature?"]),
+        (["++actor_rollout_ref.actor.optim.lr=2e-6"], ["--set actor.optim.lr=2.0e-06"]),
+        (["+rollout.n=4"], ["+rollout.n (--set): unknown key; a key stands without hydra's +: --set rollout.n=4"]),
+        (["+rollout.temprature=1"], ["unknown key; did you mean"]),
+        (["critic.optim.lr=1e-5"], ["verl's critic.optim.lr has no key here: not applicable, there is no critic"]),
+        (["data.custom_cls.path=a.py"], ["verl's data.custom_cls.path has no key here: unsupported"]),
+        (["rollout.agent.num_workers=8"], ["verl's actor_rollout_ref.rollout.agent.num_workers has no key here"]),
+        (["reward.functoin=math"], ["did you mean function?"]),
     ],
 )
 def test_a_key_of_verls_is_answered_with_ours(mrl, overrides, words):
@@ -187,6 +194,20 @@ def test_a_setting_without_set_is_answered_with_it(mrl):
     assert code == 2 and err.count("\n") == 1
     assert "--set trainer.total_epochs=2; verl's actor_rollout_ref.rollout.n is here --set rollout.n=4" in err
     assert "unrecognized arguments: nonsense" in mrl("train", TINY, "nonsense")[2]
+
+
+@pytest.mark.parametrize("command", ["train", "validate", "plan", "submit"])
+def test_hydras_signs_are_answered_wherever_a_configuration_is_given(mrl, command):
+    code, _, err = mrl(command, TINY, "+rollout.n=4", "++actor_rollout_ref.rollout.n=4", "~trainer.logger")
+    assert code == 2 and err.count("\n") == 1 and "usage" not in err, err
+    assert f"mrl {command}: a setting stands behind --set; --set rollout.n=4; verl's actor_rollout_ref.rollout.n" in err
+    assert "trainer.logger: what is left out has its default; --set trainer.logger=null, where it may be null" in err
+
+
+def test_what_is_wrong_with_a_jobs_arguments_is_said_as_of_mrl_submit(mrl):
+    assert "mrl submit: error: unrecognized arguments: --nonsense" in mrl("submit", TINY, "--nonsense")[2]
+    code, _, err = mrl("submit")
+    assert code == 2 and "mrl submit: error: the following arguments are required: config" in err
 
 
 # --- convert ----------------------------------------------------------------------------------------------------------

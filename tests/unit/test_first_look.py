@@ -64,6 +64,55 @@ def test_a_file_is_missed_where_its_folder_is_here_and_said_where_it_is_not(fold
     assert "data.train_files: /shared/data/train.parquet" in said
 
 
+def test_a_folder_is_missed_where_its_parent_is_here_and_said_where_it_is_not(folder):
+    """The reference model's and the first checkpoint's, as files are."""
+    kl = ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.001"]
+    begun = "trainer.resume_mode=resume_path"
+    assert seen(*kl, "ref.path=none", begun, "trainer.resume_from_path=none") == [
+        ("ref.path", "is no folder"),
+        ("trainer.resume_from_path", "is no folder"),
+    ]
+    assert seen("ref.path=none") == [], "no reference is asked"
+    elsewhere = [*kl, "ref.path=/shared/models/r", begun, "trainer.resume_from_path=/shared/runs/a"]
+    assert seen(*elsewhere) == []
+    (said,) = unseen_files(config_with(*elsewhere).config)
+    assert "ref.path: /shared/models/r" in said and "trainer.resume_from_path: /shared/runs/a" in said
+    assert seen(*kl, "ref.path=hf://ORG/NAME") == [] == unseen_files(config_with(*kl, "ref.path=hf://ORG/NAME").config)
+
+
+def test_a_reference_of_another_architecture_is_told_before_anything_starts(folder):
+    write_model(folder / "small")
+    kl = ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.001"]
+    ((field, rule),) = seen(*kl, "ref.path=small")
+    assert field == "ref.path" and "another architecture than model.path's (" in rule and "num_layers" in rule
+    Path("small/config.json").unlink()
+    ((field, rule),) = seen(*kl, "ref.path=small")
+    assert field == "ref.path" and "config.json does not exist" in rule
+    write_model(folder / "same")
+    resolved = config_with("model.path=same", *kl, "ref.path=same")
+    assert seen_violations(resolved, planning_model_spec("same")[0]) == []
+
+
+def test_a_configuration_without_prompts_says_what_training_needs():
+    (said,) = unseen_files(load_config(TINY, overrides=["data.train_files=[]", "data.val_files=[]"]).config)
+    assert said == "data.train_files names no file, and mrl train wants prompts"
+
+
+def test_the_home_of_who_starts_the_run_stands_for_its_sign(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder))
+    config = config_with(
+        "data.train_files=[~/train.jsonl, /elsewhere/~/b.jsonl]", f"{REWARD}=~/reward.py", f"{LOSS}=~/loss.py",
+        "algorithm.policy_loss.loss_mode=mine", "trainer.run_dir=~/runs/one", "model.path=~/models/Qwen3-30B-A3B",
+    ).config  # fmt: skip
+    assert config.data.train_files == (f"{folder}/train.jsonl", "/elsewhere/~/b.jsonl")
+    assert config.model.path == f"{folder}/models/Qwen3-30B-A3B" and config.trainer.run_dir == f"{folder}/runs/one"
+    assert seen("data.train_files=~/train.jsonl", f"{REWARD}=~/reward.py") == []
+    assert look(config_with("data.train_files=~/train.jsonl", f"{REWARD}=~/reward.py").config) is None
+    monkeypatch.delenv("HOME")
+    assert not config_with("data.train_files=~/train.jsonl").config.data.train_files[0].startswith("~")
+    assert config_with("trainer.experiment_name=a~b").config.trainer.experiment_name == "a~b"
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "rule"),
     [
@@ -95,6 +144,14 @@ def test_a_reward_that_cannot_score_is_told_from_one_row(folder, text, words):
     with pytest.raises(Exception, match="reward") as refused:
         look(config_with().config)
     assert words in str(refused.value) and getattr(refused.value, "exit_code", 1) in (2, 3)
+
+
+def test_a_reward_is_looked_at_where_the_rows_are_elsewhere_and_the_other_way_round(folder):
+    elsewhere = ["data.train_files=/shared/t.parquet", "data.val_files=/shared/v.parquet"]
+    with pytest.raises(ConfigError, match="no function 'other'; the file defines: compute_score"):
+        look(config_with(*elsewhere, "reward.custom_reward_function.name=other").config)
+    assert look(config_with(*elsewhere).config) is None
+    assert look(config_with(f"{REWARD}=/shared/reward.py").config) is None
 
 
 def test_a_reward_may_fail_on_some_answers_and_be_allowed_to_fail_on_all(folder):
@@ -170,6 +227,32 @@ def test_equal_reasons_are_one_line_with_a_count(folder):
 def test_where_no_prompt_is_short_enough_the_limit_its_key_and_the_shortest_are_named(folder):
     with pytest.raises(DataError, match=r"data\.max_prompt_length is 2 tokens, and the shortest prompt has 4; 4 rows"):
         PromptDataset.load(["train.jsonl"], _Characters(), PromptParameters(max_prompt_length=2))
+
+
+def test_weights_that_are_here_are_looked_at_by_validate(folder, capsys):
+    """A folder with a configuration alone is enough for a plan, which is said."""
+    write_model(folder / "model")
+    files = ["data.train_files=train.jsonl", "data.val_files=val.jsonl", f"{REWARD}=reward.py", "model.path=model"]
+    small = ["data.max_prompt_length=16", "data.max_response_length=16", "data.train_batch_size=4"]
+    given = [*files, *small, "actor.ppo_mini_batch_size=4"]
+
+    def validate() -> tuple[int, str]:
+        try:
+            main(["validate", str(TINY), *(part for each in given for part in ("--set", each))])
+        except SystemExit as ended:
+            return ended.code, "".join(capsys.readouterr())
+        return 0, "".join(capsys.readouterr())
+
+    code, said = validate()
+    assert code == 0 and "no weights" not in said, said
+    weights = Path("model/model.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-8])
+    code, said = validate()
+    assert code == 4 and "model.safetensors cannot be read as safetensors" in said
+    weights.unlink()
+    code, said = validate()
+    assert code == 0 and "model.path: model has no weights, and mrl train wants them" in said
 
 
 def test_validate_and_train_refuse_alike_before_anything_starts(folder, capsys, monkeypatch):

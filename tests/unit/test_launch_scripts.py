@@ -203,6 +203,33 @@ def test_a_port_in_use_is_told_under_its_name(node):
     assert done.returncode == 4 and "somebody else's" in done.stderr and "set DASHBOARD_PORT" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"PORT": "abc"}, "PORT=abc: a whole number from 1 to 65535 is wanted"),
+        ({"DASHBOARD_PORT": "70000"}, "DASHBOARD_PORT=70000: a whole number from 1 to 65535 is wanted"),
+        ({"PORT": "8266", "DASHBOARD_PORT": "8266"}, "PORT and DASHBOARD_PORT are both 8266: two are wanted"),
+        ({"CPUS": "x"}, "CPUS=x: a whole number from 0 to 100000 is wanted"),
+        ({"DEVICES": "two"}, "DEVICES=two: a whole number from 0 to 100000 is wanted"),
+        ({"TEMP": "here"}, "TEMP=here: an absolute path is wanted"),
+        ({"TEMP": "/proc/none"}, "TEMP=/proc/none cannot be written: another user's, perhaps; set TEMP to a folder"),
+        ({"TEMP": "/tmp/" + "a" * 60}, "of 65 characters, and Ray's sockets below it allow 40"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_message(node, settings, said):
+    done = node.run("start_head.sh", **settings)
+    assert done.returncode == 4 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
+    assert not node.calls
+
+
+def test_a_token_that_cannot_be_read_is_told_where_it_is(node, tmp_path):
+    (tmp_path / ".ray" / "auth_token").mkdir(parents=True)
+    for script in ("start_head.sh", "start_worker.sh"):
+        done = node.run(script, HOME=str(tmp_path), HEAD="127.0.0.1:1")
+        assert done.returncode == 4 and done.stderr.count("\n") == 1 and not node.calls
+        assert f"{tmp_path}/.ray/auth_token cannot be read" in done.stderr
+
+
 def test_a_head_is_stopped_and_nothing_else(node, tmp_path):
     session = tmp_path / "ray" / "session_1" / "logs"
     command = ["bash", "-c", "sleep 60; exit", f"--log_dir={session}"]

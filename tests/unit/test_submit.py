@@ -6,6 +6,9 @@ import contextlib
 import os
 import shlex
 import signal
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,6 +161,11 @@ def test_a_stopped_job_has_time_to_save(tmp_path):
         ("env_vars: [a]", "a mapping"),
         ("a: [", "cannot be read"),
         ("{working_dir: ., image_url: x}", "image_url: Ray knows no such entry; the file may be of another version"),
+        ("working_dir: [.]", "working_dir: must be text"),
+        ("{working_dir: ., excludes: runs/}", "excludes: must be a list"),
+        ("{working_dir: ., excludes: [1]}", "excludes: must be a list of texts"),
+        ("{working_dir: ., pip: 3}", "pip: must be text, a list or a mapping"),
+        ("working_dir: nowhere", "working_dir: nowhere is not here; a relative path starts at the current directory"),
     ],
 )
 def test_a_runtime_environment_that_ray_would_refuse_later_is_refused_now(tmp_path, text, said):
@@ -165,6 +173,88 @@ def test_a_runtime_environment_that_ray_would_refuse_later_is_refused_now(tmp_pa
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         jobs.read_runtime_env(path)
+
+
+def test_what_ray_has_against_an_environment_is_told_as_the_environments():
+    client = Client(error=TypeError("runtime_env['pip'] must be of type str, dict or list"))
+    with pytest.raises(ConfigError, match=r"--runtime-env: Ray refuses it: runtime_env\['pip'\] must be"):
+        jobs.submit(client, JOB, agent_timeout_s=1)
+
+
+def test_outside_of_a_checkout_the_environment_is_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 32)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", str(PRESET), *ELSEWHERE])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "launch/runtime_env.cpu.yaml is not here" in said and "give --runtime-env" in said
+
+
+class Head(BaseHTTPRequestHandler):
+    """Answers as a dashboard whose token is `secret`, or with `other` in its place."""
+
+    secret, other = "t" * 32, None
+
+    def do_GET(self):
+        right = self.headers.get("Authorization") == f"Bearer {self.secret}"
+        body = (self.other or '{"ray_version": "2"}') if right else "Forbidden: Invalid authentication token"
+        self.send_response(200 if right else 403)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def head(monkeypatch):
+    """The address of a head of somebody's, whose token is in the environment."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", Head.secret)
+    with HTTPServer(("127.0.0.1", 0), Head) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_head_is_asked_before_ray_is_imported(head, monkeypatch, tmp_path):
+    prerequisites.check_dashboard(head)
+    prerequisites.check_dashboard(f"{head}/")
+    monkeypatch.setattr(Head, "other", "<html>")
+    with pytest.raises(EnvironmentFault, match="something else than a Ray dashboard answers"):
+        prerequisites.check_dashboard(head)
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("o" * 32 + "\n")
+    with pytest.raises(EnvironmentFault, match=r"the head at .* is of another token \(403\), somebody else's") as no:
+        prerequisites.check_dashboard(head)
+    assert "o" * 32 not in str(no.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "words"),
+    [
+        ("127.0.0.1:8265", ConfigError, "the dashboard's address is wanted, as http://127.0.0.1:8265"),
+        ("auto", ConfigError, "the dashboard's address is wanted, as http://HOST:8265"),
+        ("ray://head:10001", ConfigError, "the dashboard's address is wanted, as http://head:8265"),
+        ("http://", ConfigError, "the dashboard's address is wanted"),
+        ("http://127.0.0.1:9", EnvironmentFault, "no Ray dashboard answers at http://127.0.0.1:9 .*refused"),
+        ("http://127.0.0.1:99999", EnvironmentFault, "no Ray dashboard answers at http://127.0.0.1:99999"),
+    ],
+)
+def test_an_address_where_no_dashboard_can_be_is_told_at_once(address, kind, words):
+    with pytest.raises(kind, match=words):
+        prerequisites.check_dashboard(address)
+
+
+def test_a_socket_that_speaks_no_http_is_no_dashboard(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(prerequisites, "CONNECT_TIMEOUT_S", 0.2)
+        with pytest.raises(EnvironmentFault, match="no Ray dashboard answers"):
+            prerequisites.check_dashboard(f"http://127.0.0.1:{silent.getsockname()[1]}")
 
 
 def submit(monkeypatch, capsys, *arguments, token="t" * 32, check=SystemExit) -> tuple[int | None, Client, str]:

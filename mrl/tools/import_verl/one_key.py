@@ -31,13 +31,26 @@ def _reasons(entries: list[KeyReport]) -> str:
 
 
 def _verls(key: str) -> str | None:
-    """verl's whole key: as given, without its first section, or the only one with a last part that we do not have."""
+    """verl's whole key: as given, without its first section, in a section that we do not have, or the only one with a
+    last part that we do not have.
+    """
     if key.startswith(_FIRST):
         return key if row_of(key) is not None else None
     for whole in (_FIRST + key, key):
         if whole in ROWS:
             return whole
+    for whole in (key, _FIRST + key):
+        if _in_a_section_of_verls(whole):
+            return whole
     if any(path.rpartition(".")[2] == key.rpartition(".")[2] for path, _ in schema_paths()):
         return None  # a key of ours by that name is what was meant
     ending = [whole for whole in ROWS if whole.rpartition(".")[2] == key.rpartition(".")[2]]
     return ending[0] if len(ending) == 1 else None
+
+
+def _in_a_section_of_verls(key: str) -> bool:
+    """Whether the nearest section above a key that the table knows is none of ours."""
+    parts = key.split(".")
+    above = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+    known = next((section for section in above if f"{section}." in ROWS), None)
+    return known is not None and known.removeprefix(_FIRST) not in dict(schema_paths())

@@ -147,7 +147,7 @@ def _reward(rehearsal: Rehearsal, work: WorkFolder) -> tuple[Rehearsal, list[str
     """Writes the reward that calls the user's own, after asking that for a few answers."""
     original, custom = rehearsal.original, rehearsal.original.reward.custom_reward_function
     algorithm = original.algorithm
-    missing = custom is not None and not Path(custom.path).expanduser().is_file()
+    missing = custom is not None and not Path(custom.path).is_file()
     spec = None if missing else _spec(original)
     if spec is not None:
         _ask(spec, original, work)
@@ -171,7 +171,7 @@ def _spec(config: RunConfig) -> RewardSpec:
     custom = config.reward.custom_reward_function
     if custom is None:
         return RewardSpec(config.reward.function)
-    path = Path(custom.path).expanduser().resolve()
+    path = Path(custom.path).resolve()
     return RewardSpec(path=str(path), name=custom.name, kwargs=custom.reward_kwargs)
 
 

@@ -61,7 +61,7 @@ def rows_of(
 def _of_file(
     file: str, start: int, count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str
 ) -> Rows:
-    synthetic = not Path(file).expanduser().is_file()
+    synthetic = not Path(file).is_file()
     made = _synthetic(start, count, data_source, parameters.tools) if synthetic else _read(file, count, parameters)
     conversations = list(made)
     if not conversations:
