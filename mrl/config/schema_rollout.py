@@ -74,7 +74,8 @@ class TurnsConfig(Section):
     max_calls: int = key(4, "Calls of one turn that are made; those beyond are answered by an error.", ge=1)
     max_seconds: float = key(
         600.0,
-        "From the beginning of a response until its last call is answered; then it has ended.",
+        "Of all turns of a response together, each from its calls until the last of them is answered; then it has "
+        "ended. What the engine takes does not count, and a call that waits for a free process does.",
         gt=0,
         unit="s",
         advice="Well above what all its calls take: what a clock ends does not repeat.",

@@ -102,7 +102,7 @@ class Conversations:
     async def _acting(self, engine: Generates, request: Request, sampling: Sampling, acting: Acting) -> Samples:
         spec, limit = self.spec, request.max_tokens or sampling.max_tokens
         budgets = Budgets(limit, spec.max_turns, spec.max_calls, spec.max_seconds, spec.max_answer_characters)
-        talk = Conversation(budgets, request.seed, self._clock())
+        talk = Conversation(budgets)
         record = _Record(parts=dict(acting.parts))
         made = None
         while talk.state is not ConversationState.ENDED:

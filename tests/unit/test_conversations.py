@@ -1,6 +1,7 @@
 """Conversations in an engine's process: the engine is asked with the stored row up to there, and nothing is lost."""
 
 import asyncio
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -170,15 +171,15 @@ async def _one(talks: Conversations, engine: Engine, sampling: Sampling) -> Samp
     return made
 
 
-def test_calls_of_a_turn_that_came_too_late_are_counted():
-    """And what was cut off by length is not looked at."""
-    times = iter([0.0, 61.0])
+def test_time_in_the_engines_line_takes_no_call_away():
+    """Each turn an hour in the line, and an answer in two seconds of the sixty."""
+    times = itertools.accumulate(itertools.chain.from_iterable(itertools.repeat((3600.0, 0.0, 2.0, 0.0))))
     talks = Conversations(spec(), TOKENS, clock=lambda: next(times))
-    said = called("calculator", expression="1+1") + "<tool_call>\n{12*34}\n</tool_call>"
-    made = asyncio.run(_one(talks, Engine(said), SAMPLING))
+    again = called("calculator", expression="1+1")
+    made = asyncio.run(_one(talks, Engine(again, again, "Done."), SAMPLING))
     talks.close()
-    assert STOP_REASONS[made.stop_reason[0]] == Stop.SECONDS and made.turn_calls.tolist() == [2]
-    assert last_calls(made) == [("calculator", "not_called"), ("", "unread")]
+    assert STOP_REASONS[made.stop_reason[0]] == Stop.STOP and last_calls(made) == [("calculator", "ok")] * 2
+    assert made.turn_seconds.tolist() == [2.0, 2.0, 0.0]
 
 
 def test_a_tool_that_hangs_is_an_answer_or_the_end_by_whichever_comes_first():
