@@ -30,6 +30,8 @@ from mrl.schedule.conversation import Budgets, Conversation, ConversationState, 
 from mrl.schedule.segments import joined, with_context
 from mrl.vllm.requests import Request, Sampling
 
+UNANSWERED = "unanswered"
+
 
 class Generates(Protocol):
     """What is needed of an engine."""
@@ -46,22 +48,20 @@ class _Record:
     rewards: list[float] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
 
-    def add(
-        self, calls: Sequence[ToolCall], most: int, answers: Mapping[int, CallAnswer], known: Collection[str]
-    ) -> None:
-        """Of a turn whose calls were made, at `most` of them; `known`: names that can be called."""
-        self.calls.append([_call(call, i < most, answers.get(i), known) for i, call in enumerate(calls)])
+    def add(self, calls: Sequence[ToolCall], answers: Mapping[int, CallAnswer], known: Collection[str]) -> None:
+        """Of a turn, with answers of those calls that were made; `known`: names that can be called."""
+        self.calls.append([_call(call, answers.get(i), known) for i, call in enumerate(calls)])
         self.rewards.append(math.fsum(answers[i].reward for i in sorted(answers)))
         for i in sorted(answers):
             self.parts |= answers[i].parts
 
 
-def _call(call: ToolCall, is_made: bool, answer: CallAnswer | None, known: Collection[str]) -> TurnCall:
+def _call(call: ToolCall, answer: CallAnswer | None, known: Collection[str]) -> TurnCall:
     name = call.name if call.name in known else ""
     if call.problem is not None:
         return TurnCall(name, "unread")
     if answer is None:
-        return TurnCall(name, "unanswered" if is_made else "not_called")
+        return TurnCall(name, "not_called")
     return TurnCall(name, answer.reason, answer.seconds)
 
 
@@ -129,11 +129,10 @@ class Conversations:
             return talk
         if talk.state is ConversationState.ENDED:
             looked_at = calls if talk.stop is not Stop.LENGTH else ()
-            record.add(looked_at, 0, {}, acting.functions)
+            record.add(looked_at, {}, acting.functions)
             return talk
-        most = talk.budgets.calls
         talk, answers = await self._answered(talk, calls, acting)
-        record.add(calls, most, answers, acting.functions)
+        record.add(calls, answers, acting.functions)
         if any(answer.failed for answer in answers.values()):
             return talk.failed()
         return talk.closed() if any(answer.end for answer in answers.values()) else talk
@@ -141,7 +140,7 @@ class Conversations:
     async def _answered(
         self, talk: Conversation, calls: Sequence[ToolCall], acting: Acting
     ) -> tuple[Conversation, dict[int, CallAnswer]]:
-        """With the answers that came in time, by the numbers of their calls."""
+        """With the answers of the calls that were made, by their numbers; UNANSWERED where time was up before."""
         waiting: dict[asyncio.Future[CallAnswer], int] = {}
         answers: dict[int, CallAnswer] = {}
         for number in talk.open_calls:
@@ -159,7 +158,8 @@ class Conversations:
         finally:
             for each in waiting:
                 each.cancel()
-        return talk, answers
+        missing = CallAnswer(UNANSWERED, "", seconds=talk.acting_s)
+        return talk, {**answers, **dict.fromkeys(waiting.values(), missing)}
 
     def _told(self, talk: Conversation, made: Samples, turn: np.ndarray) -> tuple[Conversation, Samples]:
         """With the answers behind the response, where they leave room for more."""

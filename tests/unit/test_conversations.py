@@ -190,6 +190,14 @@ def test_a_tool_that_hangs_is_an_answer_or_the_end_by_whichever_comes_first():
         talks.close()
 
 
+def test_a_call_that_the_clock_ends_took_what_it_was_waited_for():
+    talks = Conversations(spec(timeout_s=60.0, max_seconds=1.0), TOKENS)
+    made = asyncio.run(_one(talks, Engine(called("hangs")), SAMPLING))
+    talks.close()
+    assert last_calls(made) == [("hangs", "unanswered")]
+    assert 1.0 <= made.call_seconds[0] < 30 and made.turn_seconds.tolist() == made.call_seconds.tolist()
+
+
 def test_many_at_once_are_those_of_one_after_the_other(talks):
     """Whatever takes its time: answers come in another order, rows are the same."""
     said = called("sleeps", seconds=0.2) + called("calculator", expression="3*3"), "Done."
