@@ -22,10 +22,10 @@ class Acting:
         extra_info = (row or {}).get("extra_info") or {}
         self.functions = {name_of(each): each["function"] for each in offer.schemas(extra_info)}  # by name
         environment = offer.environment(extra_info)
-        self._actions: set[str] = set()
+        self.actions: set[str] = set()  # functions that are the environment's
         self._session: Session | None = None
         if environment is not None:
-            self._actions = {name_of(schema) for schema in offer.environments[environment]}
+            self.actions = {name_of(schema) for schema in offer.environments[environment]}
             self._session = pool.session(environment, row or {"extra_info": {}}, seed)
 
     @property
@@ -40,7 +40,7 @@ class Acting:
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallAnswer]":
         """The answer to come. It raises EnvironmentFault where no process starts."""
-        if name in self._actions:
+        if name in self.actions:
             return self._session.step(name, arguments)
         if name in self.functions:
             return self._pool.call(name, arguments)

@@ -158,8 +158,10 @@ class Conversations:
         finally:
             for each in waiting:
                 each.cancel()
-        missing = CallAnswer(UNANSWERED, "", seconds=talk.acting_s)
-        return talk, {**answers, **dict.fromkeys(waiting.values(), missing)}
+        for number in waiting.values():
+            is_action = calls[number].name in acting.actions
+            answers[number] = CallAnswer(UNANSWERED, "", seconds=talk.acting_s, failed=is_action)
+        return talk, answers
 
     def _told(self, talk: Conversation, made: Samples, turn: np.ndarray) -> tuple[Conversation, Samples]:
         """With the answers behind the response, where they leave room for more."""
@@ -183,7 +185,7 @@ async def _with_environment(talk: Conversation, acting: Acting) -> Conversation:
     if acting.ready is None:
         return talk
     begun = await asyncio.wrap_future(acting.ready)
-    return replace(talk, stop=Stop.ENVIRONMENT) if begun.failed else talk
+    return talk.failed() if begun.failed else talk
 
 
 async def _added(engine: Generates, request: Request, made: Samples | None, sampling: Sampling) -> Samples:

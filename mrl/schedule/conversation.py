@@ -153,8 +153,8 @@ class Conversation:
         return self if self.state is ConversationState.ENDED else self._ended(Stop.CLOSED)
 
     def failed(self) -> "Conversation":
-        """The environment has failed."""
-        return self if self.state is ConversationState.ENDED else self._ended(Stop.ENVIRONMENT)
+        """The environment has failed, whatever it ended by."""
+        return self._ended(Stop.ENVIRONMENT)
 
     def _must_be(self, state: ConversationState) -> None:
         if self.state is not state:

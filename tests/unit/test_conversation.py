@@ -65,7 +65,7 @@ TABLE = {
     State.ENDED: {
         "an answer": Stop.STOP, "an answer, late": Stop.STOP, "an answer of another turn": Stop.STOP,
         "time": Stop.STOP, "too much time": Stop.STOP, "the environment's end": Stop.STOP,
-        "the environment's failure": Stop.STOP,
+        "the environment's failure": Stop.ENVIRONMENT,
     },
 }  # fmt: skip
 AT = {State.SAMPLING: START, State.ACTING: ACTING, State.TELLING: TELLING, State.ENDED: ENDED}

@@ -278,6 +278,17 @@ def test_a_failing_environment_is_no_answer_and_no_reward_of_nothing(games, how,
     assert "Error" not in TOKENS.decode(made.token_ids)
 
 
+@pytest.mark.parametrize("beside", ["", called("calculator", expression="1+1")], ids=["alone", "beside a tool"])
+def test_one_that_hangs_until_all_time_is_up_has_failed_and_is_no_reward_of_nothing(beside):
+    tools = ToolsSpec(("calculator",), str(Path(environment_classes.__file__)), environments=ENVIRONMENTS)
+    games = Conversations(replace(spec(max_seconds=2.0), tools=tools), TOKENS)
+    engine = Engine(called("act", how="hangs") + beside, "never")
+    made = whole(games, engine, row=row(environment="Trouble"))
+    games.close()
+    assert STOP_REASONS[made.stop_reason[0]] == Stop.ENVIRONMENT and len(engine.asked) == 1
+    assert last_calls(made)[0] == ("act", "unanswered")
+
+
 def test_one_that_does_not_begin_has_failed_whatever_the_model_says(games):
     for said in (["It is 408."], [called("count"), "Done."]):
         made = whole(games, Engine(*said), row=row(environment="Trouble", begins=False))
