@@ -335,6 +335,8 @@ class EngineWorker:
         """
         if verb not in CONTROL_VERBS:
             raise ValueError(f"an engine was asked to {verb}, which is none of {', '.join(CONTROL_VERBS)}")
+        if self.conversations is not None and verb in ("end_requests", "give_up"):
+            await self.conversations.end(*arguments)  # first, or one whose request is ended would ask for another
         return await getattr(self.engine, verb)(*arguments)
 
     def places(self) -> list[tuple[str, int | None]]:

@@ -13,7 +13,8 @@ mrl.schedule.segments puts together; here they meet.
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,20 +78,45 @@ class Conversations:
         self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.timeout_s, log_path)
         schemas = list(self._pool.offer.all_schemas)
         self._dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": schemas})
+        self._under_way: dict[asyncio.Task, int | None] = {}  # and the handles of their requests
+        self._waiting = 0  # of them that wait for tools or environments
+
+    @property
+    def all_act(self) -> bool:
+        """Whether there are some, and the engine has nothing to do for any of them."""
+        return 0 < len(self._under_way) == self._waiting
 
     async def generate(
         self, engine: Generates, requests: Sequence[Request], sampling: Sampling
     ) -> AsyncIterator[Samples]:
-        """Yields whole responses as they finish, one row each. Raises what the engine raises, and EnvironmentFault
-        where no process for tools starts.
+        """Yields whole responses as they finish, one row each; nothing of those that were ended. Raises what the engine
+        raises, and EnvironmentFault where no process for tools starts.
         """
-        tasks = [asyncio.create_task(self._whole(engine, request, sampling)) for request in requests]
+        tasks = [self._started(engine, request, sampling) for request in requests]
         try:
-            for task in asyncio.as_completed(tasks):
-                yield await task
+            for task in asyncio.as_completed(map(_unless_ended, tasks)):
+                made = await task
+                if made is not None:
+                    yield made
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _started(self, engine: Generates, request: Request, sampling: Sampling) -> asyncio.Task:
+        task = asyncio.create_task(self._whole(engine, request, sampling))
+        self._under_way[task] = request.handle
+        task.add_done_callback(self._under_way.pop)
+        return task
+
+    async def end(self, handles: Collection[int] | None = None) -> None:
+        """Ends conversations by the handles of their requests, all for None, whatever they are at: the engine is asked
+        for nothing more, and tools that work for them are killed. Nothing is yielded of them.
+        """
+        ended = [task for task, handle in self._under_way.items() if handles is None or handle in handles]
+        for task in ended:
+            task.cancel()
+        if ended:
+            await asyncio.wait(ended)
 
     async def _whole(self, engine: Generates, request: Request, sampling: Sampling) -> Samples:
         acting = Acting(self._pool, request.row, request.prompt_id)
@@ -117,9 +143,19 @@ class Conversations:
             talk = await self._acted(talk, calls, acting, record)
             if talk.state is ConversationState.TELLING:
                 talk, made = self._told(talk, made, turn)
-        talk = await _with_environment(talk, acting)
+        with self._counted():
+            talk = await _with_environment(talk, acting)
         made = with_outcome(made, record.calls, record.rewards, record.parts, talk.acting_s)
         return replace(made, stop_reason=_numbers([STOP_REASONS.index(talk.stop)], made.stop_reason))
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Among those that wait for tools or environments."""
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     async def _acted(
         self, talk: Conversation, calls: Sequence[ToolCall], acting: Acting, record: _Record
@@ -131,7 +167,8 @@ class Conversations:
             looked_at = calls if talk.stop is not Stop.LENGTH else ()
             record.add(looked_at, {}, acting.functions)
             return talk
-        talk, answers = await self._answered(talk, calls, acting)
+        with self._counted():
+            talk, answers = await self._answered(talk, calls, acting)
         record.add(calls, answers, acting.functions)
         if any(answer.failed for answer in answers.values()):
             return talk.failed()
@@ -174,6 +211,11 @@ class Conversations:
     def close(self) -> None:
         """Ends the processes of tools and environments. Safe to call twice."""
         self._pool.close()
+
+
+async def _unless_ended(task: asyncio.Task[Samples]) -> Samples | None:
+    await asyncio.wait([task])
+    return None if task.cancelled() else task.result()
 
 
 def _parameters(acting: Acting) -> dict[str, Any]:

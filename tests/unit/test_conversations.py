@@ -215,6 +215,71 @@ def test_many_at_once_are_those_of_one_after_the_other(talks):
         np.testing.assert_array_equal(one.sampled, alone.sampled)
 
 
+class Held(Engine):
+    """Answers nothing until it is told to; then with what is cut off, as one whose requests were ended."""
+
+    async def generate(self, requests, sampling):
+        self.asked += requests
+        await self.lets.wait()
+        prompt = list(requests[0].prompt_ids)
+        yield packed([Sample(0, 0, requests[0].sample_id, 11, prompt, [], [], "length", 4)])
+
+
+@pytest.mark.parametrize("named", [[5], None], ids=["by name", "all"])
+def test_an_ended_conversation_asks_for_nothing_more_and_its_tool_is_let_go(named):
+    """One is at the engine, one at a tool that hangs; the only process of tools is free again for another."""
+    talks = Conversations(spec(num_workers=1, timeout_s=500.0, max_seconds=600.0), TOKENS)
+
+    async def ended(engine: Engine, is_there) -> None:
+        made = asyncio.create_task(_all(talks, engine, Request(7, PROMPT, 11, handle=5)))
+        while not is_there():
+            await asyncio.sleep(0.01)
+        await talks.end(named)
+        if isinstance(engine, Held):
+            engine.lets.set()
+        assert await asyncio.wait_for(made, 20.0) == [] and len(engine.asked) == 1
+
+    async def run() -> None:
+        hangs, held = Engine(called("hangs")), Held()
+        held.lets = asyncio.Event()
+        await ended(hangs, lambda: talks.all_act)
+        await ended(held, lambda: held.asked)
+        other = Engine(called("calculator", expression="1+1"), "Done.")
+        (made,) = await asyncio.wait_for(_all(talks, other, Request(8, PROMPT, 11, handle=6)), 60.0)
+        assert last_calls(made) == [("calculator", "ok")]
+
+    asyncio.run(run())
+    talks.close()
+
+
+async def _all(talks: Conversations, engine: Engine, *requests: Request) -> list[Samples]:
+    return [batch async for batch in talks.generate(engine, requests, SAMPLING)]
+
+
+def test_one_that_is_ended_before_it_began_brings_nothing(talks):
+    async def run() -> None:
+        engine = Engine("Done.")
+        made = asyncio.create_task(_all(talks, engine, Request(7, PROMPT, 11, handle=5)))
+        await asyncio.sleep(0)
+        await talks.end()
+        assert await made == [] and not engine.asked
+
+    asyncio.run(run())
+
+
+def test_others_go_on_beside_one_that_is_ended(talks):
+    async def run() -> list[Samples]:
+        engine = Engine(called("sleeps", seconds=0.5), "Done.")
+        requests = [Request(number, PROMPT, 11, handle=number) for number in range(3)]
+        made = asyncio.create_task(_all(talks, engine, *requests))
+        while not talks.all_act:
+            await asyncio.sleep(0.01)
+        await talks.end([1, 99])
+        return await made
+
+    assert sorted(int(one.sample_id[0]) for one in asyncio.run(run())) == [0, 2]
+
+
 def row(**extra_info) -> dict:
     return {"data_source": "here", "ground_truth": "", "extra_info": extra_info}
 

@@ -354,6 +354,23 @@ def test_a_worker_hands_on_the_verbs_of_its_engine_and_nothing_else():
     assert all(inspect.iscoroutinefunction(getattr(VllmEngine, verb)) for verb in CONTROL_VERBS)
 
 
+def test_conversations_end_before_the_requests_of_their_engine():
+    """Else one whose request was ended would ask for another; given up is all that it has."""
+    told = []
+    worker = EngineWorker.__new__(EngineWorker)
+    worker.engine = SimpleNamespace(
+        end_requests=AsyncMock(side_effect=lambda handles: told.append(("engine", handles))),
+        give_up=AsyncMock(side_effect=lambda: told.append(("engine", None))),
+        memory=AsyncMock(),
+    )
+    worker.conversations = SimpleNamespace(
+        end=AsyncMock(side_effect=lambda handles=None: told.append(("talks", handles)))
+    )
+    for asked in (("end_requests", [4, 5]), ("give_up",), ("memory",)):
+        asyncio.run(worker.do(*asked))
+    assert told == [("talks", [4, 5]), ("engine", [4, 5]), ("talks", None), ("engine", None)]
+
+
 def test_ranks_of_an_engine_meet_at_its_first_one(group):
     made, asked = group(2)
     assert list(made._start()) == made.names
