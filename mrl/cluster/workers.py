@@ -326,7 +326,8 @@ class EngineWorker:
 
     async def reading(self) -> EngineReading:
         """What the engine's meters say now, whatever state it is in."""
-        return self.engine.reading
+        all_act = self.conversations is not None and self.conversations.all_act
+        return replace(self.engine.reading, all_act=all_act)
 
     async def do(self, verb: str, *arguments: Any) -> Any:
         """Asks the engine for one of CONTROL_VERBS, which are methods of VllmEngine.

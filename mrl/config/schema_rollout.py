@@ -216,7 +216,11 @@ class RolloutConfig(Section):
     )
     start_timeout_s: float = key(900.0, "Longest wait for the engines to start.", gt=0, unit="s")
     generate_timeout_s: float = key(
-        3600.0, "Longest time that an engine with requests may make no token.", gt=0, unit="s"
+        3600.0,
+        "Longest time that an engine with requests may make no token; while all of them wait for tools it has none to "
+        "make.",
+        gt=0,
+        unit="s",
     )
     restart_limit: int = key(
         3,

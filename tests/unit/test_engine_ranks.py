@@ -30,7 +30,7 @@ from mrl.vllm.engine import VllmEngine
 from mrl.vllm.engine_calls import EngineCalls
 from mrl.vllm.engine_state import CONTROL_VERBS
 from mrl.vllm.process_watch import ProcessWatch, end_processes, end_with_parent, processes_here, stopped_below
-from mrl.vllm.requests import log_name, rank_name
+from mrl.vllm.requests import EngineReading, log_name, rank_name
 
 # a core with a worker below it, which ends both when it reads a line; the worker's number comes first
 CORE = """
@@ -369,6 +369,15 @@ def test_conversations_end_before_the_requests_of_their_engine():
     for asked in (("end_requests", [4, 5]), ("give_up",), ("memory",)):
         asyncio.run(worker.do(*asked))
     assert told == [("talks", [4, 5]), ("engine", [4, 5]), ("talks", None), ("engine", None)]
+
+
+def test_a_reading_says_whether_all_responses_wait_for_tools():
+    worker = EngineWorker.__new__(EngineWorker)
+    worker.engine = SimpleNamespace(reading=EngineReading(7, 0.5))
+    assert not asyncio.run(worker.reading()).all_act
+    for all_act in (True, False):
+        worker.conversations = SimpleNamespace(all_act=all_act)
+        assert asyncio.run(worker.reading()) == EngineReading(7, 0.5, all_act=all_act)
 
 
 def test_ranks_of_an_engine_meet_at_its_first_one(group):
