@@ -350,7 +350,7 @@ class EnvironmentPool:
         """Where tools print too."""
         with self._changed:
             if self._log is not None:
-                self._log.write(f"{line}\n".encode())
+                self._log.write(f"{line}\n".encode("utf-8", "replace"))
                 self._log.flush()
 
     def close(self) -> None:

@@ -92,6 +92,9 @@ class Trouble(Environment):
     def _raises(self):
         raise KeyError("no such field")
 
+    def _half(self):
+        raise ValueError("\ud800 of it")
+
     def _leaves(self):
         sys.exit(3)
 

@@ -24,7 +24,7 @@ from mrl.vllm.requests import Request, Sampling
 
 TOKENS = tokenizer("hermes")
 FILE = str(Path(tool_functions.__file__))
-NAMES = ("calculator", "hangs", "raises", "floods", "sleeps")
+NAMES = ("calculator", "hangs", "raises", "floods", "sleeps", "lookup")
 SAMPLING = Sampling(1.0, 2000, (TOKENS.convert_tokens_to_ids("<|im_end|>"),), routes=True)
 
 
@@ -140,6 +140,23 @@ def test_failures_are_answers_and_floods_are_cut(talks):
     text = TOKENS.decode(made.token_ids)
     assert "Error: raises: KeyError: 'no such word'" in text and "[80000 characters, of which 120 are shown]" in text
     assert "Error: there is no tool 'compass'" in text and made.turn_counts.tolist() == [3]
+
+
+def test_half_a_character_in_a_call_or_an_answer_is_a_question_mark(talks):
+    """JSON may say one, and no tokenizer takes it."""
+    said = called("lookup", word="\ud800") + called("lookup", word="a", most="\udfff"), called("\ud800"), "Done."
+    made = whole(talks, Engine(*said), row=None)
+    text = TOKENS.decode(made.token_ids)
+    assert '{"word": "?", "most": 3' in text and "'most' is not of the kind integer: ?" in text
+    assert "there is no tool" in text and STOP_REASONS[made.stop_reason[0]] == Stop.STOP
+
+
+def test_half_a_character_in_the_failure_of_an_environment_can_be_logged(tmp_path):
+    tools = ToolsSpec(("calculator",), str(Path(environment_classes.__file__)), environments=ENVIRONMENTS)
+    games = Conversations(replace(spec(), tools=tools), TOKENS, tmp_path / "log")
+    made = whole(games, Engine(called("act", how="half"), "never"), row=row(environment="Trouble"))
+    games.close()
+    assert last_calls(made) == [("act", "raised")] and "ValueError: ? of it" in (tmp_path / "log").read_text()
 
 
 def test_cut_anywhere_by_the_engine_it_is_the_same_row(talks):
