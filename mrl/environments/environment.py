@@ -23,7 +23,6 @@ alike, and reads what it returns. Tools are the environment that remembers nothi
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -140,6 +139,7 @@ def _name(name: Any) -> str:
 def _number(name: Any, value: Any) -> float:
     if not isinstance(value, bool | int | float):
         raise TypeError(f"{name!r} is {type(value).__name__} {str(value)[:80]!r}, where a number is expected")
-    if not (math.isfinite(value) and abs(value) <= LARGEST_REWARD):
-        raise ValueError(f"{name!r} is {value}; it has to be finite and at most {LARGEST_REWARD:g}")
+    if not abs(value) <= LARGEST_REWARD:  # an integer may be too large for a float
+        said = value if isinstance(value, float) else "too large"
+        raise ValueError(f"{name!r} is {said}; it has to be finite and at most {LARGEST_REWARD:g}")
     return float(value)

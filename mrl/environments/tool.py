@@ -127,10 +127,12 @@ def _schema_of(parameter: inspect.Parameter, hints: Mapping[str, Any], tool: str
 def _schema(kind: Any) -> dict[str, Any] | None:
     """JSON schema of a type; None where it has none."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if kind in _KINDS:
+    if isinstance(kind, type) and kind in _KINDS:
         return {"type": _KINDS[kind]}
     if origin is Literal and all(isinstance(each, str) for each in arguments):
         return {"type": "string", "enum": list(arguments)}
+    if origin is list and not arguments:
+        return {"type": "array"}
     if origin is list:
         of_each = _schema(arguments[0])
         return of_each and {"type": "array", "items": of_each}

@@ -173,3 +173,22 @@ class Wordy(Stairs):
 
 class Plain:
     """Is no Environment."""
+
+
+class Angry(dict):
+    """Cannot be read."""
+
+    def items(self):
+        raise RuntimeError("not now")
+
+
+class Huge(Stairs):
+    """Declares a number that no float holds."""
+
+    parts = {"left": 10**400}  # noqa: RUF012
+
+
+class Unreadable(Stairs):
+    """Raises what nobody expects when it is looked at."""
+
+    parts = Angry(left=1)

@@ -31,12 +31,14 @@ def test_the_schema_is_what_the_function_says_of_itself():
     }
     numbers = Tool.of(tool_functions.count, "count").schema["function"]["parameters"]["properties"]["numbers"]
     assert numbers == {"type": "array", "items": {"type": "integer"}}
+    things = Tool.of(tool_functions.counts_any, "counts_any").schema["function"]["parameters"]["properties"]["things"]
+    assert things == {"type": "array"}
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [("says_nothing", "no docstring"), ("has_no_type", "'word' has no type"), ("takes_all", "by name"),
-     ("takes_bytes", "no schema for the type of 'word'")],
+     ("takes_bytes", "no schema for the type of 'word'"), ("takes_odd_words", "no schema for the type of 'word'")],
 )  # fmt: skip
 def test_a_function_that_says_too_little_is_refused(name, why):
     with pytest.raises(ConfigError, match=why):
