@@ -27,13 +27,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mrl.environments.tool import Tool
+from mrl.environments.tool import LONGEST_NAME, Tool
 from mrl.errors import ConfigError
 
 LONGEST = 80_000  # characters of an answer, which JSON may make twelve bytes of; the conversation's budget is below
 LARGEST_REWARD = 1e30  # as of a score: advantages are float32
 MOST_PARTS = 16
-LONGEST_NAME = 64  # bytes of the name of a tool or of a part, which travel as columns
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mrl.errors import ConfigError
 
+LONGEST_NAME = 64  # bytes of the name of a tool or of a part, which travel as columns
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
 
@@ -63,6 +64,8 @@ class Tool:
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> "Tool":
         """Under that name. Raises ConfigError for a function that says too little of itself."""
+        if len(name.encode()) > LONGEST_NAME:
+            raise ConfigError(f"a tool is named {name!r}; a name is at most {LONGEST_NAME} bytes, as UTF-8")
         said = inspect.getdoc(function)
         if not said:
             raise ConfigError(f"tool {name!r} has no docstring: it is what the model is told of it")
