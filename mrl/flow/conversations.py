@@ -77,7 +77,11 @@ class Conversations:
         self._clock = clock
         self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.timeout_s, log_path)
         schemas = list(self._pool.offer.all_schemas)
-        self._dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": schemas})
+        try:
+            self._dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": schemas})
+        except BaseException:
+            self._pool.close()
+            raise
         self._under_way: dict[asyncio.Task, int | None] = {}  # and the handles of their requests
         self._waiting = 0  # of them that wait for tools or environments
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import environment_classes
 import numpy as np
 import pytest
 import tool_functions
-from dialect_templates import tokenizer
+from dialect_templates import CODER, tokenizer
 
 from mrl.data.dialects import dialect_of
 from mrl.data.samples import CALL_REASONS, LEFT_OUT, STOP_REASONS, Sample, Samples, outcomes, packed
 from mrl.environments.tool import ToolsSpec, TurnsSpec
+from mrl.errors import ConfigError
 from mrl.flow.conversations import Conversations
 from mrl.reward.builtin_rules import environment
 from mrl.reward.items import LEFT_OUT as REWARD_LEFT_OUT
@@ -387,6 +389,14 @@ def test_calls_that_nobody_can_make_have_no_name(games):
     said = [called("compass") + "<tool_call>\n{12*34}\n</tool_call>" + called("climb", steps=1), "Done."]
     made = whole(games, Engine(*said), row=row(environment="Stairs", height=9))
     assert last_calls(made) == [("", "refused"), ("", "unread"), ("climb", "not_called")]
+
+
+def test_a_tokenizer_that_cannot_call_leaves_no_process_behind():
+    before = set(threading.enumerate())
+    silent = tokenizer("hermes", CODER.replace("tool_response", "result"))
+    with pytest.raises(ConfigError, match="in no form that is known"):
+        Conversations(spec(), silent)
+    assert set(threading.enumerate()) <= before, "each of a pool has a process"
 
 
 def test_an_engine_that_fails_ends_all_of_it(talks):
