@@ -330,7 +330,8 @@ class EngineWorker:
 
     async def reading(self) -> EngineReading:
         """What the engine's meters say now, whatever state it is in."""
-        return self.engine.reading
+        all_act = self.conversations is not None and self.conversations.all_act
+        return replace(self.engine.reading, all_act=all_act)
 
     async def do(self, verb: str, *arguments: Any) -> Any:
         """Asks the engine for one of CONTROL_VERBS, which are methods of VllmEngine.
@@ -339,8 +340,10 @@ class EngineWorker:
         """
         if verb not in CONTROL_VERBS:
             raise ValueError(f"an engine was asked to {verb}, which is none of {', '.join(CONTROL_VERBS)}")
-        if verb == "end_requests" and self.conversations is not None:
-            self.conversations.end(*arguments)
+        if self.conversations is not None and verb == "end_requests":
+            self.conversations.end(*arguments)  # first, or one whose request is ended would ask for another
+        if self.conversations is not None and verb == "give_up":
+            await self.conversations.give_up()
         answer = await getattr(self.engine, verb)(*arguments)
         if verb == "give_up":
             self.outboxes = Outboxes()  # who asked for what is in them is gone

@@ -276,6 +276,10 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if SEARCH in turns.tools and turns.index is None and turns.path is None:
         why = "search finds passages in a file; scripts/make_search_index.py writes one"
         yield Violation("rollout.turns.index", "must be given with the tool search", why, ())
+    if turns.timeout_s >= turns.max_seconds:
+        why = "no call that hangs would be answered by an error: its response would have ended before"
+        rule = f"must be less than max_seconds = {turns.max_seconds:g}"
+        yield Violation("rollout.turns.timeout_s", rule, why, (turns.max_seconds / 2,))
     known = tuple(BUILTIN_ENVIRONMENTS)
     yield from _names("rollout.turns.environments", turns.environments, known, turns.path, "class")
 

@@ -213,7 +213,11 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
-    overlong_filter: bool = key(False, "Responses cut off at the limit are not trained on.")
+    overlong_filter: bool = key(
+        False,
+        "Responses cut off at the limit are not trained on, and neither are those whose tools' answers have no room in "
+        "it.",
+    )
     use_kl_in_reward: bool = key(
         False,
         "Subtracts the KL to the reference model from the reward.",

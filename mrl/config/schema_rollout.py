@@ -76,7 +76,8 @@ class TurnsConfig(Section):
     max_calls: int = key(4, "Calls of one turn that are made; those beyond are answered by an error.", ge=1)
     max_seconds: float = key(
         600.0,
-        "From the beginning of a response until its last call is answered; then it has ended.",
+        "Of all turns of a response together, each from its calls until the last of them is answered; then it has "
+        "ended. What the engine takes does not count, and a call that waits for a free process does.",
         gt=0,
         unit="s",
         advice="Well above what all its calls take: what a clock ends does not repeat.",
@@ -217,7 +218,11 @@ class RolloutConfig(Section):
     )
     start_timeout_s: float = key(900.0, "Longest wait for the engines to start.", gt=0, unit="s")
     generate_timeout_s: float = key(
-        3600.0, "Longest time that an engine with requests may make no token.", gt=0, unit="s"
+        3600.0,
+        "Longest time that an engine with requests may make no token; while all of them wait for tools it has none to "
+        "make.",
+        gt=0,
+        unit="s",
     )
     restart_limit: int = key(
         3,

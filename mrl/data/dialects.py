@@ -131,13 +131,15 @@ class Dialect:
     def context(self, ids: Sequence[int], answers: Sequence[str]) -> list[int]:
         """Ids behind a turn `ids`: the answers of its tools, in the order of its calls, and where the model goes on.
 
-        A turn that did not end with the family's token is closed by it first.
+        A turn that did not end with the family's token is closed by it first. Half a character, as JSON may have it and
+        no tokenizer takes it, is a question mark.
         """
         frame = self.family.frame
         ended = len(ids) > 0 and ids[-1] == self.end
         parts = [(frame.begin if ended else frame.end + frame.begin, True)]
         for answer in answers:
-            parts += [(frame.before, True), (answer, False), (frame.after, True)]
+            whole = answer.encode("utf-8", "replace").decode()
+            parts += [(frame.before, True), (whole, False), (frame.after, True)]
         return self._encoded([*parts, (self.goes_on, True)])
 
     def _encoded(self, parts: Sequence[tuple[str, bool]]) -> list[int]:

@@ -294,6 +294,11 @@ class SampleRows(Columns):
         return self.stop_reason == STOP_REASONS.index("length")
 
     @property
+    def overlong(self) -> np.ndarray:
+        """bool [rows]: no token of that length was left, to the model or to the answers that it asked for."""
+        return self.truncated | (self.stop_reason == STOP_REASONS.index("context"))
+
+    @property
     def weight_version(self) -> np.ndarray:
         """int64 [rows]: version of the weights that each response was begun with."""
         counts = self.span_counts.astype(np.int64)

@@ -23,18 +23,16 @@ alike, and reads what it returns. Tools are the environment that remembers nothi
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mrl.environments.tool import Tool
+from mrl.environments.tool import LONGEST_NAME, Tool
 from mrl.errors import ConfigError
 
 LONGEST = 80_000  # characters of an answer, which JSON may make twelve bytes of; the conversation's budget is below
 LARGEST_REWARD = 1e30  # as of a score: advantages are float32
 MOST_PARTS = 16
-LONGEST_NAME = 64  # bytes of the name of a tool or of a part, which travel as columns
 
 
 @dataclass(frozen=True)
@@ -140,6 +138,7 @@ def _name(name: Any) -> str:
 def _number(name: Any, value: Any) -> float:
     if not isinstance(value, bool | int | float):
         raise TypeError(f"{name!r} is {type(value).__name__} {str(value)[:80]!r}, where a number is expected")
-    if not (math.isfinite(value) and abs(value) <= LARGEST_REWARD):
-        raise ValueError(f"{name!r} is {value}; it has to be finite and at most {LARGEST_REWARD:g}")
+    if not abs(value) <= LARGEST_REWARD:  # an integer may be too large for a float
+        said = value if isinstance(value, float) else "too large"
+        raise ValueError(f"{name!r} is {said}; it has to be finite and at most {LARGEST_REWARD:g}")
     return float(value)

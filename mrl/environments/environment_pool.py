@@ -63,6 +63,23 @@ class _Slot:
     queue: deque[tuple[Callable, Future]] = field(default_factory=deque)
     sessions: int = 0
     process: WorkerProcess | None = None
+    at: Future | None = None  # what it works for
+    is_abandoned: bool = False  # nobody waits for that any more
+
+
+class _Call(Future):
+    """The answer of a tool to come. Cancelled while a process is at it, it has that process killed."""
+
+    def __init__(self, abandon: Callable[[Future], None]):
+        super().__init__()
+        self._abandon = abandon
+
+    def cancel(self) -> bool:
+        """As of any Future: false where the call was begun."""
+        is_cancelled = super().cancel()
+        if not is_cancelled:
+            self._abandon(self)
+        return is_cancelled
 
 
 class _Lost(WorkerFailure):
@@ -214,9 +231,17 @@ class EnvironmentPool:
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallAnswer]":
         """The answer of a tool to come, in whatever way the call ends. It raises EnvironmentFault where no process
-        starts.
+        starts. Cancelled, it frees the process that is at it.
         """
-        return self.submit(lambda slot: self._call(slot, name, arguments))
+        return self.submit(lambda slot: self._call(slot, name, arguments), future=_Call(self._abandon))
+
+    def _abandon(self, call: Future) -> None:
+        with self._changed:
+            for slot in self._slots:
+                if slot.at is call:
+                    slot.is_abandoned = True
+                    if slot.process is not None:
+                        slot.process.kill()  # the slot's thread gets an answer, and ends it
 
     def session(self, environment: str, row: Mapping[str, Any], seed: int, made: Sequence[Step] = ()) -> Session:
         """Begins an environment for a response; see Session.ready for whether it has begun.
@@ -236,9 +261,12 @@ class EnvironmentPool:
         with self._changed:
             slot.sessions -= 1
 
-    def submit(self, job: Callable[[_Slot], Any], slot: _Slot | None = None) -> Future:
-        """What `job` returns, called with a slot by its thread; None: whichever of tools is free."""
-        future: Future = Future()
+    def submit(self, job: Callable[[_Slot], Any], slot: _Slot | None = None, future: Future | None = None) -> Future:
+        """What `job` returns, called with a slot by its thread; None: whichever of tools is free.
+
+        `future`: that is to bring it, a new one by default.
+        """
+        future = future or Future()
         with self._changed:
             if self._closed:
                 future.set_exception(EnvironmentFault("the pool of tools is closed"))
@@ -253,10 +281,23 @@ class EnvironmentPool:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(job(slot))
+                future.set_result(self._done(slot, job, future))
             except BaseException as error:  # whoever waits for it is told
                 future.set_exception(error)
         self.end_process(slot)
+
+    def _done(self, slot: _Slot, job: Callable[[_Slot], Any], future: Future) -> Any:
+        """What the job returns; a process that was killed under it is ended before another job finds it."""
+        with self._changed:
+            slot.at = future
+        try:
+            return job(slot)
+        finally:
+            with self._changed:
+                is_abandoned = slot.is_abandoned
+                slot.at, slot.is_abandoned = None, False
+            if is_abandoned:
+                self.end_process(slot)
 
     def _next(self, slot: _Slot) -> tuple[Callable, Future] | None:
         """Waits for it; None once the pool is closed."""
@@ -271,6 +312,8 @@ class EnvironmentPool:
     def _call(self, slot: _Slot, name: str, arguments: Mapping[str, Any]) -> CallAnswer:
         began = time.monotonic()
         process = self.process_of(slot)
+        if slot.is_abandoned:
+            return CallAnswer(DIED, "")
         try:
             reason, text, *rest = self.ask(process, "step", None, name, arguments)
         except WorkerFailure as failure:
@@ -325,7 +368,7 @@ class EnvironmentPool:
         """Where tools print too."""
         with self._changed:
             if self._log is not None:
-                self._log.write(f"{line}\n".encode())
+                self._log.write(f"{line}\n".encode("utf-8", "replace"))
                 self._log.flush()
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mrl.errors import ConfigError
 
+LONGEST_NAME = 64  # bytes of the name of a tool or of a part, which travel as columns
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
 
@@ -69,6 +70,8 @@ class Tool:
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> "Tool":
         """Under that name. Raises ConfigError for a function that says too little of itself."""
+        if len(name.encode()) > LONGEST_NAME:
+            raise ConfigError(f"a tool is named {name!r}; a name is at most {LONGEST_NAME} bytes, as UTF-8")
         said = inspect.getdoc(function)
         if not said:
             raise ConfigError(f"tool {name!r} has no docstring: it is what the model is told of it")
@@ -133,10 +136,12 @@ def _schema_of(parameter: inspect.Parameter, hints: Mapping[str, Any], tool: str
 def _schema(kind: Any) -> dict[str, Any] | None:
     """JSON schema of a type; None where it has none."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if kind in _KINDS:
+    if isinstance(kind, type) and kind in _KINDS:
         return {"type": _KINDS[kind]}
     if origin is Literal and all(isinstance(each, str) for each in arguments):
         return {"type": "string", "enum": list(arguments)}
+    if origin is list and not arguments:
+        return {"type": "array"}
     if origin is list:
         of_each = _schema(arguments[0])
         return of_each and {"type": "array", "items": of_each}

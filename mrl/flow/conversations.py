@@ -16,7 +16,8 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,18 +26,21 @@ from typing import Any, Protocol
 import numpy as np
 
 from mrl.data.dialects import ToolCall, dialect_of
-from mrl.data.samples import CALL_REASONS, STOP_REASONS, Samples, TurnCall, with_outcome, with_turns
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, Samples, TurnCall, packed, with_outcome, with_turns
 from mrl.environments.acting import Acting
 from mrl.environments.environment_pool import CallAnswer, EnvironmentPool, Step, reply_digest
 from mrl.environments.tool import TurnsSpec
 from mrl.exercised import rehearses
 from mrl.flow.kept_tokens import going_on
 from mrl.flow.made_up_calls import made_up_calls
+from mrl.flow.turn_gate import TurnGate
 from mrl.schedule.conversation import Budgets, Conversation, ConversationState, Stop
 from mrl.schedule.segments import joined, with_context
+from mrl.vllm.completions import nothing_of
 from mrl.vllm.requests import Request, Sampling
 
 _NONE: Mapping[int, Samples] = MappingProxyType({})
+UNANSWERED = "unanswered"
 
 
 class Generates(Protocol):
@@ -67,22 +71,20 @@ class _Record:
             {name.decode(): value for name, value in parts},
         )
 
-    def add(
-        self, calls: Sequence[ToolCall], most: int, answers: Mapping[int, CallAnswer], known: Collection[str]
-    ) -> None:
-        """Of a turn whose calls were made, at `most` of them; `known`: names that can be called."""
-        self.calls.append([_call(call, i < most, answers.get(i), known) for i, call in enumerate(calls)])
+    def add(self, calls: Sequence[ToolCall], answers: Mapping[int, CallAnswer], known: Collection[str]) -> None:
+        """Of a turn, with answers of those calls that were made; `known`: names that can be called."""
+        self.calls.append([_call(call, answers.get(i), known) for i, call in enumerate(calls)])
         self.rewards.append(math.fsum(answers[i].reward for i in sorted(answers)))
         for i in sorted(answers):
             self.parts |= answers[i].parts
 
 
-def _call(call: ToolCall, is_made: bool, answer: CallAnswer | None, known: Collection[str]) -> TurnCall:
+def _call(call: ToolCall, answer: CallAnswer | None, known: Collection[str]) -> TurnCall:
     name = call.name if call.name in known else ""
     if call.problem is not None:
         return TurnCall(name, "unread")
     if answer is None:
-        return TurnCall(name, "unanswered" if is_made else "not_called")
+        return TurnCall(name, "not_called")
     return TurnCall(name, answer.reason, answer.seconds, reply_digest(answer))
 
 
@@ -97,48 +99,73 @@ class Conversations:
     """Of one engine. Raises ConfigError where the tokenizer's family, tools or environments are not known."""
 
     def __init__(
-        self, spec: TurnsSpec, tokenizer: Any, log_path: Path | None = None, clock: Callable[[], float] = time.monotonic
-    ):
-        """Starts a first process for tools and environments; what they print goes to `log_path`."""
+        self, spec: TurnsSpec, tokenizer: Any, log_path: Path | None = None,
+        clock: Callable[[], float] = time.monotonic, seats: int | None = None,
+    ):  # fmt: skip
+        """Starts a first process for tools and environments; what they print goes to `log_path`. `seats`: requests that
+        the engine has at most.
+        """
         self.spec = spec
         self._clock = clock
+        self._gate = TurnGate(seats)
         self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.timeout_s, log_path)
         schemas = list(self._pool.offer.all_schemas)
-        self._dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": schemas})
-        self._here: set[int | None] = set()  # handles of requests
+        try:
+            self._dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": schemas})
+        except BaseException:
+            self._pool.close()
+            raise
+        self._under_way: dict[asyncio.Task, int | None] = {}  # and the handles of their requests
         self._unwanted: set[int | None] = set()  # of those that are to be held
+        self._waiting = 0  # of them that wait for tools or environments
+
+    @property
+    def all_act(self) -> bool:
+        """Whether there are some, and the engine has nothing to do for any of them."""
+        return 0 < len(self._under_way) == self._waiting
 
     async def generate(
         self, engine: Generates, requests: Sequence[Request], sampling: Sampling, kept: Mapping[int, Samples] = _NONE
     ) -> AsyncIterator[Samples]:
-        """Yields whole responses as they finish, one row each, and what there is of those that are held. `kept`: by
-        sample_id, the row that a response goes on from.
+        """Yields whole responses as they finish, one row each, what there is of those that are held, and nothing of
+        those that are given up. `kept`: by sample_id, the row that a response goes on from.
 
         Raises what the engine raises, and EnvironmentFault where no process for tools starts.
         """
-        tasks = [
-            asyncio.create_task(self._whole(engine, request, sampling, kept.get(request.sample_id)))
-            for request in requests
-        ]
+        tasks = [self._started(engine, request, sampling, kept.get(request.sample_id)) for request in requests]
         try:
-            for task in asyncio.as_completed(tasks):
-                yield await task
+            for task in asyncio.as_completed(map(_unless_given_up, tasks)):
+                made = await task
+                if made is not None:
+                    yield made
         finally:
             for task in tasks:
                 task.cancel()
 
+    def _started(self, engine: Generates, request: Request, sampling: Sampling, kept: Samples | None) -> asyncio.Task:
+        task = asyncio.create_task(self._whole(engine, request, sampling, kept))
+        self._under_way[task] = request.handle
+        task.add_done_callback(self._under_way.pop)
+        return task
+
     def end(self, handles: Collection[int]) -> None:
         """Nobody waits for these any more: they ask for no further turn. What the engine is at, it ends itself."""
-        self._unwanted |= self._here & set(handles)
+        self._unwanted |= set(self._under_way.values()) & set(handles)
+
+    async def give_up(self) -> None:
+        """Ends all conversations, whatever they are at: tools that work for them are killed."""
+        ended = list(self._under_way)
+        for task in ended:
+            task.cancel()
+        if ended:
+            await asyncio.wait(ended)
 
     async def _whole(self, engine: Generates, request: Request, sampling: Sampling, kept: Samples | None) -> Samples:
         acting = Acting(self._pool, request.row, request.prompt_id)
-        self._here.add(request.handle)
         try:
             acting.begin(() if kept is None else self._steps(kept, acting))
             return await self._acting(engine, request, sampling, acting, kept)
         finally:
-            self._here.discard(request.handle)
             self._unwanted.discard(request.handle)
             acting.close()
 
@@ -166,11 +193,11 @@ class Conversations:
             sampling.max_tokens, spec.max_turns, spec.max_calls, spec.max_seconds, spec.max_answer_characters
         )
         if kept is None:
-            return Conversation(budgets, request.seed, self._clock(), request.max_tokens)
+            return Conversation(budgets, request.max_tokens)
         tokens = int(kept.response_lengths[0])
         border = None if request.max_tokens is None else tokens + request.max_tokens
-        began = self._clock() - float(kept.turn_seconds.sum())  # other seconds of it nobody knows any more
-        return Conversation(budgets, request.seed, began, border, tokens=tokens, turn=int(kept.turn_counts[0]))
+        acted_s = float(kept.turn_seconds.sum())
+        return Conversation(budgets, border, tokens=tokens, turn=int(kept.turn_counts[0]), acted_s=acted_s)
 
     async def _acting(
         self, engine: Generates, request: Request, sampling: Sampling, acting: Acting, kept: Samples | None
@@ -179,12 +206,13 @@ class Conversations:
         record = _Record(parts=dict(acting.parts)) if kept is None else _Record.of(kept)
         made = kept
         while talk.state is ConversationState.SAMPLING:
-            if request.handle in self._unwanted and made is not None:
-                talk = talk.held()
-                break
             asked = replace(request, max_tokens=talk.max_tokens)
             before = talk.tokens
-            made = await _added(engine, asked, made, sampling)
+            async with self._gate.seat(is_first=made is kept):
+                if request.handle in self._unwanted:
+                    talk = talk.held()
+                    break
+                made = await _added(engine, asked, made, sampling)
             cut_off = bool(made.truncated[0])
             turn = _last_turn(made)
             calls = self._calls(talk.turn, turn, acting)
@@ -193,12 +221,23 @@ class Conversations:
             talk = await self._acted(talk, calls, acting, record)
             if talk.state is ConversationState.TELLING:
                 talk, made = self._told(talk, made, turn)
-        talk = await _with_environment(talk, acting)
+        with self._counted():
+            talk = await _with_environment(talk, acting)
+        made = packed([nothing_of(request, 0)]) if made is None else made  # nobody waits for it
         if len(record.calls) < with_turns(made).turn_counts[0]:  # the turn that it is at has called nothing yet
-            record.add((), 0, {}, acting.functions)
+            record.add((), {}, acting.functions)
         made = with_outcome(made, record.calls, record.rewards, record.parts, talk.acting_s)
         stop = Stop.LENGTH if talk.state is ConversationState.HELD else talk.stop
         return replace(made, stop_reason=_numbers([STOP_REASONS.index(stop)], made.stop_reason))
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Among those that wait for tools or environments."""
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     async def _acted(
         self, talk: Conversation, calls: Sequence[ToolCall], acting: Acting, record: _Record
@@ -208,11 +247,11 @@ class Conversations:
             return talk
         if talk.state is ConversationState.ENDED:
             looked_at = calls if talk.stop is not Stop.LENGTH else ()
-            record.add(looked_at, 0, {}, acting.functions)
+            record.add(looked_at, {}, acting.functions)
             return talk
-        most = talk.budgets.calls
-        talk, answers = await self._answered(talk, calls, acting)
-        record.add(calls, most, answers, acting.functions)
+        with self._counted():
+            talk, answers = await self._answered(talk, calls, acting)
+        record.add(calls, answers, acting.functions)
         if any(answer.failed for answer in answers.values()):
             return talk.failed()
         return talk.closed() if any(answer.end for answer in answers.values()) else talk
@@ -220,7 +259,7 @@ class Conversations:
     async def _answered(
         self, talk: Conversation, calls: Sequence[ToolCall], acting: Acting
     ) -> tuple[Conversation, dict[int, CallAnswer]]:
-        """With the answers that came in time, by the numbers of their calls."""
+        """With the answers of the calls that were made, by their numbers; UNANSWERED where time was up before."""
         waiting: dict[asyncio.Future[CallAnswer], int] = {}
         answers: dict[int, CallAnswer] = {}
         for number in talk.open_calls:
@@ -238,6 +277,9 @@ class Conversations:
         finally:
             for each in waiting:
                 each.cancel()
+        for number in waiting.values():
+            is_action = calls[number].name in acting.actions
+            answers[number] = CallAnswer(UNANSWERED, "", seconds=talk.acting_s, failed=is_action)
         return talk, answers
 
     def _told(self, talk: Conversation, made: Samples, turn: np.ndarray) -> tuple[Conversation, Samples]:
@@ -253,6 +295,11 @@ class Conversations:
         self._pool.close()
 
 
+async def _unless_given_up(task: asyncio.Task[Samples]) -> Samples | None:
+    await asyncio.wait([task])
+    return None if task.cancelled() else task.result()
+
+
 def _parameters(acting: Acting) -> dict[str, Any]:
     return {name: function["parameters"]["properties"] for name, function in acting.functions.items()}
 
@@ -262,7 +309,7 @@ async def _with_environment(talk: Conversation, acting: Acting) -> Conversation:
     if acting.ready is None:
         return talk
     begun = await asyncio.wrap_future(acting.ready)
-    return replace(talk, state=ConversationState.ENDED, stop=Stop.ENVIRONMENT) if begun.failed else talk
+    return talk.failed() if begun.failed else talk
 
 
 async def _added(engine: Generates, request: Request, made: Samples | None, sampling: Sampling) -> Samples:

@@ -1,6 +1,7 @@
 """Engines that hold requests and make no tokens.
 
-A response of twenty thousand tokens is not late; an engine that stands still is.
+A response of twenty thousand tokens is not late; an engine that stands still is. One whose responses all wait for tools
+has none to make.
 
 Each engine that has requests is asked from time to time for its meters: how many tokens it has made (one that does not
 answer has made none), and how full its KV cache is, which is what the rate of requests goes by.
@@ -98,5 +99,5 @@ class EngineProgress:
                     reading = ray.get(answer)
                 except ray.exceptions.RayError:
                     continue
-                self._watch.note(engine, reading.tokens, True, now)
+                self._watch.note(engine, reading.tokens, not reading.all_act, now)
                 self._readings[engine] = reading

@@ -73,7 +73,7 @@ class RankBatch:
         self._actor = actor
         self._algorithm = actor.config.algorithm
         self._cut = cut
-        self._truncated = samples.truncated
+        self._overlong = samples.overlong
         self.own = own
         self.batch = TrainBatch.of(samples, actor.config.rollout.temperature, routes)
         self._penalties: np.ndarray | None = None  # float64 [response tokens]: KL in the reward
@@ -149,7 +149,7 @@ class RankBatch:
         weights = None
         correction = algorithm.rollout_correction
         if algorithm.overlong_filter:
-            mask = without_truncated(mask, self._truncated, lengths)
+            mask = without_truncated(mask, self._overlong, lengths)
         if correction.level is not None:
             parameters = CorrectionParameters(correction.level, correction.mode, correction.low, correction.high)
             result = correct(parameters, batch.old_log_probs, batch.rollout_log_probs, mask, lengths)

@@ -41,8 +41,8 @@ def _loaded(spec: RewardSpec) -> tuple[dict[str, Any], Callable[..., Answer]]:
 def serve(requests_fd: int, results_fd: int, kind: type, load: Callable[[Any], tuple[Any, Callable[..., Any]]]) -> None:
     """Keeps to the limits of the spec that the first line is, loads what it names, and answers until requests end.
 
-    `kind`: the spec's dataclass. `load`: gives the first line out and what answers a request; where it raises
-    ConfigError the first line out says why.
+    `kind`: the spec's dataclass. `load`: gives the first line out and what answers a request; where it raises, the
+    first line out says why.
     """
     requests = os.fdopen(requests_fd, "rb")
     first = requests.readline()
@@ -58,6 +58,9 @@ def serve(requests_fd: int, results_fd: int, kind: type, load: Callable[[Any], t
         ready, answer = load(spec)
     except ConfigError as error:
         _send(results_fd, {"error": str(error)})
+        return
+    except Exception as error:  # whatever a user's code does where nobody expects it
+        _send(results_fd, {"error": f"what it names cannot be loaded: {_describe(error)}"})
         return
     _send(results_fd, ready)
     for line in requests:

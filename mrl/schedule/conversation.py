@@ -12,19 +12,18 @@ An example: budgets of 2 turns and 60 tokens; the model samples 9 tokens with tw
     event                               state       what is to be done
     sampled(9, problems=(None, "..."))  ACTING      call 0 is made; call 1 is answered already, by its problem
     answered(1, 0, "408")               TELLING     the answers become tokens, in the order of the calls
-    told(12)                            SAMPLING    a request for at most 60 - 21 tokens, its seed of (seed, 21)
+    told(12)                            SAMPLING    a request for at most 60 - 21 tokens
     sampled(4)                          ENDED       "stop": no call
 
 Nothing is lost: every call is answered once, by its result, its failure or its problem. Order and times of answers
-change nothing, as long as they come in time. What comes late, or twice, is no event. Tokens, tools and clocks are of
-whoever drives it: here are numbers and texts of answers.
+change nothing, as long as they come in time. What comes late, or twice, is no event. Time is counted while answers are
+awaited and at no other: how long an engine takes, with others in its line, ends nothing. Tokens, tools and clocks are
+of whoever drives it: here are numbers and texts of answers.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-
-from mrl.schedule.segments import continuation_seed
 
 
 class ConversationState(StrEnum):
@@ -43,7 +42,7 @@ class Stop(StrEnum):
     STOP = "stop"  # the model called nothing more
     LENGTH = "length"  # the model sampled the last token that the whole may have
     TURNS = "turns"  # it called in its last turn
-    SECONDS = "seconds"  # it took too long
+    SECONDS = "seconds"  # its calls took too long
     CONTEXT = "context"  # answers leave no room for one more token
     CLOSED = "closed"  # the environment ended it
     ENVIRONMENT = "environment"  # the environment failed: no reward is due
@@ -56,7 +55,7 @@ class Budgets:
     tokens: int  # of the whole response, context too
     turns: int
     calls: int  # of one turn
-    seconds: float  # from its beginning until its last call is answered
+    seconds: float  # of all turns together, each from its calls until the last of them is answered
     characters: int  # of one answer
 
 
@@ -65,16 +64,15 @@ class Conversation:
     """Immutable: each event gives the conversation after it. Raises ValueError for one that cannot be now."""
 
     budgets: Budgets
-    seed: int
-    began: float  # seconds of any clock that only goes forward, the same as of all events
     border: int | None = None  # tokens with which it is held unless it has ended; context alone may go beyond
     state: ConversationState = ConversationState.SAMPLING
     stop: Stop | None = None  # why it ended
     tokens: int = 0  # of the response so far, context too
     turn: int = 1  # counted from 1
     answers: tuple[str | None, ...] = ()  # to the calls of this turn, in their order; None: not yet
-    acting_since: float = 0.0
-    acting_s: float = 0.0  # that the answers of this turn took
+    acting_since: float = 0.0  # seconds of any clock that only goes forward, the same as of all events
+    acting_s: float = 0.0  # that the answers of this turn took, or were waited for in vain
+    acted_s: float = 0.0  # that the answers of the turns before took
 
     @property
     def max_tokens(self) -> int:
@@ -87,19 +85,14 @@ class Conversation:
         return self.budgets.tokens - self.tokens
 
     @property
-    def request_seed(self) -> int:
-        """Of the next request."""
-        return continuation_seed(self.seed, self.tokens)
-
-    @property
     def open_calls(self) -> tuple[int, ...]:
         """Numbers of the calls of this turn without an answer."""
         return tuple(number for number, answer in enumerate(self.answers) if answer is None)
 
     @property
     def deadline(self) -> float:
-        """By the clock of `began`."""
-        return self.began + self.budgets.seconds
+        """Of the answers of this turn, by the clock of `acting_since`."""
+        return self.acting_since + self.budgets.seconds - self.acted_s
 
     def sampled(
         self, added: int, now: float, problems: Sequence[str | None] = (), cut_off: bool = False
@@ -118,8 +111,6 @@ class Conversation:
             return after._ended(Stop.STOP)
         if self.turn >= self.budgets.turns:
             return after._ended(Stop.TURNS)
-        if now >= self.deadline:
-            return after._ended(Stop.SECONDS)
         answers = tuple(self._answer_at_once(number, problem) for number, problem in enumerate(problems))
         return replace(after, state=ConversationState.ACTING, answers=answers, acting_since=now)._acted(now)
 
@@ -133,7 +124,7 @@ class Conversation:
         if self.state is not ConversationState.ACTING or turn != self.turn or self.answers[number] is not None:
             return self
         if now >= self.deadline:
-            return self._ended(Stop.SECONDS)
+            return self._out_of_time(now)
         answers = list(self.answers)
         answers[number] = shortened(answer, self.budgets.characters)
         return replace(self, answers=tuple(answers))._acted(now)
@@ -157,6 +148,7 @@ class Conversation:
             turn=self.turn + 1,
             answers=(),
             acting_s=0.0,
+            acted_s=self.acted_s + self.acting_s,
         )
         return after if after.max_tokens > 0 else after.held()
 
@@ -166,17 +158,19 @@ class Conversation:
         return replace(self, state=ConversationState.HELD)
 
     def passed(self, now: float) -> "Conversation":
-        """Time has passed."""
-        waits = self.state in (ConversationState.SAMPLING, ConversationState.ACTING)
-        return self._ended(Stop.SECONDS) if waits and now >= self.deadline else self
+        """Time has passed, which counts while it acts."""
+        return self._out_of_time(now) if self.state is ConversationState.ACTING and now >= self.deadline else self
+
+    def _out_of_time(self, now: float) -> "Conversation":
+        return replace(self, acting_s=now - self.acting_since)._ended(Stop.SECONDS)
 
     def closed(self) -> "Conversation":
         """The environment has ended it by its answer, which nobody reads any more."""
         return self if self.state is ConversationState.ENDED else self._ended(Stop.CLOSED)
 
     def failed(self) -> "Conversation":
-        """The environment has failed."""
-        return self if self.state is ConversationState.ENDED else self._ended(Stop.ENVIRONMENT)
+        """The environment has failed, whatever it ended by."""
+        return self._ended(Stop.ENVIRONMENT)
 
     def _must_be(self, state: ConversationState) -> None:
         if self.state is not state:

@@ -268,7 +268,7 @@ class Judge:
         if not buffer.enable:
             return scores
         return scores + soft_overlong_penalty(
-            rows.sampled_lengths, self.max_response_length, buffer.len, buffer.penalty_factor
+            rows.response_lengths, self.max_response_length, buffer.len, buffer.penalty_factor
         )
 
     def values(self, rows: SampleRows, results: list[RewardResult]) -> np.ndarray:

@@ -77,7 +77,7 @@ def corrections(
         penalty = total(of_rows["penalties"]) / len(step.rows)
         metrics |= {"actor/reward_kl_penalty": penalty, "actor/kl_coef": algorithm.kl_ctrl.kl_coef}
     if algorithm.overlong_filter:
-        metrics["train/overlong_filtered_share"] = float(step.rows.truncated.mean())
+        metrics["train/overlong_filtered_share"] = float(step.rows.overlong.mean())
     if algorithm.rollout_correction.level is not None:
         metrics |= correction_metrics(of_rows)
     _check_something_left(algorithm, of_rows["trained"], metrics, counted)

@@ -52,6 +52,7 @@ class EngineReading:
     cache_share: float = 0.0  # of the KV cache's blocks that are in use now
     cache_peak: float = 0.0  # the highest of that under the weights that it serves
     preemptions: int = 0  # since it was started
+    all_act: bool = False  # all responses that it has wait for tools or environments: there is no token to make
 
 
 class VersionServed(NamedTuple):

@@ -92,6 +92,9 @@ class Trouble(Environment):
     def _raises(self):
         raise KeyError("no such field")
 
+    def _half(self):
+        raise ValueError("\ud800 of it")
+
     def _leaves(self):
         sys.exit(3)
 
@@ -170,3 +173,22 @@ class Wordy(Stairs):
 
 class Plain:
     """Is no Environment."""
+
+
+class Angry(dict):
+    """Cannot be read."""
+
+    def items(self):
+        raise RuntimeError("not now")
+
+
+class Huge(Stairs):
+    """Declares a number that no float holds."""
+
+    parts = {"left": 10**400}  # noqa: RUF012
+
+
+class Unreadable(Stairs):
+    """Raises what nobody expects when it is looked at."""
+
+    parts = Angry(left=1)

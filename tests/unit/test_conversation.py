@@ -7,10 +7,9 @@ import pytest
 
 from mrl.schedule.conversation import Budgets, Conversation, Stop, shortened
 from mrl.schedule.conversation import ConversationState as State
-from mrl.schedule.segments import continuation_seed
 
 BUDGETS = Budgets(tokens=60, turns=3, calls=2, seconds=10.0, characters=40)
-START = Conversation(BUDGETS, seed=11, began=100.0)
+START = Conversation(BUDGETS)
 ACTING = START.sampled(9, 101.0, [None, None])
 TELLING = ACTING.answered(1, 0, "408", 102.0).answered(1, 1, "17", 103.0)
 ENDED = START.sampled(9, 101.0)
@@ -18,13 +17,12 @@ ENDED = START.sampled(9, 101.0)
 
 def test_the_example_of_the_module():
     budgets = replace(BUDGETS, turns=2)
-    acting = Conversation(budgets, 11, 100.0).sampled(9, 101.0, [None, "not JSON"])
+    acting = Conversation(budgets).sampled(9, 101.0, [None, "not JSON"])
     assert (acting.state, acting.open_calls, acting.answers) == (State.ACTING, (0,), (None, "not JSON"))
     telling = acting.answered(1, 0, "408", 104.0)
     assert (telling.state, telling.answers, telling.acting_s) == (State.TELLING, ("408", "not JSON"), 3.0)
     sampling = telling.told(12)
     assert (sampling.state, sampling.turn, sampling.max_tokens) == (State.SAMPLING, 2, 39)
-    assert sampling.request_seed == continuation_seed(11, 21) and START.request_seed == 11
     assert sampling.sampled(4, 105.0).stop is Stop.STOP
 
 
@@ -33,16 +31,16 @@ EVENTS = {
     "answers by itself": lambda c: c.sampled(5, 101.5),
     "calls": lambda c: c.sampled(5, 101.5, [None]),
     "calls, all malformed": lambda c: c.sampled(5, 101.5, ["no"]),
-    "calls, late": lambda c: c.sampled(5, 110.0, [None]),
+    "calls, after hours in the engine's line": lambda c: c.sampled(5, 9000.0, [None]),
     "is cut off": lambda c: c.sampled(5, 101.5, cut_off=True),
     "fills the rest": lambda c: c.sampled(c.max_tokens, 101.5, cut_off=True),
     "an answer": lambda c: c.answered(1, 0, "408", 102.5),
-    "an answer, late": lambda c: c.answered(1, 0, "408", 110.5),
+    "an answer, late": lambda c: c.answered(1, 0, "408", 111.0),
     "an answer of another turn": lambda c: c.answered(7, 0, "408", 102.5),
     "context": lambda c: c.told(5),
     "context without end": lambda c: c.told(51),
-    "time": lambda c: c.passed(109.9),
-    "too much time": lambda c: c.passed(110.0),
+    "time": lambda c: c.passed(110.9),
+    "too much time": lambda c: c.passed(111.0),
     "is given back": lambda c: c.held(),
     "the environment's end": lambda c: c.closed(),
     "the environment's failure": lambda c: c.failed(),
@@ -51,10 +49,10 @@ ENDS = {"the environment's end": Stop.CLOSED, "the environment's failure": Stop.
 TABLE = {
     State.SAMPLING: {
         "answers by itself": Stop.STOP, "calls": State.ACTING, "calls, all malformed": State.TELLING,
-        "calls, late": Stop.SECONDS, "is cut off": State.HELD, "is given back": State.HELD,
+        "calls, after hours in the engine's line": State.ACTING, "is cut off": State.HELD, "is given back": State.HELD,
         "fills the rest": Stop.LENGTH,
         "an answer": State.SAMPLING, "an answer, late": State.SAMPLING, "an answer of another turn": State.SAMPLING,
-        "time": State.SAMPLING, "too much time": Stop.SECONDS, **ENDS,
+        "time": State.SAMPLING, "too much time": State.SAMPLING, **ENDS,
     },
     State.ACTING: {
         "an answer": State.ACTING, "an answer, late": Stop.SECONDS, "an answer of another turn": State.ACTING,
@@ -72,7 +70,7 @@ TABLE = {
     State.ENDED: {
         "an answer": Stop.STOP, "an answer, late": Stop.STOP, "an answer of another turn": Stop.STOP,
         "time": Stop.STOP, "too much time": Stop.STOP, "the environment's end": Stop.STOP,
-        "the environment's failure": Stop.STOP,
+        "the environment's failure": Stop.ENVIRONMENT,
     },
 }  # fmt: skip
 AT = {
@@ -132,7 +130,7 @@ def one(seed: int, times: random.Random) -> tuple[Conversation, list[Conversatio
     """A conversation by random turns; `times`: when, and in which order, answers come."""
     rng, now = random.Random(seed), 0.0
     budgets = Budgets(rng.randint(1, 80), rng.randint(1, 5), rng.randint(1, 3), 1e6, rng.randint(1, 30))
-    talk, seen = Conversation(budgets, seed, 0.0), []
+    talk, seen = Conversation(budgets), []
     while talk.state is not State.ENDED:
         if talk.state is State.HELD:
             talk = replace(talk, state=State.SAMPLING)  # another goes on from its tokens
@@ -173,9 +171,20 @@ def test_random_conversations_end_within_their_budgets_whatever_the_order_and_ti
         if before.state is State.TELLING:
             assert None not in before.answers and before.answers
     again, others = one(seed, random.Random(2))
-    timeless = [replace(each, acting_since=0.0, acting_s=0.0) for each in seen]
-    assert [replace(each, acting_since=0.0, acting_s=0.0) for each in others] == timeless
+    assert [timeless(each) for each in others] == [timeless(each) for each in seen]
     assert (again.tokens, again.turn, again.stop) == (talk.tokens, talk.turn, talk.stop)
-    requests = [each.request_seed for each in seen if each.state is State.SAMPLING]
-    tokens = [each.tokens for each in seen if each.state is State.SAMPLING]
-    assert len(set(requests)) == len(set(tokens))
+
+
+def timeless(talk: Conversation) -> Conversation:
+    return replace(talk, acting_since=0.0, acting_s=0.0, acted_s=0.0)
+
+
+def test_seconds_of_all_turns_are_counted_together_and_those_of_the_engine_are_not():
+    """Ten: six of the first turn, hours at the engine, and four that the second turn waits in vain."""
+    first = START.sampled(9, 100.0, [None]).answered(1, 0, "408", 106.0)
+    second = first.told(5).sampled(9, 9000.0, [None])
+    assert (first.deadline, second.deadline) == (110.0, 9004.0)
+    assert second.passed(9003.9) is second
+    late = second.passed(9004.0)
+    assert (late.stop, late.acting_s, late.acted_s) == (Stop.SECONDS, 4.0, 6.0)
+    assert second.answered(2, 0, "17", 9004.5).acting_s == 4.5

@@ -1,7 +1,9 @@
 """Conversations in an engine's process: the engine is asked with the stored row up to there, and nothing is lost."""
 
 import asyncio
+import itertools
 import json
+import threading
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -9,11 +11,12 @@ import environment_classes
 import numpy as np
 import pytest
 import tool_functions
-from dialect_templates import tokenizer
+from dialect_templates import CODER, tokenizer
 
 from mrl.data.dialects import dialect_of
 from mrl.data.samples import CALL_REASONS, LEFT_OUT, STOP_REASONS, Sample, Samples, outcomes, packed
 from mrl.environments.tool import ToolsSpec, TurnsSpec
+from mrl.errors import ConfigError
 from mrl.flow.conversations import Conversations
 from mrl.reward.builtin_rules import environment
 from mrl.reward.items import LEFT_OUT as REWARD_LEFT_OUT
@@ -23,7 +26,7 @@ from mrl.vllm.requests import Request, Sampling
 
 TOKENS = tokenizer("hermes")
 FILE = str(Path(tool_functions.__file__))
-NAMES = ("calculator", "hangs", "raises", "floods", "sleeps")
+NAMES = ("calculator", "hangs", "raises", "floods", "sleeps", "lookup")
 SAMPLING = Sampling(1.0, 2000, (TOKENS.convert_tokens_to_ids("<|im_end|>"),), routes=True)
 
 
@@ -141,6 +144,23 @@ def test_failures_are_answers_and_floods_are_cut(talks):
     assert "Error: there is no tool 'compass'" in text and made.turn_counts.tolist() == [3]
 
 
+def test_half_a_character_in_a_call_or_an_answer_is_a_question_mark(talks):
+    """JSON may say one, and no tokenizer takes it."""
+    said = called("lookup", word="\ud800") + called("lookup", word="a", most="\udfff"), called("\ud800"), "Done."
+    made = whole(talks, Engine(*said), row=None)
+    text = TOKENS.decode(made.token_ids)
+    assert '{"word": "?", "most": 3' in text and "'most' is not of the kind integer: ?" in text
+    assert "there is no tool" in text and STOP_REASONS[made.stop_reason[0]] == Stop.STOP
+
+
+def test_half_a_character_in_the_failure_of_an_environment_can_be_logged(tmp_path):
+    tools = ToolsSpec(("calculator",), str(Path(environment_classes.__file__)), environments=ENVIRONMENTS)
+    games = Conversations(replace(spec(), tools=tools), TOKENS, tmp_path / "log")
+    made = whole(games, Engine(called("act", how="half"), "never"), row=row(environment="Trouble"))
+    games.close()
+    assert last_calls(made) == [("act", "raised")] and "ValueError: ? of it" in (tmp_path / "log").read_text()
+
+
 def test_cut_anywhere_by_the_engine_it_is_the_same_row(talks):
     said = "First " + called("calculator", expression="12*34"), called("calculator", expression="1+1"), "It is 408."
     uncut = whole(talks, Engine(*said))
@@ -204,15 +224,15 @@ async def _one(talks: Conversations, engine: Engine, sampling: Sampling) -> Samp
     return made
 
 
-def test_calls_of_a_turn_that_came_too_late_are_counted():
-    """And what was cut off by length is not looked at."""
-    times = iter([0.0, 61.0])
+def test_time_in_the_engines_line_takes_no_call_away():
+    """Each turn an hour in the line, and an answer in two seconds of the sixty."""
+    times = itertools.accumulate(itertools.chain.from_iterable(itertools.repeat((3600.0, 0.0, 2.0, 0.0))))
     talks = Conversations(spec(), TOKENS, clock=lambda: next(times))
-    said = called("calculator", expression="1+1") + "<tool_call>\n{12*34}\n</tool_call>"
-    made = asyncio.run(_one(talks, Engine(said), SAMPLING))
+    again = called("calculator", expression="1+1")
+    made = asyncio.run(_one(talks, Engine(again, again, "Done."), SAMPLING))
     talks.close()
-    assert STOP_REASONS[made.stop_reason[0]] == Stop.SECONDS and made.turn_calls.tolist() == [2]
-    assert last_calls(made) == [("calculator", "not_called"), ("", "unread")]
+    assert STOP_REASONS[made.stop_reason[0]] == Stop.STOP and last_calls(made) == [("calculator", "ok")] * 2
+    assert made.turn_seconds.tolist() == [2.0, 2.0, 0.0]
 
 
 def test_a_tool_that_hangs_is_an_answer_or_the_end_by_whichever_comes_first():
@@ -221,6 +241,14 @@ def test_a_tool_that_hangs_is_an_answer_or_the_end_by_whichever_comes_first():
         made = asyncio.run(_one(talks, Engine(called("hangs"), "Done."), SAMPLING))
         assert STOP_REASONS[made.stop_reason[0]] == stop
         talks.close()
+
+
+def test_a_call_that_the_clock_ends_took_what_it_was_waited_for():
+    talks = Conversations(spec(timeout_s=60.0, max_seconds=1.0), TOKENS)
+    made = asyncio.run(_one(talks, Engine(called("hangs")), SAMPLING))
+    talks.close()
+    assert last_calls(made) == [("hangs", "unanswered")]
+    assert 1.0 <= made.call_seconds[0] < 30 and made.turn_seconds.tolist() == made.call_seconds.tolist()
 
 
 def test_many_at_once_are_those_of_one_after_the_other(talks):
@@ -238,6 +266,71 @@ def test_many_at_once_are_those_of_one_after_the_other(talks):
     for one in found.values():
         np.testing.assert_array_equal(one.token_ids, alone.token_ids)
         np.testing.assert_array_equal(one.sampled, alone.sampled)
+
+
+class Held(Engine):
+    """Answers nothing until it is told to; then with what is cut off, as one whose requests were ended."""
+
+    async def generate(self, requests, sampling):
+        self.asked += requests
+        await self.lets.wait()
+        prompt = list(requests[0].prompt_ids)
+        yield packed([Sample(0, 0, requests[0].sample_id, 11, prompt, [], [], "length", 4)])
+
+
+@pytest.mark.parametrize("named", [[5], None], ids=["by name", "all"])
+def test_an_ended_conversation_asks_for_nothing_more_and_its_tool_is_let_go(named):
+    """One is at the engine, one at a tool that hangs; the only process of tools is free again for another."""
+    talks = Conversations(spec(num_workers=1, timeout_s=500.0, max_seconds=600.0), TOKENS)
+
+    async def ended(engine: Engine, is_there) -> None:
+        made = asyncio.create_task(_all(talks, engine, Request(7, PROMPT, 11, handle=5)))
+        while not is_there():
+            await asyncio.sleep(0.01)
+        await talks.end(named)
+        if isinstance(engine, Held):
+            engine.lets.set()
+        assert await asyncio.wait_for(made, 20.0) == [] and len(engine.asked) == 1
+
+    async def run() -> None:
+        hangs, held = Engine(called("hangs")), Held()
+        held.lets = asyncio.Event()
+        await ended(hangs, lambda: talks.all_act)
+        await ended(held, lambda: held.asked)
+        other = Engine(called("calculator", expression="1+1"), "Done.")
+        (made,) = await asyncio.wait_for(_all(talks, other, Request(8, PROMPT, 11, handle=6)), 60.0)
+        assert last_calls(made) == [("calculator", "ok")]
+
+    asyncio.run(run())
+    talks.close()
+
+
+async def _all(talks: Conversations, engine: Engine, *requests: Request) -> list[Samples]:
+    return [batch async for batch in talks.generate(engine, requests, SAMPLING)]
+
+
+def test_one_that_is_ended_before_it_began_brings_nothing(talks):
+    async def run() -> None:
+        engine = Engine("Done.")
+        made = asyncio.create_task(_all(talks, engine, Request(7, PROMPT, 11, handle=5)))
+        await asyncio.sleep(0)
+        await talks.end()
+        assert await made == [] and not engine.asked
+
+    asyncio.run(run())
+
+
+def test_others_go_on_beside_one_that_is_ended(talks):
+    async def run() -> list[Samples]:
+        engine = Engine(called("sleeps", seconds=0.5), "Done.")
+        requests = [Request(number, PROMPT, 11, handle=number) for number in range(3)]
+        made = asyncio.create_task(_all(talks, engine, *requests))
+        while not talks.all_act:
+            await asyncio.sleep(0.01)
+        await talks.end([1, 99])
+        return await made
+
+    assert sorted(int(one.sample_id[0]) for one in asyncio.run(run())) == [0, 2]
 
 
 def row(**extra_info) -> dict:
@@ -303,6 +396,17 @@ def test_a_failing_environment_is_no_answer_and_no_reward_of_nothing(games, how,
     assert "Error" not in TOKENS.decode(made.token_ids)
 
 
+@pytest.mark.parametrize("beside", ["", called("calculator", expression="1+1")], ids=["alone", "beside a tool"])
+def test_one_that_hangs_until_all_time_is_up_has_failed_and_is_no_reward_of_nothing(beside):
+    tools = ToolsSpec(("calculator",), str(Path(environment_classes.__file__)), environments=ENVIRONMENTS)
+    games = Conversations(replace(spec(max_seconds=2.0), tools=tools), TOKENS)
+    engine = Engine(called("act", how="hangs") + beside, "never")
+    made = whole(games, engine, row=row(environment="Trouble"))
+    games.close()
+    assert STOP_REASONS[made.stop_reason[0]] == Stop.ENVIRONMENT and len(engine.asked) == 1
+    assert last_calls(made)[0] == ("act", "unanswered")
+
+
 def test_one_that_does_not_begin_has_failed_whatever_the_model_says(games):
     for said in (["It is 408."], [called("count"), "Done."]):
         made = whole(games, Engine(*said), row=row(environment="Trouble", begins=False))
@@ -366,6 +470,14 @@ def test_calls_that_nobody_can_make_have_no_name(games):
     said = [called("compass") + "<tool_call>\n{12*34}\n</tool_call>" + called("climb", steps=1), "Done."]
     made = whole(games, Engine(*said), row=row(environment="Stairs", height=9))
     assert last_calls(made) == [("", "refused"), ("", "unread"), ("climb", "not_called")]
+
+
+def test_a_tokenizer_that_cannot_call_leaves_no_process_behind():
+    before = set(threading.enumerate())
+    silent = tokenizer("hermes", CODER.replace("tool_response", "result"))
+    with pytest.raises(ConfigError, match="in no form that is known"):
+        Conversations(spec(), silent)
+    assert set(threading.enumerate()) <= before, "each of a pool has a process"
 
 
 def test_an_engine_that_fails_ends_all_of_it(talks):

@@ -3,6 +3,7 @@ and the named points on the two axes.
 """
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,12 +18,14 @@ from mrl.algo.spec import CORRECTIONS, LEVELS, MODES
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.data.samples import Sample
+from mrl.data.samples import Sample, packed
 from mrl.errors import NumericAbort
 from mrl.flow.step_batch import StepBatch
 from mrl.record.spec import metric_spec
+from mrl.reward.items import RewardResult
 from mrl.train.advice import advisers
 from mrl.train.reporting import AdvisedRecord
+from mrl.train.rollouts import Judge
 from mrl.train.update import corrections
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -138,14 +141,22 @@ def test_the_filter_drops_what_was_cut_off_and_not_what_ended_on_the_last_token(
     mask = without_truncated(np.ones(6, bool), np.array([True, False, True]), np.array([2, 1, 3]))
     np.testing.assert_array_equal(mask, [False, False, True, False, False, False])
     config = load_config(TINY, overrides=["algorithm.overlong_filter=true", "data.max_response_length=4"]).config
-    # one token short, full and ended, full and cut, short
-    lengths, reasons = [3, 4, 4, 1], ["stop", "stop", "length", "stop"]
+    # one token short, full and ended, full and cut, answers that left no room
+    lengths, reasons = [3, 4, 4, 1], ["stop", "stop", "length", "context"]
     samples = [sample(n, why) for n, why in zip(lengths, reasons, strict=True)]
     batch, metrics = filtered(config, samples)
-    np.testing.assert_array_equal(row_sums(batch.loss_mask, batch.response_lengths), [3, 4, 0, 1])
+    np.testing.assert_array_equal(row_sums(batch.loss_mask, batch.response_lengths), [3, 4, 0, 0])
     np.testing.assert_array_equal(batch.response_lengths, [3, 4, 4, 1])
-    assert metrics == {"train/overlong_filtered_share": 0.25}
+    assert metrics == {"train/overlong_filtered_share": 0.5}
     assert metric_spec("train/overlong_filtered_share")
+
+
+def test_the_penalty_counts_all_tokens_that_the_limit_counts():
+    """As verl's: five tokens of eight, two of them a tool's answer, and a buffer of the last four."""
+    config = load_config(TINY, overrides=["algorithm.overlong_buffer={enable: true, len: 4}"]).config
+    rows = packed([replace(sample(5, "stop"), sampled=(True, True, False, False, True))])
+    judge = Judge(config.algorithm, config.reward, 8)
+    assert judge.rewards(rows, [RewardResult(0, 1.0, {}, "ok")]).tolist() == [0.75]
 
 
 def filtered(config: RunConfig, samples: list[Sample], gap: float = 0.0) -> tuple[TrainBatch, dict[str, float]]:

@@ -30,7 +30,7 @@ from mrl.vllm.engine import VllmEngine
 from mrl.vllm.engine_calls import EngineCalls
 from mrl.vllm.engine_state import CONTROL_VERBS
 from mrl.vllm.process_watch import ProcessWatch, end_processes, end_with_parent, processes_here, stopped_below
-from mrl.vllm.requests import log_name, rank_name
+from mrl.vllm.requests import EngineReading, log_name, rank_name
 
 # a core with a worker below it, which ends both when it reads a line; the worker's number comes first
 CORE = """
@@ -352,6 +352,32 @@ def test_a_worker_hands_on_the_verbs_of_its_engine_and_nothing_else():
         with pytest.raises(ValueError, match=f"asked to {other}, which is none of end_requests, pause"):
             asyncio.run(worker.do(other))
     assert all(inspect.iscoroutinefunction(getattr(VllmEngine, verb)) for verb in CONTROL_VERBS)
+
+
+def test_conversations_end_before_the_requests_of_their_engine():
+    """Else one whose request was ended would ask for another; given up is all that it has."""
+    told = []
+    worker = EngineWorker.__new__(EngineWorker)
+    worker.engine = SimpleNamespace(
+        end_requests=AsyncMock(side_effect=lambda handles: told.append(("engine", handles))),
+        give_up=AsyncMock(side_effect=lambda: told.append(("engine", None))),
+        memory=AsyncMock(),
+    )
+    worker.conversations = SimpleNamespace(
+        end=AsyncMock(side_effect=lambda handles=None: told.append(("talks", handles)))
+    )
+    for asked in (("end_requests", [4, 5]), ("give_up",), ("memory",)):
+        asyncio.run(worker.do(*asked))
+    assert told == [("talks", [4, 5]), ("engine", [4, 5]), ("talks", None), ("engine", None)]
+
+
+def test_a_reading_says_whether_all_responses_wait_for_tools():
+    worker = EngineWorker.__new__(EngineWorker)
+    worker.engine = SimpleNamespace(reading=EngineReading(7, 0.5))
+    assert not asyncio.run(worker.reading()).all_act
+    for all_act in (True, False):
+        worker.conversations = SimpleNamespace(all_act=all_act)
+        assert asyncio.run(worker.reading()) == EngineReading(7, 0.5, all_act=all_act)
 
 
 def test_ranks_of_an_engine_meet_at_its_first_one(group):

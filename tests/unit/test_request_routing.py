@@ -201,7 +201,7 @@ class Fleet:
 
     def __init__(self, monkeypatch, **made):
         self.made, self.now, self.asked = made, 0.0, 0
-        self.share, self.preemptions = 0.0, 0
+        self.share, self.preemptions, self.acts = 0.0, 0, False
         monkeypatch.setattr(
             engine_progress.ray, "wait", lambda refs, timeout: ([r for r in refs if self.made[r] is not None], [])
         )
@@ -209,7 +209,7 @@ class Fleet:
         self.progress = EngineProgress(self.ask, 10.0, lambda: self.now)
 
     def reading(self, engine):
-        return EngineReading(self.made[engine], self.share, 1.0, self.preemptions)
+        return EngineReading(self.made[engine], self.share, 1.0, self.preemptions, self.acts)
 
     def ask(self, engine):
         self.asked += 1
@@ -232,6 +232,17 @@ def test_a_long_response_is_not_late_and_an_engine_that_stands_still_is_named(mo
     fleet = Fleet(monkeypatch, long=1, silent=None)
     with pytest.raises(Interrupted, match=r"no token within 10 s from silent$"):
         fleet.pass_time(20, "long", "silent")
+
+
+def test_an_engine_whose_responses_all_wait_for_tools_does_not_stand_still(monkeypatch):
+    """Nothing is asked of it; once it is, its time begins."""
+    fleet = Fleet(monkeypatch, sound=7)
+    fleet.acts = True
+    fleet.pass_time(100, "sound")
+    fleet.acts = False
+    fleet.pass_time(106, "sound")
+    with pytest.raises(Interrupted, match=r"no token within 10 s from sound$"):
+        fleet.pass_time(130, "sound")
 
 
 def test_meters_are_told_once_and_preemptions_are_those_since(monkeypatch):

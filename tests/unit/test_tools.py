@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import tool_functions
 
+from mrl.data.samples import NAME
 from mrl.environments.builtin_tools import calculator
 from mrl.environments.environment import LONGEST
 from mrl.environments.environment_pool import EnvironmentPool, check_tools
 from mrl.environments.offer import name_of
-from mrl.environments.tool import Tool, ToolsSpec
+from mrl.environments.tool import LONGEST_NAME, Tool, ToolsSpec
 from mrl.errors import ConfigError
 
 FILE = str(Path(tool_functions.__file__))
@@ -31,16 +32,28 @@ def test_the_schema_is_what_the_function_says_of_itself():
     }
     numbers = Tool.of(tool_functions.count, "count").schema["function"]["parameters"]["properties"]["numbers"]
     assert numbers == {"type": "array", "items": {"type": "integer"}}
+    things = Tool.of(tool_functions.counts_any, "counts_any").schema["function"]["parameters"]["properties"]["things"]
+    assert things == {"type": "array"}
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [("says_nothing", "no docstring"), ("has_no_type", "'word' has no type"), ("takes_all", "by name"),
-     ("takes_bytes", "no schema for the type of 'word'")],
+     ("takes_bytes", "no schema for the type of 'word'"), ("takes_odd_words", "no schema for the type of 'word'")],
 )  # fmt: skip
 def test_a_function_that_says_too_little_is_refused(name, why):
     with pytest.raises(ConfigError, match=why):
         Tool.of(getattr(tool_functions, name), name)
+
+
+def test_a_name_that_no_column_holds_is_refused():
+    """64 bytes, whatever letters they are of."""
+    for name in ("a" * 64, "ü" * 32):
+        assert Tool.of(tool_functions.count, name).schema["function"]["name"] == name
+    for name in ("a" * 65, "a" + "ü" * 32):
+        with pytest.raises(ConfigError, match=r"a tool is named .*; a name is at most 64 bytes"):
+            Tool.of(tool_functions.count, name)
+    assert NAME.itemsize == LONGEST_NAME
 
 
 @pytest.mark.parametrize(

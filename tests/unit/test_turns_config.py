@@ -48,6 +48,11 @@ BROKEN = {
     "nothing": (["rollout.turns={environments: []}"], "rollout.turns.tools", "must name a tool where there is no"),
     "one twice": ([GAMES.replace("]", ", guess_the_number]")], "rollout.turns.environments", "guess_the_number twice"),
     "no game": (["rollout.turns={environments: [Chess]}"], "rollout.turns.environments", "must name shipped ones"),
+    "a call longer than all": (
+        ["rollout.turns={tools: [calculator], max_seconds: 5, timeout_s: 5}"],
+        "rollout.turns.timeout_s",
+        "must be less than max_seconds",
+    ),
     "no part": (
         [GAMES, REWARDED, FILTERED.format("lost")],
         "algorithm.filter_groups.metric",

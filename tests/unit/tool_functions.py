@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from typing import Literal
+from typing import List, Literal  # noqa: UP035
 
 CALLS = []
 
@@ -73,6 +73,16 @@ def takes_all(*words: str) -> str:
 def takes_bytes(word: bytes) -> str:
     """Has a type without a schema."""
     return ""
+
+
+def takes_odd_words(word: Literal[["a"]]) -> str:
+    """Has a type that nothing can be compared with."""
+    return ""
+
+
+def counts_any(things: List) -> str:  # noqa: UP006
+    """Counts, as code of before lists had types says it."""
+    return str(len(things))
 
 
 def sleeps(seconds: float) -> str:
