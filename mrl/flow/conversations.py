@@ -25,15 +25,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from mrl.data.dialects import ToolCall, dialect_of
-from mrl.data.samples import CALL_REASONS, STOP_REASONS, Samples, TurnCall, with_outcome, with_turns
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, Samples, TurnCall, packed, with_outcome, with_turns
 from mrl.environments.acting import Acting
 from mrl.environments.environment_pool import CallAnswer, EnvironmentPool, Step, reply_digest
 from mrl.environments.tool import TurnsSpec
 from mrl.exercised import rehearses
 from mrl.flow.kept_tokens import going_on
 from mrl.flow.made_up_calls import made_up_calls
+from mrl.flow.turn_gate import TurnGate
 from mrl.schedule.conversation import Budgets, Conversation, ConversationState, Stop
 from mrl.schedule.segments import joined, with_context
+from mrl.vllm.completions import nothing_of
 from mrl.vllm.requests import Request, Sampling
 
 _NONE: Mapping[int, Samples] = MappingProxyType({})
@@ -97,11 +99,15 @@ class Conversations:
     """Of one engine. Raises ConfigError where the tokenizer's family, tools or environments are not known."""
 
     def __init__(
-        self, spec: TurnsSpec, tokenizer: Any, log_path: Path | None = None, clock: Callable[[], float] = time.monotonic
-    ):
-        """Starts a first process for tools and environments; what they print goes to `log_path`."""
+        self, spec: TurnsSpec, tokenizer: Any, log_path: Path | None = None,
+        clock: Callable[[], float] = time.monotonic, seats: int | None = None,
+    ):  # fmt: skip
+        """Starts a first process for tools and environments; what they print goes to `log_path`. `seats`: requests that
+        the engine has at most.
+        """
         self.spec = spec
         self._clock = clock
+        self._gate = TurnGate(seats)
         self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.timeout_s, log_path)
         schemas = list(self._pool.offer.all_schemas)
         self._dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": schemas})
@@ -179,12 +185,13 @@ class Conversations:
         record = _Record(parts=dict(acting.parts)) if kept is None else _Record.of(kept)
         made = kept
         while talk.state is ConversationState.SAMPLING:
-            if request.handle in self._unwanted and made is not None:
-                talk = talk.held()
-                break
             asked = replace(request, max_tokens=talk.max_tokens)
             before = talk.tokens
-            made = await _added(engine, asked, made, sampling)
+            async with self._gate.seat(is_first=made is kept):
+                if request.handle in self._unwanted:
+                    talk = talk.held()
+                    break
+                made = await _added(engine, asked, made, sampling)
             cut_off = bool(made.truncated[0])
             turn = _last_turn(made)
             calls = self._calls(talk.turn, turn, acting)
@@ -194,6 +201,7 @@ class Conversations:
             if talk.state is ConversationState.TELLING:
                 talk, made = self._told(talk, made, turn)
         talk = await _with_environment(talk, acting)
+        made = packed([nothing_of(request, 0)]) if made is None else made  # nobody waits for it
         if len(record.calls) < with_turns(made).turn_counts[0]:  # the turn that it is at has called nothing yet
             record.add((), 0, {}, acting.functions)
         made = with_outcome(made, record.calls, record.rewards, record.parts, talk.acting_s)
