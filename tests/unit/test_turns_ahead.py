@@ -22,7 +22,7 @@ from test_generation import BATCH, Engines, N, World, assert_same
 from test_generation import in_memory as in_memory  # for all tests here
 
 from mrl.data.dialects import dialect_of
-from mrl.data.samples import STOP_REASONS, Sample, Samples, packed
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, Sample, Samples, packed
 from mrl.environments.builtin_environments import GuessTheNumber
 from mrl.environments.builtin_tools import calculator
 from mrl.environments.tool import ToolsSpec, TurnsSpec
@@ -157,6 +157,8 @@ def check_answers(rows: Samples) -> None:
             turn, context = response[start:end][own], response[start:end][~own]
             answers = [ACTIONS[call.name](game, **call.arguments) for call in dialect.calls(turn, {})]
             assert answers and context.tolist() == dialect.context(turn.tolist(), answers)
+        made = np.sum((one.call_names == b"guess") & (one.call_reasons == CALL_REASONS.index("ok")))
+        assert dict(zip(one.part_names.tolist(), one.part_values.tolist(), strict=True))[b"guesses"] == made
 
 
 ACTIONS = {
