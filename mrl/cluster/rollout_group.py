@@ -34,6 +34,7 @@ from mrl.vllm.process_watch import end_processes
 from mrl.vllm.requests import EngineSettings, VersionServed
 
 GIVE_UP_S = 30.0  # for what an engine is at to end, once the ranks that it was at it with are gone
+CONVERSATIONS = 4  # times the requests that an engine computes: where tools take three quarters of it, none rests
 PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
 
 
@@ -316,9 +317,14 @@ class RolloutGroup:
 def request_places(deployment: Deployment, deterministic: bool) -> int | None:
     """Requests that a front end has at most; None: each call's are spread before the first is answered.
 
+    Of conversations it has more than the engine samples at once, so that others generate while tools work: TurnGate.
+
     A response is a function of its request and the weights where what else an engine computes changes no bit, which
     engines check when they start. Elsewhere who is beside whom decides the last bits, and a run that is to repeat must
     not leave that to a clock.
     """
     needs_order = deterministic and not get_hosting(deployment.cluster.device).checks_batch_order
-    return None if needs_order else places_of(deployment.rollout.max_num_seqs)
+    if needs_order:
+        return None
+    places = places_of(deployment.rollout.max_num_seqs)
+    return places if deployment.rollout.turns is None else CONVERSATIONS * places

@@ -33,6 +33,7 @@ from mrl.platforms.addresses import address_environment
 from mrl.platforms.inventory import device_number
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
 from mrl.remote.process_logs import stacks_file
+from mrl.schedule.engine_loads import places_of
 from mrl.vllm.engine_state import CONTROL_VERBS
 from mrl.vllm.requests import EngineReading
 
@@ -274,7 +275,8 @@ class EngineWorker:
             from mrl.flow.conversations import Conversations
 
             tokenizer = load_tokenizer(self.engine.settings.arguments["model"])
-            self.conversations = Conversations(self.engine.settings.turns, tokenizer, self._tools_log)
+            seats = places_of(self.engine.settings.arguments["max_num_seqs"])
+            self.conversations = Conversations(self.engine.settings.turns, tokenizer, self._tools_log, seats=seats)
         return await self.engine.start(meeting)
 
     async def stopped_processes(self) -> list[str]:

@@ -112,11 +112,6 @@ def _partial(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             "no response would be of two versions",
             (config.data.max_response_length // 2, None),
         )
-    if config.rollout.turns is not None and trainer.order == "ready_first":
-        why = "nobody has seen conversations go on that engines hold over an update"
-        yield Violation(
-            "trainer.partial_rollouts", "must be false with rollout.turns and order: ready_first", why, (False,)
-        )
     if config.actor.router_replay == "R3":
         why = (
             "of a response that is made in several requests vLLM's prefix cache leaves routes out; R2 "

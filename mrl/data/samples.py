@@ -262,6 +262,11 @@ class SampleRows(Columns):
         """int64 [rows]: response tokens of each row that were sampled; the others are context."""
         return self.response_lengths if self.sampled_counts is None else self.sampled_counts
 
+    @property
+    def context_lengths(self) -> np.ndarray:
+        """int64 [rows]: the other response tokens of each row."""
+        return self.response_lengths - self.sampled_lengths
+
     def to_bytes(self) -> bytes:
         """All columns, packed: some 80 bytes of a row alone, some 30 a row of many.
 

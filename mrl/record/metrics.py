@@ -82,12 +82,11 @@ def turn_metrics(rows: SampleRows) -> dict[str, float]:
     """`turns/*`; nothing where responses are of one turn and have no context."""
     if rows.turn_counts is None:
         return {}
-    context = rows.response_lengths - rows.sampled_lengths
     ended = {reason: rows.stop_reason == STOP_REASONS.index(reason) for reason in STOP_REASONS}
     return {
         "turns/mean": float(rows.turn_counts.mean()),
         "turns/max": float(rows.turn_counts.max()),
-        "turns/context_tokens": float(context.mean()),
+        "turns/context_tokens": float(rows.context_lengths.mean()),
         **{f"turns/ended/{reason}": float(of_rows.mean()) for reason, of_rows in ended.items()},
         **_call_metrics(rows),
     }

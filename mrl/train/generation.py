@@ -447,14 +447,13 @@ class Generation:
     def _take_in(self, arrived: FinishedResponses) -> None:
         rows = arrived.samples.rows
         check_finite(rows)
-        context = rows.response_lengths - rows.sampled_lengths
-        columns = (rows.sample_id, rows.response_lengths, rows.truncated, context)
+        columns = (rows.sample_id, rows.response_lengths, rows.truncated, rows.context_lengths)
         numbers = zip(*(column.tolist() for column in columns), strict=True)
-        for row, (request, length, truncated, unsampled) in enumerate(numbers):
+        for row, (request, length, truncated, context) in enumerate(numbers):
             sent = self._dispatcher.under_way.get(request)
             if sent is None:  # it was ended
                 continue
-            group = self._dispatcher.answered(request, length - sent.kept, not truncated, unsampled)
+            group = self._dispatcher.answered(request, length - sent.kept, not truncated, context)
             self._came += length - sent.kept
             has_ended = group.ended[sent.index]
             if length or has_ended:

@@ -460,6 +460,61 @@ def test_one_that_nobody_waits_for_asks_for_no_further_turn(talks):
     assert len(engine.asked) == 1 and made.truncated[0] and not made.sampled[-1] and made.turn_calls.tolist() == [1, 0]
 
 
+class Counting(Engine):
+    """Notes who is sampled, and how many at once; a request takes a while."""
+
+    def __init__(self, *said: str):
+        super().__init__(*said)
+        self.now, self.most, self.order = 0, 0, []
+
+    async def generate(self, requests, sampling):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        self.order.append((requests[0].sample_id, len(requests[0].prompt_ids) > len(PROMPT)))
+        await asyncio.sleep(0.1)
+        async for batch in super().generate(requests, sampling):
+            self.now -= 1
+            yield batch
+
+
+def test_while_tools_work_others_are_sampled_and_a_turn_of_one_that_has_begun_goes_first():
+    """2 seats: 0 and 1, others while tools work for those; answered, they go before 19, which waited longer."""
+    talks = Conversations(spec(), TOKENS, seats=2)
+    engine = Counting(called("sleeps", seconds=0.01), "Done.")
+
+    async def run() -> int:
+        requests = [Request(i, PROMPT, 11 + i) for i in range(20)]
+        return len([made async for made in talks.generate(engine, requests, SAMPLING)])
+
+    assert asyncio.run(run()) == 20 and engine.most == 2
+    talks.close()
+    first = [number for number, goes_on in engine.order if not goes_on]
+    assert first == list(range(20))
+    begun = {number: place for place, (number, goes_on) in enumerate(engine.order) if not goes_on}
+    again = {number: place for place, (number, goes_on) in enumerate(engine.order) if goes_on}
+    assert 2 <= begun[2] < again[0] and again[0] < begun[19] > again[1]
+
+
+def test_one_that_is_ended_while_it_waits_for_a_seat_is_never_sampled():
+    talks = Conversations(spec(), TOKENS, seats=1)
+    engine = Counting("It is 408.")
+
+    async def run() -> dict[int, Samples]:
+        requests = [Request(i, PROMPT, 11, handle=i) for i in range(3)]
+        found = talks.generate(engine, requests, SAMPLING)
+        first = asyncio.ensure_future(anext(found))
+        while not engine.order:
+            await asyncio.sleep(0.01)
+        talks.end([1])
+        made = [await first, *[each async for each in found]]
+        return {int(one.sample_id[0]): one for one in made}
+
+    made = asyncio.run(run())
+    talks.close()
+    assert [number for number, _ in engine.order] == [0, 2]
+    assert made[1].truncated[0] and made[1].response_lengths[0] == 0 and made[2].response_lengths[0]
+
+
 def test_a_row_that_selects_no_tool_has_none(games):
     given = row(environment="Stairs", tool_selection=[], height=9)
     text = TOKENS.decode(whole(games, Engine(called("calculator", expression="1"), "Done."), row=given).token_ids)

@@ -92,6 +92,19 @@ def test_in_order_half_a_segment_is_refused_and_none_of_it_begins_again():
     assert made.answered(again.request, 3, stopped=True).is_whole
 
 
+def test_in_order_context_that_stands_at_a_border_goes_beyond_it_and_nothing_else_does():
+    """By hand, segments of 3 tokens of 10: 2 sampled and 3 of context are 5, of the version after, up to 6."""
+    rules = schedule(batch=1, responses=1, max_staleness=3, partial_rollouts=True, segment_tokens=3)
+    made = dispatcher(rules)
+    sent = made.assignments()[1]
+    made.answered(sent.request, 5, stopped=False, context=3)
+    assert sent.number not in [each.number for each in made.assignments()], "it waits for the next weights"
+    for tokens, context, why in ((4, 0, "of 3 asked for"), (7, 3, "of 3 asked for"), (2, 1, "neither all nor none")):
+        made = dispatcher(rules)
+        with pytest.raises(ValueError, match=why):
+            made.answered(made.assignments()[1].request, tokens, stopped=False, context=context)
+
+
 def test_no_more_than_the_window_is_under_way_and_who_is_due_first_goes_first():
     made = dispatcher(schedule(concurrency=3))
     sent = made.assignments()

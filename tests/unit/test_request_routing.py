@@ -134,6 +134,9 @@ def test_where_neighbours_change_bits_a_run_that_repeats_leaves_nothing_to_a_clo
     settings = ["rollout.max_num_seqs=8", f"cluster.device={device}"]
     config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, settings).config
     assert request_places(Deployment.of(config), deterministic) == places
+    talks = load_config("parallel_configs/tiny-moe/cpu.yaml", None, [*settings, "rollout.turns={tools: [calculator]}"])
+    more = places and 4 * places
+    assert request_places(Deployment.of(talks.config), deterministic) == more, "others are sampled while tools work"
 
 
 class Streams:

@@ -5,7 +5,10 @@ what was under way goes on from a checkpoint.
 import asyncio
 import json
 import random
+import threading
+import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -15,13 +18,17 @@ import pytest
 from dialect_templates import tokenizer
 from generations import Files
 from replicas import InMemory
-from test_generation import Engines, World, assert_same
+from test_generation import BATCH, Engines, N, World, assert_same
 from test_generation import in_memory as in_memory  # for all tests here
 
-from mrl.data.samples import STOP_REASONS, Sample, packed
+from mrl.data.dialects import dialect_of
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, Sample, Samples, packed
+from mrl.environments.builtin_environments import GuessTheNumber
+from mrl.environments.builtin_tools import calculator
 from mrl.environments.tool import ToolsSpec, TurnsSpec
 from mrl.flow.conversations import Conversations
 from mrl.flow.request_streams import FinishedResponses
+from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import LEFT_OUT, OK, RewardResult
 from mrl.schedule.segments import token_versions
 from mrl.train.kept_groups import read_kept
@@ -41,7 +48,8 @@ SPEC = TurnsSpec(
 )  # fmt: skip
 TALKS = ["rollout.turns={tools: [calculator], environments: [guess_the_number]}", f"data.max_response_length={LONGEST}"]
 BOUNDED = ["trainer.schedule=bounded", "trainer.max_staleness=2"]
-PARTIAL = [*BOUNDED, "trainer.partial_rollouts=true", "trainer.segment_tokens=45"]
+HELD = [*BOUNDED, "trainer.partial_rollouts=true"]
+PARTIAL = [*HELD, "trainer.segment_tokens=45"]
 SCHEDULES = {"one step off": ["trainer.schedule=one_step_off"], "in order": BOUNDED, "in order, partial": PARTIAL}
 
 
@@ -60,16 +68,17 @@ class Model:
 
     async def generate(self, requests, sampling):
         (request,) = requests
+        response = self.rest(request)
+        yield sample(request, response, [self.version] * len(response))
+
+    def rest(self, request) -> list[int]:
+        """Of the turn that it is at."""
         begun = self.begun(list(request.prompt_ids))
         drawn = random.Random(f"{request.seed}/{self.version}").choice(ascii_lowercase)
         letter = TOKENS.decode(begun)[0] if begun else drawn
         ids = TOKENS.encode(self.said(letter) + "<|im_end|>", add_special_tokens=False)
         assert ids[: len(begun)] == begun
-        response = ids[len(begun) :][: request.max_tokens]
-        stop = "stop" if response[-1] == END else "length"
-        log_probs = [-1.0 - self.version - i / 1000 for i in range(len(response))]
-        given = (request.prompt_id, request.group_id, request.sample_id, request.seed, request.prompt_ids)
-        yield packed([Sample(*given, response, log_probs, stop, self.version)])
+        return ids[len(begun) :][: request.max_tokens]
 
     @staticmethod
     def said(letter: str) -> str:
@@ -88,6 +97,16 @@ class Model:
             return prompt[PROMPT:]
         opened = len(prompt) - prompt[::-1].index(START)
         return prompt[opened + len(ROLE) :]
+
+
+def sample(request, response: list[int], versions: list[int]) -> Samples:
+    """A log-prob tells the version of its token."""
+    stop = "stop" if response[-1:] == [END] else "length"
+    log_probs = [-1.0 - version - i / 1000 for i, version in enumerate(versions)]
+    starts = [i for i, version in enumerate(versions) if i and versions[i - 1] != version]
+    given = (request.prompt_id, request.group_id, request.sample_id, request.seed, request.prompt_ids)
+    later = tuple((i, versions[i]) for i in starts)
+    return packed([Sample(*given, response, log_probs, stop, (versions or [0])[0], later_versions=later)])
 
 
 class Talking(Engines):
@@ -122,6 +141,32 @@ def resumed(first: World, folder: Path) -> tuple[TrainState, Spool]:
     return TrainState(first.state.step, first.state.cursor, read_kept(folder, said, spool)), spool
 
 
+def check_answers(rows: Samples) -> None:
+    """All context is what the calls before it bring in one environment from the beginning, however often it was begun
+    anew.
+    """
+    dialect = dialect_of(TOKENS, {})
+    for number in range(len(rows)):
+        one = rows.rows(slice(number, number + 1))
+        game = GuessTheNumber()
+        game.reset({"extra_info": {}}, int(one.prompt_id[0]))
+        (response,) = one.responses()
+        starts = one.turn_starts.tolist()
+        for start, end in pairwise(starts):
+            own = one.sampled[start:end]
+            turn, context = response[start:end][own], response[start:end][~own]
+            answers = [ACTIONS[call.name](game, **call.arguments) for call in dialect.calls(turn, {})]
+            assert answers and context.tolist() == dialect.context(turn.tolist(), answers)
+        made = np.sum((one.call_names == b"guess") & (one.call_reasons == CALL_REASONS.index("ok")))
+        assert dict(zip(one.part_names.tolist(), one.part_values.tolist(), strict=True))[b"guesses"] == made
+
+
+ACTIONS = {
+    "guess": lambda game, number: game.guess(number).text,
+    "calculator": lambda game, expression: calculator(expression),
+}
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_speed_changes_no_bit_and_each_token_is_of_the_weights_that_its_row_names(schedule):
     runs = [world(seed, schedule).steps(6) for seed in range(2)]
@@ -134,6 +179,7 @@ def test_speed_changes_no_bit_and_each_token_is_of_the_weights_that_its_row_name
         own = each.rollout_log_probs[each.sampled]
         np.testing.assert_array_equal(np.floor(-own - 1).astype(int), token_versions(each)[each.sampled])
         assert step - each.weight_version.min() <= 2
+        check_answers(each)
     spans = [int(each.span_counts.max()) for each in rows]
     assert max(spans) == (3 if schedule == "in order, partial" else 1)
 
@@ -146,11 +192,15 @@ def test_a_resumed_run_goes_on_with_what_was_under_way(schedule, tmp_path):
         begun = first.steps(step)
         state, spool = resumed(first, tmp_path / str(step))
         assert any(parts.responses for parts in state.ahead.groups.values()), "conversations were under way"
-        rows = [row.read() for parts in state.ahead.groups.values() for row in parts.responses.values()]
-        held = [row for row in rows if row.truncated[0] and row.response_lengths[0] < LONGEST]
-        assert bool(held) == (schedule == "in order, partial")
+        assert bool(held_in(state)) == (schedule == "in order, partial")
         second = world(2, schedule, state, spool)
         assert_same([*begun, *second.steps(6 - step)], whole)
+
+
+def held_in(state: TrainState) -> list[Samples]:
+    """Rows that are to go on."""
+    rows = [row.read() for parts in state.ahead.groups.values() for row in parts.responses.values()]
+    return [row for row in rows if row.truncated[0] and row.response_lengths[0] < LONGEST]
 
 
 def test_a_checkpoint_knows_responses_that_nobody_judges(tmp_path):
@@ -166,3 +216,117 @@ def test_a_checkpoint_knows_responses_that_nobody_judges(tmp_path):
 
 def left_out(result: RewardResult) -> RewardResult:
     return RewardResult(result.sample_id, 0.0, {}, LEFT_OUT, "act: died") if result.sample_id % 5 == 0 else result
+
+
+class Live(Talking):
+    """One engine that makes tokens one by one, and holds what it is at over an update, or gives it back."""
+
+    names = ("engine 0",)
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.paused = self.gives_back = False
+        self.unfinished = 0
+        self._ended: set[int] = set()
+        self._lock = threading.Lock()
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    @property
+    def waiting_for(self):
+        return list(self.names) if self.unfinished or self.under_way else []
+
+    def send(self, engine, requests, sampling, kept=()):
+        before = {number: replace(row.read(), sample_id=np.array([number])) for number, row in dict(kept).items()}
+        for request in requests:
+            self.unfinished += 1
+            asyncio.run_coroutine_threadsafe(self._talked(request, before), self.loop)
+
+    async def _talked(self, request, kept):
+        async for made in self.talks.generate(self, [request], Sampling(1.0, LONGEST, (END,)), kept):
+            clockless = replace(made, call_seconds=0 * made.call_seconds, turn_seconds=0 * made.turn_seconds)
+            with self._lock:
+                self.under_way.append(FinishedResponses(InMemory.whole(clockless), "engine 0"))
+                self.unfinished -= 1
+
+    async def generate(self, requests, sampling):
+        """What the engine is asked by a conversation."""
+        (request,) = requests
+        made: list[int] = []
+        versions: list[int] = []
+        rest: list[int] = []
+        while made[-1:] != [END] and len(made) < request.max_tokens:
+            await asyncio.sleep(0.0002)
+            if self.gives_back or request.handle in self._ended:
+                break
+            if not self.paused:
+                rest = rest or Model(self.version).rest(request)
+                made.append(rest[len(made)])
+                versions.append(self.version)
+        yield sample(request, made, versions)
+
+    def take(self, timeout_s):
+        time.sleep(0.001)
+        with self._lock:
+            self._rng.shuffle(self.under_way)
+            taken, self.under_way = self.under_way[:3], self.under_way[3:]
+        return taken
+
+    def pause_for_update(self, give_back):
+        self.gives_back = give_back
+        self.paused = True
+        return give_back
+
+    def end_requests(self, handles):
+        for numbers in handles.values():
+            self._ended |= set(numbers)
+            self.talks.end(numbers)
+
+
+class Flight(World):
+    """A run in which whatever is ready first is trained on, one prompt a number."""
+
+    def __init__(self, seed: int, state=None, spool=None):
+        overrides = [*TALKS, *HELD, "trainer.order=ready_first"]
+        super().__init__(seed, overrides, state, spool=spool, engines=Live, prompts=1000)
+        self.prompts: list[int] = []
+        self.rows: list[tuple[int, Samples]] = []
+
+    def step(self):
+        """Every second one is saved: engines give back what they are at."""
+        rollouts = self.generation.take(PhaseTimer())
+        step = self.state.step
+        self.rows.append((step, rollouts.samples.read()))
+        self.prompts += self.rows[-1][1].prompt_id[::N].tolist()
+        self.generation.settle(PhaseTimer(), saves=step % 2 == 1)
+        self.engines.version += 1
+        self.engines.gives_back = self.engines.paused = False
+        self.state = self.generation.advanced(self.state.advanced(rollouts.cursor))
+
+
+def check_conversations(rows: list[tuple[int, Samples]]) -> None:
+    """Each token is of the weights that its row names, none too old; no environment failed."""
+    for step, each in rows:
+        versions = token_versions(each)[each.sampled]
+        np.testing.assert_array_equal(np.floor(-each.rollout_log_probs[each.sampled] - 1).astype(int), versions)
+        assert step - 2 <= versions.min() and versions.max() <= step
+        assert STOP_REASONS.index(LEFT_OUT) not in each.stop_reason.tolist()
+        check_answers(each)
+
+
+def test_ready_first_conversations_that_engines_hold_or_give_back_go_on(tmp_path):
+    spans, turns, held = 0, 0, []
+    for seed in range(2):
+        first = Flight(seed)
+        first.steps(4)
+        state, spool = resumed(first, tmp_path / str(seed))
+        held += held_in(state)
+        second = Flight(seed + 10, state, spool)
+        second.steps(2)
+        check_conversations([*first.rows, *second.rows])
+        prompts = [*first.prompts, *second.prompts]
+        assert len(set(prompts)) == len(prompts) == 6 * BATCH
+        spans = max(spans, *(int(each.span_counts.max()) for _, each in first.rows))
+        turns = max(turns, *(int(each.turn_counts.max()) for _, each in first.rows))
+    assert spans > 1 and turns > 2
+    assert any(row.turn_counts[0] > 1 for row in held), "a checkpoint has conversations that engines gave back"
