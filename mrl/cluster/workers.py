@@ -342,10 +342,8 @@ class EngineWorker:
         """
         if verb not in CONTROL_VERBS:
             raise ValueError(f"an engine was asked to {verb}, which is none of {', '.join(CONTROL_VERBS)}")
-        if self.conversations is not None and verb == "end_requests":
-            self.conversations.end(*arguments)  # first, or one whose request is ended would ask for another
-        if self.conversations is not None and verb == "give_up":
-            await self.conversations.give_up()
+        if self.conversations is not None and verb in ("end_requests", "give_up"):
+            await self.conversations.end(*arguments)  # first, or one whose request is ended would ask for another
         answer = await getattr(self.engine, verb)(*arguments)
         if verb == "give_up":
             self.outboxes = Outboxes()  # who asked for what is in them is gone

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mrl.data.dialects import ToolCall, dialect_of
-from mrl.data.samples import CALL_REASONS, STOP_REASONS, Samples, TurnCall, packed, with_outcome, with_turns
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, Samples, TurnCall, with_outcome, with_turns
 from mrl.environments.acting import Acting
 from mrl.environments.environment_pool import CallAnswer, EnvironmentPool, Step, reply_digest
 from mrl.environments.tool import TurnsSpec
@@ -36,7 +36,6 @@ from mrl.flow.made_up_calls import made_up_calls
 from mrl.flow.turn_gate import TurnGate
 from mrl.schedule.conversation import Budgets, Conversation, ConversationState, Stop
 from mrl.schedule.segments import joined, with_context
-from mrl.vllm.completions import nothing_of
 from mrl.vllm.requests import Request, Sampling
 
 _NONE: Mapping[int, Samples] = MappingProxyType({})
@@ -116,7 +115,6 @@ class Conversations:
             self._pool.close()
             raise
         self._under_way: dict[asyncio.Task, int | None] = {}  # and the handles of their requests
-        self._unwanted: set[int | None] = set()  # of those that are to be held
         self._waiting = 0  # of them that wait for tools or environments
 
     @property
@@ -128,13 +126,13 @@ class Conversations:
         self, engine: Generates, requests: Sequence[Request], sampling: Sampling, kept: Mapping[int, Samples] = _NONE
     ) -> AsyncIterator[Samples]:
         """Yields whole responses as they finish, one row each, what there is of those that are held, and nothing of
-        those that are given up. `kept`: by sample_id, the row that a response goes on from.
+        those that were ended. `kept`: by sample_id, the row that a response goes on from.
 
         Raises what the engine raises, and EnvironmentFault where no process for tools starts.
         """
         tasks = [self._started(engine, request, sampling, kept.get(request.sample_id)) for request in requests]
         try:
-            for task in asyncio.as_completed(map(_unless_given_up, tasks)):
+            for task in asyncio.as_completed(map(_unless_ended, tasks)):
                 made = await task
                 if made is not None:
                     yield made
@@ -148,13 +146,11 @@ class Conversations:
         task.add_done_callback(self._under_way.pop)
         return task
 
-    def end(self, handles: Collection[int]) -> None:
-        """Nobody waits for these any more: they ask for no further turn. What the engine is at, it ends itself."""
-        self._unwanted |= set(self._under_way.values()) & set(handles)
-
-    async def give_up(self) -> None:
-        """Ends all conversations, whatever they are at: tools that work for them are killed."""
-        ended = list(self._under_way)
+    async def end(self, handles: Collection[int] | None = None) -> None:
+        """Ends conversations by the handles of their requests, all for None, whatever they are at: the engine is asked
+        for nothing more, and tools that work for them are killed. Nothing is yielded of them.
+        """
+        ended = [task for task, handle in self._under_way.items() if handles is None or handle in handles]
         for task in ended:
             task.cancel()
         if ended:
@@ -166,7 +162,6 @@ class Conversations:
             acting.begin(() if kept is None else self._steps(kept, acting))
             return await self._acting(engine, request, sampling, acting, kept)
         finally:
-            self._unwanted.discard(request.handle)
             acting.close()
 
     def _steps(self, kept: Samples, acting: Acting) -> list[Step]:
@@ -209,9 +204,6 @@ class Conversations:
             asked = replace(request, max_tokens=talk.max_tokens)
             before = talk.tokens
             async with self._gate.seat(is_first=made is kept):
-                if request.handle in self._unwanted:
-                    talk = talk.held()
-                    break
                 made = await _added(engine, asked, made, sampling)
             cut_off = bool(made.truncated[0])
             turn = _last_turn(made)
@@ -223,7 +215,6 @@ class Conversations:
                 talk, made = self._told(talk, made, turn)
         with self._counted():
             talk = await _with_environment(talk, acting)
-        made = packed([nothing_of(request, 0)]) if made is None else made  # nobody waits for it
         if len(record.calls) < with_turns(made).turn_counts[0]:  # the turn that it is at has called nothing yet
             record.add((), {}, acting.functions)
         made = with_outcome(made, record.calls, record.rewards, record.parts, talk.acting_s)
@@ -295,7 +286,7 @@ class Conversations:
         self._pool.close()
 
 
-async def _unless_given_up(task: asyncio.Task[Samples]) -> Samples | None:
+async def _unless_ended(task: asyncio.Task[Samples]) -> Samples | None:
     await asyncio.wait([task])
     return None if task.cancelled() else task.result()
 

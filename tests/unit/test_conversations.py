@@ -444,22 +444,6 @@ def test_one_that_replies_otherwise_when_it_is_begun_anew_has_failed(games):
     assert STOP_REASONS[made.stop_reason[0]] == Stop.ENVIRONMENT
 
 
-def test_one_that_nobody_waits_for_asks_for_no_further_turn(talks):
-    """It is ended while its tool works; what is there of it can go on."""
-    engine = Engine(called("sleeps", seconds=1.0), "never")
-
-    async def run() -> list[Samples]:
-        found = talks.generate(engine, [Request(7, PROMPT, 11, handle=5)], SAMPLING)
-        made = asyncio.ensure_future(anext(found))
-        while not engine.asked:
-            await asyncio.sleep(0.01)
-        talks.end([5, 6])
-        return [await made]
-
-    (made,) = asyncio.run(run())
-    assert len(engine.asked) == 1 and made.truncated[0] and not made.sampled[-1] and made.turn_calls.tolist() == [1, 0]
-
-
 class Counting(Engine):
     """Notes who is sampled, and how many at once; a request takes a while."""
 
@@ -505,14 +489,13 @@ def test_one_that_is_ended_while_it_waits_for_a_seat_is_never_sampled():
         first = asyncio.ensure_future(anext(found))
         while not engine.order:
             await asyncio.sleep(0.01)
-        talks.end([1])
+        await talks.end([1])
         made = [await first, *[each async for each in found]]
         return {int(one.sample_id[0]): one for one in made}
 
     made = asyncio.run(run())
     talks.close()
-    assert [number for number, _ in engine.order] == [0, 2]
-    assert made[1].truncated[0] and made[1].response_lengths[0] == 0 and made[2].response_lengths[0]
+    assert [number for number, _ in engine.order] == [0, 2] == sorted(made)
 
 
 def test_a_row_that_selects_no_tool_has_none(games):

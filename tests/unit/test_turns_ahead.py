@@ -247,7 +247,7 @@ class Live(Talking):
             clockless = replace(made, call_seconds=0 * made.call_seconds, turn_seconds=0 * made.turn_seconds)
             with self._lock:
                 self.under_way.append(FinishedResponses(InMemory.whole(clockless), "engine 0"))
-                self.unfinished -= 1
+        self.unfinished -= 1
 
     async def generate(self, requests, sampling):
         """What the engine is asked by a conversation."""
@@ -280,7 +280,7 @@ class Live(Talking):
     def end_requests(self, handles):
         for numbers in handles.values():
             self._ended |= set(numbers)
-            self.talks.end(numbers)
+            asyncio.run_coroutine_threadsafe(self.talks.end(numbers), self.loop).result()
 
 
 class Flight(World):
