@@ -44,7 +44,7 @@ NAME = np.dtype("S64")  # of tools and parts, which mrl.environments keeps withi
 # how a call ended; a row holds the index
 CALL_REASONS = (
     "ok", "refused", "raised", "timeout", "died", "out_of_memory", "wrong_type", "not_a_number", "differs", "unread",
-    "not_called", "unanswered",
+    "not_called", "unanswered", "fell",
 )  # fmt: skip
 
 

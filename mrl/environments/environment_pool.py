@@ -19,12 +19,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from mrl.environments.environment_worker import REFUSED
 from mrl.environments.offer import Offer
 from mrl.environments.tool import ToolsSpec
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.reward.items import DIED, OK
+from mrl.reward.items import DIED, FELL, OK
 from mrl.reward.process import ForeignLine, WorkerFailure, WorkerProcess, parsed
 
 MODULE = "mrl.environments.environment_worker"
@@ -141,7 +142,7 @@ class Session:
                 if failure.reason != DIFFERS:  # of which an instance is left to be closed
                     self._process = None
                 if failure.reason not in _ANSWERED and not isinstance(failure, _Lost):
-                    self._pool.end_process(slot)
+                    self._pool.end_for_one(slot)
                 self._pool.log(f"environment {self._begin[0]}: {what}: {failure.reason}: {failure.detail}")
                 if not left or failure.reason == DIFFERS:
                     text = f"Error: {what}: {failure.detail}"
@@ -153,7 +154,8 @@ class Session:
     def _begun_in(self, process: WorkerProcess) -> None:
         """Brings it to where it was. Raises WorkerFailure where it does not come there."""
         if self._made and self._attempts == 1:
-            raise _Lost(DIED, "it would have to be begun anew, and is not repeatable")
+            why = FELL if self._pool.was_ended_for_one(self._process) else DIED
+            raise _Lost(why, "it would have to be begun anew, and is not repeatable")
         reply = self._pool.ask(process, "reset", self._number, *self._begin)
         if reply[0] != OK:
             raise WorkerFailure(reply[0], reply[1])
@@ -172,7 +174,7 @@ class Session:
             try:
                 self._pool.ask(process, "close", self._number)
             except WorkerFailure:
-                self._pool.end_process(slot)
+                self._pool.end_for_one(slot)
         return CallAnswer(OK, "")
 
 
@@ -199,6 +201,7 @@ class EnvironmentPool:
         self._shared: deque[tuple[Callable, Future]] = deque()
         self._closed = False
         self._sessions = 0
+        self._ended_for_one: WeakSet[WorkerProcess] = WeakSet()
         of_sessions = num_workers if spec.environments else 0
         self._slots = [_Slot(number < of_sessions) for number in range(of_sessions + num_workers)]
         self._described: Mapping[str, Any] = {}
@@ -363,6 +366,16 @@ class EnvironmentPool:
             slot.process = None
         if process is not None:
             process.close()
+
+    def end_for_one(self, slot: _Slot) -> None:
+        """Kills the slot's process since one of its sessions makes it useless; the others fall with it."""
+        if slot.process is not None:
+            self._ended_for_one.add(slot.process)
+        self.end_process(slot)
+
+    def was_ended_for_one(self, process: WorkerProcess | None) -> bool:
+        """Whether it was, and did not die by itself."""
+        return process in self._ended_for_one
 
     def log(self, line: str) -> None:
         """Where tools print too."""

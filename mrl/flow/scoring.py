@@ -32,7 +32,15 @@ from mrl.model.hub import local_folder
 from mrl.remote.calls import gather, late, unwrap
 from mrl.remote.helper_actors import on_node
 from mrl.remote.process_logs import log_file
-from mrl.reward.items import LEFT_OUT, OK, Question, RewardResult, RewardSpec, is_failure
+from mrl.reward.items import (
+    LEFT_OUT,
+    OK,
+    Question,
+    RewardResult,
+    RewardSpec,
+    is_environment_failure,
+    is_failure,
+)
 from mrl.reward.pool import RewardPool
 
 EVERY_S = 0.2  # between two calls of a scorer while generation goes on, at least
@@ -130,11 +138,16 @@ def has_failed(outcome: Mapping[str, Any]) -> bool:
     return bool(outcome) and outcome["outcome"]["stop_reason"] == LEFT_OUT
 
 
+_NO_FAILURES = (OK, "refused", "unread", "not_called")
+
+
 def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:
-    """Of a response that nobody judges, with the last of its calls that went wrong."""
+    """Of a response that nobody judges, with the call that went wrong: the last one that was made in its last turn."""
     calls = samples.rows(slice(row, row + 1))
-    pairs = zip(calls.call_names.tolist(), calls.call_reasons.tolist(), strict=True)
-    wrong = [f"{name.decode()}: {CALL_REASONS[reason]}" for name, reason in pairs if CALL_REASONS[reason] != OK]
+    pairs = list(zip(calls.call_names.tolist(), calls.call_reasons.tolist(), strict=True))
+    of_last_turn = pairs[len(pairs) - int(calls.turn_calls[-1]) :]
+    made = [(name.decode(), CALL_REASONS[reason]) for name, reason in of_last_turn]
+    wrong = [f"{name}: {reason}" for name, reason in made if reason not in _NO_FAILURES]
     detail = wrong[-1] if wrong else "it did not begin"
     return RewardResult(question.sample_id, 0.0, {}, LEFT_OUT, detail, question.data_source)
 
@@ -323,7 +336,7 @@ class ScorerGroup:
 
     def _most_failed(self) -> int:
         failed = sum(map(is_failure, self._results.values()))
-        return max(failed, sum(each.reason == LEFT_OUT for each in self._results.values()))
+        return max(failed, sum(map(is_environment_failure, self._results.values())))
 
     def _answered(self, channel: Channel) -> bool:
         """Whether its call is finished. Raises Late where it has been under way for too long."""

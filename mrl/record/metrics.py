@@ -13,7 +13,8 @@ from mrl.record.spec import DEVIATIONS, metric_spec
 
 WHOLE = "step"  # the phase that all others stand in, side by side
 GENERATING = "gen"  # its time is shared among sampled tokens; every other phase's among all tokens
-_RIGHT = tuple(CALL_REASONS.index(reason) for reason in ("ok", "refused", "not_called"))  # not by the tool's fault
+_FELL = CALL_REASONS.index("fell")
+_RIGHT = (*map(CALL_REASONS.index, ("ok", "refused", "not_called")), _FELL)  # not by the tool's fault
 PER_TOKEN_PHASES = (GENERATING, "ref", "old_log_prob", "adv", "update_actor")
 
 
@@ -96,6 +97,7 @@ def _call_metrics(rows: SampleRows) -> dict[str, float]:
     """Of each tool that was called: calls, those that failed, seconds of all; calls that no tool was found for."""
     names = [name.decode() for name in rows.call_names.tolist()]
     metrics = {"turns/calls": len(names) / len(rows), "turns/unread_calls": float(names.count(""))}
+    metrics["turns/fell"] = float((rows.call_reasons == _FELL).sum())
     failed = ~np.isin(rows.call_reasons, _RIGHT)
     for name in sorted(set(names) - {""}):
         own = np.array([each == name for each in names])

@@ -14,6 +14,7 @@ from mrl.errors import DataError, EnvironmentFault
 OK, RAISED, TIMEOUT, DIED, OUT_OF_MEMORY = "ok", "raised", "timeout", "died", "out_of_memory"
 NOT_A_NUMBER, WRONG_TYPE = "not_a_number", "wrong_type"
 LEFT_OUT = "environment"  # nobody was asked: the environment of the response failed, and no reward is due
+FELL = "fell"  # why it did, where its process was ended for another response's; the last word of `detail`
 ANSWER_BYTES = 2**20  # of one answer of a scoring process, as JSON
 ACC = "acc"  # the part that says how right an answer is; where a function gives a number alone, that number
 
@@ -95,6 +96,11 @@ def is_failure(result: RewardResult) -> bool:
     return result.reason not in (OK, LEFT_OUT)
 
 
+def is_environment_failure(result: RewardResult) -> bool:
+    """Whether the response's own environment failed. One that fell with another's process is counted there."""
+    return result.reason == LEFT_OUT and not result.detail.endswith(f": {FELL}")
+
+
 def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
     """The results with failed ones scored as the lowest of their data source, of all where it has no other, and at most
     0.
@@ -130,7 +136,7 @@ def check_failures(results: list[RewardResult], max_failure_share: float) -> Non
 
 def check_environments(results: list[RewardResult], max_failure_share: float) -> None:
     """Raises EnvironmentFault when the environments of more than this share of the responses failed."""
-    failed = [r for r in results if r.reason == LEFT_OUT]
+    failed = list(filter(is_environment_failure, results))
     if len(failed) <= max_failure_share * len(results):
         return
     counts = Counter(r.detail for r in failed).most_common()

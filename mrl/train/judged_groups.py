@@ -13,7 +13,7 @@ from mrl.errors import DataError
 from mrl.flow.group_writer import GroupParts
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.scoring import ScorerGroup
-from mrl.reward.items import LEFT_OUT, OK, RewardResult, check_failures, failure_counts
+from mrl.reward.items import OK, RewardResult, check_failures, failure_counts, is_environment_failure
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.groups import Group
 from mrl.train.kept_groups import Filtered, KeptGroups
@@ -133,7 +133,7 @@ class JudgedGroups:
         for number in numbers:
             made += self.results_of(number)
         share = self._judge.reward.max_failure_share
-        environments = sum(result.reason == LEFT_OUT for result in made)
+        environments = sum(map(is_environment_failure, made))
         if max(sum(failure_counts(made).values()), environments) > int(share * wanted * self._responses):
             check_failures(made, share)
 

@@ -7,7 +7,7 @@ from mrl.config.load import load_config
 from mrl.data.samples import Sample
 from mrl.errors import DataError, EnvironmentFault
 from mrl.flow.group_writer import GroupParts
-from mrl.reward.items import LEFT_OUT, OK, RAISED, RewardResult, failure_counts, failures_at_the_bottom
+from mrl.reward.items import FELL, LEFT_OUT, OK, RAISED, RewardResult, failure_counts, failures_at_the_bottom
 from mrl.train.judged_groups import JudgedGroups
 from mrl.train.rollouts import Judge
 
@@ -27,6 +27,8 @@ def judged(*groups: list[float | str], share: float = 0.5) -> JudgedGroups:
 
 
 def result(sample_id: int, score: float | str) -> RewardResult:
+    if score == FELL:
+        return RewardResult(sample_id, 0.0, {}, LEFT_OUT, f"act: {FELL}", "toy")
     if isinstance(score, str):
         return RewardResult(sample_id, 0.0, {}, score, "act: timeout", "toy")
     return RewardResult(sample_id, score, {}, OK, "", "toy")
@@ -62,6 +64,16 @@ def test_a_step_is_given_up_once_too_many_environments_have_failed():
     made._any_failed = True
     with pytest.raises(EnvironmentFault, match="failed in 4 of 6 responses"):
         made.check_failures([0, 1], [], 2)
+
+
+def test_those_that_fell_with_anothers_process_are_no_failures_of_their_own():
+    """One of six hung, and three were in its process."""
+    made = judged([1.0, LEFT_OUT, FELL], [0.0, FELL, FELL], share=0.2)
+    made._any_failed = True
+    made.check_failures([0, 1], [], 2)
+    made.check_all([*made.results_of(0), *made.results_of(1)])
+    with pytest.raises(EnvironmentFault, match=r"failed in 2 of 6 responses.*\n  2 act: timeout$"):
+        made.check_all([*made.results_of(0), result(8, LEFT_OUT), result(9, FELL), result(10, FELL)])
 
 
 def test_none_is_scored_at_the_bottom():

@@ -96,6 +96,22 @@ def test_a_reward_function_is_told_of_turns_and_nobody_judges_where_the_environm
     assert (failed.reason, failed.score, failed.parts, failed.detail) == (LEFT_OUT, 0.0, {}, "guess: timeout")
 
 
+@pytest.mark.parametrize(
+    ("calls", "detail"),
+    [
+        ((("guess", "raised"), ("", "unread")), "it did not begin"),  # a turn before the last
+        ((("guess", "ok"), ("guess", "not_called")), "it did not begin"),
+        ((("guess", "ok"), ("guess", "fell"), ("", "unread"), ("guess", "not_called")), "guess: fell"),
+    ],
+)
+def test_the_cause_of_a_failed_environment_is_no_call_that_was_not_made(calls, detail):
+    turns = (Turn(0, "stop", 1), Turn(3, "stop", len(calls) - 1))
+    one = replace(of_turns(0, "environment", TurnCall("", "unread")), turns=turns, calls=[TurnCall(*c) for c in calls])
+    group = scorers(SimpleNamespace(collect=lambda wait_s: []), CHARS)
+    group.submit(stored([one]), questions([""]), "engine 0")
+    assert [result.detail for result in group.drain()] == [detail]
+
+
 def test_failed_environments_end_the_wait_as_failed_rewards_do():
     rows = stored([of_turns(i, "environment", TurnCall("guess", "died")) for i in range(4)])
     with RewardPool(RewardSpec("exact_match"), 1) as pool:

@@ -58,6 +58,7 @@ COMPUTED = {
     "turns/ended/*": "of rows",
     "turns/calls": "of rows",
     "turns/unread_calls": "of rows",
+    "turns/fell": "of rows",
     "response_length/clip_ratio": "the limit is of the whole response",
     "val-aux/response_length/clip_ratio": "the limit is of the whole response",
 }
