@@ -33,6 +33,7 @@ PIECES = {
     "ranks": ("test_dp2", "test_dp_runs", "test_overlap"),
     "rows": ("test_rows",),
     "restarts": ("test_rank_restart", "test_engines_back"),
+    "turns": ("test_turns",),
     "runs": ("test_eval", "test_glm_run", "test_latent_run", "test_recipes", "test_submit", "test_hosted_loggers"),
 }
 OUTCOMES = {"failed": ("failures", "errors"), "skipped": ("skipped",)}

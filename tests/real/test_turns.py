@@ -217,12 +217,14 @@ def stopped_and_resumed(world: Path, folder: Path, schedule: dict) -> list[dict]
     return rows
 
 
+@pytest.mark.long
 def test_ahead_of_training_conversations_go_on_after_a_signal_bit_by_bit(world, tmp_path):
     """The checkpoint of the signal has conversations of the step after it, whole, and what each turn called."""
     rows = stopped_and_resumed(world, tmp_path, AHEAD)
     assert [row["training/off_policy/trajectory_staleness/max"] for row in rows] == [0, 1, 1]
 
 
+@pytest.mark.long
 def test_conversations_of_several_versions_go_on_after_a_signal_bit_by_bit(world, tmp_path):
     """Borders fall inside of them: their environments are begun anew, by other processes too."""
     rows = stopped_and_resumed(world, tmp_path, PARTIAL)
@@ -230,6 +232,7 @@ def test_conversations_of_several_versions_go_on_after_a_signal_bit_by_bit(world
     assert rows[-1]["async/versions_per_sample"] > 1.5
 
 
+@pytest.mark.long
 def test_conversations_that_engines_hold_over_an_update_go_on_after_a_signal(world, tmp_path):
     """Ready first: no two runs are alike. What a saved step gives back goes on, in its environment too."""
     run_dir = tmp_path / "run"
