@@ -16,7 +16,8 @@ from mrl.model.layout import TrainLayout
 from mrl.units import GIB, MIB
 
 _FILE = Path(__file__).with_name("devices.json")
-_ALSO_CALLED = {"a2": "ascend-910b-64g"}  # by the server that has them; a3's devices are called so themselves
+# by the server that has them, or by the chip (910b1 to 910b4 are its bins); a3's devices are called so themselves
+_ALSO_CALLED = {"a2": "ascend-910b-64g", "910c": "ascend-a3-64g"} | {f"910b{n}": "ascend-910b-64g" for n in range(1, 5)}
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def device_by_part(text: str) -> Device:
 
     Raises ConfigError, which names those that would fit.
     """
-    text = _ALSO_CALLED.get(text, text)
+    text = re.sub(r"(?<=\d)gb$", "g", _ALSO_CALLED.get(text, text))
     whole = [name for name in devices() if text == name or text in name.split("-")]
     begun = [name for name in devices() if name.startswith(text)]
     fitting = whole or begun

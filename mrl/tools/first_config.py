@@ -43,6 +43,10 @@ _SEQUENCES = 8  # of the longest kind that an engine's cache should hold at once
 _SHARE = 0.7  # of a device's memory, for an engine beside an actor that is on the host meanwhile
 _MOST_DEVICES = 100_000
 _SAID = 3  # reasons of a kind in a refusal
+# nodes, devices of each, and their name, of which 910b and its kin begin with digits
+_DEVICES = re.compile(
+    r"\s*(?:(\d{1,6})\s*[x*:]\s*)?(?!910[a-z])(\d{1,6})(?:\s*[x*:]\s*|\s+|(?=[a-z]))((?:910)?[a-z][\w.-]*)\s*"
+)
 _DEGREES = tuple(LayoutConfig.model_fields)
 _OFFLOADED = ("actor.param_offload", "actor.grad_offload", "actor.optimizer_offload")  # while engines have the devices
 
@@ -78,7 +82,7 @@ def parse_devices(text: str) -> DeviceCount:
 
     Raises ConfigError.
     """
-    match = re.fullmatch(r"\s*(?:(\d{1,6})\s*[x*:]\s*)?(\d{1,6})\s*[x*:]?\s*([a-z][\w.-]*)\s*", text.lower())
+    match = _DEVICES.fullmatch(text.lower())
     nodes, count = (0, 0) if match is None else (int(match[1] or 1), int(match[2]))
     if match is None or not 1 <= nodes * count <= _MOST_DEVICES:
         raise ConfigError(

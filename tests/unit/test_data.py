@@ -66,6 +66,14 @@ def test_verls_schema_is_read_from_either_format(tmp_path, write):
     assert (len(data), data.data_sources) == (2, {"toy"})
 
 
+def test_a_string_is_one_message_of_the_user_and_said_to_be(tmp_path):
+    rows = [row("1+1", "2"), row("2+2", "4", prompt="2+2"), row("3+3", "6", prompt="3+3")]
+    data = load(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert "".join(map(chr, data[1].token_ids)) == "u:2+2"
+    assert "; the prompt of 2 is a string, taken as one user message" in str(data.report)
+    assert "string" not in str(load(write_jsonl(tmp_path / "b.jsonl", rows[:1])).report)
+
+
 def test_both_formats_give_the_same_data_set(tmp_path):
     rows = [row(str(i), str(i)) for i in range(7)]
     one, other = load(write_jsonl(tmp_path / "a.jsonl", rows)), load(write_parquet(tmp_path / "a.parquet", rows))

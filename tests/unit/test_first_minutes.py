@@ -199,6 +199,17 @@ def test_devices_have_their_short_names_and_nodes_of_ones_own_size():
     }  # fmt: skip
 
 
+def test_devices_have_the_names_of_their_chips_and_of_their_makers():
+    names = ("8 910b", "4x8 910C", "16 x 910c", "8 x 910b3", "8 H100-80GB", "8x910b")
+    assert [str(parse_devices(text)) for text in names] == [
+        "8 x ascend-910b-64g", "32 x ascend-a3-64g", "16 x ascend-a3-64g", "8 x ascend-910b-64g", "8 x h100-80g",
+        "8 x ascend-910b-64g",
+    ]  # fmt: skip
+    for wrong in ("a3 x 8", "a3", "0x8 a3", "8 x 4 x 2 a3", "8910b", "8 x 910"):
+        with pytest.raises(ConfigError, match=r"must read NUMBER x NAME, or NODES x NUMBER NAME|is not known"):
+            parse_devices(wrong)
+
+
 def test_a_configuration_is_laid_on_as_many_nodes_as_asked(mrl):
     assert mrl("init", *ANSWERS, "--devices", "4x8 a3")[0] == 0
     cluster = load_config("first.yaml").config.cluster

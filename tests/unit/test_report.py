@@ -300,6 +300,14 @@ def test_a_finished_run_is_judged_by_its_held_out_scores(tmp_path, scores, words
     assert said.headline.startswith("Finished, 6 of 6 steps. ") and words in said.headline and said.tone == tone
 
 
+def test_a_bonus_is_no_verdict_where_the_accuracy_stands_still(tmp_path):
+    """The reward falls to every answer, and as many are right."""
+    less = [score - 0.5 for score in RISING[6]]
+    world = World(held_out={0: RISING[6], 6: less}, held_out_acc={0: RISING[6], 6: RISING[6]})
+    said = verdict(read_run(write_run(tmp_path / "run", world).path))
+    assert "have not moved by more than chance" in said.headline and said.tone == "plain", said
+
+
 def without_lines(run: RunDir, *steps: int) -> None:
     rows = [row for row in read_metrics(run.metrics) if row[STEP] not in steps]
     run.metrics.write_text("".join(map(json_line, rows)))
