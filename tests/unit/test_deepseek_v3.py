@@ -4,6 +4,8 @@ compute another model.
 
 import inspect
 import json
+import subprocess
+import sys
 from math import prod
 from types import SimpleNamespace
 
@@ -64,24 +66,34 @@ def test_kimi_k2_and_files_with_code_beside_them_are_read_as_deepseek_v3():
     assert kimi == model_spec(CONFIG) and family_of(kimi) is FAMILIES["DeepseekV3ForCausalLM"]
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "Moonlight-16B-A3B", "Kimi-K2-Instruct"])
-def test_code_in_an_official_folder_is_neither_run_nor_copied_and_vllm_reads_the_model_without_it(tmp_path, name):
-    from vllm.transformers_utils.config import get_config
+READ_BY_VLLM = """
+import json, sys
+from vllm.transformers_utils.config import get_config
+for folder, keys in json.loads(sys.argv[1]).items():
+    read = get_config(folder, trust_remote_code=False, hf_overrides_kw=keys)
+    print(json.dumps([read.kv_lora_rank, read.topk_method, read.n_group]))
+"""
 
-    folder, copy = tmp_path / "model", tmp_path / "copy"
-    folder.mkdir()
-    copy.mkdir()
-    (folder / "config.json").write_text(json.dumps(known_hf_config(name) | {"auto_map": CODE}))
+
+def test_code_in_official_folders_is_neither_run_nor_copied_and_vllm_reads_the_models_without_it(tmp_path):
     trap = "from pathlib import Path\nPath(__file__).with_name('RUN').write_text('')\n"
-    (folder / "configuration_deepseek.py").write_text(trap)
-    spec = load_model_spec(folder)
-    read = get_config(folder, trust_remote_code=False, hf_overrides_kw=family_of(spec).engine_keys(spec))
-    assert spec == known_spec(name)
-    assert (read.kv_lora_rank, read.topk_method, read.n_group) == (512, "noaux_tc", spec.expert_groups)
-    copy_hf_files(folder, copy)
-    assert sorted(file.name for file in tmp_path.rglob("*")) == [
-        "config.json", "config.json", "configuration_deepseek.py", "copy", "model",
-    ]  # fmt: skip
+    specs, keys = [], {}
+    for name in ("DeepSeek-V3", "Moonlight-16B-A3B", "Kimi-K2-Instruct"):
+        folder, copy = tmp_path / name, tmp_path / f"copy of {name}"
+        folder.mkdir()
+        copy.mkdir()
+        (folder / "config.json").write_text(json.dumps(known_hf_config(name) | {"auto_map": CODE}))
+        (folder / "configuration_deepseek.py").write_text(trap)
+        specs.append(load_model_spec(folder))
+        assert specs[-1] == known_spec(name)
+        keys[str(folder)] = family_of(specs[-1]).engine_keys(specs[-1])
+        copy_hf_files(folder, copy)
+        assert [file.name for file in copy.iterdir()] == ["config.json"]
+    program = [sys.executable, "-c", READ_BY_VLLM, json.dumps(keys)]  # vLLM changes transformers where it is imported
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+    read = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert read == [[512, "noaux_tc", spec.expert_groups] for spec in specs]
+    assert not list(tmp_path.rglob("RUN"))
 
 
 def test_a_family_is_a_file_of_at_most_150_lines():
