@@ -138,10 +138,18 @@ class Violation:
     where: str = ""  # "preset.yaml:12", "recipe gspo", "--set", "default"; "" for a key that stands nowhere
 
     def __str__(self) -> str:
-        value = "" if self.value is MISSING else f" = {shown(self.value)}"
-        where = f" ({self.where})" if self.where else ""
-        why = f"; {self.why}" if self.why else ""
-        allowed = f"; allowed: {', '.join(map(shown, self.allowed))}" if self.allowed else ""
+        value = ""
+        if self.value is not MISSING:
+            value = f" = {shown(self.value)}"
+        where = ""
+        if self.where:
+            where = f" ({self.where})"
+        why = ""
+        if self.why:
+            why = f"; {self.why}"
+        allowed = ""
+        if self.allowed:
+            allowed = f"; allowed: {', '.join(map(shown, self.allowed))}"
         return f"{self.field}{value}{where}: {self.rule}{why}{allowed}"
 
     def to_json(self) -> dict[str, Any]:
@@ -159,7 +167,9 @@ class Violation:
 def shown(value: Any) -> str:
     """A value as a YAML file would say it, cut short where it is long."""
     text = _yaml_text(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    if len(text) <= 120:
+        return text
+    return f"{text[:117]}..."
 
 
 _OTHER_THAN_TEXT = re.compile(
@@ -175,7 +185,9 @@ def _yaml_text(value: Any) -> str:
             return str(value).replace("inf", ".inf").replace("nan", ".nan")
         case float():
             text = repr(value)
-            return text if "." in text else text.replace("e", ".0e")
+            if "." in text:
+                return text
+            return text.replace("e", ".0e")
         case str() if _OTHER_THAN_TEXT.fullmatch(value):
             return "'" + value.replace("'", "''") + "'"
         case list() | tuple():
@@ -215,7 +227,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`did you mean X?` when a known name is close, else the list of known names."""
     known = list(known)
     close = get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"known: {', '.join(known)}"
 
 
 def nearest(value: int, highest: int, legal: Callable[[int], bool]) -> tuple[int, ...]:

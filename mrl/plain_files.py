@@ -90,7 +90,9 @@ def read_settings(path: Path, limit: int) -> dict[str, Any]:
 
 def reason(error: Exception) -> str:
     """What an error of this room says, without the path, which the caller names."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
 
 
 def check_output(path: Path, inputs: tuple[Path, ...] = (), begins: bytes = b"") -> None:

@@ -112,7 +112,9 @@ def count(mask: Tensor) -> Denominators:
 
 def local_weight(mask: Tensor, loss_agg_mode: str) -> Tensor:
     """What this micro-batch contributes to the denominator, a scalar tensor on the mask's device (no sync)."""
-    return mask.sum() if AGGREGATIONS[loss_agg_mode].denominator == "tokens" else mask.any(-1).sum()
+    if AGGREGATIONS[loss_agg_mode].denominator == "tokens":
+        return mask.sum()
+    return mask.any(-1).sum()
 
 
 def to_floats(parts: MetricParts) -> FloatParts:

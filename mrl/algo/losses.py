@@ -254,7 +254,8 @@ def dppo_kl(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Ten
     """DPPO by KL(old || new) of the two-way choice between this token and any other; the clip bounds it,
     high above and low below.
     """
-    old, new = torch.exp(inputs.old_log_probs), torch.exp(inputs.log_probs.detach())
+    old = torch.exp(inputs.old_log_probs)
+    new = torch.exp(inputs.log_probs.detach())
     rest = _log1m(inputs.old_log_probs) - _log1m(inputs.log_probs.detach())
     divergence = -old * log_ratio.detach() + (1 - old) * rest
     bound = _either(new > old, parameters.clip_ratio_high, parameters.clip_ratio_low, log_ratio)
@@ -345,7 +346,8 @@ def _needed(numerators: dict[str, Tensor], name: str, field: str, coefficient: s
 def _ratio_metrics(inputs: LossInputs, log_ratio: Tensor, token_loss: TokenLoss) -> MetricParts:
     """Clip fractions and -d over tokens; first and second moment of the log sequence ratio over sequences."""
     mask = inputs.response_mask
-    tokens, sequences = mask.sum(), mask.any(-1).sum()
+    tokens = mask.sum()
+    sequences = mask.any(-1).sum()
     log_seq_ratio = sequence_mean(log_ratio, mask)
     lower = tokens.new_zeros(()) if token_loss.clipped_lower is None else (token_loss.clipped_lower & mask).sum()
     return {

@@ -71,13 +71,17 @@ def largest(parameters: PolicyLossParameters, found: Candidates, means: Means) -
 def least_chosen(parameters: PolicyLossParameters, parts: Sequence[np.ndarray], means: Means) -> float | int | None:
     """The smallest number that is chosen, from the `largest` of all parts; None: there is no candidate."""
     picked = np.sort(np.concatenate(parts))[::-1][: _count(parameters, means)]
-    return picked[-1] if picked.size else None
+    if picked.size:
+        return picked[-1]
+    return None
 
 
 def chosen(found: Candidates, least: float | int | None) -> np.ndarray:
     """bool [tokens]: candidates from `least` on; those tied with it are taken too."""
     values, allowed = found
-    return np.zeros(allowed.shape, bool) if least is None else allowed & (values >= least)
+    if least is None:
+        return np.zeros(allowed.shape, bool)
+    return allowed & (values >= least)
 
 
 def _count(parameters: PolicyLossParameters, means: Means) -> int:

@@ -169,7 +169,8 @@ def _manifest(
 ) -> Manifest:
     from mrl.config.schema import LayoutConfig  # as long to import as all the rest, and the disk is busy by now
 
-    weights_only, old = _only_weights(source, roles), source.manifest
+    weights_only = _only_weights(source, roles)
+    old = source.manifest
     converted = {"converted": WEIGHTS_ONLY if weights_only else WITH_OPTIMIZER}
     return Manifest(
         step=0 if weights_only else old.step,

@@ -30,9 +30,14 @@ _READ_FORMATS = (1, FORMAT)
 MOST_READERS = 16  # of files at once; hashing lets go of the interpreter
 MANIFEST = "manifest.json"
 HF_FOLDER = "hf"  # configuration and tokenizer, beside the weights of every checkpoint of ours
-WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ, CONSTANT = ("weight", "master", "exp_avg", "exp_avg_sq", "constant")
+WEIGHT = "weight"
+MASTER = "master"
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
+CONSTANT = "constant"
 # what `mrl convert` writes under "converted" of a manifest's trainer part
-WEIGHTS_ONLY, WITH_OPTIMIZER = "weights", "weights and optimizer"
+WEIGHTS_ONLY = "weights"
+WITH_OPTIMIZER = "weights and optimizer"
 FileFacts = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}; the digest only where something reads it
 
 
@@ -60,8 +65,12 @@ class RankFiles:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` reads it back."""
-        entries = {} if self.entries is None else {"entries": [_entry_json(entry) for entry in self.entries]}
-        described = {"description": self.description, "holds": self.holds} if self.entries is None else {}
+        entries = {}
+        if self.entries is not None:
+            entries = {"entries": [_entry_json(entry) for entry in self.entries]}
+        described = {}
+        if self.entries is None:
+            described = {"description": self.description, "holds": self.holds}
         return {"files": self.files, "optimizer": self.optimizer} | entries | described
 
     @classmethod
@@ -198,12 +207,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise EnvironmentFault(
             f"{path}: not a readable checkpoint manifest ({error}); choose another step-N folder"
         ) from error
-    number = data.pop("format", None) if isinstance(data, dict) else None
+    number = None
+    if isinstance(data, dict):
+        number = data.pop("format", None)
     if isinstance(number, bool) or not isinstance(number, int) or number not in _READ_FORMATS:
         known = " or ".join(map(str, _READ_FORMATS))
         raise EnvironmentFault(f"{path}: not a manifest of format {known}; convert it with the mrl that wrote it")
     try:
-        written, digest = _digest(data | {"format": number}), data.pop("digest", None)
+        written = _digest(data | {"format": number})
+        digest = data.pop("digest", None)
         updates = data.pop("num_updates")
         manifest = Manifest(**data | {"ranks": tuple(RankFiles.from_json(r) for r in data["ranks"])})
         if manifest.optimizer["num_updates"] != updates:
@@ -222,9 +234,13 @@ def read_manifest(folder: Path) -> Manifest:
         )
     for name, size in sizes.items():
         file = folder / name
-        actual = file.stat().st_size if file.is_file() else None
+        actual = None
+        if file.is_file():
+            actual = file.stat().st_size
         if actual != size:
-            state = "is missing" if actual is None else f"has {actual} bytes, not {size}"
+            state = "is missing"
+            if actual is not None:
+                state = f"has {actual} bytes, not {size}"
             raise DamagedCheckpoint(f"{file} {state}; the checkpoint is damaged, resume from an older one", str(folder))
     return manifest
 
@@ -283,7 +299,8 @@ def changed_files(folder: Path, files: FileFacts) -> list[str]:
 
 def share_of_files(files: FileFacts, reader: int, readers: int) -> FileFacts:
     """Those that one of `readers` checks, so that all bytes are read once and nobody reads much more than others."""
-    loads, own = [0] * readers, {}
+    loads = [0] * readers
+    own = {}
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
         least = loads.index(min(loads))
         loads[least] += files[name]["bytes"]
@@ -368,7 +385,9 @@ def _entry_json(entry: StoredTensor) -> dict[str, Any]:
 
 def _entry(data: dict[str, Any]) -> StoredTensor:
     pieces = tuple(Piece(name, _box(hf), _box(local)) for name, hf, local in data["pieces"])
-    flat = _numbers(data["flat"]) if data["flat"] else None
+    flat = None
+    if data["flat"]:
+        flat = _numbers(data["flat"])
     words = [data["file"], data["key"], data["role"]]
     if not all(isinstance(word, str) for word in words) or (flat is not None and len(flat) != 2):
         raise ValueError(f"an entry of {str(words)[:200]}")

@@ -37,7 +37,8 @@ from mrl.plain_files import read_text, reason
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> the configuration's
 CODES = {name: code for code, name in DTYPES.items()}
-TORCH_DIST_METADATA, TORCH_DIST_TRACKER = ".metadata", "latest_checkpointed_iteration.txt"
+TORCH_DIST_METADATA = ".metadata"
+TORCH_DIST_TRACKER = "latest_checkpointed_iteration.txt"
 TRUST_FLAG = "--trust-checkpoint"
 _SHOWN = 5
 _Tensor = TypeVar("_Tensor", TensorSpec, Shard)
@@ -87,7 +88,9 @@ class SafetensorsFiles:
 
         `when_needed`: headers are read then, too.
         """
-        self._folder, self._facts, self._check_first = folder, facts or {}, check_first
+        self._folder = folder
+        self._facts = facts or {}
+        self._check_first = check_first
         self._reads_headers = when_needed or check_first
         self._headers: dict[str, dict[str, TensorBytes]] = {}
 
@@ -229,7 +232,9 @@ def find_torch_dist(path: Path) -> Path | None:
             raise EnvironmentFault(f"{tracker}: names no iteration: {word[:80]!r}")
         return path / (f"iter_{int(word):07d}" if word.isdecimal() else word)
     below = sorted(file.parent for file in (*path.glob("iter_*/*.distcp"), *path.glob("dist_ckpt/*.distcp")))
-    return below[-1] if below else None
+    if below:
+        return below[-1]
+    return None
 
 
 def one_dtype(folder: Path, codes: dict[str, str]) -> str:
@@ -246,7 +251,9 @@ def one_dtype(folder: Path, codes: dict[str, str]) -> str:
 
 def weight_role(tensor: TensorSpec | Shard) -> str:
     """The role of a tensor's own values: a constant, which has neither master weights nor moments, or a weight."""
-    return CONSTANT if tensor.is_constant else WEIGHT
+    if tensor.is_constant:
+        return CONSTANT
+    return WEIGHT
 
 
 def of_role(tensors: Iterable[_Tensor], role: str) -> list[_Tensor]:
@@ -256,7 +263,9 @@ def of_role(tensors: Iterable[_Tensor], role: str) -> list[_Tensor]:
 
 def code_of(role: str, dtype: str) -> str:
     """Safetensors' dtype of a role where the weights are `dtype`: everything but the weights is always float32."""
-    return CODES[dtype] if role == WEIGHT else CODES["float32"]
+    if role == WEIGHT:
+        return CODES[dtype]
+    return CODES["float32"]
 
 
 def _left_out(stored: Iterable[tuple[str, str]], entries: Iterable[StoredTensor]) -> tuple[str, ...]:
@@ -276,11 +285,9 @@ def _check_locations(checkpoint: Checkpoint) -> None:
             size,
         ):
             continue
-        in_file = (
-            "nothing"
-            if location is None
-            else f"{location.dtype} {list(location.shape)}, {location.stop - location.start} bytes"
-        )
+        in_file = "nothing"
+        if location is not None:
+            in_file = f"{location.dtype} {list(location.shape)}, {location.stop - location.start} bytes"
         raise EnvironmentFault(
             f"{checkpoint.folder / entry.file}: {entry.key} is described as {code} of {size} bytes and the file has "
             f"{in_file}; manifest and file do not belong together, choose another checkpoint"

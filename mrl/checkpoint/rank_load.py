@@ -175,7 +175,8 @@ def _restore_counts(actor, facts: dict[str, Any]) -> None:
 
 def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
     """The rate follows from the step count; when the schedule is the saved one it must be the saved rate."""
-    now, then = actor.scheduler.state_dict(), dict(facts["scheduler"])
+    now = actor.scheduler.state_dict()
+    then = dict(facts["scheduler"])
     actor.scheduler.num_steps = then["num_steps"]
     actor.scheduler.step(0)
     same = all(now[k] == then[k] for k in now if k != "num_steps")

@@ -77,7 +77,8 @@ class HostCopy:
                 self._keep(entries[-1].key, tensor)
         for name, state in _random_states(actor).items():
             self._keep(f"rng/{name}", state)
-        self._entries, self._facts = tuple(entries), _optimizer_facts(actor)
+        self._entries = tuple(entries)
+        self._facts = _optimizer_facts(actor)
 
     def write(self, folder: Path) -> RankFiles:
         """Writes `rank-R.safetensors` and its description into `folder`, durably.
@@ -144,7 +145,8 @@ def _saved_tensors(actor, parameter: RankParameter) -> Iterator[tuple[str, Tenso
     if parameter.optimizer is None or not _writes_optimizer_part(actor, parameter.shard):
         return
     main = parameter.main()
-    master, moments = parameter.adam.master(main), parameter.adam.moments(main)
+    master = parameter.adam.master(main)
+    moments = parameter.adam.moments(main)
     if not parameter.is_own_master:
         yield MASTER, master, parameter.flat
     for role, name in MOMENTS.items():

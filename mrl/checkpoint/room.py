@@ -79,4 +79,6 @@ def room_note(folder: Path, size: int, kept: int) -> list[str]:
 
 
 def _size(nbytes: int) -> str:
-    return f"{ceil(nbytes / 1e7) / 100:.2f} GB" if nbytes >= 1e9 else f"{ceil(nbytes / 1e4) / 100:.2f} MB"
+    if nbytes >= 1e9:
+        return f"{ceil(nbytes / 1e7) / 100:.2f} GB"
+    return f"{ceil(nbytes / 1e4) / 100:.2f} MB"

@@ -41,7 +41,9 @@ def resolved_config(options: argparse.Namespace, check_paths: bool = False):
     from mrl.config.yaml_tree import dump_value
 
     run_dir = getattr(options, "run_dir", None)
-    own = [] if run_dir is None else [f"trainer.run_dir={dump_value(run_dir)}"]
+    own = []
+    if run_dir is not None:
+        own = [f"trainer.run_dir={dump_value(run_dir)}"]
     try:
         return load_config(options.config, options.recipe, [*options.overrides, *own])
     except SchemaRefusal as refusal:
@@ -78,7 +80,9 @@ def refuse_leftovers(options: argparse.Namespace, words: list[str]) -> None:
     said = []
     for word in words:
         key, _, value = word.partition("=")
-        words_of = in_our_words(key, value) if key not in _our_keys() else None
+        words_of = None
+        if key not in _our_keys():
+            words_of = in_our_words(key, value)
         said.append(words_of or f"--set {word}")
     raise ConfigError(f"a setting stands behind --set; {'; '.join(said)}")
 

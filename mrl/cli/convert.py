@@ -188,10 +188,12 @@ def _print_report(options: argparse.Namespace, report) -> None:
     if options.json:
         print(json.dumps(asdict(report) | {"output": options.output}))
         return
-    resumed = (
-        f", {report.resumed_files} of its {report.files} files by an earlier start" if report.resumed_files else ""
-    )
-    verified = "; read again: names, shapes, dtypes, bytes and digests are the source's" if report.verified else ""
+    resumed = ""
+    if report.resumed_files:
+        resumed = f", {report.resumed_files} of its {report.files} files by an earlier start"
+    verified = ""
+    if report.verified:
+        verified = "; read again: names, shapes, dtypes, bytes and digests are the source's"
     rate = f"{report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s"
     if report.left_out:
         shown = ", ".join(report.left_out[:SHOWN]) + (", ..." if len(report.left_out) > SHOWN else "")

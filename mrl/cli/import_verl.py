@@ -82,7 +82,8 @@ def _import_of_several(script: Path, options: argparse.Namespace) -> dict[str, A
 
 
 def _summary(results: list[dict[str, Any]]) -> str:
-    keys, missing = sum(r["keys"] for r in results), sum(len(r["unsupported"]) for r in results)
+    keys = sum(r["keys"] for r in results)
+    missing = sum(len(r["unsupported"]) for r in results)
     valid, lossy = (sum(r["verdict"] == verdict for r in results) for verdict in ("valid", "carried with losses"))
     carried = f"{valid} valid" + (f", {lossy} carried with losses" if lossy else "")
     return f"{len(results)} scripts, {carried}; {keys} keys, {missing} unsupported ({missing / max(keys, 1):.1%})"
@@ -95,7 +96,9 @@ def _import_script(script: Path | None, words: list[str], options: argparse.Name
     file = _written(options, script, text, several)
     violations, remarks = _checked(file, text)
     refused = bool(violations or out.faults)
-    verdict = "refused" if refused else "carried with losses" if out.losses else "valid"
+    verdict = "refused"
+    if not refused:
+        verdict = "carried with losses" if out.losses else "valid"
     result = {
         "script": out.name,
         "output": None if file is None else str(file),
@@ -164,7 +167,8 @@ def _searched(out, translated):
 
     try:
         config = _loaded(out.to_yaml()).config
-        model, device = planning_model_spec(config.model.path)[0], device_for(config)
+        model = planning_model_spec(config.model.path)[0]
+        device = device_for(config)
     except MrlError:
         return None
     problem = search_problem(
@@ -194,14 +198,17 @@ def _recompute(out, recompute, device: str) -> None:
 
 def _of_every_shell() -> dict[str, str]:
     """HOME, where this shell has it: every shell that runs the script sets it."""
-    return {"HOME": home} if (home := os.environ.get("HOME")) else {}
+    if home := os.environ.get("HOME"):
+        return {"HOME": home}
+    return {}
 
 
 def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """(shell variables, keys of ours) that --set gives."""
     from mrl.tools.import_verl.verl_command import hydra_value
 
-    variables, own = _of_every_shell(), {}
+    variables = _of_every_shell()
+    own = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
@@ -268,7 +275,9 @@ def _report(out, violations: list, remarks: list[str], verdict: str, stream) -> 
             print(f"  {kind.replace('_', ' ')}: {entry}", file=stream)
     for line in [*(f"warning: {w}" for w in out.warnings), *(f"violation: {v}" for v in violations), *remarks]:
         print(f"  {line}", file=stream)
-    unread = f", {len(out.faults)} places that cannot be read" if out.faults else ""
+    unread = ""
+    if out.faults:
+        unread = f", {len(out.faults)} places that cannot be read"
     said = {
         "refused": f": {len(violations)} violations{unread}",
         "carried with losses": f": {', '.join(entry.key for entry in out.losses)}; --accept-losses takes it as it is",

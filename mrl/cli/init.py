@@ -136,7 +136,9 @@ def _reward(files: list[str]) -> dict[str, Any]:
     from mrl.reward.builtin_rules import RULES, rule_name
 
     sources = {source for file in files if (source := _source_of(file)) is not None}
-    return {} if all(rule_name(source) in RULES for source in sources) else {"reward.function": "exact_match"}
+    if all(rule_name(source) in RULES for source in sources):
+        return {}
+    return {"reward.function": "exact_match"}
 
 
 def _lines(first, name: str) -> Iterator[str]:

@@ -107,7 +107,8 @@ class _Group:
     """Registers commands of one group; their lines of help stand under its title and not in argparse's one list."""
 
     def __init__(self, title: str, commands: Any) -> None:
-        self._commands, self.lines = commands, [f"{title}:"]
+        self._commands = commands
+        self.lines = [f"{title}:"]
 
     def add_parser(self, name: str, help: str, **options: Any) -> argparse.ArgumentParser:
         """As argparse's; the line of help also begins the command's own help."""

@@ -95,7 +95,9 @@ def _decoder(config: Path) -> Callable[[list[int]], str]:
     from mrl.model.hub import local_folder
     from mrl.tools.report.samples import decoder
 
-    path = _model_path(config) if config.exists() else ""
+    path = ""
+    if config.exists():
+        path = _model_path(config)
     try:
         folder = local_folder(path)
         return decoder([Path(folder)]) or load_tokenizer(folder).decode
@@ -144,7 +146,9 @@ def _turns(row: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]
     lines = []
     for number, (turn, end) in enumerate(zip(turns, ends, strict=True), start=1):
         own = range(turn["first_token"], end)
-        reward = f", reward {turn['reward']:g}" if turn.get("reward") else ""
+        reward = ""
+        if turn.get("reward"):
+            reward = f", reward {turn['reward']:g}"
         lines += [f"--- turn {number}: {turn['stop_reason']}{reward}", decode([ids[i] for i in own if sampled[i]])]
         lines += [_call(call) for call in islice(calls, turn["calls"])]
         context = [ids[i] for i in own if not sampled[i]]
@@ -158,7 +162,9 @@ def _call(call: dict[str, Any]) -> str:
 
 def _table(row: dict[str, Any], gap: list[float] | None, decode: Callable[[list[int]], str]) -> str:
     """A line a token; the third column is the trainer's log-prob less generation's."""
-    missing = [] if gap is not None else ["(the trainer's are not kept: record.trainer_log_probs)"]
+    missing = []
+    if gap is None:
+        missing = ["(the trainer's are not kept: record.trainer_log_probs)"]
     tokens = len(row["response_ids"])
     sampled = row.get("sampled") or [True] * tokens
     columns = zip(row["response_ids"], sampled, row["rollout_log_probs"], gap or [None] * tokens, strict=True)

@@ -52,7 +52,9 @@ def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
 
         return [*refusal.violations, *accelerator_violations(refusal.rest)], []
     broken, remarks = check_config(resolved, options.check_paths)
-    return (broken, remarks) if broken else _look(resolved, remarks, options.check_paths)
+    if broken:
+        return (broken, remarks)
+    return _look(resolved, remarks, options.check_paths)
 
 
 def _look(resolved, remarks: list[str], check_paths: bool) -> tuple[list, list[str]]:
@@ -87,7 +89,9 @@ def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
     broken = broken or share_violations(resolved, model)
     if check_paths and not broken:
         check_checkpoint(path, model)
-    batch = [] if broken else [f"batch: {describe_batch(resolved.config)}"]
+    batch = []
+    if not broken:
+        batch = [f"batch: {describe_batch(resolved.config)}"]
     return broken, [*batch, *([stand_in] if stand_in else []), *notes(resolved, model)]
 
 

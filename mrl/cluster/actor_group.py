@@ -48,7 +48,8 @@ class ActorGroup:
 
         `seats`: of the ranks, by default on devices of their own.
         """
-        self.config, self.poll = config, poll
+        self.config = config
+        self.poll = poll
         self._deadlines = Deadlines.of_steps(config.cluster)
         self.pids: list[int] = []  # of ranks that have started
         self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node; see mrl/flow/routes.py
@@ -138,7 +139,9 @@ class ActorGroup:
         if silent and len(silent) < len(asked):
             words = f"{', '.join(silent)} did not even say where it is: stopped, or cut off"
             return concerning(Late(f"{error}; {words}; where the others are stands in logs/*.stacks"), *silent)
-        where = "none of them said where it is" if silent else "where they are stands in logs/*.stacks"
+        where = "where they are stands in logs/*.stacks"
+        if silent:
+            where = "none of them said where it is"
         return concerning(Late(f"{error}; {where}"), *processes_of(error))
 
     def refs_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, ray.ObjectRef]:

@@ -217,7 +217,9 @@ def _stopping(client: JobClient, job: Job, say: Callable[[str], None]) -> Iterat
 def _largest(runtime_env: dict[str, Any]) -> str:
     """The largest entries of the working directory, for who has to shorten it."""
     root = Path(runtime_env.get("working_dir", "."))
-    sizes = sorted(((_size(entry), entry.name) for entry in root.iterdir()), reverse=True) if root.is_dir() else []
+    sizes = []
+    if root.is_dir():
+        sizes = sorted(((_size(entry), entry.name) for entry in root.iterdir()), reverse=True)
     rows = ", ".join(f"{name} {size / MIB:.0f} MiB" for size, name in sizes[:5])
     return (
         f"Largest in {root.absolute()}: {rows}; add what the job does not need to `excludes` of the runtime environment"

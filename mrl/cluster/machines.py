@@ -135,10 +135,15 @@ def _in_words(speeds: list[Speed]) -> list[str]:
 
 
 def _tera(found: list[float]) -> str:
-    low, high = min(found) / 1e12, max(found) / 1e12
-    return f"{low:.3g}" if len(found) == 1 or f"{low:.2g}" == f"{high:.2g}" else f"{low:.3g} to {high:.3g}"
+    low = min(found) / 1e12
+    high = max(found) / 1e12
+    if len(found) == 1 or f"{low:.2g}" == f"{high:.2g}":
+        return f"{low:.3g}"
+    return f"{low:.3g} to {high:.3g}"
 
 
 def _published(device: str) -> str:
     figure = published_flops(device)
-    return f", {figure / 1e12:.4g} published" if figure else ""
+    if figure:
+        return f", {figure / 1e12:.4g} published"
+    return ""

@@ -62,7 +62,9 @@ def _start_own(stack: ExitStack) -> None:
         except Exception as error:  # a node that does not come up in time is a bare one of Ray's
             why = f"{type(error).__name__}: {error}"
             if not _OUT_OF_TIME.search(why) or again + 1 == _STARTS:
-                tries = "" if not again else f", {again + 1} times"
+                tries = ""
+                if again:
+                    tries = f", {again + 1} times"
                 raise EnvironmentFault(f"Ray did not start on this machine{tries}: {why}") from error
         ray.shutdown()
         end_below(pids_below() - before)

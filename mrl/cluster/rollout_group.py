@@ -171,7 +171,9 @@ class RolloutGroup:
         return self._in_time(self.refs(method), phase)
 
     def _still(self, engines: Collection[int] | None) -> Collection[int] | None:
-        return engines if engines is None else self.fleet.reached() & set(engines)
+        if engines is None:
+            return engines
+        return self.fleet.reached() & set(engines)
 
     def prepare(self, what: str, engines: Collection[int] | None = None) -> None:
         """The first phase of what is asked of ranks that wait for each other: each says that it is there.
@@ -286,7 +288,8 @@ class RolloutGroup:
 
     def fingerprints(self) -> list[dict[str, str]]:
         """Of each engine, all of its ranks together; see VllmEngine.fingerprints."""
-        fingerprints, ranks = self.call("fingerprints"), self.engine_ranks
+        fingerprints = self.call("fingerprints")
+        ranks = self.engine_ranks
         return [dict(ChainMap(*fingerprints[first : first + ranks])) for first in range(0, len(fingerprints), ranks)]
 
     def stop(self) -> None:
@@ -306,4 +309,6 @@ def request_places(deployment: Deployment, deterministic: bool) -> int | None:
     not leave that to a clock.
     """
     needs_order = deterministic and not get_hosting(deployment.cluster.device).checks_batch_order
-    return None if needs_order else places_of(deployment.rollout.max_num_seqs)
+    if needs_order:
+        return None
+    return places_of(deployment.rollout.max_num_seqs)

@@ -189,7 +189,8 @@ class WeightSync:
 
     def _move(self, engines: set[int], read_back: bool) -> AttemptAnswers:
         """Sends all weights to these engines. `read_back`: digest what they finally hold, too."""
-        update, ranks = next(self._updates), self.setup.rollout_layout.data
+        update = next(self._updates)
+        ranks = self.setup.rollout_layout.data
         self.engines.check_there(PHASE, sorted(engines))
         engines = engines & self.engines.fleet.reached()
         sending = self.actor.refs("send_weights", update, self._workers(engines), read_back)
@@ -208,7 +209,9 @@ class WeightSync:
         """Takes the engines that hold what the ranks sent out of `progress.fenced`, and notes why the others do not."""
         progress.transports_broken = answers.has_errors
         faults = _sending_faults(answers.sends)
-        sends = [] if faults else answers.sends
+        sends = []
+        if not faults:
+            sends = answers.sends
         receives = [
             report for reports in answers.receives.values() if not isinstance(reports, Exception) for report in reports
         ]
@@ -367,7 +370,9 @@ def _sending_faults(sends: Sequence[Report | Exception]) -> list[str]:
     if errors:
         return errors
     stale = replica_faults(sends)
-    return [in_words(stale)] if stale else []
+    if stale:
+        return [in_words(stale)]
+    return []
 
 
 def _by_engine(differing: list[Disagreement]) -> dict[int, list[Disagreement]]:

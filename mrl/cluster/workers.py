@@ -158,7 +158,8 @@ class ActorWorker:
         """
         from safetensors.torch import save
 
-        bucket, size = {}, 0
+        bucket = {}
+        size = 0
         # it holds the parameters on the device until it ends, also where we are left
         with closing(self.actor.export_hf()) as exported:
             for name, tensor in exported:
@@ -166,7 +167,8 @@ class ActorWorker:
                     continue
                 if bucket and size + tensor.nbytes > limit_bytes:
                     yield from _packed(save(bucket))
-                    bucket, size = {}, 0
+                    bucket = {}
+                    size = 0
                 # the exporter may reuse its buffers, and views share storage, which safetensors refuses
                 bucket[name] = tensor.detach().cpu().clone(memory_format=_contiguous())
                 size += tensor.nbytes

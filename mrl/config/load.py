@@ -125,7 +125,8 @@ def _file_layers(path: Path, chain: tuple[Path, ...]) -> list[_Layer]:
             f"{path}: is empty; a preset has at least model:, actor: and data:, or names a file under extends:"
         )
     keys = dict(tree.value)
-    bases, recipe = keys.pop("extends", None), keys.pop("recipe", None)
+    bases = keys.pop("extends", None)
+    recipe = keys.pop("recipe", None)
     layers = [layer for base in _base_paths(bases, path) for layer in _file_layers(base, (*chain, path))]
     if recipe is not None:
         layers.append(_recipe_layer(recipe.plain(), str(recipe.origin)))
@@ -142,7 +143,9 @@ def _read(path: Path, trail: str) -> str:
 
 
 def _base_paths(bases: Node | None, path: Path) -> list[Path]:
-    names = bases.plain() if bases is not None else []
+    names = []
+    if bases is not None:
+        names = bases.plain()
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise ConfigError(f"{bases.origin}: extends must be a file name or a list of them, relative to this file")
@@ -160,7 +163,9 @@ def _shortest(path: Path) -> Path:
         else:
             parts.append(part)
     short = Path(*parts)
-    return short if short.resolve() == path.resolve() else path
+    if short.resolve() == path.resolve():
+        return short
+    return path
 
 
 def _recipe_layer(name: Any, where: str) -> _Layer:
@@ -200,11 +205,9 @@ def _with_derived(tree: Node, config: RunConfig) -> Node:
 
 def _derived(config: RunConfig) -> Iterator[tuple[tuple[str, ...], float]]:
     """Dr.GRPO's constant divisor is the longest response; DAPO's buffer a fifth of it."""
-    loss, buffer, longest = (
-        config.algorithm.policy_loss,
-        config.algorithm.overlong_buffer,
-        config.data.max_response_length,
-    )
+    loss = config.algorithm.policy_loss
+    buffer = config.algorithm.overlong_buffer
+    longest = config.data.max_response_length
     aggregation = AGGREGATIONS.get(loss.loss_agg_mode)
     if aggregation is not None and aggregation.needs_scale_factor and loss.loss_scale_factor is None:
         yield ("algorithm", "policy_loss", "loss_scale_factor"), float(longest)

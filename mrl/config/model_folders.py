@@ -13,6 +13,8 @@ def with_model_folders(config: RunConfig) -> RunConfig:
     """The configuration with folders of this node in their place. Raises EnvironmentFault where one cannot be had."""
     if not names_of_the_hub(config):
         return config
-    path, reference = local_folder(config.model.path), config.ref.path and local_folder(config.ref.path)
-    model, ref = config.model.model_copy(update={"path": path}), config.ref.model_copy(update={"path": reference})
+    path = local_folder(config.model.path)
+    reference = config.ref.path and local_folder(config.ref.path)
+    model = config.model.model_copy(update={"path": path})
+    ref = config.ref.model_copy(update={"path": reference})
     return config.model_copy(update={"model": model, "ref": ref})

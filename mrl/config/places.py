@@ -33,7 +33,9 @@ class Deployment:
         """Devices of actor and engines: beside each other, or on the same ones."""
         actor = self.layout.world_size
         engines = self.rollout.num_engines * self.rollout.workers_per_engine
-        return max(actor, engines) if self.is_colocated else actor + engines
+        if self.is_colocated:
+            return max(actor, engines)
+        return actor + engines
 
 
 def rollout_layout(rollout: RolloutConfig) -> RolloutLayout:

@@ -59,7 +59,8 @@ def _left_out(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _mixing(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    weights, files = config.data.train_weights, config.data.train_files
+    weights = config.data.train_weights
+    files = config.data.train_files
     if weights and len(weights) != len(files):
         rule = f"has {len(weights)} weights for {len(files)} train_files"
         yield Violation("data.train_weights", rule, "each file has one, in their order")
@@ -142,27 +143,37 @@ def run_dir(trainer: TrainerConfig) -> Path:
 
 def _reward_file(config: RunConfig) -> tuple[str, ...]:
     custom = config.reward.custom_reward_function
-    return () if custom is None else (str(Path(custom.path).expanduser()),)
+    if custom is None:
+        return ()
+    return (str(Path(custom.path).expanduser()),)
 
 
 def _loss_file(config: RunConfig) -> tuple[str, ...]:
     custom = config.algorithm.policy_loss.custom
-    return () if custom is None else (custom.path,)
+    if custom is None:
+        return ()
+    return (custom.path,)
 
 
 def _advantage_file(config: RunConfig) -> tuple[str, ...]:
     custom = config.algorithm.custom_advantage
-    return () if custom is None else (custom.path,)
+    if custom is None:
+        return ()
+    return (custom.path,)
 
 
 def _tools_file(config: RunConfig) -> tuple[str, ...]:
     turns = config.rollout.turns
-    return () if turns is None or turns.path is None else (turns.path,)
+    if turns is None or turns.path is None:
+        return ()
+    return (turns.path,)
 
 
 def _index_file(config: RunConfig) -> tuple[str, ...]:
     turns = config.rollout.turns
-    return () if turns is None or turns.index is None else (turns.index,)
+    if turns is None or turns.index is None:
+        return ()
+    return (turns.index,)
 
 
 # the user's files that a run reads where it starts, by key
@@ -182,7 +193,9 @@ def _missing(field: str, config: RunConfig, seen: bool | None) -> Iterator[Viola
     for file in _FILES[field](config):
         if _readable(file) or seen not in (None, Path(file).absolute().parent.is_dir()):
             continue
-        named = f"{file} " if field.startswith("data.") else ""
+        named = ""
+        if field.startswith("data."):
+            named = f"{file} "
         yield Violation(field, f"{named}is not a file that can be read", _from_here(file))
 
 
@@ -209,7 +222,9 @@ def _readable(file: str) -> bool:
 
 
 def _from_here(file: str) -> str:
-    return "" if Path(file).is_absolute() else f"a relative path starts at the current directory, {Path.cwd()}"
+    if Path(file).is_absolute():
+        return ""
+    return f"a relative path starts at the current directory, {Path.cwd()}"
 
 
 def _registered_loss(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -243,7 +258,8 @@ def _first_checkpoint(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    folder, why = run_dir(config.trainer).absolute(), "the run writes its checkpoints and metrics there"
+    folder = run_dir(config.trainer).absolute()
+    why = "the run writes its checkpoints and metrics there"
     existing = next(p for p in (folder, *folder.parents) if os.path.exists(p))
     if not existing.is_dir():
         yield Violation("trainer.run_dir", f"cannot be made: {existing} is a file", why)

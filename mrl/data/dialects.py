@@ -123,7 +123,9 @@ class Dialect:
         if ids is None:
             return self._malformed(f"it is not closed by {CLOSE}")
         call = self.family.read(self._tokenizer.decode(ids, skip_special_tokens=False).strip(), parameters)
-        return call if call.problem is None else self._malformed(call.problem)
+        if call.problem is None:
+            return call
+        return self._malformed(call.problem)
 
     def _malformed(self, why: str) -> ToolCall:
         return ToolCall(problem=f"This call cannot be read: {why}. A call has the form {self.family.example}")
@@ -207,7 +209,9 @@ def _goes_on(frame: Frame, before: str, after: str) -> str | None:
     stem = before.rstrip("\n").removesuffix(frame.end)
     told = frame.end + frame.begin + "".join(frame.before + answer + frame.after for answer in _ANSWERS)
     goes_on = after.removeprefix(stem + told)
-    return goes_on if after.startswith(stem + told) and goes_on.startswith(frame.close) else None
+    if after.startswith(stem + told) and goes_on.startswith(frame.close):
+        return goes_on
+    return None
 
 
 # --- how calls are read -----------------------------------------------------------------------------------------------

@@ -77,7 +77,9 @@ class PromptStream:
         """int64 [number of prompts]: the epoch's."""
         if self.weights:
             return mixed_order(self.seed, epoch, self.sizes, self.weights, self.shuffle)
-        return epoch_order(self.seed, epoch, len(self.prompts)) if self.shuffle else np.arange(len(self.prompts))
+        if self.shuffle:
+            return epoch_order(self.seed, epoch, len(self.prompts))
+        return np.arange(len(self.prompts))
 
 
 def permutation(key: Sequence[int], size: int) -> np.ndarray:

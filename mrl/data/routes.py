@@ -23,7 +23,9 @@ ASKED = "mrl_routes"  # marks requests to an engine whose routes are wanted, whe
 
 def missing_in(dtype: Any) -> int:
     """What stands for an unknown route in integers of a NumPy or torch dtype."""
-    return 255 if str(dtype).endswith("uint8") else MISSING
+    if str(dtype).endswith("uint8"):
+        return 255
+    return MISSING
 
 
 def is_missing(routes: Any) -> Any:

@@ -36,7 +36,8 @@ import numpy as np
 from mrl.data.routes import end_to_end, is_missing, missing_in
 from mrl.errors import DataError
 
-_ID_BYTES, _LOG_PROB_BYTES = 4, 4
+_ID_BYTES = 4
+_LOG_PROB_BYTES = 4
 # why a response ended: vLLM's names, then those of conversations (mrl.schedule.conversation); a row holds the index
 LEFT_OUT = "environment"  # the environment failed, and nobody judges the response: its reward's reason too
 STOP_REASONS = ("stop", "length", "turns", "seconds", "context", "closed", LEFT_OUT)
@@ -171,7 +172,8 @@ def _with_missing(routes: Sequence[np.ndarray | None], tokens: Sequence[int]) ->
 def positions(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """int64: where the numbers of `rows` stand in a flat column that has `counts` [all rows] of each row."""
     picked = counts[rows]
-    starts, ends = np.cumsum(counts) - counts, np.cumsum(picked)
+    starts = np.cumsum(counts) - counts
+    ends = np.cumsum(picked)
     return np.repeat(starts[rows] - (ends - picked), picked) + np.arange(int(picked.sum()))
 
 
@@ -202,7 +204,9 @@ class Sequences(Columns):
     @property
     def is_sampled(self) -> np.ndarray:
         """bool [response tokens]: false of context."""
-        return _all_sampled(self) if self.sampled is None else self.sampled
+        if self.sampled is None:
+            return _all_sampled(self)
+        return self.sampled
 
     def counts(self) -> dict[str, np.ndarray]:
         """See Columns.counts."""
@@ -248,7 +252,9 @@ class SampleRows(Columns):
 
     def counts(self) -> dict[str, np.ndarray]:
         """See Columns.counts."""
-        calls = {} if self.call_counts is None else {"call": self.call_counts.astype(np.int64)}
+        calls = {}
+        if self.call_counts is not None:
+            calls = {"call": self.call_counts.astype(np.int64)}
         return {"row": np.ones_like(self.prompt_lengths), "span": self.span_counts.astype(np.int64), **calls}
 
     @property
@@ -259,7 +265,9 @@ class SampleRows(Columns):
     @property
     def sampled_lengths(self) -> np.ndarray:
         """int64 [rows]: response tokens of each row that were sampled; the others are context."""
-        return self.response_lengths if self.sampled_counts is None else self.sampled_counts
+        if self.sampled_counts is None:
+            return self.response_lengths
+        return self.sampled_counts
 
     def to_bytes(self) -> bytes:
         """All columns, packed: some 80 bytes of a row alone, some 30 a row of many.
@@ -276,7 +284,8 @@ class SampleRows(Columns):
         """What `to_bytes` made; columns are views that cannot be written to."""
         told = zlib.decompress(told)
         rows, spans = np.frombuffer(told, np.int64, 2).tolist()
-        columns, start = {}, 16
+        columns = {}
+        start = 16
         for f in fields(SampleRows):
             if f.default is None and start == len(told) and "call_counts" not in columns:
                 break
@@ -314,7 +323,9 @@ class Samples(Sequences, SampleRows):
 
     def counts(self) -> dict[str, np.ndarray]:
         """See Columns.counts."""
-        turns = {} if self.turn_counts is None else {"turn": self.turn_counts.astype(np.int64)}
+        turns = {}
+        if self.turn_counts is not None:
+            turns = {"turn": self.turn_counts.astype(np.int64)}
         turns |= {} if self.part_counts is None else {"part": self.part_counts.astype(np.int64)}
         return SampleRows.counts(self) | Sequences.counts(self) | turns
 
@@ -430,7 +441,8 @@ def _of_rows(counts: np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndar
 
 def packed(samples: Sequence[Sample]) -> Samples:
     """The responses as rows, in the given order. Raises DataError for a stop reason that is not known."""
-    prompts, responses = [len(s.prompt_ids) for s in samples], [len(s.response_ids) for s in samples]
+    prompts = [len(s.prompt_ids) for s in samples]
+    responses = [len(s.response_ids) for s in samples]
     spans = [((0, s.weight_version), *s.later_versions) for s in samples]
     given = {
         "prompt_lengths": prompts,

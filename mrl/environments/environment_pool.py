@@ -66,7 +66,10 @@ class Session:
     ):  # fmt: skip
         """`begin`: environment, row and seed; `described`: by the worker."""
         self.parts: Mapping[str, float] = described["parts"]  # that the environment declares
-        self._pool, self._slot, self._number, self._begin = pool, slot, number, list(begin)
+        self._pool = pool
+        self._slot = slot
+        self._number = number
+        self._begin = list(begin)
         self._attempts = ATTEMPTS if described["repeatable"] else 1
         self._process: WorkerProcess | None = None  # that has it
         self._made: list[tuple[Sequence[Any], list[Any]]] = []  # steps and their replies
@@ -163,13 +166,17 @@ class EnvironmentPool:
         """Returns when a first process is ready. Raises ConfigError where something cannot be loaded, EnvironmentFault
         where no process starts.
         """
-        self.spec, self.timeout_s, self.start_timeout_s = spec, timeout_s, start_timeout_s
+        self.spec = spec
+        self.timeout_s = timeout_s
+        self.start_timeout_s = start_timeout_s
         self._log = log_path.open("ab") if log_path else None
         self._changed = threading.Condition()
         self._shared: deque[tuple[Callable, Future]] = deque()
         self._closed = False
         self._sessions = 0
-        of_sessions = num_workers if spec.environments else 0
+        of_sessions = 0
+        if spec.environments:
+            of_sessions = num_workers
         self._slots = [_Slot(number < of_sessions) for number in range(of_sessions + num_workers)]
         self._described: Mapping[str, Any] = {}
         self._threads = [
@@ -248,7 +255,9 @@ class EnvironmentPool:
                 self._changed.wait()
             if self._closed:
                 return None
-            return slot.queue.popleft() if slot.queue else shared.popleft()
+            if slot.queue:
+                return slot.queue.popleft()
+            return shared.popleft()
 
     def _call(self, slot: _Slot, name: str, arguments: Mapping[str, Any]) -> CallAnswer:
         began = time.monotonic()
@@ -257,7 +266,9 @@ class EnvironmentPool:
             reason, text, *rest = self.ask(process, "step", None, name, arguments)
         except WorkerFailure as failure:
             self.end_process(slot)
-            reason, text, rest = failure.reason, failure.detail, []
+            reason = failure.reason
+            text = failure.detail
+            rest = []
         text = text if reason in (OK, REFUSED) else f"Error: {name}: {text}"
         return CallAnswer(reason, text, *rest, seconds=time.monotonic() - began)
 

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-ENVIRONMENT, SELECTION = "environment", "tool_selection"  # keys of extra_info
+# keys of extra_info
+ENVIRONMENT = "environment"
+SELECTION = "tool_selection"
 
 Schemas = tuple[Mapping[str, Any], ...]
 
@@ -33,7 +35,9 @@ class Offer:
         """Of what a row's responses may call: the tools, then the environment's actions. Raises UnknownChoice."""
         selected = self._selected(extra_info.get(SELECTION))
         environment = self.environment(extra_info)
-        actions = () if environment is None else self.environments[environment]
+        actions = ()
+        if environment is not None:
+            actions = self.environments[environment]
         both = sorted({name_of(each) for each in actions} & set(selected))
         if both:
             raise UnknownChoice(
@@ -63,7 +67,9 @@ class Offer:
                 f"extra_info.{ENVIRONMENT} is missing; it has to be one of {', '.join(known)}, or empty"
             )
         if named is None:
-            return known[0] if known else None
+            if known:
+                return known[0]
+            return None
         if named == "":
             return None
         if named not in known:

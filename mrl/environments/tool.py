@@ -67,7 +67,8 @@ class Tool:
         if not said:
             raise ConfigError(f"tool {name!r} has no docstring: it is what the model is told of it")
         described = _described(said)
-        properties, required = {}, []
+        properties = {}
+        required = []
         hints = _hints(function, name)
         for parameter in inspect.signature(function).parameters.values():
             properties[parameter.name] = _schema_of(parameter, hints, name) | described.get(parameter.name, {})
@@ -126,7 +127,8 @@ def _schema_of(parameter: inspect.Parameter, hints: Mapping[str, Any], tool: str
 
 def _schema(kind: Any) -> dict[str, Any] | None:
     """JSON schema of a type; None where it has none."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if kind in _KINDS:
         return {"type": _KINDS[kind]}
     if origin is Literal and all(isinstance(each, str) for each in arguments):
@@ -154,4 +156,6 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _in_words(schema: Mapping[str, Any]) -> str:
-    return " or ".join(map(repr, schema["enum"])) if "enum" in schema else schema["type"]
+    if "enum" in schema:
+        return " or ".join(map(repr, schema["enum"]))
+    return schema["type"]

@@ -62,7 +62,9 @@ class _Record:
 
 
 def _call(call: ToolCall, is_made: bool, answer: CallAnswer | None, known: Collection[str]) -> TurnCall:
-    name = call.name if call.name in known else ""
+    name = ""
+    if call.name in known:
+        name = call.name
     if call.problem is not None:
         return TurnCall(name, "unread")
     if answer is None:
@@ -105,7 +107,8 @@ class Conversations:
             acting.close()
 
     async def _acting(self, engine: Generates, request: Request, sampling: Sampling, acting: Acting) -> Samples:
-        spec, limit = self.spec, request.max_tokens or sampling.max_tokens
+        spec = self.spec
+        limit = request.max_tokens or sampling.max_tokens
         budgets = Budgets(limit, spec.max_turns, spec.max_calls, spec.max_seconds, spec.max_answer_characters)
         talk = Conversation(budgets, request.seed, self._clock())
         record = _Record(parts=dict(acting.parts))
@@ -140,7 +143,9 @@ class Conversations:
         record.add(calls, most, answers, acting.functions)
         if any(answer.failed for answer in answers.values()):
             return talk.failed()
-        return talk.closed() if any(answer.end for answer in answers.values()) else talk
+        if any(answer.end for answer in answers.values()):
+            return talk.closed()
+        return talk
 
     async def _answered(
         self, talk: Conversation, calls: Sequence[ToolCall], acting: Acting
@@ -187,19 +192,25 @@ async def _with_environment(talk: Conversation, acting: Acting) -> Conversation:
     if acting.ready is None:
         return talk
     begun = await asyncio.wrap_future(acting.ready)
-    return replace(talk, stop=Stop.ENVIRONMENT) if begun.failed else talk
+    if begun.failed:
+        return replace(talk, stop=Stop.ENVIRONMENT)
+    return talk
 
 
 async def _added(engine: Generates, request: Request, made: Samples | None, sampling: Sampling) -> Samples:
     """The response with what one more request adds to it."""
     rows = [batch async for batch in engine.generate([going_on(request, made)], sampling)]
     (more,) = rows
-    return more if made is None else joined(made, more)
+    if made is None:
+        return more
+    return joined(made, more)
 
 
 def _last_turn(made: Samples) -> np.ndarray:
     """int32: what was sampled of the last turn."""
-    start = 0 if made.turn_starts is None else int(made.turn_starts[-1])
+    start = 0
+    if made.turn_starts is not None:
+        start = int(made.turn_starts[-1])
     (response,) = made.responses()
     return response[start:]
 

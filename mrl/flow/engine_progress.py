@@ -28,7 +28,9 @@ class EngineProgress:
         self, ask: Callable[[str], ray.ObjectRef], limit_s: float, clock: Callable[[], float] = time.monotonic
     ):
         """`ask`: an engine for its EngineReading, an answer to come."""
-        self._ask, self._clock, self._watch = ask, clock, ProgressWatch(limit_s)
+        self._ask = ask
+        self._clock = clock
+        self._watch = ProgressWatch(limit_s)
         self._every = min(ASK_S, limit_s / 4)
         self._asked: dict[str, float] = {}
         self._to_come: dict[str, ray.ObjectRef] = {}
@@ -46,7 +48,8 @@ class EngineProgress:
         """`holding`: engines that have requests. Raises LostProcess naming those that made no token for too long."""
         if self._is_paused:
             return
-        now, holding = self._clock(), set(holding)
+        now = self._clock()
+        holding = set(holding)
         for engine in self._asked.keys() - holding:
             self._forget(engine)
         for engine in holding - self._asked.keys():
@@ -64,14 +67,16 @@ class EngineProgress:
         """What engines' meters said since this last told something, at most once in the time in which each of them is
         asked: a cache that is full counts once. None where nothing is to be told. `under_way`: responses.
         """
-        now, readings = self._clock(), self._readings
+        now = self._clock()
+        readings = self._readings
         if self._is_paused or not readings or now - self._observed_at < self._every:
             return None
         preempted = {name: each.preemptions for name, each in readings.items()}
         more = sum(count - self._preemptions.get(name, 0) for name, count in preempted.items())
         fullest = max(each.cache_share for each in readings.values())
         self._preemptions |= preempted
-        self._readings, self._observed_at = {}, now
+        self._readings = {}
+        self._observed_at = now
         return Observation(fullest, more, under_way)
 
     def pause(self) -> None:

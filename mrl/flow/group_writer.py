@@ -52,7 +52,8 @@ class GroupParts:
 
 def record_of(parts: GroupParts) -> GroupRecord:
     """All of it in this process, routes and long texts of rewards too."""
-    joined, results = parts.joined, dict(parts.results)
+    joined = parts.joined
+    results = dict(parts.results)
     whole = dict(zip(results, with_texts(list(results.values())), strict=True))
     return GroupRecord(parts.number, parts.attempt, joined and joined.read(with_routes=True), whole)
 

@@ -87,7 +87,9 @@ class Outbox:
         try:
             while not self._is_due(awaited):
                 self._changed.clear()
-                left_s = max(0.0, self._until - time.monotonic()) if self._held else None
+                left_s = None
+                if self._held:
+                    left_s = max(0.0, self._until - time.monotonic())
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), left_s)
         finally:
@@ -105,14 +107,19 @@ class Outbox:
     def _tell(self) -> FinishedRows:
         # as long as a call has not ended for the client it asks again, and so hears the error
         ended = set() if self._error else self._ended
-        blocks, numbers = in_blocks(self._held), [batch.numbers for batch in self._held]
-        rows = SampleRows.joined(numbers).to_bytes() if numbers else b""
+        blocks = in_blocks(self._held)
+        numbers = [batch.numbers for batch in self._held]
+        rows = b""
+        if numbers:
+            rows = SampleRows.joined(numbers).to_bytes()
         self._tickets += 1
         sizes = tuple(map(len, blocks))
         told = FinishedRows(rows, sizes, self._routed, self._tickets, tuple(sorted(ended)), self._waits_s)
         if blocks:
             self._blocks[self._tickets] = blocks
-        self._held, self._ended, self._routed = [], self._ended - ended, False
+        self._held = []
+        self._ended = self._ended - ended
+        self._routed = False
         return told
 
     def taken(self, ticket: int) -> list[Samples]:

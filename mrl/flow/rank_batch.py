@@ -103,7 +103,9 @@ class RankBatch:
         if not computes[VERBS[verb]]:
             return None
         answer = getattr(self, verb)(*arguments)
-        return answer if self._actor.holds_result or verb == "update" else None
+        if self._actor.holds_result or verb == "update":
+            return answer
+        return None
 
     def log_probs(self) -> Scored | None:
         """Computes the old policy's log-probs, which stay here."""
@@ -138,7 +140,9 @@ class RankBatch:
         `correction_metrics` takes where there is a correction, and what `_take_anchor` does. On policy no log-probs are
         known yet, and only the filter has something to do.
         """
-        algorithm, batch, lengths = self._algorithm, self.batch, self._lengths
+        algorithm = self._algorithm
+        batch = self.batch
+        lengths = self._lengths
         of_rows: RowValues = {}
         if algorithm.use_kl_in_reward:
             control = algorithm.kl_ctrl.kl_coef
@@ -153,7 +157,8 @@ class RankBatch:
         if correction.level is not None:
             parameters = CorrectionParameters(correction.level, correction.mode, correction.low, correction.high)
             result = correct(parameters, batch.old_log_probs, batch.rollout_log_probs, mask, lengths)
-            mask, weights = result.keep, result.weights
+            mask = result.keep
+            weights = result.weights
             of_rows |= result.of_rows
         self.batch = replace(batch, keep=mask, loss_weights=weights)
         return self._of_own(of_rows | {"trained": row_sums(mask, lengths)} | self._take_anchor())
@@ -224,7 +229,8 @@ class RankBatch:
         log_probs = self._of_all_rows(result)
         self.batch = replace(self.batch, old_log_probs=log_probs)
         # of dozens of float64 a token
-        lengths, sampled = self._lengths, self.batch.is_sampled
+        lengths = self._lengths
+        sampled = self.batch.is_sampled
         both = self.batch.rollout_log_probs[sampled], log_probs[sampled]
         mismatch = in_chunks(mismatch_of_rows, both, row_sums(sampled, lengths))
         return self._of_own(mismatch), result.entropy

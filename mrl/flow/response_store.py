@@ -39,7 +39,9 @@ def in_blocks(batches: Sequence[Samples]) -> list[Samples]:
 
 
 def _alone_where_long(samples: Samples) -> list[Samples]:
-    return [samples] if samples.nbytes <= BLOCK_BYTES else [samples.rows(slice(i, i + 1)) for i in range(len(samples))]
+    if samples.nbytes <= BLOCK_BYTES:
+        return [samples]
+    return [samples.rows(slice(i, i + 1)) for i in range(len(samples))]
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class ResponseStore:
     @classmethod
     def put_here(cls, samples: Samples) -> "ResponseStore":
         """All of them as one block, in the object store of this node."""
-        routes = None if samples.routes is None else ray.put(samples.routes)
+        routes = None
+        if samples.routes is not None:
+            routes = ray.put(samples.routes)
         block = ResponseBlock(ray.put(replace(samples, routes=None)), routes, ray.get_runtime_context().get_node_id())
         return cls.of(samples.numbers, block)
 
@@ -135,7 +139,8 @@ class ResponseStore:
     def assembled(self, blocks: Sequence[Samples]) -> Samples:
         """The responses, of `blocks` as they were fetched."""
         lengths = [len(block) for block in blocks]
-        index, whole = (np.cumsum(lengths) - lengths)[self.block] + self.place, Samples.joined(blocks)
+        index = (np.cumsum(lengths) - lengths)[self.block] + self.place
+        whole = Samples.joined(blocks)
         if not np.array_equal(index, np.arange(len(whole))):  # of long responses they are
             whole = whole.rows(index)
         return replace(whole, group_id=self.rows.group_id, sample_id=self.rows.sample_id)

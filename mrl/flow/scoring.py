@@ -79,7 +79,8 @@ class Scorer:
 
     def __init__(self, load: Callable[[], Any]):
         """`load` gives the tokenizer."""
-        self._load, self._pool = load, None
+        self._load = load
+        self._pool = None
 
     def start(self, settings: PoolSettings) -> None:
         """Raises what RewardPool raises, and what makes a tokenizer unreadable with the first `exchange`."""
@@ -100,7 +101,9 @@ class Scorer:
         told = [None if block.turn_counts is None else list(outcomes(block)) for block in blocks]
         left_out = []
         for block, row, question in asked:
-            outcome = {} if told[block] is None else told[block][row]
+            outcome = {}
+            if told[block] is not None:
+                outcome = told[block][row]
             if has_failed(outcome):
                 left_out.append(_left_out(question, blocks[block], row))
                 continue
@@ -135,7 +138,9 @@ def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:
     calls = samples.rows(slice(row, row + 1))
     pairs = zip(calls.call_names.tolist(), calls.call_reasons.tolist(), strict=True)
     wrong = [f"{name.decode()}: {CALL_REASONS[reason]}" for name, reason in pairs if CALL_REASONS[reason] != OK]
-    detail = wrong[-1] if wrong else "it did not begin"
+    detail = "it did not begin"
+    if wrong:
+        detail = wrong[-1]
     return RewardResult(question.sample_id, 0.0, {}, LEFT_OUT, detail, question.data_source)
 
 
@@ -161,7 +166,9 @@ class Channel:
         blocks = {id(block): block for block, _, _ in self.queued}
         number = {key: i for i, key in enumerate(blocks)}
         asked = [(number[id(block)], row, question) for block, row, question in self.queued]
-        self.awaited, self.sent_at, self.queued = self.awaited + len(asked), time.monotonic(), []
+        self.awaited = self.awaited + len(asked)
+        self.sent_at = time.monotonic()
+        self.queued = []
         self.under_way, self.texts = self._call(asked, *blocks.values())
 
     def _call(self, asked: list[Asked], *blocks: Any) -> Sequence[Any]:
@@ -178,7 +185,10 @@ class Channel:
 
     def receive(self) -> list[RewardResult]:
         """Of the finished call. Raises Interrupted when the process died, or a response is lost with its node."""
-        finished, texts, self.under_way, self.texts = self.under_way, self.texts, None, None
+        finished = self.under_way
+        texts = self.texts
+        self.under_way = None
+        self.texts = None
         results = named(self._answer(finished), texts)
         self.awaited -= len(results)
         return results
@@ -254,7 +264,10 @@ class ScorerGroup:
         """
         with self._exchange.lock:
             for channel in self.channels:
-                patience_s = channel.patience_s if channel.queued else 0.0  # what is awaited is asked for as ever
+                # what is awaited is asked for as ever
+                patience_s = 0.0
+                if channel.queued:
+                    patience_s = channel.patience_s
                 every_s = max(EVERY_S, IN_ALL_S * len(self.channels), patience_s)
                 if channel.under_way is not None and self._answered(channel):
                     self._hand_out(channel.receive())

@@ -62,7 +62,8 @@ class StepBatch:
         Raises DataError for a row above the limit of a micro-batch.
         """
         layout = actor.layout
-        self._actor, self.rows = actor, samples.rows
+        self._actor = actor
+        self.rows = samples.rows
         # [rows]: mean |log p_actor - log p_rollout| over sampled tokens, once it is known
         self.log_gaps: np.ndarray | None = None
         config = actor.config

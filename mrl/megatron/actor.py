@@ -167,7 +167,9 @@ class MegatronActor:
 
         `on_host`: more that lies on the host for good, beside the places of what was offloaded.
         """
-        frozen = self.reference.pieces if self.reference and self.config.ref.param_offload else ()
+        frozen = ()
+        if self.reference and self.config.ref.param_offload:
+            frozen = self.reference.pieces
         return process_memory(self.platform.name, chain(on_host, self.residence.on_host, frozen))
 
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
@@ -193,7 +195,9 @@ class MegatronActor:
             batch = self._with_selection(batch, cut.slices)
         counts = [_count(batch.rows(rows)) for rows in cut.slices]
         result = self.update_replica(batch, cut.of(mpu.get_data_parallel_rank()).mini_batches, counts)
-        loads = list(cut.loads) if self.holds_result and mpu.get_data_parallel_rank() == 0 else []
+        loads = []
+        if self.holds_result and mpu.get_data_parallel_rank() == 0:
+            loads = list(cut.loads)
         return replace(result, loads=loads, old=_handed_out(result.old))
 
     @needs(PARAMETERS)
@@ -225,7 +229,9 @@ class MegatronActor:
         batch = replace(batch, keep=None)  # what is rejected from the loss has log-probs all the same
         inputs = self._inputs(batch, micros)
         outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size, around)
-        return _of_rows(micros, outputs) if self.on_last_stage else None
+        if self.on_last_stage:
+            return _of_rows(micros, outputs)
+        return None
 
     @needs(PARAMETERS, GRADIENTS, OPTIMIZER)
     def update_replica(
@@ -276,7 +282,8 @@ class MegatronActor:
         return {name: (value, 1.0) for name, value in spent.items()}
 
     def _check_columns(self, batch: TrainBatch) -> None:
-        given, wanted = batch.old_log_probs is not None, not self.config.algorithm.on_policy
+        given = batch.old_log_probs is not None
+        wanted = not self.config.algorithm.on_policy
         if self.on_last_stage and (given != wanted or batch.advantages is None):
             raise DataError(
                 f"an update needs advantages in the batch, and old_log_probs {'too' if wanted else 'must not be there'}"
@@ -305,7 +312,9 @@ class MegatronActor:
         if self.routing:
             self.routing.check_recomputed()
         outputs = [result.outputs for result in results if result.outputs is not None]
-        old = _of_rows(micros, outputs) if outputs else None
+        old = None
+        if outputs:
+            old = _of_rows(micros, outputs)
         return [to_floats(result.metrics) for result in results] if self.holds_result else [], old
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -322,15 +331,20 @@ class MegatronActor:
     @property
     def _moe_layers(self) -> int:
         """Layers with experts on this rank, whose routes a batch has."""
-        return len(self.routing.layers) if self.routing else 0
+        if self.routing:
+            return len(self.routing.layers)
+        return 0
 
     def _of_own_layers(self, batch: TrainBatch) -> TrainBatch:
         """From routes of all layers, as they come with samples."""
-        return batch if batch.routes is None else replace(batch, routes=batch.routes[:, self.routing.layers])
+        if batch.routes is None:
+            return batch
+        return replace(batch, routes=batch.routes[:, self.routing.layers])
 
     def computed_tokens(self, cut: ReplicaCut, lengths: np.ndarray) -> np.ndarray:
         """bool [tokens]: of a replica's rows those whose routes this rank needs; see ReplicaCut.computed."""
-        context, tensor = mpu.get_context_parallel_rank(), mpu.get_tensor_model_parallel_rank()
+        context = mpu.get_context_parallel_rank()
+        tensor = mpu.get_tensor_model_parallel_rank()
         shape = self._update_splitter.shape
         return cut.computed(lengths, shape, context, tensor if shape.tensor > 1 else 0)
 
@@ -353,7 +367,9 @@ class MegatronActor:
             select(self.loss_parameters, p.advantages, p.old_log_probs, p.loss_mask, p.response_lengths)
             for p in parts
         ]  # fmt: skip
-        return batch if any(each is None for each in selected) else replace(batch, selected=np.concatenate(selected))
+        if any(each is None for each in selected):
+            return batch
+        return replace(batch, selected=np.concatenate(selected))
 
     def _update_once(
         self, batch: TrainBatch, micros: Sequence[MicroRows], count: Denominators
@@ -384,11 +400,9 @@ class MegatronActor:
         self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
         limit = self.config.trainer.max_skipped_updates
         if self.skipped_in_a_row >= limit:
-            why = (
-                f"the last gradient's norm is {result.grad_norm}"
-                if trained
-                else "every token of the last one was rejected"
-            )
+            why = "every token of the last one was rejected"
+            if trained:
+                why = f"the last gradient's norm is {result.grad_norm}"
             raise NumericAbort(
                 f"{limit} updates in a row could not be applied (trainer.max_skipped_updates), {why}; weights are "
                 f"those of the {self.num_updates} updates before. Look at the samples of the last steps and resume "
@@ -416,7 +430,9 @@ def _of_rows(micros: Sequence[MicroRows], outputs: Sequence[TokenOutputs]) -> Ro
 
 
 def _handed_out(result: RowResult | None) -> RowResult | None:
-    return result if parallel.holds_result() else None
+    if parallel.holds_result():
+        return result
+    return None
 
 
 def _count(batch: TrainBatch) -> Denominators:
@@ -426,5 +442,7 @@ def _count(batch: TrainBatch) -> Denominators:
 
 def _step_metrics(result: StepResult) -> FloatParts:
     """The same on every rank, so one rank hands them out."""
-    norm = {"actor/grad_norm": (result.grad_norm, 1.0)} if result.applied else {}
+    norm = {}
+    if result.applied:
+        norm = {"actor/grad_norm": (result.grad_norm, 1.0)}
     return norm | {"actor/lr": (result.lr, 1.0), "actor/skipped_updates": (float(not result.applied), 1.0)}

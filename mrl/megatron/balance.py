@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-_EXCHANGES_PER_PART, _MOST_EXCHANGES = 64, 4096
+_EXCHANGES_PER_PART = 64
+_MOST_EXCHANGES = 4096
 _WORTH = 1e-9  # of the heaviest part: a smaller gain is none
 
 
@@ -94,7 +95,8 @@ def _best_exchange(heavy: np.ndarray, light: np.ndarray, gap: float) -> tuple[in
 
 def first_fit(lengths: np.ndarray, limit: int) -> list[np.ndarray]:
     """Few parts of at most `limit` tokens: rows by falling length, each into the first part that has room."""
-    free, of_row = np.full(len(lengths), limit, np.int64), np.zeros(len(lengths), np.int64)
+    free = np.full(len(lengths), limit, np.int64)
+    of_row = np.zeros(len(lengths), np.int64)
     for row in np.argsort(-lengths, kind="stable"):
         of_row[row] = part = int((free >= lengths[row]).argmax())
         free[part] -= lengths[row]
@@ -106,7 +108,9 @@ def even_fit(lengths: np.ndarray, costs: np.ndarray, limit: int, parts: int) -> 
 
     None: one finds none.
     """
-    free, sums, of_row = np.full(parts, limit, np.int64), np.zeros(parts), np.zeros(len(lengths), np.int64)
+    free = np.full(parts, limit, np.int64)
+    sums = np.zeros(parts)
+    of_row = np.zeros(len(lengths), np.int64)
     for row in np.argsort(-costs, kind="stable"):
         part = int(np.where(free >= lengths[row], sums, np.inf).argmin())
         if free[part] < lengths[row]:

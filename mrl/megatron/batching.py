@@ -98,7 +98,8 @@ class Splitter:
         """Of the old policy's forward-only passes; None when they have no limit of their own and are to be cut as the
         update is.
         """
-        samples, tokens = actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu
+        samples = actor.log_prob_micro_batch_size_per_gpu
+        tokens = actor.log_prob_max_token_len_per_gpu
         if (tokens if actor.use_dynamic_bsz else samples) is None:
             return None
         return cls._of(actor, layout, model, samples or actor.ppo_micro_batch_size_per_gpu, tokens)
@@ -171,7 +172,8 @@ class Splitter:
     def _packs(self, lengths: np.ndarray, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:
         """Under the limit of tokens: as few as their sum allows where they then fit evenly, else as few as fit."""
         limit = self._limit // self.shape.total_multiple * self.shape.total_multiple
-        taken, count = round_up_all(lengths, self.shape.sequence_multiple), self._rounded(self._fewest(lengths, ranks))
+        taken = round_up_all(lengths, self.shape.sequence_multiple)
+        count = self._rounded(self._fewest(lengths, ranks))
         even = [even_fit(taken[rows], costs[rows], limit, count) for rows in ranks]
         if any(parts is None for parts in even):
             dense = [first_fit(taken[rows], limit) for rows in ranks]
@@ -191,7 +193,8 @@ class Splitter:
 
     def _padded_count(self, lengths: np.ndarray, ranks: list[np.ndarray]) -> int:
         """The smallest number of equally many rows, the longest first, that fit under the limit as rectangles."""
-        count, falling = self._rounded(self._fewest(lengths, ranks)), [-np.sort(-lengths[rows]) for rows in ranks]
+        count = self._rounded(self._fewest(lengths, ranks))
+        falling = [-np.sort(-lengths[rows]) for rows in ranks]
         while self.max_tokens is not None and not all(self._rectangles_fit(each, count) for each in falling):
             count += self.count_multiple
         return count
@@ -221,9 +224,13 @@ class Splitter:
         """How a mini-batch of rows of `lengths` [rows] tokens, cut into `shares`, lies on the ranks."""
         tokens = tuple(int(lengths[rows].sum()) for rows in trained_rows(shares))
         micros = [micro.rows for rank in shares for micro in rank if not micro.is_filler]
-        packed = len(lengths) / len(micros) if self.shape.packed else None
+        packed = None
+        if self.shape.packed:
+            packed = len(lengths) / len(micros)
         fullest = max(self.shape.tokens(lengths[rows]) for rows in micros)
-        budget = fullest / self._limit if self.max_tokens is not None else None
+        budget = None
+        if self.max_tokens is not None:
+            budget = fullest / self._limit
         return MiniBatchLoad(
             self.padding_share(lengths, shares), self.imbalance(lengths, shares), tokens, packed, budget
         )

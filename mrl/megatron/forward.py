@@ -221,11 +221,9 @@ def _gathered_tokens(sequence_parallel: bool) -> Callable:
 
 def _head_weight(model: torch.nn.Module) -> Tensor:
     core = unwrap_model(model)
-    return (
-        core.shared_embedding_or_output_weight()
-        if core.share_embeddings_and_output_weights
-        else core.output_layer.weight
-    )
+    if core.share_embeddings_and_output_weights:
+        return core.shared_embedding_or_output_weight()
+    return core.output_layer.weight
 
 
 def token_outputs(

@@ -14,4 +14,6 @@ def brought(array: np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == tensor.device.type:
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True) if len(array) else tensor.to(device)
+    if len(array):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -52,4 +52,6 @@ def _adam(optimizer: MegatronOptimizer) -> str:
     inner: torch.optim.Optimizer | None = next(
         (part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None), None
     )
-    return "none" if inner is None else f"{type(inner).__name__} of {type(inner).__module__.partition('.')[0]}"
+    if inner is None:
+        return "none"
+    return f"{type(inner).__name__} of {type(inner).__module__.partition('.')[0]}"

@@ -51,7 +51,9 @@ class LocalParameters:
             if actual.get((name, chunk)) != wanted.get((name, chunk))
         ]
         if faults:
-            more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+            more = ""
+            if len(faults) > _SHOWN:
+                more = f"; and {len(faults) - _SHOWN} more"
             raise RuntimeError(f"the model is not as its description: {'; '.join(faults[:_SHOWN])}{more}")
 
 

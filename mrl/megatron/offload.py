@@ -129,7 +129,9 @@ class Residence:
         self, platform: Platform, chunks: Sequence[Module], optimizer: MegatronOptimizer, switched: Collection[str]
     ):
         """`switched`: the kinds that may leave the device."""
-        self._platform, self._chunks, self._optimizer = platform, chunks, optimizer
+        self._platform = platform
+        self._chunks = chunks
+        self._optimizer = optimizer
         self.switched = tuple(kind for kind in SWITCHES if kind in switched)
         self._buffers: dict[str, StorageBuffer] = {}  # by the name of what lies there
         self._emptied: dict[str, list[_EmptiedStorage]] = {}  # by kind

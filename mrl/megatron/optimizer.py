@@ -153,7 +153,9 @@ def step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> St
     if not math.isfinite(grad_norm):
         return StepResult(False, grad_norm, lr)
     for part in optimizer.chained_optimizers:
-        parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+        parameters = []
+        if not getattr(part, "is_stub_optimizer", False):
+            parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
             clip_grad_by_total_norm_fp32(
                 parameters, part.config.clip_grad, grad_norm, part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8

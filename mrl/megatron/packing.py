@@ -32,7 +32,9 @@ class Shape:
         """Each sequence is padded to a multiple of this many tokens:
         context parallelism cuts it into two parts a rank.
         """
-        return 2 * self.context if self.context > 1 else 1
+        if self.context > 1:
+            return 2 * self.context
+        return 1
 
     @property
     def total_multiple(self) -> int:
@@ -87,7 +89,9 @@ class MicroBatch(TokenValues[Array]):
     @property
     def has_log_probs(self) -> Array:
         """bool [rows, response_length]: tokens whose log-probs are computed."""
-        return self.response_mask if self.scored is None else self.scored
+        if self.scored is None:
+            return self.response_mask
+        return self.scored
 
     def mapped(self, function: Callable[[Array], Any]) -> "MicroBatch":
         """The same with `function` of every array in its place."""
@@ -121,7 +125,9 @@ def micro_batch(
     local = np.full(len(ids), -1, dtype=np.int64)
     local[kept] = np.arange(len(kept))
     here = local[target - 1] >= 0
-    lines = 1 if shape.packed else len(rows)
+    lines = 1
+    if not shape.packed:
+        lines = len(rows)
     return MicroBatch(
         input_ids=ids[kept].reshape(lines, -1),
         position_ids=positions[kept].reshape(lines, -1),
@@ -152,7 +158,9 @@ class MicroBatches:
 
     def __init__(self, count: int, lay_out: Callable[[int], MicroBatch], kept: int = 1):
         """`lay_out` gives a micro-batch by its number; `kept`: of the newest, so many are not laid out again."""
-        self._count, self._lay_out, self._limit = count, lay_out, kept
+        self._count = count
+        self._lay_out = lay_out
+        self._limit = kept
         self._kept: OrderedDict[int, MicroBatch] = OrderedDict()
 
     def __len__(self) -> int:
@@ -235,7 +243,8 @@ def kept_positions(padded: np.ndarray, context: int, rank: int) -> np.ndarray:
     """
     if context == 1:
         return np.arange(int(padded.sum()))
-    kept, start = [], 0
+    kept = []
+    start = 0
     for size in map(int, padded):
         chunk = size // (2 * context)
         for number in (rank, 2 * context - 1 - rank):

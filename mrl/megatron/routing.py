@@ -91,7 +91,8 @@ class Routing:
     """
 
     def __init__(self, chunks: list[torch.nn.Module], model: ModelSpec, replay: Replay):
-        self.replay, self._num_experts = replay, model.num_experts
+        self.replay = replay
+        self._num_experts = model.num_experts
         cores = unwrap_model(chunks)
         self._routers = {id(core): [m for m in core.modules() if isinstance(m, TopKRouter)] for core in cores}
         for router in self._all():
@@ -134,7 +135,9 @@ class Routing:
 
         Without that promise they may differ by rounding, and either's routes are as good.
         """
-        before = self._recorded.get(key, []) if torch.are_deterministic_algorithms_enabled() else []
+        before = []
+        if torch.are_deterministic_algorithms_enabled():
+            before = self._recorded.get(key, [])
         if any((_differ(earlier, now) & real).any() for earlier, now in zip(before, chosen, strict=False)):
             raise RuntimeError(
                 "two micro-batches of the same tokens chose other experts; their routes cannot be told apart"
@@ -160,7 +163,8 @@ class Routing:
         An update on policy has no forward before it, and is itself the one at the old log-probs.
         """
         core = unwrap_model(model)
-        choosers, before = self._choosers(core), self._recorded.get((id(core), inputs.content))
+        choosers = self._choosers(core)
+        before = self._recorded.get((id(core), inputs.content))
         if self.replay == "R2" and before is None:
             raise RuntimeError(
                 "no routes were recorded for a micro-batch of the update: it was cut otherwise at the old log-probs"
@@ -237,7 +241,8 @@ class Routing:
         pairs = [torch.as_tensor(count, device=self._device) for count in vars(self._counts).values()]
         counts = torch.cat([self._load.flatten(), torch.stack(pairs)])
         dist.all_reduce(counts, group=group)
-        load, total = counts[: -len(pairs)].view(self._load.shape).double(), _Counts(*counts[-len(pairs) :].tolist())
+        load = counts[: -len(pairs)].view(self._load.shape).double()
+        total = _Counts(*counts[-len(pairs) :].tolist())
         if dist.get_rank(group) or not load.any():
             return {}
         relative = load / load.mean(-1, keepdim=True)
@@ -260,12 +265,15 @@ def _choosing(
 ) -> Iterator[None]:
     """Lets routers choose what is wanted of them; by themselves where that is None."""
     for n, chooser in enumerate(choosers):
-        chooser.training, chooser.has_gaps, chooser.wanted = training, has_gaps, wanted[n] if wanted else None
+        chooser.training = training
+        chooser.has_gaps = has_gaps
+        chooser.wanted = wanted[n] if wanted else None
     try:
         yield
     finally:
         for chooser in choosers:
-            chooser.training, chooser.wanted = False, None
+            chooser.training = False
+            chooser.wanted = None
 
 
 def _differ(routes: Tensor, others: Tensor) -> Tensor:

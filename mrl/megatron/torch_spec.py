@@ -61,7 +61,8 @@ class Norm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_):
         super().__init__()
-        self.weight, self.eps = _norm_weight(hidden_size, config), eps
+        self.weight = _norm_weight(hidden_size, config)
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

@@ -73,7 +73,8 @@ def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0)
     A unit never straddles nodes: what is left of a node and too small for one stays idle. Raises ConfigError when the
     engines do not fit.
     """
-    size, per_node = unit_size(rollout, cluster.devices_per_node), cluster.devices_per_node
+    size = unit_size(rollout, cluster.devices_per_node)
+    per_node = cluster.devices_per_node
     places: list[Place] = []
     for _ in range(rollout.num_engines * rollout.workers_per_engine // size):
         if first % per_node + size > per_node:

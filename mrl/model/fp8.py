@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 
 _CODES = np.arange(256, dtype=np.uint8)
-_FRACTION_BITS, _BIAS = 3, 7
+_FRACTION_BITS = 3
+_BIAS = 7
 
 
 def bfloat16_words(

@@ -185,7 +185,9 @@ _KINDS: dict[str, type] = {"model_type": str, "dtype": str, "torch_dtype": str, 
 def refuse_impossible(config: HfConfig) -> None:
     """Raises ConfigError for a field of another kind, or of a size, than any model has; null is left alone."""
     for key, value in config.items():
-        least = 1 if key in _MOST else 0
+        least = 0
+        if key in _MOST:
+            least = 1
         most = {**_MOST, **_MOST_OR_NONE}.get(key)
         if value is None:
             continue

@@ -29,7 +29,9 @@ class HubName:
     @property
     def command(self) -> str:
         """Fetches it by hand."""
-        revision = f" --revision {self.revision}" if self.revision else ""
+        revision = ""
+        if self.revision:
+            revision = f" --revision {self.revision}"
         return f"hf download {self.repo}{revision} --local-dir FOLDER"
 
 
@@ -94,7 +96,9 @@ def cached_folder(path: str) -> str:
         )
     except Exception:  # it is not there; whatever else is wrong with the cache is for those who fetch
         return path
-    return folder if (Path(folder) / "config.json").is_file() else path
+    if (Path(folder) / "config.json").is_file():
+        return folder
+    return path
 
 
 def _reason(error: Exception) -> str:

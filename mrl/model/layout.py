@@ -222,7 +222,9 @@ class RolloutLayout:
     def expert_coords(self, worker: int) -> tuple[int, int]:
         """(expert-parallel rank, tensor rank inside an expert) of a worker."""
         flat = worker % self.workers_per_engine
-        return (flat, 0) if self.expert > 1 else (0, flat)
+        if self.expert > 1:
+            return (flat, 0)
+        return (0, flat)
 
     @property
     def expert_tensor(self) -> int:

@@ -48,7 +48,8 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 def chunk_layer_counts(d: LayoutDegrees, num_layers: int) -> tuple[tuple[int, ...], ...]:
     """[pipeline][virtual_pipeline] layer counts of legal degrees, as megatron-core 0.16.1 splits them
     (transformer_block.get_num_layers_to_build; an explicit list is its `pipeline_model_parallel_layout`)."""
-    pp, vp = d.pipeline_model_parallel_size, d.virtual_pipeline
+    pp = d.pipeline_model_parallel_size
+    vp = d.virtual_pipeline
     if d.pipeline_layers is not None:
         return tuple(tuple(d.pipeline_layers[v * pp + p] for v in range(vp)) for p in range(pp))
     if d.end_stages:
@@ -62,9 +63,12 @@ def chunk_layer_counts(d: LayoutDegrees, num_layers: int) -> tuple[tuple[int, ..
 
 def _end_stage_counts(d: LayoutDegrees, num_layers: int) -> tuple[int, ...]:
     """Layers of each stage when the first or last stage is given; the rest is shared evenly by the other stages."""
-    first, last = d.num_layers_in_first_pipeline_stage, d.num_layers_in_last_pipeline_stage
+    first = d.num_layers_in_first_pipeline_stage
+    last = d.num_layers_in_last_pipeline_stage
     middle = d.pipeline_model_parallel_size - len(d.end_stages)
-    each = (num_layers - sum(d.end_stages)) // middle if middle > 0 else 0
+    each = 0
+    if middle > 0:
+        each = (num_layers - sum(d.end_stages)) // middle
     return (() if first is None else (first,)) + (each,) * middle + (() if last is None else (last,))
 
 
@@ -85,7 +89,8 @@ def _has_dense_mlp(m: ModelFacts) -> bool:
 
 
 def _kv_heads_split(d: LayoutDegrees, m: ModelFacts) -> bool:
-    tp, kv = d.tensor_model_parallel_size, m.num_key_value_heads
+    tp = d.tensor_model_parallel_size
+    kv = m.num_key_value_heads
     return kv % tp == 0 or tp % kv == 0
 
 
@@ -96,8 +101,11 @@ def _qkv_rows_split(d: LayoutDegrees, m: ModelFacts) -> bool:
 def _middle_is_even(d: LayoutDegrees, m: ModelFacts) -> bool:
     if d.notations != 1 or not d.end_stages:
         return True
-    middle, left = d.pipeline_model_parallel_size - len(d.end_stages), m.num_layers - sum(d.end_stages)
-    return left == 0 if middle == 0 else middle > 0 and left > 0 and left % middle == 0
+    middle = d.pipeline_model_parallel_size - len(d.end_stages)
+    left = m.num_layers - sum(d.end_stages)
+    if middle == 0:
+        return left == 0
+    return middle > 0 and left > 0 and left % middle == 0
 
 
 def _stages_are_even(d: LayoutDegrees, m: ModelFacts) -> bool:
@@ -152,9 +160,13 @@ def _even(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(each + (chunk < more) for chunk in range(chunks))
 
 
-_TP, _PP, _VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
-_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_TP = "tensor_model_parallel_size"
+_PP = "pipeline_model_parallel_size"
+_VPP = "virtual_pipeline_model_parallel_size"
+_EP = "expert_model_parallel_size"
+_ETP = "expert_tensor_parallel_size"
+_FIRST = "num_layers_in_first_pipeline_stage"
+_LAST = "num_layers_in_last_pipeline_stage"
 _MIDDLE_RULE = (
     "of {m.num_layers} layers, those left for the middle stages must be at least one a stage and divide evenly"
 )
@@ -347,7 +359,9 @@ def _candidates(field: str, d: LayoutDegrees, m: ModelFacts) -> Iterable[Any]:
         below = d.world_size // step
         return [step * k for k in range(max(1, below - 1), below + 3)]
     if field == "pipeline_layers":
-        return [None] if d.notations > 1 else dict.fromkeys(_lists(d, m))
+        if d.notations > 1:
+            return [None]
+        return dict.fromkeys(_lists(d, m))
     if field == "sequence_parallel" or field.startswith("account_for_"):
         return [False, True]
     return range(1, max(m.num_attention_heads, m.num_experts, m.num_layers + 2) + 1)

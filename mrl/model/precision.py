@@ -19,12 +19,16 @@ class Precision:
     @property
     def master(self) -> int:
         """A second copy of the weights, where their own format is too coarse for small updates."""
-        return 0 if self.parameters == _FLOAT32 else _FLOAT32
+        if self.parameters == _FLOAT32:
+            return 0
+        return _FLOAT32
 
     @property
     def adam(self) -> float:
         """Of master weights and moments, on the device."""
-        staying = self.master if self.masters_stay else 0.0
+        staying = 0.0
+        if self.masters_stay:
+            staying = self.master
         return (self.master + self.moments) * (1 - self.host_share) + staying * self.host_share
 
     @property
@@ -38,4 +42,5 @@ class Precision:
         return self.parameters + self.master + self.moments
 
 
-BF16, FLOAT32 = Precision(), Precision(parameters=_FLOAT32)
+BF16 = Precision()
+FLOAT32 = Precision(parameters=_FLOAT32)

@@ -58,11 +58,9 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     try:
         config = read_json(file, TEXT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        hint = (
-            ""
-            if os.path.isdir(path)
-            else " (no such directory; a name on the Hugging Face hub is written hf://ORG/NAME)"
-        )
+        hint = " (no such directory; a name on the Hugging Face hub is written hf://ORG/NAME)"
+        if os.path.isdir(path):
+            hint = ""
         raise EnvironmentFault(
             f"{file} does not exist{hint}: model.path must be a Hugging Face checkpoint directory"
         ) from None
@@ -146,7 +144,9 @@ def known_name(path: str | Path) -> str | None:
     if not prefixes or text.startswith(_OTHER_MODELS):
         return None
     longest = max(prefixes, key=len)
-    return None if any(word in text[len(longest) :] for word in _OTHER_WEIGHTS) else names[longest]
+    if any(word in text[len(longest) :] for word in _OTHER_WEIGHTS):
+        return None
+    return names[longest]
 
 
 def known_hf_config(name: str) -> dict[str, Any]:
@@ -171,7 +171,9 @@ def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
         try:
             return load_model_spec(path), ""
         except MrlError as error:
-            here = "" if os.path.isdir(path) else f"; known by name for planning: {', '.join(known_models())}"
+            here = ""
+            if not os.path.isdir(path):
+                here = f"; known by name for planning: {', '.join(known_models())}"
             raise type(error)(f"{error}{here}") from None
     spec = known_spec(name)
     longer = next(

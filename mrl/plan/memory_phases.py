@@ -127,7 +127,9 @@ class Phase:
     @property
     def cure(self) -> str:
         """What to change when it does not fit; empty when it does."""
-        return "" if self.fits else TERMS[self.largest].cure
+        if self.fits:
+            return ""
+        return TERMS[self.largest].cure
 
     def to_json(self) -> dict:
         """Plain data."""
@@ -261,8 +263,11 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
     sleep left on the device is there all the time. Parameters that are offloaded come back for the sync; the optimizer
     and the gradients that are offloaded do not.
     """
-    asleep, rest = {"engine_asleep": engine.asleep}, _at_rest(actor)
-    context = {"engine_context": engine.context} if engine.context else {}
+    asleep = {"engine_asleep": engine.asleep}
+    rest = _at_rest(actor)
+    context = {}
+    if engine.context:
+        context = {"engine_context": engine.context}
     phases = [
         Phase(name, terms | asleep, device.usable) for name, terms in _actor_terms(actor).items() if name != "sync"
     ]
@@ -293,16 +298,21 @@ def with_optimizer_early(stages: list[list[Phase]], actors: list[ActorBytes]) ->
     the update need not wait for it; those given where it would not fit beside them on every stage.
     """
     early = [[_with_optimizer(phase, actor) for phase in phases] for phases, actor in zip(stages, actors, strict=True)]
-    return early if all(phase.fits for phases in early for phase in phases if phase.name in _LOG_PROBS) else stages
+    if all(phase.fits for phases in early for phase in phases if phase.name in _LOG_PROBS):
+        return early
+    return stages
 
 
 def _with_optimizer(phase: Phase, actor: ActorBytes) -> Phase:
-    return replace(phase, terms=phase.terms | {"optimizer": actor.optimizer}) if phase.name in _LOG_PROBS else phase
+    if phase.name in _LOG_PROBS:
+        return replace(phase, terms=phase.terms | {"optimizer": actor.optimizer})
+    return phase
 
 
 def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
     state = {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
-    without, samples = _at_rest(actor, parameters=True), actor.samples
+    without = _at_rest(actor, parameters=True)
+    samples = actor.samples
     phases = {
         "train": state
         | _reference(actor)
@@ -329,7 +339,9 @@ def _samples(batch: int, routes: int) -> dict[str, int]:
 
 def _reference(actor: ActorBytes) -> dict[str, int]:
     """The reference model, where it stays on the device outside its own phase."""
-    return {"reference": actor.reference} if actor.reference and not actor.offload.reference else {}
+    if actor.reference and not actor.offload.reference:
+        return {"reference": actor.reference}
+    return {}
 
 
 def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:

@@ -21,7 +21,9 @@ from mrl.model.registry import weight_map
 from mrl.model.weight_map import Weight
 from mrl.units import round_up
 
-_PARAMETER_START, _BUFFER_END = 64, 128  # elements
+# elements
+_PARAMETER_START = 64
+_BUFFER_END = 128
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,12 @@ def layer_kinds(model: ModelSpec, layout: TrainLayout, pp: int, vp: int) -> tupl
 
 def _ends(model: ModelSpec, pipeline: int, pp: int) -> tuple[Weight, ...]:
     """What a stage has beside its layers."""
-    first = (weight_map(model).embedding,) if pp == 0 else ()
-    last = last_stage_weights(model, pipeline) if pp == pipeline - 1 else ()
+    first = ()
+    if pp == 0:
+        first = (weight_map(model).embedding,)
+    last = ()
+    if pp == pipeline - 1:
+        last = last_stage_weights(model, pipeline)
     return (*first, *last)
 
 

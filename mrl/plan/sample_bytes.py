@@ -19,7 +19,10 @@ from mrl.plan.activations import MicroBatchShape
 from mrl.plan.model_state import layer_kinds
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
 
-_BOOL, _F32, _F64, _INT64 = 1, 4, 8, 8
+_BOOL = 1
+_F32 = 4
+_F64 = 8
+_INT64 = 8
 _A_TOKEN = 2 * _INT64 + 2  # its number and position; whether it is real, whether it predicts
 _A_TARGET = 3 * _INT64 + _F32  # who predicts it, its number, its place; its temperature
 _NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/routing.py)
@@ -38,7 +41,8 @@ class SampleBytes:
 
 def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
     """Of a rank of pipeline stage `pp`."""
-    config, of_step = inputs.config, -(-batch.samples // inputs.train.data)
+    config = inputs.config
+    of_step = -(-batch.samples // inputs.train.data)
     routed = _route_bytes(inputs.model, _moe_layers(inputs.model, inputs.train, pp)) * _routed(inputs)
     response = config.data.max_response_length
     handed_out = 2 * _F32 + _BOOL  # log-probs and entropies, and a mask of them
@@ -54,7 +58,9 @@ def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
 
 def _at_once(inputs: PlanInputs) -> int:
     """Micro-batches that are laid out."""
-    return inputs.train.pipeline if inputs.train.virtual_pipeline > 1 else 1
+    if inputs.train.virtual_pipeline > 1:
+        return inputs.train.pipeline
+    return 1
 
 
 def _tokens_at_once(inputs: PlanInputs, micro: MicroBatchShape) -> int:
@@ -99,7 +105,8 @@ def _route_bytes(model: ModelSpec, moe_layers: int) -> int:
 
 def _recorded(inputs: PlanInputs, rows: int, pp: int) -> int:
     """Choices of this stage's routers for this rank's part of every sequence of the step."""
-    model, train = inputs.model, inputs.train
+    model = inputs.model
+    train = inputs.train
     tokens = -(-_tokens(inputs, rows) // (train.tensor if train.sequence_parallel else 1))
     return (
         tokens
@@ -132,14 +139,17 @@ def stored_beside_validation(inputs: PlanInputs, batch: BatchPlan) -> int:
     if inputs.config.trainer.test_freq < 1:
         return 0
     is_synchronous = schedule_of(inputs.config).is_synchronous
-    return _columns(inputs, batch.samples) if is_synchronous else stored_bytes(inputs)
+    if is_synchronous:
+        return _columns(inputs, batch.samples)
+    return stored_bytes(inputs)
 
 
 def held_out_bytes(config: RunConfig, prompts: int) -> int:
     """Of the answers to so many held-out prompts, in the object stores of the engines' nodes until they are written;
     they bring no routes.
     """
-    responses, data = prompts * config.rollout.val_kwargs.n, config.data
+    responses = prompts * config.rollout.val_kwargs.n
+    data = config.data
     return column_bytes(responses * data.max_prompt_length, responses * data.max_response_length)
 
 
@@ -149,14 +159,17 @@ def written_group_bytes(inputs: PlanInputs) -> int:
     Nothing where no group waits for its step.
     """
     is_synchronous = schedule_of(inputs.config).is_synchronous
-    return 0 if is_synchronous else 2 * _columns(inputs, inputs.config.rollout.n)
+    if is_synchronous:
+        return 0
+    return 2 * _columns(inputs, inputs.config.rollout.n)
 
 
 def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
     """Of a step's responses, what ranks of one node fetch, over all of it: tokens once a replica, of routes each rank
     its own part.
     """
-    train, model = inputs.train, inputs.model
+    train = inputs.train
+    model = inputs.model
     coords = [train.dense_coords(rank) for rank in ranks]
     replicas = len({each.dp for each in coords}) / train.data
     if not _routed(inputs):
@@ -167,7 +180,8 @@ def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
         / _parts_of_tokens(inputs)
         / train.data
     )
-    tokens, routes = _columns(inputs, 1, routes=False), _columns(inputs, 1) - _columns(inputs, 1, routes=False)
+    tokens = _columns(inputs, 1, routes=False)
+    routes = _columns(inputs, 1) - _columns(inputs, 1, routes=False)
     return (tokens * replicas + routes * parts) / (tokens + routes)
 
 
@@ -175,7 +189,8 @@ def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
     """On the host of a rank of pipeline stage `pp`: its replica's rows (mrl/flow/rank_batch.py), its part of
     their routes and what is computed of their tokens.
     """
-    data, algorithm = inputs.config.data, inputs.config.algorithm
+    data = inputs.config.data
+    algorithm = inputs.config.algorithm
     rows = -(-batch.samples // inputs.train.data)
     arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy + _F64 * algorithm.use_kl_in_reward  # penalties
     own_bytes = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays

@@ -26,7 +26,9 @@ from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, recompute_
 from mrl.plan.step_work import mean_flops_per_token, mean_lengths
 from mrl.units import round_up
 
-_BF16, _F32 = 2, 4  # bytes
+# bytes
+_BF16 = 2
+_F32 = 4
 # Bytes for each of a 16-bit parameter: once a micro-batch its gradient is written and read in 16 bits, added in 32.
 _GRADIENT_TRAFFIC = 6
 _LOGITS = 3  # times that logits are written or read in float32
@@ -79,7 +81,9 @@ class Overlap:
 def overlap_of(config: RunConfig, mini_batches: int) -> Overlap:
     """From `actor.override_ddp_config`, for steps of so many updates."""
     given = config.actor.override_ddp_config
-    beside = (mini_batches - 1) / mini_batches if given.get("overlap_param_gather") else 0.0
+    beside = 0.0
+    if given.get("overlap_param_gather"):
+        beside = (mini_batches - 1) / mini_batches
     return Overlap(bool(given.get("overlap_grad_reduce")), beside)
 
 
@@ -99,7 +103,9 @@ def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
     """
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     forward = batch.samples * lengths.total * mean_flops_per_token(inputs.model, lengths)
-    scored = {} if inputs.config.algorithm.on_policy else {"log_prob": forward}
+    scored = {}
+    if not inputs.config.algorithm.on_policy:
+        scored = {"log_prob": forward}
     recompute = recompute_of(inputs.config)
     again = share_again(recompute, inputs.model, mean_flops_per_token(inputs.model, lengths))
     return scored | {"update": forward * update_passes(recompute, again).compute, "generation": forward}
@@ -132,7 +138,9 @@ def hand_over_seconds(inputs: PlanInputs) -> float:
 
 def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", "PassSeconds"]:
     """Of a pass of log-probs over a step, and of one update."""
-    train, device, recompute = inputs.train, inputs.device, recompute_of(inputs.config)
+    train = inputs.train
+    device = inputs.device
+    recompute = recompute_of(inputs.config)
     per_node = inputs.config.cluster.n_gpus_per_node
     states = (
         stage_state(inputs.model, train, pp, precision_of(inputs.config, inputs.element_bytes))
@@ -260,7 +268,9 @@ def pass_seconds(
 def micro_batch_count(work: PassWork, layout: TrainLayout) -> int:
     """Micro-batches of one rank; a multiple of the stages with virtual ones."""
     count = max(1, -(-int(work.tokens) // (work.micro.tokens * layout.data)))
-    return round_up(count, layout.pipeline) if layout.virtual_pipeline > 1 else count
+    if layout.virtual_pipeline > 1:
+        return round_up(count, layout.pipeline)
+    return count
 
 
 def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Passes, assumed: Assumptions) -> float:
@@ -268,11 +278,13 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
     busiest expert rank has more of both than the mean; or the host's launches where they take longer. The last stage
     has the output layer too.
     """
-    m, load = work.model, assumed.expert_load_in(layout)
+    m = work.model
+    load = assumed.expert_load_in(layout)
     tokens = work.micro.tokens / (layout.tensor * layout.context)
     products = tokens / (device.flops * assumed.compute_share)
     through = tokens / (device.memory_rate * assumed.decode_memory_share)
-    experts, head = module_flops_per_token(m, 0)["moe"], 2.0 * m.hidden_size * m.vocab_size
+    experts = module_flops_per_token(m, 0)["moe"]
+    head = 2.0 * m.hidden_size * m.vocab_size
     beside, inside = _traffic(m, layout.expert_tensor)
     body = products * (passes.compute * (work.flops_per_token - head) + (load - 1) * passes.experts * experts)
     body += through * (passes.others * beside + load * passes.experts * inside)
@@ -282,7 +294,9 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
     stages = [sum(chunks) for chunks in layout.chunk_layers]
     launch = passes.others * (assumed.moe_launch if m.is_moe else assumed.dense_launch)
     seconds = [max(body * layers / m.num_layers, layers * launch) for layers in stages]
-    return max(*seconds[:-1], seconds[-1] + output) if len(seconds) > 1 else seconds[0] + output
+    if len(seconds) > 1:
+        return max(*seconds[:-1], seconds[-1] + output)
+    return seconds[0] + output
 
 
 @cache
@@ -296,8 +310,12 @@ def _traffic(m: ModelSpec, expert_tensor: int) -> tuple[float, float]:
     sparse = len(m.moe_layers)
     dense = (m.num_layers - sparse) * 6 * m.intermediate_size
     beside = _BF16 * (m.num_layers * (16 * m.hidden_size + 6 * heads) + dense)
-    width = expert_tensor * m.hidden_size + m.moe_intermediate_size if m.is_moe else 0
-    inside = sparse * m.num_experts_per_tok * 6 * width if m.is_moe else 0
+    width = 0
+    if m.is_moe:
+        width = expert_tensor * m.hidden_size + m.moe_intermediate_size
+    inside = 0
+    if m.is_moe:
+        inside = sparse * m.num_experts_per_tok * 6 * width
     return float(beside), float(_BF16 * inside)
 
 
@@ -332,7 +350,8 @@ def _expert_seconds(work: PassWork, layout: TrainLayout, nbytes: float, links: _
     """Of bringing each token to its experts and back, `nbytes` for one expert of each. What stays in a node goes beside
     what leaves it. DeepEP and HybridEP send a token to another node once, however many of its experts are there.
     """
-    size, chosen = layout.expert * layout.expert_tensor, work.model.num_experts_per_tok
+    size = layout.expert * layout.expert_tensor
+    chosen = work.model.num_experts_per_tok
     here = min(size, links.per_node)
     slices = layout.expert_tensor - 1  # a sliced expert's tokens are gathered on all ranks that have a part of it
     inside = chosen * ((here - 1) / size + slices) * nbytes / links.rate(here)

@@ -215,7 +215,9 @@ def check_npu_environment(environment: Mapping[str, str]) -> None:
 
 def environment_faults(device: str, environment: Mapping[str, str]) -> list[str]:
     """Variables that are known to break a run on this kind of device, each with the reason and the cure."""
-    return _npu_faults(environment) if device == "npu" else []
+    if device == "npu":
+        return _npu_faults(environment)
+    return []
 
 
 def _npu_faults(environment: Mapping[str, str]) -> list[str]:

@@ -43,7 +43,9 @@ def layers() -> Layers:
     if find_spec("transformer_engine") is None:
         return "torch"
     has_engine = importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE
-    return "transformer_engine" if has_engine else "torch"
+    if has_engine:
+        return "transformer_engine"
+    return "torch"
 
 
 def check_layers(device: str, found: Layers, allow_torch: bool) -> None:

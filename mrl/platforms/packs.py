@@ -64,9 +64,12 @@ def rotated_from_table(original: Callable) -> Callable:
         if pack is None or multi_latent_attention:
             return whole(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group)
         cos, sin = ((f(freqs) * mscale).to(t.dtype)[pack.places] for f in (torch.cos, torch.sin))
-        turned, rest = t[:, None, :, : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+        turned = t[:, None, :, : freqs.shape[-1]]
+        rest = t[..., freqs.shape[-1] :]
         turned = (turned * cos + _rotate_half(turned, rotary_interleaved) * sin)[:, 0]
-        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        if rest.shape[-1]:
+            return torch.cat((turned, rest), dim=-1)
+        return turned
 
     return rotated
 

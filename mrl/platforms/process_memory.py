@@ -114,7 +114,8 @@ def process_memory(
     `absent_bytes`: of whole blocks that the allocator holds and that are mapped nowhere, as in a sleeping engine.
     """
     if device == "cpu":
-        live, free = live_bytes(on_host, roots), None
+        live = live_bytes(on_host, roots)
+        free = None
     else:
         import torch
 
@@ -159,7 +160,9 @@ def _storage(tensor: "Tensor") -> "UntypedStorage | None":
         storage = tensor.untyped_storage()
     except NotImplementedError:  # sparse
         return None
-    return storage if storage.device.type == "cpu" else None
+    if storage.device.type == "cpu":
+        return storage
+    return None
 
 
 def few_heaps() -> bool:

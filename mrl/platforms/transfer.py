@@ -203,7 +203,9 @@ def _private_pool(segments: Iterable[Mapping[str, Any]], address: int) -> tuple[
     for segment in segments:
         if segment["address"] <= address < segment["address"] + segment["total_size"]:
             pool = tuple(segment.get("segment_pool_id", (0, 0)))
-            return None if pool == (0, 0) else pool
+            if pool == (0, 0):
+                return None
+            return pool
     return None
 
 

@@ -184,7 +184,9 @@ def bare(version: str) -> str:
 def release_of(version: str) -> tuple[int, int] | None:
     """Major and minor number; None of a text that has none."""
     match = re.match(r"(?:core_r)?(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else None
+    if match:
+        return (int(match[1]), int(match[2]))
+    return None
 
 
 def shares_key_value_heads(megatron: str) -> bool:

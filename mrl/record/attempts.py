@@ -115,7 +115,9 @@ class UnderWay:
     """
 
     def __init__(self, folder: Path, step: int, check: Callable[[], None] = lambda: None) -> None:
-        self._folder, self._step, self._check = folder, step, check
+        self._folder = folder
+        self._step = step
+        self._check = check
         self._responses = self._noted = 0
         self._noted_at = -math.inf
 
@@ -127,7 +129,9 @@ class UnderWay:
 
     def done(self, step: int) -> None:
         """The step has its line of metrics, which counts them from here on."""
-        self._step, self._responses, self._noted = step, 0, 0
+        self._step = step
+        self._responses = 0
+        self._noted = 0
 
     def close(self) -> None:
         """Notes those that came since it last did, where it may."""
@@ -239,8 +243,12 @@ def _append(folder: Path, check: Callable[[], None], event: str, row: Mapping[st
 
 
 def _exit_code(error: BaseException) -> int:
-    return error.exit_code if isinstance(error, MrlError) else 1
+    if isinstance(error, MrlError):
+        return error.exit_code
+    return 1
 
 
 def _text(error: BaseException) -> str:
-    return described(error) if isinstance(error, Exception) else type(error).__name__
+    if isinstance(error, Exception):
+        return described(error)
+    return type(error).__name__

@@ -38,7 +38,9 @@ class Goodput:
     @property
     def share(self) -> float:
         """Of useful seconds in the wall time."""
-        return self.useful / self.wall if self.wall else 0.0
+        if self.wall:
+            return self.useful / self.wall
+        return 0.0
 
     def __str__(self) -> str:
         lost = ", ".join(f"{cause} {seconds:.0f}" for cause, seconds in self.lost.items())
@@ -134,7 +136,9 @@ def _summed(intervals: Sequence[_Interval], steps: Mapping[int, float]) -> Goodp
 def _cause(interval: _Interval) -> str:
     if interval.kind != _LOOP:
         return interval.kind
-    return KILLED if interval.is_killed else BESIDE
+    if interval.is_killed:
+        return KILLED
+    return BESIDE
 
 
 def goodput_of(folder: Path) -> Goodput | None:

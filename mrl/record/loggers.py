@@ -38,7 +38,9 @@ def _finite(metrics: Metrics) -> dict[str, float]:
 
 
 def _kept_id(file: Path) -> str | None:
-    return file.read_text().strip() if file.exists() else None
+    if file.exists():
+        return file.read_text().strip()
+    return None
 
 
 class WandbSink(View):
@@ -50,7 +52,9 @@ class WandbSink(View):
     def __init__(self, folder: Path, info: RunInfo) -> None:
         """Raises ImportError without the package; connects with the first call."""
         self._wandb = importlib.import_module("wandb")
-        self._folder, self._info, self._run = folder, info, None
+        self._folder = folder
+        self._info = info
+        self._run = None
 
     def _open(self) -> Any:
         if self._run is None:
@@ -84,10 +88,13 @@ class MlflowSink(View):
 
     def __init__(self, folder: Path, info: RunInfo, tracking_uri: str | None = None) -> None:
         """Raises ImportError without the package; connects with the first call."""
-        self._mlflow, self._entities = importlib.import_module("mlflow"), importlib.import_module("mlflow.entities")
-        self._folder, self._info = folder, info
+        self._mlflow = importlib.import_module("mlflow")
+        self._entities = importlib.import_module("mlflow.entities")
+        self._folder = folder
+        self._info = info
         self._uri = tracking_uri or f"sqlite:///{folder.resolve()}/mlflow.db"
-        self._client, self._id = None, ""
+        self._client = None
+        self._id = ""
 
     def _open(self) -> Any:
         if self._client is None:
@@ -105,7 +112,9 @@ class MlflowSink(View):
         return self._client
 
     def _artifacts(self) -> str | None:
-        return (self._folder.resolve() / "mlflow").as_uri() if self._uri.startswith("sqlite:") else None
+        if self._uri.startswith("sqlite:"):
+            return (self._folder.resolve() / "mlflow").as_uri()
+        return None
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Logs the step; `@` is no character of its metric names and becomes `_at_`, as in verl."""
@@ -136,7 +145,9 @@ class SwanlabSink(View):
     def __init__(self, folder: Path, info: RunInfo) -> None:
         """Raises ImportError without the package; connects with the first call."""
         self._swanlab = importlib.import_module("swanlab")
-        self._folder, self._info, self._run = folder, info, None
+        self._folder = folder
+        self._info = info
+        self._run = None
 
     def _open(self) -> Any:
         if self._run is None:
@@ -167,7 +178,9 @@ class SwanlabSink(View):
 
 
 def _cell(value: Any) -> Any:
-    return value if isinstance(value, str | float | int) else str(value)
+    if isinstance(value, str | float | int):
+        return value
+    return str(value)
 
 
 class TensorBoardSink(View):
@@ -184,8 +197,10 @@ class TensorBoardSink(View):
         from tensorboard.util.tensor_util import make_tensor_proto
 
         had_events = folder.is_dir() and any(folder.iterdir())
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._metadata, self._tensor = create_summary_metadata, make_tensor_proto
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
+        self._metadata = create_summary_metadata
+        self._tensor = make_tensor_proto
         self._writer = EventFileWriter(str(folder))
         if history is not None and not had_events:
             for row in read_metrics(history):

@@ -37,7 +37,9 @@ def _reduce(kind: str, pairs: Sequence[tuple[float, float]]) -> float | None:
     match kind:
         case "mean":
             weight = math.fsum(w for _, w in pairs)
-            return math.fsum(values) / weight if weight else None
+            if weight:
+                return math.fsum(values) / weight
+            return None
         case "sum":
             return math.fsum(values)
         case "max" | "min":
@@ -168,7 +170,9 @@ class GeneratingTime:
     """How long engines that work beside training had requests, and the tokens that came back meanwhile."""
 
     def __init__(self) -> None:
-        self._seconds, self._tokens, self._since = 0.0, 0, None
+        self._seconds = 0.0
+        self._tokens = 0
+        self._since = None
 
     def note(self, generates: bool, tokens: int, now: float) -> None:
         """At second `now` engines have requests, or none; `tokens` came back since the last note."""
@@ -179,8 +183,11 @@ class GeneratingTime:
 
     def metrics(self) -> dict[str, float]:
         """Since the last call; nothing where no token came back."""
-        metrics = {f"timing_per_token_ms/{GENERATING}": 1e3 * self._seconds / self._tokens} if self._tokens else {}
-        self._seconds, self._tokens = 0.0, 0
+        metrics = {}
+        if self._tokens:
+            metrics = {f"timing_per_token_ms/{GENERATING}": 1e3 * self._seconds / self._tokens}
+        self._seconds = 0.0
+        self._tokens = 0
         return metrics
 
 

@@ -266,7 +266,9 @@ def json_safe(value: Any) -> Any:
             return value
     if hasattr(value, "item"):
         return json_safe(value.item())
-    return float(value) if math.isfinite(value) else None
+    if math.isfinite(value):
+        return float(value)
+    return None
 
 
 def json_line(row: Mapping[str, Any]) -> str:

@@ -63,7 +63,9 @@ class LockHolder:
     since: str | None
 
     def __str__(self) -> str:
-        since = f" since {self.since}" if self.since else ""
+        since = ""
+        if self.since:
+            since = f" since {self.since}"
         return f"process {self.process.pid} on host {self.process.host}{since}"
 
 
@@ -123,7 +125,9 @@ def _seems_held(found: LockFile) -> bool:
     if found.holder is None:
         return False
     lives = found.holder.process.lives()
-    return found.beats_lately() if lives is None else lives
+    if lives is None:
+        return found.beats_lately()
+    return lives
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -286,7 +290,9 @@ def _are_over(found: Sequence[LockFile], folder: Path, poll: Callable[[], None],
     """
     unknown = []
     for lock in found:
-        lives = lock.holder.process.lives() if lock.holder else None
+        lives = None
+        if lock.holder:
+            lives = lock.holder.process.lives()
         if lives:
             raise _in_use(lock, folder, "its process runs")
         if lives is None and not lock.is_free:
@@ -338,7 +344,9 @@ def _say(line: str) -> None:
 
 
 def _who(found: LockFile) -> str:
-    return str(found.holder) if found.holder else f"a process that {found.path.name} does not name"
+    if found.holder:
+        return str(found.holder)
+    return f"a process that {found.path.name} does not name"
 
 
 def _in_use(found: LockFile, folder: Path, why: str) -> EnvironmentFault:

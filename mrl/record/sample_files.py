@@ -132,7 +132,8 @@ class StepFile:
 
     def __init__(self, folder: Path, step: int):
         """Raises FileNotFoundError where the step has no file."""
-        self.step, self._path = step, folder / f"step-{step}.parquet"
+        self.step = step
+        self._path = folder / f"step-{step}.parquet"
         self._differences = folder / f"step-{step}{DIFFERENCES}"
         self._lines: list[dict[str, Any]] | None = None
         if not self._path.exists():

@@ -21,7 +21,8 @@ class JsonlSink:
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
         check()
-        self._path, self._check = path, check
+        self._path = path
+        self._check = check
         self._file = open_lines(path)
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -54,7 +55,8 @@ class Record:
     """
 
     def __init__(self, jsonl: JsonlSink, views: Mapping[str, View], timeout_s: float = 60.0) -> None:
-        self._jsonl, self._timeout_s = jsonl, timeout_s
+        self._jsonl = jsonl
+        self._timeout_s = timeout_s
         self._views = [ViewThread(name, view, timeout_s) for name, view in views.items()]
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -113,7 +115,9 @@ def check_packages(names: Sequence[str]) -> None:
 
 
 def _missing(view: str, package: str | None) -> str:
-    cure = f"pip install 'mrl[{view}]'" if view in HOSTED else "install it"
+    cure = "install it"
+    if view in HOSTED:
+        cure = f"pip install 'mrl[{view}]'"
     return f"trainer.logger: {view} needs the package {package}; {cure}, or take {view} off the list"
 
 

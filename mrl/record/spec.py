@@ -44,12 +44,16 @@ def all_metrics() -> tuple[MetricSpec, ...]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, ten times as fast
     rows = loader(TABLE.read_text(encoding="utf-8")).get_single_data()
     specs = []
-    family, shared = "", ""
+    family = ""
+    shared = ""
     for name, row in rows.items():
         if "kind" not in row:
-            family, shared = name, row["reading"]
+            family = name
+            shared = row["reading"]
             continue
-        inherited = shared if family and name.startswith(family) else ""
+        inherited = ""
+        if family and name.startswith(family):
+            inherited = shared
         specs.append(MetricSpec(name, **{"reading": inherited, **row}))
     return tuple(specs)
 

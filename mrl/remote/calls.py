@@ -83,7 +83,8 @@ def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> 
 
     Raises Late for those that have not answered in time; they may still be at it.
     """
-    answers, failures = {}, []
+    answers = {}
+    failures = []
     for name, _ in _finished(refs, timeout_s, phase):
         try:
             answers[name] = unwrap(refs[name], name, phase)
@@ -120,7 +121,8 @@ def blame(error: Exception, others: dict[str, ray.ObjectRef], phase: str) -> Exc
     `others`: calls to the other ranks that are under way; what they answer within SETTLE_S is looked at.
     """
     names = {ref: name for name, ref in others.items()}
-    waiting, deadline = list(names), time.monotonic() + SETTLE_S
+    waiting = list(names)
+    deadline = time.monotonic() + SETTLE_S
     while waiting and time.monotonic() < deadline:
         ready, waiting = ray.wait(waiting, timeout=0.5)
         for ref in ready:
@@ -143,7 +145,8 @@ def _finished(
     Raises Late with their names after `timeout_s`.
     """
     names = {ref: name for name, ref in refs.items()}
-    waiting, deadline = list(refs.values()), time.monotonic() + timeout_s
+    waiting = list(refs.values())
+    deadline = time.monotonic() + timeout_s
     while waiting:
         poll()
         ready, waiting = ray.wait(waiting, timeout=0.5)
@@ -208,4 +211,6 @@ def _in_short(error: Exception) -> str:
     text = " ".join(line.strip() for line in lines if line.strip())
     if not isinstance(error, RuntimeError | ValueError | ray.exceptions.RayTaskError):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    return text if len(text) <= _CAUSE_CHARACTERS else f"{text[:_CAUSE_CHARACTERS]}..."
+    if len(text) <= _CAUSE_CHARACTERS:
+        return text
+    return f"{text[:_CAUSE_CHARACTERS]}..."

@@ -75,7 +75,9 @@ def _as_matrix(block: torch.Tensor, origin: tuple[int, ...]) -> tuple[torch.Tens
             f"a block of shape {tuple(block.shape)} at {tuple(origin)}: only one- and "
             "two-dimensional tensors have a digest"
         )
-    return (block[None], (0, *origin)) if block.dim() == 1 else (block, origin)
+    if block.dim() == 1:
+        return (block[None], (0, *origin))
+    return (block, origin)
 
 
 def lane_sums_of_each(
@@ -88,10 +90,12 @@ def lane_sums_of_each(
     count, (height, width), device = len(blocks), blocks[0].shape, blocks[0].device
     dtype = dtype or blocks[0].dtype
     size = dtype.itemsize
-    first, start = origin[0], origin[1] * size
+    first = origin[0]
+    start = origin[1] * size
     tables = _tables(str(device), _table_size(first + height), _table_size(start + width * size))
     largest = _DEVICE_TILE_BYTES if tables.multiplies_int8 else _EXPANDED_TILE_BYTES
-    rows, step = tables.rows[first : first + height, None], MAX_COLUMNS // size
+    rows = tables.rows[first : first + height, None]
+    step = MAX_COLUMNS // size
     total = torch.zeros(count, LANES, dtype=torch.int64, device=device)
     for column in range(0, width, step):
         parts = _columns(blocks, column, min(column + step, width))
@@ -104,7 +108,9 @@ def lane_sums_of_each(
 
 
 def _columns(blocks: torch.Tensor | Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor | list[torch.Tensor]:
-    return blocks[..., start:stop] if isinstance(blocks, torch.Tensor) else [block[:, start:stop] for block in blocks]
+    if isinstance(blocks, torch.Tensor):
+        return blocks[..., start:stop]
+    return [block[:, start:stop] for block in blocks]
 
 
 def _tiles(
@@ -233,7 +239,8 @@ class ShardDigests:
     def __init__(self, described: Sequence[Shard], shards: Shards, dtype: torch.dtype):
         """`dtype`: the engine's, in which weights travel."""
         self._described = {(shard.megatron_name, shard.vp_chunk): shard for shard in described}
-        self._shards, self._dtype = shards, dtype
+        self._shards = shards
+        self._dtype = dtype
         self._boxes: dict[Copy, Box] = {}
 
     def sent(self, messages: Iterable[Message]) -> dict[int, dict[str, int]]:

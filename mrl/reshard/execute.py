@@ -56,9 +56,13 @@ class Sender:
         `free_bytes`: of that device.
         """
         self._free_bytes = free_bytes
-        self.plan, self.rank, self.end, self._local = plan, rank, end, set(local)
+        self.plan = plan
+        self.rank = rank
+        self.end = end
+        self._local = set(local)
         self._messages = list(plan.sends(rank))
-        self._sources, self._wire = ShardViews(shards), WireViews(dtype)
+        self._sources = ShardViews(shards)
+        self._wire = WireViews(dtype)
         self._digests = ShardDigests(source_shards(plan.model, plan.train, rank), shards, dtype)
         self._packings: dict[tuple[int, int], BlockCopies] = {}  # by round and worker
 
@@ -70,7 +74,9 @@ class Sender:
         messages, timer = self.transfer(update, workers)
         with timer("digest"), torch.no_grad():
             digests = self._digests.sent(messages)
-            shared = self._digests.shared() if check_replicas else {}
+            shared = {}
+            if check_replicas:
+                shared = self._digests.shared()
         nbytes = Counter()
         for message in messages:
             nbytes[message.worker] += message.nbytes
@@ -90,7 +96,8 @@ class Sender:
 
     def transfer(self, update: int, workers: Collection[int]) -> tuple[list[Message], PhaseTimer]:
         """The sending alone: what was sent, and the time it took. Raises as `send` does."""
-        timer, messages = PhaseTimer(), [message for message in self._messages if message.worker in workers]
+        timer = PhaseTimer()
+        messages = [message for message in self._messages if message.worker in workers]
         if self._sources.refresh():
             self._packings.clear()  # they would keep the memory that parameters have left
         try:
@@ -142,7 +149,11 @@ class Receiver:
     ):
         """`local`: ranks on this worker's own device; `remote`: ranks on other nodes; `free_bytes`: of that device."""
         self._free_bytes = free_bytes
-        self.plan, self.worker, self.end, self._local, self._remote = plan, worker, end, set(local), set(remote)
+        self.plan = plan
+        self.worker = worker
+        self.end = end
+        self._local = set(local)
+        self._remote = set(remote)
         self._rounds = by_round(plan.receives(worker))
         self._copies = Counter(module_of(c.parameter) for messages in self._rounds for m in messages for c in m.copies)
         self._wire = WireViews(dtype)
@@ -216,7 +227,8 @@ def wire_views(message: Message, buffer: Tensor, dtype: torch.dtype) -> list[Ten
 
     `dtype`: of copies that have none of their own.
     """
-    start, views = 0, {}
+    start = 0
+    views = {}
     for number, copy in sorted(enumerate(message.copies), key=lambda pair: pair[1].dtype is None):
         own = dtype if copy.dtype is None else getattr(torch, copy.dtype)
         stop = start + copy.hf_box.volume * own.itemsize
@@ -329,7 +341,8 @@ class WireViews:
         """
         if not lasting:
             return wire_views(message, buffer, self._dtype)
-        key, address = (message.round, message.source, message.worker), buffer.data_ptr()
+        key = (message.round, message.source, message.worker)
+        address = buffer.data_ptr()
         known_address, views = self._views.get(key, (None, []))
         if known_address != address:
             views = wire_views(message, buffer, self._dtype)

@@ -149,7 +149,9 @@ class ReshardPlan:
 
     def _message(self, number: int, source: int, worker: int, flow: Flow, rows: np.ndarray) -> Message:
         position = worker % len(self.templates)
-        blocks, kept, copies = self.templates[position].blocks, self._kept_copies[position], []
+        blocks = self.templates[position].blocks
+        kept = self._kept_copies[position]
+        copies = []
         for key in zip(flow.segment[rows].tolist(), flow.index[rows].tolist(), flow.choice[rows].tolist(), strict=True):
             copy = kept.get(key)
             if copy is None:
@@ -261,11 +263,9 @@ def plan_reshard(
         )
         streams = [WorkerStream(template, parts) for template in templates]
         largest = max(template.largest for template in templates)
-        scheduled = (
-            make_schedule(rollout, streams, devices, train.world_size, budget_bytes)
-            if largest <= budget_bytes
-            else None
-        )
+        scheduled = None
+        if largest <= budget_bytes:
+            scheduled = make_schedule(rollout, streams, devices, train.world_size, budget_bytes)
         if scheduled is not None:
             break
         if largest > limit:  # single rows already
@@ -310,8 +310,10 @@ def _devices(train: TrainLayout, rollout: RolloutLayout, topology: Topology | No
         return Devices.apart(train.world_size, rollout.world_size)
     places = [*topology.ranks, *topology.workers]
     number_of = {place: number for number, place in enumerate(dict.fromkeys(places))}
-    device, node = np.array([number_of[place] for place in places]), np.array([place.node for place in places])
-    ranks, workers = slice(train.world_size), slice(train.world_size, None)
+    device = np.array([number_of[place] for place in places])
+    node = np.array([place.node for place in places])
+    ranks = slice(train.world_size)
+    workers = slice(train.world_size, None)
     return Devices(device[ranks], node[ranks], device[workers], node[workers])
 
 

@@ -81,14 +81,18 @@ def verify(plan: ReshardPlan, every_worker: bool = False) -> PlanVerdict:
 
 def prove(plan: ReshardPlan, seconds: float = _PROOF_SECONDS) -> Proof:
     """One whole engine and the first worker of each other one in any case, the other workers while there is time."""
-    begun, workers, copies, fault = perf_counter(), 0, 0, None
+    begun = perf_counter()
+    workers = 0
+    copies = 0
+    fault = None
     shards_of, parameters_of, (always, rest) = _shards_of(plan), _parameters_of(plan), _order(plan.rollout)
     with no_collection():
         for worker in [*always, *rest]:
             if fault or (workers >= len(always) and perf_counter() - begun > seconds):
                 break
             messages = list(plan.receives(worker))
-            workers, copies = workers + 1, copies + sum(len(message.copies) for message in messages)
+            workers = workers + 1
+            copies = copies + sum(len(message.copies) for message in messages)
             parameters = parameters_of(worker % plan.rollout.workers_per_engine)
             if first := next(worker_faults(parameters, messages, shards_of), None):
                 fault = f"engine {plan.rollout.coords(worker).engine}, worker {worker}: {first}"
@@ -199,7 +203,8 @@ def _chunks(train: TrainLayout) -> list[range]:
 
 def _few_experts(num_experts: int, train: int, rollout: int) -> int:
     """At least two a rank and a worker (or the one that a worker has), as even over the workers as the real number."""
-    even, least = num_experts % rollout == 0, max(2 * train, min(2, num_experts // rollout) * rollout)
+    even = num_experts % rollout == 0
+    least = max(2 * train, min(2, num_experts // rollout) * rollout)
     count = -(-least // train) * train
     while (count % rollout == 0) != even:
         count += train
@@ -244,7 +249,8 @@ def _arrival_faults(plan: ReshardPlan, worker: int, wanted: Arrays, wire: Wire) 
 
 def numbered(model: ModelSpec) -> Arrays:
     """A checkpoint in which every element is a number of its own; 0 is kept for padding."""
-    arrays, number = {}, 1
+    arrays = {}
+    number = 1
     for spec in tensor_specs(model):
         arrays[spec.name] = np.arange(number, number + spec.numel, dtype=np.int32).reshape(spec.shape)
         number += spec.numel

@@ -119,7 +119,9 @@ def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
         return "shm"
     if reach == "node" or rank == worker:
         return "ipc"
-    return "p2p" if kind == "auto" else "shm"
+    if kind == "auto":
+        return "p2p"
+    return "shm"
 
 
 def routes_in_words(setup: SyncSetup) -> str:
@@ -133,7 +135,8 @@ def routes_in_words(setup: SyncSetup) -> str:
 
 def p2p_members(setup: SyncSetup) -> list[tuple[str, int]]:
     """("rank", r) and ("worker", w) of everybody in the point-to-point group, in the group's order."""
-    ranks, workers = range(setup.train_layout.world_size), setup.workers
+    ranks = range(setup.train_layout.world_size)
+    workers = setup.workers
     reach = get_hosting(setup.dialect).memory_reach
     pairs = [(r, w) for r in ranks for w in workers if route(setup, r, w, reach) == "p2p"]
     return [("rank", r) for r in sorted({r for r, _ in pairs})] + [("worker", w) for w in sorted({w for _, w in pairs})]

@@ -109,7 +109,9 @@ class Miniature:
 
     def rank_of(self, holder: Holder, pipeline: int) -> int:
         """The rank of this small layout that stands for a holder of a layout with `pipeline` stages."""
-        return holder.offset - (pipeline - 2) * self.stage_size if holder.is_last_stage else holder.offset
+        if holder.is_last_stage:
+            return holder.offset - (pipeline - 2) * self.stage_size
+        return holder.offset
 
 
 def segments(model: ModelSpec, train: TrainLayout, kinds: tuple[bool, ...]) -> tuple[Segment, ...]:
@@ -178,8 +180,12 @@ class Holdings:
             yield from self._turns[same, first]
 
     def _grains(self, parameter: TargetParameter, limit: int, dtype: str) -> Iterator[Grain]:
-        item, own = ITEM_BYTES[parameter.dtype], None if parameter.dtype == dtype else parameter.dtype
-        name, module = with_open_layer(parameter.name), with_open_layer(parameter.module)
+        item = ITEM_BYTES[parameter.dtype]
+        own = None
+        if parameter.dtype != dtype:
+            own = parameter.dtype
+        name = with_open_layer(parameter.name)
+        module = with_open_layer(parameter.module)
         for piece in parameter.pieces:
             hf_name = with_open_layer(piece.hf_name)
             for common, source, holders in self.parts(piece.hf_name, piece.hf_box):
@@ -219,7 +225,9 @@ def with_open_layer(name: str) -> str:
 
 def _layer_number(name: str) -> int | None:
     match = _LAYER_NUMBER.search(name)
-    return int(match[0]) if match else None
+    if match:
+        return int(match[0])
+    return None
 
 
 def _row_ranges(box: Box, max_elements: int) -> Iterator[tuple[int, int]]:
@@ -285,7 +293,8 @@ class Devices:
     @classmethod
     def apart(cls, ranks: int, workers: int) -> "Devices":
         """Every process on a device and a node of its own."""
-        rank, worker = np.arange(ranks), ranks + np.arange(workers)
+        rank = np.arange(ranks)
+        worker = ranks + np.arange(workers)
         return cls(rank, rank, worker, worker)
 
 

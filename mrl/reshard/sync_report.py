@@ -68,7 +68,9 @@ class Disagreement:
     ranks: tuple[int, ...]  # that sent parts of it
 
     def __str__(self) -> str:
-        by = f", sent by rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        by = ""
+        if self.ranks:
+            by = f", sent by rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
         return f"engine {self.engine} worker {self.worker}: {self.parameter} differs {self.where}{by}"
 
 
@@ -92,7 +94,8 @@ def disagreements(setup: SyncSetup, sends: Iterable[Report], receives: Iterable[
                 senders[worker, parameter].append(report["rank"])
     differing = []
     for report in receives:
-        worker, received = report["worker"], report["received"]
+        worker = report["worker"]
+        received = report["received"]
         for parameter in {**sent[worker], **received}:
             if where := _where(parameter, sent[worker], report):
                 ranks = tuple(senders[worker, parameter])
@@ -101,7 +104,8 @@ def disagreements(setup: SyncSetup, sends: Iterable[Report], receives: Iterable[
 
 
 def _where(parameter: str, sent: Mapping[str, int], report: Report) -> str | None:
-    received, held = report["received"], report["held"]
+    received = report["received"]
+    held = report["held"]
     if sent.get(parameter) != received.get(parameter):
         return "on the way"
     if held is not None and held.get(parameter) != report.get("shown", received).get(parameter):
@@ -124,7 +128,9 @@ def replica_faults(sends: Iterable[Report]) -> list[str]:
 
 def in_words(faults: Sequence[Disagreement | str]) -> str:
     """The first few, and how many more."""
-    more = f" and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+    more = ""
+    if len(faults) > _NAMED:
+        more = f" and {len(faults) - _NAMED} more"
     return "; ".join(map(str, faults[:_NAMED])) + more
 
 

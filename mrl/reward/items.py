@@ -11,8 +11,13 @@ from typing import Any
 from mrl.errors import DataError, EnvironmentFault
 
 # how scoring one response ended
-OK, RAISED, TIMEOUT, DIED, OUT_OF_MEMORY = "ok", "raised", "timeout", "died", "out_of_memory"
-NOT_A_NUMBER, WRONG_TYPE = "not_a_number", "wrong_type"
+OK = "ok"
+RAISED = "raised"
+TIMEOUT = "timeout"
+DIED = "died"
+OUT_OF_MEMORY = "out_of_memory"
+NOT_A_NUMBER = "not_a_number"
+WRONG_TYPE = "wrong_type"
 LEFT_OUT = "environment"  # nobody was asked: the environment of the response failed, and no reward is due
 ANSWER_BYTES = 2**20  # of one answer of a scoring process, as JSON
 ACC = "acc"  # the part that says how right an answer is; where a function gives a number alone, that number

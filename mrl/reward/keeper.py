@@ -20,7 +20,8 @@ from pathlib import Path
 LOG_BYTES = 64 * 2**20  # of one log; what the function prints beyond it is read and dropped
 READ_BYTES = 65536
 NOTICE = b"\n[the log is full: what the reward function prints from here on is not kept]\n"
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(requests_fd: int, results_fd: int) -> None:

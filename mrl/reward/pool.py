@@ -68,13 +68,12 @@ class RewardPool:
 
         Raises ConfigError if the function cannot be loaded, EnvironmentFault if no worker starts.
         """
-        self._environment, self._folder = environment, folder
-        self.spec, self.timeout_s, self.failure_score, self.start_timeout_s = (
-            spec,
-            timeout_s,
-            failure_score,
-            start_timeout_s,
-        )
+        self._environment = environment
+        self._folder = folder
+        self.spec = spec
+        self.timeout_s = timeout_s
+        self.failure_score = failure_score
+        self.start_timeout_s = start_timeout_s
         self._log = log_path.open("ab") if log_path else None
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
@@ -126,7 +125,9 @@ class RewardPool:
         with self._changed:
             results = [self._results[i] for i in sorted(self._results)]
             if not self._awaited:
-                self._results, self._submitted, self._collected = {}, 0, 0
+                self._results = {}
+                self._submitted = 0
+                self._collected = 0
         return results
 
     def collect(self, wait_s: float = 0.0) -> list[RewardResult]:
@@ -298,4 +299,6 @@ def _answer(line: bytes, ticket: str) -> list:
 
 
 def _origin(spec: RewardSpec) -> str:
-    return f"{spec.name} in {spec.path}" if spec.path else spec.function
+    if spec.path:
+        return f"{spec.name} in {spec.path}"
+    return spec.function

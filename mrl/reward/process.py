@@ -29,7 +29,8 @@ class WorkerFailure(Exception):
 
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 class ForeignLine(WorkerFailure):
@@ -103,7 +104,9 @@ class WorkerProcess:
             if writable:
                 unsent = self._send(unsent)
                 deadline = time.monotonic() + timeout_s
-            lines = self._receive() if readable else []
+            lines = []
+            if readable:
+                lines = self._receive()
             for line in lines:
                 yield line
                 answers -= 1

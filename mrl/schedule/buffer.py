@@ -45,7 +45,9 @@ class GroupBuffer:
 
     def reserve(self) -> list[Group]:
         """Issues all groups that may be issued now, in the order of the data."""
-        begun = self.step if self._in_order else None
+        begun = None
+        if self._in_order:
+            begun = self.step
         return [self._issued(begun) for _ in range(self._room())]
 
     @property
@@ -70,7 +72,9 @@ class GroupBuffer:
         unit = self.schedule.unit
         needed = -(-lacking // unit) * unit
         limit = self.schedule.step_limit
-        return needed if limit is None else min(needed, limit - (self.next_number - self._first))
+        if limit is None:
+            return needed
+        return min(needed, limit - (self.next_number - self._first))
 
     @property
     def is_exhausted(self) -> bool:
@@ -189,7 +193,9 @@ class GroupBuffer:
             return self._made_do_with()
         if self._finished < self.schedule.batch:
             return []
-        return self._next_in_order() if self._in_order else self._oldest_finished()
+        if self._in_order:
+            return self._next_in_order()
+        return self._oldest_finished()
 
     def _made_do_with(self) -> list[Group]:
         if self.schedule.on_exhausted == "error":
@@ -212,7 +218,9 @@ class GroupBuffer:
     def _next_in_order(self) -> list[Group]:
         """The batch, or nothing where one of it is not finished."""
         groups = list(islice(self.groups.values(), self.schedule.batch))
-        return groups if all(group.state is State.FINISHED for group in groups) else []
+        if all(group.state is State.FINISHED for group in groups):
+            return groups
+        return []
 
     def _oldest_finished(self) -> list[Group]:
         """The batch, or nothing where a requeued group has to be waited for."""

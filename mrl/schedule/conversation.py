@@ -103,7 +103,9 @@ class Conversation:
             raise ValueError(f"a request for at most {self.max_tokens} tokens added {added}")
         after = replace(self, tokens=self.tokens + added)
         if cut_off:
-            return after if after.max_tokens else after._ended(Stop.LENGTH)
+            if after.max_tokens:
+                return after
+            return after._ended(Stop.LENGTH)
         if not problems:
             return after._ended(Stop.STOP)
         if self.turn >= self.budgets.turns:
@@ -116,7 +118,9 @@ class Conversation:
     def _answer_at_once(self, number: int, problem: str | None) -> str | None:
         if problem is None and number >= self.budgets.calls:
             problem = f"not called: at most {self.budgets.calls} calls at once"
-        return None if problem is None else shortened(problem, self.budgets.characters)
+        if problem is None:
+            return None
+        return shortened(problem, self.budgets.characters)
 
     def answered(self, turn: int, number: int, answer: str, now: float) -> "Conversation":
         """Call `number` of a turn has its answer: the text of a result or of a failure."""
@@ -152,15 +156,21 @@ class Conversation:
     def passed(self, now: float) -> "Conversation":
         """Time has passed."""
         waits = self.state in (ConversationState.SAMPLING, ConversationState.ACTING)
-        return self._ended(Stop.SECONDS) if waits and now >= self.deadline else self
+        if waits and now >= self.deadline:
+            return self._ended(Stop.SECONDS)
+        return self
 
     def closed(self) -> "Conversation":
         """The environment has ended it by its answer, which nobody reads any more."""
-        return self if self.state is ConversationState.ENDED else self._ended(Stop.CLOSED)
+        if self.state is ConversationState.ENDED:
+            return self
+        return self._ended(Stop.CLOSED)
 
     def failed(self) -> "Conversation":
         """The environment has failed."""
-        return self if self.state is ConversationState.ENDED else self._ended(Stop.ENVIRONMENT)
+        if self.state is ConversationState.ENDED:
+            return self
+        return self._ended(Stop.ENVIRONMENT)
 
     def _must_be(self, state: ConversationState) -> None:
         if self.state is not state:

@@ -41,7 +41,8 @@ class Dispatcher:
 
     def __init__(self, buffer: GroupBuffer, engines: list[str], places: int | None = None):
         """`places`: requests that an engine has at most; see EngineLoads."""
-        self.buffer, self.loads = buffer, EngineLoads(engines, places)
+        self.buffer = buffer
+        self.loads = EngineLoads(engines, places)
         self.window = buffer.schedule.concurrency  # responses under way at most; rate control may lower it
         self.is_open = True  # false: nothing is sent, so that engines become empty
         self.alone: set[int] = set()  # groups of which one is under way at a time
@@ -80,11 +81,14 @@ class Dispatcher:
         """Less for what is needed sooner: a step's number, about."""
         if self._in_order:
             return group.number // self.buffer.schedule.batch
-        return self.buffer.step if group.begun is None else group.begun
+        if group.begun is None:
+            return self.buffer.step
+        return group.begun
 
     def _allowed(self, group: Group, index: int) -> int:
         """Tokens that the next request of a response may add."""
-        schedule, kept = self.buffer.schedule, group.lengths[index]
+        schedule = self.buffer.schedule
+        kept = group.lengths[index]
         end = request_end(kept, schedule.quota, schedule.max_tokens) if self._in_order else schedule.max_tokens
         return end - kept
 
@@ -226,7 +230,9 @@ class Dispatcher:
         Requests that engines still have of stale groups, for them to end.
         """
         if not self.may_change_weights:
-            waiting = ", rewards are awaited" if self.buffer.awaits_rewards else ""
+            waiting = ""
+            if self.buffer.awaits_rewards:
+                waiting = ", rewards are awaited"
             raise ValueError(
                 f"by these weights {len(self.under_way)} requests are under way, "
                 f"{len(self._ready)} have to go on{waiting}"

@@ -83,7 +83,9 @@ class Tally:
     @property
     def mean_length(self) -> float:
         """Tokens of a response; 0 without one."""
-        return self.tokens / self.responses if self.responses else 0.0
+        if self.responses:
+            return self.tokens / self.responses
+        return 0.0
 
 
 @dataclass

@@ -48,7 +48,8 @@ class Rate:
 
     def after(self, seen: Observation) -> "Rate":
         """The window that follows from one more observation."""
-        rules, size = self.rules, self.size
+        rules = self.rules
+        size = self.size
         if seen.preemptions or seen.kv_use > rules.shrink_above:
             size = min(size, max(seen.under_way, rules.lowest)) * rules.factor
         elif seen.kv_use < rules.grow_below and seen.under_way >= self.window:

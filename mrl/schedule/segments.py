@@ -176,7 +176,8 @@ def _prompts(samples: Samples) -> np.ndarray:
 
 def _column(which: Field, kept: Samples, more: Samples) -> np.ndarray:
     """One column of the joined rows, but for those that are numbers of their own."""
-    first, second = getattr(kept, which.name), getattr(more, which.name)
+    first = getattr(kept, which.name)
+    second = getattr(more, which.name)
     match which.metadata["of"]:
         case "response token":
             return _end_to_end(_of_rows(first, kept.response_lengths), _of_rows(second, more.response_lengths))
@@ -231,7 +232,8 @@ def _merged(starts: np.ndarray, versions: np.ndarray, length: int) -> tuple[np.n
     """Without spans that have no token, or the version of the one before; a response without tokens keeps its last."""
     has_tokens = np.append(starts[1:], length) > starts
     has_tokens[-1] |= not has_tokens.any()
-    starts, versions = starts[has_tokens], versions[has_tokens]
+    starts = starts[has_tokens]
+    versions = versions[has_tokens]
     begins = np.append(True, versions[1:] != versions[:-1])
     return starts[begins], versions[begins]
 

@@ -74,7 +74,9 @@ class Schedule:
     def step_limit(self) -> int | None:
         """Groups that may be issued for one step, where draws are counted."""
         counts = self.whole_batches and self.is_synchronous and self.most_draws is not None
-        return self.most_draws * self.unit if counts else None
+        if counts:
+            return self.most_draws * self.unit
+        return None
 
     @property
     def places(self) -> int:
@@ -89,8 +91,11 @@ class Schedule:
 
     def bound(self) -> str:
         """One sentence for whoever validates a configuration."""
-        exist, seats = self.places * self.responses, self.concurrency
-        idle = f", of {seats:,} that engines have room for" if seats is not None and seats > exist else ""
+        exist = self.places * self.responses
+        seats = self.concurrency
+        idle = ""
+        if seats is not None and seats > exist:
+            idle = f", of {seats:,} that engines have room for"
         return (
             f"no token is older than {self.max_staleness} updates: with the weights of step s at most "
             f"({self.max_staleness} + s + 1) x {self.batch:,} groups have been issued, and {self.places:,} exist at "
@@ -100,7 +105,8 @@ class Schedule:
 
 def violations(schedule: Schedule) -> Iterator[Violation]:
     """What would wait for ever, or cannot hold; `field` is that of Schedule."""
-    batch, admitted = schedule.batch, schedule.admitted
+    batch = schedule.batch
+    admitted = schedule.admitted
     buffer = admitted if schedule.buffer_groups is None else schedule.buffer_groups
     if buffer < batch:
         why = f"a step trains on {batch} finished groups, and with fewer places none would ever have them"

@@ -30,7 +30,8 @@ def checkpoint_difference(first: Path, second: Path) -> str | None:
 
     Raises EnvironmentFault for one that is damaged.
     """
-    first_manifest, second_manifest = read_manifest(first), read_manifest(second)
+    first_manifest = read_manifest(first)
+    second_manifest = read_manifest(second)
     for folder, manifest in ((first, first_manifest), (second, second_manifest)):
         check_digests(folder, manifest)
     return next((text for text in _differences(first, second, first_manifest, second_manifest) if text), None)
@@ -81,7 +82,9 @@ def _differences(
 
 
 def _unlike(what: str, a: Any, b: Any) -> str | None:
-    return None if a == b else f"{what}: {a} and {b}"
+    if a == b:
+        return None
+    return f"{what}: {a} and {b}"
 
 
 def _tensor_difference(first: Path, second: Path, manifest: Manifest) -> str:
@@ -93,7 +96,8 @@ def _tensor_difference(first: Path, second: Path, manifest: Manifest) -> str:
         if sorted(a.keys()) != sorted(b.keys()):
             return f"{first.name}: tensors {sorted(set(a.keys()) ^ set(b.keys()))[:4]} are in one of the two only"
         for key in sorted(a.keys()):
-            x, y = a.get_tensor(key), b.get_tensor(key)
+            x = a.get_tensor(key)
+            y = b.get_tensor(key)
             if x.shape != y.shape or x.dtype != y.dtype:
                 return f"{first.name}, {key}: {x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}"
             unlike = (x != y) & ~((x != x) & (y != y))
@@ -130,7 +134,8 @@ def verify_resume(resolved: ResolvedConfig, steps: int) -> ResumeVerdict:
     place.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f"{place.name}.verify-resume-", dir=place.parent))
     try:
-        run, whole = RunDir(work / "run"), work / "whole"
+        run = RunDir(work / "run")
+        whole = work / "whole"
         config = work / "config.yaml"
         config.write_text(resolved.to_yaml())
         _train(config, run, steps, work / "whole.log")

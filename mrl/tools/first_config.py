@@ -38,7 +38,9 @@ from mrl.tools.search_report import (
 )
 from mrl.units import GIB
 
-_FEW_PROMPTS, _FEW_MINI = 16, 8  # on a CPU
+# on a CPU
+_FEW_PROMPTS = 16
+_FEW_MINI = 8
 _SEQUENCES = 8  # of the longest kind that an engine's cache should hold at once
 _SHARE = 0.7  # of a device's memory, for an engine beside an actor that is on the host meanwhile
 _MOST_DEVICES = 100_000
@@ -102,7 +104,11 @@ def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str
 
     What costs least speed is tried first: Adam's states on the devices, small engines.
     """
-    recipe, sizes, against = "gspo" if model.is_moe else "grpo", _engine_sizes(model, count), _Against()
+    recipe = "grpo"
+    if model.is_moe:
+        recipe = "gspo"
+    sizes = _engine_sizes(model, count)
+    against = _Against()
     for adam in _places_of_adam(count):
         ways = [_usual(path, model, count, tensor) | adam for tensor in sizes]
         configs = [RunConfig.model_validate(nested(values | data)) for values in ways]
@@ -133,8 +139,12 @@ def _faster(config: RunConfig, problem: SearchProblem, result: SearchResult, cou
     """Keys of the fastest whole step, where engines and micro-batches are looked at too; none on a CPU, whose engines
     have no share of a device.
     """
-    best = None if count.device.platform == "cpu" else fastest_run(config, problem, result)
-    return {} if best is None else differing(config, best.config)
+    best = None
+    if count.device.platform != "cpu":
+        best = fastest_run(config, problem, result)
+    if best is None:
+        return {}
+    return differing(config, best.config)
 
 
 def _written(result: SearchResult, found: dict[str, Any], first: Candidate) -> Candidate:
@@ -164,7 +174,9 @@ class _Against:
 def _places_of_adam(count: DeviceCount) -> tuple[dict[str, Any], ...]:
     """Keys with which its states are on the devices, and on the host; on a CPU that is the same."""
     on_host = {"actor.optim.override_optimizer_config": HOST_ADAM, "actor.optimizer_offload": False}
-    return ({},) if count.device.platform == "cpu" else ({}, on_host)
+    if count.device.platform == "cpu":
+        return ({},)
+    return ({}, on_host)
 
 
 def _is_legal(config: RunConfig, model: ModelSpec, broken: list[Violation], candidate: Candidate) -> bool:
@@ -178,9 +190,13 @@ def _refusal(path: str, count: DeviceCount, against: _Against) -> str:
     if against.broken and not against.left_out:
         first = replace(against.broken[0], where="")  # nobody has written it yet
         return f"{path} on {count}: every layout that fits breaks a rule, the fastest this: {first}"
-    host = "" if count.device.platform == "cpu" else ", also with its optimizer on the host"
+    host = ", also with its optimizer on the host"
+    if count.device.platform == "cpu":
+        host = ""
     weighs = [what for found in (against.left_out, against.too_large) for what, _ in found.most_common(_SAID)]
-    most = f"; what weighs most: {'; '.join(dict.fromkeys(weighs))}" if weighs else ""
+    most = ""
+    if weighs:
+        most = f"; what weighs most: {'; '.join(dict.fromkeys(weighs))}"
     return f"{path} does not fit on {count}{host}{most}; give more devices, or larger ones"
 
 

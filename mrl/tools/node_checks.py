@@ -45,7 +45,9 @@ class NodeFacts:
     @classmethod
     def here(cls, device: str) -> "NodeFacts":
         """Of this node, as a host of such devices."""
-        driver = "" if device == "cpu" else find_devices(device).driver or "unknown"
+        driver = ""
+        if device != "cpu":
+            driver = find_devices(device).driver or "unknown"
         return cls(_kinds(device), driver, software(), shutil.disk_usage("/dev/shm").total / GIB)
 
 
@@ -167,7 +169,8 @@ def check_nodes(address: str, device: str) -> tuple[int, list[str]]:
     from mrl.remote.helper_actors import on_node
 
     ray.init(address=address, log_to_driver=False, logging_level="error", namespace="mrl-doctor")
-    kind, nodes = ray.remote(Listener), [node for node in ray.nodes() if node["Alive"]]
+    kind = ray.remote(Listener)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
     there = {node["NodeManagerAddress"]: kind.options(**on_node(node["NodeID"])).remote() for node in nodes}
 
     def all_of(method: str, *arguments: object) -> dict:

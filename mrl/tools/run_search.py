@@ -31,7 +31,9 @@ _SHARES = (0.88, 0.8, 0.7, 0.6)  # of a device's memory, for an engine that has 
 _SEQUENCES = (256, 512, 1024)
 _SAMPLES = (1, 2, 4)  # longest samples that a micro-batch has room for
 _LAYOUTS = 20  # of the actor, of which larger micro-batches are tried
-_ACTORS, _ENGINES = 60, 6  # of which pairs are tried
+# of which pairs are tried
+_ACTORS = 60
+_ENGINES = 6
 _TRIED = 150  # plans of whole runs at most
 _PER_SHARE = 0.02  # generation slows by less than this where a smaller share of the memory is as good
 
@@ -56,7 +58,8 @@ def step_of(config: RunConfig, model: ModelSpec, device: Device) -> dict[str, fl
 
 def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult) -> WholeRun | None:
     """Of all that fit and break no rule, for the devices, the batch and the limits of `config`."""
-    model, device = problem.model, problem.device
+    model = problem.model
+    device = problem.device
     actors = heapq.nsmallest(_ACTORS, _actors(config, problem, result), key=lambda found: found[0])
     if not actors:
         return None
@@ -89,7 +92,8 @@ def settings_between(config: RunConfig, other: RunConfig) -> list[str]:
 
 def differing(config: RunConfig, other: RunConfig) -> dict[str, Any]:
     """Dotted keys whose values differ, with those of the other; fields of an `override_*` key one by one."""
-    before, after = dict(_leaves(config.model_dump())), dict(_leaves(other.model_dump()))
+    before = dict(_leaves(config.model_dump()))
+    after = dict(_leaves(other.model_dump()))
     return {key: after.get(key) for key in before | after if before.get(key) != after.get(key)}
 
 
@@ -152,7 +156,8 @@ def _actor(config: RunConfig, problem: SearchProblem, found: Candidate, tokens: 
 
 def _engines(config: RunConfig, model: ModelSpec, device: Device) -> Iterator[tuple[float, dict[str, Any]]]:
     """(seconds of generation, keys) of all engines that take the devices which the configuration gives them."""
-    cluster, rollout = config.cluster, config.rollout
+    cluster = config.cluster
+    rollout = config.rollout
     devices = rollout.num_engines * rollout.workers_per_engine
     tensors = [n for n in range(1, cluster.n_gpus_per_node + 1) if engine_splits_heads(n, model)]
     datas = [n for n in range(1, devices + 1) if devices % n == 0] if model.is_moe else [1]

@@ -20,7 +20,9 @@ from mrl.model.registry import TOKENIZER_BYTES
 from mrl.plain_files import read_bytes, read_settings, reason
 from mrl.units import MIB
 
-VOCABULARY, SETTINGS, TEMPLATE = "tiktoken.model", "tokenizer_config.json", "chat_template.jinja"
+VOCABULARY = "tiktoken.model"
+SETTINGS = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 _VOCABULARY_BYTES = 64 * MIB
 _BEHIND_RANKS = 256  # ids that are no bytes: special tokens, and reserved ones
 _CLASSES = ("tokenization_kimi.TikTokenTokenizer", "tokenization_moonshot.TikTokenTokenizer")
@@ -83,7 +85,9 @@ def _settings(model: Path) -> dict[str, Any]:
 def _class_of(model: Path, settings: Mapping[str, Any]) -> str:
     """The tokenizer's class by module and name. Raises ConfigError for one that is not known here."""
     auto_map = settings.get("auto_map")
-    classes = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else None
+    classes = None
+    if isinstance(auto_map, dict):
+        classes = auto_map.get("AutoTokenizer")
     named = classes[0] if isinstance(classes, list) and classes else classes
     if named not in _CLASSES:
         raise ConfigError(

@@ -143,8 +143,12 @@ class _Starts:
         views: Mapping[str, View] | None,
         stop: StopFlag,
     ) -> None:
-        self._config, self._data, self._files = config, data, files
-        self._damaged, self._views, self._stop = damaged, views, stop
+        self._config = config
+        self._data = data
+        self._files = files
+        self._damaged = damaged
+        self._views = views
+        self._stop = stop
         self._kept = stack.enter_context(ExitStack())  # engines and scorers
         self._own = stack.enter_context(ExitStack())  # ranks, and all that knows them
         self._processes: Processes | None = None

@@ -33,7 +33,9 @@ class Data:
     @property
     def bad_rows(self) -> tuple[SetAside, ...]:
         """Rows of all files that cannot be used."""
-        held_out = self.val_prompts.report.bad_rows if self.val_prompts else ()
+        held_out = ()
+        if self.val_prompts:
+            held_out = self.val_prompts.report.bad_rows
         return (*self.stream.prompts.report.bad_rows, *held_out)
 
     @property
@@ -115,7 +117,9 @@ def load_validation(data: DataConfig, tokenizer: Any, tools: Offer | None = None
 
 
 def _read_and_taken(usable: PromptDataset, taken: PromptDataset) -> str:
-    return str(usable.report) if taken is usable else f"{len(taken)} of {len(usable)}; {usable.report}"
+    if taken is usable:
+        return str(usable.report)
+    return f"{len(taken)} of {len(usable)}; {usable.report}"
 
 
 def reward_spec(reward: RewardConfig, data_sources: Iterable[str] = ()) -> RewardSpec:

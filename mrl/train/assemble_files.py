@@ -55,7 +55,9 @@ class Beginning:
     @property
     def checkpoint(self) -> Path | None:
         """Folder of the checkpoint that ranks load; None where there is none yet."""
-        return None if self.point is None else self.point.path
+        if self.point is None:
+            return None
+        return self.point.path
 
 
 def find_beginning(
@@ -80,7 +82,9 @@ def find_beginning(
     deployment = Deployment.of(config)
     stack.enter_context(ray_cluster(deployment))
     model = load_model_spec(config.model.path)
-    held_out = len(data.val_prompts) if data.val_prompts else None
+    held_out = None
+    if data.val_prompts:
+        held_out = len(data.val_prompts)
     plan = plan_again(config, model, RunDir(folder).plan, held_out)
     check_object_stores(plan["memory"]["host"]["object_store_bytes"], object_store_sizes(deployment))
     stop.leave_nothing = partial(leave_nothing, RunDir(folder).logs)

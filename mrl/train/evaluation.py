@@ -34,7 +34,10 @@ from mrl.train.rollouts import Responder
 from mrl.train.stop_signals import StopFlag, grace_of_the_job, stop_on_signals
 from mrl.train.validation import Validation, ValidationSettings, answer_and_score
 
-RESULTS, GENERATIONS, CONFIG, MODEL = "results.json", "generations.jsonl", "config.resolved.yaml", "model.tmp"
+RESULTS = "results.json"
+GENERATIONS = "generations.jsonl"
+CONFIG = "config.resolved.yaml"
+MODEL = "model.tmp"
 
 
 def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, console: PlainConsole) -> dict[str, Any]:
@@ -101,7 +104,9 @@ def _stored_otherwise(model_path: str, checkpoint: Path | None) -> Checkpoint | 
     """What is evaluated, where engines cannot load it as it is; None where they can."""
     if checkpoint is not None:
         return open_saved(checkpoint)
-    return open_hf(Path(model_path)) if load_model_spec(model_path).is_fp8 else None
+    if load_model_spec(model_path).is_fp8:
+        return open_hf(Path(model_path))
+    return None
 
 
 def _converted(stored: Checkpoint, output: Path) -> str:

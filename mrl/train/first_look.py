@@ -51,14 +51,18 @@ def look(config: RunConfig) -> str | None:
         load_custom_advantage(own.path, config.algorithm.adv_estimator)
     data = config.data
     turns = turns_spec(config.rollout.turns, data)
-    offer = None if turns is None or not _is_here(turns.tools) else check_tools(turns.tools)
+    offer = None
+    if not (turns is None or not _is_here(turns.tools)):
+        offer = check_tools(turns.tools)
     here = data.model_copy(update={"train_files": _here(data.train_files), "val_files": _here(data.val_files)})
     small = _bytes(here) <= READ_WHOLE_BYTES
     if small:
         _read_untokenised(here)
     rows = [row for file in (*here.train_files, *here.val_files) if (row := _first_row(file, data)) is not None]
     if rows:
-        outcome = {} if config.rollout.turns is None else ONE_TURN
+        outcome = {}
+        if config.rollout.turns is not None:
+            outcome = ONE_TURN
         _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
     if here != data or not Path(config.model.path).is_dir() or not small or (turns and not offer):
         return None

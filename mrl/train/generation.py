@@ -247,7 +247,9 @@ class Generation:
             )
             raise concerning(LostWeights(why), *self._responder.engines.names)
         waits_for_tokens = self._gives_back and self._dispatcher.under_way
-        return True if self._dispatcher.may_change_weights and not waits_for_tokens else None
+        if self._dispatcher.may_change_weights and not waits_for_tokens:
+            return True
+        return None
 
     def _pause(self, give_back: bool) -> None:
         self.streams.progress.pause()
@@ -361,7 +363,9 @@ class Generation:
             while not self._closed:
                 self._follow_fleet()
                 self._send()
-                arrived = self.streams.take(WAIT_S) if self.streams.waiting_for else []
+                arrived = []
+                if self.streams.waiting_for:
+                    arrived = self.streams.take(WAIT_S)
                 scored = self._scored()
                 with self._changed:
                     for part in arrived:
@@ -396,7 +400,8 @@ class Generation:
                 self._dispatcher.join(engine)
             if change.gone or change.back:
                 self._changed.notify_all()
-            unwanted, self._unwanted = self._unwanted, []
+            unwanted = self._unwanted
+            self._unwanted = []
         self._end(unwanted)
 
     def _adjust_rate(self) -> None:
@@ -442,7 +447,9 @@ class Generation:
         )  # fmt: skip
 
     def _kept(self, sent: Assignment) -> ResponseStore | None:
-        return self._groups.made[sent.number].responses[sent.index] if sent.kept else None
+        if sent.kept:
+            return self._groups.made[sent.number].responses[sent.index]
+        return None
 
     def _take_in(self, arrived: FinishedResponses) -> None:
         rows = arrived.samples.rows

@@ -56,7 +56,9 @@ class JudgedGroups:
 
     def collect(self, at_once: bool) -> list[RewardResult]:
         """Rewards that are there, each once; see ScorerGroup."""
-        return self._rewards.collect(at_once) if self._pending else []
+        if self._pending:
+            return self._rewards.collect(at_once)
+        return []
 
     def wait(self, seconds: float) -> None:
         """Waits for a reward, so long at most."""
@@ -152,7 +154,9 @@ class JudgedGroups:
     def exhausted(self, buffer: GroupBuffer) -> DataError:
         """What to say of a step whose draws are used up, and that cannot make do with what there is."""
         schedule = buffer.schedule
-        others = "unfiltered" if schedule.on_exhausted == "partial" else "partial or unfiltered"
+        others = "partial or unfiltered"
+        if schedule.on_exhausted == "partial":
+            others = "unfiltered"
         return DataError(
             f"step {buffer.step + 1}: after {schedule.most_draws} batches of prompts, {len(buffer.groups)} of the "
             f"{schedule.batch} groups of a step have responses that differ in {self._metric} "

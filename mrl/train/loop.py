@@ -90,7 +90,9 @@ def save_whole(run: Run, error: MrlError) -> None:
 
 def train_step(run: Run) -> None:
     """One step. A signal may end it until `update`, before which nothing is changed; from there it runs to its end."""
-    timer, config, step = PhaseTimer(), run.config, run.state.step + 1
+    timer = PhaseTimer()
+    config = run.config
+    step = run.state.step + 1
     with timer("step"):
         with timer("gen"):
             run.placement.to_generation()
@@ -112,7 +114,8 @@ def train_step(run: Run) -> None:
         run.is_whole = True
         metrics = sample_metrics(config.data, run.state.cursor.epoch, rollouts) | rollouts.metrics | metrics
         run.line = metrics
-        save_metrics, saves = run.saver.finished(), due(config.trainer.save_freq, step, run.total_steps)
+        save_metrics = run.saver.finished()
+        saves = due(config.trainer.save_freq, step, run.total_steps)
         if saves:
             with timer("save_checkpoint"):
                 save_metrics |= run.saver.take(step)  # the ranks have what is saved on their devices
@@ -155,7 +158,8 @@ def weigh_samples(
 
     Returns the step there, the corrections a row, and metrics. Changes nothing that lasts.
     """
-    config, algorithm = run.config, run.config.algorithm
+    config = run.config
+    algorithm = run.config.algorithm
     if algorithm.scores_before_update:
         with timer("switch"):
             run.placement.to_log_probs()

@@ -52,7 +52,8 @@ class Loss:
 
 def whole_losses(path: Path) -> tuple[list[Loss], int]:
     """Losses that can be read, in the order of time, and how many lines cannot; a last line without an end is none."""
-    losses, lines = [], _lines(path)
+    losses = []
+    lines = _lines(path)
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
             losses.append(Loss.of(line))
@@ -74,7 +75,8 @@ class LostEngines:
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None):
         """`check`: raises where nothing may be written."""
-        self._path, self._check = path, check
+        self._path = path
+        self._check = check
         self._losses: list[Loss] | None = None  # those of the file as it was read, and what was noted since
 
     def note(self, step: int, engines: Sequence[str], why: str, groups: Sequence[Unfinished]) -> str:
@@ -86,7 +88,9 @@ class LostEngines:
         with open_lines(self._path) as file:
             file.write(json.dumps(asdict(loss)) + "\n")
         prompts = ", ".join(str(group.prompt_id) for group in groups[:TOLD]) + (", ..." if len(groups) > TOLD else "")
-        return f"{len(groups)} unfinished groups go on when the run is resumed (prompts {prompts})" if groups else ""
+        if groups:
+            return f"{len(groups)} unfinished groups go on when the run is resumed (prompts {prompts})"
+        return ""
 
     def restarts(self) -> dict[str, list[int]]:
         """Steps at which each engine was started again inside the run, by this start of it or an earlier one."""
@@ -99,7 +103,8 @@ class LostEngines:
 
     def suspects(self) -> Suspects:
         """By the losses so far. Raises DataError for a file that is damaged; torn lines are passed over, and said."""
-        losses, torn = [], 0
+        losses = []
+        torn = 0
         for line in _lines(self._path):
             try:
                 losses.append(Loss.of(line))

@@ -89,8 +89,11 @@ class Separate:
         """`are_fresh`: engines hold the weights of step 0, which they have loaded themselves; they cannot where a
         checkpoint is in FP8.
         """
-        self._actor, self._sync, self._are_fresh = actor, sync, are_fresh
-        self.take_checkpoint, self.write_checkpoint = actor.take_checkpoint, actor.write_checkpoint
+        self._actor = actor
+        self._sync = sync
+        self._are_fresh = are_fresh
+        self.take_checkpoint = actor.take_checkpoint
+        self.write_checkpoint = actor.write_checkpoint
 
     def begin(self, step: int) -> None:
         """Engines that are fresh hold the weights of step 0."""
@@ -133,7 +136,11 @@ class Colocated:
         self, actor: ActorGroup, engines: RolloutGroup, sync: WeightSync, gate: Gate, prefetched: Sequence[str] = ()
     ) -> None:
         """`prefetched`: what of the actor comes on while log-probs are computed."""
-        self._actor, self._engines, self._sync, self._gate, self._prefetched = actor, engines, sync, gate, prefetched
+        self._actor = actor
+        self._engines = engines
+        self._sync = sync
+        self._gate = gate
+        self._prefetched = prefetched
         self._timer = PhaseTimer()
         self._engines_sleep = True
         engines.fleet.hold_starts(engines.poll)
@@ -212,7 +219,8 @@ class Colocated:
 
     def seconds(self) -> dict[str, float]:
         """`switch/NAME_s` of every kind of hand-over."""
-        timer, self._timer = self._timer, PhaseTimer()
+        timer = self._timer
+        self._timer = PhaseTimer()
         return {f"switch/{name}_s": value for name, value in timer.seconds.items()}
 
     def take_checkpoint(self) -> int:

@@ -88,7 +88,8 @@ def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Pa
     if checkpoint is not None and not Path(checkpoint).is_dir():
         raise ConfigError(f"--checkpoint: {checkpoint} is no folder; give a step-N folder or a run directory")
     if checkpoint is None:
-        folder, model = None, load_model_spec(config.model.path)
+        folder = None
+        model = load_model_spec(config.model.path)
         check_checkpoint(config.model.path, model)
     else:
         folder = step_folder(Path(checkpoint))
@@ -116,7 +117,8 @@ def _model_of(folder: Path, model: ModelConfig, rollout: RolloutConfig) -> Model
 
 def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
     """What a run says of itself before it starts."""
-    config, run_dir = resolved.config, RunDir(run_dir_of(resolved.config.trainer))
+    config = resolved.config
+    run_dir = RunDir(run_dir_of(resolved.config.trainer))
     return [
         f"loss: {describe_loss(config)}",
         f"layout: {describe_layout(config, model)}",

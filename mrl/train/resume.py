@@ -166,12 +166,15 @@ def _check_same_model(model: ModelConfig, manifest: Manifest, folder: Path) -> N
 
 def _check_same_tokenizer(model: Path, manifest: Manifest, folder: Path) -> None:
     """Raises ConfigError where the model's tokens are not those that the checkpoint was trained on."""
-    then, now, written = folder / HF_FOLDER / TOKENIZER, model / TOKENIZER, manifest.hf_files.get(TOKENIZER)
+    then = folder / HF_FOLDER / TOKENIZER
+    now = model / TOKENIZER
+    written = manifest.hf_files.get(TOKENIZER)
     if not (then.is_file() and now.is_file()) or facts_of(now.read_bytes()) == written:
         return
     if written is not None and facts_of(then.read_bytes()) != written:  # damaged since, which is said elsewhere
         return
-    before, after = vocabulary(then), vocabulary(now)
+    before = vocabulary(then)
+    after = vocabulary(now)
     differing = sorted(token for token in before.keys() | after.keys() if before.get(token) != after.get(token))
     if differing:
         shown = ", ".join(f"{token!r}: {before.get(token)} -> {after.get(token)}" for token in differing[:SHOWN_TOKENS])
@@ -210,7 +213,8 @@ def resume_point(
     if point is None or point.manifest is None:
         return point
     check_same_prompts(identity, point, data_fingerprint)
-    total, lines = trainer.total_training_steps, read_metrics(RunDir(path).metrics)
+    total = trainer.total_training_steps
+    lines = read_metrics(RunDir(path).metrics)
     if point.manifest.step >= total and lines and lines[-1]["training/global_step"] >= point.manifest.step:
         raise NothingToDo(
             f"{path} has {point.manifest.step} steps already, of the {total} of "
@@ -265,7 +269,9 @@ def generated_again(schedule: Schedule, run_dir: RunDir, point: Newest | None) -
     """
     if point is None or not schedule.is_synchronous:
         return 0
-    step = 0 if point.manifest is None else point.manifest.step
+    step = 0
+    if point.manifest is not None:
+        step = point.manifest.step
     lost = generated_after(run_dir.path, step, schedule.responses)
     if lost:
         print(f"{lost} responses of steps after {step} are lost with the start before, and generated again")

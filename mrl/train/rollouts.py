@@ -43,7 +43,8 @@ from mrl.vllm.requests import Request, Sampling
 
 TRAIN = "train"
 TRAIN_RESPONSES = f"{TRAIN} responses"  # the phase whose progress counts them
-SCORE, REWARD = "score", "reward"
+SCORE = "score"
+REWARD = "reward"
 WAIT_S = 0.5  # for responses, before a signal is looked for again
 JOINED_AT = 64  # parts: columns of a row each are kilobytes, of many rows a hundred bytes a row
 
@@ -182,7 +183,9 @@ def by_engine(sent: Iterable[Assignment]) -> dict[str, list[Assignment]]:
 
 def with_failures_scored(reward: RewardConfig, results: list[RewardResult]) -> list[RewardResult]:
     """The results as they count: failed ones have reward.failure_score, or go to the bottom where there is none."""
-    return failures_at_the_bottom(results) if reward.failure_score is None else results
+    if reward.failure_score is None:
+        return failures_at_the_bottom(results)
+    return results
 
 
 def question(sample_id: int, prompt: Prompt) -> Question:

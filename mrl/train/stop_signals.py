@@ -28,7 +28,9 @@ def grace_of_the_job() -> float:
         seconds = float(os.environ.get(GRACE, "inf"))
     except ValueError:
         return math.inf
-    return seconds if seconds > 0 else math.inf
+    if seconds > 0:
+        return seconds
+    return math.inf
 
 
 class StopFlag:

@@ -43,7 +43,9 @@ def old_log_probs(actor: ActorConfig, algorithm: AlgorithmConfig, step: StepBatc
     """
     if actor.router_replay == "R3":
         check_any_route(step.rows)
-    return {} if algorithm.on_policy else _metrics_of(step.log_probs())
+    if algorithm.on_policy:
+        return {}
+    return _metrics_of(step.log_probs())
 
 
 def _metrics_of(mismatch: Mismatch) -> dict[str, float]:
@@ -72,7 +74,8 @@ def corrections(
     Numbers a row, `trained` tokens and `penalties` among them, and metrics. Raises NumericAbort when nothing is left to
     train on.
     """
-    of_rows, metrics = step.correct(counted), {}
+    of_rows = step.correct(counted)
+    metrics = {}
     if algorithm.use_kl_in_reward:
         penalty = total(of_rows["penalties"]) / len(step.rows)
         metrics |= {"actor/reward_kl_penalty": penalty, "actor/kl_coef": algorithm.kl_ctrl.kl_coef}
@@ -89,7 +92,8 @@ def _check_something_left(
 ) -> None:
     if trained.any():
         return
-    dropped, cures = [], []
+    dropped = []
+    cures = []
     if counted is not None and not counted.all():
         dropped.append(f"{1 - counted.mean():.0%} of the responses are left out since environments failed")
         cures.append("look at logs/engine-N.tools.log in the run directory")
@@ -145,8 +149,10 @@ def _moments(step: StepBatch, of_responses: TokenAdvantages, trained: np.ndarray
     """Of a response's tokens, which are all alike unless penalties come in between."""
     if of_responses.to_come:
         return step.moments(of_responses)
-    values, some = of_responses.per_response, trained > 0
-    low, high = np.where(some, values, np.inf), np.where(some, values, -np.inf)
+    values = of_responses.per_response
+    some = trained > 0
+    low = np.where(some, values, np.inf)
+    high = np.where(some, values, -np.inf)
     return {"count": trained, "sum": trained * values, "m2": np.zeros(len(values)), "low": low, "high": high}
 
 
@@ -166,7 +172,9 @@ def update(step: StepBatch, corrected: RowValues) -> dict[str, float]:
     which have changed nothing.
     """
     result, mismatch = step.update(counts_of(step.by_mini_batch(corrected["trained"])))
-    metrics = {} if mismatch is None else _metrics_of(mismatch)
+    metrics = {}
+    if mismatch is not None:
+        metrics = _metrics_of(mismatch)
     metrics |= reduce_parts(result.parts)
     applied = len(result.loads) - metrics["actor/skipped_updates"]
     return metrics | {"actor/updates": applied} | load_metrics(step.rows.lengths, result.loads)

@@ -53,7 +53,9 @@ class Validation:
         """Every response as a line of the file `path`; the rows of some of them, evenly spread,
         for people to look at.
         """
-        numbers = evenly_spread(len(self.samples), shown) if shown else []
+        numbers = []
+        if shown:
+            numbers = evenly_spread(len(self.samples), shown)
         return responder.rewards.write_generations(path, self.prompts, self.samples, self.results, numbers)
 
 
@@ -121,7 +123,9 @@ def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:
     if not scored:
         return set(), 0.0, False
     names = set.intersection(*({k for k, v in r.parts.items() if isinstance(v, float | int)} for r in scored))
-    wrong = min(0.0, *(r.parts[ACC] for r in scored)) if ACC in names else 0.0
+    wrong = 0.0
+    if ACC in names:
+        wrong = min(0.0, *(r.parts[ACC] for r in scored))
     return names if len(scored) == len(results) else names & {ACC}, wrong, all(PRED in r.parts for r in scored)
 
 
@@ -129,7 +133,9 @@ def _prompt_answers(
     prompt: Prompt, results: Sequence[RewardResult], names: set[str], wrong: float, voting: bool
 ) -> Answers:
     values = {name: [r.parts.get(name, wrong) for r in results] for name in names}
-    preds = [str(r.parts.get(PRED, "")) for r in results] if voting else None
+    preds = None
+    if voting:
+        preds = [str(r.parts.get(PRED, "")) for r in results]
     return Answers(prompt.data_source, {REWARD: [r.score for r in results]} | values, preds)
 
 

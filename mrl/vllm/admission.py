@@ -45,7 +45,8 @@ class Admission:
 
     def open(self) -> None:
         """Lets everybody in who waits."""
-        self.is_open, self.turns_back = True, False
+        self.is_open = True
+        self.turns_back = False
         for name, turn in self._take_waiting():
             self.inside.add(name)
             turn.set_result(None)

@@ -35,7 +35,8 @@ class CachedPrefixes:
 
     def renew(self) -> int:
         """Weights have changed; the stale tokens until now. What is under way is computed anew, by the new ones."""
-        stale, self.stale_tokens = self.stale_tokens, 0
+        stale = self.stale_tokens
+        self.stale_tokens = 0
         self._known = {prefix for _, prompt in self._inside.values() for prefix in self._prefixes(prompt)}
         return stale
 

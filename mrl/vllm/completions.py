@@ -104,7 +104,10 @@ def stamped_spans(answer: Any, begun: int, newest: int) -> Spans:
 
 
 def _number(version: str) -> int:
-    return int(version) if version.isdecimal() else -1  # vLLM's name for weights that nobody gave a version
+    # vLLM's name for weights that nobody gave a version
+    if version.isdecimal():
+        return int(version)
+    return -1
 
 
 def unstamped_spans(begun: int, newest: int) -> Spans:

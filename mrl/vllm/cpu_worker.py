@@ -52,7 +52,8 @@ class CpuWorker(CPUWorker):
 
     def load_model(self, *arguments: Any, **named: Any) -> None:
         """As vLLM's own; what the process takes from here on is the engine's."""
-        self.memory_asleep, self.unpacked_layers = {}, []
+        self.memory_asleep = {}
+        self.unpacked_layers = []
         get_model_architecture(self.model_config)  # imports the model's module
         cpu_sigmoid.install()
         if self.model_config.use_mla:

@@ -70,7 +70,8 @@ class VllmEngine:
         self._numbers = itertools.count()  # of requests
         self._made = 0  # tokens of responses that are whole
         self._newest = 0  # version that it served last
-        self._prefixes, self._cache = CachedPrefixes(block=1), CacheUse()
+        self._prefixes = CachedPrefixes(block=1)
+        self._cache = CacheUse()
         self._handles: dict[int, str] = {}  # names of requests that are here and can be ended
 
     @property
@@ -108,7 +109,9 @@ class VllmEngine:
         from mrl.vllm.receive import BACKEND, adapter_module, installed_generation
 
         self._generation = installed_generation()
-        met = {} if meeting is None else {"data_parallel_address": meeting[0], "data_parallel_rpc_port": meeting[1]}
+        met = {}
+        if meeting is not None:
+            met = {"data_parallel_address": meeting[0], "data_parallel_rpc_port": meeting[1]}
         arguments = AsyncEngineArgs(
             **self.settings.arguments,
             **met,
@@ -170,7 +173,8 @@ class VllmEngine:
             self._handles[request.handle] = name
         try:
             await self._door.enter(name)
-            begun, final = self.version, await self._final_output(name, request, sampling)
+            begun = self.version
+            final = await self._final_output(name, request, sampling)
         except TurnedBack:
             return nothing_of(request, self._newest)
         finally:
@@ -179,7 +183,9 @@ class VllmEngine:
         if answer.finish_reason == ABORTED and self._machine.state in REFUSES_REQUESTS:
             raise Interrupted(f"sample {request.sample_id}: {self._asleep_under(len(answer.token_ids))}")
         sample = sample_of(request, answer, self._spans_of(request, answer, begun))
-        return with_routes(sample, await self._routes(name, request, answer)) if sampling.routes else sample
+        if sampling.routes:
+            return with_routes(sample, await self._routes(name, request, answer))
+        return sample
 
     async def _final_output(self, name: str, request: Request, sampling: Sampling) -> Any:
         self._prefixes.enter(name, request.prompt_ids)
@@ -191,7 +197,9 @@ class VllmEngine:
                     final = output
         finally:
             self._door.leave(name)
-            ended = (final.outputs[0].token_ids, final.num_cached_tokens or 0) if final is not None else ()
+            ended = ()
+            if final is not None:
+                ended = (final.outputs[0].token_ids, final.num_cached_tokens or 0)
             self._prefixes.leave(name, *ended)
         self._made += len(final.outputs[0].token_ids)
         return final
@@ -216,7 +224,8 @@ class VllmEngine:
 
     async def _routes(self, name: str, request: Request, answer: Any) -> np.ndarray | None:
         """Routes of prompt and response, or None where vLLM returned none. Raises DataError for such as cannot be."""
-        tokens, routes = len(request.prompt_ids) + len(answer.token_ids), answer.routed_experts
+        tokens = len(request.prompt_ids) + len(answer.token_ids)
+        routes = answer.routed_experts
         if self.settings.captures_routes:
             shape, data = (await self._calls.workers("take_routes", name, tokens - 1))[0]
             routes = np.frombuffer(data, np.int16).reshape(shape)
@@ -430,11 +439,13 @@ class VllmEngine:
         """
         async with self._control:
             self._machine.check("commit")
-            peak, preemptions = self._cache.peak, self._cache.preemptions
+            peak = self._cache.peak
+            preemptions = self._cache.preemptions
             await self._stamp_version(version)
             await self._scheduler.drop_cache()
             await self._forget_routes()
-            stale, self._newest = self._prefixes.renew(), version
+            stale = self._prefixes.renew()
+            self._newest = version
             self._cache.renew()
             await self._scheduler.resume()
             self._machine.serve(version)

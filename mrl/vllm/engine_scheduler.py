@@ -19,7 +19,9 @@ class EngineScheduler:
     """Pauses and resumes it, exactly once each: a second resume races with the next pause."""
 
     def __init__(self, calls: EngineCalls, door: Admission, settings: EngineSettings):
-        self._calls, self._door, self._settings = calls, door, settings
+        self._calls = calls
+        self._door = door
+        self._settings = settings
         self.is_paused = False
 
     async def pause(self, mode: str) -> None:

@@ -45,7 +45,9 @@ class EngineState(Enum):
     DEAD = "end the run and start it with --resume"
 
 
-WEIGHTS, CACHE = "weights", "kv_cache"  # the parts of its memory, by vLLM's names
+# the parts of its memory, by vLLM's names
+WEIGHTS = "weights"
+CACHE = "kv_cache"
 
 AWAKE, PAUSED, HOLDING, ASLEEP, WEIGHTS_AWAKE, FENCED, DEAD = EngineState
 
@@ -130,9 +132,12 @@ class EngineMachine:
 
     def serve(self, version: int) -> None:
         """AWAKE with `version`: what `commit` ends with, and the start, where vLLM itself loaded the weights."""
-        self.state, self.version = AWAKE, version
-        self.holds_weights, self.has_received = True, False
+        self.state = AWAKE
+        self.version = version
+        self.holds_weights = True
+        self.has_received = False
 
     def die(self) -> None:
         """vLLM's processes are gone, from whatever state."""
-        self.state, self.version = DEAD, None
+        self.state = DEAD
+        self.version = None

@@ -131,8 +131,11 @@ def install() -> None:
 
 def preloaded_libraries(given: str) -> str:
     """LD_PRELOAD as vLLM's CPU platform sets it while it makes an engine's configuration: OpenMP of torch, its heap."""
-    openmp, heap = _library("torch", *_OPENMP), _library("vllm", *_HEAP)
-    libraries = [given] if given else []
+    openmp = _library("torch", *_OPENMP)
+    heap = _library("vllm", *_HEAP)
+    libraries = []
+    if given:
+        libraries = [given]
     if openmp and not re.search("libomp|libgomp|libiomp", given):
         libraries = [*libraries, openmp]
     if heap and "libtcmalloc" not in given:

@@ -151,8 +151,11 @@ class FastPath:
         Raises EnvironmentFault for another plan, HandshakeError, ValueError.
         """
         self._setup = setup = SyncSetup.from_json(info.setup)
-        self._engine, self._worker = info.engine, setup.worker(info.engine, degrees.position)
-        self._model, self._config, self._adapter = model, model_config, adapter
+        self._engine = info.engine
+        self._worker = setup.worker(info.engine, degrees.position)
+        self._model = model
+        self._config = model_config
+        self._adapter = adapter
         self._writer: LayerwiseWriter | None = None
         self._receiver: Receiver | None = None
         self._read_back = True
@@ -210,12 +213,15 @@ class FastPath:
 
         Raises RuntimeError when modules are incomplete.
         """
-        writer, began = self._writer, time.perf_counter()
+        writer = self._writer
+        began = time.perf_counter()
         with self._named_errors():
             writer.finish()
             finalised = time.perf_counter()
             self._writer = None
-            digests = self.held_digests() if self._read_back else None
+            digests = None
+            if self._read_back:
+                digests = self.held_digests()
         seconds = {"finalise": finalised - began, "read_back": time.perf_counter() - finalised}
         self._report |= {"worker": self._worker, "received": writer.received, "shown": writer.shown, "held": digests}
         self._report["seconds"] |= seconds | writer.seconds
@@ -254,7 +260,10 @@ class SlowPath:
 
     def __init__(self, model: nn.Module, model_config: Any, adapter: Adapter, expected: dict[str, list[int]]):
         """`expected`: HF name and shape of every tensor that each update has to bring."""
-        self._model, self._config, self._adapter, self._expected = model, model_config, adapter, expected
+        self._model = model
+        self._config = model_config
+        self._adapter = adapter
+        self._expected = expected
 
     def start(self) -> None:
         """See UpdatePath."""
@@ -360,4 +369,6 @@ class ReloadLedger:
 
 def _fault(what: str, names: Iterable[str]) -> str:
     names = sorted(names)
-    return f"{what} {len(names)}: {json.dumps(names[:8])}" if names else ""
+    if names:
+        return f"{what} {len(names)}: {json.dumps(names[:8])}"
+    return ""

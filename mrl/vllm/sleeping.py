@@ -96,11 +96,15 @@ class SleepingExtension:
 
     def packed_bytes(self) -> int:
         """Of weights that kernels hold out of Python's sight."""
-        return 0 if WEIGHTS in self.parts_asleep else self.adapter.packed_bytes(self.model_runner.get_model())
+        if WEIGHTS in self.parts_asleep:
+            return 0
+        return self.adapter.packed_bytes(self.model_runner.get_model())
 
     def absent_bytes(self) -> int:
         """Of the pool that vLLM takes sleeping memory from: mapped nowhere, while torch still counts it."""
-        return self.adapter.bytes_asleep(self.parts_asleep) if self.parts_asleep and self.device.type != "cpu" else 0
+        if self.parts_asleep and self.device.type != "cpu":
+            return self.adapter.bytes_asleep(self.parts_asleep)
+        return 0
 
     def wait_for_device(self) -> None:
         """Until all work of the device is done."""

@@ -60,9 +60,9 @@ class Adapter(CommonAdapter):
 
 def _cpu_experts(layer: nn.Module) -> Any:
     """CPU's kernel of a fused-MoE layer; None for other layers and devices."""
-    return (
-        getattr(getattr(layer, "quant_method", None), "cpu_fused_moe", None) if hasattr(layer, "w13_weight") else None
-    )
+    if hasattr(layer, "w13_weight"):
+        return getattr(getattr(layer, "quant_method", None), "cpu_fused_moe", None)
+    return None
 
 
 ADAPTER = Adapter()
@@ -88,7 +88,9 @@ class TransferEngine(CommonTransferEngine):
         """Chooses the path; may be called again. Raises as `open_path` does."""
         self.shutdown()
         dtype = ADAPTER.load_tensor(self.model.model.embed_tokens, "weight").dtype
-        quantization = self.model.quant_config.get_name() if self.model.quant_config is not None else None
+        quantization = None
+        if self.model.quant_config is not None:
+            quantization = self.model.quant_config.get_name()
         degrees = degrees_of(self.parallel_config, quantization, dtype)
         # of vLLM's ModelConfig, which an engine of 0.23 does not get, leaving the reload takes the dtype alone
         self.path = open_path(self.model, SimpleNamespace(dtype=dtype), ADAPTER, init_info, degrees)
@@ -154,4 +156,5 @@ class WorkerExtension(CommonWorkerExtension):
         What the engine holds is a mixture until then.
         """
         self.weight_transfer_engine.abandon()
-        self._weight_update_active, self._is_checkpoint_format = False, True
+        self._weight_update_active = False
+        self._is_checkpoint_format = True

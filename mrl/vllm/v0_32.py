@@ -37,7 +37,9 @@ class Adapter(CommonAdapter):
 
     def expert_isa(self, layer: nn.Module) -> str | None:
         experts = _experts(layer)
-        return experts.isa if hasattr(experts, "isa") and not experts._use_zentorch else None
+        if hasattr(experts, "isa") and not experts._use_zentorch:
+            return experts.isa
+        return None
 
     def materialise(self, layer: nn.Module) -> None:
         super().materialise(layer)
@@ -91,7 +93,9 @@ class Adapter(CommonAdapter):
 def _experts(layer: nn.Module) -> Any:
     """The kernel of a fused-MoE layer; None for other layers."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-    return kernel.fused_experts if kernel is not None and hasattr(layer, "w13_weight") else None
+    if kernel is not None and hasattr(layer, "w13_weight"):
+        return kernel.fused_experts
+    return None
 
 
 ADAPTER = Adapter()

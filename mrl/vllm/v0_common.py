@@ -82,7 +82,8 @@ class CommonAdapter:
         materialize_layer(layer, get_layerwise_info(layer))
 
     def process(self, layer: nn.Module) -> None:
-        info, method = get_layerwise_info(layer), getattr(layer, "quant_method", None)
+        info = get_layerwise_info(layer)
+        method = getattr(layer, "quant_method", None)
         self.open_loaders(layer)
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
@@ -131,7 +132,8 @@ class CommonAdapter:
         """
         if target.module.endswith(".kv_b_proj"):
             _check_absorbed(model, layer, target)
-        parameter, dtype = getattr(layer, leaf_of(target)), getattr(torch, target.dtype)
+        parameter = getattr(layer, leaf_of(target))
+        dtype = getattr(torch, target.dtype)
         if self.reads_by_identity(layer, target):
             yield through_identity(layer, target.local_shape, dtype)
             return

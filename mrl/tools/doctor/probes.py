@@ -97,4 +97,6 @@ def _answer(probe: Probe, process: subprocess.Popen, left_s: float, deadline_s: 
 
 def _last(text: str) -> str:
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
-    return lines[-1][:_SHOWN] if lines else ""
+    if lines:
+        return lines[-1][:_SHOWN]
+    return ""

@@ -23,7 +23,9 @@ _METRICS = {"seq_reward": "reward", "seq_final_reward": "reward"}
 
 def _loss_mode(o: Override, out: Import, settings: VerlSettings) -> None:
     out.put("renamed", o.key, "algorithm.policy_loss.loss_mode", o.value, line=o.line)
-    spec = LOSSES.get(o.value) if isinstance(o.value, str) else None
+    spec = None
+    if isinstance(o.value, str):
+        spec = LOSSES.get(o.value)
     bypassed = settings.value("algorithm.rollout_correction.bypass_mode")
     if spec is None or not spec.needs_rollout_anchor or bypassed or settings.as_written:
         return

@@ -70,7 +70,9 @@ def tool_names(source: str) -> list[str]:
 
 def _name(own: str, mark: ast.expr) -> str | None:
     """By a decorator that may be another one."""
-    call = mark if isinstance(mark, ast.Call) else None
+    call = None
+    if isinstance(mark, ast.Call):
+        call = mark
     function = call.func if call else mark
     if getattr(function, "attr", getattr(function, "id", None)) != DECORATOR:
         return None
@@ -78,7 +80,9 @@ def _name(own: str, mark: ast.expr) -> str | None:
     if "schema" in given:
         return None
     named = given.get("name", call.args[0] if call and call.args else None)
-    return named.value if isinstance(named, ast.Constant) and isinstance(named.value, str) else own
+    if isinstance(named, ast.Constant) and isinstance(named.value, str):
+        return named.value
+    return own
 
 
 def _turns(o: Override, out: Import, settings: VerlSettings) -> None:

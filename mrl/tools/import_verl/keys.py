@@ -13,13 +13,12 @@ from mrl.config.schema import verl_names
 
 Kind = Literal["to", "implied", "not_applicable", "unsupported", "special"]
 
-A, R, F, M = (
-    "actor_rollout_ref.actor.",
-    "actor_rollout_ref.rollout.",
-    "actor_rollout_ref.ref.",
-    "actor_rollout_ref.model.",
-)
-MEGATRON, TRANSFORMER = A + "megatron.", A + "megatron.override_transformer_config."
+A = "actor_rollout_ref.actor."
+R = "actor_rollout_ref.rollout."
+F = "actor_rollout_ref.ref."
+M = "actor_rollout_ref.model."
+MEGATRON = A + "megatron."
+TRANSFORMER = A + "megatron.override_transformer_config."
 LAYOUT = "actor.layout."
 
 
@@ -66,7 +65,9 @@ _BRIDGE = "weights are always read from model.path through the bridge"
 
 def every(steps: Any) -> Any:
     """A frequency in steps: verl switches off with anything below 1."""
-    return steps if not isinstance(steps, int) or steps >= 1 else -1
+    if not isinstance(steps, int) or steps >= 1:
+        return steps
+    return -1
 
 
 def _at_least(least: int) -> Callable[[Any], Any]:
@@ -75,7 +76,9 @@ def _at_least(least: int) -> Callable[[Any], Any]:
 
 def _limit(count: Any) -> Any:
     """A number of prompts: verl takes all with anything below 1."""
-    return None if count is None or (isinstance(count, int) and count < 1) else count
+    if count is None or (isinstance(count, int) and count < 1):
+        return None
+    return count
 
 
 # Keys of sections that are handed on as they stand: no field of ours has their name beside it.

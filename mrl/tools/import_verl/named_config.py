@@ -80,15 +80,13 @@ def named_config(name: str, folder: Value | None, entry: str, script: str) -> Na
     name = name.removesuffix(".yaml") or next(
         (file for part, file in _OF_ENTRY.items() if part in entry), "ppo_trainer"
     )
-    folders = (
-        [] if folder is None or not folder.known else [base / folder.text for base in (Path(script).parent, Path.cwd())]
-    )
+    folders = []
+    if not (folder is None or not folder.known):
+        folders = [base / folder.text for base in (Path(script).parent, Path.cwd())]
     values, faults = _of_file(name, folders, ())
-    said = (
-        f"the configuration {name} sets {', '.join(f'{key}={value}' for key, value in values.items())}"
-        if values
-        else ""
-    )
+    said = ""
+    if values:
+        said = f"the configuration {name} sets {', '.join(f'{key}={value}' for key, value in values.items())}"
     return NamedConfig(values, said, tuple(f"--config-name {fault}" for fault in faults))
 
 

@@ -27,17 +27,23 @@ def in_our_words(key: str, value: str) -> str | None:
 
 def _reasons(entries: list[KeyReport]) -> str:
     reasons = [f": {entry.kind.replace('_', ' ')}, {entry.why}" for entry in entries if entry.why]
-    return reasons[0] if reasons else ""
+    if reasons:
+        return reasons[0]
+    return ""
 
 
 def _verls(key: str) -> str | None:
     """verl's whole key: as given, without its first section, or the only one with a last part that we do not have."""
     if key.startswith(_FIRST):
-        return key if row_of(key) is not None else None
+        if row_of(key) is not None:
+            return key
+        return None
     for whole in (_FIRST + key, key):
         if whole in ROWS:
             return whole
     if any(path.rpartition(".")[2] == key.rpartition(".")[2] for path, _ in schema_paths()):
         return None  # a key of ours by that name is what was meant
     ending = [whole for whole in ROWS if whole.rpartition(".")[2] == key.rpartition(".")[2]]
-    return ending[0] if len(ending) == 1 else None
+    if len(ending) == 1:
+        return ending[0]
+    return None

@@ -20,7 +20,9 @@ from mrl.tools.rehearse.small_layout import SmallLayout, small_layout
 
 STEPS = 2  # one, a save, a resume, one
 VALIDATION_ROWS = 4
-START_S, CALL_S = 600.0, 300.0  # nothing may take longer than that, on a busy machine either
+# nothing may take longer than that, on a busy machine either
+START_S = 600.0
+CALL_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,9 @@ def _fewer(original: RunConfig, batch: SmallBatch) -> Iterator[OutOfReach]:
 
 def _plain_turns(original: RunConfig) -> dict[str, Any] | None:
     turns = original.rollout.turns
-    return None if turns is None else turns.model_dump()
+    if turns is None:
+        return None
+    return turns.model_dump()
 
 
 def _turns(original: RunConfig) -> Iterator[OutOfReach]:
@@ -200,11 +204,14 @@ def _files(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
 
 
 def _schedule(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
-    trainer, optim = original.trainer, original.actor.optim
+    trainer = original.trainer
+    optim = original.actor.optim
     # of one step, which a rehearsal begins with
     updates = batch["data.train_batch_size"] // batch["actor.ppo_mini_batch_size"]
     constant = optim.lr_decay_style == "constant"
-    warmup = min(optim.lr_warmup_steps, 1) if constant or updates > 1 or optim.lr_decay_steps else 0
+    warmup = 0
+    if constant or updates > 1 or optim.lr_decay_steps:
+        warmup = min(optim.lr_warmup_steps, 1)
     values = {
         "trainer.total_training_steps": STEPS,
         "trainer.save_freq": 1,
@@ -227,7 +234,8 @@ def _reference(original: RunConfig) -> Iterator[Change]:
 def _lines(values: dict[str, Any], changed: dict[str, str], prefix: str = "") -> Iterator[str]:
     indent = "  " * prefix.count(".")
     for name, value in values.items():
-        key, remark = prefix + name, changed.get(prefix + name, "")
+        key = prefix + name
+        remark = changed.get(prefix + name, "")
         if isinstance(value, dict) and value and not remark:
             yield f"{indent}{dump_value(name)}:"
             yield from _lines(value, changed, f"{key}.")
@@ -236,4 +244,6 @@ def _lines(values: dict[str, Any], changed: dict[str, str], prefix: str = "") ->
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value

@@ -71,7 +71,8 @@ LOGGERS = ("jsonl", "console", "tensorboard")  # those that write to this machin
 
 def device_changes(config: RunConfig) -> tuple[list[Change], list[OutOfReach]]:
     """Override keys and switches of the engines without what needs an accelerator, and what that was."""
-    changes, lost = [], []
+    changes = []
+    lost = []
     for key in _FIELDS:
         given = leaf(config, key)
         out = {name: why for name in given if (why := _why(key, name, given))}
@@ -96,7 +97,9 @@ def _why(key: str, name: str, given: Mapping[str, Any]) -> str:
     if name == "moe_token_dispatcher_type" and given[name] == _FLEX:
         return "its kernels are DeepEP's"
     fitting = [start for start in _FIELDS[key] if name.startswith(start)]
-    return _FIELDS[key][max(fitting, key=len)] if fitting and given[name] not in (None, False) else ""
+    if fitting and given[name] not in (None, False):
+        return _FIELDS[key][max(fitting, key=len)]
+    return ""
 
 
 def _kept_arguments(engine_kwargs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

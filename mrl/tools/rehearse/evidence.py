@@ -77,10 +77,8 @@ class Evidence:
             return {}
         folder = self.run.checkpoints / "step-1"
         weights = [_weights(rank.read_entries(folder)) for rank in manifest.ranks]
-        layers, experts = (
-            [_numbers(rank, _LAYER) for rank in weights],
-            [_experts_of_first_layer(rank) for rank in weights],
-        )
+        layers = [_numbers(rank, _LAYER) for rank in weights]
+        experts = [_experts_of_first_layer(rank) for rank in weights]
         return {
             "ranks": len(manifest.ranks),
             "tensor": _boxes(weights, _CUT_OVER_TENSOR),

@@ -92,15 +92,20 @@ def _checkpoint(
     original: RunConfig, hf_config: dict[str, Any], tokenizer: Any, rehearsal: Rehearsal, work: WorkFolder
 ) -> str:
     """Writes the weights; the model in words."""
-    data, source = rehearsal.config.data, original.model.path
-    ends = tuple(i for i in stop_token_ids(source) if i < len(tokenizer)) if has_tokenizer(source) else ()
+    data = rehearsal.config.data
+    source = original.model.path
+    ends = ()
+    if has_tokenizer(source):
+        ends = tuple(i for i in stop_token_ids(source) if i < len(tokenizer))
     ends = ends or (tokenizer.eos_token_id,)
     positions = -(-data.max_sample_length // 64) * 64
     small = small_hf_config(hf_config, rehearsal.layout.layers, vocabulary_size(tokenizer), positions)
     small |= {"eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
     model = write_checkpoint(work.model, small, ends, data.max_response_length)
     was = model_spec(hf_config)
-    experts = f", {was.num_experts} to {model.num_experts} experts" if was.is_moe else ""
+    experts = ""
+    if was.is_moe:
+        experts = f", {was.num_experts} to {model.num_experts} experts"
     return (
         f"{model.family}: {was.num_layers} layers of {was.hidden_size} to {model.num_layers} of "
         f"{model.hidden_size}{experts}"
@@ -108,13 +113,16 @@ def _checkpoint(
 
 
 def _rows(original: RunConfig, work: WorkFolder, tokenizer: Any, parameters: PromptParameters) -> list[str]:
-    said, source = [], synthetic_source(original)
+    said = []
+    source = synthetic_source(original)
     kinds = (
         ("train", original.data.train_files, TRAIN_ROWS, 0),
         ("val", original.data.val_files, VAL_ROWS, VALIDATION),
     )
     for kind, files, count, first in kinds:
-        made = rows_of(files, count, tokenizer, parameters, source, first) if files or kind == "train" else []
+        made = []
+        if files or kind == "train":
+            made = rows_of(files, count, tokenizer, parameters, source, first)
         for number, rows in enumerate(made):
             write_rows(work.rows(kind, number), rows.rows)
         said += [text for file, rows in zip(files or ("",), made, strict=False) if (text := _said_of(kind, file, rows))]
@@ -127,15 +135,20 @@ def _said_of(kind: str, file: str, rows: Rows) -> str:
             f"data.{kind}_files: {f'{file} is not here' if file else 'names no file'}, so "
             f"{len(rows.rows)} synthetic rows"
         )
-    return f"data.{kind}_files: {rows.cut} of {len(rows.rows)} prompts of {file} are cut" if rows.cut else ""
+    if rows.cut:
+        return f"data.{kind}_files: {rows.cut} of {len(rows.rows)} prompts of {file} are cut"
+    return ""
 
 
 def _reward(rehearsal: Rehearsal, work: WorkFolder) -> tuple[Rehearsal, list[str]]:
     """Writes the reward that calls the user's own, after asking that for a few answers."""
-    original, custom = rehearsal.original, rehearsal.original.reward.custom_reward_function
+    original = rehearsal.original
+    custom = rehearsal.original.reward.custom_reward_function
     algorithm = original.algorithm
     missing = custom is not None and not Path(custom.path).expanduser().is_file()
-    spec = None if missing else _spec(original)
+    spec = None
+    if not missing:
+        spec = _spec(original)
     if spec is not None:
         _ask(spec, original, work)
     keys = {"acc", *algorithm.gdpo_reward_keys, algorithm.filter_groups.metric} - set(_PARTS)

@@ -14,7 +14,8 @@ from mrl.data.row_files import read_rows
 from mrl.errors import DataError
 from mrl.tools.rehearse.scoring import ROW
 
-TRAIN_ROWS, VAL_ROWS = 32, 8
+TRAIN_ROWS = 32
+VAL_ROWS = 8
 _AFTER_TEMPLATE = 16  # tokens that are left for a prompt's own words
 Row = dict[str, Any]
 
@@ -61,7 +62,8 @@ def _of_file(
     conversations = list(_synthetic(start, count, data_source) if synthetic else _read(file, count, parameters))
     if not conversations:
         raise DataError(f"{file}: no row of it can be used; mrl train says why of each")
-    rows, cut = [], 0
+    rows = []
+    cut = 0
     for number, (messages, rest) in enumerate(conversations, start):
         fitting = _fitted(messages, number, tokenizer, parameters)
         cut += fitting is not messages
@@ -84,7 +86,8 @@ def _read(file: str, count: int, parameters: PromptParameters) -> Iterator[tuple
 
 def _synthetic(start: int, count: int, data_source: str) -> Iterator[tuple[list[dict[str, str]], Row]]:
     for number in range(start, start + count):
-        question, answer = f"What is {number} + {2 * number + 1}?", str(3 * number + 1)
+        question = f"What is {number} + {2 * number + 1}?"
+        answer = str(3 * number + 1)
         yield (
             [{"role": "user", "content": question}],
             {"data_source": data_source, "ground_truth": answer, "extra_info": {}},
@@ -109,7 +112,8 @@ def _fitted(
     excess = _length(messages, tokenizer, parameters) - parameters.max_prompt_length
     if excess <= 0:
         return messages
-    texts, mark = [message["content"] for message in messages], f"{number}: "
+    texts = [message["content"] for message in messages]
+    mark = f"{number}: "
     while excess > 0:
         longest = max(range(len(texts)), key=lambda i: len(texts[i]))
         if not texts[longest]:
@@ -144,4 +148,6 @@ def synthetic_source(config: RunConfig) -> str:
     asks_for_parts = (
         config.algorithm.filter_groups.metric not in ("score", "reward") or config.algorithm.gdpo_reward_keys
     )
-    return "math_dapo" if asks_for_parts else "openai/gsm8k"
+    if asks_for_parts:
+        return "math_dapo"
+    return "openai/gsm8k"

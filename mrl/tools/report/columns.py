@@ -62,6 +62,7 @@ def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
 
 
 def _finite(steps: list[int], values: list[float]) -> Curve:
-    x, y = np.array(steps, np.int32), np.array(values, np.float64)
+    x = np.array(steps, np.int32)
+    y = np.array(values, np.float64)
     finite = np.isfinite(y)
     return Curve(x[finite], y[finite], int(finite.sum()))

@@ -95,7 +95,8 @@ def _settings(runs: Sequence[RunRecord]) -> dict[str, tuple[str, ...]]:
 
 def _tests(runs: dict[str, RunRecord]) -> tuple[HeldOutTest, ...]:
     names = list(runs)
-    first, found = runs[names[0]], []
+    first = runs[names[0]]
+    found = []
     for name in names[1:]:
         if step := _shared_step(first, runs[name]):
             changes = differences(first.responses(step), runs[name].responses(step))
@@ -109,7 +110,8 @@ def _shared_step(first: RunRecord, second: RunRecord) -> int | None:
 
 
 def _notes(runs: dict[str, RunRecord]) -> list[str]:
-    names, notes = list(runs), []
+    names = list(runs)
+    notes = []
     first = runs[names[0]]
     for name in names[1:]:
         run = runs[name]

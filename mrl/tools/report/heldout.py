@@ -71,7 +71,9 @@ class Difference:
             return f"{size}: too few prompts to tell from chance"
         if not self.significant(level):
             return f"{size}: no more than chance (p = {self.p:.2g})"
-        chance = "p < 0.0001" if self.p < 1e-4 else f"p = {self.p:.2g}"
+        chance = "p < 0.0001"
+        if not (self.p < 1e-4):
+            chance = f"p = {self.p:.2g}"
         return f"{size}: {'better' if self.mean > 0 else 'worse'} by more than chance ({chance})"
 
 
@@ -98,8 +100,12 @@ def _responses(lines: Sequence[str]) -> Iterator[Response]:
 
 
 def _acc(parts: Any) -> float | None:
-    value = parts.get(ACC) if isinstance(parts, dict) else None
-    return float(value) if isinstance(value, bool | int | float) else None
+    value = None
+    if isinstance(parts, dict):
+        value = parts.get(ACC)
+    if isinstance(value, bool | int | float):
+        return float(value)
+    return None
 
 
 def quantities(*validations: Sequence[Response]) -> dict[str, str]:
@@ -158,6 +164,7 @@ def differences(first: Sequence[Response], second: Sequence[Response]) -> dict[s
 def paired(first: np.ndarray, second: np.ndarray) -> Difference:
     """Of two values a prompt, both [prompts], two at least."""
     change = second - first
-    mean, error = float(change.mean()), float(change.std(ddof=1) / math.sqrt(len(change)))
+    mean = float(change.mean())
+    error = float(change.std(ddof=1) / math.sqrt(len(change)))
     chance = math.erfc(abs(mean) / error / math.sqrt(2)) if error else float(mean == 0)
     return Difference(len(change), float(first.mean()), float(second.mean()), mean, error, chance)

@@ -29,11 +29,11 @@ POINTS = 200_000  # of all curves of a page together, 16 bytes each as they stan
 
 def page_html(page: Page, live: str = "") -> str:
     """The file's text. `live`: its tag, where it shall ask the server that it came from for newer ones."""
-    styles, scripts = (
-        [_asset(f"uPlot-{UPLOT}.min.css"), _asset("page.css")],
-        [_asset(f"uPlot-{UPLOT}.min.js"), _asset("page.js")],
-    )
-    asks = "'self'" if live else "'none'"
+    styles = [_asset(f"uPlot-{UPLOT}.min.css"), _asset("page.css")]
+    scripts = [_asset(f"uPlot-{UPLOT}.min.js"), _asset("page.js")]
+    asks = "'none'"
+    if live:
+        asks = "'self'"
     policy = (
         f"default-src 'none'; style-src {_hashes(styles)}; script-src {_hashes(scripts)}; img-src data:; "
         f"connect-src {asks}; base-uri 'none'; form-action 'none'"

@@ -42,7 +42,9 @@ class LivePage:
     """The newest page of a run directory."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._clock, self._lock = folder, clock, threading.Lock()
+        self._folder = folder
+        self._clock = clock
+        self._lock = threading.Lock()
         self._newest: Served | None = None
         self._rest_until = 0.0
 
@@ -127,7 +129,8 @@ def _handler(page: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
     """What answers one request: GET of `/` with the token, and nothing else."""
 
     class Handler(BaseHTTPRequestHandler):
-        server_version, sys_version = "mrl", ""
+        server_version = "mrl"
+        sys_version = ""
         timeout = IDLE_S
 
         def do_GET(self) -> None:

@@ -52,13 +52,16 @@ def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, lis
         file = folder / f"step-{step}.parquet"
         if not file.exists():
             samples = [_old_row(row) for row in read_samples(folder, step)]
-            scores, reasons = [one.score for one in samples], [one.reason for one in samples]
+            scores = [one.score for one in samples]
+            reasons = [one.reason for one in samples]
             kinds = extreme_rows(scores, [one.prompt_id for one in samples], reasons)
             return {kind: [samples[row] for row in rows] for kind, rows in kinds.items()}
         columns = pq.read_table(file, columns=["score", "group_id", "sample_id", "reason"])
         of_rows = [columns[name].to_pylist() for name in ("score", "group_id", "reason")]
         kinds = extreme_rows(*of_rows)
-        by_id = shown.log_probs if shown is not None and shown.step == step else {}
+        by_id = {}
+        if shown is not None and shown.step == step:
+            by_id = shown.log_probs
         # the file may have fewer rows than the step had (record.samples)
         log_probs = {row: by_id[id] for row, id in enumerate(columns["sample_id"].to_pylist()) if id in by_id}
         if log_probs:
@@ -84,7 +87,8 @@ def _old_row(row: dict[str, Any]) -> TrainingSample:
 def _sample(
     number: int, row: dict[str, Any], versions: tuple[int, ...], score: float, reason: str | None
 ) -> TrainingSample:
-    response_ids, log_probs = _ids(row["response_ids"]), [float(value) for value in row["rollout_log_probs"]]
+    response_ids = _ids(row["response_ids"])
+    log_probs = [float(value) for value in row["rollout_log_probs"]]
     if len(response_ids) != len(log_probs):
         raise ValueError(f"{len(response_ids)} tokens with {len(log_probs)} log-probs")
     return TrainingSample(
@@ -98,8 +102,12 @@ def _turns(turns: Sequence[dict[str, Any]], calls: Iterator[dict[str, Any]]) -> 
     for turn in turns if len(turns) > 1 else ():
         called = [f"{call['name'] or 'no tool'} {call['reason']}" for call in islice(calls, turn["calls"])]
         said = f"{', '.join(called) or 'no call'}, from token {turn['first_token']}"
-        took = f", {turn['seconds']:.2f} s" if turn["calls"] else ""
-        reward = f", reward {turn['reward']:g}" if turn.get("reward") else ""
+        took = ""
+        if turn["calls"]:
+            took = f", {turn['seconds']:.2f} s"
+        reward = ""
+        if turn.get("reward"):
+            reward = f", reward {turn['reward']:g}"
         yield said + took + reward
 
 
@@ -131,7 +139,9 @@ def decoder(folders: Sequence[Path]) -> Decode | None:
 
 def text_of(ids: Sequence[int], decode: Decode | None) -> str:
     """As text; the numbers where no tokenizer is at hand."""
-    return " ".join(map(str, ids)) if decode is None else decode(ids)
+    if decode is None:
+        return " ".join(map(str, ids))
+    return decode(ids)
 
 
 def tokens_of(ids: Sequence[int], values: Sequence[float | None], decode: Decode | None) -> tuple[Token, ...]:
@@ -140,7 +150,8 @@ def tokens_of(ids: Sequence[int], values: Sequence[float | None], decode: Decode
     """
     if decode is None:
         return tuple(Token(f"{one} ", value) for one, value in zip(ids, values, strict=True))
-    tokens, start = [], 0
+    tokens = []
+    start = 0
     for stop in range(1, len(ids) + 1):
         text = decode(ids[start:stop])
         if _TORN in text and stop - start < _WHOLE_AFTER and stop < len(ids):

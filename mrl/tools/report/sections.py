@@ -97,7 +97,9 @@ def run_page(run: RunRecord) -> Page:
 
 
 def _stacked(sections: tuple[PageSection, ...], run: RunRecord) -> dict[str, Curve]:
-    return stacked_curves(run) if any(section.id == "steps" for section in sections) else {}
+    if any(section.id == "steps" for section in sections):
+        return stacked_curves(run)
+    return {}
 
 
 def _verdict(said: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
@@ -112,9 +114,9 @@ def _verdict(said: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
 
 def _settings(run: RunRecord) -> Iterator[Block]:
     own = run.settings.own()
-    recipe = (
-        f"the recipe {run.settings.recipe} and the schema" if run.settings.recipe else "the schema (no recipe is named)"
-    )
+    recipe = "the schema (no recipe is named)"
+    if run.settings.recipe:
+        recipe = f"the recipe {run.settings.recipe} and the schema"
     yield Paragraph(f"{len(own)} of {len(run.settings.by_key)} keys differ from what {recipe} would give.")
     said, of_files = ([(s, usual) for s, usual in own if s.on_command_line == by_hand] for by_hand in (True, False))
     for rows, caption, folded in (
@@ -147,7 +149,9 @@ def interval_of(run: RunRecord, metric: str) -> tuple[str, str] | None:
     """The curves of the lower and the upper end of a held-out score's 95 % interval; None of another metric."""
     auxiliary = re.sub("^val-core/", "val-aux/", metric)
     ends = (f"{auxiliary}/ci95_low", f"{auxiliary}/ci95_high")
-    return ends if all(end in run.curves for end in ends) else None
+    if all(end in run.curves for end in ends):
+        return ends
+    return None
 
 
 def unit_of(name: str) -> str:
@@ -156,7 +160,9 @@ def unit_of(name: str) -> str:
         unit = metric_spec(name).unit
     except KeyError:
         return ""
-    return "" if unit == "1" else unit
+    if unit == "1":
+        return ""
+    return unit
 
 
 def summary(run: RunRecord) -> Table:

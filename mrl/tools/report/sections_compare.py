@@ -53,7 +53,9 @@ def headline(comparison: Comparison) -> tuple[Tone, str]:
 def _verdict(comparison: Comparison) -> Iterator[Block]:
     if comparison.tests:
         yield Items(tuple(test.words() for test in comparison.tests))
-        share = f", each at {comparison.tests[0].level:.2g}" if len(comparison.tests) > 1 else ""
+        share = ""
+        if len(comparison.tests) > 1:
+            share = f", each at {comparison.tests[0].level:.2g}"
         yield Paragraph(
             f"{_counted(len(comparison.tests), 'test')} paired over prompts{share}. What is told apart is these "
             "weights, not these settings: how much another trainer.seed moves a score only further runs say."
@@ -110,7 +112,9 @@ def _times(comparison: Comparison) -> Table:
 
 
 def _median(run: RunRecord, name: str) -> str:
-    return f"{np.median(run.curves[name].values):.3g}" if name in run.curves else "(none)"
+    if name in run.curves:
+        return f"{np.median(run.curves[name].values):.3g}"
+    return "(none)"
 
 
 def _identity(comparison: Comparison) -> Table:
@@ -129,7 +133,9 @@ def _identity(comparison: Comparison) -> Table:
 
 
 def _versions(run: RunRecord) -> str:
-    named = run.attempts[-1].versions if run.attempts else {}
+    named = {}
+    if run.attempts:
+        named = run.attempts[-1].versions
     return ", ".join(f"{name} {version}" for name, version in sorted(named.items())) or "(not written down)"
 
 

@@ -20,13 +20,16 @@ TEXT_LIMIT = 6000  # characters of a held-out response that are shown
 def samples(run: RunRecord) -> PageSection | None:
     """Of the newest step with samples, and of the first and the last validation."""
     blocks = [*_training(run), *_held_out(run)]
-    return PageSection("samples", "Samples", tuple(blocks)) if blocks else None
+    if blocks:
+        return PageSection("samples", "Samples", tuple(blocks))
+    return None
 
 
 def _training(run: RunRecord) -> Iterator[Block]:
     if not run.sample_steps:
         return
-    shown, step = read_shown_rows(run.path), run.sample_steps[-1]
+    shown = read_shown_rows(run.path)
+    step = run.sample_steps[-1]
     if shown is not None and shown.step in run.sample_steps:
         step = shown.step
     try:

@@ -28,7 +28,8 @@ class Recorded:
 
     def __new__(cls, *arguments: Any, **_: Any) -> "Recorded":
         made = super().__new__(cls)
-        made.arguments, made.state = arguments, None
+        made.arguments = arguments
+        made.state = None
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
