@@ -220,5 +220,7 @@ def parse_layout(text: str) -> dict[str, int]:
                 f"--layout: {part!r}; give each of {', '.join(DEGREES)} at most once, from 1 to 99999, as in tp=2,ep=4"
             )
         short[name] = int(value)
-    least = lcm(*(prod(short.get(name, 1) for name in grid) for grid in (("tp", "cp", "pp"), ("etp", "ep", "pp"))))
-    return {DEGREES[name]: value for name, value in ({"world": least} | short).items()}
+    dense_grid = prod(short.get(name, 1) for name in ("tp", "cp", "pp"))
+    expert_grid = prod(short.get(name, 1) for name in ("etp", "ep", "pp"))
+    degrees = {"world": lcm(dense_grid, expert_grid)} | short
+    return {DEGREES[name]: value for name, value in degrees.items()}

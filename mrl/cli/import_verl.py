@@ -84,7 +84,8 @@ def _import_of_several(script: Path, options: argparse.Namespace) -> dict[str, A
 def _summary(results: list[dict[str, Any]]) -> str:
     keys = sum(r["keys"] for r in results)
     missing = sum(len(r["unsupported"]) for r in results)
-    valid, lossy = (sum(r["verdict"] == verdict for r in results) for verdict in ("valid", "carried with losses"))
+    valid = sum(r["verdict"] == "valid" for r in results)
+    lossy = sum(r["verdict"] == "carried with losses" for r in results)
     carried = f"{valid} valid" + (f", {lossy} carried with losses" if lossy else "")
     return f"{len(results)} scripts, {carried}; {keys} keys, {missing} unsupported ({missing / max(keys, 1):.1%})"
 

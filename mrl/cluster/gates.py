@@ -91,7 +91,8 @@ class MemoryGate:
         need = Need.of(self._plan, phase)
         shortages = {device: shortage(need, holders) for device, holders in self._holders(phase).items()}
         if short := {device: why for device, why in shortages.items() if why}:
-            nodes = {node: number for number, node in enumerate(dict.fromkeys(node for node, _ in shortages))}
+            in_order = dict.fromkeys(node for node, _ in shortages)
+            nodes = {node: number for number, node in enumerate(in_order)}
             lines = "; ".join(f"device {device} of node {nodes[node]}: {why}" for (node, device), why in short.items())
             cure = self._plan["memory"]["phases"][phase]["change"]
             raise Interrupted(f"no room for phase {phase}: {lines}" + (f". Change: {cure}" if cure else ""))

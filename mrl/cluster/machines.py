@@ -122,7 +122,9 @@ def first_of_each(values: Iterable[str]) -> list[int]:
 
 
 def _in_words(speeds: list[Speed]) -> list[str]:
-    kinds = {speed.device: [other.measured for other in speeds if other.device == speed.device] for speed in speeds}
+    kinds: dict[str, list[float]] = {}
+    for speed in speeds:
+        kinds.setdefault(speed.device, []).append(speed.measured)
     lines = [
         f"{len(of_kind)} x {device}: {_tera(of_kind)} TFLOP/s in products{_published(device)}"
         for device, of_kind in kinds.items()

@@ -98,7 +98,8 @@ def shared_seats(deployment: Deployment) -> SharedSeats:
         # CANN knows no other order
         ascending = sorted(range(len(names)), key=lambda bundle: (len(names[bundle]), names[bundle]))
         places = shared_devices(deployment)
-        bundles = [ascending[i] for i in bundles_of_places(places, [reserved.nodes[bundle] for bundle in ascending])]
+        nodes = [reserved.nodes[bundle] for bundle in ascending]
+        bundles = [ascending[i] for i in bundles_of_places(places, nodes)]
     except BaseException:
         reserved.release()
         raise

@@ -199,10 +199,10 @@ class WeightSync:
         answers = settle(sending | receiving, self._deadlines.of(PHASE), PHASE)
         if not any(isinstance(answer, Exception) for answer in answers.values()):
             self._deadlines.ended(PHASE, time.perf_counter() - began)
-        received = {
-            engine: _of_engine([answers[rank_name(engine, rank, ranks)] for rank in range(ranks)])
-            for engine in sorted(engines)
-        }
+        received = {}
+        for engine in sorted(engines):
+            of_ranks = [answers[rank_name(engine, rank, ranks)] for rank in range(ranks)]
+            received[engine] = _of_engine(of_ranks)
         return AttemptAnswers([answers[name] for name in sending], received)
 
     def _compare(self, answers: AttemptAnswers, progress: SyncProgress) -> None:
@@ -265,7 +265,8 @@ class WeightSync:
         """
         if kernels := _kernels_in_words([report.get("kernels", {}) for report in receives]):
             print(f"engines: {kernels}")
-        if known := [n for n in (*free, *(report.get("free_bytes") for report in receives)) if n is not None]:
+        free_of_engines = [report.get("free_bytes") for report in receives]
+        if known := [nbytes for nbytes in (*free, *free_of_engines) if nbytes is not None]:
             print(f"after the first weight sync the fullest device has {min(known) / GIB:.1f} GiB free")
 
     def _agree_again(self, version: int, engines: set[int], why: str) -> None:
@@ -383,9 +384,13 @@ def _by_engine(differing: list[Disagreement]) -> dict[int, list[Disagreement]]:
 
 
 def _kernels_in_words(of_workers: Sequence[Mapping[str, Sequence[str]]]) -> str:
-    """Of all workers: what attention, and what experts are computed with; empty where none says."""
-    by_part = {part: sorted({name for kernels in of_workers for name in kernels.get(part, ())}) for part in _KERNELS}
-    return "; ".join(f"{_KERNELS[part]} {', '.join(names)}" for part, names in by_part.items() if names)
+    """Names the kernels of attention and of experts over all workers; empty where no worker says."""
+    words = []
+    for part, title in _KERNELS.items():
+        names = {name for kernels in of_workers for name in kernels.get(part, ())}
+        if names:
+            words.append(f"{title} {', '.join(sorted(names))}")
+    return "; ".join(words)
 
 
 def _metrics(totals: SyncTotals, resynced: int, read_back: bool) -> dict[str, float]:

@@ -141,7 +141,10 @@ class Columns:
         """The rows of all parts, in their order. Raises ValueError where there is no part."""
         if not parts:
             raise ValueError("no parts to join")
-        columns = {f.name: _joined([getattr(part, f.name) for part in parts], f, parts) for f in fields(cls)}
+        columns = {}
+        for column in fields(cls):
+            of_parts = [getattr(part, column.name) for part in parts]
+            columns[column.name] = _joined(of_parts, column, parts)
         return cls(**columns)
 
 
@@ -449,7 +452,10 @@ def packed(samples: Sequence[Sample]) -> Samples:
         "response_lengths": responses,
         "token_ids": _end_to_end([ids for s in samples for ids in (s.prompt_ids, s.response_ids)], np.int32),
         "rollout_log_probs": _end_to_end([s.rollout_log_probs for s in samples], np.float32),
-        **{name: [getattr(s, name) for s in samples] for name in ("prompt_id", "group_id", "sample_id", "seed")},
+        "prompt_id": [s.prompt_id for s in samples],
+        "group_id": [s.group_id for s in samples],
+        "sample_id": [s.sample_id for s in samples],
+        "seed": [s.seed for s in samples],
         "stop_reason": [_stop_reason(s, s.stop_reason) for s in samples],
         "span_counts": list(map(len, spans)),
         "span_starts": [start for each in spans for start, _ in each],

@@ -325,7 +325,8 @@ class EnvironmentPool:
         """Kills all processes, what they are at included. Safe to call twice."""
         with self._changed:
             self._closed = True
-            left = [taken for queue in (self._shared, *(slot.queue for slot in self._slots)) for taken in queue]
+            queues = [self._shared, *(slot.queue for slot in self._slots)]
+            left = [taken for queue in queues for taken in queue]
             for slot in self._slots:
                 if slot.process is not None:
                     slot.process.kill()  # whoever waits for it gets an answer, and its thread ends it

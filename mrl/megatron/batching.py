@@ -4,7 +4,7 @@ Every data-parallel rank gets the same number of micro-batches, because with exp
 collective over them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -261,8 +261,13 @@ def round_up_all(numbers: np.ndarray, multiple: int) -> np.ndarray:
 
 def trained_rows(shares: Shares) -> list[np.ndarray]:
     """Rows of each data-parallel rank, fillers left out."""
-    kept = [[micro.rows for micro in rank if not micro.is_filler] for rank in shares]
-    return [np.concatenate(rows) if rows else np.zeros(0, np.int64) for rows in kept]
+    return [rows_of(micros) for micros in shares]
+
+
+def rows_of(micros: Iterable[MicroRows]) -> np.ndarray:
+    """int64: the rows of these micro-batches in their order, fillers left out."""
+    trained = [micro.rows for micro in micros if not micro.is_filler]
+    return np.concatenate([np.zeros(0, np.int64), *trained])
 
 
 def check_batch(batch: TrainBatch, model: ModelSpec, moe_layers: int) -> None:

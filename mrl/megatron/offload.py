@@ -94,7 +94,11 @@ def bytes_of(storage: UntypedStorage) -> Tensor:
 
 def storages_of(tensors: Sequence[Tensor]) -> dict[int, UntypedStorage]:
     """The storages under `tensors`, each once and in their order, by an identity that lasts as long as the storage."""
-    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+    return storages
 
 
 @dataclass(frozen=True)

@@ -98,10 +98,18 @@ def rank_order(nodes: Sequence[str], together: int = 1) -> tuple[int, ...]:
     Ray may scatter bundles, and a node may get a number of them that `together` does not divide: what is left over
     comes last, so that as few groups of ranks as possible are spread.
     """
-    by_node = {node: [i for i, at in enumerate(nodes) if at == node] for node in sorted(set(nodes))}
+    by_node = _bundles_by_node(nodes)
     whole = [i for bundles in by_node.values() for i in bundles[: len(bundles) // together * together]]
     rest = [i for bundles in by_node.values() for i in bundles[len(bundles) // together * together :]]
     return (*whole, *rest)
+
+
+def _bundles_by_node(nodes: Sequence[str]) -> dict[str, list[int]]:
+    """Bundles of each node, given the node of each bundle; nodes in the order of their names."""
+    bundles: dict[str, list[int]] = {node: [] for node in sorted(set(nodes))}
+    for bundle, node in enumerate(nodes):
+        bundles[node].append(bundle)
+    return bundles
 
 
 def bundles_of_places(places: Sequence[Place], nodes: Sequence[str]) -> tuple[int, ...]:
@@ -110,7 +118,7 @@ def bundles_of_places(places: Sequence[Place], nodes: Sequence[str]) -> tuple[in
 
     Raises EnvironmentFault when Ray gave them in other portions than the layout needs.
     """
-    left = {node: [i for i, at in enumerate(nodes) if at == node] for node in sorted(set(nodes))}
+    left = _bundles_by_node(nodes)
     wanted = Counter(place.node for place in places)
     bundles: dict[int, list[int]] = {}
     for planned, size in sorted(wanted.items(), key=lambda item: (-item[1], item[0])):

@@ -336,8 +336,13 @@ def _judged(rule: _Rule, d: LayoutDegrees, m: ModelFacts) -> Violation | None:
 
 def _nearest_legal(field: str, d: LayoutDegrees, m: ModelFacts, count: int = 4) -> tuple[Any, ...]:
     rules = [rule for rule in _RULES if rule.field == field]
+
+    def is_legal(candidate: Any) -> bool:
+        changed = _changed(d, field, candidate)
+        return all(rule.holds(changed, m) for rule in rules)
+
     try:
-        legal = [v for v in _candidates(field, d, m) if all(rule.holds(_changed(d, field, v), m) for rule in rules)]
+        legal = [candidate for candidate in _candidates(field, d, m) if is_legal(candidate)]
     except UnknownValue:
         return ()
     value = getattr(d, field)

@@ -34,7 +34,9 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
             fused, place = _fused(model).get(module, (module, 0))
             local = _sliced(module, tensor, model.num_key_value_heads, tp, rollout.tensor)
             slices[".".join([*path, fused, leaf])][place] = local
-    parameters = {name: np.concatenate([parts[place] for place in sorted(parts)]) for name, parts in slices.items()}
+    parameters = {}
+    for name, parts in slices.items():
+        parameters[name] = np.concatenate([parts[place] for place in sorted(parts)])
     for layer in model.moe_layers:
         parameters |= _experts(hf, f"model.layers.{layer}.mlp.experts.", model.num_experts, rollout, worker, transposed)
     return parameters

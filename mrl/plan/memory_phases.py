@@ -230,7 +230,11 @@ def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
     if name not in phases:
         raise ConfigError(f"phase {name}: a plan with placement {plan['layout']['placement']} has {', '.join(phases)}")
     terms = phases[name]["terms"]
-    holders = {who: sum(size for term, size in terms.items() if TERMS[term].holder == who) for who in HOLDERS}
+    holders = dict.fromkeys(HOLDERS, 0)
+    for term, size in terms.items():
+        who = TERMS[term].holder
+        if who in holders:
+            holders[who] += size
     host = plan["memory"]["host"]
     return PhaseBytes(
         name=name,
@@ -297,7 +301,9 @@ def with_optimizer_early(stages: list[list[Phase]], actors: list[ActorBytes]) ->
     """Phases of all pipeline stages of a colocated run whose optimizer comes back while log-probs are computed, so that
     the update need not wait for it; those given where it would not fit beside them on every stage.
     """
-    early = [[_with_optimizer(phase, actor) for phase in phases] for phases, actor in zip(stages, actors, strict=True)]
+    early = []
+    for phases, actor in zip(stages, actors, strict=True):
+        early.append([_with_optimizer(phase, actor) for phase in phases])
     if all(phase.fits for phases in early for phase in phases if phase.name in _LOG_PROBS):
         return early
     return stages

@@ -102,18 +102,32 @@ def _layout(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, 
         "nodes": inputs.config.cluster.nnodes,
         "devices_per_node": inputs.config.cluster.n_gpus_per_node,
         "actor": {
-            "world_size": train.world_size, "tensor": train.tensor, "pipeline": train.pipeline,
+            "world_size": train.world_size,
+            "tensor": train.tensor,
+            "pipeline": train.pipeline,
             "virtual_pipeline": train.virtual_pipeline,
-            "context": train.context, "expert": train.expert, "expert_tensor": train.expert_tensor, "data": train.data,
-            "expert_data": train.expert_data, "sequence_parallel": train.sequence_parallel,
+            "context": train.context,
+            "expert": train.expert,
+            "expert_tensor": train.expert_tensor,
+            "data": train.data,
+            "expert_data": train.expert_data,
+            "sequence_parallel": train.sequence_parallel,
         },
-        "stages": [[_layers(train.stage_layers(pp,
-                        vp)) for vp in range(train.virtual_pipeline)] for pp in range(train.pipeline)],
-        "engines": {"number": rollout.num_engines, "tensor": rollout.tensor, "data": rollout.data,
-            "expert": rollout.expert},
+        "stages": [_stage(train, pipeline_rank) for pipeline_rank in range(train.pipeline)],
+        "engines": {
+            "number": rollout.num_engines,
+            "tensor": rollout.tensor,
+            "data": rollout.data,
+            "expert": rollout.expert,
+        },
         "ranks": [_rank(inputs, rank, place) for rank, place in enumerate(ranks)],
         "workers": [{"worker": w, **rollout.coords(w)._asdict(), **place._asdict()} for w, place in enumerate(workers)],
-    }  # fmt: skip
+    }
+
+
+def _stage(train: TrainLayout, pipeline_rank: int) -> list[list[int]]:
+    """The layers of each chunk of a pipeline stage."""
+    return [_layers(train.stage_layers(pipeline_rank, chunk)) for chunk in range(train.virtual_pipeline)]
 
 
 def _layers(layers: range) -> list[int]:

@@ -142,7 +142,10 @@ def bound_seconds(plan: ReshardPlan, link: Link) -> float:
         for group in {ranks, whole_stages, frozenset(range(plan.train.world_size))}:
             groups[group] += nbytes
     rank_device = plan.devices.rank_device.tolist()
-    egress = (nbytes / len({rank_device[rank] for rank in ranks}) for ranks, nbytes in groups.items())
+    egress = []
+    for ranks, nbytes in groups.items():
+        devices = {rank_device[rank] for rank in ranks}
+        egress.append(nbytes / len(devices))
     return float(max(ingress, max(egress, default=0) / link.between_nodes))
 
 

@@ -62,8 +62,12 @@ def _output(command: Sequence[str]) -> str:
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """From the rows of the query; rows of another form are left out."""
-    rows = (row for row in csv.reader(io.StringIO(text), skipinitialspace=True) if len(row) == len(_FIELDS))
-    return tuple(_gpu(dict(zip(_FIELDS, (cell.strip() for cell in row), strict=True))) for row in rows)
+    gpus = []
+    for row in csv.reader(io.StringIO(text), skipinitialspace=True):
+        if len(row) == len(_FIELDS):
+            cells = [cell.strip() for cell in row]
+            gpus.append(_gpu(dict(zip(_FIELDS, cells, strict=True))))
+    return tuple(gpus)
 
 
 def _gpu(row: dict[str, str]) -> Gpu:

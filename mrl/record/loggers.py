@@ -74,7 +74,7 @@ class WandbSink(View):
 
     def generations(self, step: int, rows: Rows) -> None:
         """A table a validation."""
-        table = self._wandb.Table(columns=list(COLUMNS), data=[[_cell(row[c]) for c in COLUMNS] for row in rows])
+        table = self._wandb.Table(columns=list(COLUMNS), data=[list(_cells(row).values()) for row in rows])
         self._open().log({"val/generations": table, STEP: step})
 
     def close(self) -> None:
@@ -126,8 +126,8 @@ class MlflowSink(View):
 
     def generations(self, step: int, rows: Rows) -> None:
         """A JSON artifact a validation."""
-        shown = [{c: _cell(row[c]) for c in COLUMNS} for row in rows]
-        self._open().log_dict(self._id, {"rows": shown}, f"generations/step-{step}.json")
+        shown = {"rows": [_cells(row) for row in rows]}
+        self._open().log_dict(self._id, shown, f"generations/step-{step}.json")
 
     def close(self) -> None:
         """Ends the run."""
@@ -175,6 +175,11 @@ class SwanlabSink(View):
         """Finishes the run."""
         if self._run is not None:
             self._swanlab.finish()
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's values of COLUMNS, by column."""
+    return {column: _cell(row[column]) for column in COLUMNS}
 
 
 def _cell(value: Any) -> Any:
@@ -232,8 +237,8 @@ class TensorBoardSink(View):
 
 def as_markdown(row: Mapping[str, Any]) -> str:
     """A response with its prompt, truth and score; indented, so that nothing in it is taken for markup."""
-    parts = (("prompt", row["input"]), ("response", row["output"]), ("truth", row["gts"]))
-    body = "\n\n".join(
-        f"{name}:\n\n" + "\n".join(f"    {line}" for line in str(text).splitlines()) for name, text in parts
-    )
-    return f"score {row['score']:g} ({row['data_source']})\n\n{body}"
+    paragraphs = [f"score {row['score']:g} ({row['data_source']})"]
+    for name, text in (("prompt", row["input"]), ("response", row["output"]), ("truth", row["gts"])):
+        indented = "\n".join(f"    {line}" for line in str(text).splitlines())
+        paragraphs += [f"{name}:", indented]
+    return "\n\n".join(paragraphs)

@@ -218,7 +218,10 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
     of_prompts = np.repeat(
         np.tile([True, False], len(samples)), _alternating(samples.prompt_lengths, samples.response_lengths)
     )
-    own = [json_line({k: v for k, v in parts.items() if k not in OWN_COLUMNS}).rstrip() for parts in rewards]
+    own_columns = {}
+    for name, kind in zip(OWN_COLUMNS, _KINDS, strict=True):
+        own_columns[name] = pa.array([parts.get(name) for parts in rewards], kind)
+    others = [_without_own_columns(parts) for parts in rewards]
     spans = pa.StructArray.from_arrays([samples.span_starts, samples.span_versions], ["first_token", "version"])
     return pa.table(
         {
@@ -232,13 +235,15 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
             "rollout_log_probs": _lists(pa.array(samples.rollout_log_probs), samples.response_lengths),
             "stop_reason": _in_words(samples.stop_reason),
             "weight_version": _lists(spans, samples.span_counts),
-            **{
-                name: pa.array([parts.get(name) for parts in rewards], kind)
-                for name, kind in zip(OWN_COLUMNS, _KINDS, strict=True)
-            },
-            "reward": pa.array(own, pa.string()),
+            **own_columns,
+            "reward": pa.array(others, pa.string()),
         }
     )
+
+
+def _without_own_columns(parts: RewardParts) -> str:
+    """The parts of a reward that have no column of their own, as a line of JSON."""
+    return json_line({name: part for name, part in parts.items() if name not in OWN_COLUMNS}).rstrip()
 
 
 _KINDS = (pa.float64(), pa.string())

@@ -57,7 +57,9 @@ def _of_different(order: Sequence[int], prompts: Sequence[int]) -> list[int]:
 
 def write_shown_rows(folder: Path, step: int, log_probs: Mapping[int, np.ndarray]) -> None:
     """Replaces the file of the step before."""
-    values = {str(row): [round(float(value), 7) for value in of[:LONGEST]] for row, of in log_probs.items()}
+    values = {}
+    for row, of_tokens in log_probs.items():
+        values[str(row)] = [round(float(value), 7) for value in of_tokens[:LONGEST]]
     write_text(folder / SHOWN_ROWS, json_line({"step": step, "log_probs": values}))
 
 

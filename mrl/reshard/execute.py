@@ -80,9 +80,8 @@ class Sender:
         nbytes = Counter()
         for message in messages:
             nbytes[message.worker] += message.nbytes
-        moved, local = (
-            {w: n for w, n in nbytes.items() if (w in self._local) is is_local} for is_local in (False, True)
-        )
+        moved = {worker: sent for worker, sent in nbytes.items() if worker not in self._local}
+        local = {worker: sent for worker, sent in nbytes.items() if worker in self._local}
         return SendReport(
             self.rank, digests, shared, moved, local, self.end.staging_bytes, dict(timer.seconds), self._free_bytes()
         )
@@ -173,7 +172,8 @@ class Receiver:
             self.end.abandon()
             raise
         messages = [message for of_round in self._rounds for message in of_round]
-        local, remote = (sum(m.nbytes for m in messages if m.source in ranks) for ranks in (self._local, self._remote))
+        local = sum(message.nbytes for message in messages if message.source in self._local)
+        remote = sum(message.nbytes for message in messages if message.source in self._remote)
         moved = sum(m.nbytes for m in messages) - local
         return ReceiveReport(
             self.worker, moved, local, remote, self.end.staging_bytes, dict(timer.seconds), self._free_bytes()
@@ -218,7 +218,8 @@ def _together(of_modules: Iterable[tuple[str, Copies]]) -> Iterator[dict[str, Co
 
 
 def _write(writer: Writer, copies: Copies) -> None:
-    tensors = {name: writer.tensor(name) for name in dict.fromkeys(copy.parameter for copy, _ in copies)}
+    names = dict.fromkeys(copy.parameter for copy, _ in copies)
+    tensors = {name: writer.tensor(name) for name in names}
     copy_all([target_view(tensors[copy.parameter], copy) for copy, _ in copies], [block for _, block in copies])
 
 
@@ -412,8 +413,11 @@ def _alike(target: Tensor, source: Tensor) -> bool:
 
 def _in_same_memory(pair: Pair, other: Pair) -> bool:
     """Target with target, and source with source."""
-    memories = ([block.untyped_storage()._cdata for block in each] for each in (pair, other))
-    return next(memories) == next(memories)
+    return _memories(pair) == _memories(other)
+
+
+def _memories(pair: Pair) -> list[int]:
+    return [block.untyped_storage()._cdata for block in pair]
 
 
 def by_module(

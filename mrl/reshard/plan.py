@@ -37,7 +37,7 @@ all that it expands from, so two sides with equal hashes exchange the same messa
 import gc
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -216,10 +216,8 @@ class ReshardPlan:
             ],
             "segments": [[s.block, s.layer, s.local_layer, s.stage, s.first_rank, s.vp_chunk] for s in self.segments],
             "grains": [_grain_json(grain, holder_sets) for grain in grains.values()],
-            "holders": [[[h.offset, h.source_name, h.is_last_stage] for h in holders] for holders in holder_sets],
-            "streams": [
-                [[number[id(grain)] for grain in block] for block in template.blocks] for template in self.templates
-            ],
+            "holders": [_holders_json(holders) for holders in holder_sets],
+            "streams": [_stream_json(template, number) for template in self.templates],
         }
 
 
@@ -315,6 +313,15 @@ def _devices(train: TrainLayout, rollout: RolloutLayout, topology: Topology | No
     ranks = slice(train.world_size)
     workers = slice(train.world_size, None)
     return Devices(device[ranks], node[ranks], device[workers], node[workers])
+
+
+def _holders_json(holders: tuple[Holder, ...]) -> list[list[Any]]:
+    return [[holder.offset, holder.source_name, holder.is_last_stage] for holder in holders]
+
+
+def _stream_json(template: StreamTemplate, number: Mapping[int, int]) -> list[list[int]]:
+    """A template's grains block by block, each as its number; `number`: by identity of the grain."""
+    return [[number[id(grain)] for grain in block] for block in template.blocks]
 
 
 def _grain_json(grain: Grain, holder_sets: dict[tuple[Holder, ...], int]) -> list[Any]:

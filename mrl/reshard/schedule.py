@@ -148,10 +148,10 @@ class _Pools:
     def of(cls, candidates: Sequence[Candidates]) -> "_Pools":
         """The pools of all workers together."""
         numbers: dict[tuple[int, ...], int] = {}
-        of_sets = [
-            np.array([numbers.setdefault(ranks, len(numbers)) for ranks in _rank_sets(of_worker)])
-            for of_worker in candidates
-        ]
+        of_sets = []
+        for of_worker in candidates:
+            pools = [numbers.setdefault(ranks, len(numbers)) for ranks in _rank_sets(of_worker)]
+            of_sets.append(np.array(pools))
         return cls(tuple(numbers), tuple(of_sets), tuple(candidates))
 
 

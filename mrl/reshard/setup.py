@@ -57,7 +57,9 @@ class SyncSetup:
 
     @cached_property
     def places(self) -> Topology:
-        return Topology(*(tuple(Place(*place) for place in self.topology[side]) for side in ("ranks", "workers")))
+        ranks = tuple(Place(*place) for place in self.topology["ranks"])
+        workers = tuple(Place(*place) for place in self.topology["workers"])
+        return Topology(ranks, workers)
 
     @property
     def workers(self) -> list[int]:
@@ -139,4 +141,6 @@ def p2p_members(setup: SyncSetup) -> list[tuple[str, int]]:
     workers = setup.workers
     reach = get_hosting(setup.dialect).memory_reach
     pairs = [(r, w) for r in ranks for w in workers if route(setup, r, w, reach) == "p2p"]
-    return [("rank", r) for r in sorted({r for r, _ in pairs})] + [("worker", w) for w in sorted({w for _, w in pairs})]
+    sending = {rank for rank, _ in pairs}
+    receiving = {worker for _, worker in pairs}
+    return [("rank", rank) for rank in sorted(sending)] + [("worker", worker) for worker in sorted(receiving)]

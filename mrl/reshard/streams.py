@@ -350,9 +350,13 @@ class WorkerStream:
         self.num_stages = max(segment.stage for segment in segments) + 1
         self.stage_total = np.bincount(self.stage, self.nbytes, self.num_stages).astype(np.int64)
         self.stage_before = np.cumsum(self.stage_total) - self.stage_total
-        self.holders = [frozenset(first + offset for offset in offsets) for first, offsets in sets]
         self._kept_rounds: tuple[int, np.ndarray] = (0, np.zeros(0))
-        rows = [[first + offset for offset in offsets] + [-1] * (width - len(offsets)) for first, offsets in sets]
+        self.holders = []
+        rows = []
+        for first, offsets in sets:
+            holders = [first + offset for offset in offsets]
+            self.holders.append(frozenset(holders))
+            rows.append(holders + [-1] * (width - len(holders)))
         self.ranks = np.array(rows)  # [set, holder]
 
     def start_near(self, part: int, parts: int, lockstep: bool) -> int:

@@ -119,11 +119,12 @@ def replica_faults(sends: Iterable[Report]) -> list[str]:
     for report in sends:
         for name, digest in report["shared"].items():
             ranks_by_digest[name][digest].append(report["rank"])
-    return [
-        f"{name} differs between ranks " + " and ".join(str(ranks).strip("[]") for ranks in sorted(by_digest.values()))
-        for name, by_digest in ranks_by_digest.items()
-        if len(by_digest) > 1
-    ]
+    faults = []
+    for name, by_digest in ranks_by_digest.items():
+        if len(by_digest) > 1:
+            alike = [str(ranks).strip("[]") for ranks in sorted(by_digest.values())]
+            faults.append(f"{name} differs between ranks {' and '.join(alike)}")
+    return faults
 
 
 def in_words(faults: Sequence[Disagreement | str]) -> str:
@@ -151,9 +152,9 @@ class SyncTotals:
         `staging_bytes`: of the rank that held most. `weight_bytes`: of all weights in all engines. Raises RuntimeError
         when the two sides counted other bytes.
         """
-        received, local, remote = (
-            sum(report[key] for report in receives) for key in ("bytes_moved", "bytes_local", "bytes_remote")
-        )
+        received = sum(report["bytes_moved"] for report in receives)
+        local = sum(report["bytes_local"] for report in receives)
+        remote = sum(report["bytes_remote"] for report in receives)
         if bytes_sent != received:
             raise RuntimeError(f"ranks sent {bytes_sent} bytes, engines received {received}")
         staging = max([staging_bytes, *(report["staging_bytes"] for report in receives)])

@@ -81,7 +81,8 @@ class PointToPointSender:
     def begin(self, update: int, messages: Sequence[Message]) -> None:
         self._update = update
         self._under_way: list[list[tuple[dist.Work, Message]]] = [[], []]
-        self._order = {number: position for position, number in enumerate(dict.fromkeys(m.round for m in messages))}
+        rounds = dict.fromkeys(message.round for message in messages)
+        self._order = {number: position for position, number in enumerate(rounds)}
         self._packing = -1  # round
         self._used = 0  # bytes of its buffer
         self._slots: dict[int, Tensor] = {}  # by worker, headers included

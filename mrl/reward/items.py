@@ -125,7 +125,10 @@ def check_failures(results: list[RewardResult], max_failure_share: float) -> Non
     failed = sum(counts.values())
     if failed <= max_failure_share * len(results):
         return
-    lines = [f"  {n} {reason}: {next(r.detail for r in results if r.reason == reason)}" for reason, n in counts.items()]
+    lines = []
+    for reason, count in counts.items():
+        detail = next(result.detail for result in results if result.reason == reason)
+        lines.append(f"  {count} {reason}: {detail}")
     head = (
         f"the reward failed on {failed} of {len(results)} responses, more than reward.max_failure_share "
         f"({max_failure_share:g}) allows:"

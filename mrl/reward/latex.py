@@ -118,9 +118,8 @@ def clean(text: str) -> str:
 
 
 def _long_fraction(match: re.Match) -> str:
-    above, below = (
-        next(part for part in pair if part is not None) for pair in (match.group(1, 3, 5), match.group(2, 4, 6))
-    )
+    above = next(part for part in match.group(1, 3, 5) if part is not None)
+    below = next(part for part in match.group(2, 4, 6) if part is not None)
     return rf"\frac{{{above}}}{{{below}}}"
 
 
@@ -276,7 +275,7 @@ _PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 def collection(text: str) -> Collection | None:
     """A cleaned answer as its parts; None for a single one. `a \\pm b` is the two values, a matrix its entries."""
     if matrix := _MATRIX.fullmatch(text):
-        rows = [tuple(cell.strip() for cell in row.split("&")) for row in matrix[2].split(r"\\") if row.strip()]
+        rows = [[entry.strip() for entry in row.split("&")] for row in matrix[2].split(r"\\") if row.strip()]
         kind = "matrix"
         if matrix[1] == "vmatrix":
             kind = "determinant"

@@ -201,7 +201,8 @@ class Dispatcher:
         Requests that it had, each of which is made again.
         """
         self.loads.lose(engine)
-        lost = [self._back(request) for request in [r for r, sent in self.under_way.items() if sent.engine == engine]]
+        requests = [request for request, sent in self.under_way.items() if sent.engine == engine]
+        lost = [self._back(request) for request in requests]
         for sent in lost:
             self._line_up(self.buffer.groups[sent.number], sent.index)
         return lost

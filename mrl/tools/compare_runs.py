@@ -39,9 +39,10 @@ def checkpoint_difference(first: Path, second: Path) -> str | None:
 
 def metrics_difference(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> str | None:
     """The first difference of two lists of metrics lines, steps in order; None when all numbers are the same."""
-    steps = [[row["training/global_step"] for row in rows] for rows in (first, second)]
-    if steps[0] != steps[1]:
-        return f"metrics: steps {steps[0]} and {steps[1]}"
+    first_steps = [row["training/global_step"] for row in first]
+    second_steps = [row["training/global_step"] for row in second]
+    if first_steps != second_steps:
+        return f"metrics: steps {first_steps} and {second_steps}"
     for a, b in zip(first, second, strict=True):
         for name in sorted(a.keys() | b.keys()):
             if name.startswith(CLOCK) or (is_counted_by_engine(name) and lacked_engines(a, b)):
@@ -91,7 +92,9 @@ def _tensor_difference(first: Path, second: Path, manifest: Manifest) -> str:
     """Names the first tensor of two files that differs, what it is in the model, and where."""
     from safetensors import safe_open
 
-    names = {(e.file, e.key): sorted({p.hf_name for p in e.pieces}) for e in manifest.read_entries(first.parent)}
+    names = {}
+    for entry in manifest.read_entries(first.parent):
+        names[entry.file, entry.key] = sorted({piece.hf_name for piece in entry.pieces})
     with safe_open(first, "pt") as a, safe_open(second, "pt") as b:
         if sorted(a.keys()) != sorted(b.keys()):
             return f"{first.name}: tensors {sorted(set(a.keys()) ^ set(b.keys()))[:4]} are in one of the two only"

@@ -6,6 +6,7 @@ turn on all devices.
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -150,9 +151,14 @@ def _faster(config: RunConfig, problem: SearchProblem, result: SearchResult, cou
 def _written(result: SearchResult, found: dict[str, Any], first: Candidate) -> Candidate:
     """The candidate whose layout is written; `first`, where only its micro-batches make it fit."""
     degrees = {key: found.get(f"actor.layout.{key}") for key in first.degrees | dict.fromkeys(_DEGREES)}
-    wanted = {key: value for key, value in degrees.items() if value not in (None, 1, False)}
-    fitting = (c for c in result.fitting if {k: v for k, v in c.degrees.items() if v not in (None, 1, False)} == wanted)
+    wanted = _cutting(degrees)
+    fitting = (candidate for candidate in result.fitting if _cutting(candidate.degrees) == wanted)
     return next(fitting, first)
+
+
+def _cutting(degrees: Mapping[str, Any]) -> dict[str, Any]:
+    """The degrees that cut something: those that are neither left out, 1 nor off."""
+    return {key: value for key, value in degrees.items() if value not in (None, 1, False)}
 
 
 def _as_planned(candidate: Candidate, values: dict[str, Any], problem: SearchProblem) -> Candidate:

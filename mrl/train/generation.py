@@ -428,10 +428,9 @@ class Generation:
     def _send_assignments(self) -> None:
         with self._changed:
             sent = self._dispatcher.assignments()
-            requests = {
-                engine: [(self._request(each), self._kept(each)) for each in own]
-                for engine, own in by_engine(sent).items()
-            }
+            requests = {}
+            for engine, own in by_engine(sent).items():
+                requests[engine] = [(self._request(each), self._kept(each)) for each in own]
         for engine, own in requests.items():
             before = {request.sample_id: kept for request, kept in own if kept is not None}
             self.streams.send(engine, [request for request, _ in own], self._rules.sampling, before)

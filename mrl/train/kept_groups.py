@@ -100,8 +100,11 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
         groups = {group.number: _read(folder, said["files"], group, spool) for group in there}
     _check_tokens(folder, ledger, groups)
     place = DrawPlace(said["draw"], DataCursor(**said["cursor"]))
-    told = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
-    filtered = [(number, results) for number, results in told if all(result.reason == OK for result in results)]
+    filtered = []
+    for number, rewards in said["filtered"]:
+        results = [RewardResult(**reward) for reward in rewards]
+        if all(result.reason == OK for result in results):
+            filtered.append((number, results))
     return KeptGroups.of(ledger, place, groups, filtered, spool)
 
 

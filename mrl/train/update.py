@@ -185,7 +185,8 @@ def load_metrics(lengths: np.ndarray, loads: Sequence[MiniBatchLoad]) -> dict[st
 
     `lengths` [batch] are tokens a sequence; `loads` come from the ranks, one a mini-batch.
     """
-    trained_tokens = [sum(tokens) for tokens in zip(*(load.tokens for load in loads), strict=True)]
+    tokens_of_loads = [load.tokens for load in loads]
+    trained_tokens = [sum(of_rank) for of_rank in zip(*tokens_of_loads, strict=True)]
     packed = [load.packed_sequences for load in loads if load.packed_sequences is not None]
     budgets = [load.budget_share for load in loads if load.budget_share is not None]
     return seqlen_metrics(lengths, trained_tokens) | {

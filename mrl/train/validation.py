@@ -122,11 +122,16 @@ def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:
     scored = [r for r in results if r.reason == OK]
     if not scored:
         return set(), 0.0, False
-    names = set.intersection(*({k for k, v in r.parts.items() if isinstance(v, float | int)} for r in scored))
+    names = set.intersection(*(_numbers(result) for result in scored))
     wrong = 0.0
     if ACC in names:
         wrong = min(0.0, *(r.parts[ACC] for r in scored))
     return names if len(scored) == len(results) else names & {ACC}, wrong, all(PRED in r.parts for r in scored)
+
+
+def _numbers(result: RewardResult) -> set[str]:
+    """Names of the parts of a reward that are numbers."""
+    return {name for name, part in result.parts.items() if isinstance(part, float | int)}
 
 
 def _prompt_answers(

@@ -157,9 +157,11 @@ def loosen(parameters: Iterable[nn.Parameter]) -> None:
 
 def empty(tensors: Iterable[Tensor]) -> list[_EmptiedStorage]:
     """Gives the memory below the tensors away; they keep shape and strides. Raises RuntimeError for a fixed storage."""
-    storages = {
-        storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()
-    }
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            storages[storage._cdata] = storage
     emptied = [_EmptiedStorage(storage, storage.nbytes()) for storage in storages.values()]
     for item in emptied:
         item.storage.resize_(0)

@@ -258,7 +258,10 @@ class VllmEngine:
         rng = random.Random(0)
         width = min(24, self.settings.arguments["max_model_len"] // 2)
         vocab = self.settings.vocab_size
-        requests = [Request(i, tuple(rng.randrange(vocab) for _ in range(1 + i * width // 8)), i) for i in range(8)]
+        requests = []
+        for number in range(8):
+            prompt = [rng.randrange(vocab) for _ in range(1 + number * width // 8)]
+            requests.append(Request(number, tuple(prompt), number))
         sampling = Sampling(temperature=1.0, max_tokens=8, stop_token_ids=())
         runs = []
         for order in (requests, requests[::-1]):

@@ -301,7 +301,8 @@ def check_same_shapes(loaded: Mapping[str, Tensor], kernels: Mapping[str, Tensor
 
     The handshake refuses engines whose kernels pad experts or give them a bias, so that no update gets here with one.
     """
-    ours, theirs = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (loaded, kernels))
+    ours = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in kernels.items()}
     if ours != theirs:
         raise RuntimeError(
             f"experts of shapes {ours} cannot be packed into the kernel's {theirs}; reshard.path: slow can load them"

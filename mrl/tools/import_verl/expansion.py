@@ -108,7 +108,11 @@ def _cut_at_blanks(text: str) -> list[str]:
     marked = (
         (character, depth or not character.isspace()) for character, depth in zip(text, _depths(text), strict=True)
     )
-    return ["".join(c for c, _ in piece) for inside, piece in groupby(marked, key=lambda pair: bool(pair[1])) if inside]
+    pieces = []
+    for inside, piece in groupby(marked, key=lambda pair: bool(pair[1])):
+        if inside:
+            pieces.append("".join(character for character, _ in piece))
+    return pieces
 
 
 def known_part(text: str) -> str:

@@ -103,8 +103,12 @@ def _why(key: str, name: str, given: Mapping[str, Any]) -> str:
 
 
 def _kept_arguments(engine_kwargs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    given = {engine: {k: v for k, v in args.items() if k in _VLLM_ON_CPU} for engine, args in engine_kwargs.items()}
-    return {engine: args for engine, args in given.items() if args}
+    kept = {}
+    for engine, arguments in engine_kwargs.items():
+        on_cpu = {key: value for key, value in arguments.items() if key in _VLLM_ON_CPU}
+        if on_cpu:
+            kept[engine] = on_cpu
+    return kept
 
 
 def _lost_arguments(engine_kwargs: Mapping[str, Mapping[str, Any]]) -> list[OutOfReach]:

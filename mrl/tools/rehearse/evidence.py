@@ -121,7 +121,8 @@ def _experts_of_first_layer(entries: list[StoredTensor]) -> frozenset[int]:
     pairs = {
         (int(f[1]), int(f[2])) for entry in entries for piece in entry.pieces if (f := _EXPERT.search(piece.hf_name))
     }
-    return frozenset(expert for layer, expert in pairs if layer == min(layer for layer, _ in pairs))
+    lowest = min((layer for layer, _ in pairs), default=None)
+    return frozenset(expert for layer, expert in pairs if layer == lowest)
 
 
 def _boxes(ranks: list[list[StoredTensor]], name: str) -> int:

@@ -136,10 +136,10 @@ def prompt_means(responses: Sequence[Response], by: Mapping[str, str]) -> dict[s
         right = wrong[one.data_source] if one.acc is None else one.acc
         value = right if by[one.data_source] == ACC else one.score
         by_prompt[one.data_source][one.prompt_id, one.input].append(value)
-    return {
-        source: {prompt: float(np.mean(values)) for prompt, values in prompts.items()}
-        for source, prompts in by_prompt.items()
-    }
+    means = {}
+    for source, prompts in by_prompt.items():
+        means[source] = {prompt: float(np.mean(values)) for prompt, values in prompts.items()}
+    return means
 
 
 def _prompt(response: Response) -> tuple[str, int, str]:

@@ -68,13 +68,12 @@ def _body(page: Page) -> list[str]:
 
 
 def _section(section: PageSection) -> str:
-    runs = [
-        (chart, [block_html(b) for b in blocks])
-        for chart, blocks in groupby(section.blocks, lambda b: isinstance(b, Chart))
-    ]
-    inside = "".join(
-        f'<div class="charts">{"".join(parts)}</div>' if chart else "".join(parts) for chart, parts in runs
-    )
+    inside = ""
+    for are_charts, blocks in groupby(section.blocks, lambda block: isinstance(block, Chart)):
+        html = "".join(block_html(block) for block in blocks)
+        if are_charts:
+            html = f'<div class="charts">{html}</div>'
+        inside += html
     return f'<section id="{escape(section.id)}"><h2>{escape(section.title)}</h2>{inside}</section>'
 
 

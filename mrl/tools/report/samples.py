@@ -1,6 +1,6 @@
 """Training samples for people: which of a step's responses are worth a look, and their tokens as text."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -55,7 +55,7 @@ def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, lis
             scores = [one.score for one in samples]
             reasons = [one.reason for one in samples]
             kinds = extreme_rows(scores, [one.prompt_id for one in samples], reasons)
-            return {kind: [samples[row] for row in rows] for kind, rows in kinds.items()}
+            return _by_kind(kinds, samples)
         columns = pq.read_table(file, columns=["score", "group_id", "sample_id", "reason"])
         of_rows = [columns[name].to_pylist() for name in ("score", "group_id", "reason")]
         kinds = extreme_rows(*of_rows)
@@ -68,11 +68,17 @@ def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, lis
             kinds["changed"] = sorted(log_probs.keys() - {row for rows in kinds.values() for row in rows})
         wanted = sorted({row for rows in kinds.values() for row in rows})
         found = zip(wanted, rows_of(file, np.array(wanted, np.int64)), strict=True)
-        samples = {row: _new_row(row, values) for row, values in found}
-        return {
-            kind: [replace(samples[row], old_log_probs=log_probs.get(row)) for row in rows]
-            for kind, rows in kinds.items()
-        }
+        samples = {}
+        for row, values in found:
+            samples[row] = replace(_new_row(row, values), old_log_probs=log_probs.get(row))
+        return _by_kind(kinds, samples)
+
+
+def _by_kind(
+    kinds: Mapping[str, Sequence[int]], samples: Sequence[TrainingSample] | Mapping[int, TrainingSample]
+) -> dict[str, list[TrainingSample]]:
+    """The samples of each kind, given the rows of each kind."""
+    return {kind: [samples[row] for row in rows] for kind, rows in kinds.items()}
 
 
 def _new_row(number: int, row: dict[str, Any]) -> TrainingSample:

@@ -118,7 +118,8 @@ def _settings(run: RunRecord) -> Iterator[Block]:
     if run.settings.recipe:
         recipe = f"the recipe {run.settings.recipe} and the schema"
     yield Paragraph(f"{len(own)} of {len(run.settings.by_key)} keys differ from what {recipe} would give.")
-    said, of_files = ([(s, usual) for s, usual in own if s.on_command_line == by_hand] for by_hand in (True, False))
+    said = [(setting, usual) for setting, usual in own if setting.on_command_line]
+    of_files = [(setting, usual) for setting, usual in own if not setting.on_command_line]
     for rows, caption, folded in (
         (said, "On the command line", False),
         (of_files, "In files", len(of_files) > FOLDED_ABOVE),

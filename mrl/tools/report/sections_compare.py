@@ -107,8 +107,10 @@ def _times(comparison: Comparison) -> Table:
         for name in ("timing_s/step", *names, "perf/throughput")
         if any(name in run.curves for run in comparison.runs.values())
     ]
-    cells = tuple((name, unit_of(name), *(_median(run, name) for run in comparison.runs.values())) for name in rows)
-    return Table(("median of", "unit", *comparison.runs), cells, tuple(range(2, 2 + len(comparison.runs))))
+    cells = []
+    for name in rows:
+        cells.append((name, unit_of(name), *(_median(run, name) for run in comparison.runs.values())))
+    return Table(("median of", "unit", *comparison.runs), tuple(cells), tuple(range(2, 2 + len(comparison.runs))))
 
 
 def _median(run: RunRecord, name: str) -> str:
@@ -148,8 +150,13 @@ def _summary(comparison: Comparison) -> Table:
         for run in comparison.runs.values()
         for name in run.matching(pattern)
     )
-    rows = [
-        (name, *(f"{run.curves[name].last:.4g}" if name in run.curves else "" for run in comparison.runs.values()))
-        for name in found
-    ]
+    rows = []
+    for name in found:
+        rows.append((name, *(_last(run, name) for run in comparison.runs.values())))
     return Table(("metric, last", *comparison.runs), tuple(rows), tuple(range(1, 1 + len(comparison.runs))))
+
+
+def _last(run: RunRecord, name: str) -> str:
+    if name in run.curves:
+        return f"{run.curves[name].last:.4g}"
+    return ""

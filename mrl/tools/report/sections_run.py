@@ -75,8 +75,11 @@ def stacked_curves(run: RunRecord) -> dict[str, Curve]:
     steps = run.curves["timing_s/step"].steps
     chosen = steps[np.unique(np.linspace(0, len(steps) - 1, min(len(steps), STACKED_STEPS)).astype(int))]
     rows = [run.by_step[int(step)] for step in chosen]
-    of = {name: np.array([row.get(f"timing_s/{name}") or 0.0 for row in rows], np.float64) for name in _phases(run)}
-    return {f"stack/{name}": Curve(chosen, values, len(steps)) for name, values in of.items()}
+    curves = {}
+    for name in _phases(run):
+        seconds = [row.get(f"timing_s/{name}") or 0.0 for row in rows]
+        curves[f"stack/{name}"] = Curve(chosen, np.array(seconds, np.float64), len(steps))
+    return curves
 
 
 def _step_lanes(run: RunRecord, step: int, title: str) -> Lanes:

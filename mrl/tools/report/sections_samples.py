@@ -122,7 +122,8 @@ def _held_out(run: RunRecord) -> Iterator[Block]:
     steps = run.validation_steps
     if len(steps) < 2:
         return
-    first, last = ({_key(r): r for r in _judged(run, step)} for step in (steps[0], steps[-1]))
+    first = {_key(response): response for response in _judged(run, steps[0])}
+    last = {_key(response): response for response in _judged(run, steps[-1])}
     shared = [(first[key], last[key]) for key in first if key in last and first[key].output != last[key].output]
     if not shared:
         return
