@@ -45,7 +45,7 @@ class DamagedCheckpoint(EnvironmentFault):
 
     @property
     def folder(self) -> Path:
-        """Of the checkpoint."""
+        """The checkpoint's folder."""
         return Path(self.args[1])
 
     def __str__(self) -> str:

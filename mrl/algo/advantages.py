@@ -65,7 +65,7 @@ class TokenAdvantages:
     scale: float = 1.0
 
     def rows(self, index: np.ndarray) -> "TokenAdvantages":
-        """Of the given responses alone."""
+        """Keeps the advantages of the given responses alone."""
         return replace(self, per_response=self.per_response[index])
 
     def among(self, counted: np.ndarray) -> "TokenAdvantages":

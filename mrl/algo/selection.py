@@ -55,7 +55,10 @@ def candidates(
     lengths: np.ndarray,
     means: Means,
 ) -> Candidates:
-    """Of some rows of a mini-batch; arrays are [tokens], rows end to end, `lengths` int [rows] tokens a row."""
+    """Tokens of some rows of a mini-batch that its loss may select.
+
+    Arrays are [tokens], rows end to end; `lengths` int [rows] are tokens a row.
+    """
     covariances = covariance(advantages, log_probs, mask, means)
     return SELECTIONS[parameters.loss_mode](parameters, covariances, log_probs, mask, lengths)
 

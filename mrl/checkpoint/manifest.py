@@ -119,7 +119,7 @@ class Manifest:
     hf_files: FileFacts = field(default_factory=dict)  # by name in HF_FOLDER; empty in manifests of format 1
 
     def read_entries(self, folder: Path) -> Iterator[StoredTensor]:
-        """Of all ranks. Raises DamagedCheckpoint as RankFiles.read_entries does."""
+        """Yields the stored tensors of all ranks. Raises DamagedCheckpoint as RankFiles.read_entries does."""
         return (entry for rank in self.ranks for entry in rank.read_entries(folder))
 
     def files(self) -> FileFacts:

@@ -57,7 +57,7 @@ class TensorLoader:
 
     @property
     def bytes_read(self) -> int:
-        """Of tensors."""
+        """Bytes of tensors that were read so far."""
         return self._reader.bytes_read
 
     def fill(self, role: str, pieces: Iterable[Piece], out: Tensor) -> None:
@@ -134,7 +134,10 @@ def _load_weights(loader: TensorLoader, parameters: Sequence[RankParameter]) -> 
 
 
 def _readers(parameters: Sequence[RankParameter]) -> list[int]:
-    """Of each, which of the ranks that have it reads it: the one with the least so far, as all of them count."""
+    """The rank of each parameter's group that reads it: the one that has the least to read so far.
+
+    All ranks of a group count alike, so they agree.
+    """
     loads: dict[int, list[int]] = {}
     readers = []
     for parameter in parameters:

@@ -27,7 +27,7 @@ def checkpoint_bytes(model: ModelSpec, dtype: str) -> int:
 
 
 def route_bytes(actor: ActorConfig, model: ModelSpec) -> int:
-    """Of a token's routes, as they come with samples; 0 where they do not."""
+    """Bytes of a token's routes as they come with samples; 0 where they do not come."""
     if actor.router_replay != "R3":
         return 0
     shape = RouteShape.of(model)
@@ -35,9 +35,10 @@ def route_bytes(actor: ActorConfig, model: ModelSpec) -> int:
 
 
 def groups_ahead_bytes(schedule: Schedule, data: DataConfig, token_routes: int) -> int:
-    """Of groups that generation is ahead with, at most: they are in every checkpoint, finished ones by a second name.
+    """Upper bound of the bytes that groups generated ahead add to a checkpoint.
 
-    Counted as columns; files are compressed. `token_routes`: bytes of a token's routes.
+    They are in every checkpoint; finished groups are hard-linked, not copied. Columns are counted, and files are
+    compressed. `token_routes`: bytes of a token's routes.
     """
     if schedule.is_synchronous:
         return 0

@@ -246,7 +246,7 @@ class BoxReader:
         return True
 
     def dtype(self, stored: StoredBox) -> str:
-        """As safetensors names it."""
+        """The name that safetensors has for the element type."""
         part = stored.parts[0]
         return self._location(part.file, part.key).dtype
 

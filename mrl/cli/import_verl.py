@@ -71,7 +71,7 @@ def _sources(given: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def _import_of_several(script: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """As `_import_script`; a script that cannot be carried over does not keep the others from it."""
+    """Imports one script of several: one that cannot be carried over does not keep the others from it."""
     try:
         return _import_script(script, [], options, several=True)
     except MrlError as error:

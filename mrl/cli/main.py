@@ -111,7 +111,7 @@ class _Group:
         self.lines = [f"{title}:"]
 
     def add_parser(self, name: str, help: str, **options: Any) -> argparse.ArgumentParser:
-        """As argparse's; the line of help also begins the command's own help."""
+        """Adds a command as argparse does; its line in the list of commands also begins its own help."""
         self.lines.append(f"  {name:<13}{help}")
         return self._commands.add_parser(name, **{"description": help[0].upper() + help[1:] + "."} | options)
 

@@ -87,9 +87,10 @@ def _step(folder: Path, asked: int | None) -> int:
 
 
 def _decoder(config: Path) -> Callable[[list[int]], str]:
-    """Of the run's token ids: by tokenizer.json alone, which takes no second, where the model has one.
+    """Makes the decoder of the run's token ids.
 
-    Raises ConfigError where its model's folder is not here.
+    Where the model has a tokenizer.json, that file alone is read, which takes less than a second. Raises ConfigError
+    where the model's folder is not here.
     """
     from mrl.data.dataset import load_tokenizer
     from mrl.model.hub import local_folder
@@ -137,7 +138,10 @@ def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str], by
 
 
 def _turns(row: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]:
-    """Of each turn what was sampled, its calls, and the context that they brought; a response without turns is one."""
+    """Lines on each turn: what was sampled, its calls, and the context that they brought.
+
+    A response without turns counts as one turn.
+    """
     turns = row.get("turns") or [{"first_token": 0, "stop_reason": row["stop_reason"], "calls": 0, "seconds": 0.0}]
     ids = row["response_ids"]
     sampled = row.get("sampled") or [True] * len(ids)

@@ -122,7 +122,7 @@ class ActorGroup:
     def _answers(
         self, refs: dict[str, ray.ObjectRef], timeout_s: float | None, phase: str, poll: Callable[[], None]
     ) -> dict[str, Any]:
-        """As `gather`; of ranks that are late together, those are named that do not run at all."""
+        """Gathers answers. Where ranks are late together, the error names those whose processes do not run at all."""
         began = time.monotonic()
         try:
             answers = gather(refs, timeout_s or self._deadlines.of(phase), phase, poll)
@@ -145,7 +145,7 @@ class ActorGroup:
         return concerning(Late(f"{error}; {where}"), *processes_of(error))
 
     def refs_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, ray.ObjectRef]:
-        """As `each`, without waiting; answers to come, by name."""
+        """Calls every rank with arguments of its own and waits for nobody; answers to come, by name."""
         own = zip(self.workers, put_once(arguments), strict=True)
         return {f"rank {i}": getattr(worker, method).remote(*given) for i, (worker, given) in enumerate(own)}
 
@@ -155,16 +155,12 @@ class ActorGroup:
             self.call("offload")
 
     def bring(self, *kinds: str) -> None:
-        """Of what `actor.*_offload` names, these kinds are on all devices and the others have left them;
-        see mrl/megatron/offload.py.
-        """
+        """Brings these kinds of what `actor.*_offload` names onto all devices, and moves the others off them."""
         if self.config.actor.offloaded:
             self.call("bring", *kinds)
 
     def prefetch(self, *kinds: str) -> None:
-        """Of what `actor.*_offload` names, these kinds begin to come onto the devices beside what is computed there
-        next.
-        """
+        """Begins to bring these kinds of what `actor.*_offload` names, beside what is computed on the devices next."""
         if self.config.actor.offloaded:
             self.call("prefetch", *kinds)
 

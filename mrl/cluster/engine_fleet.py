@@ -34,7 +34,7 @@ class ServingProcess(NamedTuple):
 
 
 class EngineProcesses(Protocol):
-    """Of engines, by their numbers: see RolloutGroup."""
+    """The processes of engines, by the engines' numbers, as RolloutGroup has them."""
 
     names: list[str]
     workers: list[ray.actor.ActorHandle]
@@ -97,12 +97,12 @@ class EngineFleet:
     # ------------------------------------------------------------ who is there
 
     def epochs(self) -> dict[str, int]:
-        """Of all engines now, for `loses`."""
+        """The epoch that each engine is in now, for `loses`."""
         with self._lock:
             return {engine: self.machine.epoch(engine) for engine in self._engines}
 
     def starts(self, engines: Iterable[int]) -> dict[int, int]:
-        """Of these engines the epoch that each is in: one that was started again knows nobody."""
+        """The epoch that each of these engines is in: an engine that was started again knows nobody."""
         with self._lock:
             return {engine: self.machine.epoch(self._engines[engine]) for engine in engines}
 
@@ -132,7 +132,7 @@ class EngineFleet:
 
     @property
     def version(self) -> int:
-        """Of the current weights."""
+        """The version of the current weights."""
         return self.machine.version
 
     def _numbers(self, engines: Iterable[str]) -> set[int]:
@@ -275,7 +275,7 @@ class EngineFleet:
             self.machine.progress(engine_of(engine), epoch, answers)
 
     def metrics(self) -> dict[str, float]:
-        """Of the time since this was asked last."""
+        """Metrics of the time since the last call."""
         with self._lock:
             now = self._clock()
             seconds = self._seconds + sum(now - since for since in self._away.values())

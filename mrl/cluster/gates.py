@@ -98,7 +98,7 @@ class MemoryGate:
             raise Interrupted(f"no room for phase {phase}: {lines}" + (f". Change: {cure}" if cure else ""))
 
     def _holders(self, phase: str) -> dict[tuple[str, int], list[MemoryHolder]]:
-        """Of every device that both have processes on."""
+        """What each process holds on every device that ranks and engines share."""
         if self._rank_places is None:
             self._rank_places = gather(self._actor.refs("places"), self._timeout_s, "placing the processes")
         at = self._rank_places | self._engines.device_places
@@ -111,6 +111,6 @@ class MemoryGate:
         return devices
 
     def _memory(self, phase: str) -> dict[str, Any]:
-        """Of ranks and of engines that live, by name."""
+        """The memory of ranks and of engines that live, by name."""
         of_ranks = gather(self._actor.refs("memory"), self._timeout_s, phase)
         return of_ranks | self._engines.answers("memory", phase)

@@ -21,14 +21,14 @@ from mrl.remote.calls import SETTLE_S, gather
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one rank's device; on the CPU of its whole host, whose cores ranks share."""
+    """The speed of one rank's device; on the CPU that of its whole host, whose cores ranks share."""
 
     device: str
     measured: float  # FLOP/s of a large matrix product in the model's dtype
 
     @property
     def peak(self) -> float:
-        """As published, or what was measured where no figure is known."""
+        """The published figure, or what was measured where none is known."""
         return published_flops(self.device) or self.measured
 
 
@@ -57,7 +57,7 @@ class Machines:
         self._engines = engines
 
     def speeds(self) -> list[Speed]:
-        """Of every rank's device; on the CPU of every host that has ranks.
+        """Measures every rank's device; on the CPU every host that has ranks.
 
         Nothing else should compute there meanwhile.
         """

@@ -102,7 +102,7 @@ class RolloutGroup:
         return self.refs("start", meeting, engines=[engine])
 
     def start_again(self, engine: int) -> dict[str, ray.ObjectRef]:
-        """Of one that was ended, on the same seats; answers to come once it serves, by name."""
+        """Starts an engine that was ended, on the same seats; answers to come once it serves, by name."""
         for number in self._ranks_of(engine):
             self.workers[number] = self._worker(number)
         return self._start_of(engine)
@@ -167,7 +167,7 @@ class RolloutGroup:
         return list(self._in_time(refs, method).values())
 
     def answers(self, method: str, phase: str) -> dict[str, Any]:
-        """As `call`, by name; `phase`: how errors name it."""
+        """Calls all engines and returns their answers by name; `phase`: how errors name the call."""
         return self._in_time(self.refs(method), phase)
 
     def _still(self, engines: Collection[int] | None) -> Collection[int] | None:
@@ -190,7 +190,7 @@ class RolloutGroup:
         self._answers(self.refs("check_there", engines=engines), PREPARE_S, f"{what}, asking who is there")
 
     def _in_time(self, refs: dict[str, ray.ObjectRef], phase: str) -> dict[str, Any]:
-        """As `_answers`, in the time that calls of the kind may take."""
+        """Waits for answers as long as calls of this phase may take."""
         began = time.monotonic()
         answers = self._answers(refs, self._deadlines.of(phase), phase)
         if refs and len(answers) == len(refs):  # else what it took is how long somebody was waited for
@@ -198,9 +198,9 @@ class RolloutGroup:
         return answers
 
     def _answers(self, refs: dict[str, ray.ObjectRef], timeout_s: float, what: str) -> dict:
-        """As `gather`, without engines that are lost meanwhile where the run can do without them.
+        """Gathers answers, without engines that are lost meanwhile where the run can do without them.
 
-        Of ranks that are late together, whose processes do not run is told.
+        Where ranks are late together, the error says whose processes do not run.
         """
         asked = self.fleet.epochs()
         while True:
@@ -287,7 +287,7 @@ class RolloutGroup:
         self._in_time(refs, "ending requests")
 
     def fingerprints(self) -> list[dict[str, str]]:
-        """Of each engine, all of its ranks together; see VllmEngine.fingerprints."""
+        """Returns fingerprints of each engine, over all its ranks, as VllmEngine.fingerprints names them."""
         fingerprints = self.call("fingerprints")
         ranks = self.engine_ranks
         return [dict(ChainMap(*fingerprints[first : first + ranks])) for first in range(0, len(fingerprints), ranks)]

@@ -192,7 +192,7 @@ def npu_notes(config: RunConfig) -> Iterator[str]:
 
 
 def narrow_experts(config: RunConfig, model: ModelSpec) -> Iterator[str]:
-    """Of experts on NPUs that are cut to a width which their matrix unit has no whole blocks for."""
+    """Warns of experts on NPUs that are cut to a width which is no whole number of their matrix unit's blocks."""
     if not _on_npu(config) or not model.is_moe:
         return
     rollout = config.rollout

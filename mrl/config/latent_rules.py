@@ -38,7 +38,7 @@ def _replicates_shared_experts(config: RunConfig) -> bool:
 
 
 def _is_fp8(path: str | None) -> bool:
-    """Of a folder on this host; another is looked at where it is loaded."""
+    """Whether a folder on this host has FP8 weights; any other model is looked at where it is loaded."""
     return path is not None and Path(path, "config.json").is_file() and load_model_spec(path).is_fp8
 
 

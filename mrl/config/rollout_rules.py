@@ -305,7 +305,7 @@ def _rewards_environment(config: RunConfig) -> bool:
 
 
 def _parts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    """Of shipped environments, of which it is known what they declare."""
+    """Checks the reward parts that shipped environments declare; what others declare is not known here."""
     turns = config.rollout.turns
     if not (_rewards_environment(config) and turns and turns.environments) or turns.path is not None:
         return
@@ -329,7 +329,7 @@ def _read_parts(algorithm: AlgorithmConfig) -> Iterator[tuple[str, Sequence[str]
 def _names(
     field: str, names: Sequence[str], known: tuple[str, ...], path: str | None, kind: str
 ) -> Iterator[Violation]:
-    """Of tools, or of environments."""
+    """Checks the names of tools, or of environments."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         yield Violation(field, f"names {twice[0]} twice", "nobody could say which is meant", ())

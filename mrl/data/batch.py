@@ -77,7 +77,7 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
         return cls(**own, temperature=np.full(len(sequences), temperature, np.float32))
 
     def rows(self, index: np.ndarray | slice) -> "TrainBatch":
-        """See Columns.rows."""
+        """The given rows; routes stay whole where rows find theirs by place."""
         if self.route_places is None:
             return super().rows(index)
         return replace(super(TrainBatch, replace(self, routes=None)).rows(index), routes=self.routes)

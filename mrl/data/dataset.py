@@ -48,7 +48,7 @@ class ToolOffer(Protocol):
     """What the model may call; mrl.environments.offer has it."""
 
     def schemas(self, extra_info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """Of what a row's responses may call. Raises ValueError for a row that names what there is not."""
+        """Schemas of what a row's responses may call. Raises ValueError for a row that names something unknown."""
 
     def needs_row(self, extra_info: Mapping[str, Any]) -> bool:
         """Whether an engine is to be told of the row, and not of its prompt alone."""

@@ -52,7 +52,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class CallForm:
-    """Of a family: its frame, and how what stands between <tool_call> and </tool_call> is read."""
+    """How the models of a family write calls: the frame, and how the text inside <tool_call> is read."""
 
     name: str
     frame: Frame
@@ -111,7 +111,7 @@ class Dialect:
         return found
 
     def _until_closed(self, ids: list[int]) -> list[int] | None:
-        """Of one call; None where another begins, or the turn ends, before it is closed."""
+        """The tokens of one call; None where another call begins, or the turn ends, before this one is closed."""
         for place, number in enumerate(ids):
             if number == self._added[CLOSE]:
                 return ids[:place]
@@ -143,8 +143,7 @@ class Dialect:
         return self._encoded([*parts, (self.goes_on, True)])
 
     def _encoded(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
-        """Of texts one behind the other; in those that are marked, and in no others, tokens of the family's own stand
-        for themselves.
+        """Encodes texts one behind the other; only in marked ones do tokens of the family's own stand for themselves.
         """
         ids: list[int] = []
         plain = ""

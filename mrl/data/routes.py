@@ -96,7 +96,7 @@ class RouteShape:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's routes."""
+        """Bytes of one token's routes."""
         return prod(self.per_token) * self.dtype.itemsize
 
     def from_engine(self, given: np.ndarray | None, tokens: int, whose: str) -> np.ndarray | None:

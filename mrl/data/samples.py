@@ -92,12 +92,15 @@ class Sample:
 
 
 def column_bytes(prompt_tokens: int, response_tokens: int, route_bytes: int = 0) -> int:
-    """Of a response, or of many together; `route_bytes`: of one token's routes. Numbers of whole rows are left out."""
+    """Bytes of one response, or of many together, without the numbers of whole rows.
+
+    `route_bytes`: of one token's routes.
+    """
     return (prompt_tokens + response_tokens) * (_ID_BYTES + route_bytes) + response_tokens * _LOG_PROB_BYTES
 
 
 def of(what: str, dtype: type | None = None) -> dict[str, Any]:
-    """Of a field that holds one number, or one sub-array, for each row, token, response token, span or turn."""
+    """Marks a field as one number, or one sub-array, for each row, token, response token, span or turn."""
     return {"metadata": {"of": what, "dtype": dtype}}
 
 
@@ -212,7 +215,6 @@ class Sequences(Columns):
         return self.sampled
 
     def counts(self) -> dict[str, np.ndarray]:
-        """See Columns.counts."""
         return {
             "row": np.ones_like(self.prompt_lengths),
             "token": self.lengths,
@@ -254,7 +256,6 @@ class SampleRows(Columns):
     call_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.float32))
 
     def counts(self) -> dict[str, np.ndarray]:
-        """See Columns.counts."""
         calls = {}
         if self.call_counts is not None:
             calls = {"call": self.call_counts.astype(np.int64)}
@@ -325,7 +326,6 @@ class Samples(Sequences, SampleRows):
     part_values: np.ndarray | None = field(default=None, kw_only=True, **of("part", np.float32))
 
     def counts(self) -> dict[str, np.ndarray]:
-        """See Columns.counts."""
         turns = {}
         if self.turn_counts is not None:
             turns = {"turn": self.turn_counts.astype(np.int64)}

@@ -37,7 +37,7 @@ def _loaded(spec: ToolsSpec) -> tuple[dict[str, Any], Callable[..., CallAnswer]]
 
 
 class Sessions:
-    """Of one process: the tools, and the environments that responses are at."""
+    """The tools of one process, and the environments that its responses are at."""
 
     def __init__(self, tools: Mapping[str, Tool], kinds: Mapping[str, type[Environment]]):
         """Raises ConfigError for an environment that says too little of itself."""

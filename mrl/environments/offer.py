@@ -28,11 +28,11 @@ class Offer:
 
     @property
     def all_schemas(self) -> Schemas:
-        """Of everything."""
+        """Schemas of all tools and of all environments' actions."""
         return self.tools + tuple(each for actions in self.environments.values() for each in actions)
 
     def schemas(self, extra_info: Mapping[str, Any]) -> Schemas:
-        """Of what a row's responses may call: the tools, then the environment's actions. Raises UnknownChoice."""
+        """Schemas of what a row's responses may call: tools, then the environment's actions. Raises UnknownChoice."""
         selected = self._selected(extra_info.get(SELECTION))
         environment = self.environment(extra_info)
         actions = ()
@@ -83,5 +83,5 @@ class Offer:
 
 
 def name_of(schema: Mapping[str, Any]) -> str:
-    """Of a tool or an action."""
+    """The name of a tool or an action."""
     return schema["function"]["name"]

@@ -97,7 +97,7 @@ class Tool:
 
 
 def _described(said: str) -> dict[str, dict[str, str]]:
-    """Of parameters, from the lines under `Args:`."""
+    """Reads the descriptions of parameters from the lines under `Args:`."""
     _, _, below = said.partition("\nArgs:\n")
     lines = below.split("\n\n")[0]
     return {name: {"description": text.strip()} for name, text in re.findall(r"^ +(\w+)[^:\n]*: (.+)$", lines, re.M)}

@@ -49,14 +49,14 @@ class _Record:
     def add(
         self, calls: Sequence[ToolCall], most: int, answers: Mapping[int, CallAnswer], known: Collection[str]
     ) -> None:
-        """Of a turn whose calls were made, at `most` of them; `known`: names that can be called."""
+        """Records a turn whose calls were made, at `most` of them; `known`: names that can be called."""
         self.calls.append([_call(call, i < most, answers.get(i), known) for i, call in enumerate(calls)])
         self.rewards.append(math.fsum(answers[i].reward for i in sorted(answers)))
         for i in sorted(answers):
             self.parts |= answers[i].parts
 
     def add_none(self) -> None:
-        """Of a turn without a call that was made."""
+        """Records a turn in which no call was made."""
         self.calls.append([])
         self.rewards.append(0.0)
 
@@ -73,7 +73,10 @@ def _call(call: ToolCall, is_made: bool, answer: CallAnswer | None, known: Colle
 
 
 class Conversations:
-    """Of one engine. Raises ConfigError where the tokenizer's family, tools or environments are not known."""
+    """The conversations of one engine.
+
+    Raises ConfigError where the tokenizer's family, tools or environments are not known.
+    """
 
     def __init__(
         self, spec: TurnsSpec, tokenizer: Any, log_path: Path | None = None, clock: Callable[[], float] = time.monotonic

@@ -36,7 +36,7 @@ class GroupParts:
     results: Mapping[int, RewardResult]  # by index; of those that are judged
 
     def bytes(self, route_bytes: int) -> int:
-        """Of the columns of its responses, at most. `route_bytes`: of a token's routes."""
+        """Upper bound of the bytes of its responses' columns. `route_bytes`: of a token's routes."""
         rows = [part.rows for part in self.responses.values()]
         return sum(column_bytes(int(r.prompt_lengths[0]), int(r.response_lengths[0]), route_bytes) for r in rows)
 

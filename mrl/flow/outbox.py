@@ -35,7 +35,7 @@ class FinishedRows(NamedTuple):
 
 
 class Outbox:
-    """Of one client, who asks for what finished again and again; one of its questions waits at a time."""
+    """What finished for one client, which asks again and again; one of its questions waits at a time."""
 
     def __init__(self):
         self._calls: dict[int, float] = {}  # under way, and when each was begun, of time.monotonic
@@ -128,7 +128,7 @@ class Outbox:
 
 
 class Outboxes:
-    """Of all clients, by their numbers. One that is idle is forgotten."""
+    """The outboxes of all clients, by their numbers. An idle one is forgotten."""
 
     def __init__(self):
         self._boxes: dict[int, Outbox] = {}

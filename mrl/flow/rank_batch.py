@@ -118,7 +118,7 @@ class RankBatch:
             self.batch = replace(self.batch, ref_log_probs=self._of_all_rows(result))
 
     def old_log_probs_of(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Of the given rows of this replica, each row's tokens; 0 of context."""
+        """The old log-probs of each given row of this replica, one a token; 0 for context."""
         return [self.batch.old_log_probs[self.batch.places_of(np.array([row]))] for row in rows]
 
     def differences(self, rows: np.ndarray) -> np.ndarray:
@@ -185,8 +185,9 @@ class RankBatch:
         return self._of_own(moments(values.astype(np.float64), self.batch.loss_mask, self._lengths))
 
     def find(self, means: list[Means]) -> list[np.ndarray]:
-        """Of each mini-batch, this replica's rows and means of all,
-        the largest numbers of tokens that may be selected.
+        """Finds the tokens of this replica's rows that the loss may select, mini-batch by mini-batch.
+
+        Returns the largest numbers of tokens that may be selected. `means`: over all replicas.
         """
         parameters = self._actor.loss_parameters
         self._candidates = []
@@ -208,9 +209,10 @@ class RankBatch:
         self.batch = replace(self.batch, selected=selected)
 
     def update(self, counts: list[Denominators]) -> tuple[list[FloatParts], Scored | None]:
-        """See MegatronActor.update_replica; on policy also what `log_probs` answers, of the weights before the update.
+        """Updates the weights with the step's rows, every rank at once, and returns its sums of metrics.
 
-        Every rank answers. The rows are gone afterwards: memory is free while the next ones are generated.
+        On policy it also returns log-probs of the weights before the update. The rows are gone afterwards: memory is
+        free while the next ones are generated.
         """
         result = self._actor.update_replica(self.batch, self._cut.mini_batches, counts)
         scored = self._scored(result.old)

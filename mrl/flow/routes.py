@@ -89,9 +89,9 @@ def read_routes(
 
 
 def tokens_by_block(tokens: np.ndarray, block_of_token: np.ndarray, blocks: int) -> list[np.ndarray]:
-    """Of each of so many blocks its tokens, in the order of `tokens`; `block_of_token`: int64, as long as `tokens`.
+    """Deals `tokens` to their blocks, in their order; `block_of_token`: int64, as long as `tokens`.
 
-    All of them are sorted once: a step has thousands of blocks, and millions of tokens to look through for each.
+    All of them are sorted once: a step has thousands of blocks, and each would look through millions of tokens.
     """
     order = np.argsort(block_of_token, kind="stable")
     return np.split(tokens[order], np.searchsorted(block_of_token[order], np.arange(1, blocks)))

@@ -119,7 +119,7 @@ class Scorer:
         results: Sequence[RewardResult],
         shown: Sequence[int],
     ) -> list[dict[str, Any]]:
-        """See mrl.flow.generations; here, since it has the tokenizer."""
+        """Writes generations to a file, here because a scorer has the tokenizer; see mrl.flow.generations."""
         return write_generations(path, self._tokenizer, prompts, stored, results, shown)
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ def has_failed(outcome: Mapping[str, Any]) -> bool:
 
 
 def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:
-    """Of a response that nobody judges, with the last of its calls that went wrong."""
+    """The result of a response that nobody judges; its detail is the last call that went wrong."""
     calls = samples.rows(slice(row, row + 1))
     pairs = zip(calls.call_names.tolist(), calls.call_reasons.tolist(), strict=True)
     wrong = [f"{name.decode()}: {CALL_REASONS[reason]}" for name, reason in pairs if CALL_REASONS[reason] != OK]
@@ -178,13 +178,15 @@ class Channel:
         return unwrap(finished, self.name, PHASE)
 
     def write_generations(self, *arguments: Any) -> list[dict[str, Any]]:
-        """See ScorerGroup.write_generations."""
+        """Has the process write generations, and waits for it."""
         return gather({self.name: self.handle.write_generations.remote(*arguments)}, WRITE_S, "writing generations")[
             self.name
         ]
 
     def receive(self) -> list[RewardResult]:
-        """Of the finished call. Raises Interrupted when the process died, or a response is lost with its node."""
+        """The results of the finished call. Raises Interrupted when the process died, or a response is lost with its
+        node.
+        """
         finished = self.under_way
         texts = self.texts
         self.under_way = None

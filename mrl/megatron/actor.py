@@ -143,10 +143,9 @@ class MegatronActor:
         self.residence.offload()
 
     def bring(self, *kinds: str) -> None:
-        """Of what `actor.*_offload` names, these kinds are on the device and the others have left it: a hand-over of
-        its own.
+        """Brings these kinds of what `actor.*_offload` names onto the device, and moves the others off it.
 
-        What computes would bring them by itself; so the time that it takes, and a lack of memory, are told apart from
+        What computes would bring them by itself. Done apart, the time and a lack of memory are told apart from
         computing.
         """
         self._release_scratch()
@@ -271,7 +270,7 @@ class MegatronActor:
         return {f"offload/{kind}_bytes": (float(nbytes), 1.0) for kind, nbytes in left.items() if nbytes}
 
     def _spent(self, begun: float) -> FloatParts:
-        """Of this rank's update since `begun`, a moment of the clock; peaks of memory since the update before."""
+        """Time and memory of this rank's update since `begun`, a moment of the clock; peaks since the update before."""
         self.platform.synchronize()
         spent = {
             "perf/update_s": time.perf_counter() - begun,
@@ -388,7 +387,7 @@ class MegatronActor:
         return merge(losses) | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {}), old
 
     def _all_finite(self, batch: TrainBatch, old: RowResult | None) -> bool:
-        """Of all ranks, the rows' log-probs before the update, `old` and generation's. Collective."""
+        """Whether log-probs are finite on all ranks: `old`, and generation's of the same rows. Collective."""
         here = old is None or (
             np.isfinite(old.log_probs).all()
             and np.isfinite(batch.rollout_log_probs[batch.sampled_places_of(old.rows)]).all()
@@ -436,7 +435,7 @@ def _handed_out(result: RowResult | None) -> RowResult | None:
 
 
 def _count(batch: TrainBatch) -> Denominators:
-    """Of all of it."""
+    """The denominators of a whole batch."""
     return Denominators.counted(row_sums(batch.loss_mask, batch.response_lengths))
 
 

@@ -90,13 +90,14 @@ class Splitter:
 
     @classmethod
     def for_update(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter":
-        """Of the update's forward-backward passes."""
+        """Splits rows for the update's forward-backward passes."""
         return cls._of(actor, layout, model, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu)
 
     @classmethod
     def for_log_probs(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter | None":
-        """Of the old policy's forward-only passes; None when they have no limit of their own and are to be cut as the
-        update is.
+        """Splits rows for the old policy's forward-only passes.
+
+        None when they have no limit of their own and are to be cut as the update is.
         """
         samples = actor.log_prob_micro_batch_size_per_gpu
         tokens = actor.log_prob_max_token_len_per_gpu
@@ -236,7 +237,7 @@ class Splitter:
         )
 
     def padding_share(self, lengths: np.ndarray, shares: Shares) -> float:
-        """Of the tokens that all ranks compute, the share that is padding: alignment, and what fillers repeat."""
+        """The share of padding in the tokens that all ranks compute: alignment, and what fillers repeat."""
         computed = sum(self.shape.tokens(lengths[micro.rows]) for rank in shares for micro in rank)
         return 1.0 - float(lengths.sum()) / computed
 

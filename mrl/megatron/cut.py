@@ -54,7 +54,7 @@ class ReplicaCut:
 
 @dataclass(frozen=True)
 class StepCut:
-    """Of a whole step; row numbers are the step's."""
+    """The cut of a whole step; row numbers are the step's."""
 
     mini_batches: tuple[Shares, ...]
     log_probs: Shares

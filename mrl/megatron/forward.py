@@ -66,7 +66,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class LossResult:
-    """Of one micro-batch of an update.
+    """The result of one micro-batch of an update.
 
     `outputs`: what its forward computed of tokens, where nobody had computed it before.
     """

@@ -29,8 +29,10 @@ def for_megatron(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_within_products(chunks: Iterable[Module]) -> None:
-    """Of every module that can and whose weights have such buffers. The chunks are wrapped for data parallelism, which
-    makes the buffers and knows by `grad_added_to_main_grad` what has been added.
+    """Lets every module that can add gradients within its matrix product, where its weights have float32 buffers.
+
+    The chunks are wrapped for data parallelism, which makes the buffers. It knows by `grad_added_to_main_grad` what has
+    been added.
     """
     for module in _able(chunks):
         setattr(module, SWITCH, _has_float32_buffers(module))

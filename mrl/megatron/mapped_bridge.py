@@ -54,7 +54,7 @@ class MappedBridge(LLMBridge):
 
     @property
     def TransformerConfigClass(self) -> type:
-        """Of Megatron."""
+        """Megatron's class of transformer configuration for this model."""
         if self.model.is_latent:
             return MLATransformerConfig
         return TransformerConfig

@@ -38,7 +38,7 @@ class StorageBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Of all pieces, which are uint8."""
+        """Bytes of all pieces, which are uint8."""
         return sum(piece.numel() for piece in self.pieces)
 
     def copy_from(self, source: Tensor) -> None:

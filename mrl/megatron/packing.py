@@ -83,7 +83,7 @@ class MicroBatch(TokenValues[Array]):
 
     @property
     def longest(self) -> int:
-        """Of `lengths`."""
+        """The length of the longest sequence."""
         return max(self.lengths)
 
     @property
@@ -178,7 +178,10 @@ class MicroBatches:
 
 
 def _digest(*whole: np.ndarray) -> bytes:
-    """Of arrays as they are on all context-parallel ranks. Rows stand for their routes, which no rank has all of."""
+    """Digests arrays that all context-parallel ranks have whole.
+
+    Rows stand for their routes, which no rank has all of.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for array in whole:
         digest.update(f"{array.dtype}{array.shape}".encode())
@@ -238,8 +241,9 @@ def computed_tokens(
 
 
 def kept_positions(padded: np.ndarray, context: int, rank: int) -> np.ndarray:
-    """Of sequences laid end to end, each a multiple of 2 * context long,
-    the positions that a context-parallel rank holds, int64.
+    """Positions that a context-parallel rank holds, int64, of sequences that lie end to end.
+
+    Each sequence is a multiple of 2 * context long.
     """
     if context == 1:
         return np.arange(int(padded.sum()))

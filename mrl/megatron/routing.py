@@ -226,14 +226,13 @@ class Routing:
         return sum(len(self._routers[c]) for c in chunks[: chunks.index(id(core))])
 
     def metrics(self) -> FloatParts:
-        """Of the step's updates.
+        """Metrics of routing over the step's updates.
 
         Collective over the ranks that hold copies of the same layers; one of them hands the answer out.
 
-        Shares are of (token, layer) pairs: `router/drift` of those whose set of experts is another than at the old
-        log-probs, `router/missing_routes` of those that should have had an engine's route, `router/rollout_drift` of
-        those whose engine's set is another than the trainer's own choice at the old log-probs. Loads are of real
-        tokens.
+        Shares are of (token, layer) pairs. `router/drift`: those whose set of experts differs from that at the old
+        log-probs. `router/missing_routes`: those that should have had an engine's route. `router/rollout_drift`: those
+        whose engine's set differs from the trainer's own choice at the old log-probs. Loads are of real tokens.
         """
         if not len(self._load):  # a stage of the embedding alone, as all ranks of its group have it
             return {}

@@ -107,7 +107,10 @@ def _moe_layers(config: HfConfig) -> tuple[int, ...]:
 
 
 def _fp8_block(config: HfConfig) -> tuple[int, int] | None:
-    """Of checkpoints whose matrices are FP8 with one scale a block. Raises ConfigError for another quantisation."""
+    """Rows and columns that one scale stands for, where a checkpoint's matrices are FP8.
+
+    Raises ConfigError for another quantisation.
+    """
     quantization = config.get(QUANTIZATION)
     if not quantization:
         return None

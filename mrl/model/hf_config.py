@@ -88,7 +88,7 @@ class ModelSpec:
 
     @property
     def value_head_dim(self) -> int:
-        """Of one head's values, which latent attention has narrower or wider than keys."""
+        """The width of one head's values, which latent attention has narrower or wider than keys."""
         return self.v_head_dim or self.head_dim
 
     def described(self) -> dict[str, Any]:

@@ -81,8 +81,9 @@ def local_folder(path: str) -> str:
 
 
 def cached_folder(path: str) -> str:
-    """As `local_folder`, but nothing is fetched and weights may be missing:
-    `path` itself where the cache has no config.json of it.
+    """The folder of a model as `local_folder` finds it, but nothing is fetched and weights may be missing.
+
+    It is `path` itself where the cache has no config.json of the model.
     """
     name = hub_name(path)
     if name is None:

@@ -111,7 +111,7 @@ class TrainLayout:
 
     @property
     def num_layers(self) -> int:
-        """Of the model."""
+        """Layers of the model."""
         return sum(map(sum, self.chunk_layers))
 
     def dense_coords(self, rank: int) -> DenseCoords:
@@ -202,7 +202,7 @@ class RolloutLayout:
 
     @property
     def workers_per_engine(self) -> int:
-        """Of all data-parallel ranks of an engine."""
+        """Workers of all data-parallel ranks of an engine."""
         return self.tensor * self.data
 
     @property
@@ -211,7 +211,7 @@ class RolloutLayout:
         return self.num_engines * self.workers_per_engine
 
     def coords(self, worker: int) -> WorkerCoords:
-        """Of a worker by its number over all engines: tensor ranks change fastest, engines slowest."""
+        """Where a worker stands, by its number over all engines: tensor ranks change fastest, engines slowest."""
         tp, dp, engine = _unravel(worker, (self.tensor, self.data, self.num_engines))
         return WorkerCoords(engine, dp, tp)
 

@@ -134,7 +134,7 @@ class LayoutDegrees:
 
     @property
     def uses_sequence_parallel(self) -> bool:
-        """As the key says; left out, wherever there are several tensor ranks."""
+        """What the key says; where it is left out, whether there are several tensor ranks."""
         if self.sequence_parallel is None:
             return self.tensor_model_parallel_size > 1
         return self.sequence_parallel

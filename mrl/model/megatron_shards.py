@@ -190,7 +190,7 @@ class _Rank:
 
     @cached_property
     def _tied_replicas(self) -> tuple[int, ...]:
-        """Of word embeddings of which the last stage has a copy."""
+        """Ranks that hold word embeddings of which the last stage has a copy."""
         layout = self.layout
         ends = {0, self.layout.pipeline - 1}
         on_all_stages = layout.dense_group(self.rank, "cp", "dp", "pp")

@@ -25,7 +25,7 @@ class Precision:
 
     @property
     def adam(self) -> float:
-        """Of master weights and moments, on the device."""
+        """Bytes of master weights and moments on the device."""
         staying = 0.0
         if self.masters_stay:
             staying = self.master
@@ -33,12 +33,12 @@ class Precision:
 
     @property
     def adam_on_host(self) -> float:
-        """Of the hybrid optimizer: weights, their gradients and moments, all in float32."""
+        """Bytes that the hybrid optimizer has on the host: weights, gradients and moments in float32."""
         return (2 * _FLOAT32 + self.moments) * self.host_share
 
     @property
     def checkpoint(self) -> int:
-        """Of a checkpoint: weights, master weights and moments, each once."""
+        """Bytes in a checkpoint: weights, master weights and moments, each once."""
         return self.parameters + self.master + self.moments
 
 

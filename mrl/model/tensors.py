@@ -106,7 +106,7 @@ def module_flops_per_token(model: ModelSpec, context: float) -> dict[str, float]
 
 
 def forward_flops(model: ModelSpec, lengths: Sequence[int], predicted: int) -> float:
-    """Of a forward pass over sequences of these lengths in tokens, one by one, without padding.
+    """FLOPs of a forward pass over sequences of these lengths in tokens, one by one, without padding.
 
     `predicted`: tokens whose log-prob is asked for; the output layer multiplies these alone.
     """

@@ -49,7 +49,7 @@ class Recompute:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As fields of Megatron's transformer config, without what is so by itself."""
+        """Fields of Megatron's transformer config, without those that have their defaults."""
         match self.granularity:
             case None:
                 return {}
@@ -99,12 +99,12 @@ class Activations:
 
     @cached_property
     def tokens(self) -> int:
-        """Of one rank, before sequence parallelism."""
+        """Tokens of one rank, before sequence parallelism."""
         return -(-self.micro.tokens // self.layout.context)
 
     @cached_property
     def attended(self) -> int:
-        """Of one rank as its attention takes them: plain attention pads the short sequences of a pack."""
+        """Tokens of one rank as its attention takes them: plain attention pads the short sequences of a pack."""
         if self.kernels != "torch" or not self.micro.packed or self.layout.context > 1:
             return self.tokens
         padded = next((length for length in ATTENTION_LENGTHS if self.micro.length <= length), self.micro.length)
@@ -112,7 +112,7 @@ class Activations:
 
     @cached_property
     def sharded(self) -> int:
-        """Of one rank between the tensor-parallel layers."""
+        """Tokens that one rank keeps between tensor-parallel layers."""
         if self.layout.sequence_parallel:
             return -(-self.tokens // self.layout.tensor)
         return self.tokens
@@ -142,8 +142,9 @@ class Activations:
     # ---------------------------------------------------------------- one layer
 
     def _norm(self) -> int:
-        """Of a norm alone: its input and the reciprocal of its scale; torch also keeps the normalised input,
-        both in float32.
+        """Bytes that a norm keeps: its input and the reciprocal of its scale.
+
+        torch also keeps the normalised input; it has both in float32.
         """
         per_element = 2 * _F32 if self.kernels == "torch" else self.bytes
         return self.sharded * (self.model.hidden_size * per_element + _F32)

@@ -37,7 +37,10 @@ def most_pairs(config: RunConfig) -> int:
 
 
 def _places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """As `rank_places`, but for the order of workers inside a node, which changes no count."""
+    """Places of ranks and workers as `rank_places` has them, but for the order of workers inside a node.
+
+    That order changes no count.
+    """
     cluster = cluster_shape(config.cluster)
     world = config.actor.layout.world_size
     first = 0

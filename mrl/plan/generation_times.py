@@ -37,7 +37,10 @@ class DecodeStep:
 
 
 def decode_step(inputs: PlanInputs, engine: EngineMemory, sequences: float, context: float) -> DecodeStep:
-    """Of an engine each of whose data-parallel ranks has so many sequences, of `context` tokens on average."""
+    """Time of one step of an engine each of whose data-parallel ranks has so many sequences.
+
+    `context`: their mean tokens so far.
+    """
     rollout = inputs.rollout
     device = inputs.device
     assumed = inputs.assumptions
@@ -56,14 +59,17 @@ def decode_step(inputs: PlanInputs, engine: EngineMemory, sequences: float, cont
 
 
 def sequences_together(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> float:
-    """Of a data-parallel rank of an engine at once: those it is given, as far as max_num_seqs and the cache allow."""
+    """Sequences that a data-parallel rank has at once: those given to it, as max_num_seqs and the cache allow."""
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     cached = engine.cache_tokens / inputs.rollout.data / lengths.total
     return max(1.0, min(_given(inputs, batch), inputs.config.rollout.max_num_seqs, cached))
 
 
 def generation_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> float:
-    """Of all samples of a step: full batches, then the last one, whose sequences end one by one up to the longest."""
+    """Seconds that all samples of a step take: full batches, then the last one.
+
+    Sequences of the last one end one by one, up to the longest.
+    """
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     given = _given(inputs, batch)
     together = sequences_together(inputs, batch, engine)
@@ -85,7 +91,7 @@ def _given(inputs: PlanInputs, batch: BatchPlan) -> float:
 
 
 def _busiest(inputs: PlanInputs) -> float:
-    """Of tokens, what the worker with the most has over the mean, where experts are spread."""
+    """How many times the mean of tokens the busiest worker has, where experts are spread."""
     if inputs.rollout.expert > 1:
         return inputs.assumptions.expert_load
     return 1.0
@@ -104,7 +110,7 @@ def _weights_read(inputs: PlanInputs, sequences: float) -> float:
 
 
 def _exchange(inputs: PlanInputs, sequences: float) -> float:
-    """Of one layer."""
+    """Seconds that the exchanges of one layer take."""
     rollout = inputs.rollout
     hidden = inputs.model.hidden_size * _BF16
     reduced = _all_reduce(inputs, rollout.tensor, sequences * hidden)

@@ -95,9 +95,10 @@ def object_stores(
 
 
 def save_bytes(inputs: PlanInputs, rank: int) -> int:
-    """Of what a rank saves, and so copies to the host: weights that no other rank writes, its shard of Adam's state.
+    """Bytes that a rank saves and so copies to the host: weights that no other rank writes, and its shard of Adam's
+    state.
 
-    Weights are written by the first of their data-parallel copies (mrl/checkpoint/rank_save.py); the few that tensor
+    Weights are written by the first of their data-parallel copies (mrl/checkpoint/rank_save.py). The few that tensor
     ranks hold alike count on each of them.
     """
     train = inputs.train

@@ -129,11 +129,10 @@ def kernels_of(inputs: PlanInputs) -> Kernels:
 
 
 def _adam_scratch(inputs: PlanInputs, optimizer: int) -> int:
-    """Of a step of torch's AdamW, in place of activations: on devices it takes the roots of all second moments at once.
+    """Bytes that a step of torch's AdamW takes in place of activations: on devices the roots of all second moments at
+    once.
 
-    Fused Adams do not.
-
-    `optimizer`: bytes of the state that it steps.
+    Fused Adams take none. `optimizer`: bytes of the state that it steps.
     """
     if inputs.device.platform == "cpu" or kernels_of(inputs) != "torch" or not optimizer:
         return 0

@@ -84,12 +84,12 @@ class PlanInputs:
 
     @property
     def element_bytes(self) -> int:
-        """Of a weight of the actor."""
+        """Bytes of one number of the actor's weights."""
         return _ELEMENT_BYTES[self.config.model.dtype]
 
     @property
     def engine_element_bytes(self) -> int:
-        """Of a weight of the engines."""
+        """Bytes of one number of the engines' weights."""
         return _ELEMENT_BYTES[self.config.rollout_dtype]
 
 
@@ -139,8 +139,9 @@ def recompute_of(config: RunConfig) -> Recompute:
 
 
 def precision_of(config: RunConfig, element_bytes: int) -> Precision:
-    """Of weights of `element_bytes`, with gradients in float32 or in the weights' format, and the share of Adam that
-    Megatron's hybrid optimizer has on the host.
+    """Bytes that training keeps for each weight of `element_bytes`.
+
+    Gradients are in float32 or in the weights' format; Megatron's hybrid optimizer has a share of Adam on the host.
     """
     given = config.actor.optim.override_optimizer_config
     share = 0.0
@@ -187,7 +188,7 @@ def update_micro_batch(config: RunConfig, train: TrainLayout) -> MicroBatchShape
 
 
 def _samples_per_rank(config: RunConfig, train: TrainLayout) -> int:
-    """Of one mini-batch."""
+    """Samples of one mini-batch that a data-parallel rank has."""
     return -(-config.actor.ppo_mini_batch_size * config.rollout.n // train.data)
 
 

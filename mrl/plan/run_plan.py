@@ -206,7 +206,7 @@ def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> 
 
 
 def plan_text(plan: dict[str, Any]) -> str:
-    """As it is stored."""
+    """The plan as it is stored."""
     return json.dumps(plan, indent=1)
 
 

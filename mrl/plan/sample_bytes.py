@@ -40,7 +40,7 @@ class SampleBytes:
 
 
 def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
-    """Of a rank of pipeline stage `pp`."""
+    """Bytes of samples that a rank of pipeline stage `pp` holds."""
     config = inputs.config
     of_step = -(-batch.samples // inputs.train.data)
     routed = _route_bytes(inputs.model, _moe_layers(inputs.model, inputs.train, pp)) * _routed(inputs)
@@ -64,12 +64,12 @@ def _at_once(inputs: PlanInputs) -> int:
 
 
 def _tokens_at_once(inputs: PlanInputs, micro: MicroBatchShape) -> int:
-    """Of one rank before sequence parallelism."""
+    """Tokens of the micro-batches that one rank has laid out at once, before sequence parallelism."""
     return -(-micro.tokens // inputs.train.context) * _at_once(inputs)
 
 
 def _tokens(inputs: PlanInputs, rows: int) -> int:
-    """Of one rank before sequence parallelism."""
+    """Tokens of so many rows on one rank, before sequence parallelism."""
     data = inputs.config.data
     return -(-rows * data.max_sample_length // inputs.train.context)
 
@@ -96,7 +96,7 @@ def _response_arrays(inputs: PlanInputs) -> list[int]:
 
 
 def _route_bytes(model: ModelSpec, moe_layers: int) -> int:
-    """Of one token as it comes with its sample, in so many MoE layers."""
+    """Bytes of one token's routes in so many MoE layers, as they come with its sample."""
     if not model.is_moe:
         return 0
     shape = RouteShape.of(model)
@@ -121,10 +121,11 @@ def _moe_layers(model: ModelSpec, train: TrainLayout, pp: int) -> int:
 
 
 def stored_bytes(inputs: PlanInputs) -> int:
-    """Of all responses that exist at once, in the object stores of all nodes together, each once.
+    """Bytes of all responses that exist at once, in the object stores of all nodes together, each once.
 
-    Those of a step; where generation runs ahead, those of the steps that it may be ahead too; while groups are filtered
-    by draws, those of one more draw of prompts beside the groups that were kept, and those that may fill up the step.
+    They are the responses of a step, and where generation runs ahead those of the steps that it may be ahead. While
+    groups are filtered by draws, one more draw of prompts is there beside the groups that were kept, and what may fill
+    up the step.
     """
     schedule = schedule_of(inputs.config)
     fill_up = schedule.step_limit is not None and schedule.on_exhausted == "unfiltered"
@@ -133,8 +134,9 @@ def stored_bytes(inputs: PlanInputs) -> int:
 
 
 def stored_beside_validation(inputs: PlanInputs, batch: BatchPlan) -> int:
-    """Of `stored_bytes`, what is there still while held-out prompts are answered after a step: its responses, and those
-    ahead of it. Nothing where only the untrained model is validated.
+    """Bytes of `stored_bytes` that are still there while held-out prompts are answered after a step.
+
+    These are its responses, and those ahead of it. Nothing where only the untrained model is validated.
     """
     if inputs.config.trainer.test_freq < 1:
         return 0
@@ -145,8 +147,9 @@ def stored_beside_validation(inputs: PlanInputs, batch: BatchPlan) -> int:
 
 
 def held_out_bytes(config: RunConfig, prompts: int) -> int:
-    """Of the answers to so many held-out prompts, in the object stores of the engines' nodes until they are written;
-    they bring no routes.
+    """Bytes of the answers to so many held-out prompts, which bring no routes.
+
+    They lie in the object stores of the engines' nodes until they are written.
     """
     responses = prompts * config.rollout.val_kwargs.n
     data = config.data
@@ -154,7 +157,7 @@ def held_out_bytes(config: RunConfig, prompts: int) -> int:
 
 
 def written_group_bytes(inputs: PlanInputs) -> int:
-    """Of one group in the process that writes them one by one: its columns, and the file that becomes of them.
+    """Bytes of one group in the process that writes groups one by one: its columns, and the file made of them.
 
     Nothing where no group waits for its step.
     """
@@ -165,8 +168,8 @@ def written_group_bytes(inputs: PlanInputs) -> int:
 
 
 def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
-    """Of a step's responses, what ranks of one node fetch, over all of it: tokens once a replica, of routes each rank
-    its own part.
+    """The share of a step's responses that ranks of one node fetch: tokens once a replica, and of routes each rank's
+    part.
     """
     train = inputs.train
     model = inputs.model
@@ -213,7 +216,7 @@ def _parts_of_tokens(inputs: PlanInputs) -> int:
 
 
 def _columns(inputs: PlanInputs, rows: int, routes: bool = True) -> int:
-    """Of samples as columns."""
+    """Bytes of so many samples as columns."""
     data = inputs.config.data
     by_token = _route_bytes(inputs.model, len(inputs.model.moe_layers)) * (routes and _routed(inputs))
     return rows * column_bytes(data.max_prompt_length, data.max_response_length, by_token)

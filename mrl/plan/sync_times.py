@@ -105,22 +105,24 @@ def step_seconds(plan: ReshardPlan, rates: SyncRates) -> dict[str, float]:
 
 
 def launch_seconds(plan: ReshardPlan, starts: Starts) -> float:
-    """Of the busiest process's copies and of the waits for the device, one a message. At most: as if each copy were
-    launched by itself, where runs of them go as one (mrl.reshard.execute).
+    """Seconds that the busiest process spends on starting copies and on waiting for the device, once a message.
+
+    This is an upper bound: each copy counts by itself, where runs of them go as one (mrl.reshard.execute).
     """
     return most_copies(plan) * starts.copy + most_messages(plan) * starts.wait
 
 
 def most_copies(plan: ReshardPlan) -> int:
-    """Of a worker, or of a rank on average, which has at least as many where ranks are fewer: each box is packed by one
-    rank and unpacked by one worker.
+    """Copies that a worker makes at most, or a rank on average, whichever are more.
+
+    Each box is packed by one rank and unpacked by one worker, so where ranks are fewer each has more.
     """
     copies = [len(choices) for choices in plan.schedule.choices]
     return max(max(copies), -(-sum(copies) // plan.train.world_size))
 
 
 def most_messages(plan: ReshardPlan) -> int:
-    """Of the first worker, as others have about as many, or of a rank on average."""
+    """Messages of the first worker, as others have about as many, or of a rank on average."""
     flow = plan.schedule.flow(0)
     of_worker = len(np.unique(flow.round.astype(np.int64) * plan.train.world_size + flow.source))
     return max(of_worker, -(-of_worker * plan.rollout.world_size // plan.train.world_size))

@@ -47,10 +47,10 @@ class Passes:
 
 
 def update_passes(recompute: Recompute, again: float = 0.0) -> Passes:
-    """Of an update: the forward itself, the backward as two, and what of a forward is made again in the backward.
+    """Passes that an update computes: the forward, the backward as two, and what the backward computes again.
 
-    `again`: share of a forward's operations in the modules of selective recompute (see `share_again`); a mixture of
-    experts that is made again sends its tokens again.
+    `again`: share of a forward's operations in the modules of selective recompute, see `share_again`. A mixture of
+    experts that is computed again sends its tokens again.
     """
     match recompute.granularity:
         case None:
@@ -126,7 +126,7 @@ def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) ->
 
 
 def hand_over_seconds(inputs: PlanInputs) -> float:
-    """Of what the actor brings to the host and back once a step, while engines have its device."""
+    """Seconds for what the actor brings to the host and back once a step, while engines have its device."""
     actor = inputs.config.actor
     states = (
         stage_state(inputs.model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes))
@@ -137,7 +137,7 @@ def hand_over_seconds(inputs: PlanInputs) -> float:
 
 
 def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", "PassSeconds"]:
-    """Of a pass of log-probs over a step, and of one update."""
+    """Seconds of a pass of log-probs over a step, and of one update."""
     train = inputs.train
     device = inputs.device
     recompute = recompute_of(inputs.config)
@@ -177,7 +177,7 @@ class PassWork:
 def sample_work(
     config: RunConfig, model: ModelSpec, micro: MicroBatchShape, samples: int, assumed: Assumptions
 ) -> PassWork:
-    """Of `samples` samples of mean length."""
+    """Work of `samples` samples of mean length."""
     lengths = mean_lengths(config, assumed)
     once = config.model.override_transformer_config.get("moe_token_dispatcher_type") == "flex"
     return PassWork(model, micro, samples * lengths.total, mean_flops_per_token(model, lengths), once)
@@ -216,8 +216,9 @@ def update_seconds(
     assumed: Assumptions,
     overlap: Overlap = Overlap(),
 ) -> PassSeconds:
-    """Of one update: forward and backward passes, and what data parallelism exchanges at its end, less what it
-    exchanges beside them.
+    """Seconds of one update: forward and backward passes, and what data parallelism exchanges at its end.
+
+    What it exchanges beside the passes is taken off.
     """
     passes = update_passes(recompute, share_again(recompute, work.model, work.flops_per_token))
     added = _GRADIENT_TRAFFIC * state.parameters / (device.memory_rate * assumed.decode_memory_share)
@@ -347,8 +348,10 @@ def _volumes(work: PassWork, layout: TrainLayout, layers: int) -> dict[str, floa
 
 
 def _expert_seconds(work: PassWork, layout: TrainLayout, nbytes: float, links: _Links) -> float:
-    """Of bringing each token to its experts and back, `nbytes` for one expert of each. What stays in a node goes beside
-    what leaves it. DeepEP and HybridEP send a token to another node once, however many of its experts are there.
+    """Seconds to bring each token to its experts and back, `nbytes` for one expert of each.
+
+    What stays in a node goes beside what leaves it. DeepEP and HybridEP send a token to another node once, however many
+    of its experts are there.
     """
     size = layout.expert * layout.expert_tensor
     chosen = work.model.num_experts_per_tok

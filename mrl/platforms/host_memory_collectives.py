@@ -117,7 +117,7 @@ class HostExchange:
         return [slots.slots[half][header[1 + here] : header[2 + here]] for slots, header in pairs]
 
     def _header(self, rank: int, half: int) -> memoryview:
-        """Of a rank that has come to this round."""
+        """Waits for a rank to come to this round and returns its header."""
         header = self._slots[rank].headers[half]
         began = time.monotonic()
         looked = began
@@ -199,7 +199,7 @@ def _own_memory() -> tuple[int, int, int, int] | None:
 
 
 def _slots_of(rows: Sequence[Sequence[int]]) -> list[SharedSlots] | None:
-    """Of all ranks, by what `_own_memory` gave them; None where one cannot be opened, or is a stranger's."""
+    """Opens the slots of all ranks by what `_own_memory` gave; None where one cannot be opened, or is a stranger's."""
     try:
         slots = [SharedSlots(f"/proc/{process}/fd/{descriptor}") for _, process, descriptor, _ in rows]
     except (OSError, ValueError):

@@ -16,7 +16,7 @@ _NAME = "mrl_pack"
 
 @dataclass(frozen=True)
 class Pack:
-    """Of sequences that lie end to end."""
+    """Sequences that lie end to end."""
 
     lengths: tuple[int, ...]  # tokens in memory of each, before the cut for context parallelism
     places: Tensor  # int64, on the device: of this rank's tokens, which one of its sequence each is

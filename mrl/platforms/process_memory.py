@@ -27,7 +27,7 @@ _baseline_bytes = 0  # of this process, see `note_baseline`
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Of one process, at one moment."""
+    """Memory of one process at one moment."""
 
     live_bytes: int  # storages on the device; what an offload put on the host is none of them
     free_bytes: int | None  # what the device has left for anybody; None on the CPU
@@ -82,7 +82,7 @@ def host_bytes_used() -> int:
 
 
 def cpu_name() -> str:
-    """As the kernel shows it."""
+    """The processor's name in /proc/cpuinfo, or the machine's architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -36,7 +36,7 @@ class Transfer(Protocol):
         """Waits for all work of this device."""
 
     def free_bytes(self) -> int | None:
-        """Of this device, whoever has the rest; None where there is no memory apart from the host's."""
+        """Free bytes of this device, whoever has the rest; None where there is no memory apart from the host's."""
 
     def point_to_point_group(
         self, store: dist.Store, number: int, size: int, timeout_s: float, host: str

@@ -36,7 +36,7 @@ PACKAGES = (
 
 
 def installed_versions() -> dict[str, str]:
-    """Of PACKAGES those that are installed here; none is imported."""
+    """Versions of those PACKAGES that are installed here; none is imported."""
     installed = {}
     for name in PACKAGES:
         try:

@@ -37,7 +37,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Of useful seconds in the wall time."""
+        """The share of useful seconds in the wall time."""
         if self.wall:
             return self.useful / self.wall
         return 0.0
@@ -86,9 +86,9 @@ class _Timeline:
 
 
 def goodput(events: Iterable[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], now: float) -> Goodput | None:
-    """Of a run whose attempts.jsonl has these events, and metrics.jsonl these rows; None where no loop began.
+    """Goodput of a run with these events of attempts.jsonl and rows of metrics.jsonl; None where no loop began.
 
-    `now`: seconds since the epoch, of the last that is known of a run which has not ended.
+    `now`: seconds since the epoch, the last moment that is known of a run which has not ended.
     """
     timeline = _Timeline()
     for event in events:
@@ -142,7 +142,10 @@ def _cause(interval: _Interval) -> str:
 
 
 def goodput_of(folder: Path) -> Goodput | None:
-    """Of a run directory; of a run that goes on until now, of a killed one until its last line of metrics."""
+    """Goodput of a run directory, until now where the run goes on.
+
+    A killed run counts until its last line of metrics.
+    """
     run = RunDir(folder)
     events = read_events(folder)
     try:

@@ -96,7 +96,7 @@ def turn_metrics(rows: SampleRows) -> dict[str, float]:
 
 
 def _call_metrics(rows: SampleRows) -> dict[str, float]:
-    """Of each tool that was called: calls, those that failed, seconds of all; calls that no tool was found for."""
+    """Calls, failed calls and seconds of each tool that was called, and calls that no tool was found for."""
     names = [name.decode() for name in rows.call_names.tolist()]
     metrics = {"turns/calls": len(names) / len(rows), "turns/unread_calls": float(names.count(""))}
     failed = ~np.isin(rows.call_reasons, _RIGHT)

@@ -200,7 +200,7 @@ class RunDir:
 
 
 def step_of(file: Path) -> int:
-    """Of a file of `samples/` or `validation/`: `step-N.` and whatever kind it is of."""
+    """The step of a file `step-N.*` of `samples/` or `validation/`."""
     return int(file.name.split(".")[0].removeprefix("step-"))
 
 

@@ -261,7 +261,7 @@ class RunLock:
                 continue  # who writes looks for itself
 
     def _content(self) -> str:
-        """Of one length whatever the count, so that one write replaces the other."""
+        """The lock file's text, of one length whatever the count, so that one write replaces the other."""
         return json.dumps(self._mark | {"beat": f"{self._beats:012}"})
 
     @staticmethod
@@ -303,7 +303,11 @@ def _are_over(found: Sequence[LockFile], folder: Path, poll: Callable[[], None],
 def _stand_still(
     found: Sequence[LockFile], holders: str, folder: Path, poll: Callable[[], None], clock: Waiting
 ) -> bool:
-    """As _are_over, of holders of which only the beat can be seen. `holders`: in words."""
+    """Waits until holders of which only the beat can be seen are over, or a lock has changed; says which as `_are_over`
+    does.
+
+    `holders`: in words.
+    """
     still_s = 0.0
     looked = clock.monotonic()
     told = False

@@ -78,10 +78,10 @@ def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict
 
 
 def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict:
-    """As `gather`, but a failure is raised when everybody has answered: for calls that wait for nobody and hold a
-    resource.
+    """Gathers answers, and raises a failure only when everybody has answered.
 
-    Raises Late for those that have not answered in time; they may still be at it.
+    It is for calls that wait for nobody and hold a resource. Raises Late for those that have not answered in time; they
+    may still be at it.
     """
     answers = {}
     failures = []
@@ -158,7 +158,7 @@ def _finished(
 
 
 def late(phase: str, names: Sequence[str], timeout_s: float) -> Late:
-    """Of processes that have not answered in time, `names`; bears their names."""
+    """Makes the error that names the processes that missed the deadline."""
     text = f"{phase}: no answer from {', '.join(names)} within {timeout_s:g} s; see logs/ in the run directory"
     return concerning(Late(text), *names)
 

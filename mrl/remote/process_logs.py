@@ -46,7 +46,7 @@ def log_file(name: str) -> str:
 
 
 def stacks_file(log: Path) -> Path:
-    """Of the process with this log: where its threads were when somebody missed a deadline."""
+    """The file beside a process's log that says where its threads were when somebody missed a deadline."""
     return log.with_suffix(".stacks")
 
 

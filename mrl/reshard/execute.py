@@ -119,7 +119,7 @@ class Sender:
             self.end.finish()
 
     def _packing(self, message: Message, slot: Tensor) -> "BlockCopies":
-        """Of the message into its slot; kept for as long as all of its blocks stay where they are."""
+        """Copies of the message into its slot; kept for as long as all of its blocks stay where they are."""
         lasting = self.end.lasting(message)
         targets = self._wire.of(message, slot, lasting)
         sources = self._sources.of(message)

@@ -123,7 +123,7 @@ class ReshardPlan:
         return max(self.peak_staging_of(self.loads.sent), self.peak_staging_of(self.loads.received))
 
     def peak_staging_of(self, loads: np.ndarray) -> int:
-        """Of one side's loads [tier, round, process]."""
+        """The most bytes that a process of one side has in staging at once. `loads`: [tier, round, process]."""
         per_round = loads.sum(axis=0)
         following = np.vstack([per_round[1:], np.zeros_like(per_round[:1])])
         return int((per_round + following).max(initial=0))
@@ -164,8 +164,9 @@ class ReshardPlan:
 
     @cached_property
     def _kept_copies(self) -> list[dict[tuple[int, int, int], Copy]]:
-        """Of each position inside an engine, by segment, grain and holder:
-        every engine and both sides have the same.
+        """Copies of each position inside an engine, by segment, grain and holder.
+
+        Every engine and both sides have the same.
         """
         return [{} for _ in self.templates]
 

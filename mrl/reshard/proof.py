@@ -34,9 +34,9 @@ _BUDGETS = (*(4096 * 4**power for power in range(5)), 64 * MIB)  # of a rehearsa
 
 @dataclass(frozen=True)
 class Proof:
-    """Of the plan at real shapes.
+    """What was proved of the plan at real shapes.
 
-    All workers are covered by the proof of their templates, which planning includes; some were in full.
+    Planning proves the templates, and so covers all workers; some workers were also checked in full.
     """
 
     workers: int  # in full
@@ -48,7 +48,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class PlanRehearsal:
-    """Of the same layouts on a shrunken model."""
+    """What was found when weights of a shrunken model were moved between the same layouts."""
 
     layers: int
     experts: int

@@ -104,7 +104,7 @@ class Miniature:
 
     @cached_property
     def shards(self) -> tuple[tuple[Shard, ...], ...]:
-        """Of each rank."""
+        """The shards of each rank."""
         return tuple(source_shards(self.model, self.train, rank) for rank in range(self.train.world_size))
 
     def rank_of(self, holder: Holder, pipeline: int) -> int:
@@ -206,7 +206,10 @@ def stream_template(
     dtype: str,
     limit: int,
 ) -> StreamTemplate:
-    """Of the workers at `position` of their engines. Grains have at most `limit` bytes, but never less than one row."""
+    """The stream of the workers at `position` of their engines.
+
+    Grains have at most `limit` bytes, but never less than one row.
+    """
     blocks: list[list[Grain]] = [[] for _ in range(len(miniature.kinds) + 2)]
     after_layers = False
     for parameter in target_parameters(miniature.model, rollout, position, dialect, dtype):
@@ -254,7 +257,7 @@ def _in_target(part: Box, hf_box: Box, local_box: Box, axes: tuple[int, ...]) ->
 
 
 def _offsets(grains: Iterable[Grain]) -> dict[int, tuple[int, ...]]:
-    """Of who holds each grain, by the identity of `holders`: most grains have theirs in common with others."""
+    """Offsets of the ranks that hold each grain, by the identity of `holders`, which most grains share with others."""
     holders_of = {id(grain.holders): grain.holders for grain in grains}
     return {key: tuple(holder.offset for holder in holders) for key, holders in holders_of.items()}
 
@@ -390,7 +393,7 @@ class WorkerStream:
         return np.arange(self.num_stages)
 
     def _rounds_in_stage(self, stage_rounds: int) -> np.ndarray:
-        """Of each grain the round within its stage, of so many; the same wherever a walk begins."""
+        """Each grain's round within its stage, of so many; the same wherever a walk begins."""
         if self._kept_rounds[0] != stage_rounds:
             in_stage = (self.before - self.stage_before[self.stage]) * stage_rounds // self.stage_total[self.stage]
             self._kept_rounds = stage_rounds, in_stage
@@ -412,7 +415,7 @@ class WorkerStream:
 
 
 def rotated(values: np.ndarray, start: int) -> np.ndarray:
-    """As a walk round from `start` meets them."""
+    """Values in the order in which a walk round from `start` meets them."""
     return np.concatenate([values[start:], values[:start]])
 
 

@@ -371,5 +371,5 @@ class DeviceSender(SharedMemorySender):
 
 
 def _device_path(path: Path) -> Path:
-    """Of the arena on the device: a worker may have one in host memory as well, for the ranks of other devices."""
+    """The file of the arena on the device: a worker may also have one in host memory, for ranks of other devices."""
     return path.with_name(path.name + ON_DEVICE)

@@ -52,7 +52,7 @@ _DENY = 0x00050000 | 13
 
 
 def given_environment(own: Mapping[str, str], further: tuple[str, ...]) -> dict[str, str]:
-    """Of these variables those in GIVEN and those that the run names, as a pattern or in full."""
+    """Keeps those of these variables that GIVEN or the run names, as a pattern or in full."""
     wanted = (*GIVEN, *further)
     return {name: value for name, value in own.items() if any(fnmatchcase(name, each) for each in wanted)}
 

@@ -78,7 +78,7 @@ class Conversation:
 
     @property
     def request_seed(self) -> int:
-        """Of the next request."""
+        """The seed of the next request."""
         return continuation_seed(self.seed, self.tokens)
 
     @property

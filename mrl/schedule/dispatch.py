@@ -178,7 +178,7 @@ class Dispatcher:
         return batch, rest, ended
 
     def filter(self, number: int) -> list[int]:
-        """As GroupBuffer.filter; in_order the next group takes its place."""
+        """Filters a group out of the buffer; in_order the next group takes its place."""
         gone = self.buffer.filter(number)
         self._look_ahead(self.buffer.is_next)
         return gone

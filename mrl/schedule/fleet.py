@@ -26,7 +26,7 @@ WINDOW = 100  # finished steps in which restarts of an engine are counted
 
 
 class EngineStatus(Enum):
-    """Of one engine. The value says what it means."""
+    """What an engine is at. The value says what it means."""
 
     READY = "it serves the current weights"
     SUSPECT = "it is taken for lost, and its processes are being ended"
@@ -77,7 +77,7 @@ class Fleet:
         self._engines[engine].restarts += versions
 
     def status(self, engine: str) -> EngineStatus:
-        """Of now."""
+        """What the engine is at now."""
         return self._engines[engine].status
 
     def epoch(self, engine: str) -> int:
@@ -141,7 +141,10 @@ class Fleet:
         return True
 
     def start(self, engine: str) -> int | None:
-        """Of a DEAD one the epoch that it is to be started for; None where it was lost too often: it is RETIRED."""
+        """The epoch that a DEAD engine is to be started for.
+
+        None where the engine was lost too often: it is RETIRED.
+        """
         one = self._in(engine, DEAD)
         one.restarts = [version for version in one.restarts if version > self.version - WINDOW]
         if len(one.restarts) >= self.limit:

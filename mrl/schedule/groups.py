@@ -16,7 +16,7 @@ Cause = Literal["stale", "failed", "filtered", "quarantined", "surplus"]
 
 
 class State(StrEnum):
-    """Of a group that exists."""
+    """How far a group that exists has come."""
 
     RESERVED = "reserved"
     RUNNING = "running"
@@ -52,7 +52,7 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Of all responses, so far."""
+        """Tokens of all responses so far."""
         return sum(self.lengths)
 
     def to_json(self) -> dict[str, Any]:

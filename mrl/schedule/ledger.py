@@ -30,7 +30,7 @@ FIXED = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of what kept tokens were made with: digests, compared as text."""
+    """What kept tokens were made with: digests, compared as text."""
 
     data: str  # tokens of the prompts, so of tokenizer and chat template, and their order
     model: str

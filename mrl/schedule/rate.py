@@ -22,7 +22,7 @@ class RateRules:
 
 @dataclass(frozen=True)
 class Observation:
-    """Of all engines, since the one before."""
+    """What all engines did since the observation before."""
 
     kv_use: float  # share of the cache in use, in the fullest engine
     preemptions: int
@@ -38,7 +38,7 @@ class Rate:
 
     @classmethod
     def start(cls, rules: RateRules) -> "Rate":
-        """As wide as allowed: with a cache that suffices nothing is ever slowed down."""
+        """Starts as wide as allowed: with a cache that suffices nothing is ever slowed down."""
         return cls(rules, float(rules.highest))
 
     @property

@@ -52,7 +52,7 @@ def continuation(samples: Samples, row: int, max_tokens: int) -> Continuation:
 
 
 def continuation_seed(seed: int, kept: int) -> int:
-    """Of the request that goes on after `kept` tokens, 48 bits; the response's own where nothing is kept.
+    """The seed, 48 bits, of the request that goes on after `kept` tokens; the response's own where nothing is kept.
 
     An engine begins its random numbers at the seed: with the same one they would be those of the first tokens again.
     """

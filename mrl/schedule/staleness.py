@@ -20,7 +20,10 @@ OnExhausted = Literal["error", "partial", "unfiltered"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Of one run. `in_order`: steps train on groups in the order of numbers; `ready_first`: on what is finished."""
+    """When a run generates and trains what.
+
+    `in_order`: steps train on groups in the order of numbers; `ready_first`: on groups that are finished.
+    """
 
     batch: int  # groups that a step trains on
     responses: int  # of a group

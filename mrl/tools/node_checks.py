@@ -44,7 +44,7 @@ class NodeFacts:
 
     @classmethod
     def here(cls, device: str) -> "NodeFacts":
-        """Of this node, as a host of such devices."""
+        """The facts of this node, as a host of such devices."""
         driver = ""
         if device != "cpu":
             driver = find_devices(device).driver or "unknown"
@@ -158,7 +158,7 @@ class Listener:
         return [(self.address, held.getsockname()[1]) for held in self._sockets]
 
     def closed(self, targets: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """See `reaches`."""
+        """Those of `targets` on other nodes to which no connection can be made from here."""
         return reaches([target for target in targets if target[0] != self.address])
 
 

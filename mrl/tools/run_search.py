@@ -57,7 +57,7 @@ def step_of(config: RunConfig, model: ModelSpec, device: Device) -> dict[str, fl
 
 
 def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult) -> WholeRun | None:
-    """Of all that fit and break no rule, for the devices, the batch and the limits of `config`."""
+    """The fastest run that fits and breaks no rule, for the devices, the batch and the limits of `config`."""
     model = problem.model
     device = problem.device
     actors = heapq.nsmallest(_ACTORS, _actors(config, problem, result), key=lambda found: found[0])

@@ -136,7 +136,7 @@ def fast_tokenizer(ranks: Mapping[bytes, int], added: list[tuple[str, bool]]) ->
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     class Converter(TikTokenConverter):
-        """Of ranks that are read already; transformers' own needs the tiktoken package to read them."""
+        """Converts ranks that are read already; transformers' own class needs the tiktoken package to read them."""
 
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: Any) -> dict[bytes, int]:

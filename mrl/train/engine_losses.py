@@ -16,7 +16,7 @@ from mrl.vllm.requests import engine_of
 
 
 class EngineLosses:
-    """Of one run. Whoever calls holds what guards the dispatcher."""
+    """What a run does when engines are lost. Whoever calls holds what guards the dispatcher."""
 
     def __init__(
         self,

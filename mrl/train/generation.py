@@ -107,7 +107,7 @@ class Generation:
         self._thread.start()
 
     def _ask_for_rewards(self) -> None:
-        """Of responses that ended before the checkpoint and were not judged then."""
+        """Asks for rewards of responses that ended before the checkpoint and were not judged then."""
         engines = self._responder.engines.names
         for number in self._groups.made:
             for index in self._groups.unasked(number, self._buffer.groups[number].ended):
@@ -130,7 +130,7 @@ class Generation:
             self._dispatcher.admit(group)
 
     def _set_aside(self, number: int) -> None:
-        """Of a group that engines are lost under: the next prompt takes its place."""
+        """Evicts a group that engines are lost under: the next prompt takes its place."""
         self._unwanted += self._dispatcher.evict(number, "quarantined")
         self._forget([number])
 
@@ -296,7 +296,7 @@ class Generation:
         return replace(state, ahead=self._taken_snapshot(before))
 
     def _taken_snapshot(self, before: Mapping[int, Group]) -> KeptGroups:
-        """Of now, just after the version went up. `before`: all groups that there were then."""
+        """Takes a snapshot just after the version went up. `before`: all groups that there were then."""
         self._forget([number for number, group in before.items() if self._buffer.groups.get(number) is not group])
         if self._rules.schedule.is_synchronous:  # those among what the step had too many are of no step
             self._groups.filtered = []
@@ -405,8 +405,9 @@ class Generation:
         self._end(unwanted)
 
     def _adjust_rate(self) -> None:
-        """As many responses under way as caches have room for; in_order speed has no say, and what is preempted there
-        is told by `perf/preemptions`.
+        """Keeps as many responses under way as caches have room for.
+
+        In order, speed has no say; `perf/preemptions` tells what is preempted there.
         """
         if self._rate and (seen := self.streams.progress.observed(len(self._dispatcher.under_way))):
             self._rate = self._rate.after(seen)
@@ -485,7 +486,7 @@ class Generation:
     def _metrics(
         self, samples: ResponseStore, results: list[RewardResult], filtered: list[list[RewardResult]]
     ) -> dict[str, float]:
-        """Of the groups that the step trains on and those that were filtered for it.
+        """Metrics of the groups that the step trains on and of those that were filtered for it.
 
         Raises DataError where too many rewards failed.
         """

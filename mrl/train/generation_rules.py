@@ -14,7 +14,7 @@ from mrl.vllm.requests import Sampling
 
 @dataclass(frozen=True)
 class GenerationRules:
-    """Of one run."""
+    """What a run's generation goes by."""
 
     schedule: Schedule
     judge: Judge

@@ -112,7 +112,7 @@ class Separate:
         """The ranks' devices are theirs."""
 
     def to_update(self) -> None:
-        """As `to_log_probs`."""
+        """Does nothing: the ranks' devices are theirs."""
 
     def to_engines(self, step: int) -> dict[str, float]:
         """Metrics of the sync; engines that have started again take part."""
@@ -224,9 +224,9 @@ class Colocated:
         return {f"switch/{name}_s": value for name, value in timer.seconds.items()}
 
     def take_checkpoint(self) -> int:
-        """As Placement says.
+        """Has the ranks copy their states for a checkpoint, while the engines sleep.
 
-        In a step the engines sleep; at a run's end they are put to sleep, for there is no room beside them.
+        In a step the engines sleep already. At a run's end they are put to sleep, for there is no room beside them.
         """
         if not self._engines_sleep:
             self._engines.fleet.end_starts()  # nobody needs them any more

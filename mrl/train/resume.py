@@ -205,7 +205,7 @@ def resume_point(
     damaged: Mapping[Path, EnvironmentFault],
     data_fingerprint: str,
 ) -> Newest | None:
-    """As `find_resume_point`, the data compared too. Writes nothing.
+    """Finds the checkpoint to resume from and checks that the data is the same. Writes nothing.
 
     Raises NothingToDo when the last step of the run in `path` is done, by its record and its checkpoint's manifest.
     """

@@ -323,7 +323,7 @@ def _part(result: RewardResult, name: str) -> float:
 
 
 def group_metrics(batches: float, uniform_share: float, trained: int, made: list[RewardResult]) -> dict[str, float]:
-    """Of the groups that were generated for a step. `made`: all their rewards."""
+    """Metrics of the groups that were generated for a step. `made`: all their rewards."""
     failed = sum(failure_counts(made).values())
     return {
         "train/num_gen_batches": batches,

@@ -146,7 +146,7 @@ def advantages(
 
 
 def _moments(step: StepBatch, of_responses: TokenAdvantages, trained: np.ndarray) -> RowValues:
-    """Of a response's tokens, which are all alike unless penalties come in between."""
+    """Moments of each response's advantages, which are alike on all its tokens unless penalties come in between."""
     if of_responses.to_come:
         return step.moments(of_responses)
     values = of_responses.per_response

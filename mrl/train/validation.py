@@ -31,7 +31,7 @@ class ValidationSettings:
 
     @classmethod
     def of(cls, rollout: RolloutConfig, data: DataConfig, model_path: str, seed: int) -> "ValidationSettings":
-        """As `rollout.val_kwargs` says."""
+        """Settings as `rollout.val_kwargs` has them."""
         return cls(rollout.val_kwargs.n, validation_sampling(rollout, data, model_path), seed)
 
 
@@ -108,7 +108,7 @@ def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]
 
 
 def _left_out(results: Sequence[RewardResult]) -> int:
-    """Of how many responses the environment failed."""
+    """Counts the responses whose environment failed."""
     return sum(result.reason == LEFT_OUT for result in results)
 
 

@@ -81,7 +81,7 @@ class VllmEngine:
 
     @property
     def reading(self) -> EngineReading:
-        """Of now, in every state."""
+        """Reads the engine's counters now, in every state."""
         cache = self._cache
         return EngineReading(self._made + self._calls.tokens_inside, cache.share, cache.peak, cache.preemptions)
 
@@ -394,17 +394,17 @@ class VllmEngine:
             self._machine.received()
 
     async def agree_on_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
-        """See EngineUpdates.agree_on_fast."""
+        """Agrees on the plan of weight syncs, as EngineUpdates.agree_on_fast does; returns bytes of weights."""
         async with self._controlled("agree_on_sync"):
             return await self._updates.agree_on_fast(setup, plan_hash, self._machine.holds_weights)
 
     async def connect_sync(self) -> None:
-        """See EngineUpdates.connect_fast."""
+        """Has the workers meet the ranks, as EngineUpdates.connect_fast does."""
         async with self._controlled("connect_sync"):
             await self._updates.connect_fast()
 
     async def release_arenas(self) -> None:
-        """See EngineUpdates.release_arenas."""
+        """Unlinks the shared memory of syncs, now that every rank has it open."""
         async with self._controlled("release_arenas"):
             self._updates.release_arenas()
 
@@ -417,11 +417,11 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _update(self, verb: str) -> AsyncIterator[None]:
-        """As `_controlled`; before the first byte no request gets in any more.
+        """Holds the engine for an update: from before its first byte no request gets in any more.
 
-        Data-parallel ranks stand still first: for some steps after the last request they still compute together, and a
-        rank between two weights must not take part. They have to be asked at once, as for a pause.
-        Raises RuntimeError while requests are under way that nobody paused.
+        Data-parallel ranks stand still first. For some steps after the last request they still compute together, and a
+        rank between two weights must not take part. They have to be asked at once, as for a pause. Raises RuntimeError
+        while requests are under way that nobody paused.
         """
         async with self._control:
             if self._machine.state is AWAKE and self._door.inside:

@@ -34,7 +34,7 @@ from mrl.errors import LostProcess
 
 
 class EngineState(Enum):
-    """Of one engine. The value says what gets it back to serving."""
+    """What state an engine is in. The value says what gets it back to serving."""
 
     AWAKE = "it serves requests"
     PAUSED = "resume it, or bring weights and commit"

@@ -43,7 +43,7 @@ class ForkedProcess(context.ForkServerProcess):
     environment: dict[str, str] | None  # that it takes over; None where it is spawned, which brings its own
 
     def start(self) -> None:
-        """As multiprocessing's; from the environment of now."""
+        """Starts the process as multiprocessing does, from the environment of now."""
         self.environment = dict(os.environ) if can_fork(os.environ) else None
         super().start()
 

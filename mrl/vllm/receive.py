@@ -119,7 +119,7 @@ class UpdatePath(Protocol):
         """Leaves the update. Raises RuntimeError when something did not come or was not written."""
 
     def report(self) -> dict[str, Any]:
-        """Of the last update; see mrl.reshard.sync_report for who compares what."""
+        """The report of the last update; mrl.reshard.sync_report says who compares what."""
 
     def abandon(self) -> None:
         """Drops an update that failed; the engine then holds a mixture and has to be updated again."""
@@ -190,7 +190,6 @@ class FastPath:
             raise
 
     def start(self) -> None:
-        """See UpdatePath."""
         self.abandon()
         self._writer = LayerwiseWriter(self._model, self._config, self._targets, self._adapter, self._by_identity)
         self._writer.begin()
@@ -227,7 +226,6 @@ class FastPath:
         self._report["seconds"] |= seconds | writer.seconds
 
     def report(self) -> dict[str, Any]:
-        """See UpdatePath."""
         return self._report
 
     def held_digests(self) -> dict[str, int]:
@@ -239,7 +237,6 @@ class FastPath:
         return held_digests(self._targets, lambda t: self._adapter.final_parts(self._model, layers[t.module], t))
 
     def abandon(self) -> None:
-        """See UpdatePath."""
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
@@ -266,7 +263,6 @@ class SlowPath:
         self._expected = expected
 
     def start(self) -> None:
-        """See UpdatePath."""
         self.abandon()
         named = [name for name, _ in self._model.named_parameters()]
         loaded = {name for name in named if not self._adapter.is_derived(name.rpartition(".")[2])}

@@ -95,7 +95,7 @@ class EngineSettings:
 
     @property
     def positions(self) -> range:
-        """Of its workers among all of the engine, as SyncSetup.worker counts them."""
+        """Positions of its workers among all of the engine, as SyncSetup.worker counts them."""
         return range(self.data_rank * self.workers, (self.data_rank + 1) * self.workers)
 
     @property
@@ -117,7 +117,7 @@ def engine_of(name: str) -> str:
 
 
 def log_name(name: str) -> str:
-    """Of a rank's file in logs/, without an ending: `engine-1-rank-0`."""
+    """The name of a rank's file in logs/, without an ending: `engine-1-rank-0`."""
     return name.replace(" ", "-")
 
 

@@ -108,5 +108,5 @@ class RouteCapture:
 
 
 def _name(request: str) -> str:
-    """As the front end was told; vLLM appends something random."""
+    """The request's name as the front end was told; vLLM appends something random."""
     return request.rpartition("-")[0]

@@ -25,7 +25,7 @@ Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]  # para
 
 
 class SleepingExtension:
-    """Of a worker extension what sleeps. Its names must not be ones of vLLM's workers."""
+    """The part of a worker extension that sleeps. Its names must not be ones of vLLM's workers."""
 
     parts_asleep: frozenset[str] = frozenset()
     layout_awake: Layout
@@ -95,13 +95,13 @@ class SleepingExtension:
         yield from (*model.parameters(), *model.buffers(), *_tensors(self.model_runner.kv_caches))
 
     def packed_bytes(self) -> int:
-        """Of weights that kernels hold out of Python's sight."""
+        """Bytes of weights that kernels hold out of Python's sight."""
         if WEIGHTS in self.parts_asleep:
             return 0
         return self.adapter.packed_bytes(self.model_runner.get_model())
 
     def absent_bytes(self) -> int:
-        """Of the pool that vLLM takes sleeping memory from: mapped nowhere, while torch still counts it."""
+        """Bytes of vLLM's pool of sleeping memory that are mapped nowhere, while torch still counts them."""
         if self.parts_asleep and self.device.type != "cpu":
             return self.adapter.bytes_asleep(self.parts_asleep)
         return 0

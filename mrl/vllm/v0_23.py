@@ -70,7 +70,7 @@ ADAPTER = Adapter()
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo, receive.UpdateInfo):
-    """Of one call; the worker of 0.23 reads vLLM's own `update_kind` from it before it hands it on."""
+    """What vLLM is told of one update. The worker of 0.23 reads vLLM's own `update_kind` from it first."""
 
 
 class TransferEngine(CommonTransferEngine):
@@ -123,7 +123,7 @@ class WorkerExtension(CommonWorkerExtension):
     adapter = ADAPTER
 
     def give_memory(self) -> None:
-        """As in 0.32. Raises RuntimeError where this generation's memory could not be taken again."""
+        """Gives memory back as in 0.32. Raises RuntimeError where this generation's memory could not be taken again."""
         if ascend_wake.is_ascend(self):
             ascend_wake.check_worker(self)
         elif self.device.type != "cpu":
@@ -145,7 +145,8 @@ class WorkerExtension(CommonWorkerExtension):
             super().restore_part(part)
 
     def weight_update_report(self) -> dict[str, Any]:
-        """As in 0.32. Raises RuntimeError when the update never became whole: 0.23 finishes one without asking."""
+        """Reports as in 0.32. Raises RuntimeError when an update never became whole: 0.23 finishes it without asking.
+        """
         if self.weight_transfer_engine.is_under_way:
             raise RuntimeError("the update was finished before everything had come")
         return super().weight_update_report()

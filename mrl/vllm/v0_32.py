@@ -117,7 +117,9 @@ class TransferEngine(CommonTransferEngine):
         self.path.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, but for its closing device synchronisation, which fails without an accelerator."""
+        """Receives weights without the base class's closing device synchronisation, which fails where there is no
+        accelerator.
+        """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()

@@ -109,14 +109,14 @@ class CommonAdapter:
                 self.leave_out(layer)
 
     def packed_bytes(self, model: nn.Module) -> int:
-        """Of linears that kernels hold out of Python's sight, packed."""
+        """Bytes of linear layers that kernels hold packed, out of Python's sight."""
         packed = (
             layer for layer in model.modules() if hasattr(layer, "cpu_linear") and not _multiplies_in_torch(layer)
         )
         return sum(get_layerwise_info(layer).restore_metadata[0]["weight"].nbytes for layer in packed)
 
     def bytes_asleep(self, parts: Collection[str]) -> int:
-        """Of the pool of device memory whose `parts` an engine's sleep gave away."""
+        """Bytes of the pool of device memory whose `parts` an engine's sleep gave away."""
         raise NotImplementedError
 
     def is_derived(self, leaf: str) -> bool:
@@ -235,7 +235,9 @@ def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> E
 
 
 def position_of(parallel: Any) -> int:
-    """Of a worker among all of its engine: data-parallel rank, then tensor rank. `parallel`: vLLM's ParallelConfig."""
+    """The position of a worker in its engine: by data-parallel rank, then tensor rank. `parallel`: vLLM's
+    ParallelConfig.
+    """
     return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
 
@@ -266,7 +268,7 @@ class CommonWorkerExtension(SleepingExtension):
         return self.weight_transfer_engine.path
 
     def meet_ranks(self) -> None:
-        """Of the fast path, once both sides have agreed on its plan. Raises TransferError."""
+        """Meets the ranks on the fast path, once both sides have agreed on its plan. Raises TransferError."""
         self.update_path().meet()
 
     def weight_fingerprints(self) -> dict[str, str]:

@@ -295,3 +295,14 @@ a = [x if y else z for x in q]  # fmt: skip
         "fmt_skip": 1,
     }
     assert house.density(small) == {name: 1000 * count / 8 for name, count in per_thousand.items()}
+
+
+def test_docstrings_do_not_begin_with_a_genitive_of_their_name():
+    wrong = house.genitive_docstrings(the_house())
+    assert not wrong, "\n".join(wrong)
+
+
+def test_docstrings_that_do_are_found():
+    text = '"""As a module."""\nclass A:\n    """Of it: all."""\n    def f():\n        """Offers, as others do."""\n'
+    small = house.House({"mrl": ast.parse(text)}, {"mrl": text})
+    assert house.genitive_docstrings(small) == ["mrl:mrl: As a module.", "mrl:A: Of it: all."]

@@ -56,9 +56,9 @@ def _functions(settings: VerlSettings) -> tuple[str, list[str]]:
 
 
 def tool_names(source: str) -> list[str]:
-    """Of functions under verl's decorator, as verl calls them; none of a file that is no Python.
+    """verl's names of the functions under its decorator; none where the file is no Python.
 
-    Those with a schema of their own are left out: a schema is made from the function here.
+    Functions with a schema of their own are left out: a schema is made from the function here.
     """
     try:
         tree = ast.parse(source)

@@ -312,7 +312,7 @@ class _Reader:
         self.named_ones.add(name)
 
     def truth(self, value: Value, line: int) -> bool | None:
-        """Of `((...))`, which is true where it is not zero."""
+        """Whether `((...))` is true, which is where it is not zero; None where that is not known."""
         if not value.known:
             self.doubt = value.missing
             self.remark(line, f"a condition depends on {', '.join(sorted(value.missing))}")

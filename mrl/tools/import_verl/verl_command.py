@@ -215,12 +215,12 @@ class VerlSettings:
 
     @property
     def estimator(self) -> str:
-        """Of advantages, verl's name."""
+        """verl's name of the advantage estimator."""
         return self.value("algorithm.adv_estimator")
 
     @property
     def devices(self) -> int:
-        """Of all nodes."""
+        """Devices of all nodes."""
         nodes = self.value("trainer.nnodes")
         per_node = self.value("trainer.n_gpus_per_node")
         if nodes is None or per_node is None:
@@ -234,7 +234,7 @@ class VerlSettings:
 
     @property
     def loss_mode(self) -> str:
-        """Of the policy loss, verl's name."""
+        """verl's name of the policy loss."""
         return self.value(A + "policy_loss.loss_mode")
 
     @property
@@ -246,7 +246,7 @@ class VerlSettings:
 
     @property
     def staleness(self) -> float:
-        """Of the fully asynchronous trainer: the share of a step's samples that may be of older weights."""
+        """The share of a step's samples that may be of older weights, in the fully asynchronous trainer."""
         return self.value("async_training.staleness_threshold")
 
     @property
@@ -256,7 +256,7 @@ class VerlSettings:
 
     @property
     def prompts(self) -> int:
-        """Of a training step; of the fully asynchronous trainer those between two syncs of the weights."""
+        """Prompts of a training step; in the fully asynchronous trainer those between two syncs of the weights."""
         if self.ahead != FULLY_ASYNC:
             return self.value("data.train_batch_size")
         sync = self.value("async_training.trigger_parameter_sync_step")

@@ -179,7 +179,7 @@ def _cluster(original: RunConfig, layout: SmallLayout, cpus: int) -> Iterator[Ch
 
 
 def _files(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
-    """Of the work folder; a user's own loss is read from where it is."""
+    """Changes that lead paths into the work folder; a user's own loss is read from where it is."""
     yield Change("model.path", original.model.path, str(work.model), "random weights")
     yield Change("trainer.run_dir", original.trainer.run_dir, str(work.run), "the work folder")
     if original.trainer.resume_mode == "resume_path":

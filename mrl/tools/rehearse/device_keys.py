@@ -137,7 +137,10 @@ def _engine_switches(config: RunConfig) -> Iterator[tuple[Change, str]]:
 
 
 def _is_latent(path: str) -> bool:
-    """Of a model that is neither here nor known, false: what is refused of it is refused elsewhere."""
+    """Whether the model has latent attention; false for one that is neither here nor known.
+
+    What is refused of such a model is refused elsewhere.
+    """
     try:
         return planning_model_spec(path)[0].is_latent
     except MrlError:

@@ -61,7 +61,7 @@ class Evidence:
 
     @cached_property
     def manifests(self) -> dict[int, Manifest]:
-        """Of whole checkpoints, by step."""
+        """The manifests of whole checkpoints, by step."""
         manifests = {}
         for folder in self.run.checkpoints.glob("step-*"):
             with suppress(EnvironmentFault):  # one that is not whole is no mark

@@ -209,7 +209,7 @@ def _replicas(evidence: Evidence, config: RunConfig, _: int) -> Found:
 
 
 def _received(name: str, wanted: Value) -> Mark:
-    """As many as there are received weights."""
+    """Makes a mark that is there when the metric has the value wanted for this configuration."""
 
     def mark(evidence: Evidence, config: RunConfig, _: Any) -> Found:
         if evidence.metric(name) == wanted(config):

@@ -60,7 +60,10 @@ def small_hf_config(config: HfConfig, layers: int, vocab_size: int, positions: i
 
 
 def small_kv_heads(config: HfConfig) -> int:
-    """As many as heads where the model has so; else half of them, so that two heads share one."""
+    """Key-value heads of the small model: as many as heads where the large one has so, else half of them.
+
+    Then two heads share one.
+    """
     heads = config["num_attention_heads"]
     if (config.get("num_key_value_heads") or heads) == heads:
         return HEADS

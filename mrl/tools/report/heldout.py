@@ -162,7 +162,7 @@ def differences(first: Sequence[Response], second: Sequence[Response]) -> dict[s
 
 
 def paired(first: np.ndarray, second: np.ndarray) -> Difference:
-    """Of two values a prompt, both [prompts], two at least."""
+    """Compares two values a prompt, both [prompts], two prompts at least."""
     change = second - first
     mean = float(change.mean())
     error = float(change.std(ddof=1) / math.sqrt(len(change)))

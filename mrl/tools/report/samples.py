@@ -144,7 +144,7 @@ def decoder(folders: Sequence[Path]) -> Decode | None:
 
 
 def text_of(ids: Sequence[int], decode: Decode | None) -> str:
-    """As text; the numbers where no tokenizer is at hand."""
+    """Decodes token ids; the numbers where no tokenizer is at hand."""
     if decode is None:
         return " ".join(map(str, ids))
     return decode(ids)

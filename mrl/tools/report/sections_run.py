@@ -446,7 +446,7 @@ def _identity(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def data_fingerprint(run: RunRecord) -> str:
-    """Of the training prompts, as the newest checkpoint's manifest has it; empty without one that can be read."""
+    """The fingerprint of the training prompts in the newest checkpoint's manifest; empty where none can be read."""
     if not run.checkpoints:
         return ""
     try:

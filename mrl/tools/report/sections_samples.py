@@ -18,7 +18,7 @@ TEXT_LIMIT = 6000  # characters of a held-out response that are shown
 
 
 def samples(run: RunRecord) -> PageSection | None:
-    """Of the newest step with samples, and of the first and the last validation."""
+    """Shows samples of the newest step, and of the first and the last validation."""
     blocks = [*_training(run), *_held_out(run)]
     if blocks:
         return PageSection("samples", "Samples", tuple(blocks))

@@ -39,7 +39,7 @@ class _State:
 
 
 def verdict(run: RunRecord) -> Verdict:
-    """Of a run, from its whole directory."""
+    """Says what became of a run, from its whole directory."""
     state = _state(run)
     learnt = held_out_changes(run)
     next_steps = [step for step in (state.next_step, *_cures(run)) if step]

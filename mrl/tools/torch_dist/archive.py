@@ -136,7 +136,7 @@ class ArchiveFrame:
 
     @property
     def nbytes(self) -> int:
-        """Of the elements."""
+        """Bytes of the elements."""
         return prod(self.shape) * ITEM_BYTES[self.code]
 
     def before(self) -> bytes:

@@ -39,7 +39,7 @@ class Recorded:
         self.state = state
 
     def attribute(self, name: str) -> Any:
-        """Of an object that was pickled by its attributes. Raises KeyError."""
+        """An attribute of an object that was pickled by its attributes. Raises KeyError."""
         return self.state[name]
 
 
