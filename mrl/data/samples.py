@@ -69,6 +69,9 @@ class TurnCall:
     seconds: float = 0.0
 
 
+TurnCalls = Sequence[TurnCall]  # of one turn, or of a row's turns one after another
+
+
 @dataclass(frozen=True)
 class Sample:
     """One response on its way into columns. Token ids in, token ids out: nothing is ever re-tokenised."""
@@ -92,10 +95,7 @@ class Sample:
 
 
 def column_bytes(prompt_tokens: int, response_tokens: int, route_bytes: int = 0) -> int:
-    """Bytes of one response, or of many together, without the numbers of whole rows.
-
-    `route_bytes`: of one token's routes.
-    """
+    """Bytes of one response, or of many, without numbers of whole rows; `route_bytes`: of one token's routes."""
     return (prompt_tokens + response_tokens) * (_ID_BYTES + route_bytes) + response_tokens * _LOG_PROB_BYTES
 
 
@@ -107,11 +107,17 @@ def of(what: str, dtype: type | None = None) -> dict[str, Any]:
 class Columns:
     """What every dataclass of columns can do."""
 
-    prompt_lengths: np.ndarray  # each has it: one number a row
+    prompt_lengths: np.ndarray  # each has these two: one number a row
+    response_lengths: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows]: tokens of each row, prompt and response."""
+        return self.prompt_lengths + self.response_lengths
 
     def counts(self) -> dict[str, np.ndarray]:
         """int64 [rows] by kind: how many numbers each row has in a column of that kind."""
-        raise NotImplementedError
+        return {"row": np.ones_like(self.prompt_lengths)}
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -169,10 +175,12 @@ def _with_missing(routes: Sequence[np.ndarray | None], tokens: Sequence[int]) ->
     if known is None:
         return None
     code = missing_in(known.dtype)
-    return end_to_end([
-        np.full((count, *known.shape[1:]), code, known.dtype) if each is None else each
-        for each, count in zip(routes, tokens, strict=True)
-    ])  # fmt: skip
+    filled = []
+    for each, count in zip(routes, tokens, strict=True):
+        if each is None:
+            each = np.full((count, *known.shape[1:]), code, known.dtype)
+        filled.append(each)
+    return end_to_end(filled)
 
 
 def positions(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -203,11 +211,6 @@ class Sequences(Columns):
     sampled: np.ndarray | None = field(default=None, kw_only=True, **of("response token", np.bool_))  # None: all are
 
     @property
-    def lengths(self) -> np.ndarray:
-        """int64 [rows]: tokens of each row, prompt and response."""
-        return self.prompt_lengths + self.response_lengths
-
-    @property
     def is_sampled(self) -> np.ndarray:
         """bool [response tokens]: false of context."""
         if self.sampled is None:
@@ -215,11 +218,7 @@ class Sequences(Columns):
         return self.sampled
 
     def counts(self) -> dict[str, np.ndarray]:
-        return {
-            "row": np.ones_like(self.prompt_lengths),
-            "token": self.lengths,
-            "response token": self.response_lengths,
-        }
+        return super().counts() | {"token": self.lengths, "response token": self.response_lengths}
 
     def prompts(self) -> Iterator[np.ndarray]:
         """Each row's prompt, int32 [prompt_length], a view."""
@@ -256,15 +255,10 @@ class SampleRows(Columns):
     call_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.float32))
 
     def counts(self) -> dict[str, np.ndarray]:
-        calls = {}
+        counts = super().counts() | {"span": self.span_counts.astype(np.int64)}
         if self.call_counts is not None:
-            calls = {"call": self.call_counts.astype(np.int64)}
-        return {"row": np.ones_like(self.prompt_lengths), "span": self.span_counts.astype(np.int64), **calls}
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [rows]: tokens of each row, prompt and response."""
-        return self.prompt_lengths + self.response_lengths
+            counts["call"] = self.call_counts.astype(np.int64)
+        return counts
 
     @property
     def sampled_lengths(self) -> np.ndarray:
@@ -326,11 +320,12 @@ class Samples(Sequences, SampleRows):
     part_values: np.ndarray | None = field(default=None, kw_only=True, **of("part", np.float32))
 
     def counts(self) -> dict[str, np.ndarray]:
-        turns = {}
+        counts = super().counts()
         if self.turn_counts is not None:
-            turns = {"turn": self.turn_counts.astype(np.int64)}
-        turns |= {} if self.part_counts is None else {"part": self.part_counts.astype(np.int64)}
-        return SampleRows.counts(self) | Sequences.counts(self) | turns
+            counts["turn"] = self.turn_counts.astype(np.int64)
+        if self.part_counts is not None:
+            counts["part"] = self.part_counts.astype(np.int64)
+        return counts
 
     @property
     def numbers(self) -> SampleRows:
@@ -364,16 +359,12 @@ ONE_TURN: dict[str, Callable[[Any], np.ndarray]] = {
 
 def with_turns(samples: Samples) -> Samples:
     """The same with all columns of turns; rows that had none are one turn each."""
-    return replace(samples, **{name: of_one(samples) for name, of_one in ONE_TURN.items()
-        if getattr(samples, name) is None})  # fmt: skip
+    absent = [name for name in ONE_TURN if getattr(samples, name) is None]
+    return replace(samples, **{name: ONE_TURN[name](samples) for name in absent})
 
 
 def with_outcome(
-    one: Samples,
-    calls: Sequence[Sequence[TurnCall]],
-    rewards: Sequence[float],
-    parts: Mapping[str, float],
-    seconds: float,
+    one: Samples, calls: Sequence[TurnCalls], rewards: Sequence[float], parts: Mapping[str, float], seconds: float
 ) -> Samples:
     """One row with what its calls came to: calls and reward of each turn, one after another.
 
@@ -396,7 +387,7 @@ def with_outcome(
     )
 
 
-def _calls_of(rows: Sequence[Sequence[TurnCall]]) -> dict[str, np.ndarray]:
+def _calls_of(rows: Sequence[TurnCalls]) -> dict[str, np.ndarray]:
     every = [call for row in rows for call in row]
     return {
         "call_counts": np.array([len(row) for row in rows], np.int32),
@@ -465,8 +456,7 @@ def packed(samples: Sequence[Sample]) -> Samples:
         **_turns_of(samples),
     }
     arrays = {f.name: np.asarray(given[f.name], f.metadata["dtype"]) for f in fields(Samples) if f.name in given}
-    tokens = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    routes = _with_missing([sample.routes for sample in samples], tokens)
+    routes = _with_missing([sample.routes for sample in samples], np.add(prompts, responses).tolist())
     return Samples(**arrays, routes=routes)
 
 
@@ -486,8 +476,9 @@ def _turns_of(samples: Sequence[Sample]) -> dict[str, Any]:
     of_each = [sample.turns or (Turn(0, sample.stop_reason),) for sample in samples]
     sampled = [np.ones(len(s.response_ids), bool) if s.sampled is None else s.sampled for s in samples]
     turns = [turn for each in of_each for turn in each]
-    stops = [_stop_reason(sample, turn.stop_reason) for sample, each in zip(samples, of_each, strict=True)
-        for turn in each]  # fmt: skip
+    stops = []
+    for sample, each in zip(samples, of_each, strict=True):
+        stops += [_stop_reason(sample, turn.stop_reason) for turn in each]
     return {
         "sampled": _end_to_end(sampled, bool),
         "sampled_counts": [int(np.sum(each)) for each in sampled],

@@ -362,7 +362,8 @@ class Generation:
         try:
             while not self._closed:
                 self._follow_fleet()
-                self._send()
+                with self._sending:
+                    self._send_assignments()
                 arrived = []
                 if self.streams.waiting_for:
                     arrived = self.streams.take(WAIT_S)
@@ -405,10 +406,7 @@ class Generation:
         self._end(unwanted)
 
     def _adjust_rate(self) -> None:
-        """Keeps as many responses under way as caches have room for.
-
-        In order, speed has no say; `perf/preemptions` tells what is preempted there.
-        """
+        """Keeps as many responses under way as caches have room for; in_order, speed has no say."""
         if self._rate and (seen := self.streams.progress.observed(len(self._dispatcher.under_way))):
             self._rate = self._rate.after(seen)
             self._dispatcher.window = self._rate.window
@@ -421,10 +419,6 @@ class Generation:
             self._groups.wait(REWARD_WAIT_S)
             found = self._groups.collect(at_once)
         return found
-
-    def _send(self) -> None:
-        with self._sending:
-            self._send_assignments()
 
     def _send_assignments(self) -> None:
         with self._changed:
@@ -441,10 +435,10 @@ class Generation:
         prompt, first = self._prompts[sent.number]
         draw = self._prompts.draw_of(sent.number)
         seed = sample_seed(self._rules.seed, TRAIN, draw + 1, prompt.prompt_id, first + sent.index)
+        request = sent.request
         return Request(
-            sent.request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens, sent.request,
-            prompt.acting_row,
-        )  # fmt: skip
+            request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens, request, prompt.acting_row
+        )
 
     def _kept(self, sent: Assignment) -> ResponseStore | None:
         if sent.kept:
