@@ -140,9 +140,15 @@ def mismatch_of_rows(rollout_log_probs: np.ndarray, actor_log_probs: np.ndarray,
     log_gap = np.abs(actor - rollout)
     log_ratio = np.clip(actor - rollout, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     summed = {
-        "rollout": rollout, "actor": actor, "gap": gap, "log_gap": log_gap, "kl": rollout - actor,
-        "k3": np.expm1(log_ratio) - log_ratio, "chi2": np.expm1(2 * log_ratio), **probs,
-    }  # fmt: skip
+        "rollout": rollout,
+        "actor": actor,
+        "gap": gap,
+        "log_gap": log_gap,
+        "kl": rollout - actor,
+        "k3": np.expm1(log_ratio) - log_ratio,
+        "chi2": np.expm1(2 * log_ratio),
+        **probs,
+    }
     sums = {name: row_sums(values, lengths) for name, values in summed.items()}
     centred = {name: summed[name] - on_tokens(sums[name] / np.maximum(lengths, 1), lengths) for name in ("gap", *probs)}
     products = {
@@ -152,11 +158,14 @@ def mismatch_of_rows(rollout_log_probs: np.ndarray, actor_log_probs: np.ndarray,
         "probs_product": centred["rollout_probs"] * centred["actor_probs"],
     }
     return {
-        "tokens": lengths.astype(np.int64), **bad, **first, **sums,
+        "tokens": lengths.astype(np.int64),
+        **bad,
+        **first,
+        **sums,
         **{name: row_sums(values, lengths) for name, values in products.items()},
         "gap_high": row_extremes(np.maximum, gap, lengths, 0.0),
         "log_gap_high": row_extremes(np.maximum, log_gap, lengths, 0.0),
-    }  # fmt: skip
+    }
 
 
 def mismatch_metrics(of_rows: RowValues) -> dict[str, float]:

@@ -180,7 +180,7 @@ def run_conversion(
     seconds = time.monotonic() - began
     return ConversionReport(
         tensors, sum(sizes.values()), len(files), resumed, options.verify, seconds, source.left_out, unchecked
-    )  # fmt: skip
+    )
 
 
 def _write_and_check(run: RunTasks, writes: list[WriteFile], checks: list[Task], work: Path, done: FileFacts) -> int:

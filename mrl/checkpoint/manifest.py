@@ -256,8 +256,15 @@ def _digest(data: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-_KINDS = {"step": int, "layout": dict, "dtype": str, "hf_config": dict, "trainer": dict, "versions": dict,
-    "hf_files": dict}  # fmt: skip
+_KINDS = {
+    "step": int,
+    "layout": dict,
+    "dtype": str,
+    "hf_config": dict,
+    "trainer": dict,
+    "versions": dict,
+    "hf_files": dict,
+}
 
 
 def _check_kinds(manifest: Manifest) -> None:

@@ -16,12 +16,16 @@ from mrl.errors import ConfigError
 
 # --layout's short names -> keys of actor.layout
 DEGREES = {
-    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size", "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
     "world": "world_size",
-    "first": "num_layers_in_first_pipeline_stage", "last": "num_layers_in_last_pipeline_stage",
-}  # fmt: skip
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+}
 MOST_WORKERS = 8  # more of them wait for the disk
 SHOWN = 3
 

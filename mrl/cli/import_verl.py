@@ -23,17 +23,22 @@ def add(commands) -> None:
     parser.add_argument("source", nargs="+", metavar="SCRIPT|KEY=VALUE", help=what)
     parser.add_argument("-o", "--output", help="file to write (a folder for several scripts); default: print it")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", dest="given",
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="given",
         help="a shell variable of the script, or (with a dot) a key of ours; repeatable",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--preset", help="whose layout a script without one gets; default: that of the nearest preset for its model"
     )
     parser.add_argument(
-        "--search", action="store_true",
+        "--search",
+        action="store_true",
         help="give a script without a layout the fastest one that fits, not that of a preset (also done "
-             "where there is no preset)",
-    )  # fmt: skip
+        "where there is no preset)",
+    )
     parser.add_argument(
         "--as-written", action="store_true", help="keep what means something else today; validation may then refuse it"
     )

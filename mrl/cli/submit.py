@@ -20,9 +20,11 @@ def add(commands) -> None:
     )
     _add_own(submit)
     submit.add_argument(
-        "train", nargs=argparse.REMAINDER, metavar="CONFIG ...",
+        "train",
+        nargs=argparse.REMAINDER,
+        metavar="CONFIG ...",
         help="arguments of `mrl train`; the options above may stand among them",
-    )  # fmt: skip
+    )
     submit.set_defaults(run=_submit)
 
 

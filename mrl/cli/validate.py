@@ -15,9 +15,10 @@ def add(commands) -> None:
     )
     add_config(validate)
     validate.add_argument(
-        "--check-paths", action="store_true",
+        "--check-paths",
+        action="store_true",
         help="also refuse files whose folders are not on this host, as mrl train does; else they are said",
-    )  # fmt: skip
+    )
     validate.add_argument(
         "--json", action="store_true", help="print one JSON object, also when the configuration cannot be read at all"
     )

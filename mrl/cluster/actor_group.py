@@ -41,9 +41,14 @@ class ActorGroup:
     """Handles of the actor ranks; small answers come back, large things stay behind references."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, checkpoint: Path | None, poll: Callable[[], None] = lambda: None,
-        worker: type[ActorWorker] = ActorWorker, seats: Seats | None = None,
-    ):  # fmt: skip
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        checkpoint: Path | None,
+        poll: Callable[[], None] = lambda: None,
+        worker: type[ActorWorker] = ActorWorker,
+        seats: Seats | None = None,
+    ):
         """Starts every rank and loads the model. Raises what the ranks raise, with the rank's name.
 
         `seats`: of the ranks, by default on devices of their own.

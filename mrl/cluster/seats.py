@@ -53,7 +53,7 @@ def actor_seats(cluster: ClusterConfig, layout: LayoutConfig, within_s: float | 
 
 
 def engine_seats(deployment: Deployment) -> Seats:
-    """Reserves devices for the engines' data-parallel ranks alone; those of an engine share a node where that can be."""
+    """Reserves devices for the engines' data-parallel ranks; those of an engine share a node where that can be."""
     limit_s = deployment.cluster.start_timeout_s
     return _own(reserve(engine_bundles(deployment), limit_s, deployment.rollout.data_parallel_size))
 

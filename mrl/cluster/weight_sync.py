@@ -324,8 +324,10 @@ class WeightSync:
             hf_config=read_hf_config(self._model.path),
             train=self._deployment.layout.model_dump(),
             rollout={
-                "num_engines": rollout.num_engines, "tensor": rollout.tensor_model_parallel_size,
-                "data": rollout.data_parallel_size, "expert": rollout.expert_parallel_size,
+                "num_engines": rollout.num_engines,
+                "tensor": rollout.tensor_model_parallel_size,
+                "data": rollout.data_parallel_size,
+                "expert": rollout.expert_parallel_size,
             },
             dialect=self._deployment.cluster.device,
             dtype=rollout.weights_dtype(self._model.dtype),
@@ -333,7 +335,7 @@ class WeightSync:
             budget_bytes=self._reshard.budget_mb * MIB,
             timeout_s=self._reshard.timeout_s,
             transport={},
-        )  # fmt: skip
+        )
 
 
 def _hosting_rank(setup: SyncSetup) -> int:

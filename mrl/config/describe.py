@@ -73,10 +73,14 @@ def describe_layout(config: RunConfig, model: ModelSpec) -> str:
     rollout = config.rollout
     device = config.cluster.device
     degrees = {
-        "TP": layout.tensor, "PP": layout.pipeline, "VPP": layout.virtual_pipeline, "CP": layout.context,
+        "TP": layout.tensor,
+        "PP": layout.pipeline,
+        "VPP": layout.virtual_pipeline,
+        "CP": layout.context,
         "EP": layout.expert,
-        "ETP": layout.expert_tensor, "DP": layout.data,
-    }  # fmt: skip
+        "ETP": layout.expert_tensor,
+        "DP": layout.data,
+    }
     said = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "not sharded"
     sizes = {"DP": rollout.data_parallel_size, "EP": rollout.expert_parallel_size}
     spread = "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)

@@ -26,7 +26,7 @@ _SCALARS = (
     (_TAG + "bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
     (_TAG + "int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
     (_TAG + "float", _FLOAT, list("-+.0123456789")),
-)  # fmt: skip
+)
 _MERGE = "<<"
 
 

@@ -269,9 +269,17 @@ class _Loader:
 
     def finish(self) -> PromptDataset:
         report = LoadReport(
-            self.rows, self.kept, self.bad, self.filtered, self.truncated, self.duplicates,
-            tuple(self.examples.values()), self.shortest, self.texts, tuple(self.bad_rows),
-        )  # fmt: skip
+            self.rows,
+            self.kept,
+            self.bad,
+            self.filtered,
+            self.truncated,
+            self.duplicates,
+            tuple(self.examples.values()),
+            self.shortest,
+            self.texts,
+            tuple(self.bad_rows),
+        )
         overlong = list(self.overlong.values())
         _check(report, self.truncated if overlong else 0, overlong, self.parameters)
         self.store.finish()

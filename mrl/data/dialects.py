@@ -143,7 +143,7 @@ class Dialect:
         return self._encoded([*parts, (self.goes_on, True)])
 
     def _encoded(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
-        """Encodes texts one behind the other; only in marked ones do tokens of the family's own stand for themselves."""
+        """Encodes texts one behind the other; only in marked ones do tokens of the family stand for themselves."""
         ids: list[int] = []
         plain = ""
         for text, has_tokens in parts:

@@ -63,7 +63,7 @@ class Session:
 
     def __init__(
         self, pool: "EnvironmentPool", slot: _Slot, number: int, begin: Sequence[Any], described: Mapping[str, Any]
-    ):  # fmt: skip
+    ):
         """`begin`: environment, row and seed; `described`: by the worker."""
         self.parts: Mapping[str, float] = described["parts"]  # that the environment declares
         self._pool = pool
@@ -160,9 +160,13 @@ class EnvironmentPool:
     """
 
     def __init__(
-        self, spec: ToolsSpec, num_workers: int, timeout_s: float, log_path: Path | None = None,
+        self,
+        spec: ToolsSpec,
+        num_workers: int,
+        timeout_s: float,
+        log_path: Path | None = None,
         start_timeout_s: float = 60.0,
-    ):  # fmt: skip
+    ):
         """Returns when a first process is ready. Raises ConfigError where something cannot be loaded, EnvironmentFault
         where no process starts.
         """

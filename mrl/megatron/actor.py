@@ -363,9 +363,8 @@ class MegatronActor:
     def _with_selection(self, batch: TrainBatch, mini_batches: Sequence[slice]) -> TrainBatch:
         parts = [batch.rows(rows) for rows in mini_batches]
         selected = [
-            select(self.loss_parameters, p.advantages, p.old_log_probs, p.loss_mask, p.response_lengths)
-            for p in parts
-        ]  # fmt: skip
+            select(self.loss_parameters, p.advantages, p.old_log_probs, p.loss_mask, p.response_lengths) for p in parts
+        ]
         if any(each is None for each in selected):
             return batch
         return replace(batch, selected=np.concatenate(selected))

@@ -35,18 +35,31 @@ class CausalAttention(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, attn_mask_type, attention_type: str,
-        cp_comm_type: str | None = None, softmax_scale: float | None = None, pg_collection=None,
-        k_channels: int | None = None, v_channels: int | None = None,
-    ):  # fmt: skip
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection=None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+    ):
         super().__init__()
         self.group = pg_collection.cp
         self.softmax_scale = softmax_scale
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, attn_mask_type=None,
-        attention_bias: Tensor | None = None, packed_seq_params=None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type=None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params=None,
+    ) -> Tensor:
         """`query` [seq, batch, heads, dim], `key` and `value` [seq, batch, groups, dim] -> [seq, batch, heads * dim].
 
         Values may have another dim than keys (latent attention), which then is the answer's. Packed sequences come

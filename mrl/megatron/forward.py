@@ -45,10 +45,14 @@ def packing_of(inputs: MicroBatch[Tensor]) -> PackedSeqParams | None:
     starts = tie(inputs.sequence_starts, Pack(inputs.lengths, inputs.position_ids.flatten()))
     of_attention = for_attention(starts)
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=of_attention, cu_seqlens_kv=of_attention, cu_seqlens_q_padded=starts,
+        qkv_format="thd",
+        cu_seqlens_q=of_attention,
+        cu_seqlens_kv=of_attention,
+        cu_seqlens_q_padded=starts,
         cu_seqlens_kv_padded=starts,
-        max_seqlen_q=inputs.longest, max_seqlen_kv=inputs.longest,
-    )  # fmt: skip
+        max_seqlen_q=inputs.longest,
+        max_seqlen_kv=inputs.longest,
+    )
 
 
 @dataclass(frozen=True)
@@ -152,17 +156,27 @@ def _loss(
     parameters: PolicyLossParameters, inputs: MicroBatch, outputs: TokenOutputs, denominators: Denominators
 ) -> LossOutput:
     given = LossInputs(
-        outputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.response_mask, outputs.entropy,
-        ref_log_probs=inputs.ref_log_probs, weights=inputs.loss_weights, selected=inputs.selected,
-    )  # fmt: skip
+        outputs.log_probs,
+        inputs.old_log_probs,
+        inputs.advantages,
+        inputs.response_mask,
+        outputs.entropy,
+        ref_log_probs=inputs.ref_log_probs,
+        weights=inputs.loss_weights,
+        selected=inputs.selected,
+    )
     return policy_loss(parameters, given, denominators)
 
 
 def _run(
-    chunks: list[torch.nn.Module], micro_batches: MicroBatches, vocab_size: int, last_stage: LastStage,
+    chunks: list[torch.nn.Module],
+    micro_batches: MicroBatches,
+    vocab_size: int,
+    last_stage: LastStage,
     around: Around,
-    forward_only: bool, entropy_has_gradient: bool = False,
-) -> list:  # fmt: skip
+    forward_only: bool,
+    entropy_has_gradient: bool = False,
+) -> list:
     def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module):
         inputs = next(data_iterator)
         with around(model, inputs):

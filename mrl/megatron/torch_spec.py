@@ -86,9 +86,19 @@ class GroupedLinear(torch.nn.Module):
     partition_dim = 0
 
     def __init__(
-        self, num_gemms: int, input_size: int, output_size: int, *, config: TransformerConfig, init_method, bias: bool,
-        skip_bias_add: bool, is_expert: bool, tp_comm_buffer_name: str | None = None, pg_collection=None,
-    ):  # fmt: skip
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        pg_collection=None,
+    ):
         super().__init__()
         if bias or not is_expert:
             raise ValueError("grouped linear layers stand for experts without bias")

@@ -174,12 +174,21 @@ _MOST = {
     "moe_intermediate_size": 2**20, "decoder_sparse_step": 2000,
 }  # fmt: skip
 _MOST_OR_NONE = {
-    "shared_expert_intermediate_size": 2**20, "n_shared_experts": 2**10, "first_k_dense_replace": 2000,
+    "shared_expert_intermediate_size": 2**20,
+    "n_shared_experts": 2**10,
+    "first_k_dense_replace": 2000,
     **dict.fromkeys(MTP_KEYS, 100),
-}  # fmt: skip
+}
 _NUMBERS = ("rope_theta", "rms_norm_eps", "partial_rotary_factor", "routed_scaling_factor")
-_KINDS: dict[str, type] = {"model_type": str, "dtype": str, "torch_dtype": str, "rope_parameters": dict,
-    "rope_scaling": dict, "mlp_only_layers": list, "architectures": list}  # fmt: skip
+_KINDS: dict[str, type] = {
+    "model_type": str,
+    "dtype": str,
+    "torch_dtype": str,
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+    "mlp_only_layers": list,
+    "architectures": list,
+}
 
 
 def refuse_impossible(config: HfConfig) -> None:

@@ -154,10 +154,16 @@ def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", 
     return (
         pass_seconds(scored, train, device, per_node, Passes(), inputs.assumptions),
         update_seconds(
-            updated, train, device, per_node, state, recompute, inputs.assumptions,
+            updated,
+            train,
+            device,
+            per_node,
+            state,
+            recompute,
+            inputs.assumptions,
             overlap_of(inputs.config, batch.mini_batches),
         ),
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------- passes of the actor in a layout

@@ -44,8 +44,10 @@ SPIN_S = 0.5e-3  # then a rank that waits leaves its core to others, for an eigh
 NAP_S = 5e-3  # at most
 LOOK_S = 1.0  # between looks whether the others still run
 _COMBINES: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
-    (ReduceOp.SUM, torch.add), (ReduceOp.MAX, torch.maximum), (ReduceOp.MIN, torch.minimum),
-)  # fmt: skip
+    (ReduceOp.SUM, torch.add),
+    (ReduceOp.MAX, torch.maximum),
+    (ReduceOp.MIN, torch.minimum),
+)
 
 
 class SharedSlots:

@@ -19,9 +19,7 @@ _KERNELS = {
 }
 # What engines compute attention with where nobody chooses: vLLM 0.32 takes the first that can (platforms/cuda.py and
 # cpu.py), vllm-ascend 0.23 has one (attention/attention_v1.py)
-_ENGINE_ATTENTION = {
-    "cuda": "FLASH_ATTN, or FLASHINFER on Blackwell", "npu": "vllm-ascend's own", "cpu": "CPU_ATTN"
-}  # fmt: skip
+_ENGINE_ATTENTION = {"cuda": "FLASH_ATTN, or FLASHINFER on Blackwell", "npu": "vllm-ascend's own", "cpu": "CPU_ATTN"}
 _PLAIN = ("torch's scaled_dot_product_attention", "one after the other")
 
 

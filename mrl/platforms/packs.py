@@ -57,9 +57,14 @@ def rotated_from_table(original: Callable) -> Callable:
     whole = rotated_by_angles(original)
 
     def rotated(
-        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False, mscale: float = 1.0, cp_group: Any = None,
-    ) -> Tensor:  # fmt: skip
+        t: Tensor,
+        cu_seqlens: Tensor,
+        freqs: Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+    ) -> Tensor:
         pack = pack_of(cu_seqlens)
         if pack is None or multi_latent_attention:
             return whole(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group)
@@ -79,16 +84,24 @@ def rotated_by_angles(original: Callable) -> Callable:
     from megatron.core.models.common.embeddings import rope_utils
 
     def rotated(
-        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False, mscale: float = 1.0, cp_group: Any = None,
-    ) -> Tensor:  # fmt: skip
+        t: Tensor,
+        cu_seqlens: Tensor,
+        freqs: Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+    ) -> Tensor:
         pack = pack_of(cu_seqlens)
         if pack is None:
             return original(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group)
         turned = rope_utils._apply_rotary_pos_emb_bshd(
-            t[:, None], freqs[pack.places], rotary_interleaved=rotary_interleaved,
-            multi_latent_attention=multi_latent_attention, mscale=mscale,
-        )  # fmt: skip
+            t[:, None],
+            freqs[pack.places],
+            rotary_interleaved=rotary_interleaved,
+            multi_latent_attention=multi_latent_attention,
+            mscale=mscale,
+        )
         return turned[:, 0]
 
     return rotated

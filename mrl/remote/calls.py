@@ -19,10 +19,12 @@ _LOST = re.compile(
 )
 _FULL = re.compile(r"no space left on device|disk quota exceeded", re.I)
 _GONE = (
-    ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError,
+    ray.exceptions.RayActorError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.ObjectLostError,
     ray.exceptions.NodeDiedError,
     ray.exceptions.OutOfMemoryError,
-)  # fmt: skip
+)
 _STORE_FULL = (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError)
 
 

@@ -66,7 +66,7 @@ from mrl.reshard.streams import (
     WorkerStream,
     segments,
     stream_template,
-)  # fmt: skip
+)
 from mrl.units import MIB
 
 FORMAT = 1

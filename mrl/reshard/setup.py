@@ -91,10 +91,14 @@ class SyncSetup:
 def _plan(text: str) -> ReshardPlan:
     setup = SyncSetup.from_json(json.loads(text))
     return plan_reshard(
-        setup.model, setup.train_layout, setup.rollout_layout, dialect=setup.dialect, dtype=setup.dtype,
+        setup.model,
+        setup.train_layout,
+        setup.rollout_layout,
+        dialect=setup.dialect,
+        dtype=setup.dtype,
         topology=setup.places,
         budget_bytes=setup.budget_bytes,
-    )  # fmt: skip
+    )
 
 
 def route(setup: SyncSetup, rank: int, worker: int, reach: Reach) -> str:

@@ -59,10 +59,16 @@ class RewardPool:
     """
 
     def __init__(
-        self, spec: RewardSpec, num_workers: int = 2, timeout_s: float = 10.0, failure_score: float = 0.0,
-        log_path: Path | None = None, start_timeout_s: float = 60.0, environment: Mapping[str, str] | None = None,
+        self,
+        spec: RewardSpec,
+        num_workers: int = 2,
+        timeout_s: float = 10.0,
+        failure_score: float = 0.0,
+        log_path: Path | None = None,
+        start_timeout_s: float = 60.0,
+        environment: Mapping[str, str] | None = None,
         folder: str | None = None,
-    ):  # fmt: skip
+    ):
         """Returns when every worker is ready; `environment` and `folder`: of the workers, by default those of this
         process.
 

@@ -67,10 +67,15 @@ class WorkerProcess:
         # -P: the working directory is no import path, so a file of the user's called json.py shadows nothing
         command = [sys.executable, "-P", "-m", "mrl.reward.keeper", str(requests), str(results), module]
         self._process = subprocess.Popen(
-            command, pass_fds=(requests, results), stdin=subprocess.DEVNULL, stdout=log or 2, stderr=log or 2,
-            start_new_session=True, env=_environment(environment, spec.environment),
+            command,
+            pass_fds=(requests, results),
+            stdin=subprocess.DEVNULL,
+            stdout=log or 2,
+            stderr=log or 2,
+            start_new_session=True,
+            env=_environment(environment, spec.environment),
             cwd=folder if folder and os.path.isdir(folder) else None,
-        )  # fmt: skip
+        )
         os.close(requests)
         os.close(results)
 

@@ -70,10 +70,15 @@ class Ledger:
         rules = {name: value for name, value in data["schedule"].items() if name != "max_losses"}  # of older ledgers
         made_with = data["fingerprint"]  # older ledgers say `template` too, which was the data's digest again
         ledger = cls(
-            Fingerprint(made_with["data"], made_with["model"]), Schedule(**rules), data["step"],
-            data["next_number"], data["admitted"],
-            tuple(data["settled"]), tuple(map(Group.from_json, data["groups"])), Counts.from_json(data["counts"]),
-        )  # fmt: skip
+            Fingerprint(made_with["data"], made_with["model"]),
+            Schedule(**rules),
+            data["step"],
+            data["next_number"],
+            data["admitted"],
+            tuple(data["settled"]),
+            tuple(map(Group.from_json, data["groups"])),
+            Counts.from_json(data["counts"]),
+        )
         _check_numbers(ledger)
         return ledger
 

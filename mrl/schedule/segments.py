@@ -215,9 +215,12 @@ def _spans(kept: Samples, more: Samples) -> tuple[np.ndarray, np.ndarray, np.nda
     """(starts, versions, counts) of the joined rows. A span with the version of the one before is part of it."""
     shifts = np.repeat(kept.response_lengths, more.span_counts)
     pairs = zip(
-        _of_rows(kept.span_starts, kept.span_counts), _of_rows(more.span_starts + shifts, more.span_counts),
-        _of_rows(kept.span_versions, kept.span_counts), _of_rows(more.span_versions, more.span_counts), strict=True,
-    )  # fmt: skip
+        _of_rows(kept.span_starts, kept.span_counts),
+        _of_rows(more.span_starts + shifts, more.span_counts),
+        _of_rows(kept.span_versions, kept.span_counts),
+        _of_rows(more.span_versions, more.span_counts),
+        strict=True,
+    )
     lengths = (kept.response_lengths + more.response_lengths).tolist()
     rows = [
         _merged(np.concatenate([a, b]), np.concatenate([v, w]), end)

@@ -161,11 +161,15 @@ def verify_resume(resolved: ResolvedConfig, steps: int) -> ResumeVerdict:
 def _train(config: Path, run: RunDir, steps: int, log: Path, *more: str) -> None:
     """`mrl train` in a process of its own: what a process keeps in memory must not help a resume."""
     settings = {
-        "trainer.total_training_steps": 2 * steps, "trainer.save_freq": steps, "trainer.max_actor_ckpt_to_keep": 2,
-        "trainer.val_before_train": "false", "trainer.test_freq": -1, "trainer.logger": "[console]",
+        "trainer.total_training_steps": 2 * steps,
+        "trainer.save_freq": steps,
+        "trainer.max_actor_ckpt_to_keep": 2,
+        "trainer.val_before_train": "false",
+        "trainer.test_freq": -1,
+        "trainer.logger": "[console]",
         "trainer.resume_mode": "disable",
         "trainer.resume_from_path": "null",
-    }  # fmt: skip
+    }
     overrides = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
     with stopped_by_sigterm():
         code = run_mrl(["train", str(config), "--run-dir", str(run.path), *overrides, *more], log)

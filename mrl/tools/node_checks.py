@@ -181,9 +181,7 @@ def check_nodes(address: str, device: str) -> tuple[int, list[str]]:
     targets = [target for of_node in all_of("ports").values() for target in of_node]
     clocks = {host: _asked(ray, listener) for host, listener in there.items()}
     apart = ((clock_faults(clocks), _CLOCKS), (port_faults(all_of("closed", targets)), _PORTS))
-    return len(nodes), [
-        *unlike_faults(facts), *(f"{', '.join(found)}: {cure}" for found, cure in apart if found)
-    ]  # fmt: skip
+    return len(nodes), [*unlike_faults(facts), *(f"{', '.join(found)}: {cure}" for found, cure in apart if found)]
 
 
 def _asked(ray, listener) -> Clock:

@@ -260,10 +260,22 @@ def _ready_run(
     rules = _generation_rules(config, files)
     generation = stack.enter_context(closing(Generation(rules, responder, data.stream, state)))
     return Run(
-        config=config, run_dir=run_dir, val_prompts=data.val_prompts, total_steps=data.total_steps, stop=stop,
-        record=record, responder=responder, actor=actor, placement=processes.placement, saver=saver,
-        sample_writer=sample_writer, generation=generation, machines=machines, peak=peak, state=state,
-    )  # fmt: skip
+        config=config,
+        run_dir=run_dir,
+        val_prompts=data.val_prompts,
+        total_steps=data.total_steps,
+        stop=stop,
+        record=record,
+        responder=responder,
+        actor=actor,
+        placement=processes.placement,
+        saver=saver,
+        sample_writer=sample_writer,
+        generation=generation,
+        machines=machines,
+        peak=peak,
+        state=state,
+    )
 
 
 def _go_on(files: Files, data: Data) -> None:

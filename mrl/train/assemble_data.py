@@ -87,10 +87,17 @@ def checked_tools(turns: TurnsConfig | None, data: DataConfig, model_path: str, 
 def prompt_parameters(data: DataConfig, tools: Offer | None = None) -> PromptParameters:
     """How rows become prompts."""
     return PromptParameters(
-        data.prompt_key, data.max_prompt_length, data.filter_overlong_prompts, data.truncation, data.max_bad_row_share,
-        data.apply_chat_template_kwargs, data.enable_thinking, data.drop_duplicates, data.reward_fn_key,
+        data.prompt_key,
+        data.max_prompt_length,
+        data.filter_overlong_prompts,
+        data.truncation,
+        data.max_bad_row_share,
+        data.apply_chat_template_kwargs,
+        data.enable_thinking,
+        data.drop_duplicates,
+        data.reward_fn_key,
         tools,
-    )  # fmt: skip
+    )
 
 
 def load_training(data: DataConfig, seed: int, tokenizer: Any, tools: Offer | None = None) -> PromptStream:

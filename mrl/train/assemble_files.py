@@ -75,9 +75,14 @@ def find_beginning(
     identity = RunIdentity.of(config)
     folder = run_dir_path(config.trainer, resume)
     find_point = partial(
-        resume_point, config.trainer, identity, folder, damaged=damaged, data_fingerprint=data.fingerprint,
+        resume_point,
+        config.trainer,
+        identity,
+        folder,
+        damaged=damaged,
+        data_fingerprint=data.fingerprint,
         resume=resume,
-    )  # fmt: skip
+    )
     point = find_point()
     deployment = Deployment.of(config)
     stack.enter_context(ray_cluster(deployment))

@@ -34,9 +34,14 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 SHOWN_TOKENS = 4  # of those that differ
 FIXED = (
-    "trainer.seed", "trainer.schedule", "data.shuffle", "data.train_weights", "data.train_batch_size",
-    "data.gen_batch_size", "rollout.n",
-)  # fmt: skip
+    "trainer.seed",
+    "trainer.schedule",
+    "data.shuffle",
+    "data.train_weights",
+    "data.train_batch_size",
+    "data.gen_batch_size",
+    "rollout.n",
+)
 
 
 @dataclass(frozen=True)

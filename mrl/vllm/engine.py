@@ -34,7 +34,7 @@ from mrl.vllm.completions import (
     stamped_spans,
     unstamped_spans,
     with_routes,
-)  # fmt: skip
+)
 from mrl.vllm.engine_calls import EngineCalls
 from mrl.vllm.engine_scheduler import EngineScheduler
 from mrl.vllm.engine_state import AWAKE, CACHE, FENCED, REFUSES_REQUESTS, WEIGHTS, EngineMachine, EngineState

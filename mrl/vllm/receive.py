@@ -168,8 +168,9 @@ class FastPath:
             )
             check_engine(model, setup, self._targets, adapter, info.holds_weights)
             self._kernels = {
-                "attention": sorted(adapter.attention_backends(model)), "moe": sorted(adapter.moe_backends(model)),
-            }  # fmt: skip
+                "attention": sorted(adapter.attention_backends(model)),
+                "moe": sorted(adapter.moe_backends(model)),
+            }
             layers = layers_of(model, adapter)  # asked now: vLLM 0.23 enters the reload before an update gets here
             self._by_identity = frozenset(
                 t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t)

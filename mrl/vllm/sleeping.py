@@ -16,9 +16,14 @@ from mrl.platforms.process_memory import process_memory
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 
 # what would read or write memory that is not there; vLLM itself refuses none of it
-NEEDS_WEIGHTS = ("start_weight_update", "update_weights", "finish_weight_update", "init_weight_transfer_engine",
+NEEDS_WEIGHTS = (
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "init_weight_transfer_engine",
     "weight_fingerprints",
-                 "weight_digests")  # fmt: skip
+    "weight_digests",
+)
 
 NAN = float("nan")
 Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]  # parameter -> shape, stride, dtype

@@ -145,7 +145,7 @@ class WorkerExtension(CommonWorkerExtension):
             super().restore_part(part)
 
     def weight_update_report(self) -> dict[str, Any]:
-        """Reports as in 0.32. Raises RuntimeError when an update never became whole: 0.23 finishes it without asking."""
+        """Reports as in 0.32. Raises RuntimeError when an update never became whole: 0.23 finishes it unasked."""
         if self.weight_transfer_engine.is_under_way:
             raise RuntimeError("the update was finished before everything had come")
         return super().weight_update_report()

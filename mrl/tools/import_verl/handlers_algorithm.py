@@ -90,9 +90,13 @@ _CORRECTION = "algorithm.rollout_correction."
 # verl's rejections that look at the ratio itself, newer and older names -> the level here; each keeps what is inside a
 # band.
 _REJECTIONS = {
-    "token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric", "token": "token", "sequence": "sequence",
+    "token_k1": "token",
+    "seq_sum_k1": "sequence",
+    "seq_mean_k1": "geometric",
+    "token": "token",
+    "sequence": "sequence",
     "geometric": "geometric",
-}  # fmt: skip
+}
 
 
 def _correction(o: Override, out: Import, settings: VerlSettings) -> None:

@@ -107,8 +107,14 @@ ROWS: dict[str, KeyRow] = {
     "data.function_tool_path": _SPECIAL,
     **{
         f"data.{name}": _nothing(_IMAGES)
-        for name in ("image_key", "video_key", "audio_key", "image_patch_size", "return_multi_modal_inputs",
-            "mm_processor_kwargs.")
+        for name in (
+            "image_key",
+            "video_key",
+            "audio_key",
+            "image_patch_size",
+            "return_multi_modal_inputs",
+            "mm_processor_kwargs.",
+        )
     },
     "data.": _nothing("a matter of how verl loads data"),
     # --- model
@@ -124,11 +130,14 @@ ROWS: dict[str, KeyRow] = {
     M + "trust_remote_code": _missing("code of a checkpoint is never run", False),
     M + "external_lib": _missing("of the user's code rewards, losses, advantages and tools are read by a path", None),
     M + "custom_chat_template": _missing("the chat template is the checkpoint's", None),
-    **{M + f"override_config.{name}": _missing("no dropout here", 0, 0.0) for name in ("attention_dropout",
-            "embd_pdrop", "resid_pdrop")},
+    **{
+        M + f"override_config.{name}": _missing("no dropout here", 0, 0.0)
+        for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")
+    },
     M + "override_config.attn_implementation": _nothing("attention is Megatron's"),
-    M + "override_config.model_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's "
-                                                                         "own"),
+    M + "override_config.model_config.max_position_embeddings": _implied(
+        "the limit of positions is the checkpoint's own"
+    ),
     M + "override_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's own"),
     M + "override_config.": _missing("the model is what the checkpoint's config.json says", None, {}),
     M + "lora_rank": _missing("no LoRA here", 0),
@@ -190,8 +199,13 @@ ROWS: dict[str, KeyRow] = {
     MEGATRON + "dtype": _SPECIAL,
     **{
         MEGATRON + name: _implied(_BRIDGE)
-        for name in ("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path",
-            "load_weight")
+        for name in (
+            "use_mbridge",
+            "vanilla_mbridge",
+            "use_dist_checkpointing",
+            "dist_checkpointing_path",
+            "load_weight",
+        )
     },
     MEGATRON + "use_distributed_optimizer": _implied("the optimizer is always sharded over the data-parallel ranks"),
     MEGATRON + "use_remove_padding": _SPECIAL,
@@ -199,8 +213,9 @@ ROWS: dict[str, KeyRow] = {
     MEGATRON + "router_replay.": _nothing("routes are kept with the samples"),
     MEGATRON + "use_megatron_fsdp": _missing("the optimizer is sharded, parameters are not", False),
     MEGATRON + "dynamic_context_parallel": _missing("one context-parallel size for the whole run", False),
-    MEGATRON + "override_mcore_model_config.": _missing("the model is what the checkpoint's config.json says", None,
-        {}),
+    MEGATRON + "override_mcore_model_config.": _missing(
+        "the model is what the checkpoint's config.json says", None, {}
+    ),
     MEGATRON + "qat.enable": _missing("no quantised training here", False),
     MEGATRON: _nothing("a matter of verl's Megatron worker"),
     A + "profiler.": _nothing(_PROFILER),
@@ -289,8 +304,9 @@ ROWS: dict[str, KeyRow] = {
     "trainer.logger": _SPECIAL,
     "trainer.resume_from_path": _SPECIAL,
     "trainer.balance_batch": _implied("samples are spread by length"),
-    "trainer.critic_warmup": _missing("the policy is trained from the first step; there is no "
-                                      "critic to train before it", 0),
+    "trainer.critic_warmup": _missing(
+        "the policy is trained from the first step; there is no critic to train before it", 0
+    ),
     "trainer.val_only": _missing("mrl eval evaluates", False),
     "trainer.default_hdfs_dir": _missing("checkpoints stay in the run directory", None),
     "trainer.rollout_data_dir": _implied("samples are always recorded in the run directory"),
@@ -319,7 +335,7 @@ ROWS: dict[str, KeyRow] = {
     "rollout.total_rollout_steps": _SPECIAL,
     "rollout.test_freq": _SPECIAL,
     "rollout.total_epochs": _SPECIAL,
-}  # fmt: skip
+}
 
 
 def row_of(key: str) -> KeyRow | None:

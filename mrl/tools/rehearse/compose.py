@@ -162,12 +162,18 @@ def _cluster(original: RunConfig, layout: SmallLayout, cpus: int) -> Iterator[Ch
     devices = max(layout.ranks, layout.engines.world_size) if colocated else layout.ranks + layout.engines.world_size
     share = min(1.0, floor(100 * cpus / (layout.ranks + layout.engines.world_size)) / 100)
     values = {
-        "device": "cpu", "nnodes": 1, "n_gpus_per_node": devices, "accelerator": None, "versions": {}, "address": None,
+        "device": "cpu",
+        "nnodes": 1,
+        "n_gpus_per_node": devices,
+        "accelerator": None,
+        "versions": {},
+        "address": None,
         "port": None,
-        "cpus_per_actor": share, "cpus_per_engine": share,
+        "cpus_per_actor": share,
+        "cpus_per_engine": share,
         "start_timeout_s": min(original.cluster.start_timeout_s, START_S),
         "step_timeout_s": min(original.cluster.step_timeout_s, CALL_S),
-    }  # fmt: skip
+    }
     for name, value in values.items():
         yield Change(f"cluster.{name}", getattr(original.cluster, name), value, "this machine")
     for name, limit in (("start_timeout_s", START_S), ("generate_timeout_s", CALL_S)):

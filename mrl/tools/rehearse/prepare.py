@@ -153,11 +153,14 @@ def _reward(rehearsal: Rehearsal, work: WorkFolder) -> tuple[Rehearsal, list[str
         _ask(spec, original, work)
     keys = {"acc", *algorithm.gdpo_reward_keys, algorithm.filter_groups.metric} - set(_PARTS)
     settings = ScoringSettings(
-        reward=None if spec is None else asdict(spec), group=rehearsal.config.rollout.n, keys=tuple(sorted(keys)),
+        reward=None if spec is None else asdict(spec),
+        group=rehearsal.config.rollout.n,
+        keys=tuple(sorted(keys)),
         metric=algorithm.filter_groups.metric if algorithm.filter_groups.enable else "score",
-        leaves_uniform=algorithm.filter_groups.enable, seed=original.trainer.seed,
+        leaves_uniform=algorithm.filter_groups.enable,
+        seed=original.trainer.seed,
         turns=original.rollout.turns is not None,
-    )  # fmt: skip
+    )
     write_scorer(work.reward, settings)
     if not missing:
         return rehearsal, []

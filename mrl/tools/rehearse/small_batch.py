@@ -28,13 +28,16 @@ SEQUENCES = 32  # the least that an engine works on at once
 _UNIT = "divided by {factor}"
 # token budgets, and what at least they have to hold: one longest sample (of one device)
 _BUDGETS = (
-    "actor.ppo_max_token_len_per_gpu", "actor.log_prob_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu",
+    "actor.ppo_max_token_len_per_gpu",
+    "actor.log_prob_max_token_len_per_gpu",
+    "ref.log_prob_max_token_len_per_gpu",
     "rollout.max_num_batched_tokens",
-)  # fmt: skip
+)
 _MICRO = (
-    "actor.ppo_micro_batch_size_per_gpu", "actor.log_prob_micro_batch_size_per_gpu",
+    "actor.ppo_micro_batch_size_per_gpu",
+    "actor.log_prob_micro_batch_size_per_gpu",
     "ref.log_prob_micro_batch_size_per_gpu",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,13 @@ def small_layout(config: RunConfig) -> SmallLayout:
 
 def _ranks_of(d: LayoutDegrees) -> Ranks:
     return Ranks(
-        d.world_size, d.tensor_model_parallel_size, d.pipeline_model_parallel_size, d.expert_model_parallel_size,
-        d.context_parallel_size, d.expert_tensor,
-    )  # fmt: skip
+        d.world_size,
+        d.tensor_model_parallel_size,
+        d.pipeline_model_parallel_size,
+        d.expert_model_parallel_size,
+        d.context_parallel_size,
+        d.expert_tensor,
+    )
 
 
 def _small_ranks(original: Ranks) -> Ranks:

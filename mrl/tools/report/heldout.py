@@ -91,10 +91,16 @@ def _responses(lines: Sequence[str]) -> Iterator[Response]:
         try:
             row: dict[str, Any] = parse_json(line)
             yield Response(
-                str(row["data_source"]), int(row["prompt_id"]), int(row["sample_id"]), str(row["input"]),
+                str(row["data_source"]),
+                int(row["prompt_id"]),
+                int(row["sample_id"]),
+                str(row["input"]),
                 str(row["output"]),
-                str(row.get("gts")), float(row["score"]), str(row["reason"]), _acc(row.get("reward")),
-            )  # fmt: skip
+                str(row.get("gts")),
+                float(row["score"]),
+                str(row["reason"]),
+                _acc(row.get("reward")),
+            )
         except (ValueError, KeyError, TypeError, OverflowError):
             continue
 

@@ -98,10 +98,18 @@ def _sample(
     if len(response_ids) != len(log_probs):
         raise ValueError(f"{len(response_ids)} tokens with {len(log_probs)} log-probs")
     return TrainingSample(
-        number, int(row["prompt_id"]), _ids(row["prompt_ids"]), response_ids, log_probs, str(row["stop_reason"]),
-        tuple(map(int, versions)), float(score), str(reason), sampled=row.get("sampled"),
+        number,
+        int(row["prompt_id"]),
+        _ids(row["prompt_ids"]),
+        response_ids,
+        log_probs,
+        str(row["stop_reason"]),
+        tuple(map(int, versions)),
+        float(score),
+        str(reason),
+        sampled=row.get("sampled"),
         turns=tuple(_turns(row.get("turns") or [], iter(row.get("calls") or []))),
-    )  # fmt: skip
+    )
 
 
 def _turns(turns: Sequence[dict[str, Any]], calls: Iterator[dict[str, Any]]) -> Iterator[str]:

@@ -35,33 +35,57 @@ class ChartSpec:
 
 
 CHARTS = (
-    ChartSpec("reward", "Training score", (r"critic/score/mean", r"critic/rewards/mean"), note="Mean over a step's "
-    "responses."),
-    ChartSpec("held-out", "Held-out score", (r"val-core/.*/mean@\d+",), note="With the 95 % interval over prompts."),
-    ChartSpec("kl", "KL to the old policy and to the "
-    "reference", (r"actor/ppo_kl", r"actor/kl_loss", r"actor/reward_kl_penalty")),
-    ChartSpec("entropy", "Entropy", (r"actor/entropy",)),
-    ChartSpec("clip", "Share that the band clips", (r"actor/pg_clipfrac", r"actor/pg_clipfrac_lower"), note="Healthy: "
-    "above 0, up to 0.4."),
     ChartSpec(
-        "mismatch", "Generation against training", (r"rollout_corr/k3_kl",), log=True,
+        "reward", "Training score", (r"critic/score/mean", r"critic/rewards/mean"), note="Mean over a step's responses."
+    ),
+    ChartSpec("held-out", "Held-out score", (r"val-core/.*/mean@\d+",), note="With the 95 % interval over prompts."),
+    ChartSpec(
+        "kl",
+        "KL to the old policy and to the reference",
+        (r"actor/ppo_kl", r"actor/kl_loss", r"actor/reward_kl_penalty"),
+    ),
+    ChartSpec("entropy", "Entropy", (r"actor/entropy",)),
+    ChartSpec(
+        "clip",
+        "Share that the band clips",
+        (r"actor/pg_clipfrac", r"actor/pg_clipfrac_lower"),
+        note="Healthy: above 0, up to 0.4.",
+    ),
+    ChartSpec(
+        "mismatch",
+        "Generation against training",
+        (r"rollout_corr/k3_kl",),
+        log=True,
         note="KL(rollout || actor) of the same weights. Above 1e-2 something is wrong.",
     ),
-    ChartSpec("mismatch-tokens", "Log-prob difference of sampled "
-    "tokens", (r"training/rollout_log_probs_abs_diff_(mean|max)",), log=True),
+    ChartSpec(
+        "mismatch-tokens",
+        "Log-prob difference of sampled tokens",
+        (r"training/rollout_log_probs_abs_diff_(mean|max)",),
+        log=True,
+    ),
     ChartSpec("gradient", "Gradient norm before clipping", (r"actor/grad_norm",), log=True),
-    ChartSpec("ratio", "Spread of the sequence ratio", (r"actor/log_seq_ratio_std",), note="The scale that a clip band "
-    "is to have."),
+    ChartSpec(
+        "ratio",
+        "Spread of the sequence ratio",
+        (r"actor/log_seq_ratio_std",),
+        note="The scale that a clip band is to have.",
+    ),
     ChartSpec("lengths", "Response length", (r"response_length/(mean|max|min)",)),
-    ChartSpec("cut", "Responses cut off at the "
-    "limit", (r"response_length/clip_ratio", r"val-aux/response_length/clip_ratio")),
-    ChartSpec("groups", "Groups that teach nothing", (r"train/uniform_group_share",), note="All responses of the "
-    "prompt have one score."),
+    ChartSpec(
+        "cut", "Responses cut off at the limit", (r"response_length/clip_ratio", r"val-aux/response_length/clip_ratio")
+    ),
+    ChartSpec(
+        "groups",
+        "Groups that teach nothing",
+        (r"train/uniform_group_share",),
+        note="All responses of the prompt have one score.",
+    ),
     ChartSpec("router", "Router", (r"router/drift", r"router/rollout_drift", r"router/missing_routes")),
     ChartSpec("experts", "Load of experts over the mean", (r"router/load/(max|min)",)),
     ChartSpec("rate", "Learning rate", (r"actor/lr",)),
     ChartSpec("speed", "Throughput", (r"perf/throughput",)),
-)  # fmt: skip
+)
 
 
 def run_page(run: RunRecord) -> Page:

@@ -25,10 +25,13 @@ def compare_page(comparison: Comparison) -> Page:
         PageSection("identity", "What was run", (_identity(comparison),)),
     )
     return Page(
-        title=f"{names[0]} and {', '.join(names[1:])}", subtitle=f"{len(names)} runs, each held against "
-        f"{names[0]}", sections=sections,
-        curves=_all_curves(comparison), summary=_summary(comparison), headline=words,
-    )  # fmt: skip
+        title=f"{names[0]} and {', '.join(names[1:])}",
+        subtitle=f"{len(names)} runs, each held against {names[0]}",
+        sections=sections,
+        curves=_all_curves(comparison),
+        summary=_summary(comparison),
+        headline=words,
+    )
 
 
 def headline(comparison: Comparison) -> tuple[Tone, str]:

@@ -33,11 +33,21 @@ from mrl.units import GIB
 
 # phases in the loop's order, and who works in them
 PHASES = {
-    "gen": "engines", "reward": "driver", "record": "driver", "switch": "both", "old_log_prob": "ranks",
-    "ref": "ranks", "adv": "ranks",
-    "update_actor": "ranks", "save_checkpoint": "ranks", "pause": "engines", "settle": "engines", "reshard": "both",
-    "testing": "engines", "outside": "driver",
-}  # fmt: skip
+    "gen": "engines",
+    "reward": "driver",
+    "record": "driver",
+    "switch": "both",
+    "old_log_prob": "ranks",
+    "ref": "ranks",
+    "adv": "ranks",
+    "update_actor": "ranks",
+    "save_checkpoint": "ranks",
+    "pause": "engines",
+    "settle": "engines",
+    "reshard": "both",
+    "testing": "engines",
+    "outside": "driver",
+}
 STACKED_STEPS = 500
 LANES_OF_A_KIND = 8
 

@@ -99,9 +99,12 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
     shown = sample.response_ids[:LONGEST]
     cut = len(sample.response_ids) - len(shown)
     facts = [
-        ("score", f"{sample.score:.4g}"), ("tokens", str(len(sample.response_ids))), ("ended by", sample.stop_reason),
-        ("weights", " then ".join(f"v{version}" for version in sample.versions)), ("prompt", str(sample.prompt_id)),
-    ]  # fmt: skip
+        ("score", f"{sample.score:.4g}"),
+        ("tokens", str(len(sample.response_ids))),
+        ("ended by", sample.stop_reason),
+        ("weights", " then ".join(f"v{version}" for version in sample.versions)),
+        ("prompt", str(sample.prompt_id)),
+    ]
     if sample.reason not in ("ok", "None"):
         facts.append(("reward", sample.reason))
     facts += [(f"turn {number}", said) for number, said in enumerate(sample.turns, start=1)]
@@ -110,9 +113,13 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
     values = _gaps(sample) if colour.meaning != "log-prob" else sample.log_probs[:LONGEST]
     values = [*values, *[None] * (len(shown) - len(values))]
     return SampleBlock(
-        f"{kind.capitalize()}: row {sample.row} of step {step}", tuple(facts), text_of(sample.prompt_ids, decode),
-        tokens_of(shown, values, decode), colour.scale, colour.meaning,
-    )  # fmt: skip
+        f"{kind.capitalize()}: row {sample.row} of step {step}",
+        tuple(facts),
+        text_of(sample.prompt_ids, decode),
+        tokens_of(shown, values, decode),
+        colour.scale,
+        colour.meaning,
+    )
 
 
 def _held_out(run: RunRecord) -> Iterator[Block]:
@@ -149,6 +156,8 @@ def _pair(before: Response, after: Response, first: int, last: int) -> Pair:
         f"{before.truth[:200]})"
     )
     return Pair(
-        title, before.input[:TEXT_LIMIT], (f"step {first}, score {before.score:.3g}", before.output[:TEXT_LIMIT]),
+        title,
+        before.input[:TEXT_LIMIT],
+        (f"step {first}, score {before.score:.3g}", before.output[:TEXT_LIMIT]),
         (f"step {last}, score {after.score:.3g}", after.output[:TEXT_LIMIT]),
-    )  # fmt: skip
+    )

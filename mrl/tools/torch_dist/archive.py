@@ -204,7 +204,7 @@ def _central(name: str, flags: int, crc: int, size: int, at: int, extra: bytes) 
         version = 45
     fields = _CENTRAL.pack(
         0x02014B50, version, version, flags, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, at
-    )  # fmt: skip
+    )
     return fields + name.encode() + extra
 
 
