@@ -13,7 +13,7 @@ entries of all ranks in them, and do not know the files in hf/.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -232,6 +232,12 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: is not what was written (its digest differs); the checkpoint is damaged, resume from another",
             str(folder),
         )
+    _check_sizes(folder, sizes)
+    return manifest
+
+
+def _check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Raises DamagedCheckpoint where a file is missing or has another size."""
     for name, size in sizes.items():
         file = folder / name
         actual = None
@@ -242,7 +248,6 @@ def read_manifest(folder: Path) -> Manifest:
             if actual is not None:
                 state = f"has {actual} bytes, not {size}"
             raise DamagedCheckpoint(f"{file} {state}; the checkpoint is damaged, resume from an older one", str(folder))
-    return manifest
 
 
 def sealed(data: dict[str, Any]) -> dict[str, Any]:

@@ -405,34 +405,6 @@ def _parts_of(rows: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
     }
 
 
-def outcomes(samples: Samples) -> Iterator[dict[str, Any]]:
-    """What a reward function is told of each row of several turns, in its extra_info: `num_turns` (verl's name),
-    `turns` and `outcome`.
-    """
-    samples = with_turns(samples)
-    counts = samples.counts()
-    turns = _of_rows(counts["turn"], samples.turn_calls, samples.turn_rewards)
-    parts = _of_rows(counts["part"], samples.part_names, samples.part_values)
-    for stop, (calls, rewards), (names, values) in zip(samples.stop_reason.tolist(), turns, parts, strict=True):
-        named = [name.decode() for name in names.tolist()]
-        yield {
-            "num_turns": len(calls),
-            "turns": [{"calls": n, "reward": r} for n, r in zip(calls.tolist(), rewards.tolist(), strict=True)],
-            "outcome": {
-                "stop_reason": STOP_REASONS[stop],
-                "reward": float(rewards.sum(dtype=np.float64)),
-                "parts": dict(zip(named, values.tolist(), strict=True)),
-            },
-        }
-
-
-def _of_rows(counts: np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """Each row's part of columns that have `counts` of it."""
-    ends = np.cumsum(counts)
-    for start, end in zip((ends - counts).tolist(), ends.tolist(), strict=True):
-        yield tuple(column[start:end] for column in columns)
-
-
 def packed(samples: Sequence[Sample]) -> Samples:
     """The responses as rows, in the given order. Raises DataError for a stop reason that is not known."""
     prompts = [len(s.prompt_ids) for s in samples]

@@ -19,12 +19,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from mrl.config.schema import RewardConfig
 from mrl.data.batch import Prompt
 from mrl.data.dataset import load_tokenizer
-from mrl.data.samples import CALL_REASONS, Samples, outcomes
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, Samples, with_turns
 from mrl.flow.generations import write_generations
 from mrl.flow.response_store import SMALL_OBJECTS, ResponseStore
 from mrl.flow.reward_texts import Texts, named, split
@@ -128,8 +129,36 @@ class Scorer:
             self._pool.close()
 
 
+def outcomes(samples: Samples) -> Iterator[dict[str, Any]]:
+    """What a reward function is told of each row of several turns, in its extra_info: `num_turns` (verl's name),
+    `turns` and `outcome`.
+    """
+    samples = with_turns(samples)
+    counts = samples.counts()
+    turns = _of_rows(counts["turn"], samples.turn_calls, samples.turn_rewards)
+    parts = _of_rows(counts["part"], samples.part_names, samples.part_values)
+    for stop, (calls, rewards), (names, values) in zip(samples.stop_reason.tolist(), turns, parts, strict=True):
+        named = [name.decode() for name in names.tolist()]
+        yield {
+            "num_turns": len(calls),
+            "turns": [{"calls": n, "reward": r} for n, r in zip(calls.tolist(), rewards.tolist(), strict=True)],
+            "outcome": {
+                "stop_reason": STOP_REASONS[stop],
+                "reward": float(rewards.sum(dtype=np.float64)),
+                "parts": dict(zip(named, values.tolist(), strict=True)),
+            },
+        }
+
+
+def _of_rows(counts: np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    """Each row's part of columns that have `counts` of it."""
+    ends = np.cumsum(counts)
+    for start, end in zip((ends - counts).tolist(), ends.tolist(), strict=True):
+        yield tuple(column[start:end] for column in columns)
+
+
 def has_failed(outcome: Mapping[str, Any]) -> bool:
-    """Whether the environment failed; `outcome`: see mrl.data.samples.outcomes."""
+    """Whether the environment failed; `outcome`: see `outcomes`."""
     return bool(outcome) and outcome["outcome"]["stop_reason"] == LEFT_OUT
 
 

@@ -24,7 +24,7 @@ ACC = "acc"  # the part that says how right an answer is; where a function gives
 
 
 # what a function is told in extra_info of a response of one turn, in runs whose responses may have several; see
-# mrl.data.samples.outcomes
+# mrl.flow.scoring.outcomes
 ONE_TURN = {
     "num_turns": 1,
     "turns": [{"calls": 0, "reward": 0.0}],

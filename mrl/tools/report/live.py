@@ -125,6 +125,15 @@ class LiveServer:
         self._server.server_close()
 
 
+# of every answer: no copy is kept, the token goes nowhere else, and no other page frames it
+_SAFE_HEADERS = (
+    ("Cache-Control", "no-store"),
+    ("Referrer-Policy", "no-referrer"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Content-Security-Policy", "frame-ancestors 'none'"),
+)
+
+
 def _handler(page: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
     """What answers one request: GET of `/` with the token, and nothing else."""
 
@@ -157,10 +166,8 @@ def _handler(page: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("Referrer-Policy", "no-referrer")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
+            for name, value in _SAFE_HEADERS:
+                self.send_header(name, value)
             if tag:
                 self.send_header("ETag", f'"{tag}"')
             self.end_headers()

@@ -85,15 +85,16 @@ def _state(run: RunRecord) -> _State:
         return _State("bad", f"Ended with exit code 0, but {lines}", _OF_OTHER_LINES)
     if run.finished:
         return _State("plain", f"Finished, {done}")
-    last = None
-    if run.attempts:
-        last = run.attempts[-1]
+    return _ended_state(run, done)
+
+
+def _ended_state(run: RunRecord, done: str) -> _State:
+    """What ended a run that did not finish, and how it goes on. `done`: its steps in words."""
     resume = f"mrl train CONFIG --resume --run-dir {run.path} goes on from {_newest(run)}"
-    match last.exit_code if last else None:
-        case None if last is None:
-            return _State(
-                "bad", f"Ended after {done}; why is not recorded", f"See logs/ in the run directory; {resume}."
-            )
+    if not run.attempts:
+        return _State("bad", f"Ended after {done}; why is not recorded", f"See logs/ in the run directory; {resume}.")
+    last = run.attempts[-1]
+    match last.exit_code:
         case None:
             return _State(
                 "bad",
