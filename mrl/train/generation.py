@@ -114,9 +114,7 @@ class Generation:
                 self._groups.ask(number, index, self._prompts[number][0], engines[number % len(engines)])
 
     def _admit(self) -> None:
-        """Issues all that may be issued: at once where something changed,
-        so that nobody finds the weights free to change before.
-        """
+        """Issues all that may be issued at once, so that nobody finds the weights free to change before."""
         while groups := self._buffer.reserve():
             for group in groups:
                 group.prompt_tokens = len(self._prompts[group.number][0].token_ids)
@@ -179,7 +177,7 @@ class Generation:
         return sum(group.is_whole for group in groups) < schedule.batch
 
     def _tell_progress(self) -> None:
-        """Responses that are there of the step's groups, those that were filtered for it among them."""
+        """Shows how many responses of the step's groups are there, with those of groups filtered for it."""
         schedule = self._rules.schedule
         groups = list(self._buffer.groups.values())
         if not schedule.is_synchronous:
@@ -189,9 +187,7 @@ class Generation:
         self._responder.display.progress(TRAIN_RESPONSES, done, filtered + len(groups) * schedule.responses)
 
     def _check_rewards(self) -> None:
-        """Raises DataError once more rewards of the step failed than may,
-        or once more groups were filtered for it than may.
-        """
+        """Raises DataError once more rewards failed, or more groups were filtered, than one step may have."""
         schedule = self._rules.schedule
         groups = list(islice(self._buffer.groups, schedule.batch))  # as far as is known
         filtered = self._filtered_before(groups[-1]) if groups else self._groups.filtered
@@ -266,9 +262,7 @@ class Generation:
             pass
 
     def advanced(self, state: TrainState) -> TrainState:
-        """Engines hold the weights of `state`, and generation goes on by them;
-        the state with all groups on their way.
-        """
+        """Goes on by the weights of `state`, which engines hold now; returns it with all groups on their way."""
         with self._changed:
             before = dict(self._buffer.groups)
             ended = self._dispatcher.advance()
