@@ -35,7 +35,7 @@ class Denominators:
 
     @classmethod
     def counted(cls, trained: np.ndarray) -> "Denominators":
-        """From the number of trained tokens of each sequence."""
+        """Counts tokens and sequences, given the number of trained tokens of each sequence."""
         return cls(tokens=int(trained.sum()), sequences=int((trained > 0).sum()))
 
     def __add__(self, other: "Denominators") -> "Denominators":

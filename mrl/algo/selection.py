@@ -17,8 +17,9 @@ from mrl.algo.rows import places, total
 
 @dataclass(frozen=True)
 class Means:
-    """Over the trained tokens of one mini-batch: of advantages and of the anchor's log-probabilities,
-    and how many there are.
+    """Means of advantages and of the anchor's log-probabilities over the trained tokens of one mini-batch.
+
+    `tokens`: how many there are.
     """
 
     advantage: float
@@ -109,7 +110,7 @@ def select(
 
 
 def means_of(advantages: float, log_probs: float, tokens: int) -> Means:
-    """From sums over the trained tokens."""
+    """Makes means of sums over the trained tokens."""
     return Means(advantages / max(tokens, 1), log_probs / max(tokens, 1), tokens)
 
 

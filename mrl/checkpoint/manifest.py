@@ -75,7 +75,7 @@ class RankFiles:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RankFiles":
-        """From `to_json`."""
+        """Reads what `to_json` made."""
         if "entries" in data:
             return cls(tuple(_entry(entry) for entry in data["entries"]), data["files"], data["optimizer"])
         return cls(None, data["files"], data["optimizer"], data["description"], data["holds"])
@@ -299,7 +299,7 @@ def check_digests(folder: Path, manifest: Manifest) -> None:
 
 
 def changed_files(folder: Path, files: FileFacts) -> list[str]:
-    """Those of `files` that are gone, or whose bytes are not those that were written."""
+    """Names of `files` that are gone, or whose bytes are not those that were written."""
     changed = []
     for name in files:
         try:
@@ -310,7 +310,7 @@ def changed_files(folder: Path, files: FileFacts) -> list[str]:
 
 
 def share_of_files(files: FileFacts, reader: int, readers: int) -> FileFacts:
-    """Those that one of `readers` checks, so that all bytes are read once and nobody reads much more than others."""
+    """The files that one of `readers` checks, so that all bytes are read once and readers have about the same."""
     loads = [0] * readers
     own = {}
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):

@@ -72,7 +72,7 @@ class Checkpoint:
         return hashlib.sha256(repr((str(self.folder.resolve()), facts, self.hf_config)).encode()).hexdigest()
 
     def reader(self) -> BoxReader:
-        """Whoever takes it closes it."""
+        """Opens a reader of the checkpoint's tensors; whoever takes it closes it."""
         if self.scales:
             return Fp8Reader(self.folder, self.entries, self.files, self.scales, self.model.fp8_block)
         return BoxReader(self.folder, self.entries, self.files)
@@ -257,7 +257,7 @@ def weight_role(tensor: TensorSpec | Shard) -> str:
 
 
 def of_role(tensors: Iterable[_Tensor], role: str) -> list[_Tensor]:
-    """Those that are stored under a role."""
+    """The tensors that are stored under a role."""
     return [tensor for tensor in tensors if tensor.is_constant == (role == CONSTANT)]
 
 

@@ -87,7 +87,7 @@ def _words(values: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BytesRead:
-    """By one rank, from storage."""
+    """Bytes that one rank read from storage."""
 
     checked: int
     loaded: int

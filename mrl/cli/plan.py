@@ -291,7 +291,7 @@ def _spread(who: str, does: str, sizes: Sequence[int]) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """In GB, or in MB below one."""
+    """A number of bytes in GB, or in MB below one."""
     if nbytes >= 1e9:
         return f"{nbytes / 1e9:.2f} GB"
     return f"{nbytes / 1e6:.3g} MB"

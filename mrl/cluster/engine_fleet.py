@@ -51,7 +51,10 @@ class EngineProcesses(Protocol):
 
 
 class EngineFleet:
-    """Until `restart` none is started again, and every loss is the run's end."""
+    """The engines of a run and what each is at.
+
+    Until `restart` is called no engine is started again, and every loss ends the run.
+    """
 
     def __init__(self, processes: EngineProcesses, start_s: float, clock: Callable[[], float] = time.monotonic):
         """`start_s`: that an engine may take to start."""
@@ -69,7 +72,7 @@ class EngineFleet:
         self._told: Counter[str] = Counter()
 
     def restart(self, limit: int, least: int) -> None:
-        """From now on lost engines are started again; see Fleet. A `limit` of 0 leaves all as it is."""
+        """Lets lost engines be started again from now on; see Fleet. A `limit` of 0 leaves all as it is."""
         self.machine.limit = limit
         self.machine.least = least
 
@@ -79,7 +82,7 @@ class EngineFleet:
             self.machine.spent_at(engine, restarts.get(engine, ()))
 
     def stand_for(self, before: "EngineFleet") -> None:
-        """These were started in the places of `before`'s: whoever was given up there is ended here."""
+        """Takes the places of the engines of `before`: an engine that was given up there is ended here."""
         self.machine.spent_before(before.machine)
         for engine in self._numbers(self.machine.those(RETIRED)):
             self._processes.end(engine)
@@ -249,7 +252,7 @@ class EngineFleet:
                 self.machine.verified(engine, self.machine.epoch(engine), version)
 
     def committed(self, engines: Iterable[int], version: int) -> None:
-        """These serve `version`, which is current, also where none is left that serves it."""
+        """Notes that these engines serve `version`, which is current, also where no engine is left that serves it."""
         with self._lock:
             self.machine.advance(version)
             for engine in map(self._engines.__getitem__, engines):

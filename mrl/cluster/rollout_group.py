@@ -95,7 +95,7 @@ class RolloutGroup:
         return starts
 
     def _start_of(self, engine: int) -> dict[str, ray.ObjectRef]:
-        """Those of one engine with the address where they meet: at their first one."""
+        """Starts the ranks of one engine with the address where they meet, which is at their first one."""
         if self.engine_ranks == 1:
             return self.refs("start", engines=[engine])
         meeting = self.workers[engine * self.engine_ranks].meeting_point.remote()
@@ -249,7 +249,7 @@ class RolloutGroup:
         return moved
 
     def commit(self, version: int, engines: Collection[int]) -> VersionServed:
-        """From here on these engines serve `version`, whose weights each of them holds already.
+        """Lets these engines serve `version`, whose weights each of them holds already.
 
         Returns what the version before came to, in all of them.
         """

@@ -119,7 +119,10 @@ def _keep() -> None:
 
 
 def _seat(devices: Sequence[_Device], hosting: Hosting, cpus: float) -> Seat:
-    """In the first device's bundle. Ray counts no CPUs there, so it would not set the threads that go with them."""
+    """A seat in the first device's bundle.
+
+    Ray counts no CPUs there, so it would not set the threads that go with them.
+    """
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, int(cpus))))
     environment = {"OMP_NUM_THREADS": threads} | hosting.visible_devices([device.name for device in devices])
     return Seat(devices[0].options, environment, [(device.node, device.number) for device in devices])

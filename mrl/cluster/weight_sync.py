@@ -142,11 +142,11 @@ class WeightSync:
         self._brought(fleet.version, fleet.stale(), read_back=True)
 
     def commit_again(self) -> None:
-        """Those serve the current version from here on."""
+        """Lets engines that were brought back serve the current version."""
         self.engines.commit(self.engines.fleet.version, self._held)
 
     def commit(self, version: int) -> dict[str, float]:
-        """From here on every engine serves `version`, which `transfer` brought there. Metrics of the version before."""
+        """Lets every engine serve `version`, which `transfer` brought there. Returns metrics of the version before."""
         served = self.engines.commit(version, self._held)
         self._syncs += 1
         preempted = max(0, served.preemptions - self._preempted)  # of engines that were started again since: fewer
@@ -270,7 +270,7 @@ class WeightSync:
             print(f"after the first weight sync the fullest device has {min(known) / GIB:.1f} GiB free")
 
     def _agree_again(self, version: int, engines: set[int], why: str) -> None:
-        """After a transport broke.
+        """Agrees with engines anew after a transport broke.
 
         Raises EnvironmentFault with what broke it, which is more than that peers do not meet any more.
         """

@@ -207,7 +207,7 @@ def _context_kind(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """Against what knows weights or gradients by their address: what leaves the device comes back elsewhere."""
+    """Refuses what knows weights or gradients by their address: what leaves the device comes back elsewhere."""
     moved = " and ".join(f"actor.{name}" for name in ("param_offload", "grad_offload") if getattr(config.actor, name))
     if moved and config.actor.override_ddp_config.get("nccl_ub"):
         why = "the communicator has registered the memory of the buffers"

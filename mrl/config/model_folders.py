@@ -5,7 +5,7 @@ from mrl.model.hub import hub_name, local_folder
 
 
 def names_of_the_hub(config: RunConfig) -> list[str]:
-    """Those of model.path and ref.path that are no folders of this node."""
+    """Paths among model.path and ref.path that are no folders of this node."""
     return [path for path in (config.model.path, config.ref.path) if path is not None and hub_name(path) is not None]
 
 

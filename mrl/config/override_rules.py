@@ -141,7 +141,7 @@ def override_faults(
 
 
 def _of_the_model(given: Mapping[str, Any], model: ModelSpec | None) -> dict[str, Any]:
-    """Without what is of mixtures where the model is dense; another rule speaks of that."""
+    """The given fields, without those of mixtures where the model is dense; another rule speaks of those."""
     try:
         dense = model is not None and not model.is_moe
     except UnknownValue:
@@ -172,7 +172,7 @@ def upstream_class(name: str, device: str | None) -> UpstreamClass:
 def _values(
     key: str, fields: Mapping[str, Field], given: Mapping[str, Any], model: ModelSpec | None
 ) -> Iterator[Violation]:
-    """Those under which the actor would be another model, or could not run."""
+    """Refuses values under which the actor would be another model, or could not run."""
     for name, value in given.items():
         field = fields.get(name)
         if field is None or field.effect not in (Effect.FUNCTION, Effect.BARRED):

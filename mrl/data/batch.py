@@ -48,7 +48,7 @@ class TokenValues(Generic[Array]):
 
     @property
     def token_values(self) -> dict[str, Array | None]:
-        """These five by name."""
+        """The five columns by name."""
         return {f.name: getattr(self, f.name) for f in fields(TokenValues)}
 
 

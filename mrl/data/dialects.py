@@ -157,7 +157,7 @@ class Dialect:
         return ids + self._plainly(plain)
 
     def _plainly(self, text: str) -> list[int]:
-        """Without any token of the family's own: a vocabulary may have them as words, which are then cut."""
+        """Encodes text without any token of the family's own; where a vocabulary has one as a word, that is cut."""
         if not text:
             return []
         ids = self._plain.encode(text, add_special_tokens=False).ids

@@ -77,7 +77,7 @@ class RouteShape:
 
     @classmethod
     def of(cls, model: HasExperts) -> "RouteShape":
-        """That of all its layers with experts."""
+        """The shape of routes through all of the model's layers with experts."""
         return cls(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts)
 
     @property

@@ -37,7 +37,7 @@ class Acting:
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """That the environment declares."""
+        """The parts of rewards that the environment declares."""
         if self._session is None:
             return {}
         return self._session.parts

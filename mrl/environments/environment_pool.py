@@ -81,7 +81,7 @@ class Session:
         return self._pool.submit(lambda slot: self._step(slot, [name, arguments]), self._slot)
 
     def close(self) -> None:
-        """Nobody acts on it any more. What is under way is not waited for."""
+        """Closes the session without waiting for what is under way; nobody acts on it any more."""
         self._pool.submit(self._close, self._slot)
 
     def _reset(self, slot: _Slot) -> CallAnswer:
@@ -103,7 +103,7 @@ class Session:
         return reply
 
     def _attempted(self, slot: _Slot, what: str, act: Callable[[WorkerProcess], list[Any]]) -> CallAnswer:
-        """In a process that has the session; a failure is repeated where the environment allows it."""
+        """Acts in a process that has the session; repeats a failure where the environment allows it."""
         began = time.monotonic()
         for left in reversed(range(self._attempts)):
             try:

@@ -60,8 +60,9 @@ class Sessions:
         return {"schemas": _schemas(self._callable[None]), "environments": environments}
 
     def answer(self, verb: str, session: int | None, *arguments: Any) -> CallAnswer:
-        """In whatever way the request ends. A session that failed is closed: the pool begins it anew, or never asks for
-        it again.
+        """Answers a request in whatever way it ends.
+
+        A session that failed is closed: the pool begins it anew, or never asks for it again.
         """
         answer = self._answered(verb, session, *arguments)
         if session is not None and answer[0] not in (OK, REFUSED):

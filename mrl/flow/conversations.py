@@ -135,7 +135,10 @@ class Conversations:
     async def _acted(
         self, talk: Conversation, calls: Sequence[ToolCall], acting: Acting, record: _Record
     ) -> Conversation:
-        """After all open calls are made and answered, or time is up; the turn is recorded once it has ended."""
+        """The conversation once all open calls are made and answered, or time is up.
+
+        The turn is recorded once it has ended.
+        """
         if talk.state is ConversationState.SAMPLING:  # it was cut off, and goes on
             return talk
         if talk.state is ConversationState.ENDED:
@@ -153,7 +156,7 @@ class Conversations:
     async def _answered(
         self, talk: Conversation, calls: Sequence[ToolCall], acting: Acting
     ) -> tuple[Conversation, dict[int, CallAnswer]]:
-        """With the answers that came in time, by the numbers of their calls."""
+        """The conversation with the answers that came in time, and these by the numbers of their calls."""
         waiting: dict[asyncio.Future[CallAnswer], int] = {}
         answers: dict[int, CallAnswer] = {}
         for number in talk.open_calls:
@@ -174,7 +177,7 @@ class Conversations:
         return talk, answers
 
     def _told(self, talk: Conversation, made: Samples, turn: np.ndarray) -> tuple[Conversation, Samples]:
-        """With the answers behind the response, where they leave room for more."""
+        """Appends the answers to the response, where they leave room for more."""
         context = np.array(self._dialect.context(turn.tolist(), talk.answers), np.int32)
         after = talk.told(len(context))
         if after.stop is Stop.CONTEXT:
@@ -191,7 +194,10 @@ def _parameters(acting: Acting) -> dict[str, Any]:
 
 
 async def _with_environment(talk: Conversation, acting: Acting) -> Conversation:
-    """With the reason `environment` where it never began, though the model may not have acted on it."""
+    """The conversation, ended with the reason `environment` where the environment never began.
+
+    The model may not have acted on it then.
+    """
     if acting.ready is None:
         return talk
     begun = await asyncio.wrap_future(acting.ready)

@@ -40,7 +40,7 @@ class EngineProgress:
         self._is_paused = False
 
     def begin(self, engine: str) -> None:
-        """It gets requests and had none: its time begins now."""
+        """Begins an engine's time: it gets requests and had none."""
         if engine in self._asked:
             self._forget(engine)
 

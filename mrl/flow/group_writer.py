@@ -42,7 +42,9 @@ class GroupParts:
 
     @property
     def joined(self) -> ResponseStore | None:
-        """Its responses under its number and their index in it: ids of requests are an accident of their order."""
+        """Joins the group's responses, under its number and their index in it: ids of requests are an accident of
+        order.
+        """
         if not self.responses:
             return None
         indices = sorted(self.responses)

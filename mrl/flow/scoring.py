@@ -62,7 +62,7 @@ class PoolSettings:
     folder: str
 
     def pool(self) -> RewardPool:
-        """Its workers are ready. Raises what RewardPool raises."""
+        """Starts a pool and waits until its workers are ready. Raises what RewardPool raises."""
         return RewardPool(
             self.spec,
             self.num_workers,
@@ -280,7 +280,7 @@ class ScorerGroup:
                 channel.queued.append((samples.blocks[block].samples, row, replace(question, sample_id=number)))
 
     def withdraw(self, sample_ids: Iterable[int]) -> None:
-        """Nobody waits for the results of these questions any more: none of them is given."""
+        """Gives these questions up: no result of theirs is handed out any more."""
         with self._exchange.lock:
             for sample_id in sample_ids:
                 self._results.pop(sample_id, None)

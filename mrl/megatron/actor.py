@@ -114,7 +114,7 @@ class MegatronActor:
         return parallel.holds_result()
 
     def _load_reference(self) -> FrozenWeights:
-        """Through the model, before the actor's own weights take its place."""
+        """Loads the reference through the model, before the actor's own weights take its place."""
         path = self.config.ref.path or self.config.model.path
         check_same_architecture("ref.path", path, self.model)
         self.bridge.load_hf(path)
@@ -158,7 +158,7 @@ class MegatronActor:
             parallel.release_scratch()
 
     def prefetch(self, *kinds: str) -> None:
-        """These begin to come back onto the device while log-probs are computed; see Residence.prefetch."""
+        """Begins to bring these kinds onto the device while log-probs are computed; see Residence.prefetch."""
         self.residence.prefetch(*kinds)
 
     def memory(self, on_host: Iterable[torch.Tensor] = ()) -> ProcessMemory:
@@ -335,7 +335,7 @@ class MegatronActor:
         return 0
 
     def _of_own_layers(self, batch: TrainBatch) -> TrainBatch:
-        """From routes of all layers, as they come with samples."""
+        """Keeps of routes of all layers, as they come with samples, those of this rank's layers."""
         if batch.routes is None:
             return batch
         return replace(batch, routes=batch.routes[:, self.routing.layers])

@@ -122,9 +122,7 @@ def even_fit(lengths: np.ndarray, costs: np.ndarray, limit: int, parts: int) -> 
 
 
 def without_empty(members: list[np.ndarray], costs: np.ndarray, parts: int) -> list[np.ndarray]:
-    """So many parts, no fewer than there are: an empty one takes the cheapest row of the costliest that has more than
-    one.
-    """
+    """Fills empty parts up to so many: each takes the cheapest row of the costliest part that has more than one."""
     members = [*members, *[np.zeros(0, np.int64)] * (parts - len(members))]
     for empty in (number for number, rows in enumerate(members) if not len(rows)):
         sums = [costs[rows].sum() if len(rows) > 1 else -1.0 for rows in members]

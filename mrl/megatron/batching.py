@@ -171,7 +171,10 @@ class Splitter:
         return [_of(rows, balanced_parts(costs[rows], count, _CLOSE * costs[rows].sum() / count)) for rows in ranks]
 
     def _packs(self, lengths: np.ndarray, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:
-        """Under the limit of tokens: as few as their sum allows where they then fit evenly, else as few as fit."""
+        """Packs each rank's rows under the limit of tokens.
+
+        It takes as few packs as their sum allows where rows then fit evenly, else as few as fit.
+        """
         limit = self._limit // self.shape.total_multiple * self.shape.total_multiple
         taken = round_up_all(lengths, self.shape.sequence_multiple)
         count = self._rounded(self._fewest(lengths, ranks))

@@ -64,7 +64,7 @@ class TokenOutputs:
     computed: Tensor  # bool; see MicroBatch.has_log_probs
 
     def detached(self) -> "TokenOutputs":
-        """Without the graph."""
+        """The outputs without the graph."""
         return TokenOutputs(self.log_probs.detach(), self.entropy.detach(), self.computed)
 
 
@@ -85,7 +85,7 @@ Around = Callable[[torch.nn.Module, MicroBatch], AbstractContextManager]
 
 
 def nothing_around(model: torch.nn.Module, inputs: MicroBatch) -> AbstractContextManager:
-    """For passes that nobody looks on at."""
+    """The context of passes that nobody looks on at."""
     return nullcontext()
 
 

@@ -19,7 +19,7 @@ _FIELD = "gradient_accumulation_fusion"
 
 
 def is_wanted(overrides: Mapping[str, Any]) -> bool:
-    """By fields of Megatron's transformer config: on by itself."""
+    """Whether fields of Megatron's transformer config leave this on, as it is by itself."""
     return overrides.get(_FIELD) is not False
 
 

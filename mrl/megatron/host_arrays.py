@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def brought(array: np.ndarray, device: torch.device) -> Tensor:
-    """On `device`, which has it before it computes what it is asked for next.
+    """The array on `device`, which has it before it computes what it is asked for next.
 
     It is copied from pinned memory: for a copy from any other the host would wait, and so for all that the device was
     asked for before.

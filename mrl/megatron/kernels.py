@@ -48,7 +48,7 @@ def _classes(chunks: Iterable[nn.Module]) -> dict[str, str]:
 
 
 def _adam(optimizer: MegatronOptimizer) -> str:
-    """With its package: torch's and Transformer Engine's have one name for two speeds and two appetites."""
+    """The Adam's name with its package: torch's and Transformer Engine's share a name, and neither speed nor memory."""
     inner: torch.optim.Optimizer | None = next(
         (part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None), None
     )

@@ -92,7 +92,9 @@ def _block_shape(weight: Tensor, width: int) -> tuple[int, int]:
 
 
 class _LeanLogProbs(torch.autograd.Function):
-    """With z = logits / temperature, p = softmax(z): log p of the target, and entropy H = -sum p log p.
+    """Log-probs and entropies of tokens, with a backward pass that keeps no logits.
+
+    With z = logits / temperature and p = softmax(z): log p of the target, and entropy H = -sum p log p.
 
     d log p_target / d z = onehot - p;  d H / d z = -p (log p + H).
     """

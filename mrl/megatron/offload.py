@@ -147,7 +147,10 @@ class Residence:
 
     @contextmanager
     def using(self, *kinds: str) -> Iterator[None]:
-        """These are on the device until the block ends; others that are switched and in nobody's use leave it first."""
+        """Holds these kinds on the device until the block ends.
+
+        Others that are switched and in nobody's use leave it first.
+        """
         self._used.update(kinds)
         try:
             self._leave(self.switched)
@@ -158,7 +161,7 @@ class Residence:
             self._used.subtract(kinds)
 
     def offload(self) -> None:
-        """Everything that is switched leaves the device. Raises RuntimeError while some of it is in use."""
+        """Moves everything that is switched off the device. Raises RuntimeError while some of it is in use."""
         if busy := [kind for kind in self.switched if self._used[kind]]:
             raise RuntimeError(f"{', '.join(busy)} cannot leave the device: in use")
         for kind in tuple(self._arriving):
@@ -166,11 +169,9 @@ class Residence:
         self._leave(self.switched)
 
     def prefetch(self, *kinds: str) -> None:
-        """These begin to come back beside what computes; they are there once `using` has waited for them.
+        """Begins to bring these kinds back beside what computes; they are there once `using` has waited for them.
 
-        Nobody may touch them before.
-
-        Nothing for those that are on the device.
+        Nobody may touch them before. Kinds that are on the device stay as they are.
         """
         for kind in kinds:
             if kind in self._emptied and kind not in self._arriving:
@@ -266,7 +267,7 @@ class Residence:
         return storages_of([parameter for chunk in self._chunks for parameter in chunk.parameters()])
 
     def _gradients(self) -> dict[int, UntypedStorage]:
-        """Those of experts lie in buffers of their own."""
+        """Storages of gradients; those of experts lie in buffers of their own."""
         return storages_of(
             [b.grad_data for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         )

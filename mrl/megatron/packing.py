@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def total_multiple(self) -> int:
-        """And the whole pack to a multiple of this many: sequence parallelism cuts it into one part a tensor rank."""
+        """The multiple that the whole pack is padded to: sequence parallelism cuts it into one part a tensor rank."""
         return self.sequence_multiple * self.tensor
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:

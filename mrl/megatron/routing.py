@@ -190,7 +190,7 @@ class Routing:
                 self._count_disagreeing(supplied, choosers, real)
 
     def check_recomputed(self) -> None:
-        """After a backward pass.
+        """Checks a backward pass.
 
         Raises RuntimeError when it did not recompute all it should: the next would take the routes left over.
         """

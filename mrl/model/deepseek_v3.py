@@ -121,7 +121,7 @@ def _fp8_block(config: HfConfig) -> tuple[int, int] | None:
 
 
 def engine_keys(m: ModelSpec) -> dict[str, Any]:
-    """Without them vLLM takes a softmax, no constants of routers, or experts in no layer."""
+    """Keys without which vLLM takes a softmax, no constants of routers, or experts in no layer."""
     return {
         "scoring_func": m.router_score,
         "topk_method": "noaux_tc",

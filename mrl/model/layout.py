@@ -228,7 +228,7 @@ class RolloutLayout:
 
     @property
     def expert_tensor(self) -> int:
-        """Over how many workers one expert is sliced."""
+        """How many workers one expert is sliced over."""
         return self.workers_per_engine // self.expert
 
 

@@ -220,10 +220,10 @@ _SLOWER = {
 
 
 def faster(assumed: Assumptions) -> Assumptions:
-    """With which a prediction is low."""
+    """Assumptions with which a prediction is low."""
     return replace(assumed, **_FASTER)
 
 
 def slower(assumed: Assumptions) -> Assumptions:
-    """With which a prediction is high."""
+    """Assumptions with which a prediction is high."""
     return replace(assumed, **_SLOWER)

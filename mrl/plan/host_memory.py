@@ -112,8 +112,10 @@ def save_bytes(inputs: PlanInputs, rank: int) -> int:
 
 
 def resume_seconds(inputs: PlanInputs) -> float:
-    """Until ranks go on from a checkpoint, by what hashing takes: each rank verifies the bytes of a file of its size,
-    all at once (mrl/checkpoint/rank_load.py). Storage that gives less than that decides instead.
+    """Seconds until ranks go on from a checkpoint, by what hashing takes.
+
+    Each rank verifies the bytes of a file of its size, all at once (mrl/checkpoint/rank_load.py). Storage that gives
+    less than that decides instead.
     """
     return max(save_bytes(inputs, rank) for rank in range(inputs.train.world_size)) / inputs.assumptions.hash_rate
 

@@ -112,7 +112,7 @@ def device_for(config: RunConfig, name: str | None = None) -> Device:
 
 
 def _held_out_prompts(config: RunConfig, read: int | None) -> int:
-    """At most, of a run that validates: those that were read, else those of a sample."""
+    """The most held-out prompts that a run which validates has: those that were read, else those of a sample."""
     trainer = config.trainer
     data = config.data
     if not data.val_files or not (trainer.val_before_train or trainer.test_freq > 0):

@@ -30,7 +30,7 @@ _NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/rou
 
 @dataclass(frozen=True)
 class SampleBytes:
-    """On one rank's device."""
+    """Bytes of samples on one rank's device."""
 
     update: int = 0  # inputs of micro-batches at once, and what a mini-batch hands out
     log_prob: int = 0  # the same of the step
@@ -189,8 +189,10 @@ def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
 
 
 def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
-    """On the host of a rank of pipeline stage `pp`: its replica's rows (mrl/flow/rank_batch.py), its part of
-    their routes and what is computed of their tokens.
+    """Bytes that a rank of pipeline stage `pp` holds on its host.
+
+    They are its replica's rows (mrl/flow/rank_batch.py), its part of their routes, and what is computed of their
+    tokens.
     """
     data = inputs.config.data
     algorithm = inputs.config.algorithm
@@ -210,7 +212,7 @@ def _routed(inputs: PlanInputs) -> bool:
 
 
 def _parts_of_tokens(inputs: PlanInputs) -> int:
-    """Into which a sequence is cut before routers see it."""
+    """How many parts a sequence is cut into before routers see it."""
     train = inputs.train
     return train.context * (train.tensor if train.sequence_parallel else 1)
 

@@ -32,7 +32,7 @@ class Link:
 
     @property
     def rates(self) -> np.ndarray:
-        """By tier."""
+        """Bytes a second, by tier."""
         rates = np.zeros(len(TIERS))
         rates[[SAME_DEVICE, SAME_NODE, REMOTE]] = self.inside_device, self.inside_node, self.between_nodes
         return rates

@@ -79,7 +79,7 @@ class Overlap:
 
 
 def overlap_of(config: RunConfig, mini_batches: int) -> Overlap:
-    """From `actor.override_ddp_config`, for steps of so many updates."""
+    """What `actor.override_ddp_config` overlaps, for steps of so many updates."""
     given = config.actor.override_ddp_config
     beside = 0.0
     if given.get("overlap_param_gather"):
@@ -191,7 +191,7 @@ def sample_work(
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """On the slowest stage."""
+    """Seconds of a pass on the slowest stage."""
 
     compute: float
     tensor: float

@@ -61,7 +61,7 @@ def _output(command: Sequence[str]) -> str:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """From the rows of the query; rows of another form are left out."""
+    """Reads the rows of the query; rows of another form are left out."""
     gpus = []
     for row in csv.reader(io.StringIO(text), skipinitialspace=True):
         if len(row) == len(_FIELDS):

@@ -268,7 +268,10 @@ _TRANSFERS = {"cpu": CpuTransfer, "cuda": CudaTransfer, "npu": NpuTransfer}
 
 
 def get_transfer(device: str) -> Transfer:
-    """By the device's name, which is also that of vLLM's dialect. Raises EnvironmentFault for one that is not known."""
+    """The transfer of a device, by its name, which is also that of vLLM's dialect.
+
+    Raises EnvironmentFault for a device that is not known.
+    """
     if device not in _TRANSFERS:
         raise EnvironmentFault(f"no weight transfer for device {device!r}; known: {', '.join(_TRANSFERS)}")
     return _TRANSFERS[device]()

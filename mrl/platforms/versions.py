@@ -135,7 +135,7 @@ class VllmGeneration:
 
     @property
     def name(self) -> str:
-        """For example 0.32."""
+        """The release in words, for example 0.32."""
         return ".".join(map(str, self.release))
 
 

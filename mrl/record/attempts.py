@@ -62,7 +62,7 @@ class AttemptNotes:
         self._append = append
 
     def generated_again(self, responses: int) -> None:
-        """So many responses are lost, and generated again; nothing is written of none."""
+        """Notes that so many responses are lost and generated again; writes nothing where there are none."""
         if responses:
             self._append("resumed", {"generated_again": responses})
 
@@ -122,7 +122,7 @@ class UnderWay:
         self._noted_at = -math.inf
 
     def arrived(self, responses: int, asked: int) -> None:
-        """So many of those that were asked for are there. Raises LostLock."""
+        """Notes how many of the responses that were asked for are there. Raises LostLock."""
         self._responses = responses
         if responses == asked or time.monotonic() - self._noted_at >= NOTE_EVERY_S:
             self._note()
@@ -148,7 +148,7 @@ class UnderWay:
 
 
 def note_under_way(folder: Path, step: int, responses: int) -> None:
-    """So many responses of `step` are there. What the disk refuses of it ends no run."""
+    """Writes how many responses of `step` are there. A disk that refuses it ends no run."""
     with suppress(OSError):
         (folder / UNDER_WAY).write_text(json_line({"step": step, "responses": responses}), encoding="utf-8")
 

@@ -25,7 +25,7 @@ COLUMNS = ("data_source", "input", "output", "gts", "score")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Under what a service files the run, and for how long one call to it may take."""
+    """The names that a service files the run under, and the time that one call to it may take."""
 
     project: str = "mrl"
     name: str = "default"

@@ -175,14 +175,14 @@ class GeneratingTime:
         self._since = None
 
     def note(self, generates: bool, tokens: int, now: float) -> None:
-        """At second `now` engines have requests, or none; `tokens` came back since the last note."""
+        """Notes whether engines have requests at second `now`; `tokens` came back since the last note."""
         if self._since is not None:
             self._seconds += now - self._since
         self._tokens += tokens
         self._since = now if generates else None
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call; nothing where no token came back."""
+        """Metrics since the last call; nothing where no token came back."""
         metrics = {}
         if self._tokens:
             metrics = {f"timing_per_token_ms/{GENERATING}": 1e3 * self._seconds / self._tokens}

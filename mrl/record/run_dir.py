@@ -170,7 +170,10 @@ class RunDir:
             self.lock.give_back()
 
     def check_lock(self) -> None:
-        """To be called before something is written. Raises LostLock where another process has the directory by now."""
+        """Checks the lock; called before something is written.
+
+        Raises LostLock where another process has the directory by now.
+        """
         if self.lock is not None:
             self.lock.check()
 

@@ -117,7 +117,10 @@ def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def readable(folder: Path, step: int) -> Iterator[None]:
-    """Whatever is wrong with the samples of a step is one DataError; that it has none stays FileNotFoundError."""
+    """Turns whatever is wrong with the samples of a step into one DataError.
+
+    A step without samples stays FileNotFoundError.
+    """
     try:
         yield
     except (FileNotFoundError, MrlError):

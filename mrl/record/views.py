@@ -56,8 +56,9 @@ class ViewThread:
         return not self._left_out
 
     def call(self, job: Callable[[View], None], droppable: bool = False) -> None:
-        """Has the view do `job` when it comes to it; one that may be dropped is,
-        while another is under way or waits.
+        """Has the view do `job` when it comes to it.
+
+        A job that may be dropped is dropped while another is under way or waits.
         """
         if not (droppable and (self._since is not None or not self._jobs.empty())):
             self._jobs.put(job)

@@ -29,7 +29,7 @@ _STORE_FULL = (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullErro
 
 
 class Late(LostProcess):
-    """Nobody died, and not everybody answered in time."""
+    """A process that did not answer in time; none died."""
 
 
 class LostPeer(Interrupted):

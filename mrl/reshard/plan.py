@@ -193,7 +193,7 @@ class ReshardPlan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that the messages follow from, as plain data; equal plans give equal JSON."""
+        """The plan as plain data, with everything that messages follow from; equal plans give equal JSON."""
         holder_sets: dict[tuple[Holder, ...], int] = {}
         # some are shared
         grains = {id(grain): grain for template in self.templates for block in template.blocks for grain in block}

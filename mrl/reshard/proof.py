@@ -110,7 +110,10 @@ def _order(rollout: RolloutLayout) -> tuple[list[int], list[int]]:
 
 
 def _parameters_of(plan: ReshardPlan) -> Callable[[int], tuple[TargetParameter, ...]]:
-    """By position inside an engine: every engine wants the same. The last position's are kept."""
+    """Makes a function from a position inside an engine to its parameters: every engine wants the same.
+
+    The last position's are kept.
+    """
 
     @lru_cache(maxsize=1)
     def parameters_of(position: int) -> tuple[TargetParameter, ...]:
@@ -202,7 +205,10 @@ def _chunks(train: TrainLayout) -> list[range]:
 
 
 def _few_experts(num_experts: int, train: int, rollout: int) -> int:
-    """At least two a rank and a worker (or the one that a worker has), as even over the workers as the real number."""
+    """A small number of experts: at least two a rank and a worker, or the one that a worker has.
+
+    It is as even over the workers as the real number.
+    """
     even = num_experts % rollout == 0
     least = max(2 * train, min(2, num_experts // rollout) * rollout)
     count = -(-least // train) * train

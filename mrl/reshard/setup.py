@@ -40,7 +40,7 @@ class SyncSetup:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "SyncSetup":
-        """From `to_json`."""
+        """Reads what `to_json` made."""
         return cls(**data)
 
     @cached_property
@@ -63,7 +63,7 @@ class SyncSetup:
 
     @property
     def workers(self) -> list[int]:
-        """Those that take part in this meeting; the plan is for all of them."""
+        """Workers that take part in this meeting; the plan is for all of them."""
         return self.transport.get("workers", list(range(self.rollout_layout.world_size)))
 
     def plan(self) -> ReshardPlan:

@@ -103,7 +103,7 @@ class Arena:
             self._pinned = transfer.pin(self.data)
 
     def unpin(self) -> None:
-        """Before the memory goes. Safe to call twice."""
+        """Releases the pinned memory before it goes. Safe to call twice."""
         undo = self._pinned
         self._pinned = None
         if undo is not None:

@@ -71,7 +71,7 @@ class Question:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
 
     def answered(self, text: str) -> RewardItem:
-        """With the response's text."""
+        """The question with the response's text."""
         return RewardItem(self.sample_id, self.data_source, text, self.ground_truth, self.extra_info)
 
 

@@ -135,7 +135,7 @@ def _write(data: bytes) -> None:
 
 
 def _end_descendants() -> None:
-    """Until none is left: what is killed may have started another meanwhile."""
+    """Kills descendants until none is left: what is killed may have started another meanwhile."""
     while descendants := list(_below(os.getpid())):
         for process in descendants:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -231,8 +231,9 @@ def _same_expression(truth: str, answer: str) -> bool:
 
 
 def _letters(text: str) -> set[str]:
-    """Its variables, capitals apart from small letters, which math-verify does not tell apart;
-    without the constants e and i.
+    """The variables of an answer, without the constants e and i.
+
+    Capitals count apart from small letters, which math-verify does not tell apart.
     """
     return set(re.findall("[A-Za-z]", _COMMAND.sub(" ", text))) - {"e", "i"}
 

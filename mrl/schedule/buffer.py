@@ -120,7 +120,7 @@ class GroupBuffer:
         group.begun = self.step if group.begun is None else group.begun
 
     def add(self, number: int, index: int, tokens: int, ended: bool) -> Group:
-        """So many more tokens of one response; the group."""
+        """Counts so many more tokens of one response and returns its group."""
         group = self._in(number, State.RUNNING)
         if group.ended[index]:
             raise ValueError(f"response {index} of group {number} has ended already")
@@ -145,7 +145,7 @@ class GroupBuffer:
         self._unjudged.discard(number)
 
     def evict(self, number: int, cause: Cause) -> None:
-        """Nobody will be trained on the group; the next `reserve` issues another for it."""
+        """Drops a group that nobody will be trained on; the next `reserve` issues another for it."""
         group = self._gone(number)
         self.counts.drop(group, cause)
         self._settle(number)

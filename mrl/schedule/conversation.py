@@ -88,7 +88,7 @@ class Conversation:
 
     @property
     def deadline(self) -> float:
-        """By the clock of `began`."""
+        """When time is up, by the clock of `began`."""
         return self.began + self.budgets.seconds
 
     def sampled(

@@ -78,7 +78,7 @@ class Dispatcher:
         return later and not self.buffer.is_next(group.number)  # what the step trains on is finished by its weights
 
     def _first(self, group: Group) -> int:
-        """Less for what is needed sooner: a step's number, about."""
+        """The order of a group, less for what is needed sooner: a step's number, about."""
         if self._in_order:
             return group.number // self.buffer.schedule.batch
         if group.begun is None:
@@ -129,10 +129,10 @@ class Dispatcher:
         return request
 
     def answered(self, request: int, tokens: int, stopped: bool) -> Group | None:
-        """So many tokens came back; `stopped`: the response ended by itself.
+        """Takes so many tokens of a request; `stopped`: the response ended by itself.
 
-        The group, or None for a request that was taken back. in_order a request that is interrupted before its border
-        begins again, with 0 tokens: it would go on with other bits.
+        Returns the group, or None for a request that was taken back. in_order a request that is interrupted before its
+        border begins again, with 0 tokens: it would go on with other bits.
         """
         if request not in self.under_way:
             return None

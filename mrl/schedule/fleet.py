@@ -65,7 +65,7 @@ class Fleet:
         self.counts: Counter[str] = Counter()  # lost, restarted, late
 
     def spent_before(self, before: "Fleet") -> None:
-        """These engines stand in the places of `before`'s, whose restarts count on: nobody has one more."""
+        """Counts the restarts of `before` on, in whose places these engines stand: no engine gets one more."""
         for name, one in self._engines.items():
             one.restarts = list(before._engines[name].restarts)
             one.why = before._engines[name].why
@@ -110,18 +110,24 @@ class Fleet:
     # ------------------------------------------------------------ events; of another epoch they are dropped and counted
 
     def progress(self, engine: str, epoch: int, answers: int = 1) -> bool:
-        """It made tokens, or answered: whether that is of the engine as it is now. Nobody is READY by it."""
+        """Notes that an engine made tokens or answered, and returns whether that is of the engine as it is now.
+
+        No engine is READY by it.
+        """
         if self._is_of(engine, epoch) and self._engines[engine].status in LOSABLE:
             return True
         self.counts["late"] += answers
         return False
 
     def silence(self, engine: str, epoch: int, why: str = "") -> bool:
-        """It made no token, or gave no answer, for too long; see `error`."""
+        """Notes that an engine made no token, or gave no answer, for too long; see `error`."""
         return self.error(engine, epoch, why)
 
     def error(self, engine: str, epoch: int, why: str = "") -> bool:
-        """It is taken for lost; whether that is news. Its processes are to be ended, then `exit` is to be told."""
+        """Takes an engine for lost and returns whether that is news.
+
+        Its processes are to be ended, then `exit` is to be told.
+        """
         one = self._engines[engine]
         if not self._is_of(engine, epoch) or one.status not in LOSABLE:
             return False
@@ -133,7 +139,7 @@ class Fleet:
         return True
 
     def exit(self, engine: str, epoch: int, why: str = "") -> bool:
-        """Its processes have ended."""
+        """Notes that an engine's processes have ended."""
         if not self._is_of(engine, epoch) or self._engines[engine].status in (DEAD, RETIRED):
             return False
         self.error(engine, epoch, why)
@@ -156,14 +162,14 @@ class Fleet:
         return one.epoch
 
     def charge(self, engine: str, why: str) -> bool:
-        """It is to be started with everything else, which is one of its restarts; False where it has none left."""
+        """Starts an engine with everything else, which is one of its restarts; False where it has none left."""
         if self.status(engine) is STARTING:
             return True
         self.exit(engine, self.epoch(engine), why)
         return self.status(engine) is DEAD and self.start(engine) is not None
 
     def started(self, engine: str, epoch: int) -> bool:
-        """It answers, and is to be brought to the current weights."""
+        """Notes that an engine answers; it is to be brought to the current weights."""
         if not self._is_of(engine, epoch) or self._engines[engine].status is not STARTING:
             return False
         self._engines[engine].status = STALE
@@ -181,7 +187,9 @@ class Fleet:
         return True
 
     def committed(self, engine: str, epoch: int, version: int) -> bool:
-        """It serves `version`, which is current from now on. Raises ValueError where that was not verified."""
+        """Notes that an engine serves `version`, which is current from now on. Raises ValueError where it was not
+        verified.
+        """
         if not self._is_of(engine, epoch) or self._engines[engine].status is not STALE:
             return False
         one = self._engines[engine]

@@ -90,7 +90,7 @@ class Tally:
 
 @dataclass
 class Counts:
-    """Since the run began: what was trained on beside what was not. Groups that begin anew lose what they had."""
+    """What was trained on since the run began, beside what was not. Groups that begin anew lose what they had."""
 
     kept: Tally = field(default_factory=Tally)
     dropped: dict[Cause, Tally] = field(default_factory=dict)  # by cause

@@ -84,7 +84,7 @@ class Ledger:
 
 
 def _check_numbers(ledger: Ledger) -> None:
-    """From the frontier on each number stands exactly once."""
+    """Checks that each number from the frontier on stands exactly once."""
     listed = sorted([*ledger.settled, *(group.number for group in ledger.groups)])
     expected = list(range(ledger.frontier, ledger.next_number))
     if listed != expected:

@@ -232,7 +232,10 @@ def _spans(kept: Samples, more: Samples) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _merged(starts: np.ndarray, versions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Without spans that have no token, or the version of the one before; a response without tokens keeps its last."""
+    """Leaves out spans that have no token, or the version of the one before.
+
+    A response without tokens keeps its last span.
+    """
     has_tokens = np.append(starts[1:], length) > starts
     has_tokens[-1] |= not has_tokens.any()
     starts = starts[has_tokens]

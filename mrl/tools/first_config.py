@@ -52,7 +52,7 @@ _OFFLOADED = ("actor.param_offload", "actor.grad_offload", "actor.optimizer_offl
 
 @dataclass(frozen=True)
 class DeviceCount:
-    """So many devices of one kind, as whole nodes where they are more than one node has."""
+    """A number of devices of one kind, as whole nodes where they are more than one node has."""
 
     device: Device
     nodes: int
@@ -162,7 +162,7 @@ def _cutting(degrees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_planned(candidate: Candidate, values: dict[str, Any], problem: SearchProblem) -> Candidate:
-    """With what `mrl plan` says of the file: the actor's fullest phase of the whole run, and what is computed again."""
+    """The candidate with what `mrl plan` says of the file: the actor's fullest phase, and what is computed again."""
     config = RunConfig.model_validate(nested(values))
     memory = memory_section(PlanInputs.of(config, problem.model, problem.device))
     return replace(candidate, phase=planned_phase(memory), recompute=recompute_of(config))

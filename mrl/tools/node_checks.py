@@ -77,7 +77,7 @@ class Clock:
 
 
 def unlike_faults(nodes: Mapping[str, NodeFacts]) -> list[str]:
-    """By address; what does not belong together, each with its cure."""
+    """What does not belong together among nodes, given by address, each with its cure."""
     problems = [
         _unlike({address: node.devices for address, node in nodes.items()}, "devices", "give a run one kind of them"),
         _unlike({address: node.driver for address, node in nodes.items()}, "drivers", "install one on every node"),
@@ -103,7 +103,7 @@ def _unlike(values: Mapping[str, str], what: str, cure: str) -> str:
 
 
 def clock_faults(clocks: Mapping[str, Clock], limit_s: float = SKEW_S) -> list[str]:
-    """By address; what is wrong between the nodes and the asker."""
+    """What is wrong between the asker's clock and those of nodes, given by address."""
     return [
         f"the clock of {address} is {abs(clock.skew_s):.1f} s {'ahead' if clock.skew_s > 0 else 'behind'}"
         for address, clock in clocks.items()
@@ -117,9 +117,9 @@ def port_faults(closed: Mapping[str, Sequence[tuple[str, int]]]) -> list[str]:
 
 
 def reaches(targets: Sequence[tuple[str, int]], timeout_s: float = _TRY_S) -> list[tuple[str, int]]:
-    """Those of `targets` to which no connection can be made from here.
+    """Returns the `targets` to which no connection can be made from here.
 
-    Tried beside each other: a firewall drops what it does not let through, and each try takes its whole time.
+    They are tried beside each other: a firewall drops what it does not let through, and each try takes its whole time.
     """
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         is_open = list(threads.map(lambda target: _is_open(target, timeout_s), targets))
@@ -135,7 +135,7 @@ def _is_open(target: tuple[str, int], timeout_s: float) -> bool:
 
 
 class Listener:
-    """On one node: what it is, its clock, two open ports, and what it reaches."""
+    """An actor on one node: what the node is, its clock, two open ports, and what it reaches."""
 
     def __init__(self) -> None:
         import ray

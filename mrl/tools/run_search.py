@@ -132,7 +132,10 @@ def _actors(config: RunConfig, problem: SearchProblem, result: SearchResult) -> 
 
 
 def _recomputed(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
-    """With the least recomputation that fits, and with more: what engines leave may be less than the search counts."""
+    """Candidates with the least recomputation that fits, and with more.
+
+    What engines leave may be less than the search counts.
+    """
     for first in range(len(RECOMPUTE)):
         found = best_fit(problem, candidate.degrees, candidate.layout, RECOMPUTE[first:])
         if isinstance(found, Candidate) and (first == 0 or found.recompute == RECOMPUTE[first]):

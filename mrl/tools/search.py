@@ -230,7 +230,7 @@ def unlike_stages(model: ModelSpec, layout: TrainLayout) -> list[int]:
 def fullest_phase(
     problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: dict[int, StateBytes]
 ) -> Phase:
-    """Over the given stages and all phases of the actor."""
+    """The fullest of all the actor's phases over the given stages."""
     load = problem.assumptions.expert_load_in(layout)
     work = problem.work_in(layout)
     activations = Activations(

@@ -66,7 +66,7 @@ class SignalRelay:
             process.send_signal(self.signal)
 
     def receive(self, number: int, _frame: Any) -> None:
-        """Is what a signal calls."""
+        """Hands a signal on to the process that runs."""
         self.signal = number
         if self._process is not None:
             self._process.send_signal(number)

@@ -80,7 +80,7 @@ class Run:
 
 @contextmanager
 def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] | None = None) -> Iterator[Run]:
-    """Everything that a run needs, ready for its next step; `resolved` has passed `mrl.train.preflight`.
+    """Opens everything that a run needs for its next step; `resolved` has passed `mrl.train.preflight`.
 
     `views`: of its metrics, beside those that trainer.logger names.
 
@@ -198,7 +198,7 @@ class _Starts:
                 self._damaged[damage.folder] = DamagedCheckpoint(*damage.args)
 
     def _with_new_ranks(self, files: Files) -> Processes:
-        """Beside the engines that are there; where those do not answer they are started again, too."""
+        """Starts ranks beside the engines that are there; engines that do not answer are started again, too."""
         if self._config.reshard.path == "fast":
             try:
                 return restart_ranks(self._own, self._config, files, self._processes)

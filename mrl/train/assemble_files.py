@@ -153,7 +153,7 @@ def open_files(
 
 
 def with_spool(own: ExitStack, files: Files) -> Files:
-    """With the groups on their way that the resume point has; `own` gives them up."""
+    """The files with the groups on their way that the resume point has; `own` gives these up."""
     spool = own.enter_context(_spool(files.beginning, files.run_dir))
     state = files.state
     if state.step and "ahead" in files.beginning.point.manifest.trainer:

@@ -306,7 +306,7 @@ class Generation:
         return self._snapshot
 
     def _end(self, requests: list[Assignment]) -> None:
-        """Nobody waits for these any more."""
+        """Ends requests that nobody waits for any more."""
         handles: dict[str, list[int]] = {}
         for sent in requests:
             handles.setdefault(sent.engine, []).append(sent.request)

@@ -61,7 +61,7 @@ def whole_losses(path: Path) -> tuple[list[Loss], int]:
 
 
 def _lines(path: Path) -> list[str]:
-    """With their line's end; none of a file that is not there. Raises DataError for one that cannot be read."""
+    """Lines with their ends; none of a file that is not there. Raises DataError for one that cannot be read."""
     if not path.exists():
         return []
     try:
@@ -102,7 +102,7 @@ class LostEngines:
         return found
 
     def suspects(self) -> Suspects:
-        """By the losses so far. Raises DataError for a file that is damaged; torn lines are passed over, and said."""
+        """Suspects by the losses so far. Raises DataError for a damaged file; torn lines are passed over, and said."""
         losses = []
         torn = 0
         for line in _lines(self._path):
@@ -122,5 +122,5 @@ class LostEngines:
         return self.suspects_now()
 
     def suspects_now(self) -> Suspects:
-        """By what `suspects` read and what was noted since, also where the disk did not take it."""
+        """Suspects by what `suspects` read and what was noted since, also where the disk did not take it."""
         return suspects([[group.prompt_id for group in loss.groups] for loss in self._losses or []])

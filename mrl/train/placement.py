@@ -47,18 +47,19 @@ class Placement(Protocol):
     """What the loop and the saver ask, wherever the processes stand."""
 
     def begin(self, step: int) -> None:
-        """Before the first step: every engine serves the weights that training starts from, those of `step`."""
+        """Brings the weights that training starts from, those of `step`, to every engine, before the first step."""
 
     def to_generation(self) -> None:
         """The engines are about to generate, for training or for validation."""
 
     def mend(self) -> None:
-        """Ranks are idle and hold the weights that engines serve: engines that were lost are brought back, as far as
-        they have started. Asked again and again.
+        """Brings lost engines back as far as they have started; ranks are idle and hold the weights that engines serve.
+
+        Asked again and again.
         """
 
     def to_log_probs(self) -> None:
-        """Generation is over, and the actor works until `to_engines`.
+        """Gives the devices to the actor after generation; it works until `to_engines`.
 
         Left out where no pass comes before the update.
         """
@@ -105,11 +106,11 @@ class Separate:
         self._actor.offload()
 
     def mend(self) -> None:
-        """Beside the engines that generate."""
+        """Brings engines back beside those that generate."""
         self._sync.mend()
 
     def to_log_probs(self) -> None:
-        """The ranks' devices are theirs."""
+        """Does nothing: the ranks' devices are theirs."""
 
     def to_update(self) -> None:
         """Does nothing: the ranks' devices are theirs."""
@@ -155,8 +156,9 @@ class Colocated:
         """The engines are awake since `to_engines`, and the actor is off."""
 
     def mend(self) -> None:
-        """Where nobody generates, and all that may come back have started. Beside one that does there is no room for
-        ranks: whoever has started waits for the next `to_engines`.
+        """Brings engines back where nobody generates, and all that may come back have started.
+
+        Beside an engine that generates there is no room for ranks: whoever has started waits for the next `to_engines`.
         """
         fleet = self._engines.fleet
         fleet.collect()

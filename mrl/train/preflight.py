@@ -159,7 +159,7 @@ def plug_ins(config: RunConfig) -> list[dict[str, str]]:
 
 
 def _bytes_of_a_checkpoint(config: RunConfig, model: ModelSpec) -> int:
-    """With the groups that generation may be ahead with."""
+    """Bytes of a checkpoint, with the groups that generation may be ahead with."""
     ahead = groups_ahead_bytes(schedule_of(config), config.data, route_bytes(config.actor, model))
     return checkpoint_bytes(model, config.model.dtype) + ahead
 

@@ -54,7 +54,7 @@ class TrainState:
     ahead: "KeptGroups | None" = field(default=None, compare=False, repr=False)
 
     def advanced(self, cursor: DataCursor) -> "TrainState":
-        """After one more update; what is on its way then, generation says."""
+        """The state after one more update; generation says what is on its way then."""
         return replace(self, step=self.step + 1, cursor=cursor, ahead=None)
 
 

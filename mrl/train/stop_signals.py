@@ -46,7 +46,7 @@ class StopFlag:
         self._is_ending = False
 
     def hold(self) -> None:
-        """From here on something is half-done: `raise_if_set` waits for `release`."""
+        """Holds signals back while something is half-done: `raise_if_set` waits for `release`."""
         self.on_hold = True
 
     def release(self) -> None:

@@ -52,7 +52,7 @@ class Admission:
             turn.set_result(None)
 
     def shut(self) -> None:
-        """From here on requests wait."""
+        """Lets requests wait from here on."""
         self.is_open = False
 
     def turn_back(self) -> None:

@@ -31,7 +31,7 @@ class CacheUse:
         self.peak = 0.0
 
     def note(self, share: float, preempted: int, running: int, waiting: int) -> None:
-        """After one step of the scheduler; `running`, `waiting`: requests that it has."""
+        """Notes one step of the scheduler; `running`, `waiting`: requests that it has."""
         self.share = share
         self.peak = max(self.peak, share)
         self._running = running

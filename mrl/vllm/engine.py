@@ -242,7 +242,7 @@ class VllmEngine:
             ) from error
 
     async def _forget_routes(self) -> None:
-        """With new weights: requests that were given up left theirs behind.
+        """Drops routes before new weights: requests that were given up left theirs behind.
 
         Where routes are asked for none is held over an update.
         """

@@ -29,7 +29,7 @@ class EngineCalls:
         self._has_peers = False
 
     def watch(self, has_peers: bool) -> None:
-        """From here on a death is seen at once. `has_peers`: its own is told from one of another rank of the engine."""
+        """Sees a death at once from here on. `has_peers`: its own is told from one of another rank of the engine."""
         self._watch = ProcessWatch(lambda: self.llm.errored)
         self._has_peers = has_peers
 

@@ -106,9 +106,9 @@ def start_server() -> None:
 
 
 def leave_server() -> None:
-    """Once all are there: the server ends with the last of them, and of its socket a kill leaves nothing behind.
+    """Leaves the server once all processes are there: it ends with the last of them.
 
-    A process that goes on to another engine starts another one.
+    A kill leaves nothing of its socket behind. A process that goes on to another engine starts another server.
     """
     server = forkserver._forkserver
     if server._forkserver_pid is None:

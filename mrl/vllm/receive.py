@@ -298,7 +298,7 @@ class SlowPath:
             self._adapter.prepare_experts(layer)
 
     def report(self) -> dict[str, Any]:
-        """There are no digests on this path."""
+        """Nothing: there are no digests on this path."""
         return {}
 
     def abandon(self) -> None:

@@ -64,7 +64,7 @@ class VersionServed(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Everything one engine is started with, or one data-parallel rank of it: each has a front end of its own."""
+    """What one engine is started with, or one data-parallel rank of it: each has a front end of its own."""
 
     engine_id: int
     arguments: dict  # of vLLM's AsyncEngineArgs

@@ -112,7 +112,7 @@ class SleepingExtension:
         return 0
 
     def wait_for_device(self) -> None:
-        """Until all work of the device is done."""
+        """Waits until all work of the device is done."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 

@@ -32,7 +32,7 @@ class Adapter(CommonAdapter):
     """vLLM 0.23's layerwise reload, and its experts."""
 
     def plan_name(self, name: str) -> str:
-        """In 0.23 the fused experts are parameters of `mlp.experts` itself."""
+        """The plan's name of a parameter: in 0.23 the fused experts are parameters of `mlp.experts` itself."""
         return re.sub(r"(\.mlp\.experts)(?=\.w\d|$)", r"\1.routed_experts", name)
 
     def moe_backends(self, model: nn.Module) -> set[str]:
@@ -151,7 +151,7 @@ class WorkerExtension(CommonWorkerExtension):
         return super().weight_update_report()
 
     def abandon_update(self) -> None:
-        """After a failed update, wherever it failed: the next one may start.
+        """Gives an update up, wherever it failed, so that the next one may start.
 
         What the engine holds is a mixture until then.
         """

@@ -144,7 +144,7 @@ class WorkerExtension(CommonWorkerExtension):
     adapter = ADAPTER
 
     def abandon_update(self) -> None:
-        """After a failed update, wherever it failed: the next one may start.
+        """Gives an update up, wherever it failed, so that the next one may start.
 
         What the engine holds is a mixture until then.
         """
@@ -152,7 +152,7 @@ class WorkerExtension(CommonWorkerExtension):
         self._weight_update_active = False
 
     def capture_routes(self) -> None:
-        """From here on keeps the routes of requests that ask for them."""
+        """Keeps the routes of requests that ask for them, from here on."""
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
         self.route_capture = RouteCapture(self.model_runner, bind_routed_experts_capturer)

@@ -53,7 +53,7 @@ class CommonAdapter:
         return {backend.get_name() for backend in backends if backend is not None}
 
     def expert_isa(self, layer: nn.Module) -> str | None:
-        """For which instructions CPU packs this layer's experts; None for other layers and kernels."""
+        """The instructions for which the CPU packs this layer's experts; None for other layers and kernels."""
         raise NotImplementedError
 
     def prepare_experts(self, layer: nn.Module) -> None:

@@ -90,9 +90,7 @@ def _words(value: Value) -> list[Value]:
 
 
 def _depths(text: str) -> list[int]:
-    """For each character how many `${...}` and `$(...)` it stands in, their own signs counted;
-    0 where its text is known.
-    """
+    """How many `${...}` and `$(...)` each character stands in, their own signs counted; 0 where its text is known."""
     depths = []
     depth = 0
     for i, character in enumerate(text):

@@ -69,7 +69,7 @@ def tool_names(source: str) -> list[str]:
 
 
 def _name(own: str, mark: ast.expr) -> str | None:
-    """By a decorator that may be another one."""
+    """The name that a decorator gives a function; None for another decorator."""
     call = None
     if isinstance(mark, ast.Call):
         call = mark
@@ -86,7 +86,7 @@ def _name(own: str, mark: ast.expr) -> str | None:
 
 
 def _turns(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Whatever stands beside the switch."""
+    """Carries over the keys that stand beside the switch."""
     name = o.key.removeprefix(MULTI)
     if not settings.given(ENABLE) or not _functions(settings)[1]:
         out.leave("not_applicable", o.key, o.value, "goes with multi_turn.enable", o.line)

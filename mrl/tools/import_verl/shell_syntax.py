@@ -446,7 +446,10 @@ def _walk(node: Node) -> Iterator[Node]:
 
 
 def _is_arithmetic(node: Node) -> bool:
-    """In `${x:-$((y * (z + 1)))}` the grammar takes the calculation for a command, and may find errors in it."""
+    """Whether a node is a calculation.
+
+    In `${x:-$((y * (z + 1)))}` the grammar takes it for a command, and may find errors in it.
+    """
     text = node.text.strip()
     return node.type == "arithmetic_expansion" or (text.startswith(b"$((") and text.endswith(b"))"))
 

@@ -299,7 +299,7 @@ class VerlSettings:
 
 
 def says_megatron(command: VerlCommand, keys: Mapping[str, Override]) -> bool:
-    """By the configuration's name, the engine, the strategy, or a degree of Megatron's."""
+    """Whether the command asks for Megatron: by the configuration's name, the engine, the strategy, or a degree."""
     named = "megatron" in command.config_name
     said = any(key in keys and keys[key].value == "megatron" for key in ("model_engine", A + "strategy"))
     return (

@@ -70,7 +70,7 @@ class Answer:
 
 
 def answer(config: str, work: WorkFolder, prepared: Prepared, ended: list[Ended], seconds: float) -> Answer:
-    """From what the commands left behind."""
+    """Makes the answer from what the commands left behind."""
     evidence = evidence_of(work.run, work.exercised)
     exercised, lost = judge(prepared.rehearsal, evidence)
     failed = [

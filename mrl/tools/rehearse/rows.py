@@ -42,10 +42,10 @@ def rows_of(
     data_source: str,
     first: int = 0,
 ) -> list[Rows]:
-    """For each file about `count` / files rows whose prompts fit `parameters.max_prompt_length`. Raises DataError
-    as `mrl train` does.
+    """Rows for each file, about `count` / files of them, whose prompts fit `parameters.max_prompt_length`.
 
-    `data_source` is what synthetic rows name; `first`: the number of the first row.
+    Raises DataError as `mrl train` does. `data_source` is what synthetic rows name; `first`: the number of the first
+    row.
     """
     each = -(-count // max(len(files), 1))
     starts = range(first, first + each * max(len(files), 1), each)

@@ -34,7 +34,9 @@ class Curve:
         return float(self.values[-1])
 
     def thinned(self, most: int) -> "Curve":
-        """At most `most` (2 or more) of the points, by steps: of equal stretches the smallest and the largest."""
+        """A curve of at most `most` (2 or more) of the points, by steps: the smallest and the largest of equal
+        stretches.
+        """
         if len(self) <= most:
             return self
         if (self.values == self.values[0]).all():

@@ -33,7 +33,7 @@ class HeldOutTest:
     level: float
 
     def words(self) -> str:
-        """In a sentence."""
+        """The test in a sentence."""
         return f"{self.other}, {self.source}, after step {self.step}: {self.difference.words(self.level)}"
 
 

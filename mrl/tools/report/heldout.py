@@ -62,7 +62,7 @@ class Difference:
         return self.prompts >= FEW_PROMPTS and self.p < level
 
     def words(self, level: float = LEVEL) -> str:
-        """In a sentence."""
+        """The difference in a sentence."""
         size = (
             f"{self.quantity} {self.first:.3g} to {self.second:.3g} ({self.mean:+.3g} ± {self.half_width:.2g}, "
             f"{self.prompts} prompts)"
@@ -153,7 +153,7 @@ def _prompt(response: Response) -> tuple[str, int, str]:
 
 
 def differences(first: Sequence[Response], second: Sequence[Response]) -> dict[str, Difference]:
-    """By data source, over the prompts that both answered; none of a source that shares no two."""
+    """Compares the prompts that both answered, by data source; nothing of a source that shares fewer than two."""
     by = quantities(first, second)
     before = prompt_means(first, by)
     after = prompt_means(second, by)

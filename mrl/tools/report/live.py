@@ -112,7 +112,7 @@ class LiveServer:
 
     @property
     def url(self) -> str:
-        """With the token: who has it sees the page."""
+        """The page's address with the token: who has it sees the page."""
         return f"http://{LOOPBACK}:{self.port}/?token={self.token}"
 
     def serve(self) -> None:

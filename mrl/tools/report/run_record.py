@@ -131,7 +131,7 @@ class RunRecord:
 
     @cached_property
     def _responses(self) -> dict[int, list[Response]]:
-        """By step, those that were asked for."""
+        """Held-out responses that were asked for so far, by step."""
         return {}
 
     def matching(self, pattern: str) -> list[str]:

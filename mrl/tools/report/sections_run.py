@@ -329,7 +329,7 @@ def staleness(run: RunRecord) -> PageSection | None:
 
 
 def incidents(run: RunRecord) -> PageSection:
-    """Whatever did not go as it should, in the order of steps; and what logs say where the run ended badly."""
+    """Lists what did not go as it should, in the order of steps, and what logs say where the run ended badly."""
     rows = sorted(_incidents(run), key=lambda row: row[0])
     table = Table(("step", "what", "meaning"), tuple((str(step), what, meaning) for step, what, meaning in rows), (0,))
     blocks: list[Block] = [table] if rows else [Paragraph("None is recorded.")]

@@ -69,7 +69,7 @@ def _tone(state: _State, changes: Sequence[Difference], things_to_do: int) -> To
 
 
 def held_out_changes(run: RunRecord) -> dict[str, Difference]:
-    """From the first to the last validation, by data source; nothing where there are no two."""
+    """Changes from the first to the last validation, by data source; nothing where there are no two."""
     steps = run.validation_steps
     if len(steps) > 1:
         return differences(run.responses(steps[0]), run.responses(steps[-1]))
@@ -172,7 +172,7 @@ def _facts(run: RunRecord, learnt: dict[str, Difference]) -> Iterator[str]:
 
 
 def _duration(seconds: float) -> str:
-    """In the largest unit that gives two or more."""
+    """Seconds in words, in the largest unit that gives two or more."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

@@ -140,7 +140,7 @@ class ArchiveFrame:
         return prod(self.shape) * ITEM_BYTES[self.code]
 
     def before(self) -> bytes:
-        """Up to the first element, which is aligned."""
+        """Bytes up to the first element, which is aligned."""
         small, _ = self._small
         name = f"{_ROOT}/data/0"
         sizes = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes)
@@ -149,7 +149,7 @@ class ArchiveFrame:
         return small + _local(name, _STREAMED, 0, _LARGE, extra)
 
     def after(self, crc: int) -> bytes:
-        """From behind the last element, whose CRC-32 is `crc`. Its length does not depend on it."""
+        """Bytes behind the last element, whose CRC-32 is `crc`; their number does not depend on it."""
         small, central = self._small
         descriptor = struct.pack("<IIQQ", 0x08074B50, crc, self.nbytes, self.nbytes)
         entry = _central(

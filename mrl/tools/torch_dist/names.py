@@ -75,7 +75,7 @@ class GlobalTensor:
     members: Mapping[tuple[int, ...], tuple[Shard, int]]
 
     def fits(self, size: tuple[int, ...]) -> bool:
-        """Is it what a checkpoint says of the tensor's size?"""
+        """Whether a checkpoint says this size of the tensor."""
         if self.padded and len(size) == len(self.shape):
             return size[0] >= self.shape[0] and size[1:] == self.shape[1:]
         return size == (*self.lead, *self.shape)

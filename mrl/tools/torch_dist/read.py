@@ -167,7 +167,7 @@ def _described(key: str, tensor: Recorded, infos: dict) -> DescribedTensor:
 
 
 def _plain(key: str) -> str:
-    """Without the prefixes of wrapped models."""
+    """The key without the prefixes of wrapped models."""
     return key[_WRAPPERS.match(key).end() :]
 
 
