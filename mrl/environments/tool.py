@@ -62,7 +62,7 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> "Tool":
-        """Makes a tool of a function, under that name. Raises ConfigError where the function says too little of itself."""
+        """Makes a tool of a function, under that name. Raises ConfigError where it says too little of itself."""
         said = inspect.getdoc(function)
         if not said:
             raise ConfigError(f"tool {name!r} has no docstring: it is what the model is told of it")

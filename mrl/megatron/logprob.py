@@ -92,7 +92,7 @@ def _block_shape(weight: Tensor, width: int) -> tuple[int, int]:
 
 
 class _LeanLogProbs(torch.autograd.Function):
-    """Log-probs and entropies of tokens, with a backward pass that keeps no logits.
+    """Log-probs and entropies of tokens; the backward pass makes the logits again, block by block.
 
     With z = logits / temperature and p = softmax(z): log p of the target, and entropy H = -sum p log p.
 
