@@ -72,8 +72,9 @@ class LostProcess(Interrupted):
 
 
 class LostWeights(LostProcess):
-    """Nobody holds the weights any more that responses are to be finished by: only from a checkpoint before can the run
-    repeat them bit by bit.
+    """No process holds the weights any more that responses are to be finished by.
+
+    Only from a checkpoint before can the run repeat them bit by bit.
     """
 
 
@@ -100,8 +101,9 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u20
 
 
 def printable(text: str) -> str:
-    """Text without what a terminal obeys (control characters but newline and tab, changes of direction) and halves of
-    characters, each as its escape sequence in Python.
+    """Text with what a terminal obeys, and halves of characters, as escape sequences of Python.
+
+    A terminal obeys control characters, but for newline and tab, and changes of direction.
     """
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 

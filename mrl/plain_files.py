@@ -98,8 +98,8 @@ def reason(error: Exception) -> str:
 def check_output(path: Path, inputs: tuple[Path, ...] = (), begins: bytes = b"") -> None:
     """Raises ConfigError for an output that would take the place of something else than an older output.
 
-    A link, a device and a pipe are never replaced, one of `inputs` neither, under whatever name, nor a file
-    that does not begin with `begins`.
+    A link, a device and a pipe are never replaced. Nor is one of `inputs`, under whatever name, or a file that does not
+    begin with `begins`.
     """
     try:
         mode = os.lstat(path).st_mode

@@ -30,8 +30,8 @@ WHITEN_EPS = 1e-8
 class AdvantageInputs:
     """One step's responses, in any order: numbers a response.
 
-    What belongs to a response as it was generated, its length and the sum of its penalties, is taken over all its
-    tokens, so a rejection shifts no group's baseline.
+    A response's length and the sum of its penalties are taken over all its tokens, as it was generated. So a rejection
+    shifts no group's baseline.
     """
 
     scores: np.ndarray  # [batch], after penalties

@@ -58,10 +58,10 @@ def correct(
 ) -> Correction:
     """Weights and rejections for one step; arrays are [tokens], `mask` bool, `lengths` int [rows].
 
-    `truncate` bounds the ratio above and `clip` on both sides, as a weight of the policy loss; `mask` rejects what is
+    `truncate` bounds the ratio above, and `clip` on both sides, as a weight of the policy loss. `mask` rejects what is
     outside the band, and what it keeps has the ratio as its weight. The geometric mean is a test of a response and not
-    its importance weight, so `mask` at that level keeps responses as they are, with weight 1. What is rejected leaves
-    the loss's denominators too.
+    its importance weight, so `mask` at that level keeps responses with weight 1. What is rejected leaves the loss's
+    denominators too.
     """
     ratio = np.exp(log_ratios(old_log_probs, rollout_log_probs, mask, lengths, parameters.level))
     low = 0.0

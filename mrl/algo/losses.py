@@ -134,9 +134,8 @@ def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor
     """GSPO (arXiv:2507.18071, eq. 5): s = exp(mean of d over the response), clipped as a whole, under the response's
     mean advantage.
 
-    The log ratio is bounded above by 10, so a response that drifted past e^10 gives a large finite loss without
-    gradient instead of infinity; there is no bound below, where exp goes to 0 by itself. Neither is reached inside a
-    band.
+    The log ratio is bounded above by 10: a response that drifted past e^10 gives a large finite loss without gradient,
+    and not infinity. There is no bound below, where exp goes to 0 by itself. Neither is reached inside a band.
     """
     ratio = torch.exp(sequence_mean(log_ratio, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
     values, clipped = _clipped_surrogate(ratio, sequence_mean(inputs.advantages, inputs.response_mask), parameters)

@@ -189,8 +189,9 @@ def _only_weights(source: Checkpoint, roles: tuple[str, ...]) -> bool:
 
 
 def _config_of_export(source: Checkpoint) -> bytes:
-    """config.json, which names the dtype of the weights (as `dtype` since transformers 4.56, `torch_dtype` before) and
-    neither layers nor code that the export does not have.
+    """config.json of an export, without layers and code that the export does not have.
+
+    It names the dtype of the weights: as `dtype` since transformers 4.56, as `torch_dtype` before.
     """
     data = without_quantization(json.loads((source.hf_files / "config.json").read_text()))
     data.pop("auto_map", None)

@@ -150,8 +150,9 @@ class Manifest:
 
     @property
     def weights_only(self) -> bool:
-        """Converted from weights alone: there are no master weights, moments and schedule either,
-        and training starts from the weights.
+        """Whether the checkpoint was converted from weights alone.
+
+        Then there are no master weights, moments and schedule either, and training starts from the weights.
         """
         return self.trainer.get("converted") == WEIGHTS_ONLY
 
@@ -195,8 +196,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads manifest.json and checks that every file that a run goes on from is there at its size, and that the ranks
-    agree about the optimizer.
+    """Reads manifest.json, and checks the sizes of all files that a run goes on from and that ranks agree about the
+    optimizer.
 
     Raises EnvironmentFault naming what is wrong, DamagedCheckpoint where it is a file.
     """

@@ -41,11 +41,11 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class TensorLoader:
     """Reads the tensors of one checkpoint, and the descriptions of those ranks that wrote what is asked for.
 
-    Raises EnvironmentFault where something that is asked for is not stored, or not in as many bytes as described, and
-    where the descriptions that are read have an element twice. A conversion alone reads all descriptions, and compares
-    them with the model and with each file. So it alone sees a fault in what no rank asks for: an element twice in a
-    description that nobody reads, a tensor that the model does not have, a dtype that is not its role's. A manifest of
-    format 1 has all descriptions: there parts that overlap, or do not add up, are found here too.
+    Raises EnvironmentFault where something that is asked for is not stored, or not in as many bytes as described. So it
+    does where the descriptions that are read have an element twice. A conversion alone reads all descriptions, and
+    compares them with the model and with each file. So it alone sees a fault in what no rank asks for: an element twice
+    in a description that nobody reads, a tensor that the model does not have, a dtype that is not its role's. A
+    manifest of format 1 has all descriptions: there parts that overlap, or do not add up, are found here too.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, check_first: bool = True, rank: int = 0):

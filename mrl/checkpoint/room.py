@@ -64,8 +64,9 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def room_note(folder: Path, size: int, kept: int) -> list[str]:
-    """A line when the disk of `folder` holds one checkpoint of `size` bytes,
-    and not as many as the run is to keep, `kept`, with one more beside them.
+    """A line for a disk that has room for one checkpoint, but not for all that the run is to keep and one more.
+
+    `folder`: of the checkpoints; `size`: bytes of one; `kept`: how many the run is to keep.
     """
     wanted = kept + 1
     present = len(list(folder.glob("checkpoints/step-*")))

@@ -82,8 +82,9 @@ def _submit(options: argparse.Namespace) -> None:
 
 
 def _check_found(config, preset: str, environment: dict[str, Any], address: str) -> None:
-    """Raises ConfigError for what the job's processes would not find: files that its copy of the working directory
-    lacks, and a run directory that no other host has.
+    """Raises ConfigError for what the job's processes would not find.
+
+    These are files that its copy of the working directory lacks, and a run directory that no other host has.
     """
     from mrl.cluster.job import not_sent
     from mrl.config.run_rules import named_files, run_dir

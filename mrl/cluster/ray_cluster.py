@@ -49,7 +49,7 @@ def ray_cluster(deployment: Deployment, actor: bool = True) -> Iterator[None]:
 def _start_own(stack: ExitStack) -> None:
     """Starts a cluster for this run alone, which `stack` takes down. Raises EnvironmentFault where none comes up.
 
-    Ray gives its own processes 30 s to find each other, whatever the machine has to do meanwhile; so a start that ran
+    Ray gives its own processes 30 s to find each other, whatever the machine has to do meanwhile. So a start that ran
     out of time is tried again once what it left has ended.
     """
     for again in range(_STARTS):

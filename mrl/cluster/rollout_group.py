@@ -232,7 +232,7 @@ class RolloutGroup:
         return {name: own[0][0] for name, own in self.device_places.items()}
 
     def streams(self) -> RequestStreams:
-        """Nothing sent yet."""
+        """Makes the streams of requests; nothing is sent yet."""
         limit_s = self.rollout.generate_timeout_s
         return RequestStreams(self.fleet, partial(self.refs, "check_there"), self.nodes, limit_s)
 

@@ -282,8 +282,9 @@ class WeightSync:
             ) from error
 
     def _agree(self, engines: set[int]) -> None:
-        """Agrees on the plan and opens the transports to these engines; before the first byte, again after a transport
-        broke, and where others take part than before.
+        """Agrees on the plan with these engines and opens the transports to them.
+
+        This is done before the first byte, after a transport broke, and where others take part than before.
         """
         limit = self._deployment.cluster.start_timeout_s
         places = gather(self.actor.refs("places"), limit, "placing the weight sync") | self.engines.device_places

@@ -319,8 +319,9 @@ class EngineWorker:
         return tuple(await self.outboxes.of(client).told(awaited))
 
     async def blocks(self, client: int, ticket: int, routed: bool) -> list:
-        """None, which says that they are there, then the blocks of one answer of `told`, each before its routes where
-        there are some: objects of this node.
+        """Yields None, which says that they are there, then the blocks of one answer of `told`.
+
+        Each block comes before its routes, where there are some; they are objects of this node.
         """
         blocks = self.outboxes.of(client).taken(ticket)
         of_each = [(replace(block, routes=None), *([block.routes] if routed else [])) for block in blocks]

@@ -121,8 +121,9 @@ def _violation(kind: str, loc: Sequence[Any], tree: Node) -> tuple[_Path, Violat
 
 
 def _resolve(loc: Sequence[Any]) -> tuple[type[Section], FieldInfo | None, int]:
-    """The section in which the path ends, the last field on the path, and how many keys lead to it:
-    what follows is inside a value.
+    """The section in which the path ends, the last field on it, and how many keys lead to that.
+
+    What follows on the path is inside a value.
     """
     owner = RunConfig
     field = None

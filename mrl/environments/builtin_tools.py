@@ -34,7 +34,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    """Nothing is evaluated but numbers and operators."""
+    """Computes an expression of numbers and operators, and nothing else."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number

@@ -64,8 +64,10 @@ class EngineProgress:
             raise concerning(silent, *late)
 
     def observed(self, under_way: int) -> Observation | None:
-        """What engines' meters said since this last told something, at most once in the time in which each of them is
-        asked: a cache that is full counts once. None where nothing is to be told. `under_way`: responses.
+        """What engines' meters said since this was last told; None where nothing is to be told.
+
+        It is told at most once in the time in which each of them is asked: a cache that is full counts once.
+        `under_way`: responses.
         """
         now = self._clock()
         readings = self._readings

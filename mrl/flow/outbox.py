@@ -52,12 +52,12 @@ class Outbox:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way, to be told or to be taken, and nobody asks."""
+        """Whether nothing is under way, to be told or to be taken, and nobody asks."""
         return not (self._calls or self._ended or self._blocks or self._error or self._is_asked)
 
     @contextmanager
     def call(self, number: int) -> Iterator[None]:
-        """A call is under way; an error that ends it is told."""
+        """Counts a call as under way, and tells of an error that ends it."""
         self._calls[number] = time.monotonic()
         try:
             yield

@@ -135,7 +135,7 @@ class RankBatch:
 
         `counted`, bool [rows]: the others are taken out whole, and are in no group's mean either; None: all.
 
-        What is rejected is out of the loss alone: its score stays in its group's mean and standard deviation, as in
+        What is rejected is out of the loss alone. Its score stays in its group's mean and standard deviation, as in
         DAPO, whose filter masks the loss. Returns `trained` tokens, `penalties` where KL is in the reward, what
         `correction_metrics` takes where there is a correction, and what `_take_anchor` does. On policy no log-probs are
         known yet, and only the filter has something to do.

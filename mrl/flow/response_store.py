@@ -30,8 +30,9 @@ SMALL_OBJECTS = {"RAY_max_direct_call_object_size": "1024"}  # bytes; what is la
 
 
 def in_blocks(batches: Sequence[Samples]) -> list[Samples]:
-    """What becomes an object each, its routes another one, rows in their order: all batches where they are small
-    together, each where it is, its responses one by one where it is not.
+    """Cuts batches into blocks, each of which becomes an object, with its routes as another one; rows stay in order.
+
+    Batches that are small together are one block. Else each is one, and each response of a large batch.
     """
     if len(batches) > 1 and sum(batch.nbytes for batch in batches) <= BLOCK_BYTES:
         batches = [Samples.joined(batches)]

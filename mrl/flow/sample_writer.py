@@ -74,8 +74,9 @@ class SampleWriter:
             self._under_way = {f"samples of step {step}": self._writer.write.remote(step, *chosen)}
 
     def write_differences(self, step: int, trained: StepBatch) -> None:
-        """Begins with the file of the log-probs under the trainer, which go from the ranks to the writer; of the rows
-        that the step's other file has.
+        """Begins to write log-probs under the trainer for the rows that the step's other file has.
+
+        They go from the ranks to the writer.
         """
         if self._writer is not None:
             rows, parts = trained.differences(kept_rows(len(trained.rows), self._kept))

@@ -95,8 +95,9 @@ class Scorer:
     def exchange(
         self, asked: Sequence[Asked], wait_s: float, *blocks: Samples
     ) -> tuple[list[RewardResult], list[Texts]]:
-        """Begins with what is asked; waits for all that is under way, `wait_s` seconds at most; results that are there,
-        each once, and apart from them their long texts.
+        """Begins with what is asked, and waits `wait_s` seconds at most for all that is under way.
+
+        Returns results that are there, each once, and apart from them their long texts.
         """
         responses = [list(block.responses()) for block in blocks]
         told = [None if block.turn_counts is None else list(outcomes(block)) for block in blocks]
@@ -187,7 +188,7 @@ class Channel:
     patience_s: float = 0.0  # between two calls that send something, at least
 
     def drop_withdrawn(self, asked: Container[int]) -> None:
-        """Queued questions that nobody asks any more are dropped; `asked`: numbers of those that are."""
+        """Drops queued questions that nobody asks any more; `asked`: numbers of those that are asked."""
         self.queued = [each for each in self.queued if each[2].sample_id in asked]
 
     def send(self) -> None:

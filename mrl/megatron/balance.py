@@ -33,8 +33,8 @@ def imbalance(costs: np.ndarray, parts: list[np.ndarray]) -> float:
 def balanced_parts(costs: np.ndarray, parts: int, enough: float = 0.0) -> list[np.ndarray]:
     """Row numbers of each part, ascending. Counts differ by at most one, so with fewer rows than parts some are empty.
 
-    Rows are dealt by falling cost, back and forth; then the heaviest part exchanges a row with a lighter one, as long
-    as that lightens it, until it costs no more than `enough`.
+    Rows are dealt by falling cost, back and forth. Then the heaviest part exchanges a row with a lighter one as long as
+    that lightens it, until it costs no more than `enough`.
     """
     members = _dealt(np.argsort(-costs, kind="stable"), parts)
     sums = np.array([costs[rows].sum() for rows in members])

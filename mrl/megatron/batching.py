@@ -109,10 +109,10 @@ class Splitter:
     def for_reference(
         cls, actor: ActorConfig, ref: RefConfig, layout: TrainLayout, model: ModelSpec
     ) -> "Splitter | None":
-        """The same of the reference model, which has the actor's limits where it has none of its own.
+        """Splits rows for the reference model, which has the actor's limits where it has none of its own.
 
-        Where it is cut by tokens and the actor by samples, or the other way round, the update's cut cannot be its own:
-        it then has the update's limit of its own kind.
+        Where one of the two is cut by tokens and the other by samples, the update's cut cannot be the reference's. Then
+        the reference has the update's limit of its own kind.
         """
         given = {
             "use_dynamic_bsz": ref.log_prob_use_dynamic_bsz,
@@ -144,11 +144,11 @@ class Splitter:
         )
 
     def shares(self, lengths: np.ndarray, owners: list[np.ndarray] | None = None) -> Shares:
-        """Every row is in exactly one micro-batch that is no filler. `lengths` [rows] are tokens per row.
+        """Puts every row into exactly one micro-batch that is no filler. `lengths` [rows] are tokens per row.
 
-        Where `owners` does not say whose each row is, rows are dealt over ranks in equal numbers and at equal cost; so
-        are a rank's rows over its micro-batches where sequences are packed, and rows of like length go together where
-        they are padded. The largest forward comes first. Raises DataError for a row above the limit.
+        Where `owners` does not say whose each row is, rows are dealt over ranks in equal numbers and at equal cost. A
+        rank's rows are dealt over its micro-batches likewise where sequences are packed. Where they are padded, rows of
+        like length go together. The largest forward comes first. Raises DataError for a row above the limit.
         """
         costs = sequence_costs(lengths, self.per_token, self.per_pair)
         ranks = balanced_parts(costs, self.data_parallel) if owners is None else owners

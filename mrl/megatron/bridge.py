@@ -176,8 +176,9 @@ def _transformer_config(model: ModelSpec, layout: TrainLayout) -> dict[str, Any]
 
 
 def _make_constants_parameters(chunk: torch.nn.Module, **_: Any) -> None:
-    """Megatron keeps the constants that routers choose by in buffers: as parameters without gradient they are found
-    with the other weights, and neither data parallelism nor the optimizer takes them up.
+    """Makes the constants that routers choose by parameters without gradient; Megatron keeps them in buffers.
+
+    So they are found with the other weights, and neither data parallelism nor the optimizer takes them up.
     """
     for router in _routers_with_constants(chunk):
         constants = router._buffers.pop("expert_bias")

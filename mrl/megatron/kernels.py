@@ -16,8 +16,9 @@ _PARTS = {"attention": ".core_attention", "experts": ".mlp.experts", "norm": ".f
 
 
 def kernels_in_words(chunks: Iterable[nn.Module], optimizer: MegatronOptimizer) -> str:
-    """Layers, and the classes of attention, experts, last norm and Adam, as far as this rank's chunks have them; how
-    gradients of weights in 16 bits are summed.
+    """Names the classes of layers, attention, experts, last norm and Adam, as far as this rank's chunks have them.
+
+    It also says how gradients of weights in 16 bits are summed.
     """
     chunks = list(chunks)
     parts = [f"{part} {kind}" for part, kind in _classes(chunks).items()]

@@ -47,10 +47,10 @@ class _Head:
         return _slices(self.width, self.rows)
 
     def place(self, tokens: int) -> Tensor:
-        """Float32 memory of a block's size.
+        """Float32 memory of a block's size, made once and not for each block.
 
-        Made once, not a block: results between blocks are small and stay, and on the CPU the heap keeps a hole of a
-        block's size below each of them.
+        Results between blocks are small and stay: on the CPU the heap would keep a hole of a block's size below each of
+        them.
         """
         size = min(tokens, self.tokens) * min(self.width, self.rows)
         return torch.empty(size, dtype=torch.float32, device=self.weight.device)
@@ -265,8 +265,10 @@ class _WeightGradient:
             into.addmm_(grad.t(), hidden.float())
 
     def result(self) -> Tensor | None:
-        """What autograd adds to the weight's own gradient; nothing more when it is in the buffer already, as zeros
-        where Megatron asks for a gradient before it reduces the buffer.
+        """What autograd adds to the weight's own gradient: all of it where there is no buffer.
+
+        Nothing more where the buffer has it already, or zeros where Megatron asks for a gradient before it reduces the
+        buffer.
         """
         if self.buffer is None:
             return self.total.to(self.dtype)

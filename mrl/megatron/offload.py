@@ -304,10 +304,10 @@ def check_resident(what: str, tensors: Iterable[Tensor]) -> None:
 
 
 class FrozenWeights:
-    """The reference model of a KL term: a copy of this rank's weights as they are now, which computes in their stead
-    for a forward.
+    """The reference model of a KL term: a copy of this rank's weights as they are now, which can compute in their
+    stead.
 
-    Only contents change places, through a piece's worth of scratch memory: parameters, gradient buffers and optimizer
+    Only contents change places, through a piece's worth of scratch memory. Parameters, gradient buffers and optimizer
     states stay where they are, and the actor's weights come back bit for bit.
     """
 

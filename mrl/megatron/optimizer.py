@@ -59,11 +59,11 @@ def build_optimizer(config: OptimConfig, chunks: list[torch.nn.Module], dtype: t
 
 
 def freeze(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Keeps parameters where they are; to be called before the optimizer is built.
+    """Keeps parameters where they are; called before the optimizer is built.
 
-    Their gradient is zero and nothing decays them, so Adam leaves every bit, as long as their moments are zero too:
-    moments of updates before they were frozen would go on moving them, so a checkpoint's are not restored. They keep
-    their place in buffers, optimizer and checkpoints: freezing changes no layout, and a run may freeze what it trained
+    Their gradient is zero and nothing decays them, so Adam leaves every bit as long as their moments are zero too.
+    Moments of updates before they were frozen would go on moving them, so a checkpoint's are not restored. They keep
+    their place in buffers, optimizer and checkpoints. So freezing changes no layout: a run may freeze what it trained
     before, or train on what was frozen.
     """
     for parameter in parameters:

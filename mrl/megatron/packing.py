@@ -201,8 +201,10 @@ def in_rows(values: np.ndarray, responses: np.ndarray) -> np.ndarray:
 def _laid_out(
     token_ids: np.ndarray, lengths: np.ndarray, padded: np.ndarray, starts: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Tokens without padding as they lie in memory, all int64 [sum of padded]: token ids with zeros for padding,
-    positions, and how many real tokens of its sequence each has left, itself included: 0 of padding.
+    """Tokens without padding as they lie in memory, all int64 [sum of padded].
+
+    These are token ids with zeros for padding, positions, and how many real tokens of its sequence each has left,
+    itself included: 0 for padding.
     """
     ids, positions, left = (np.zeros(int(starts[-1]), dtype=np.int64) for _ in range(3))
     for start, length, size in zip(starts, lengths, padded, strict=False):

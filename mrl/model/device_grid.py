@@ -92,10 +92,10 @@ def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0)
 
 
 def rank_order(nodes: Sequence[str], together: int = 1) -> tuple[int, ...]:
-    """Bundle of each rank, given the node of each bundle: node by node, every `together` ranks on one node as far as
-    nodes allow.
+    """Bundle of each rank, given the node of each bundle: node by node, `together` ranks on one node as far as nodes
+    allow.
 
-    Ray may scatter bundles, and a node may get a number of them that `together` does not divide: what is left over
+    Ray may scatter bundles, and a node may get a number of them that `together` does not divide. What is left over
     comes last, so that as few groups of ranks as possible are spread.
     """
     by_node = _bundles_by_node(nodes)

@@ -52,8 +52,9 @@ def hub_name(path: str) -> HubName | None:
 
 
 def _published(repo: str) -> bool:
-    """Whether a plain ORG/NAME is meant as a name on the hub: of a model that is known,
-    and not below a folder that is here.
+    """Whether a plain ORG/NAME is meant as a name on the hub.
+
+    It is where the model is known and the path is not below a folder that is here.
     """
     return known_name(repo) is not None and not os.path.exists(Path(repo).parent)
 

@@ -135,8 +135,9 @@ def _list_fits(d: LayoutDegrees, m: ModelFacts) -> bool:
 
 
 def _lists(d: LayoutDegrees, m: ModelFacts) -> Iterable[tuple[int, ...]]:
-    """Cuts that are worth trying: the given one with a layer for each inner chunk that has none, an even one, and one
-    whose ends have none.
+    """Cuts into stages that are worth trying.
+
+    These are the given one with a layer for each inner chunk that has none, an even one, and one whose ends have none.
     """
     chunks = d.pipeline_model_parallel_size * d.virtual_pipeline
     if d.pipeline_layers is not None:

@@ -200,8 +200,8 @@ class Activations:
     def _keeps_projection(self) -> bool:
         """Whether anything saved is a view of the fused projection.
 
-        Values are where plain attention takes them as they lie, padded and on one context rank, and where the attention
-        is computed again from its inputs; a float32 norm's input is.
+        Values are one where plain attention takes them as they lie, padded and on one context rank, and where the
+        attention is computed again from its inputs. A float32 norm's input is one.
         """
         if self.kernels != "torch" or (self.model.qk_norm and self.bytes == _F32):
             return True
@@ -347,8 +347,10 @@ class Activations:
     # ---------------------------------------------------------------- temporaries
 
     def head_temporaries(self) -> int:
-        """Backward of the log-probabilities: chunks of logits, hidden states of all tokens with their gradient,
-        and that of the weight, which beside buffers in 16 bits is summed in float32 before.
+        """Bytes that the backward of the log-probabilities takes.
+
+        These are chunks of logits, hidden states of all tokens with their gradient, and the gradient of the weight,
+        which is summed in float32 before where buffers have 16 bits.
         """
         weight = self.vocabulary * self.model.hidden_size
         gradient = 0

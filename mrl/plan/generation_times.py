@@ -32,7 +32,7 @@ class DecodeStep:
 
     @property
     def total(self) -> float:
-        """Nothing overlaps."""
+        """The sum of all parts, as nothing overlaps."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 

@@ -263,7 +263,7 @@ def engine_phases(engine: EngineBytes, device: Device) -> list[Phase]:
 def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> list[Phase]:
     """Every phase and every hand-over of a device that actor and engine take turns on.
 
-    The engine sleeps while the actor works, and has its weights back, but no cache yet, while it is synced; what its
+    The engine sleeps while the actor works. While it is synced it has its weights back, but no cache yet. What its
     sleep left on the device is there all the time. Parameters that are offloaded come back for the sync; the optimizer
     and the gradients that are offloaded do not.
     """
@@ -298,8 +298,9 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
 
 
 def with_optimizer_early(stages: list[list[Phase]], actors: list[ActorBytes]) -> list[list[Phase]]:
-    """Phases of all pipeline stages of a colocated run whose optimizer comes back while log-probs are computed, so that
-    the update need not wait for it; those given where it would not fit beside them on every stage.
+    """Phases of a colocated run's pipeline stages whose optimizer comes back while log-probs are computed.
+
+    Then the update need not wait for it. Phases stay as given where it would not fit beside them on every stage.
     """
     early = []
     for phases, actor in zip(stages, actors, strict=True):

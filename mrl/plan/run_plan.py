@@ -234,8 +234,10 @@ def load_plan(file: Path) -> dict[str, Any]:
 
 
 def plan_again(config: RunConfig, model: ModelSpec, file: Path, held_out_prompts: int | None = None) -> dict[str, Any]:
-    """The plan as it is now; where the configuration names no device, for the one that the plan stored in `file` was
-    made for, and with its number of held-out prompts where none is given.
+    """The plan as it is now.
+
+    Where the configuration names no device, it is made for the one that the plan stored in `file` was made for. Where
+    no number of held-out prompts is given, it takes that plan's.
     """
     stored = _stored(file)
     if held_out_prompts is None and stored is not None:  # plans of older runs have none; 0: nobody knew

@@ -129,8 +129,11 @@ def most_messages(plan: ReshardPlan) -> int:
 
 
 def bound_seconds(plan: ReshardPlan, link: Link) -> float:
-    """The largest of: what a worker must receive over each kind of link; what ranks that alone have something must send
-    to other nodes, for each set of replicas, each pipeline stage and all ranks together.
+    """Seconds that a sync takes at least: the largest of what a worker must receive over each kind of link, and what
+    ranks must send.
+
+    Counted is what ranks that alone have something must send to other nodes: for each set of replicas, each pipeline
+    stage and all ranks together.
     """
     ingress = (plan.loads.received.sum(axis=1) / link.rates[:, None]).max()
     demand = remote_demand(plan)

@@ -281,9 +281,10 @@ def micro_batch_count(work: PassWork, layout: TrainLayout) -> int:
 
 
 def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Passes, assumed: Assumptions) -> float:
-    """Seconds of one micro-batch on the slowest stage: products, what passes through memory between them, and what the
-    busiest expert rank has more of both than the mean; or the host's launches where they take longer. The last stage
-    has the output layer too.
+    """Seconds of one micro-batch on the slowest stage, the last of which has the output layer too.
+
+    These are products, what passes through memory between them, and what the busiest expert rank has more of both than
+    the mean; or the host's launches where they take longer.
     """
     m = work.model
     load = assumed.expert_load_in(layout)

@@ -93,11 +93,11 @@ class HostExchange:
         self._round = 0
 
     def parts(self, sent: Tensor, ends: Sequence[int]) -> list[Tensor] | None:
-        """Bytes that each rank has for this one, to be read before the next call; None where one of them has more than
-        a slot holds.
+        """Bytes that each rank has for this one, to be read before the next call.
 
-        `sent`: bytes for all ranks, [bytes]; rank i gets those from ends[i] to ends[i + 1]. With two ends all get all.
-        Raises RuntimeError when a rank is gone or does not come within the group's time.
+        None where one of them has more than a slot holds. `sent`: bytes for all ranks, [bytes]; rank i gets those from
+        ends[i] to ends[i + 1]. With two ends all get all. Raises RuntimeError when a rank is gone or does not come
+        within the group's time.
         """
         self._round += 1
         half = self._round % 2

@@ -109,8 +109,9 @@ def visible_faults(kind: str, count: int, environment: Mapping[str, str]) -> lis
 
 
 def device_number(name: str) -> int:
-    """A device as its scheduler calls it, as a number that every process of its host comes to: the index, or for a UUID
-    or an id of a MIG partition, which are names, one above any index.
+    """A device as its scheduler calls it, as a number that every process of its host comes to.
+
+    It is the index. UUIDs and ids of MIG partitions are names: they get one above any index.
     """
     if name.isdigit():
         return int(name)

@@ -46,11 +46,10 @@ def for_attention(starts: Tensor) -> Tensor:
 
 
 def rotated_from_table(original: Callable) -> Callable:
-    """Rotates a pack [tokens, heads, dim] by `freqs` [longest, 1, 1, rotated dim], each token by its place in its own
-    sequence.
+    """Rotates a pack [tokens, heads, dim] by `freqs` [longest, 1, 1, rotated dim], by places in sequences.
 
-    Places are gathered from cosines of one sequence, to the same bits as Megatron's, which slices and joins the angles
-    sequence by sequence, in every layer, for queries and again for keys, and takes cosines of all tokens.
+    Places are gathered from cosines of one sequence, to the same bits as Megatron's. Megatron slices and joins the
+    angles sequence by sequence, in every layer, for queries and again for keys, and takes cosines of all tokens.
     """
     from megatron.core.models.common.embeddings.rope_utils import _rotate_half
 

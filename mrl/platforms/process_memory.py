@@ -166,10 +166,10 @@ def _storage(tensor: "Tensor") -> "UntypedStorage | None":
 
 
 def few_heaps() -> bool:
-    """Threads that begin from now on share few heaps of glibc's; whether that could be asked.
+    """Has threads that begin from now on share few heaps of glibc's; returns whether that could be asked.
 
-    Else each of Ray's, dozens in a process, may have one (eight a core in all) and keeps what was freed there for
-    itself: of a driver that held 1,024 responses, 1.6 of 9 KB a response.
+    Else each of Ray's threads, dozens in a process, may have a heap (eight a core in all) and keeps what was freed
+    there: in a driver that held 1,024 responses, 1.6 of 9 KB a response.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(_ARENA_MAX, HEAPS) == 1

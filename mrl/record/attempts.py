@@ -160,8 +160,10 @@ def seconds_after(folder: Path, step: int) -> float:
 
 
 def generated_after(folder: Path, step: int, group_size: int) -> int:
-    """Responses that the steps after `step` were trained on so far, and those that were there of the step that was
-    under way, dropped groups included; a run that goes on from `step` generates them again. To be asked before
+    """Responses generated after `step`: those that later steps were trained on, and those of the step that was under
+    way.
+
+    Dropped groups are included. A run that goes on from `step` generates them again. Asked before
     RunDir.truncate_metrics, after which none is left.
     """
     later = [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > step]

@@ -49,9 +49,9 @@ class Record:
 
     The JSONL line is written first and its errors are raised: a run whose record cannot be written must not go on.
 
-    A view has a thread of its own. One that raises, or is busy with one call for more than `timeout_s` seconds, is
-    logged once, left out from then on, and training continues; it never waits for a view, except for as long again when
-    the run ends.
+    A view has a thread of its own. A view that raises, or is busy with one call for more than `timeout_s` seconds, is
+    logged once and left out from then on, and training continues. Training never waits for a view, except for as long
+    again when the run ends.
     """
 
     def __init__(self, jsonl: JsonlSink, views: Mapping[str, View], timeout_s: float = 60.0) -> None:

@@ -362,8 +362,8 @@ Pair = tuple[Tensor, Tensor]  # target and source
 class BlockCopies:
     """Copies of blocks in few launches: on a device each is one, and most blocks are small.
 
-    What follows each other on both sides is one copy; of the rest what lies alike on both sides goes together (torch
-    has a kernel for lists of such).
+    Blocks that follow each other on both sides are one copy. Of the rest, those that lie alike on both sides go
+    together: torch has a kernel for lists of such.
     """
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]):

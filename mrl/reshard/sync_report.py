@@ -35,7 +35,7 @@ class SendReport:
 
     @property
     def bytes_local(self) -> int:
-        """Copied within the own device, to all workers together."""
+        """Bytes copied within the own device, to all workers together."""
         return sum(self.local.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def in_words(faults: Sequence[Disagreement | str]) -> str:
 
 @dataclass(frozen=True)
 class SyncTotals:
-    """Counted over all engines of one sync that was verified."""
+    """Counts over all engines of one sync that was verified."""
 
     bytes_required: int  # what live engines must get, asked of them and not of the plan
     bytes_moved: int  # between devices, counted in the transport

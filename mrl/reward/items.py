@@ -101,12 +101,11 @@ def is_failure(result: RewardResult) -> bool:
 
 
 def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
-    """The results with failed ones scored as the lowest of their data source, of all where it has no other, and at most
-    0.
+    """The results, with failed ones scored as the lowest of their data source and at most 0.
 
-    Any fixed score would stand above the wrong answers of some rule: 0 does above the -1 of math_dapo, and hanging
-    would be learned. The lowest of another source may be out of all proportion: in a group of 0 and 1, a -100 would be
-    all that is learned from.
+    Where the source has no other, the lowest of all counts. Any fixed score would stand above the wrong answers of some
+    rule: 0 does above the -1 of math_dapo, and hanging would be learned. The lowest of another source may be out of all
+    proportion: in a group of 0 and 1, a -100 would be all that is learned from.
     """
     lowest: dict[str, float] = {}
     for r in results:
@@ -117,8 +116,9 @@ def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
 
 
 def check_failures(results: list[RewardResult], max_failure_share: float) -> None:
-    """Raises DataError when more than this share of the results are failures,
-    with counts by reason and one detail of each; EnvironmentFault where as many environments failed.
+    """Raises DataError when more than this share of the results are failures; EnvironmentFault for environments.
+
+    The error has counts by reason and one detail of each.
     """
     check_environments(results, max_failure_share)
     counts = failure_counts(results)

@@ -189,7 +189,8 @@ def _set_of_one(truth: Collection | None, answer: Collection | None, truth_text:
 
 
 def _without_names(truth: str, answer: str) -> tuple[str, str] | None:
-    """Both sides without `x =`, `f(x) =` or `x \\in` where one has it, or both have the same;
+    """Both sides without `x =`, `f(x) =` or `x \\in`, where one side has it or both have the same.
+
     None where there is nothing to take off.
     """
     known = _ASSIGNED.match(truth)

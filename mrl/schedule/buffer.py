@@ -188,7 +188,7 @@ class GroupBuffer:
         return batch or None
 
     def _batch(self) -> list[Group]:
-        """Nothing where the step has to wait."""
+        """The groups that the step trains on; none where it has to wait."""
         if self.is_exhausted:
             return self._made_do_with()
         if self._finished < self.schedule.batch:

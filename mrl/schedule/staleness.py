@@ -66,8 +66,8 @@ class Schedule:
     def unit(self) -> int:
         """in_order: groups that are issued together where a step lacks some.
 
-        Ahead of training one for each that was dropped: the next are under way already. A synchronous step would wait
-        for one after the other of them, so that whole draws may be issued, and what they have too many is dropped.
+        Ahead of training it is one for each that was dropped: the next are under way already. A synchronous step would
+        wait for one after the other. So whole draws may be issued there, and what they have too many is dropped.
         """
         if not self.whole_batches or not self.is_synchronous:
             return 1

@@ -137,8 +137,9 @@ def usual_config(path: str, model: ModelSpec, device: Device, devices: int) -> R
 
 
 def _faster(config: RunConfig, problem: SearchProblem, result: SearchResult, count: DeviceCount) -> dict[str, Any]:
-    """Keys of the fastest whole step, where engines and micro-batches are looked at too; none on a CPU, whose engines
-    have no share of a device.
+    """Keys of the fastest whole step, where engines and micro-batches are looked at too.
+
+    None on a CPU, whose engines have no share of a device.
     """
     best = None
     if count.device.platform != "cpu":

@@ -224,8 +224,9 @@ class Generation:
             self._wait(self._settled)
 
     def before_update(self) -> None:
-        """Waits for an engine where what is under way is to be made by these weights, in order: once an update has
-        changed them no engine could be brought to them any more.
+        """Waits for an engine where what is under way is to be made by these weights, in order.
+
+        Once an update has changed them no engine could be brought to them any more.
         """
         if self._is_ahead_in_order:
             self._wait(lambda: None if self._fleet.none_ready else True, mend=self._responder.mend)

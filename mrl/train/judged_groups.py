@@ -126,8 +126,10 @@ class JudgedGroups:
         return sum(not _differ(values[counted & (groups == group)]) for group in range(groups[-1] + 1))
 
     def check_failures(self, numbers: Iterable[int], filtered: Iterable[Filtered], wanted: int) -> None:
-        """Raises DataError once more rewards of a step failed than may, and EnvironmentFault once more environments:
-        of `wanted` groups, those that were filtered for it and these.
+        """Raises DataError once more rewards of a step failed than may, and EnvironmentFault once more environments
+        did.
+
+        Counted are those of `wanted` groups, these and those that were filtered for the step.
         """
         if not self._any_failed:
             return

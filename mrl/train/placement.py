@@ -123,7 +123,7 @@ class Separate:
         """They are not in the way."""
 
     def seconds(self) -> dict[str, float]:
-        """Nothing was handed over."""
+        """Nothing, as nothing is handed over."""
         return {}
 
 

@@ -113,13 +113,13 @@ def find_resume_point(
     resume: bool,
     damaged: Mapping[Path, EnvironmentFault] = MappingProxyType({}),
 ) -> Newest | None:
-    """The newest complete checkpoint and what it says of itself, an empty one for a run that saved none, which starts
+    """The newest complete checkpoint and what it says of itself; an empty one for a run that saved none, which starts
     anew.
 
-    Without `resume`, and where the run has none of its own, the one that resume_mode: resume_path names; None for a run
-    from the beginning. Manifests and sizes are looked at here, every byte by the ranks that load it; `damaged`: what
-    they found at an earlier try. Raises EnvironmentFault when all that there are are damaged, ConfigError when the
-    newest is of another model than `identity`'s or was trained with other values of FIXED.
+    Without `resume`, and where the run has none of its own, it is the one that resume_mode: resume_path names. None for
+    a run from the beginning. Manifests and sizes are looked at here, every byte by the ranks that load it. `damaged`:
+    what they found at an earlier try. Raises EnvironmentFault when all that there are are damaged. Raises ConfigError
+    when the newest is of another model than `identity`'s or was trained with other values of FIXED.
     """
     names_one = trainer.resume_mode == "resume_path"
     if not resume and not names_one:
@@ -229,8 +229,9 @@ def resume_point(
 
 
 def check_same_prompts(identity: RunIdentity, point: Newest, data_fingerprint: str) -> None:
-    """Raises DataError where a checkpoint was trained on other prompts than there are now, or has groups of others on
-    their way, and ConfigError where groups on their way are missing.
+    """Raises DataError where a checkpoint was trained on other prompts than there are now, or has groups of others.
+
+    Raises ConfigError where groups on their way are missing.
     """
     _check_same_data(point.manifest, data_fingerprint, point.path)
     _check_same_groups(identity, point.manifest, data_fingerprint, point.path)
@@ -306,8 +307,9 @@ def _check_same_groups(identity: RunIdentity, manifest: Manifest, data_fingerpri
 
 
 def what_is_left(folder: Path, command: str) -> str:
-    """A line for a run that was stopped: what of it is saved, and the command that goes on; `command`: the one that it
-    was started with.
+    """A line for a run that was stopped: what of it is saved, and the command that goes on.
+
+    `command`: the one that it was started with.
     """
     run_dir = RunDir(folder)
     if not run_dir.config.is_file():

@@ -194,8 +194,10 @@ def question(sample_id: int, prompt: Prompt) -> Question:
 
 
 def compared(group_ids: np.ndarray, results: Sequence[RewardResult]) -> np.ndarray:
-    """bool [responses]: those that count in their group. One whose environment failed does not, and neither does one
-    that is alone since the others failed: there is nothing that it could be compared with.
+    """bool [responses]: those that count in their group.
+
+    A response whose environment failed does not count. Neither does one that is alone since the others failed: there is
+    nothing that it could be compared with.
     """
     judged = np.array([result.reason != LEFT_OUT for result in results], bool)
     if judged.all():

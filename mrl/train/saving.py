@@ -145,11 +145,10 @@ class Saver:
         return previous | self.write(state, metrics)
 
     def take(self, step: int) -> dict[str, float]:
-        """The ranks copy their parts of the checkpoint of `step` to host memory, for `write`, unless there is one; they
-        do it once the save before is over. Returns what `finished` does.
+        """Has the ranks copy their parts of the checkpoint of `step` to host memory, for `write`, unless there is one.
 
-        A disk that does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are
-        there stay.
+        They do it once the save before is over. Returns what `finished` does. A disk that does not take a checkpoint is
+        no reason to stop: it is said, counted, and the checkpoints that are there stay.
         """
         previous = self.finished(wait=True)
         self._taken = None

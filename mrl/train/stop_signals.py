@@ -50,7 +50,7 @@ class StopFlag:
         self.on_hold = True
 
     def release(self) -> None:
-        """Nothing is half-done any more. Raises Interrupted if a signal came meanwhile."""
+        """Lets signals through again, as nothing is half-done. Raises Interrupted if one came meanwhile."""
         self.on_hold = False
         self.raise_if_set()
 

@@ -113,11 +113,11 @@ def _left_out(results: Sequence[RewardResult]) -> int:
 
 
 def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:
-    """Numbers that all responses of a data source have beside the score; a failed one's accuracy; whether each says its
-    answer.
+    """Names of numbers that all responses of a data source have beside the score, a failed one's accuracy, and whether
+    all say their answer.
 
     A failed response has the lowest accuracy of its data source and at most 0 (a function that gives a number alone may
-    go below), an empty answer, and no other number: where one failed, those are left out.
+    go below), an empty answer, and no other number. Where one failed, those are left out.
     """
     scored = [r for r in results if r.reason == OK]
     if not scored:

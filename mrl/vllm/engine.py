@@ -295,7 +295,8 @@ class VllmEngine:
         self._cache.paused()
 
     async def pause_for_update(self, give_back: bool) -> bool:
-        """Pauses, for weights and a commit to follow; whether requests are given back with the tokens that they have.
+        """Pauses for weights and a commit to follow; returns whether requests are given back with the tokens that they
+        have.
 
         Else they are held and go on by the next weights. Where vLLM does not say which weights made which token (0.23)
         they are given back in any case; so are those that come until the commit. Each is to be sent again, behind its

@@ -33,7 +33,7 @@ class EngineScheduler:
         self.is_paused = True
 
     async def resume(self) -> None:
-        """Nothing where it is not paused. The one place that resumes vLLM."""
+        """Resumes vLLM where it is paused; the one place that does."""
         if self.is_paused:
             await self._calls.ask(self._calls.llm.resume_generation())
             self.is_paused = False

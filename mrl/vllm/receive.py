@@ -320,10 +320,11 @@ def _check_bytes(bucket: Path, sha256: str) -> None:
 
 
 class ReloadLedger:
-    """What one slow update brought and wrote. One that lacks a tensor or leaves a parameter out is never committed.
+    """What one slow update brought and wrote. An update that lacks a tensor or leaves a parameter out is never
+    committed.
 
-    Both are counted, because neither shows the other: a fused parameter is written by any one of its tensors, and
-    what arrived may have been passed over by the loader.
+    Both are counted, because neither shows the other. A fused parameter is written by any one of its tensors, and the
+    loader may have passed over what arrived.
     """
 
     def __init__(self, parameters: set[str], expected: dict[str, list[int]]):

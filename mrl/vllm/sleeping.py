@@ -147,8 +147,9 @@ def poison(parameters: Iterator[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def clear(caches: Any) -> None:
-    """Fills a KV cache with zeros, as a fresh one has them: a NaN in a block outlives every reset, for a masked
-    position is multiplied by 0.
+    """Fills a KV cache with zeros, as a fresh one has them.
+
+    A NaN in a block outlives every reset, for a masked position is multiplied by 0.
     """
     for cache in _tensors(caches):
         cache.zero_()

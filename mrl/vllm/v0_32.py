@@ -72,8 +72,8 @@ class Adapter(CommonAdapter):
     def prepare_experts(self, layer: nn.Module) -> None:
         """Puts reloaded experts into kernel layout.
 
-        vLLM 0.32 calls the experts' own `process_weights_after_loading` at the first load only, so after a reload the
-        CPU kernel reads load-layout weights as if they were prepacked: wrong log-probs, no error.
+        vLLM 0.32 calls the experts' own `process_weights_after_loading` at the first load only. After a reload the CPU
+        kernel would read load-layout weights as if they were prepacked: wrong log-probs, no error.
         """
         experts = _experts(layer)
         if experts is not None:

@@ -57,7 +57,7 @@ class CommonAdapter:
         raise NotImplementedError
 
     def prepare_experts(self, layer: nn.Module) -> None:
-        """Nothing is left to do after the layer's quantisation method."""
+        """Does nothing: nothing is left to do after the layer's quantisation method."""
 
     def enter(self, model: nn.Module) -> None:
         for layer in model.modules():
@@ -127,8 +127,10 @@ class CommonAdapter:
         return target.name.endswith(".weight") and hasattr(layer, "cpu_linear") and layer.weight.numel() == 0
 
     def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
-        """Raises RuntimeError where the kernel pads experts,
-        and where an output layer's packed copy is not its parameter, or a copy for decoding not the projection.
+        """Yields the parts of a parameter as kernels hold them.
+
+        Raises RuntimeError where the kernel pads experts, where an output layer's packed copy is not its parameter, or
+        where a copy for decoding is not the projection.
         """
         if target.module.endswith(".kv_b_proj"):
             _check_absorbed(model, layer, target)

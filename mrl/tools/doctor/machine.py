@@ -110,12 +110,12 @@ class Finding:
 
 
 def ok(name: str, found: str) -> Finding:
-    """Nothing to do."""
+    """A finding with which there is nothing to do."""
     return Finding(name, OK, found)
 
 
 def warning(name: str, found: str, cure: str) -> Finding:
-    """A run may start, and may fail."""
+    """A finding with which a run may start, and may fail."""
     return Finding(name, WARNING, found, cure)
 
 

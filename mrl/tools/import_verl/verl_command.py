@@ -175,9 +175,10 @@ class VerlSettings:
     as_written: bool
 
     def value(self, *keys: str) -> Any:
-        """The value of a key of verl's, of several the first that is set; where none is, verl's default of the last,
-        None for one that VERL_DEFAULTS does not have. A key that is not known, or nothing (`key=`), is not set.
-        Raises ConfigError for a text where verl's default is a number.
+        """The value of a key of verl's; of several keys, that of the first one that is set.
+
+        Where none is set, it is verl's default of the last, None for one that VERL_DEFAULTS does not have. A key that
+        is not known, or nothing (`key=`), is not set. Raises ConfigError for a text where verl's default is a number.
         """
         name = next((key for key in keys if self._is_set(key)), None)
         default = VERL_DEFAULTS.get(keys[-1])

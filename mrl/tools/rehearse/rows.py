@@ -106,8 +106,9 @@ def _row(messages: list[dict[str, str]], rest: Row, number: int, parameters: Pro
 def _fitted(
     messages: list[dict[str, str]], number: int, tokenizer: ChatTokenizer, parameters: PromptParameters
 ) -> list[dict[str, str]]:
-    """The messages, the longest of them cut from its beginning until the prompt fits; a cut one begins with its
-    row's number, so that prompts stay different.
+    """The messages, the longest of them cut from its beginning until the prompt fits.
+
+    A cut one begins with its row's number, so that prompts stay different.
     """
     excess = _length(messages, tokenizer, parameters) - parameters.max_prompt_length
     if excess <= 0:

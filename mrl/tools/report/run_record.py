@@ -91,8 +91,10 @@ class RunRecord:
 
     @cached_property
     def missing_steps(self) -> tuple[int, ...]:
-        """Steps that were done and have no line: in between, up to the newest checkpoint, or, where the last start
-        ended well, up to the last step of the run. The line of a step that a resume goes on from is in its checkpoint.
+        """Steps that were done and have no line.
+
+        They lie in between, up to the newest checkpoint or, where the last start ended well, up to the last step of the
+        run. The line of a step that a resume goes on from is in its checkpoint.
         """
         first = min((attempt.step for attempt in self.attempts), default=min(self.by_step, default=1) - 1)
         done = [self.last_step]
