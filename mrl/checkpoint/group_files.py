@@ -81,7 +81,7 @@ def _shrinks(data: memoryview) -> bool:
 
 
 def read_group(path: Path) -> GroupRecord:
-    """What `write_group` wrote."""
+    """Reads what `write_group` wrote."""
     with np.load(path) as file:
         columns = dict(file)
     said = json.loads(columns.pop(RECORD).tobytes())

@@ -43,7 +43,7 @@ class RankParameter:
 
     @property
     def key(self) -> str:
-        """Name in the file."""
+        """The parameter's name in the file."""
         return f"{self.shard.vp_chunk}.{self.shard.megatron_name}"
 
     @property

@@ -22,7 +22,7 @@ def add_config(parser: argparse.ArgumentParser, optional: bool = False) -> None:
 
 
 def positive(text: str) -> int:
-    """A count, as argparse's `type`."""
+    """Reads a count, as argparse's `type`."""
     if not text.removeprefix("-").isdecimal() or len(text) > 9:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at most 9 digits")
     if int(text) < 1:

@@ -117,7 +117,7 @@ class _Group:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All commands."""
+    """Makes the parser with all commands."""
     parser = argparse.ArgumentParser(
         prog="mrl",
         description="Reinforcement learning of large mixture-of-experts language models on Megatron.",

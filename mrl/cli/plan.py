@@ -138,7 +138,7 @@ def _notes(config, named: str | None, device: str, stand_in: str) -> list[str]:
 
 
 def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
-    """The plan in a screenful."""
+    """Yields the plan in a screenful of lines."""
     model = plan["model"]
     device = plan["device"]
     actor = plan["layout"]["actor"]

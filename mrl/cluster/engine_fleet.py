@@ -47,7 +47,7 @@ class EngineProcesses(Protocol):
         """Makes new ones; answers to come once they serve, by name."""
 
     def note_place(self, engine: int) -> None:
-        """New ones may be elsewhere."""
+        """Looks up where an engine's processes are: new ones may be elsewhere."""
 
 
 class EngineFleet:
@@ -129,7 +129,7 @@ class EngineFleet:
 
     @property
     def none_ready(self) -> bool:
-        """Whether nobody generates."""
+        """Whether no engine generates."""
         with self._lock:
             return not self.machine.those(READY)
 
@@ -222,7 +222,7 @@ class EngineFleet:
 
     @property
     def none_starts(self) -> bool:
-        """Whether nobody is starting."""
+        """Whether no engine is starting."""
         with self._lock:
             return not self._starts
 

@@ -60,7 +60,7 @@ class SyncProgress:
     transports_broken: bool = False  # by the last attempt
 
     def keep(self, engines: set[int]) -> None:
-        """The others were lost."""
+        """Goes on with these engines; the others were lost."""
         self.fenced &= engines
         self.verified = {engine: reports for engine, reports in self.verified.items() if engine in engines}
 
@@ -316,7 +316,6 @@ class WeightSync:
                 self._weight_bytes[int(name.split()[1])] += answer
 
     def _workers(self, engines: set[int]) -> list[int]:
-        """Numbers of these engines' workers."""
         return [w for w in range(self.setup.rollout_layout.world_size) if self.setup.engine_of(w) in engines]
 
     def _setup(self, topology: dict[str, list[list[int]]]) -> SyncSetup:

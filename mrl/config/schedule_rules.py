@@ -20,7 +20,7 @@ _STALENESS = {"sync": 0, "one_step_off": 1}  # bounded: trainer.max_staleness
 
 
 def schedule_of(config: RunConfig) -> Schedule:
-    """What generation goes by."""
+    """The schedule that generation goes by."""
     trainer = config.trainer
     filtering = config.algorithm.filter_groups
     return Schedule(

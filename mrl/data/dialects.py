@@ -216,7 +216,7 @@ def _goes_on(frame: Frame, before: str, after: str) -> str | None:
 
 
 def _read_json(text: str, parameters: Parameters) -> ToolCall:
-    """{"name": ..., "arguments": {...}}"""
+    """Reads a call of the form {"name": ..., "arguments": {...}}."""
     try:
         said = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

@@ -82,7 +82,7 @@ class RouteShape:
 
     @property
     def per_token(self) -> tuple[int, int]:
-        """(MoE layers, topk)."""
+        """The shape of one token's routes: (MoE layers, topk)."""
         return len(self.moe_layers), self.topk
 
     @property

@@ -329,7 +329,7 @@ class Samples(Sequences, SampleRows):
 
     @property
     def numbers(self) -> SampleRows:
-        """The same without tokens."""
+        """The rows without their tokens."""
         return SampleRows(**{f.name: getattr(self, f.name) for f in fields(SampleRows)})
 
 

@@ -63,7 +63,7 @@ def gsm8k(row: Mapping[str, Any], file_stem: str) -> SourceRow:
 
 
 def math500(row: Mapping[str, Any], file_stem: str) -> SourceRow:
-    """`problem`, `answer`, `solution`."""
+    """Reads a row of MATH-500: `problem`, `answer`, `solution`."""
     problem = _text(row, "problem")
     truth = _text(row, "answer")
     return SourceRow(

@@ -319,7 +319,7 @@ class EnvironmentPool:
             process.close()
 
     def log(self, line: str) -> None:
-        """Where tools print too."""
+        """Writes a line where tools print too."""
         with self._changed:
             if self._log is not None:
                 self._log.write(f"{line}\n".encode())

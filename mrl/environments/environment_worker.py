@@ -115,7 +115,7 @@ class Sessions:
 
 
 def no_such_tool(name: str, names: Mapping[str, Any]) -> str:
-    """What the model reads."""
+    """What the model reads when it calls a tool that there is not."""
     return f"Error: there is no tool {name!r}; there are: {', '.join(names)}"
 
 

@@ -86,7 +86,7 @@ class EngineProgress:
         self._is_paused = True
 
     def resume(self) -> None:
-        """Their time begins anew."""
+        """Begins the engines' time anew."""
         self._is_paused = False
         self._watch.excuse(self._clock())
 

@@ -76,7 +76,7 @@ class _Queue:
 
     @property
     def waiting(self) -> int:
-        """Bytes."""
+        """Bytes that wait to be written."""
         return sum(self.under_way.values())
 
     def look(self) -> None:

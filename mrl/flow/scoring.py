@@ -192,7 +192,7 @@ class Channel:
         self.queued = [each for each in self.queued if each[2].sample_id in asked]
 
     def send(self) -> None:
-        """All that is queued."""
+        """Sends all that is queued."""
         blocks = {id(block): block for block, _, _ in self.queued}
         number = {key: i for i, key in enumerate(blocks)}
         asked = [(number[id(block)], row, question) for block, row, question in self.queued]

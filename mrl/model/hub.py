@@ -28,7 +28,7 @@ class HubName:
 
     @property
     def command(self) -> str:
-        """Fetches it by hand."""
+        """The command that fetches it by hand."""
         revision = ""
         if self.revision:
             revision = f" --revision {self.revision}"

@@ -96,7 +96,7 @@ class TrainLayout:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return prod(self.dense_sizes)
 
     @property

@@ -111,7 +111,7 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Bytes of all terms together."""
         return sum(self.terms.values())
 
     @property
@@ -212,7 +212,7 @@ class PhaseBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of both."""
+        """Bytes of all holders together."""
         return sum(self.holders.values())
 
 

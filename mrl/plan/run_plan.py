@@ -160,7 +160,7 @@ def _times(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[s
 
 
 def with_assumptions(inputs: PlanInputs, change: Callable[[Assumptions], Assumptions]) -> PlanInputs:
-    """The same under other assumptions."""
+    """The same inputs under other assumptions."""
     return replace(inputs, assumptions=change(inputs.assumptions))
 
 

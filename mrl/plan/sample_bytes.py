@@ -207,7 +207,7 @@ def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
 
 
 def _routed(inputs: PlanInputs) -> bool:
-    """Routes come with samples."""
+    """Whether routes come with samples."""
     return inputs.config.actor.router_replay == "R3" and inputs.model.is_moe
 
 

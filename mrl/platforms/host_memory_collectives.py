@@ -230,7 +230,7 @@ class _Done(dist.Work):
 
 
 def all_gather(original: Any) -> Any:
-    """ProcessGroup.all_gather_single."""
+    """Replaces ProcessGroup.all_gather_single."""
 
     def all_gather_single(group: ProcessGroup, output: Tensor, input: Tensor, *options: Any, **named: Any) -> Any:
         exchange = exchange_of(group)
@@ -247,7 +247,7 @@ def all_gather(original: Any) -> Any:
 
 
 def reduce_scatter(original: Any) -> Any:
-    """ProcessGroup.reduce_scatter_single."""
+    """Replaces ProcessGroup.reduce_scatter_single."""
 
     def reduce_scatter_single(group: ProcessGroup, output: Tensor, input: Tensor, *options: Any, **named: Any) -> Any:
         combine = _combine(*options, **named)
@@ -268,7 +268,7 @@ def reduce_scatter(original: Any) -> Any:
 
 
 def all_reduce(original: Any) -> Any:
-    """ProcessGroup.allreduce."""
+    """Replaces ProcessGroup.allreduce."""
 
     def allreduce(group: ProcessGroup, tensors: Any, *options: Any, **named: Any) -> Any:
         combine = None
@@ -291,7 +291,7 @@ def all_reduce(original: Any) -> Any:
 
 
 def all_to_all(original: Any) -> Any:
-    """ProcessGroup.all_to_all_single."""
+    """Replaces ProcessGroup.all_to_all_single."""
 
     def all_to_all_single(
         group: ProcessGroup,

@@ -77,7 +77,7 @@ class Transfer(Protocol):
 
 
 def _nothing() -> None:
-    """Undoes what was not done."""
+    """Undoes nothing, since nothing was done."""
 
 
 class CpuTransfer:

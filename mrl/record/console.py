@@ -53,7 +53,7 @@ class TimeLeft:
 
 
 def hms(seconds: float) -> str:
-    """`h:mm:ss`."""
+    """Seconds as `h:mm:ss`."""
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
@@ -136,7 +136,7 @@ class PlainConsole(View):
         )
 
     def generations(self, step: int, rows: Rows) -> None:
-        """Prints them."""
+        """Prints validation responses."""
         print(generation_lines(step, rows), end="", file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class LiveConsole(View):
         self._live.update(Group(picture, *below), refresh=True)
 
     def generations(self, step: int, rows: Rows) -> None:
-        """Prints them above the table."""
+        """Prints validation responses above the table."""
         self._live.console.print(generation_lines(step, rows), end="", markup=False, highlight=False)
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ class WandbSink(View):
         self._open().log({k: v for k, v in metrics.items() if v is not None} | {STEP: step})
 
     def generations(self, step: int, rows: Rows) -> None:
-        """A table a validation."""
+        """Logs a table for each validation."""
         table = self._wandb.Table(columns=list(COLUMNS), data=[list(_cells(row).values()) for row in rows])
         self._open().log({"val/generations": table, STEP: step})
 
@@ -129,7 +129,7 @@ class MlflowSink(View):
             client.log_batch(self._id, metrics=batch[begin : begin + 1000])
 
     def generations(self, step: int, rows: Rows) -> None:
-        """A JSON artifact a validation."""
+        """Logs a JSON artifact for each validation."""
         shown = {"rows": [_cells(row) for row in rows]}
         self._open().log_dict(self._id, shown, f"generations/step-{step}.json")
 
@@ -172,7 +172,7 @@ class SwanlabSink(View):
         self._open().log(_finite(metrics), step=step)
 
     def generations(self, step: int, rows: Rows) -> None:
-        """Texts."""
+        """Logs each response as a text."""
         texts = [
             self._swanlab.Text(_cell(row["output"]), caption=f"score {row['score']:g}: {_cell(row['input'])[:200]}")
             for row in rows
@@ -227,7 +227,7 @@ class TensorBoardSink(View):
         )
 
     def generations(self, step: int, rows: Rows) -> None:
-        """One text a response."""
+        """Writes one text for each response."""
         self._add(step, [self._text(f"val/generations/{i}", as_markdown(row)) for i, row in enumerate(rows)])
 
     def close(self) -> None:

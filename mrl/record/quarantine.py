@@ -39,7 +39,7 @@ class Quarantine:
             self._say(error)
 
     def add(self, kind: str, things: Iterable[Mapping[str, Any]]) -> None:
-        """Appends a line for each."""
+        """Appends a line for each thing."""
         rows = [json_line({"kind": kind} | dict(thing)) for thing in things]
         lines = [
             row.encode("utf-8", "backslashreplace").decode() for row in rows

@@ -154,7 +154,7 @@ class Conversation:
         )
 
     def passed(self, now: float) -> "Conversation":
-        """Time has passed."""
+        """The conversation at a later time, ended where its deadline has passed."""
         waits = self.state in (ConversationState.SAMPLING, ConversationState.ACTING)
         if waits and now >= self.deadline:
             return self._ended(Stop.SECONDS)
@@ -167,7 +167,7 @@ class Conversation:
         return self._ended(Stop.CLOSED)
 
     def failed(self) -> "Conversation":
-        """The environment has failed."""
+        """The conversation after its environment has failed."""
         if self.state is ConversationState.ENDED:
             return self
         return self._ended(Stop.ENVIRONMENT)

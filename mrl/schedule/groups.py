@@ -37,7 +37,7 @@ class Group:
 
     @classmethod
     def new(cls, number: int, responses: int, begun: int | None = None) -> "Group":
-        """One without tokens."""
+        """Makes a group without tokens."""
         return cls(number, [0] * responses, [False] * responses, begun=begun)
 
     def anew(self) -> "Group":

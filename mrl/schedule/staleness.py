@@ -83,7 +83,7 @@ class Schedule:
 
     @property
     def places(self) -> int:
-        """Groups that exist at most."""
+        """The number of groups that may exist at most."""
         admitted = self.admitted if self.buffer_groups is None else min(self.buffer_groups, self.admitted)
         return admitted + self.unit - 1
 

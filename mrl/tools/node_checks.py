@@ -154,7 +154,7 @@ class Listener:
         return time.time()
 
     def ports(self) -> list[tuple[str, int]]:
-        """Where it listens."""
+        """Addresses and ports where it listens."""
         return [(self.address, held.getsockname()[1]) for held in self._sockets]
 
     def closed(self, targets: list[tuple[str, int]]) -> list[tuple[str, int]]:

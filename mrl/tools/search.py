@@ -89,7 +89,7 @@ class Candidate:
 
     @property
     def bubble(self) -> float:
-        """Share of the update."""
+        """The pipeline bubble's share of the update."""
         return self.seconds.bubble / self.seconds.total
 
     def reasons(self, per_node: int) -> str:

@@ -100,7 +100,7 @@ def start_engines(
 def _beside_each_other(
     kept: ExitStack, own: ExitStack, config: RunConfig, files: Files
 ) -> tuple[RolloutGroup, ActorGroup]:
-    """Engines start while ranks load."""
+    """Starts engines while ranks load."""
     folder = files.run_dir.path
     engines = start_engines(config, folder, files.poll)
     kept.callback(engines.stop)

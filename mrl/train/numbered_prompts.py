@@ -36,7 +36,7 @@ class NumberedPrompts:
 
     @property
     def draw_size(self) -> int:
-        """Prompts of a draw."""
+        """The number of prompts of a draw."""
         return self._stream.batch_size
 
     def draw_of(self, number: int) -> int:

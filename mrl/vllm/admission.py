@@ -44,7 +44,7 @@ class Admission:
         self.inside.discard(name)
 
     def open(self) -> None:
-        """Lets everybody in who waits."""
+        """Lets in everybody who waits."""
         self.is_open = True
         self.turns_back = False
         for name, turn in self._take_waiting():

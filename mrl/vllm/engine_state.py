@@ -127,7 +127,7 @@ class EngineMachine:
             self.has_received = False
 
     def received(self) -> None:
-        """A whole update is in."""
+        """Notes that a whole update is in."""
         self.holds_weights = self.has_received = True
 
     def serve(self, version: int) -> None:

@@ -306,7 +306,7 @@ class SlowPath:
         self._adapter.abandon(self._model)
 
     def close(self) -> None:
-        """Holds nothing between updates."""
+        """Does nothing: nothing is held between updates."""
 
 
 def _check_bytes(bucket: Path, sha256: str) -> None:

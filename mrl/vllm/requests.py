@@ -100,7 +100,7 @@ class EngineSettings:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name that messages have for it."""
         return rank_name(self.engine_id, self.data_rank, self.data_ranks)
 
 

@@ -65,6 +65,7 @@ LIGHT = (
 )
 HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")
 MAX_LINES = 500
+LONGEST_FUNCTION = 40  # lines of its body
 # per 1,000 statements, the most that any of slime, prime-rl, miles, verl and NeMo-RL has
 MOST_PACKED = {"paired_assignments": 2.7, "nested_comprehensions": 0.9, "conditional_expressions": 20}
 WITH_WHOLE_CONFIGURATION = 25  # functions
@@ -306,3 +307,8 @@ def test_docstrings_that_do_are_found():
     text = '"""As a module."""\nclass A:\n    """Of it: all."""\n    def f():\n        """Offers, as others do."""\n'
     small = house.House({"mrl": ast.parse(text)}, {"mrl": text})
     assert house.genitive_docstrings(small) == ["mrl:mrl: As a module.", "mrl:A: Of it: all."]
+
+
+def test_functions_stay_short():
+    lengths = {f"{module}:{node.name}": house.function_length(node) for module, node, _ in the_house().functions()}
+    assert not {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION}

@@ -157,7 +157,7 @@ def _driver(machine: Machine) -> Finding:
 
 
 def cluster_checks(machine: Machine) -> Iterator[Finding]:
-    """Ray's address and token."""
+    """Checks Ray's address and token."""
     address = machine.environment.get("RAY_ADDRESS")
     if address in (None, "", "local"):
         yield ok("ray address", "RAY_ADDRESS is not set: a run starts a cluster of its own on this host")

@@ -105,7 +105,7 @@ class Finding:
     cure: str = ""
 
     def to_json(self) -> dict[str, str]:
-        """name, status, found, cure."""
+        """Plain data: name, status, found, cure."""
         return asdict(self)
 
 

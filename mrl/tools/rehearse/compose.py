@@ -38,7 +38,7 @@ class WorkFolder:
 
     @property
     def model(self) -> Path:
-        """Checkpoint and tokenizer."""
+        """The folder of checkpoint and tokenizer."""
         return self.path / "model"
 
     @property
@@ -66,7 +66,7 @@ class WorkFolder:
         return self.path / "data" / f"{kind}-{number}.jsonl"
 
     def log(self, phase: str) -> Path:
-        """What a command said."""
+        """The file with what a command said."""
         return self.path / f"{phase}.log"
 
 

@@ -118,7 +118,7 @@ def _layout(rehearsal: Rehearsal) -> str:
 
 
 def last_lines(found: Answer) -> Iterator[str]:
-    """What came of it."""
+    """Yields lines on what came of the rehearsal."""
     if found.seeded:
         yield f"stand-in   {found.seeded}"
     yield f"exercised ({len(found.exercised)})"

@@ -137,7 +137,7 @@ def _length(messages: list[dict[str, str]], tokenizer: ChatTokenizer, parameters
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """A JSONL file."""
+    """Writes rows as a JSONL file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
 

@@ -15,7 +15,7 @@ _AXIS = 22
 
 
 def block_html(block: Block) -> str:
-    """One block."""
+    """Writes one block as HTML."""
     match block:
         case page.Paragraph(text, tone):
             if tone:

@@ -70,7 +70,7 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """Steps finished."""
+        """The number of steps finished."""
         return max(self.by_step, default=0)
 
     @property

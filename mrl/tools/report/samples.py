@@ -36,7 +36,7 @@ class TrainingSample:
 
     @property
     def log_probs(self) -> list[float | None]:
-        """The engine's; None of context."""
+        """Log-probs of the engine; None for context."""
         if self.sampled is None:
             return self.rollout_log_probs
         pairs = zip(self.rollout_log_probs, self.sampled, strict=True)

@@ -426,7 +426,7 @@ def _starts(run: RunRecord) -> Iterator[str]:
 
 
 def reproducibility(run: RunRecord) -> PageSection:
-    """Hashes, seeds, versions, command."""
+    """Shows hashes, seeds, versions and the command."""
     blocks: list[Block] = [Facts(tuple(_identity(run)))]
     if run.attempts:
         blocks.append(Text(shlex.join(run.attempts[-1].command), "command of the last start"))

@@ -135,7 +135,7 @@ def _is(thing: Any, name: str) -> bool:
 
 
 def _size(size: Recorded) -> tuple[int, ...]:
-    """A torch.Size."""
+    """Reads a torch.Size."""
     if isinstance(size, Recorded):
         return tuple(size.arguments[0])
     return tuple(size)

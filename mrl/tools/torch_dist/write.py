@@ -111,7 +111,7 @@ class TorchDistFiles:
         (folder / TORCH_DIST_TRACKER).write_text(RELEASE)
 
     def _description(self) -> Named:
-        """A `Metadata` of torch.distributed.checkpoint."""
+        """Makes a `Metadata` of torch.distributed.checkpoint."""
         tensors: dict[str, tuple[tuple[int, ...], list[Named]]] = {}
         storage: dict[Named, Named] = {}
         for file in self.files:
