@@ -59,7 +59,8 @@ def read_text(path: Path, limit: int, errors: str = "strict") -> str:
 def parse_json(text: str | bytes, strict: bool = True) -> Any:
     """The value of JSON text; without `strict` NaN and infinities are numbers, as Python's own writer has them.
 
-    Raises ValueError for what is none, for numbers that no float can hold, and for more levels than can be read.
+    Raises ValueError for text that is no JSON, for numbers that no float can hold, and for more levels than can be
+    read.
     """
     constant = _no_number if strict else float
     if isinstance(text, bytes):

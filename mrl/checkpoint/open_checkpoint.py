@@ -46,7 +46,7 @@ _Tensor = TypeVar("_Tensor", TensorSpec, Shard)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is stored where. `manifest` is None unless it is one of ours."""
+    """Where each tensor of a checkpoint is stored. `manifest` is None unless mrl wrote the checkpoint."""
 
     folder: Path
     hf_files: Path  # the folder of configuration and tokenizer

@@ -160,8 +160,9 @@ def _read(script: Path | None, words: list[str], variables: dict[str, str], **se
 
 
 def _searched(out, translated):
-    """The import with the fastest layout that breaks no rule and fits in every phase; None where there is none,
-    or no known model.
+    """The import with the fastest layout that breaks no rule and fits in every phase.
+
+    None where there is no such layout, or the model is not known.
     """
     from mrl.model import planning_model_spec
     from mrl.plan.memory import memory_section

@@ -110,7 +110,7 @@ OPEN_RAY = "MRL_ALLOW_OPEN_RAY"
 
 
 def refuse_open_ray() -> None:
-    """Raises EnvironmentFault where Ray's token is switched off, and nobody says that this is meant.
+    """Raises EnvironmentFault where Ray's token is switched off and the user did not say that this is meant.
 
     Ray listens on every address of a host and runs what it is sent.
     """

@@ -251,7 +251,7 @@ class RolloutGroup:
     def commit(self, version: int, engines: Collection[int]) -> VersionServed:
         """Lets these engines serve `version`, whose weights each of them holds already.
 
-        Returns what the version before came to, in all of them.
+        Returns counts of the version before, over all of them.
         """
         served = self.call("commit", version, engines=engines)
         self.fleet.committed(self._still(engines), version)

@@ -115,7 +115,7 @@ def shared_seats(deployment: Deployment) -> SharedSeats:
 
 
 def _keep() -> None:
-    """The devices stay reserved: whoever shares them works on."""
+    """Keeps the devices reserved: the other processes on them work on."""
 
 
 def _seat(devices: Sequence[_Device], hosting: Hosting, cpus: float) -> Seat:

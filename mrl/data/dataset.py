@@ -70,8 +70,8 @@ class PromptParameters:
     tools: ToolOffer | None = None  # what the model may call
 
     def template_arguments(self, extra_info: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-        """What the chat template is called with beside the messages. Raises BadRow for a row that names what there is
-        not.
+        """Arguments that the chat template is called with beside the messages. Raises BadRow where a row names unknown
+        ones.
         """
         switch = {}
         if self.enable_thinking is not None:

@@ -173,10 +173,10 @@ def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def dialect_of(tokenizer: ToolTokenizer, template_arguments: Mapping[str, Any]) -> Dialect:
-    """The one whose frame the tokenizer's template writes around answers.
+    """The dialect whose frame the tokenizer's template writes around answers.
 
-    Raises ConfigError where it is none that is known, or the template writes a turn with calls otherwise once it is
-    answered, so that a next prompt does not go on from the tokens before it.
+    Raises ConfigError for a frame that is not known. It does so too where the template writes a turn with calls
+    otherwise once it is answered: the next prompt would not go on from the tokens before it.
     """
     call = {"type": "function", "function": {"name": "tool", "arguments": {"key": 1}}}
     # thoughts too: a template may write a turn without any otherwise while it is the last
@@ -255,7 +255,7 @@ def _read_pairs(text: str, parameters: Parameters) -> ToolCall:
 
 
 def _of_pairs(name: str, text: str, pair: re.Pattern[str], parameters: Parameters) -> ToolCall:
-    """Values are texts; those of a parameter that is none are read as JSON."""
+    """Reads a call whose values are texts; those of parameters of another type are read as JSON."""
     left = pair.sub("", text).strip()
     if left:
         return ToolCall(problem=f"{left[:60]!r} stands between its arguments")

@@ -366,7 +366,7 @@ def with_turns(samples: Samples) -> Samples:
 def with_outcome(
     one: Samples, calls: Sequence[TurnCalls], rewards: Sequence[float], parts: Mapping[str, float], seconds: float
 ) -> Samples:
-    """One row with what its calls came to: calls and reward of each turn, one after another.
+    """One row with the outcome of its calls: calls and reward of each turn, one after another.
 
     `seconds`: that the calls of the last turn took, where it has some. Raises DataError for more or fewer turns than
     the row has.

@@ -40,7 +40,7 @@ class Generates(Protocol):
 
 @dataclass
 class _Record:
-    """What the calls of a response came to: a list a turn."""
+    """The outcomes of a response's calls: a list a turn."""
 
     calls: list[list[TurnCall]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)

@@ -134,6 +134,6 @@ class Outboxes:
         self._boxes: dict[int, Outbox] = {}
 
     def of(self, client: int) -> Outbox:
-        """A client's, new where there is none."""
+        """The outbox of a client, a new one where it has none."""
         self._boxes = {number: box for number, box in self._boxes.items() if number == client or not box.is_idle}
         return self._boxes.setdefault(client, Outbox())

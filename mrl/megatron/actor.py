@@ -241,16 +241,16 @@ class MegatronActor:
         `batch` holds at least the rows of this replica's micro-batches, with `old_log_probs` and `advantages` on the
         last pipeline stage; `counts` are of whole mini-batches, over all replicas.
 
-        The metrics are one entry per mini-batch, on the ranks that hold results; the last, on one rank of every
-        pipeline stage the only one, has what is known of the stage's routers and of what leaves devices.
+        The metrics are one entry per mini-batch, on the ranks that hold results. The last entry also has what is known
+        of the stage's routers and of what leaves devices; on one rank of every pipeline stage it is the only one.
 
         A mini-batch whose gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in
         `actor/skipped_updates`. Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such
         mini-batch in a row.
 
         With algorithm.anchor on_policy there is one mini-batch, without old log-probs: its own are handed out. Where
-        one of them, or of generation's, is not finite, nothing is changed and nothing counted: whoever reads them has
-        to end the run.
+        one of them, or of generation's, is not finite, nothing is changed and nothing counted: the caller has to end
+        the run.
         """
         begun = time.perf_counter()
         check_batch(batch, self.model, self._moe_layers)

@@ -121,14 +121,14 @@ def loss_pass(
     denominators: Denominators,
     around: Around = nothing_around,
 ) -> list[LossResult]:
-    """Forward and backward.
+    """Forward and backward of a mini-batch on this rank.
 
     Adds the gradient of the mini-batch's loss to the buffers and sums it over all ranks that share a weight.
 
     `denominators` count the whole mini-batch, so the gradient does not depend on how it is cut. The schedule divides
-    each loss by the number of micro-batches and multiplies it by the context-parallel size, the gradient reduction
-    divides by the number of data- and context-parallel ranks; the factor below takes back what is not a sum.
-    Returns what came of each micro-batch on the last stage, an empty list elsewhere.
+    each loss by the number of micro-batches and multiplies it by the context-parallel size. The gradient reduction
+    divides by the number of data- and context-parallel ranks. The factor below takes back what is not a sum. Returns
+    the result of each micro-batch on the last stage, an empty list elsewhere.
     """
     undo_means = len(micro_batches) * mpu.get_data_parallel_world_size()
     exercised(f"actor.layout.virtual_pipeline_model_parallel_size={len(chunks)}")

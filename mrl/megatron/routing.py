@@ -72,8 +72,8 @@ def _gathered(scores: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 class _Counts:
     """(token, layer) pairs of a step on one rank. On the device until `metrics`: no forward waits for a count.
 
-    Neither padding counts, nor in the update a sequence's last token: it never has an engine's route, and nobody reads
-    what comes of it.
+    Padding does not count. Nor does a sequence's last token in the update: it never has an engine's route, and its
+    output is not used.
     """
 
     differing: Tensor | int = 0  # in the update, another set of experts than at the old log-probs
@@ -262,7 +262,7 @@ class Routing:
 def _choosing(
     choosers: list[_Chooser], wanted: list[Tensor] | None, has_gaps: bool, training: bool = False
 ) -> Iterator[None]:
-    """Lets routers choose what is wanted of them; by themselves where that is None."""
+    """Lets routers choose the wanted experts; by themselves where `wanted` is None."""
     for n, chooser in enumerate(choosers):
         chooser.training = training
         chooser.has_gaps = has_gaps

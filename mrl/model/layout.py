@@ -79,7 +79,7 @@ class TrainLayout:
 
     @classmethod
     def grids(cls, degrees: Mapping[str, Any] | LayoutDegrees) -> "TrainLayout":
-        """The two grids of ranks alone, unchecked and without layers: for whoever has degrees and no model."""
+        """The two grids of ranks alone, unchecked and without layers, where there are degrees and no model."""
         d = LayoutDegrees.of(degrees)
         return cls(
             tensor=d.tensor_model_parallel_size,

@@ -120,7 +120,10 @@ def _refuse_own_tokenizer(folder: Path) -> None:
 
 
 def _as_transformers_own(folder: Path) -> str:
-    """How a tokenizer that is code is made one that is none; Moonlight's and Kimi-K2's are over tiktoken.model."""
+    """How a tokenizer that needs code of its own is made one of transformers'.
+
+    Moonlight's and Kimi-K2's are over tiktoken.model.
+    """
     if not (folder / "tiktoken.model").exists():
         return "save the tokenizer as one of transformers' own"
     return f"mrl convert tokenizer {folder} -o NEW writes one that is none: put its files in the place of these"

@@ -196,10 +196,10 @@ class EngineBytes:
 
 @dataclass(frozen=True)
 class PhaseBytes:
-    """What a plan says of one device in one phase, for whoever lets the next phase begin.
+    """Planned bytes of one device in one phase, for the gate that lets the next phase begin.
 
-    `holders`: planned bytes of "actor" (a rank's process) and of "engine" (a worker's process), 0 for who has nothing
-    there. `untracked`: of the engine's, what no ledger of tensors shows: its context, graphs and communicators.
+    `holders`: planned bytes of "actor" (a rank's process) and of "engine" (a worker's process), 0 for one that has
+    nothing there. `untracked`: of the engine's, what no ledger of tensors shows: its context, graphs and communicators.
     `available`: bytes of the device that a plan may fill, contexts and the allocator's rest taken off. `host`: bytes
     that the process of each kind that has most keeps in host memory beside, in every phase from the first save on.
     """

@@ -211,7 +211,7 @@ def plan_text(plan: dict[str, Any]) -> str:
 
 
 def read_plan(text: str, where: str) -> dict[str, Any]:
-    """A stored plan. Raises ConfigError for a text that is none."""
+    """Reads a stored plan. Raises ConfigError for a text that is no plan."""
     try:
         plan = parse_json(text)
     except ValueError as error:
@@ -226,7 +226,7 @@ def read_plan(text: str, where: str) -> dict[str, Any]:
 
 
 def load_plan(file: Path) -> dict[str, Any]:
-    """The plan in a file. Raises ConfigError for a file that is none."""
+    """Reads the plan in a file. Raises ConfigError for a file that has none."""
     try:
         return read_plan(read_text(file, JSON_BYTES), str(file))
     except (OSError, ValueError) as error:

@@ -35,7 +35,7 @@ NOTE_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the run. `exit_code` is None while it goes on, and of one that was killed."""
+    """One start of the run. `exit_code` is None while it goes on, and where it was killed."""
 
     began: str
     command: tuple[str, ...]

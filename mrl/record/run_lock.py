@@ -233,7 +233,7 @@ class RunLock:
             raise self._lost
 
     def give_back(self) -> None:
-        """Leaves the directory to whoever comes next, if it is this process's still."""
+        """Leaves the directory to the next process, if it is still this one's."""
         self._ended.set()
         with self._writing, suppress(OSError, EnvironmentFault, LostLock):
             self.check()

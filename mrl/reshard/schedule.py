@@ -213,7 +213,7 @@ class _Sharing:
         return bounds
 
     def assign(self) -> tuple[tuple[np.ndarray, ...], Loads]:
-        """The sender of every grain, and what comes of it."""
+        """Assigns a sender to every grain, and returns the loads that follow."""
         filled = np.zeros(len(self.pools.ranks) * self.num_rounds, dtype=np.int64)
         num_ranks = self.sent.shape[1]
         cells = len(TIERS) * self.num_rounds

@@ -131,7 +131,7 @@ def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
 
 
 def routes_in_words(setup: SyncSetup) -> str:
-    """How many pairs of a rank and a worker each transport serves, for whoever starts a run."""
+    """Says how many pairs of a rank and a worker each transport serves, when a run starts."""
     reach = get_hosting(setup.dialect).memory_reach
     workers = [setup.places.workers[number] for number in setup.workers]
     pairs = ((rank, worker) for rank in setup.places.ranks for worker in workers)

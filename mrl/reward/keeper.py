@@ -95,7 +95,7 @@ def _keep(child: int, wake: int, output: int) -> int:
 
 
 def _reaped(child: int) -> int | None:
-    """Reaps whoever has ended; the child's status where it is among them."""
+    """Reaps all children that have ended; returns the child's status where it is among them."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

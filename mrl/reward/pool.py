@@ -139,8 +139,8 @@ class RewardPool:
     def collect(self, wait_s: float = 0.0) -> list[RewardResult]:
         """Results that are there, in the order of submission; none of them is given again.
 
-        Waits for those of all items, `wait_s` seconds at most. For whoever submits without end; `drain` waits for the
-        rest. Raises what made scoring impossible.
+        Waits for those of all items, `wait_s` seconds at most. It is for callers who submit without end; `drain` waits
+        for the rest. Raises what made scoring impossible.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._closed or not self._awaited, timeout=wait_s)
@@ -254,7 +254,7 @@ class RewardPool:
         self._work(slot, [job], alone=True)
 
     def _start_again(self, slot: int, unanswered: deque[_Job]) -> None:
-        """A fresh worker, and its jobs back to the queue for whoever is free."""
+        """Starts a fresh worker and puts its jobs back into the queue."""
         with self._changed:
             self._queue.extendleft(reversed(unanswered))
             self._changed.notify_all()

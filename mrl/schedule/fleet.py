@@ -202,7 +202,7 @@ class Fleet:
         return True
 
     def advance(self, version: int) -> None:
-        """`version` is current. Whoever serves another is STALE: it must not be sampled from."""
+        """Makes `version` current. An engine that serves another is STALE: it must not be sampled from."""
         if version < self.version:
             raise ValueError(f"version {version} comes after {self.version}")
         if version == self.version:

@@ -93,7 +93,7 @@ class Schedule:
         return min(steps, self.total_steps or steps) * self.batch
 
     def bound(self) -> str:
-        """One sentence for whoever validates a configuration."""
+        """The bound in one sentence, as `validate` prints it."""
         exist = self.places * self.responses
         seats = self.concurrency
         idle = ""

@@ -97,7 +97,7 @@ def _class_of(model: Path, settings: Mapping[str, Any]) -> str:
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """The tokens of a tiktoken.model with their ranks. Raises EnvironmentFault for a file that is none."""
+    """The tokens of a tiktoken.model with their ranks. Raises EnvironmentFault for another kind of file."""
     try:
         check_own_file(file)
         lines = read_bytes(file, _VOCABULARY_BYTES).splitlines()

@@ -46,7 +46,7 @@ class EngineLosses:
         return True
 
     def make_again(self, engines: Sequence[str]) -> None:
-        """The requests of these engines go to others, or to whoever comes back; what they were at is noted.
+        """Hands the requests of these engines to others, or to engines that come back; notes what was lost.
 
         Raises LostLock where the run directory is another process's by now.
         """

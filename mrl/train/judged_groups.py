@@ -154,7 +154,7 @@ class JudgedGroups:
         )
 
     def exhausted(self, buffer: GroupBuffer) -> DataError:
-        """What to say of a step whose draws are used up, and that cannot make do with what there is."""
+        """The error of a step whose draws are used up and that has too few groups."""
         schedule = buffer.schedule
         others = "partial or unfiltered"
         if schedule.on_exhausted == "partial":

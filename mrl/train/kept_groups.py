@@ -90,10 +90,10 @@ def _said(results: Sequence[RewardResult]) -> list[dict[str, Any]]:
 
 
 def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups:
-    """What `write` wrote, tokens in the object store of this node, read group by group.
+    """Reads what `write` wrote, group by group; tokens go into the object store of this node.
 
-    Rewards that failed are left out: they are asked for again. Nothing is told of groups that were filtered by them.
-    Raises DamagedCheckpoint for a file that is not what was written, or not what the ledger counts.
+    Rewards that failed are left out: they are asked for again. Groups that were filtered by such rewards are left out
+    too. Raises DamagedCheckpoint for a file that is not what was written, or not what the ledger counts.
     """
     ledger = Ledger.from_json(said["ledger"])
     if "results" in said:

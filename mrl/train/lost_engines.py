@@ -44,7 +44,7 @@ class Loss:
 
     @classmethod
     def of(cls, line: str) -> "Loss":
-        """Raises ValueError, KeyError or TypeError for a line that is none."""
+        """Reads a line. Raises ValueError, KeyError or TypeError for a line that is no loss."""
         row = parse_json(line)
         groups = [Unfinished(**group) for group in row["groups"]]
         return cls(int(row["step"]), list(row["engines"]), str(row["why"]), groups)

@@ -137,7 +137,9 @@ def find_resume_point(
 
 
 def _named(path: str) -> Newest:
-    """The checkpoint that a configuration names. Raises EnvironmentFault where it is none, or files are missing."""
+    """The checkpoint that a configuration names. Raises EnvironmentFault for another folder, or where files are
+    missing.
+    """
     folder = step_folder(Path(path)).resolve()
     return Newest(folder, read_manifest(folder), {})
 
@@ -192,7 +194,7 @@ def _check_same_tokenizer(model: Path, manifest: Manifest, folder: Path) -> None
 
 
 def vocabulary(file: Path) -> dict[str, int]:
-    """Token -> number, of a tokenizer.json. Raises EnvironmentFault for a file that is none."""
+    """Token -> number, of a tokenizer.json. Raises EnvironmentFault for another kind of file."""
     try:
         described = read_json(file, strict=False)
         vocab = described.get("model", {}).get("vocab", {})

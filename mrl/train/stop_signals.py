@@ -23,7 +23,7 @@ END_S = 1.0  # before the end of a grace, for killing what is left
 
 
 def grace_of_the_job() -> float:
-    """Seconds between SIGTERM and SIGKILL, of a job of Ray's; infinite where nobody says."""
+    """Seconds between SIGTERM and SIGKILL in a job of Ray's; infinite where they are not known."""
     try:
         seconds = float(os.environ.get(GRACE, "inf"))
     except ValueError:

@@ -36,10 +36,10 @@ from mrl.train.rollouts import Rollouts, compared, metric_values
 
 
 def old_log_probs(actor: ActorConfig, algorithm: AlgorithmConfig, step: StepBatch) -> dict[str, float]:
-    """Log-probs of the same weights under Megatron's numerics; the policy's entropy, and the mismatch between
-    generation and training. With algorithm.anchor on_policy all of it comes of the update.
+    """Log-probs of the same weights under Megatron's numerics, their entropy, and how far they are from generation's.
 
-    Raises NumericAbort for log-probs that are not finite, EnvironmentFault when no sample has a route of R3.
+    With algorithm.anchor on_policy all of it comes with the update. Raises NumericAbort for log-probs that are not
+    finite, EnvironmentFault when no sample has a route of R3.
     """
     if actor.router_replay == "R3":
         check_any_route(step.rows)

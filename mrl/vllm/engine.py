@@ -167,7 +167,7 @@ class VllmEngine:
             await finished.put(error)
 
     async def _complete(self, request: Request, sampling: Sampling) -> Sample:
-        """The response; of a request that was ended, or given back, what there is of it."""
+        """The response; the part that there is of a request that was ended or given back."""
         name = f"{request.sample_id}-{next(self._numbers)}"
         if request.handle is not None:
             self._handles[request.handle] = name
@@ -223,7 +223,7 @@ class VllmEngine:
             raise RuntimeError(f"{self.settings.name}, sample {request.sample_id}: {error}") from None
 
     async def _routes(self, name: str, request: Request, answer: Any) -> np.ndarray | None:
-        """Routes of prompt and response, or None where vLLM returned none. Raises DataError for such as cannot be."""
+        """Routes of prompt and response, or None where vLLM returned none. Raises DataError for impossible ones."""
         tokens = len(request.prompt_ids) + len(answer.token_ids)
         routes = answer.routed_experts
         if self.settings.captures_routes:
@@ -439,7 +439,7 @@ class VllmEngine:
     async def commit(self, version: int) -> VersionServed:
         """Serves what was received last, as `version`, and drops what was cached under the old weights.
 
-        Returns what the version before came to.
+        Returns counts of the version before.
         """
         async with self._control:
             self._machine.check("commit")

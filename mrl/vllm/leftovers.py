@@ -40,7 +40,7 @@ def note(file: str, own: set[Path]) -> None:
 
 
 def noted(file: str) -> set[Path]:
-    """What stands in the file; nothing when there is none."""
+    """Reads the file; nothing when there is none."""
     if Path(file).exists():
         return set(map(Path, Path(file).read_text().split()))
     return set()

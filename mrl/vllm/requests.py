@@ -55,7 +55,7 @@ class EngineReading:
 
 
 class VersionServed(NamedTuple):
-    """What a version of the weights came to, in one engine or in all."""
+    """Counts of a version of the weights, in one engine or in all."""
 
     stale_tokens: int  # that prefix caches gave its requests and other weights had computed: 0; see VllmEngine.commit
     cache_peak: float  # share of the KV cache, in the fullest engine

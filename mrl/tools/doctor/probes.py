@@ -41,7 +41,7 @@ _REINSTALL = "reinstall with scripts/install.sh; the message above says what is 
 
 
 def probes(device: str, address: str | None, deep: bool, nnodes: int = 1) -> tuple[Probe, ...]:
-    """What there is to try.
+    """The probes that this host can try.
 
     `address`: of a Ray cluster that the run would join, on `nnodes` nodes. `deep`: also imports that take tens of
     seconds.

@@ -47,7 +47,7 @@ def _enable(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _functions(settings: VerlSettings) -> tuple[str, list[str]]:
-    """The file and the names of its tools; no names where there is none at hand, or none in it."""
+    """The file and the names of its tools; no names where the file is not here, or has none."""
     for key in FUNCTIONS:
         path = settings.given(key)
         if isinstance(path, str) and Path(path).is_file():

@@ -329,10 +329,10 @@ class _Reader:
 
 
 def _common(name: str, values: Sequence[Variable], doubt: frozenset[str]) -> Variable:
-    """What a variable is after branches that leave it different: of arrays, and of texts that were added to, what all
-    have comes first.
+    """The value of a variable after branches that leave it different.
 
-    Behind it stands one unknown item with what only some have, so that whoever uses the variable says that it is lost.
+    What all branches have comes first, for arrays and for texts that were added to. Behind it stands one unknown item
+    with what only some have, so that a command that uses the variable is said to lose it.
     """
     if all(isinstance(value, tuple) for value in values):
         shared = [item for item in values[0] if all(item in value for value in values[1:])]

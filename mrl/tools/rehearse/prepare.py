@@ -170,7 +170,7 @@ def _reward(rehearsal: Rehearsal, work: WorkFolder) -> tuple[Rehearsal, list[str
 
 
 def _spec(config: RunConfig) -> RewardSpec:
-    """The user's main function; bonus rules are added by the trainer, as ever."""
+    """The user's main function; the trainer adds bonus rules itself."""
     custom = config.reward.custom_reward_function
     if custom is None:
         return RewardSpec(config.reward.function)

@@ -61,7 +61,7 @@ class LivePage:
             return self._newest
 
     def _made(self) -> Page:
-        """The run's page; one that says what is amiss where there is none (yet)."""
+        """The run's page, or one that says why there is none yet."""
         try:
             return run_page(read_run(self._folder))
         except NoStepYet as error:
@@ -158,7 +158,7 @@ def _handler(page: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
             return self._answer(200, served.body, "text/html", served.tag)
 
         def _for_us(self) -> bool:
-            """Another host's name that was bent to this address (DNS rebinding) is none of ours."""
+            """Whether the request names this address; another host's name may be bent to it (DNS rebinding)."""
             port = self.server.server_address[1]
             return self.headers.get("Host") in (f"{LOOPBACK}:{port}", f"localhost:{port}")
 
