@@ -200,8 +200,8 @@ def rloo(inputs: AdvantageInputs) -> np.ndarray:
 
 @_advantage("opo")
 def opo(inputs: AdvantageInputs) -> np.ndarray:
-    """score - sum(length x score) / sum(length) over the group (arXiv:2505.23585): the baseline of least variance when
-    the squared gradient of a response grows with its length. A group of one has baseline 0.
+    """score - sum(length x score) / sum(length) over the group (arXiv:2505.23585). The baseline has the least variance
+    when the squared gradient of a response grows with its length. A group of one has baseline 0.
     """
     scores = inputs.totals
     groups = Groups.of(inputs.group_ids)
@@ -231,7 +231,7 @@ def grpo_passk(inputs: AdvantageInputs) -> np.ndarray:
 def reinforce_plus_plus(inputs: AdvantageInputs) -> np.ndarray:
     """Reward still to come at each token, undiscounted, whitened over the batch's tokens (arXiv:2501.03262).
 
-    The score stands at the last token; with KL in the reward each token has its own penalty, and what is to come
+    The score stands at the last token. With KL in the reward each token has its own penalty, and what is to come
     differs by token.
     """
     return np.asarray(inputs.scores, dtype=np.float64)

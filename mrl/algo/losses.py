@@ -148,7 +148,7 @@ def gspo_token(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: 
     """GSPO-token (arXiv:2507.18071, eq. 13 and 14): r_t = sg[s] exp(log_probs - sg[log_probs]), s = exp(mean of d over
     the response).
 
-    Every token has the sequence's ratio as its value and its own log-probability's gradient; with one advantage for the
+    Every token has the sequence's ratio as its value and its own log-probability's gradient. With one advantage for the
     whole sequence this is the sequence form. Bounded as in `gspo`.
     """
     sequence_log_ratio = sequence_mean(log_ratio, inputs.response_mask).detach()[:, None]
@@ -388,8 +388,8 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kl_loss_type: str) ->
     """[batch, response_length] KL of each token; with a trailing `+` the value is the base estimator's and the gradient
     k2's.
 
-    As a loss term k1 has a gradient that is zero on average and k3 that of the reverse direction; k2's is the right one
-    on-policy.
+    As a loss term k1 has a gradient that is zero on average, and k3 that of the reverse direction. k2's is the right
+    one on-policy.
     """
     spec = KL_TYPES.get(kl_loss_type)
     if spec is None:

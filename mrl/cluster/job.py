@@ -152,7 +152,7 @@ def submit(client: JobClient, job: Job, agent_timeout_s: float, wait: Callable[[
 def follow(client: JobClient, job: Job, say: Callable[[str], None]) -> int:
     """Passes the job's output on until it ends; returns the status to exit with: the driver's own, 5 for a stopped job.
 
-    A first SIGINT or SIGTERM asks the job to stop, which saves the run, and the wait goes on; a second one acts as it
+    A first SIGINT or SIGTERM asks the job to stop, which saves the run, and the wait goes on. A second one acts as it
     would without this, or ends the wait if it would be ignored. Raises Interrupted when the head is lost.
     """
     with _stopping(client, job, say):

@@ -80,7 +80,7 @@ def load_config(path: str | Path, recipe: str | None = None, overrides: Sequence
     """Composes the preset at `path` (with what it names under `extends:` and `recipe:`), `recipe` and `overrides`
     (`a.b=value`).
 
-    Later wins. A file's own keys win over the recipe it names and that over the files it extends; `recipe` wins over
+    Later wins. A file's own keys win over the recipe it names, and that over the files it extends. `recipe` wins over
     the whole preset and takes the place of the recipe it names. Raises ConfigError; SchemaRefusal lists everything that
     the schema refuses.
     """

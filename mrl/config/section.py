@@ -24,8 +24,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """One text stands for a list of one; true and false are no numbers, although Python thinks so, and no number
-        and no text is beyond what files and other programs can hold.
+        """Takes one text for a list of one. True and false are no numbers, although Python thinks so. No number and no
+        text is beyond what files and other programs can hold.
         """
         annotation = cls.model_fields[info.field_name].annotation
         if annotation == tuple[str, ...] and isinstance(value, str):

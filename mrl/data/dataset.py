@@ -164,8 +164,8 @@ class PromptDataset(Sequence[Prompt]):
         whole.
 
         Raises DataError for unusable files, more bad rows than `max_bad_row_share`, prompts over length with truncation
-        `error`, or nothing left; EnvironmentFault where TMPDIR has no room; ConfigError for template arguments that are
-        not the user's to set, or a thinking switch that the template lacks.
+        `error`, or nothing left. Raises EnvironmentFault where TMPDIR has no room. Raises ConfigError for template
+        arguments that are not the user's to set, or a thinking switch that the template lacks.
         """
         _check_template_arguments(tokenizer, parameters)
         loader = _Loader(tokenizer, parameters)

@@ -338,7 +338,7 @@ class ScorerGroup:
         """Waits for all that was submitted; results that were not collected, by sample_id.
 
         `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once
-        more than `max_failures` of them are failures: the caller refuses them, and the scorers are then only good for
+        more than `max_failures` of them are failures. The caller refuses them, and the scorers are then only good for
         closing. Raises what `forward` raises.
         """
         self.forward(at_once=True)

@@ -30,7 +30,7 @@ from mrl.platforms.packs import pack_of
 class CausalAttention(torch.nn.Module):
     """Every pad stands at its sequence's end, so no real token can see one.
 
-    Under context parallelism keys and values of all ranks are gathered and each rank attends with its own queries; the
+    Under context parallelism keys and values of all ranks are gathered, and each rank attends with its own queries. The
     backward of the gathering sums what all ranks' queries want of a key.
     """
 

@@ -37,7 +37,7 @@ def packing_of(inputs: MicroBatch[Tensor]) -> PackedSeqParams | None:
 
     Transformer Engine refuses context parallelism without starts of padded sequences (2.11, context_parallel.py:
     "cu_seqlens_padded can not be None"). It asks in every layer whether they equal the others, which costs nothing
-    where both are one tensor: of integers in the same memory torch says so without reading them
+    where both are one tensor. Of integers in the same memory torch says so without reading them
     (ATen/native/cuda/Equal.cpp).
     """
     if inputs.sequence_starts is None:

@@ -289,9 +289,9 @@ def lean_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, in nats, float32, both [tokens].
 
-    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` [tokens] (token ids), the same on
-    every rank of `group`, the tensor-parallel group; `weight` [padded_vocab / tp, hidden] is this rank's block of rows.
-    `temperature` [tokens] divides the logits, as sampling does; rows past `vocab_size` are padding and have no
+    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` [tokens] (token ids). They are the
+    same on every rank of `group`, the tensor-parallel group. `weight` [padded_vocab / tp, hidden] is this rank's block
+    of rows. `temperature` [tokens] divides the logits, as sampling does; rows past `vocab_size` are padding and have no
     probability. `block`: tokens, and rows of `weight`, whose logits are alive at a time; None: what the device is best
     at.
 

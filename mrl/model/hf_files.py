@@ -98,7 +98,7 @@ def check_own_file(file: Path) -> None:
     """Raises EnvironmentFault for a pipe, a device or a folder in a model's folder, and for a link that leaves it.
 
     A snapshot in the cache of the Hugging Face hub is made of links into the blobs beside it,
-    models--ORG--NAME/snapshots/COMMIT/FILE -> ../../blobs/HASH: those are followed, and no others.
+    models--ORG--NAME/snapshots/COMMIT/FILE -> ../../blobs/HASH. Those are followed, and no others.
     """
     folder = file.parent.resolve()
     try:

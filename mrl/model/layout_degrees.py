@@ -19,7 +19,7 @@ def _key(default: Any, meaning: str, **notes: Any) -> Any:
 class LayoutDegrees:
     """Parallel degrees of the actor under their Megatron names. Data parallelism is what remains of the world size.
 
-    `expert_tensor_parallel_size` None means 1, unlike Megatron, where it means the tensor size: slicing small experts
+    `expert_tensor_parallel_size` None means 1, unlike Megatron, where it means the tensor size. Slicing small experts
     costs more in communication than it saves, and every public recipe sets 1 by hand.
     """
 

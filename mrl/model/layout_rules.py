@@ -316,8 +316,8 @@ def check_train_layout(degrees: Mapping[str, Any] | LayoutDegrees, model: ModelF
     """All violations of a layout at once, in the order of the table; empty when it is legal.
 
     `degrees` may be a mapping with the keys of LayoutDegrees; they are positive, which the schema sees to.
-    `Violation.field` is the key in that section, `allowed` the nearest values that satisfy every rule on the same key
-    while the other keys stay as they are; it is empty when there is none. Rules that read a key whose value is not
+    `Violation.field` is the key in that section. `allowed` are the nearest values that satisfy every rule on the same
+    key while the other keys stay as they are; it is empty when there are none. Rules that read a key whose value is not
     known are left out.
     """
     d = LayoutDegrees.of(degrees)

@@ -26,7 +26,7 @@ def near_places(
     """`workers`, the places of all workers in worker order, with those of one engine exchanged inside each node.
 
     `ascending`: the devices of one tensor group have to stay as they are. A process of Ascend sees the devices of
-    ASCEND_RT_VISIBLE_DEVICES, which CANN takes in ascending order only; data-parallel ranks, processes of their own,
+    ASCEND_RT_VISIBLE_DEVICES, which CANN takes in ascending order only. Data-parallel ranks, processes of their own,
     change places as a whole.
     """
     rank_at = {place: rank for rank, place in enumerate(ranks)}

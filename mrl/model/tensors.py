@@ -76,7 +76,7 @@ def expert_share(model: ModelSpec) -> float:
 def forward_flops_per_token(model: ModelSpec, context: float) -> float:
     """Floating-point operations (a multiply-add is two) of one token's forward pass.
 
-    `context`: mean number of positions that a token attends to, itself included: (length + 1) / 2 for a causal
+    `context`: mean number of positions that a token attends to, itself included. It is (length + 1) / 2 for a causal
     sequence, not the whole length, since the masked half need not be computed. Counted are matrix products and
     attention; a backward pass costs twice as much.
     """

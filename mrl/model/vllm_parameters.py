@@ -28,8 +28,8 @@ VOCABULARY_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE: rows are padded t
 class TargetPiece:
     """A block of a Hugging Face tensor and where it lies in a worker's parameter.
 
-    Hugging Face dimension d lies along local dimension `axes[d]`; local dimensions that are not in `axes` have extent
-    1 in `local_box` (the number of an expert).
+    Hugging Face dimension d lies along local dimension `axes[d]`. Local dimensions that are not in `axes` have extent 1
+    in `local_box` (the number of an expert).
     """
 
     hf_name: str

@@ -78,7 +78,7 @@ class Part:
 class Weight:
     """One row of the map: checkpoint tensors that are one parameter in Megatron and in vLLM.
 
-    Rows of a layer with one name in vLLM are one parameter there, one under the other: `LayerWeights.vllm` has them as
+    Rows of a layer with one name in vLLM are one parameter there, one under the other. `LayerWeights.vllm` has them as
     one row, whose Megatron name means nothing.
 
     In `megatron`, `{layer}` and `{expert}` are numbers local to the model chunk and the rank. vLLM stacks the experts

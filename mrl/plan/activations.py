@@ -200,8 +200,8 @@ class Activations:
     def _keeps_projection(self) -> bool:
         """Whether anything saved is a view of the fused projection.
 
-        Values are one where plain attention takes them as they lie, padded and on one context rank, and where the
-        attention is computed again from its inputs. A float32 norm's input is one.
+        Values are such a view where plain attention takes them as they lie, padded and on one context rank. They are
+        too where the attention is computed again from its inputs. A float32 norm's input is one.
         """
         if self.kernels != "torch" or (self.model.qk_norm and self.bytes == _F32):
             return True
@@ -349,8 +349,8 @@ class Activations:
     def head_temporaries(self) -> int:
         """Bytes that the backward of the log-probabilities takes.
 
-        These are chunks of logits, hidden states of all tokens with their gradient, and the gradient of the weight,
-        which is summed in float32 before where buffers have 16 bits.
+        These are chunks of logits, hidden states of all tokens with their gradient, and the gradient of the weight.
+        Where buffers have 16 bits, that is summed in float32 before.
         """
         weight = self.vocabulary * self.model.hidden_size
         gradient = 0

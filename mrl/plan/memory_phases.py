@@ -222,9 +222,9 @@ def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
 
     Bytes are those of tensors, and of what an engine has besides; the actor's own context is in what `available` leaves
     out. The fullest pipeline stage stands for all, so on other stages less is held and more is free; their sum is the
-    same. On the cpu device, which has no memory of its own, `available` is the nominal share of host memory that the
-    table of devices gives a rank (mrl/plan/devices.json), and nothing enforces it: a gate there compares what each
-    holder has live with its planned bytes. Raises ConfigError for a phase that the plan's placement does not have.
+    same. The cpu device has no memory of its own: `available` is the nominal share of host memory that the table of
+    devices gives a rank (mrl/plan/devices.json). Nothing enforces it: a gate there compares what each holder has live
+    with its planned bytes. Raises ConfigError for a phase that the plan's placement does not have.
     """
     phases = plan["memory"]["phases"]
     if name not in phases:

@@ -47,9 +47,9 @@ def reshard_summary(
 ) -> dict[str, Any]:
     """The `reshard` part of `mrl plan --json`.
 
-    `predicted_seconds` is a whole verified sync, the sum of `seconds_of`: the plan's wire time under `link`, the bytes
-    of pack and unpack hidden behind it but not their launches, and the steps at `rates`. `bound_seconds` is the least
-    that its bytes need on the wire when every one of them crosses it once, those that are at hand none.
+    `predicted_seconds` is a whole verified sync, the sum of `seconds_of`. It has the plan's wire time under `link`, the
+    launches of pack and unpack, whose bytes are hidden behind it, and the steps at `rates`. `bound_seconds` is the
+    least that its bytes need on the wire when every one of them crosses it once, those that are at hand none.
     """
     loads = plan.loads
     seconds = {"wire": wire_seconds(plan, link), "launches": launch_seconds(plan, starts)} | step_seconds(plan, rates)

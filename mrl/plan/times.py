@@ -249,8 +249,8 @@ def pass_seconds(
     assumed: Assumptions,
     fixed: float = 0.0,
 ) -> PassSeconds:
-    """Sums over the micro-batches of one rank, each as long as so many forward passes and `fixed` seconds; the stage
-    with the most layers sets the pace.
+    """Sums up the micro-batches of one rank, each as long as so many forward passes and `fixed` seconds. The stage with
+    the most layers sets the pace.
     """
     count = micro_batch_count(work, layout)
     layers = max(map(sum, layout.chunk_layers))
@@ -284,7 +284,7 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
     """Seconds of one micro-batch on the slowest stage, the last of which has the output layer too.
 
     These are products, what passes through memory between them, and what the busiest expert rank has more of both than
-    the mean; or the host's launches where they take longer.
+    the mean. Where the host's launches take longer, they count.
     """
     m = work.model
     load = assumed.expert_load_in(layout)
@@ -309,10 +309,10 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
 
 @cache
 def _traffic(m: ModelSpec, expert_tensor: int) -> tuple[float, float]:
-    """Bytes that a token moves through memory in a forward pass (beside experts, of experts), counted by reads and
-    writes of what layers keep apart: norms and residuals sixteen times the hidden size; queries, keys, values and
-    attention's output six times; of an expert its tokens sorted, read, written and put back, and the halves of its gate
-    written and read.
+    """Bytes that a token moves through memory in a forward pass: (beside experts, of experts). Counted are reads and
+    writes of what layers keep apart. Norms and residuals are sixteen times the hidden size. Queries, keys, values and
+    attention's output count six times. Of an expert, its tokens are sorted, read, written and put back, and the halves
+    of its gate are written and read.
     """
     heads = (2 * m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
     sparse = len(m.moe_layers)

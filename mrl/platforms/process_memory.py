@@ -43,8 +43,8 @@ class ProcessMemory:
 def note_baseline() -> None:
     """Remembers the resident set as it is now; to be called after the imports, before the first large tensor.
 
-    What the imports made is set aside for good: some 600,000 objects, which the collector and the ledger below would
-    else go through again and again.
+    What the imports made is set aside for good. These are some 600,000 objects, which the collector and the ledger
+    below would else go through again and again.
     """
     global _baseline_bytes
     gc.collect()
@@ -169,7 +169,7 @@ def few_heaps() -> bool:
     """Has threads that begin from now on share few heaps of glibc's; returns whether that could be asked.
 
     Else each of Ray's threads, dozens in a process, may have a heap (eight a core in all) and keeps what was freed
-    there: in a driver that held 1,024 responses, 1.6 of 9 KB a response.
+    there. In a driver that held 1,024 responses, this was 1.6 of 9 KB a response.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(_ARENA_MAX, HEAPS) == 1

@@ -124,10 +124,10 @@ class _DeviceMemory:
     """Inter-process handles of a torch allocator: of CUDA, and of torch_npu, which has the same ones by other names.
 
     A handle begins with the allocator's version and a letter for the kind of segment (`ShareableHandleType` in both
-    allocators): c for one made in one piece, e for an expandable one. Those are refused. Their physical pages come and
-    go, opening them needs more of the system, and two releases of torch had it wrong (pytorch 179220 and 190860).
-    Memory of a private pool is refused as well: vLLM's sleep takes the pages of its pool away under whoever has it
-    open.
+    allocators). The letter is c for one made in one piece, e for an expandable one. Those are refused. Their physical
+    pages come and go, opening them needs more of the system, and two releases of torch had it wrong (pytorch 179220 and
+    190860). Memory of a private pool is refused as well: vLLM's sleep takes the pages of its pool away under whoever
+    has it open.
     """
 
     name: str  # of the torch module
@@ -212,7 +212,7 @@ def _private_pool(segments: Iterable[Mapping[str, Any]], address: int) -> tuple[
 class CudaTransfer(_DeviceMemory):
     """NCCL, and CUDA's own inter-process handles. Written against torch's interfaces; untested on hardware.
 
-    Another device's memory can be opened too, also of a device that this process is not shown: `cudaIpcOpenMemHandle`
+    Another device's memory can be opened too, also of a device that this process is not shown. `cudaIpcOpenMemHandle`
     says so, and torch asks it to let the two devices reach each other.
     """
 

@@ -199,7 +199,7 @@ def _cell(value: Any) -> Any:
 class TensorBoardSink(View):
     """Scalars, and validation responses as text.
 
-    What already stands in `history`, the metrics.jsonl of a resumed run, is written first: event files cannot be cut at
+    What already stands in `history`, the metrics.jsonl of a resumed run, is written first. Event files cannot be cut at
     the resumed step, so `RunDir.truncate_metrics` removes them.
     """
 

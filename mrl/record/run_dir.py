@@ -99,11 +99,11 @@ class RunDir:
     ) -> "RunDir":
         """Takes `path` for this process, makes its folders and writes the resolved configuration where none stands.
 
-        A folder that holds a run is opened only to resume it, and keeps its configuration until `write_config`: an
+        A folder that holds a run is opened only to resume it, and keeps its configuration until `write_config`. So an
         attempt to resume that fails changes nothing. What an attempt left that reached no step is removed, and so are
         checkpoints and files of responses that were never finished. Raises ConfigError where another run stands or
-        where no folder can be written; as RunLock.take, which may wait and then calls `poll`, where another process
-        has it. It has not got the lock where it raises.
+        where no folder can be written. Where another process has the directory, it raises as RunLock.take, which may
+        wait and then calls `poll`. It has not got the lock where it raises.
         """
         run = cls(Path(path))
         try:

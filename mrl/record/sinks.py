@@ -132,8 +132,8 @@ def make_sinks(
 
     `more`: ready ones.
 
-    Raises ConfigError for a name that is none, or a view whose package is missing or broken; EnvironmentFault where the
-    disk or the network refuses a view.
+    Raises ConfigError for an unknown name, or a view whose package is missing or broken. Raises EnvironmentFault where
+    the disk or the network refuses a view.
     """
     info = info or RunInfo()
     for name in names:

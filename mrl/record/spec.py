@@ -19,7 +19,7 @@ TABLE = Path(__file__).with_name("metrics.yaml")
 class MetricSpec:
     """One metric, or one family of metrics with the same meaning; `reading`: what its values say, where that is known.
 
-    `kind` says how parts from micro-batches and ranks become one number: mean parts are (sum of value x weight, sum of
+    `kind` says how parts from micro-batches and ranks become one number. Mean parts are (sum of value x weight, sum of
     weight), all others (value, 1). `last` takes the last part: what every rank knows alike, such as the learning rate.
     """
 

@@ -87,8 +87,8 @@ def prompt_metrics(answers: Answers) -> dict[str, dict[str, float]]:
 def validation_metrics(answers: Sequence[Answers]) -> dict[str, float]:
     """`val-core/SOURCE/QUANTITY/METRIC` and `val-aux/...` over all prompts.
 
-    Core, as in verl: mean, maj and best at the full n, of `acc` where the reward gives one, else of `reward`;
-    everything else is auxiliary. A quantity that only some responses have is left out.
+    Core are, as in verl, mean, maj and best at the full n, of `acc` where the reward gives one, else of `reward`.
+    Everything else is auxiliary. A quantity that only some responses have is left out.
     """
     metrics: dict[str, float] = {}
     for source in sorted({a.data_source for a in answers}):

@@ -101,8 +101,8 @@ def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> 
 def unwrap(ref: ray.ObjectRef, name: str, phase: str):
     """The value behind a finished reference, with Ray's error wrapping taken off.
 
-    Raises Interrupted for a process that died, LostPeer for a broken connection, EnvironmentFault for a full disk, one
-    of mrl.errors as it was raised, and Ray's own error, traceback included, for a defect. Each bears the process's
+    Raises Interrupted for a process that died, LostPeer for a broken connection, and EnvironmentFault for a full disk.
+    One of mrl.errors is raised as it was. A defect is Ray's own error, traceback included. Each bears the process's
     name.
     """
     try:

@@ -47,9 +47,9 @@ class _Tables(NamedTuple):
 def partial_digest(block: torch.Tensor, hf_name: str, origin: tuple[int, ...]) -> int:
     """The share of `block` in the digest of tensor `hf_name`, in [0, 2^64).
 
-    `block`: one- or two-dimensional, in Hugging Face orientation (strides do not matter) and in the engine's dtype; its
-    first element stands at `origin` of the whole tensor.
-    Raises ValueError for other ranks or an origin of another length.
+    `block`: one- or two-dimensional, in Hugging Face orientation (strides do not matter) and in the engine's dtype. Its
+    first element stands at `origin` of the whole tensor. Raises ValueError for other ranks or an origin of another
+    length.
     """
     return combine(lane_sums(block, origin).tolist(), hf_name)
 
@@ -232,8 +232,8 @@ def _name_weights(hf_name: str) -> tuple[int, ...]:
 class ShardDigests:
     """What one rank's shards hold, as digests: of the boxes it sends, and of what other ranks hold as well.
 
-    Boxes are found through the description of the shards, not where the plan says they lie, so that a box taken from
-    the wrong place shows. Where they lie is looked up once.
+    Boxes are found through the description of the shards, not where the plan says they lie. So a box taken from the
+    wrong place shows. Where they lie is looked up once.
     """
 
     def __init__(self, described: Sequence[Shard], shards: Shards, dtype: torch.dtype):

@@ -115,9 +115,9 @@ def route(setup: SyncSetup, rank: int, worker: int, reach: Reach) -> str:
 def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
     """Which transport serves a rank and a worker at these places, when `kind` (reshard.transport) is asked for.
 
-    auto: the device's own memory as far as it can be opened, which `reach` says; between two devices of a node beyond
-    that, what serves two nodes. ipc: host memory there. A platform without device memory has host memory on one node
-    whatever is asked for.
+    auto: the device's own memory as far as it can be opened, which `reach` says. Between two devices of a node beyond
+    that, auto takes what serves two nodes. ipc: host memory there. A platform without device memory has host memory on
+    one node whatever is asked for.
     """
     if kind == "p2p" or rank.node != worker.node:
         return "p2p"

@@ -211,8 +211,8 @@ def _scientific(digits: str, braced: str, plain: str) -> Fraction:
 def same_quantity(truth: Quantity, answer: Quantity) -> bool:
     """Equal numbers, and no two different units.
 
-    A percentage equals its value (50 % is 0.5). Its bare number counts too, since questions ask for "how many percent",
-    except where the truth is a bare number below one, which is a share.
+    A percentage equals its value (50 % is 0.5). Its bare number counts too, since questions ask for "how many percent".
+    Where the truth is a bare number below one, it is a share, and this does not hold.
     """
     if truth.unit and answer.unit and truth.unit != answer.unit:
         return False

@@ -125,7 +125,7 @@ class RewardPool:
         """Waits for everything submitted since the last drain; results in the order of submission.
 
         `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once
-        more than `max_failures` samples failed: the caller refuses them, and the pool is then only good for closing.
+        more than `max_failures` samples failed. The caller refuses them, and the pool is then only good for closing.
         """
         self._wait_for(lambda: not self._awaited or self._failed_more_than(max_failures), poll)
         with self._changed:
@@ -222,7 +222,7 @@ class RewardPool:
 
         On a failure the job it was at is finished with the reason, the rest go to a fresh one.
 
-        `alone`: the one job has a fresh worker to itself, so that memory it does not find, or a line that is not its
+        `alone`: the one job has a fresh worker to itself. Then memory it does not find, or a line that is not its
         answer, is no other sample's fault.
         """
         if not self._workers[slot].alive():  # killed while idle: no sample's fault

@@ -55,8 +55,8 @@ KIMI_IDS = {
 def convert_tokenizer(model: Path, output: Path) -> list[str]:
     """Writes the tokenizer of a model's folder into another one; returns the names of its files.
 
-    Raises ConfigError for a tokenizer of another kind or an output that exists, EnvironmentFault for damaged files and
-    where the result would give other ids than are known.
+    Raises ConfigError for a tokenizer of another kind or an output that exists. Raises EnvironmentFault for damaged
+    files and where the result would give other ids than are known.
     """
     if output.exists():
         raise ConfigError(f"{output} exists; choose another output")

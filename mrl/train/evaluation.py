@@ -45,7 +45,7 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
     the results.
 
     `checkpoint`: a `step-N` folder, None for the configuration's model.path. It, or a model.path in FP8, is brought
-    into Hugging Face's form within `output` once prompts and reward are known to be good, and removed at the end.
+    into Hugging Face's form within `output` once prompts and reward are known to be good. It is removed at the end.
     Raises one of mrl.errors; an output that holds results already is refused.
     """
     if (output / RESULTS).exists():

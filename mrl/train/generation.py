@@ -208,9 +208,9 @@ class Generation:
     def settle(self, timer: PhaseTimer, saves: bool) -> None:
         """Returns once engines may be given other weights; nothing is sent until `advanced`; phases "pause", "settle".
 
-        in_order what was to be made by these weights is back; where rewards decide which groups are trained on, it is
-        judged too. ready_first engines hold what they are at, and nobody waits; where the step `saves` they give it
-        back, so that the checkpoint has its tokens. In the synchronous schedule nothing is under way.
+        in_order, what was to be made by these weights is back; where rewards decide which groups are trained on, it is
+        judged too. With ready_first, engines hold what they are at, and nobody waits. Where the step `saves` they give
+        it back, so that the checkpoint has its tokens. In the synchronous schedule nothing is under way.
         """
         if self._rules.schedule.is_synchronous:
             return
@@ -280,8 +280,8 @@ class Generation:
     def given_up(self, state: TrainState) -> TrainState:
         """Ends generation; the state with all groups on their way, also where engines never came to hold its weights.
 
-        What engines were at goes on from its last border, by the weights of `state`; in_order that may be younger ones
-        than in a run where no engine is lost.
+        What engines were at goes on from its last border, by the weights of `state`. In order, those may be younger
+        ones than in a run where no engine is lost.
         """
         self.close()
         if state.ahead is not None or not state.step:

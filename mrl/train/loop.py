@@ -64,9 +64,9 @@ def train(run: Run) -> None:
 def save_whole(run: Run, error: MrlError) -> None:
     """Leaves a checkpoint of the newest weights where that can be done.
 
-    It cannot where an update of them was under way, a rank is what was lost, or the run would not repeat bit by bit
-    from there. Nor can it where the grace of a signal is shorter than the last save took. Raises EnvironmentFault where
-    the disk takes none.
+    It cannot where an update of them was under way, or a rank is what was lost. Nor can it where the run would not
+    repeat bit by bit from there. Nor can it where the grace of a signal is shorter than the last save took. Raises
+    EnvironmentFault where the disk takes none.
     """
     lost = processes_of(error)
     if not run.is_whole or any(name.startswith("rank ") for name in lost):

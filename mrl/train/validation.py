@@ -116,8 +116,8 @@ def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:
     """Names of numbers that all responses of a data source have beside the score, a failed one's accuracy, and whether
     all say their answer.
 
-    A failed response has the lowest accuracy of its data source and at most 0 (a function that gives a number alone may
-    go below), an empty answer, and no other number. Where one failed, those are left out.
+    A failed response has an empty answer, and no number but an accuracy: the lowest of its data source and at most 0. A
+    function that gives a number alone may go below. Where one failed, other numbers are left out.
     """
     scored = [r for r in results if r.reason == OK]
     if not scored:

@@ -332,8 +332,8 @@ class VllmEngine:
     async def sleep(self) -> SleepReport:
         """Gives the memory of weights and KV cache back to the device. Requests in flight, or waiting, are ended.
 
-        Returns when every worker's device was idle and has its memory back; nothing else may take memory of the same
-        device meanwhile (vLLM compares what is free before and after).
+        Returns when every worker's device was idle and has its memory back. Nothing else may take memory of the same
+        device meanwhile: vLLM compares what is free before and after.
         """
         async with self._controlled("sleep"):
             aborted = len(self._door.inside)

@@ -54,9 +54,9 @@ class EngineScheduler:
     async def drop_cache(self) -> None:
         """Empties the prefix cache, which old weights filled. Raises Interrupted when vLLM does not empty it.
 
-        vLLM 0.23 and 0.32 answer True, with prefix caching off as well, or False while a block is in use, that of a
-        request that was just aborted for example. Of several data-parallel cores 0.32 answers for all, 0.23 for the
-        first.
+        vLLM 0.23 and 0.32 answer True, with prefix caching off as well. They answer False while a block is in use, for
+        example that of a request that was just aborted. Of several data-parallel cores 0.32 answers for all, 0.23 for
+        the first.
         """
         deadline = time.monotonic() + DROP_S
         while (

@@ -27,7 +27,7 @@ _EXPERTS = ("w13_weight", "w2_weight")
 class Adapter(CommonAdapter):
     """vLLM 0.32's layerwise reload, and its experts.
 
-    Experts that CPU packs, which are nearly all of a model, take a shorter way than vLLM's, to the same bits: their
+    Experts that CPU packs, which are nearly all of a model, take a shorter way than vLLM's, to the same bits. Their
     load layout is memory that one layer takes over from another, and vLLM's own operator packs it straight into the
     kernel's memory. vLLM's way takes fresh memory for either and copies afterwards.
     """

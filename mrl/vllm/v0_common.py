@@ -251,7 +251,7 @@ class CommonWorkerExtension(SleepingExtension):
     def answer(self, method: str, arguments: Sequence[Any] = ()) -> dict[str, Any]:
         """Calls one of this worker's methods: {"value": what it returned}, or {"error": what it raised}.
 
-        Nothing may be raised to vLLM here: its executor stops reading at the first worker that failed, and what the
+        Nothing may be raised to vLLM here, whose executor stops reading at the first worker that failed. What the
         others answered is then taken for their answer to the next call (MultiprocExecutor.collective_rpc of 0.23 and
         0.32).
         """

@@ -93,8 +93,8 @@ def translate(
     own: Sequence[str] = (),
 ) -> Import:
     """`as_written`: keep what is usually mended (and refused by validation). A script without a layout gets `chosen`,
-    else that of `preset`, else that of the nearest preset for its model; `own`: our keys that the user sets, and a
-    degree among them leaves the layout to the user. Where none is found, `Import.lacks_layout` says so.
+    else that of `preset`, else that of the nearest preset for its model. `own`: our keys that the user sets; a degree
+    among them leaves the layout to the user. Where none is found, `Import.lacks_layout` says so.
     """
     out = Import(name, warnings=[*command.faults, *command.remarks], faults=command.faults)
     keys = {o.key: o for o in command.overrides}

@@ -42,7 +42,8 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     """Writes model, tokenizer, rows, reward and configuration.
 
     Raises what `mrl train` would raise of the user's own files: DataError of rows or of a reward that fails,
-    ConfigError of a tokenizer or reward that cannot be loaded; ConfigError too for a family without a small form.
+    ConfigError of a tokenizer or reward that cannot be loaded. Raises ConfigError too for a family without a small
+    form.
     """
     original = original.model_copy(
         update={"model": original.model.model_copy(update={"path": cached_folder(original.model.path)})}

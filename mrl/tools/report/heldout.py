@@ -129,7 +129,7 @@ def prompt_means(responses: Sequence[Response], by: Mapping[str, str]) -> dict[s
     """Mean of each prompt, by data source, of the quantity that `by` names for it.
 
     A prompt is its number and its text: other data has other prompts. As in the metrics, a failed answer has the lowest
-    `acc` of its data source and at most 0, and a prompt that an environment failed in is left out.
+    `acc` of its data source and at most 0. A prompt that an environment failed in is left out.
     """
     left_out = {_prompt(one) for one in responses if one.reason == LEFT_OUT}
     responses = [one for one in responses if _prompt(one) not in left_out]

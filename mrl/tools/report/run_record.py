@@ -164,8 +164,8 @@ class RunRecord:
 def read_run(path: Path | str) -> RunRecord:
     """Reads a run directory, whatever process writes it meanwhile.
 
-    Raises ConfigError for what is none, for a damaged metrics.jsonl and for a plan of another version; NoStepYet where
-    neither a step nor a failure is written.
+    Raises ConfigError for another folder, for a damaged metrics.jsonl and for a plan of another version. Raises
+    NoStepYet where neither a step nor a failure is written.
     """
     folder = RunDir(Path(path))
     _check_is_run(folder)

@@ -82,8 +82,8 @@ class Persistent:
 class Named:
     """An object to be pickled under the name of a class or function that is not imported here.
 
-    With neither arguments nor state it is the named thing itself; with arguments what calling it gives; with state an
-    instance that has it: a dictionary of its attributes, or whatever its class's `__setstate__` takes.
+    With neither arguments nor state it is the named thing itself, and with arguments what calling it gives. With state
+    it is an instance that has it: a dictionary of its attributes, or whatever its class's `__setstate__` takes.
     """
 
     module: str
