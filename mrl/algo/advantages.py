@@ -69,7 +69,7 @@ class TokenAdvantages:
         return replace(self, per_response=self.per_response[index])
 
     def among(self, counted: np.ndarray) -> "TokenAdvantages":
-        """The same among all responses, of which these are the `counted` ones; 0 of the others."""
+        """Spreads these advantages, which are of the `counted` responses, over all responses; the others get 0."""
         every = np.zeros(len(counted))
         every[counted] = self.per_response
         return replace(self, per_response=every)

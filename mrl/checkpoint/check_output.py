@@ -76,7 +76,10 @@ def verification(
 
 
 def _same_descriptions(source: Checkpoint, written: Checkpoint, roles: tuple[str, ...]) -> None:
-    """Both ways: what one has and the other has not. Opening a checkpoint has compared it with its headers."""
+    """Compares descriptions both ways: what one has and the other has not.
+
+    Opening a checkpoint has compared it with its headers.
+    """
     for role in roles:
         of_source = _described(source, role)
         of_written = _described(written, role)

@@ -91,9 +91,9 @@ class RankFiles:
 
 
 def described(folder: Path, rank: int, part: RankFiles) -> RankFiles:
-    """The same with its entries in a file of `folder`, written durably. A rank without entries has none.
+    """Writes the entries of a rank durably into a file of `folder`, and returns its files with that one.
 
-    Raises OSError as the disk does.
+    A rank without entries gets no file. Raises OSError as the disk does.
     """
     if not part.entries:
         return replace(part, entries=None)
@@ -127,20 +127,20 @@ class Manifest:
         return {name: facts for rank in self.ranks for name, facts in rank.files.items()}
 
     def files_of_ranks(self) -> FileFacts:
-        """The same of all that ranks read: files with tensors and their descriptions."""
+        """Facts of all files that ranks read: files with tensors and their descriptions."""
         descriptions = {name: facts for rank in self.ranks for name, facts in rank.description.items()}
         return self.files() | descriptions
 
     def files_for_others(self) -> FileFacts:
-        """The same of files that no training reads: configuration and tokenizer."""
+        """Facts of files that no training reads: configuration and tokenizer."""
         return {f"{HF_FOLDER}/{name}": facts for name, facts in self.hf_files.items()}
 
     def all_files(self) -> FileFacts:
-        """The same of every file but the manifest."""
+        """Facts of every file but the manifest."""
         return self.files_of_ranks() | self.files_for_others() | self.files_beside()
 
     def files_beside(self) -> FileFacts:
-        """The same of files without tensors of the model: groups that generation was ahead with."""
+        """Facts of files without tensors of the model: groups that generation was ahead with."""
         return self.trainer.get("ahead", {}).get("files", {})
 
     @property

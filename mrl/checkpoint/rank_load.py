@@ -81,7 +81,7 @@ class TensorLoader:
 
 
 def _words(values: Tensor) -> np.ndarray:
-    """The same memory as integers."""
+    """Views the values' memory as integers."""
     return values.view(_WORDS[values.element_size()]).numpy()
 
 

@@ -246,7 +246,7 @@ class EngineFleet:
     # ------------------------------------------------------------ weights
 
     def proven(self, engines: Iterable[int], version: int) -> None:
-        """Digests say that these hold the weights of `version`."""
+        """Notes that digests showed the weights of `version` in these engines."""
         with self._lock:
             for engine in map(self._engines.__getitem__, engines):
                 self.machine.verified(engine, self.machine.epoch(engine), version)

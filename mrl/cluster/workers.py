@@ -234,7 +234,7 @@ def _contiguous():
 
 
 def _packed(data: bytes) -> Iterator[str | np.ndarray]:
-    """A generator, no tuple: Ray sends into what a streaming method yields from."""
+    """Yields digest and bytes. It is a generator and no tuple: Ray sends into what a streaming method yields from."""
     yield hashlib.sha256(data).hexdigest()
     yield np.frombuffer(data, np.uint8)
 

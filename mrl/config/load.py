@@ -47,7 +47,7 @@ class ResolvedConfig:
         return self._text(self.config.model_dump())
 
     def to_record(self) -> str:
-        """The same without secrets, as a run writes it down; a configuration read from it wants them again."""
+        """The configuration without secrets, as a run writes it down; one that is read from it wants them again."""
         return self._text(without_secrets(self.config.model_dump()))
 
     def _text(self, values: dict[str, Any]) -> str:

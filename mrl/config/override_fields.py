@@ -128,7 +128,7 @@ _MEANS = "gradients are summed over replicas in another order or format"
 
 
 def _scaling(model: ModelSpec) -> tuple[Any, ...]:
-    """None and 1 both leave a router's scores as they are."""
+    """The factors that leave a router's scores as the model has them; None and 1 are the same."""
     factor = model.routed_scaling_factor
     if factor == 1.0:
         return (None, 1.0)

@@ -90,9 +90,10 @@ class QuickTokenizer:
 
 
 def quick_tokenizer(folder: Path, arguments: Collection[str] = ()) -> QuickTokenizer | None:
-    """None where transformers might read something else, or nothing at all and then says why.
+    """Makes a tokenizer of tokenizer.json alone.
 
-    `arguments`: names that the template is to be given beside the usual ones.
+    None where transformers might read something else, or nothing at all and then says why. `arguments`: names that the
+    template is to be given beside the usual ones.
     """
     if not _PARAMETERS.isdisjoint(arguments):
         return None

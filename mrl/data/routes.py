@@ -34,7 +34,7 @@ def is_missing(routes: Any) -> Any:
 
 
 def recoded(routes: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The same routes in another dtype that holds all their experts: a checkpoint may be of when routes were wider."""
+    """Writes routes in another dtype that holds all their experts: a checkpoint may have them in a wider one."""
     if routes.dtype == dtype:
         return routes
     return np.where(is_missing(routes)[..., None], missing_in(dtype), routes.astype(np.int64)).astype(dtype)
@@ -125,7 +125,7 @@ class RouteShape:
         return np.concatenate([self.checked(of_moe, tokens - 1, whose), last])
 
     def checked(self, routes: np.ndarray, tokens: int, whose: str) -> np.ndarray:
-        """The same routes [tokens, MoE layers, topk], MISSING where they are, in `dtype`.
+        """Checks routes [tokens, MoE layers, topk], MISSING where they are, and returns them in `dtype`.
 
         Raises DataError that names `whose` and says what is wrong.
         """

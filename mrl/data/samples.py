@@ -358,7 +358,7 @@ ONE_TURN: dict[str, Callable[[Any], np.ndarray]] = {
 
 
 def with_turns(samples: Samples) -> Samples:
-    """The same with all columns of turns; rows that had none are one turn each."""
+    """Adds all columns of turns; rows that had none are one turn each."""
     absent = [name for name in ONE_TURN if getattr(samples, name) is None]
     return replace(samples, **{name: ONE_TURN[name](samples) for name in absent})
 

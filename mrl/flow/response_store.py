@@ -122,7 +122,7 @@ class ResponseStore:
         )
 
     def renumbered(self, group_id: np.ndarray, sample_id: np.ndarray) -> "ResponseStore":
-        """The same under other ids. Those in the blocks stay as they were."""
+        """The responses under other ids. Those in the blocks stay as they were."""
         return replace(self, rows=replace(self.rows, group_id=group_id, sample_id=sample_id))
 
     def read(self, with_routes: bool = False) -> Samples:

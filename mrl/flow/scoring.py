@@ -250,7 +250,7 @@ class ScorerGroup:
         self._awaited: dict[int, int] = {}  # by sample_id, the number of its question
 
     def for_another(self) -> "ScorerGroup":
-        """The same scorers for somebody else who asks."""
+        """Shares the scorers with another caller, whose questions are its own."""
         other = type(self)(self.channels, self._exchange.near)
         other._exchange = self._exchange
         return other

@@ -215,7 +215,7 @@ class MegatronActor:
 
     @needs(PARAMETERS)
     def reference_log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> RowResult | None:
-        """The same under the reference model's weights."""
+        """Log-probs as in `policy_log_probs`, under the reference model's weights."""
         if self.reference is None:
             raise RuntimeError(
                 "no reference model was loaded: algorithm.use_kl_loss and use_kl_in_reward are both false"
@@ -394,7 +394,10 @@ class MegatronActor:
         return parallel.holds_everywhere(bool(here), self.platform.device)
 
     def _count_skipped(self, result: StepResult, trained: bool) -> None:
-        """The norm is summed over all ranks, so all of them count alike and give up together."""
+        """Counts skipped updates, and raises NumericAbort at the limit.
+
+        The norm is summed over all ranks, so all of them count alike and give up together.
+        """
         self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
         limit = self.config.trainer.max_skipped_updates
         if self.skipped_in_a_row >= limit:
@@ -439,7 +442,7 @@ def _count(batch: TrainBatch) -> Denominators:
 
 
 def _step_metrics(result: StepResult) -> FloatParts:
-    """The same on every rank, so one rank hands them out."""
+    """Metrics of the optimizer's step, which are the same on every rank, so one rank hands them out."""
     norm = {}
     if result.applied:
         norm = {"actor/grad_norm": (result.grad_norm, 1.0)}

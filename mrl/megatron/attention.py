@@ -161,8 +161,9 @@ def _calls(lengths: tuple[int, ...], context: int, device: torch.device) -> tupl
 
 
 def _padded_ranges(first: np.ndarray, size: np.ndarray, padded: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both [ranges, padded]: the integers from `first` on, `size` of them, then `first` again for pads;
-    and which are no pads.
+    """Ranges of integers as rows of one length, and which of their places are no pads; both [ranges, padded].
+
+    A row has `size` integers from `first` on, then `first` again for pads.
     """
     offset = np.arange(padded)[None]
     real = offset < size[:, None]

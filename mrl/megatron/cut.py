@@ -44,7 +44,7 @@ class ReplicaCut:
         return computed
 
     def renumbered(self, rows: np.ndarray) -> "ReplicaCut":
-        """The same for a batch of `rows` [own], ascending numbers of the batch that this cut is of."""
+        """The cut for a batch of `rows` [own], ascending numbers of the batch that this cut is of."""
 
         def local(micros: Micros) -> Micros:
             return tuple(MicroRows(np.searchsorted(rows, micro.rows), micro.is_filler) for micro in micros)

@@ -39,7 +39,7 @@ def add_within_products(chunks: Iterable[Module]) -> None:
 
 
 def added_within_products(chunks: Iterable[Module]) -> tuple[int, int]:
-    """How many modules do so, and how many could."""
+    """Counts the modules that add gradients within their products, and those that could."""
     able = [bool(getattr(module, SWITCH)) for module in _able(chunks)]
     return sum(able), len(able)
 

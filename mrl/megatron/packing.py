@@ -94,7 +94,7 @@ class MicroBatch(TokenValues[Array]):
         return self.scored
 
     def mapped(self, function: Callable[[Array], Any]) -> "MicroBatch":
-        """The same with `function` of every array in its place."""
+        """The micro-batch with `function` of every array in the array's place."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(
             self, **{k: function(v) for k, v in given.items() if v is not None and k not in ("content", "lengths")}

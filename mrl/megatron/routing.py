@@ -121,7 +121,7 @@ class Routing:
 
     @contextmanager
     def recording(self, model: torch.nn.Module, inputs: MicroBatch) -> Iterator[None]:
-        """Around one chunk's forward at the old log-probs."""
+        """Records choices of experts around one chunk's forward at the old log-probs."""
         core = unwrap_model(model)
         with self.supplying(model, inputs):
             yield
@@ -146,8 +146,7 @@ class Routing:
 
     @contextmanager
     def supplying(self, model: torch.nn.Module, inputs: MicroBatch) -> Iterator[None]:
-        """Around one chunk's forward under weights of any policy: with R3 all of them are asked about the engine's
-        routes.
+        """Supplies the engine's routes, with R3, around one chunk's forward under weights of any policy.
 
         So the KL to a reference model that equals the policy is 0, and not what the engine's numerics make of its
         routes.
@@ -158,9 +157,10 @@ class Routing:
 
     @contextmanager
     def comparing(self, model: torch.nn.Module, inputs: MicroBatch) -> Iterator[None]:
-        """Around one chunk's forward in the update. Raises RuntimeError when R2 is on and nothing was recorded for it.
+        """Compares and replays choices around one chunk's forward in the update.
 
-        An update on policy has no forward before it, and is itself the one at the old log-probs.
+        Raises RuntimeError when R2 is on and nothing was recorded for it. An update on policy has no forward before it,
+        and is itself the one at the old log-probs.
         """
         core = unwrap_model(model)
         choosers = self._choosers(core)

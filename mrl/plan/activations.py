@@ -78,7 +78,7 @@ class MicroBatchShape:
 
     @property
     def tokens(self) -> int:
-        """Padding included, over all context-parallel ranks."""
+        """Tokens with padding, over all context-parallel ranks."""
         return self.rows * self.length
 
 

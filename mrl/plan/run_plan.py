@@ -319,7 +319,7 @@ def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 def _stored(file: Path) -> dict[str, Any] | None:
-    """None where there is no file. Raises ConfigError for a file that holds something else."""
+    """The plan in a file; None where there is no file. Raises ConfigError for a file that holds something else."""
     if file.is_file():
         return load_plan(file)
     return None

@@ -162,7 +162,10 @@ def exchange_of(group: ProcessGroup) -> HostExchange | None:
 
 @torch.inference_mode(False)
 def _open(group: ProcessGroup) -> HostExchange | None:
-    """None on all ranks where one of them cannot see the others' memory, or has no core of its own."""
+    """Opens an exchange for a group.
+
+    None on all ranks where one of them cannot see the others' memory, or has no core of its own.
+    """
     memory = _own_memory()
     try:
         own = torch.tensor(memory or (0, 0, 0, 0))

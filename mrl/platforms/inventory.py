@@ -128,7 +128,7 @@ class DriverFault:
 
 
 def driver_fault(devices: HostDevices, environment: Mapping[str, str]) -> DriverFault | None:
-    """None when nothing is known against the driver."""
+    """What is wrong with the driver; None when nothing is known against it."""
     if devices.kind == "cuda" and devices.driver and _numbers(devices.driver) < _numbers(MIN_CUDA_DRIVER):
         return _old_for_cuda(devices.driver, _COMPAT in environment.get("LD_LIBRARY_PATH", ""))
     if devices.kind != "npu":

@@ -79,7 +79,7 @@ def rotated_from_table(original: Callable) -> Callable:
 
 
 def rotated_by_angles(original: Callable) -> Callable:
-    """The same through Megatron's rotation of rows, in whose place MindSpeed has put its kernel."""
+    """Rotates packs through Megatron's rotation of rows, in whose place MindSpeed has put its kernel."""
     from megatron.core.models.common.embeddings import rope_utils
 
     def rotated(

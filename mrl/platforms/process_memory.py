@@ -153,7 +153,7 @@ def _storages(tensors: "Iterable[Tensor]") -> "dict[int, UntypedStorage]":
 
 
 def _storage(tensor: "Tensor") -> "UntypedStorage | None":
-    """None for a tensor elsewhere, and for one without a storage (meta, fake, sparse)."""
+    """The storage of a tensor; None for one elsewhere, and for one without a storage (meta, fake, sparse)."""
     if tensor.device.type != "cpu":
         return None
     try:

@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """The same matrix on every tensor rank, each with its own tokens; TELinear in its mode `duplicated`."""
+    """A linear layer that is the same on every tensor rank, each with its own tokens; TELinear in its mode
+    `duplicated`.
+    """
 
     def __init__(
         self,

@@ -199,7 +199,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lines(file: Path) -> list[str]:
-    """None of a file that is not there. Raises ConfigError for one that cannot be read."""
+    """Lines of a file; none where it is not there. Raises ConfigError for one that cannot be read."""
     try:
         return read_text(file, LINES_BYTES, errors="replace").splitlines()
     except FileNotFoundError:

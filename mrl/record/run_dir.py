@@ -259,7 +259,7 @@ def open_lines(path: Path) -> TextIO:
 
 
 def json_safe(value: Any) -> Any:
-    """The same with numbers that JSON cannot hold (NaN, inf) as null, and numpy scalars as plain ones."""
+    """Replaces numbers that JSON cannot hold (NaN, inf) by null, and numpy scalars by plain ones."""
     match value:
         case Mapping():
             return {str(k): json_safe(v) for k, v in value.items()}

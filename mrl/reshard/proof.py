@@ -60,7 +60,7 @@ class PlanRehearsal:
 
 @dataclass(frozen=True)
 class PlanVerdict:
-    """Both answers."""
+    """The two answers on a plan."""
 
     proof: Proof
     rehearsal: PlanRehearsal
@@ -131,7 +131,7 @@ def _shards_of(plan: ReshardPlan) -> Callable[[int], ShardTable]:
 
 
 def rehearse(plan: ReshardPlan) -> PlanRehearsal:
-    """The same layouts, dialect and placement; a budget that makes several rounds.
+    """Rehearses the plan with the same layouts, dialect and placement, and a budget that makes several rounds.
 
     Raises ConfigError when no budget will do.
     """

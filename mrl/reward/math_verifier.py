@@ -145,7 +145,10 @@ def equal(truth: str, answer: str) -> bool:
 
 
 def _same_text(truth: str, answer: str) -> bool:
-    """The same but for spaces; words but for case, one letter but for brackets around it. `1 2` is not 12."""
+    """Whether texts are the same but for spaces: words but for case, one letter but for brackets around it.
+
+    `1 2` is not 12.
+    """
     if _SPACED_DIGITS.search(truth) or _SPACED_DIGITS.search(answer):
         return _tight(truth) == _tight(answer)
     if _WORD.search(truth):

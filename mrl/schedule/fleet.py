@@ -73,7 +73,7 @@ class Fleet:
                 one.status = RETIRED
 
     def spent_at(self, engine: str, versions: Iterable[int]) -> None:
-        """An earlier start of the run started the engine again at these."""
+        """Counts restarts of an earlier start of the run, which were at these versions."""
         self._engines[engine].restarts += versions
 
     def status(self, engine: str) -> EngineStatus:
@@ -177,7 +177,7 @@ class Fleet:
         return True
 
     def verified(self, engine: str, epoch: int, version: int) -> bool:
-        """Digests say that it holds the weights of `version`. It serves nothing until they are committed."""
+        """Notes that digests showed the weights of `version` in an engine. It serves nothing until they are committed."""
         if not self._is_of(engine, epoch) or self._engines[engine].status not in REACHED:
             return False
         if version < self.version:

@@ -41,7 +41,7 @@ class Group:
         return cls(number, [0] * responses, [False] * responses, begun=begun)
 
     def anew(self) -> "Group":
-        """The same prompt without what was made of it."""
+        """A new group of the same prompt, without what was made of this one."""
         fresh = Group.new(self.number, len(self.lengths))
         return replace(fresh, prompt_tokens=self.prompt_tokens, attempts=self.attempts + 1)
 

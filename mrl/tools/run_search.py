@@ -184,7 +184,7 @@ def _engines(config: RunConfig, model: ModelSpec, device: Device) -> Iterator[tu
 
 
 def _generation(config: RunConfig, model: ModelSpec, device: Device) -> float | None:
-    """None of engines that cannot be, or have no cache for one sequence."""
+    """Seconds of generation; None for engines that cannot be, or have no cache for one sequence."""
     if any(violation.field.startswith("rollout.") for violation in violations(ResolvedConfig(config, {}), model)):
         return None
     inputs = PlanInputs.of(config, model, device)

@@ -77,7 +77,7 @@ def search_problem(
 
 
 def problem_with(problem: SearchProblem, config: RunConfig) -> SearchProblem:
-    """The same with the micro-batches of `config`."""
+    """The problem with the micro-batches of `config`."""
     micro_of = partial(update_micro_batch, config)
     micro = micro_of(TrainLayout.build({"world_size": problem.devices}, problem.model))
     return replace(problem, micro_of=micro_of, work=replace(problem.work, micro=micro))
@@ -201,7 +201,7 @@ def _planned(config: RunConfig, problem: SearchProblem, candidate: Candidate) ->
 
 
 def _recomputed(problem: SearchProblem, candidate: Candidate) -> Candidate:
-    """The same layout with the recomputation that saves most."""
+    """The candidate's layout with the recomputation that saves most."""
     states = [
         stage_state(problem.model, candidate.layout, pp, problem.precision)
         for pp in unlike_stages(problem.model, candidate.layout)

@@ -163,7 +163,10 @@ def with_spool(own: ExitStack, files: Files) -> Files:
 
 
 def at_newest_checkpoint(files: Files) -> Files:
-    """The same run where it goes on after its ranks are lost: its newest intact checkpoint, without one its start."""
+    """The files of a run that goes on after its ranks are lost.
+
+    It goes on from its newest intact checkpoint, without one from its start.
+    """
     point = files.beginning.find_point(resume=True)
     beginning = replace(files.beginning, point=point)
     return replace(files, beginning=beginning, state=resumed_state(point), spool=None, suspects=files.lost.suspects())

@@ -426,7 +426,7 @@ class Generation:
             self.streams.send(engine, [request for request, _ in own], self._rules.sampling, before)
 
     def _request(self, sent: Assignment) -> Request:
-        """Seeds are those of the draw's number, as of a step that trains on all of it."""
+        """Makes a request; seeds are those of the draw's number, as of a step that trains on all of it."""
         prompt, first = self._prompts[sent.number]
         draw = self._prompts.draw_of(sent.number)
         seed = sample_seed(self._rules.seed, TRAIN, draw + 1, prompt.prompt_id, first + sent.index)

@@ -186,7 +186,7 @@ def _differ(values: np.ndarray) -> bool:
 
 
 def copies(groups: Mapping[int, GroupParts]) -> dict[int, GroupParts]:
-    """The same, independent of what comes to them; in the order of numbers."""
+    """Copies groups, in the order of numbers, so that they are independent of what comes to them later."""
     return {
         number: replace(groups[number], responses=dict(groups[number].responses), results=dict(groups[number].results))
         for number in sorted(groups)

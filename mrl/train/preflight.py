@@ -74,8 +74,9 @@ def check_inputs(config: RunConfig, resume: bool) -> None:
 
 
 def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Path | None:
-    """The same for an evaluation, which has engines and no actor. `checkpoint`, a step or a run, stands in for
-    model.path where one is given; the folder of its step is returned.
+    """Checks an evaluation before it starts, which has engines and no actor.
+
+    `checkpoint`, a step or a run, stands in for model.path where one is given; the folder of its step is returned.
     """
     config = resolved.config
     if not config.data.val_files:

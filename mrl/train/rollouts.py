@@ -174,7 +174,7 @@ def _follow(streams: RequestStreams, dispatcher: Dispatcher) -> list[Assignment]
 
 
 def by_engine(sent: Iterable[Assignment]) -> dict[str, list[Assignment]]:
-    """The same by the engine that gets them, in their order."""
+    """Sorts assignments by the engine that gets them, in their order."""
     found: dict[str, list[Assignment]] = {}
     for each in sent:
         found.setdefault(each.engine, []).append(each)

@@ -250,7 +250,8 @@ class VllmEngine:
             await self._calls.workers("forget_routes")
 
     async def _check_order(self) -> None:
-        """The same prompts in two orders must give the same bits; else no run can be repeated or resumed exactly.
+        """Checks that the same prompts in two orders give the same bits; else no run can be repeated or resumed
+        exactly.
 
         Data-parallel ranks check themselves at once, each while others compute other prompts: neither may what they
         have in a step change a bit.

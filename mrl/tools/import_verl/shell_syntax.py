@@ -202,7 +202,7 @@ class _TreeReader:
         return CommandBlock(tuple(command for command in commands if command is not None), subshell)
 
     def command(self, node: Node) -> Command | None:
-        """None of a comment, and of what cannot be read, which is among the faults."""
+        """Reads a command; None for a comment, and for what cannot be read, which is among the faults."""
         match node.type:
             case "command" | "declaration_command" | "unset_command" | "test_command" | "variable_assignments":
                 return Simple(self.words(self.word_nodes(node)), self.line(node))

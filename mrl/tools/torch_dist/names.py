@@ -57,7 +57,7 @@ def whole_parameters(model: ModelSpec) -> tuple[Shard, ...]:
 
 
 def written_position(shard: Shard, model: ModelSpec, separate_layers: bool) -> KeyPosition:
-    """Where it is written: homogeneous, or with `separate_layers` in Megatron's non-homogeneous way."""
+    """The position that is written: homogeneous, or with `separate_layers` in Megatron's non-homogeneous way."""
     positions = _whole_positions(shard, model)
     if separate_layers and len(positions) > 1:
         return positions[1]
