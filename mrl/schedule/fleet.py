@@ -177,7 +177,10 @@ class Fleet:
         return True
 
     def verified(self, engine: str, epoch: int, version: int) -> bool:
-        """Notes that digests showed the weights of `version` in an engine. It serves nothing until they are committed."""
+        """Notes that digests showed the weights of `version` in an engine.
+
+        It serves nothing until they are committed.
+        """
         if not self._is_of(engine, epoch) or self._engines[engine].status not in REACHED:
             return False
         if version < self.version:
