@@ -45,7 +45,7 @@ class DamagedCheckpoint(EnvironmentFault):
 
     @property
     def folder(self) -> Path:
-        """Of the checkpoint."""
+        """The checkpoint's folder."""
         return Path(self.args[1])
 
     def __str__(self) -> str:
@@ -72,8 +72,9 @@ class LostProcess(Interrupted):
 
 
 class LostWeights(LostProcess):
-    """Nobody holds the weights any more that responses are to be finished by: only from a checkpoint before can the run
-    repeat them bit by bit.
+    """No process holds the weights any more that responses are to be finished by.
+
+    Only from a checkpoint before can the run repeat them bit by bit.
     """
 
 
@@ -100,8 +101,9 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u20
 
 
 def printable(text: str) -> str:
-    """Text without what a terminal obeys (control characters but newline and tab, changes of direction) and halves of
-    characters, each as its escape sequence in Python.
+    """Text with what a terminal obeys, and halves of characters, as escape sequences of Python.
+
+    A terminal obeys control characters, but for newline and tab, and changes of direction.
     """
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
@@ -138,10 +140,18 @@ class Violation:
     where: str = ""  # "preset.yaml:12", "recipe gspo", "--set", "default"; "" for a key that stands nowhere
 
     def __str__(self) -> str:
-        value = "" if self.value is MISSING else f" = {shown(self.value)}"
-        where = f" ({self.where})" if self.where else ""
-        why = f"; {self.why}" if self.why else ""
-        allowed = f"; allowed: {', '.join(map(shown, self.allowed))}" if self.allowed else ""
+        value = ""
+        if self.value is not MISSING:
+            value = f" = {shown(self.value)}"
+        where = ""
+        if self.where:
+            where = f" ({self.where})"
+        why = ""
+        if self.why:
+            why = f"; {self.why}"
+        allowed = ""
+        if self.allowed:
+            allowed = f"; allowed: {', '.join(map(shown, self.allowed))}"
         return f"{self.field}{value}{where}: {self.rule}{why}{allowed}"
 
     def to_json(self) -> dict[str, Any]:
@@ -159,7 +169,9 @@ class Violation:
 def shown(value: Any) -> str:
     """A value as a YAML file would say it, cut short where it is long."""
     text = _yaml_text(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    if len(text) <= 120:
+        return text
+    return f"{text[:117]}..."
 
 
 _OTHER_THAN_TEXT = re.compile(
@@ -175,7 +187,9 @@ def _yaml_text(value: Any) -> str:
             return str(value).replace("inf", ".inf").replace("nan", ".nan")
         case float():
             text = repr(value)
-            return text if "." in text else text.replace("e", ".0e")
+            if "." in text:
+                return text
+            return text.replace("e", ".0e")
         case str() if _OTHER_THAN_TEXT.fullmatch(value):
             return "'" + value.replace("'", "''") + "'"
         case list() | tuple():
@@ -215,7 +229,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`did you mean X?` when a known name is close, else the list of known names."""
     known = list(known)
     close = get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"known: {', '.join(known)}"
 
 
 def nearest(value: int, highest: int, legal: Callable[[int], bool]) -> tuple[int, ...]:

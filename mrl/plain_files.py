@@ -59,7 +59,8 @@ def read_text(path: Path, limit: int, errors: str = "strict") -> str:
 def parse_json(text: str | bytes, strict: bool = True) -> Any:
     """The value of JSON text; without `strict` NaN and infinities are numbers, as Python's own writer has them.
 
-    Raises ValueError for what is none, for numbers that no float can hold, and for more levels than can be read.
+    Raises ValueError for text that is no JSON, for numbers that no float can hold, and for more levels than can be
+    read.
     """
     constant = _no_number if strict else float
     if isinstance(text, bytes):
@@ -90,14 +91,16 @@ def read_settings(path: Path, limit: int) -> dict[str, Any]:
 
 def reason(error: Exception) -> str:
     """What an error of this room says, without the path, which the caller names."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
 
 
 def check_output(path: Path, inputs: tuple[Path, ...] = (), begins: bytes = b"") -> None:
     """Raises ConfigError for an output that would take the place of something else than an older output.
 
-    A link, a device and a pipe are never replaced, one of `inputs` neither, under whatever name, nor a file
-    that does not begin with `begins`.
+    A link, a device and a pipe are never replaced. Nor is one of `inputs`, under whatever name, or a file that does not
+    begin with `begins`.
     """
     try:
         mode = os.lstat(path).st_mode

@@ -1,6 +1,8 @@
 """Sizes in bytes, and counts rounded up."""
 
-KIB, MIB, GIB = 1024, 1024**2, 1024**3
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -44,6 +44,10 @@ CONFIGURED_ROOMS = ("config", "plan", "tools", "extras", "cli")
 ASSEMBLY = ("mrl.train.assemble", "mrl.train.run")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+Documented = ast.Module | ast.ClassDef | Function
+# first words of docstrings whose noun is the name of what they describe: one reads them twice
+GENITIVES = ("Of", "As", "See")
 
 
 def room_of(module: str) -> str | None:
@@ -180,6 +184,50 @@ def functions_with_whole_configuration(house: House) -> list[str]:
     return sorted(found)
 
 
+def is_paired(node: ast.AST) -> bool:
+    """Whether a statement assigns several values to several names: `a, b = x, y`."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    return any(isinstance(target, ast.Tuple) for target in node.targets)
+
+
+def is_nested(node: ast.AST) -> bool:
+    """Whether a node is a comprehension with another one inside."""
+    if not isinstance(node, Comprehension):
+        return False
+    return any(isinstance(inner, Comprehension) for inner in ast.walk(node) if inner is not node)
+
+
+def density(house: House) -> dict[str, float]:
+    """How much is packed into an expression: counts per 1,000 statements, `a, b = x, y` and the like."""
+    nodes = [node for nodes in house.nodes.values() for node in nodes]
+    found = {
+        "paired_assignments": sum(map(is_paired, nodes)),
+        "nested_comprehensions": sum(map(is_nested, nodes)),
+        "conditional_expressions": sum(isinstance(node, ast.IfExp) for node in nodes),
+        "fmt_skip": sum(len(re.findall("# fmt: skip$", text, re.MULTILINE)) for text in house.sources.values()),
+    }
+    statements = sum(isinstance(node, ast.stmt) for node in nodes)
+    return {name: round(1000 * count / statements, 2) for name, count in found.items()}
+
+
+def docstrings(house: House) -> Iterator[tuple[str, str, str]]:
+    """(module, name, text) of every docstring; the name of a module's own is its module."""
+    for module, nodes in house.nodes.items():
+        for node in nodes:
+            if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+                yield module, getattr(node, "name", module), text
+
+
+def genitive_docstrings(house: House) -> list[str]:
+    """Docstrings that begin with one of GENITIVES, each with where it stands."""
+    return [
+        f"{module}:{name}: {text.splitlines()[0]}"
+        for module, name, text in docstrings(house)
+        if re.match(rf"({'|'.join(GENITIVES)})\b", text)
+    ]
+
+
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Groups of nodes that reach each other (Tarjan's strongly connected components of more than one node)."""
     order: dict[str, int] = {}
@@ -221,7 +269,9 @@ def measure(house: House) -> dict:
         "lines": sum(by_room.values()),
         "lines_by_room": dict(by_room.most_common()),
         "docstring_lines": sum(_docstring_lines(tree) for tree in house.modules.values()),
-        "statements": sum(isinstance(node, ast.stmt) for tree in house.modules.values() for node in ast.walk(tree)),
+        "statements": sum(isinstance(node, ast.stmt) for nodes in house.nodes.values() for node in nodes),
+        "ast_nodes": sum(map(len, house.nodes.values())),
+        "per_1000_statements": density(house),
         "core_path_lines": sum(by_room[room] for room in CORE),
         "longest_file": max(house.lines(name) for name in house.modules),
         "functions": len(lengths),
@@ -231,6 +281,7 @@ def measure(house: House) -> dict:
         "functions_with_whole_configuration": functions_with_whole_configuration(house),
         "circles_of_modules": circles(house.graph),
         "circles_of_rooms": circles(house.room_graph),
+        "docstrings_of_as_see": len(genitive_docstrings(house)),
         "public_functions_without_docstring": sum(
             public and not ast.get_docstring(node) for _, node, public in house.functions()
         ),
@@ -243,9 +294,8 @@ def measure(house: House) -> dict:
 
 
 def _docstring_lines(tree: ast.Module) -> int:
-    documented = ast.Module | ast.ClassDef | Function
     texts = [
-        node.body[0] for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node) is not None
+        node.body[0] for node in ast.walk(tree) if isinstance(node, Documented) and ast.get_docstring(node) is not None
     ]
     return sum(text.end_lineno - text.lineno + 1 for text in texts)
 
@@ -340,6 +390,8 @@ def rows(figures: dict) -> dict[str, str]:
             text["function lines: median, p90, longest"] = ", ".join(f"{number:g}" for number in value.values())
         elif name == "lines_by_room":
             text |= {f"  {room}": f"{lines:,}" for room, lines in value.items()}
+        elif name == "per_1000_statements":
+            text |= {f"per 1,000: {what.replace('_', ' ')}": f"{number:.2f}" for what, number in value.items()}
         else:
             text[name.replace("_", " ")] = f"{len(value) if isinstance(value, list | dict) else value:,}"
     return text

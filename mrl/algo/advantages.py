@@ -30,8 +30,8 @@ WHITEN_EPS = 1e-8
 class AdvantageInputs:
     """One step's responses, in any order: numbers a response.
 
-    What belongs to a response as it was generated, its length and the sum of its penalties, is taken over all its
-    tokens, so a rejection shifts no group's baseline.
+    A response's length and the sum of its penalties are taken over all its tokens, as it was generated. So a rejection
+    shifts no group's baseline.
     """
 
     scores: np.ndarray  # [batch], after penalties
@@ -48,7 +48,9 @@ class AdvantageInputs:
     def totals(self) -> np.ndarray:
         """float64 [batch]: scores less the penalties of all generated tokens."""
         scores = np.asarray(self.scores, dtype=np.float64)
-        return scores if self.penalties is None else scores - self.penalties
+        if self.penalties is None:
+            return scores
+        return scores - self.penalties
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,11 @@ class TokenAdvantages:
     scale: float = 1.0
 
     def rows(self, index: np.ndarray) -> "TokenAdvantages":
-        """Of the given responses alone."""
+        """Keeps the advantages of the given responses alone."""
         return replace(self, per_response=self.per_response[index])
 
     def among(self, counted: np.ndarray) -> "TokenAdvantages":
-        """The same among all responses, of which these are the `counted` ones; 0 of the others."""
+        """Spreads these advantages, which are of the `counted` responses, over all responses; the others get 0."""
         every = np.zeros(len(counted))
         every[counted] = self.per_response
         return replace(self, per_response=every)
@@ -75,7 +77,9 @@ class TokenAdvantages:
     def values(self, lengths: np.ndarray, penalties: np.ndarray | None) -> np.ndarray:
         """float64 [tokens] before shift and scale; `penalties` [tokens] where there are any."""
         values = on_tokens(self.per_response, lengths)
-        return values - sums_to_come(penalties, lengths) if self.to_come else values
+        if self.to_come:
+            return values - sums_to_come(penalties, lengths)
+        return values
 
     def of_tokens(self, lengths: np.ndarray, mask: np.ndarray, penalties: np.ndarray | None) -> np.ndarray:
         """float32 [tokens]: the advantage of each token, 0 outside the mask."""
@@ -117,7 +121,8 @@ class Groups:
 
     def equal(self, scores: np.ndarray) -> np.ndarray:
         """[groups] bool: more than one score and all the same."""
-        low, high = np.full(len(self.size), np.inf), np.full(len(self.size), -np.inf)
+        low = np.full(len(self.size), np.inf)
+        high = np.full(len(self.size), -np.inf)
         np.minimum.at(low, self.index, scores)
         np.maximum.at(high, self.index, scores)
         return (low == high) & (self.size > 1)
@@ -179,23 +184,27 @@ def grpo(inputs: AdvantageInputs) -> np.ndarray:
 
 def _grpo(scores: np.ndarray, groups: Groups, by_std: bool) -> np.ndarray:
     centred = groups.centred(scores, groups.mean(scores))
-    return centred / (groups.std(centred)[groups.index] + STD_EPS) if by_std else centred
+    if by_std:
+        return centred / (groups.std(centred)[groups.index] + STD_EPS)
+    return centred
 
 
 @_advantage("rloo")
 def rloo(inputs: AdvantageInputs) -> np.ndarray:
     """score - mean of the other scores of the group = G / (G - 1) (score - group mean) (arXiv:2402.14740)."""
-    scores, groups = inputs.totals, Groups.of(inputs.group_ids)
+    scores = inputs.totals
+    groups = Groups.of(inputs.group_ids)
     others = np.where(groups.size > 1, groups.size / np.maximum(groups.size - 1, 1), 1.0)
     return groups.centred(scores, groups.mean(scores)) * others[groups.index]
 
 
 @_advantage("opo")
 def opo(inputs: AdvantageInputs) -> np.ndarray:
-    """score - sum(length x score) / sum(length) over the group (arXiv:2505.23585): the baseline of least variance when
-    the squared gradient of a response grows with its length. A group of one has baseline 0.
+    """score - sum(length x score) / sum(length) over the group (arXiv:2505.23585). The baseline has the least variance
+    when the squared gradient of a response grows with its length. A group of one has baseline 0.
     """
-    scores, groups = inputs.totals, Groups.of(inputs.group_ids)
+    scores = inputs.totals
+    groups = Groups.of(inputs.group_ids)
     return groups.centred(scores, groups.mean(scores, inputs.lengths.astype(np.float64)))
 
 
@@ -205,10 +214,12 @@ def grpo_passk(inputs: AdvantageInputs) -> np.ndarray:
 
     Ties for the best, and a group of one, leave nothing: 0. `norm_adv_by_std_in_grpo` False drops the std.
     """
-    scores, groups = inputs.totals, Groups.of(inputs.group_ids)
+    scores = inputs.totals
+    groups = Groups.of(inputs.group_ids)
     order = np.lexsort((scores, groups.index))  # by group, then rising score
     last = np.cumsum(groups.size) - 1
-    best, second = order[last], order[np.maximum(last - 1, 0)]
+    best = order[last]
+    second = order[np.maximum(last - 1, 0)]
     advantages = np.zeros(len(scores))
     advantages[best] = np.where(groups.size > 1, scores[best] - scores[second], 0.0)
     if not inputs.norm_adv_by_std_in_grpo:
@@ -220,7 +231,7 @@ def grpo_passk(inputs: AdvantageInputs) -> np.ndarray:
 def reinforce_plus_plus(inputs: AdvantageInputs) -> np.ndarray:
     """Reward still to come at each token, undiscounted, whitened over the batch's tokens (arXiv:2501.03262).
 
-    The score stands at the last token; with KL in the reward each token has its own penalty, and what is to come
+    The score stands at the last token. With KL in the reward each token has its own penalty, and what is to come
     differs by token.
     """
     return np.asarray(inputs.scores, dtype=np.float64)
@@ -229,7 +240,8 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> np.ndarray:
 @_advantage("reinforce_plus_plus_baseline", whitened=True)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> np.ndarray:
     """score - group mean on every token, whitened over the batch's tokens (arXiv:2501.03262)."""
-    scores, groups = inputs.totals, Groups.of(inputs.group_ids)
+    scores = inputs.totals
+    groups = Groups.of(inputs.group_ids)
     return groups.centred(scores, groups.mean(scores))
 
 
@@ -242,7 +254,8 @@ def gdpo(inputs: AdvantageInputs) -> np.ndarray:
     """
     if not inputs.parts:
         raise DataError("adv_estimator gdpo needs the parts of the reward: name them under algorithm.gdpo_reward_keys")
-    groups, by_std = Groups.of(inputs.group_ids), inputs.norm_adv_by_std_in_grpo
+    groups = Groups.of(inputs.group_ids)
+    by_std = inputs.norm_adv_by_std_in_grpo
     return sum(
         inputs.part_weights.get(name, 1.0) * _grpo(np.asarray(part, dtype=np.float64), groups, by_std)
         for name, part in inputs.parts.items()

@@ -35,7 +35,7 @@ class Denominators:
 
     @classmethod
     def counted(cls, trained: np.ndarray) -> "Denominators":
-        """From the number of trained tokens of each sequence."""
+        """Counts tokens and sequences, given the number of trained tokens of each sequence."""
         return cls(tokens=int(trained.sum()), sequences=int((trained > 0).sum()))
 
     def __add__(self, other: "Denominators") -> "Denominators":
@@ -112,7 +112,9 @@ def count(mask: Tensor) -> Denominators:
 
 def local_weight(mask: Tensor, loss_agg_mode: str) -> Tensor:
     """What this micro-batch contributes to the denominator, a scalar tensor on the mask's device (no sync)."""
-    return mask.sum() if AGGREGATIONS[loss_agg_mode].denominator == "tokens" else mask.any(-1).sum()
+    if AGGREGATIONS[loss_agg_mode].denominator == "tokens":
+        return mask.sum()
+    return mask.any(-1).sum()
 
 
 def to_floats(parts: MetricParts) -> FloatParts:

@@ -58,15 +58,18 @@ def correct(
 ) -> Correction:
     """Weights and rejections for one step; arrays are [tokens], `mask` bool, `lengths` int [rows].
 
-    `truncate` bounds the ratio above and `clip` on both sides, as a weight of the policy loss; `mask` rejects what is
+    `truncate` bounds the ratio above, and `clip` on both sides, as a weight of the policy loss. `mask` rejects what is
     outside the band, and what it keeps has the ratio as its weight. The geometric mean is a test of a response and not
-    its importance weight, so `mask` at that level keeps responses as they are, with weight 1. What is rejected leaves
-    the loss's denominators too.
+    its importance weight, so `mask` at that level keeps responses with weight 1. What is rejected leaves the loss's
+    denominators too.
     """
     ratio = np.exp(log_ratios(old_log_probs, rollout_log_probs, mask, lengths, parameters.level))
-    low = 0.0 if parameters.low is None else parameters.low
+    low = 0.0
+    if parameters.low is not None:
+        low = parameters.low
     inside = (ratio >= low) & (ratio <= parameters.high)
-    keep, weights = mask, np.ones(mask.shape)
+    keep = mask
+    weights = np.ones(mask.shape)
     if parameters.mode == "mask":
         keep = mask & inside
         weights = weights if parameters.level == "geometric" else np.where(keep, ratio, 1.0)
@@ -92,7 +95,8 @@ def _of_rows(
 
 def correction_metrics(of_rows: RowValues) -> dict[str, float]:
     """Metrics of all rows, from each one's `Correction.of_rows`."""
-    tokens, kept = int(of_rows["tokens"].sum()), int(of_rows["kept"].sum())
+    tokens = int(of_rows["tokens"].sum())
+    kept = int(of_rows["kept"].sum())
     if not tokens:
         return {}
     metrics = {
@@ -102,7 +106,8 @@ def correction_metrics(of_rows: RowValues) -> dict[str, float]:
         - int((of_rows["kept"] > 0).sum()) / int((of_rows["tokens"] > 0).sum()),
     }
     if kept:
-        mean, square = total(of_rows["weight_sum"]) / kept, total(of_rows["weight_square"]) / kept
+        mean = total(of_rows["weight_sum"]) / kept
+        square = total(of_rows["weight_square"]) / kept
         metrics |= {
             "rollout_corr/weight_mean": mean,
             "rollout_corr/weight_max": float(of_rows["weight_high"].max()),
@@ -131,12 +136,19 @@ def mismatch_of_rows(rollout_log_probs: np.ndarray, actor_log_probs: np.ndarray,
     first = {f"first_bad_{name}": _first_bad(values, lengths) for name, values in given.items()}
     rollout, actor = (np.where(np.isfinite(values), values, 0.0) for values in given.values())
     probs = {"rollout_probs": np.exp(rollout), "actor_probs": np.exp(actor)}
-    gap, log_gap = np.abs(probs["actor_probs"] - probs["rollout_probs"]), np.abs(actor - rollout)
+    gap = np.abs(probs["actor_probs"] - probs["rollout_probs"])
+    log_gap = np.abs(actor - rollout)
     log_ratio = np.clip(actor - rollout, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     summed = {
-        "rollout": rollout, "actor": actor, "gap": gap, "log_gap": log_gap, "kl": rollout - actor,
-        "k3": np.expm1(log_ratio) - log_ratio, "chi2": np.expm1(2 * log_ratio), **probs,
-    }  # fmt: skip
+        "rollout": rollout,
+        "actor": actor,
+        "gap": gap,
+        "log_gap": log_gap,
+        "kl": rollout - actor,
+        "k3": np.expm1(log_ratio) - log_ratio,
+        "chi2": np.expm1(2 * log_ratio),
+        **probs,
+    }
     sums = {name: row_sums(values, lengths) for name, values in summed.items()}
     centred = {name: summed[name] - on_tokens(sums[name] / np.maximum(lengths, 1), lengths) for name in ("gap", *probs)}
     products = {
@@ -146,11 +158,14 @@ def mismatch_of_rows(rollout_log_probs: np.ndarray, actor_log_probs: np.ndarray,
         "probs_product": centred["rollout_probs"] * centred["actor_probs"],
     }
     return {
-        "tokens": lengths.astype(np.int64), **bad, **first, **sums,
+        "tokens": lengths.astype(np.int64),
+        **bad,
+        **first,
+        **sums,
         **{name: row_sums(values, lengths) for name, values in products.items()},
         "gap_high": row_extremes(np.maximum, gap, lengths, 0.0),
         "log_gap_high": row_extremes(np.maximum, log_gap, lengths, 0.0),
-    }  # fmt: skip
+    }
 
 
 def mismatch_metrics(of_rows: RowValues) -> dict[str, float]:
@@ -216,7 +231,9 @@ def _check_finite(of_rows: RowValues) -> None:
 
 
 def _pearson(of_rows: RowValues) -> float:
-    x, y, counts = of_rows["rollout_probs"], of_rows["actor_probs"], of_rows["tokens"]
+    x = of_rows["rollout_probs"]
+    y = of_rows["actor_probs"]
+    counts = of_rows["tokens"]
     squares = second_moment(of_rows["rollout_probs_m2"], x, x, counts) * second_moment(
         of_rows["actor_probs_m2"], y, y, counts
     )

@@ -134,9 +134,8 @@ def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor
     """GSPO (arXiv:2507.18071, eq. 5): s = exp(mean of d over the response), clipped as a whole, under the response's
     mean advantage.
 
-    The log ratio is bounded above by 10, so a response that drifted past e^10 gives a large finite loss without
-    gradient instead of infinity; there is no bound below, where exp goes to 0 by itself. Neither is reached inside a
-    band.
+    The log ratio is bounded above by 10: a response that drifted past e^10 gives a large finite loss without gradient,
+    and not infinity. There is no bound below, where exp goes to 0 by itself. Neither is reached inside a band.
     """
     ratio = torch.exp(sequence_mean(log_ratio, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
     values, clipped = _clipped_surrogate(ratio, sequence_mean(inputs.advantages, inputs.response_mask), parameters)
@@ -149,7 +148,7 @@ def gspo_token(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: 
     """GSPO-token (arXiv:2507.18071, eq. 13 and 14): r_t = sg[s] exp(log_probs - sg[log_probs]), s = exp(mean of d over
     the response).
 
-    Every token has the sequence's ratio as its value and its own log-probability's gradient; with one advantage for the
+    Every token has the sequence's ratio as its value and its own log-probability's gradient. With one advantage for the
     whole sequence this is the sequence form. Bounded as in `gspo`.
     """
     sequence_log_ratio = sequence_mean(log_ratio, inputs.response_mask).detach()[:, None]
@@ -254,7 +253,8 @@ def dppo_kl(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Ten
     """DPPO by KL(old || new) of the two-way choice between this token and any other; the clip bounds it,
     high above and low below.
     """
-    old, new = torch.exp(inputs.old_log_probs), torch.exp(inputs.log_probs.detach())
+    old = torch.exp(inputs.old_log_probs)
+    new = torch.exp(inputs.log_probs.detach())
     rest = _log1m(inputs.old_log_probs) - _log1m(inputs.log_probs.detach())
     divergence = -old * log_ratio.detach() + (1 - old) * rest
     bound = _either(new > old, parameters.clip_ratio_high, parameters.clip_ratio_low, log_ratio)
@@ -345,7 +345,8 @@ def _needed(numerators: dict[str, Tensor], name: str, field: str, coefficient: s
 def _ratio_metrics(inputs: LossInputs, log_ratio: Tensor, token_loss: TokenLoss) -> MetricParts:
     """Clip fractions and -d over tokens; first and second moment of the log sequence ratio over sequences."""
     mask = inputs.response_mask
-    tokens, sequences = mask.sum(), mask.any(-1).sum()
+    tokens = mask.sum()
+    sequences = mask.any(-1).sum()
     log_seq_ratio = sequence_mean(log_ratio, mask)
     lower = tokens.new_zeros(()) if token_loss.clipped_lower is None else (token_loss.clipped_lower & mask).sum()
     return {
@@ -387,8 +388,8 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kl_loss_type: str) ->
     """[batch, response_length] KL of each token; with a trailing `+` the value is the base estimator's and the gradient
     k2's.
 
-    As a loss term k1 has a gradient that is zero on average and k3 that of the reverse direction; k2's is the right one
-    on-policy.
+    As a loss term k1 has a gradient that is zero on average, and k3 that of the reverse direction. k2's is the right
+    one on-policy.
     """
     spec = KL_TYPES.get(kl_loss_type)
     if spec is None:

@@ -34,7 +34,9 @@ def registered_names(file: Path, decorator: str) -> tuple[str, ...] | None:
 
 
 def _last_name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return getattr(node, "id", "")
 
 
 def _imports(tree: ast.Module) -> set[str]:

@@ -70,7 +70,10 @@ def total(values: np.ndarray) -> float:
 
 
 def moments(values: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> RowValues:
-    """Of each row's masked values [tokens]: `count`, `sum`, `m2` (squares about the row's own mean), `low`, `high`."""
+    """Sums up each row's masked values [tokens] as `count`, `sum`, `m2`, `low` and `high`.
+
+    `m2` are squares about the row's own mean.
+    """
     counts = row_sums(mask, lengths)
     sums = row_sums(np.where(mask, values, 0.0), lengths)
     centred = np.where(mask, values - on_tokens(sums / np.maximum(counts, 1), lengths), 0.0)

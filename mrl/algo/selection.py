@@ -17,8 +17,9 @@ from mrl.algo.rows import places, total
 
 @dataclass(frozen=True)
 class Means:
-    """Over the trained tokens of one mini-batch: of advantages and of the anchor's log-probabilities,
-    and how many there are.
+    """Means of advantages and of the anchor's log-probabilities over the trained tokens of one mini-batch.
+
+    `tokens`: how many there are.
     """
 
     advantage: float
@@ -55,7 +56,10 @@ def candidates(
     lengths: np.ndarray,
     means: Means,
 ) -> Candidates:
-    """Of some rows of a mini-batch; arrays are [tokens], rows end to end, `lengths` int [rows] tokens a row."""
+    """Tokens of some rows of a mini-batch that its loss may select.
+
+    Arrays are [tokens], rows end to end; `lengths` int [rows] are tokens a row.
+    """
     covariances = covariance(advantages, log_probs, mask, means)
     return SELECTIONS[parameters.loss_mode](parameters, covariances, log_probs, mask, lengths)
 
@@ -71,13 +75,17 @@ def largest(parameters: PolicyLossParameters, found: Candidates, means: Means) -
 def least_chosen(parameters: PolicyLossParameters, parts: Sequence[np.ndarray], means: Means) -> float | int | None:
     """The smallest number that is chosen, from the `largest` of all parts; None: there is no candidate."""
     picked = np.sort(np.concatenate(parts))[::-1][: _count(parameters, means)]
-    return picked[-1] if picked.size else None
+    if picked.size:
+        return picked[-1]
+    return None
 
 
 def chosen(found: Candidates, least: float | int | None) -> np.ndarray:
     """bool [tokens]: candidates from `least` on; those tied with it are taken too."""
     values, allowed = found
-    return np.zeros(allowed.shape, bool) if least is None else allowed & (values >= least)
+    if least is None:
+        return np.zeros(allowed.shape, bool)
+    return allowed & (values >= least)
 
 
 def _count(parameters: PolicyLossParameters, means: Means) -> int:
@@ -102,7 +110,7 @@ def select(
 
 
 def means_of(advantages: float, log_probs: float, tokens: int) -> Means:
-    """From sums over the trained tokens."""
+    """Makes means of sums over the trained tokens."""
     return Means(advantages / max(tokens, 1), log_probs / max(tokens, 1), tokens)
 
 

@@ -76,9 +76,13 @@ def verification(
 
 
 def _same_descriptions(source: Checkpoint, written: Checkpoint, roles: tuple[str, ...]) -> None:
-    """Both ways: what one has and the other has not. Opening a checkpoint has compared it with its headers."""
+    """Compares descriptions both ways: what one has and the other has not.
+
+    Opening a checkpoint has compared it with its headers.
+    """
     for role in roles:
-        of_source, of_written = _described(source, role), _described(written, role)
+        of_source = _described(source, role)
+        of_written = _described(written, role)
         if odd := sorted(
             name for name in of_source.keys() | of_written.keys() if of_source.get(name) != of_written.get(name)
         ):
@@ -110,7 +114,8 @@ def _batches(source: Checkpoint, roles: tuple[str, ...]) -> Iterator[list[Stored
         size += prod(tensor.shape) * 4
         if size > BATCH_BYTES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 

@@ -169,7 +169,8 @@ def _manifest(
 ) -> Manifest:
     from mrl.config.schema import LayoutConfig  # as long to import as all the rest, and the disk is busy by now
 
-    weights_only, old = _only_weights(source, roles), source.manifest
+    weights_only = _only_weights(source, roles)
+    old = source.manifest
     converted = {"converted": WEIGHTS_ONLY if weights_only else WITH_OPTIMIZER}
     return Manifest(
         step=0 if weights_only else old.step,
@@ -188,8 +189,9 @@ def _only_weights(source: Checkpoint, roles: tuple[str, ...]) -> bool:
 
 
 def _config_of_export(source: Checkpoint) -> bytes:
-    """config.json, which names the dtype of the weights (as `dtype` since transformers 4.56, `torch_dtype` before) and
-    neither layers nor code that the export does not have.
+    """config.json of an export, without layers and code that the export does not have.
+
+    It names the dtype of the weights: as `dtype` since transformers 4.56, as `torch_dtype` before.
     """
     data = without_quantization(json.loads((source.hf_files / "config.json").read_text()))
     data.pop("auto_map", None)

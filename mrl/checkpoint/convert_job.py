@@ -154,10 +154,14 @@ def run_conversion(
     small or full.
     """
     options = options or Options()
-    began, work, files = time.monotonic(), output.with_name(f".{output.name}.partial"), target.files
+    began = time.monotonic()
+    work = output.with_name(f".{output.name}.partial")
+    files = target.files
     _refuse_in_the_way(output)
     sizes = {file.name: file_bytes(target.container, file) for file in files}
-    processes = options.workers if sum(sizes.values()) > SMALL_BYTES else 1
+    processes = 1
+    if sum(sizes.values()) > SMALL_BYTES:
+        processes = options.workers
     digests = target.digests or options.verify
     with locked(work, _identity(source, target, digests), sizes) as (folder, done), workers(processes, [source]) as run:
         resumed = len(done)
@@ -176,7 +180,7 @@ def run_conversion(
     seconds = time.monotonic() - began
     return ConversionReport(
         tensors, sum(sizes.values()), len(files), resumed, options.verify, seconds, source.left_out, unchecked
-    )  # fmt: skip
+    )
 
 
 def _write_and_check(run: RunTasks, writes: list[WriteFile], checks: list[Task], work: Path, done: FileFacts) -> int:
@@ -192,7 +196,9 @@ def _write_and_check(run: RunTasks, writes: list[WriteFile], checks: list[Task],
             raise disk_fault(work / "files" / f"{name}.part", error) from error
         done[name] = facts
 
-    finishing, damage, unchecked = [], None, 0
+    finishing = []
+    damage = None
+    unchecked = 0
     with ThreadPoolExecutor(_SYNCS) as disk:
         for task, result in run(_alternated(checks, writes)):
             if isinstance(task, WriteFile):

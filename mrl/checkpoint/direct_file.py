@@ -30,7 +30,9 @@ class DirectFile:
     """
 
     def __init__(self, path: Path):
-        self.path, self.size = path, 0  # bytes given to `write`
+        # bytes given to `write`
+        self.path = path
+        self.size = 0
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
         _try_direct(self._handle)
         self._buffers = deque(mmap.mmap(-1, BUFFER_BYTES) for _ in range(_IN_WORK + 1))  # a mapping begins a page
@@ -87,7 +89,8 @@ def write_at(handle: int, view: memoryview, at: int) -> None:
             count = os.pwrite(handle, view, at)
         if count == 0:
             raise OSError(errno.EIO, f"the file system takes none of {len(view)} bytes and names no reason")
-        view, at = view[count:], at + count
+        view = view[count:]
+        at = at + count
 
 
 def _try_direct(handle: int) -> None:

@@ -47,7 +47,8 @@ class Fp8Reader(BoxReader):
 
     def _scales(self, name: str) -> np.ndarray:
         if self._last[0] != name:
-            file, key = self._files_of_scales[name], scale_of(name)
+            file = self._files_of_scales[name]
+            key = scale_of(name)
             flat = self.tensor_bytes(file, key).view("<f4")
             self._last = (name, flat.reshape(self._location(file, key).shape))
         return self._last[1]

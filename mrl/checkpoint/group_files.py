@@ -60,7 +60,9 @@ def _columns(record: GroupRecord) -> dict[str, np.ndarray]:
     results = [[index, asdict(record.results[index])] for index in sorted(record.results)]
     said = json.dumps({"number": record.number, "attempt": record.attempt, "results": results})
     columns = {RECORD: np.frombuffer(said.encode(), np.uint8)}
-    return columns if record.samples is None else columns | record.samples.arrays
+    if record.samples is None:
+        return columns
+    return columns | record.samples.arrays
 
 
 def _add(archive: zipfile.ZipFile, name: str, column: np.ndarray) -> None:
@@ -79,7 +81,7 @@ def _shrinks(data: memoryview) -> bool:
 
 
 def read_group(path: Path) -> GroupRecord:
-    """What `write_group` wrote."""
+    """Reads what `write_group` wrote."""
     with np.load(path) as file:
         columns = dict(file)
     said = json.loads(columns.pop(RECORD).tobytes())

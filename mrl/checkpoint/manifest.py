@@ -13,7 +13,7 @@ entries of all ranks in them, and do not know the files in hf/.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -30,9 +30,14 @@ _READ_FORMATS = (1, FORMAT)
 MOST_READERS = 16  # of files at once; hashing lets go of the interpreter
 MANIFEST = "manifest.json"
 HF_FOLDER = "hf"  # configuration and tokenizer, beside the weights of every checkpoint of ours
-WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ, CONSTANT = ("weight", "master", "exp_avg", "exp_avg_sq", "constant")
+WEIGHT = "weight"
+MASTER = "master"
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
+CONSTANT = "constant"
 # what `mrl convert` writes under "converted" of a manifest's trainer part
-WEIGHTS_ONLY, WITH_OPTIMIZER = "weights", "weights and optimizer"
+WEIGHTS_ONLY = "weights"
+WITH_OPTIMIZER = "weights and optimizer"
 FileFacts = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}; the digest only where something reads it
 
 
@@ -60,13 +65,17 @@ class RankFiles:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` reads it back."""
-        entries = {} if self.entries is None else {"entries": [_entry_json(entry) for entry in self.entries]}
-        described = {"description": self.description, "holds": self.holds} if self.entries is None else {}
+        entries = {}
+        if self.entries is not None:
+            entries = {"entries": [_entry_json(entry) for entry in self.entries]}
+        described = {}
+        if self.entries is None:
+            described = {"description": self.description, "holds": self.holds}
         return {"files": self.files, "optimizer": self.optimizer} | entries | described
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RankFiles":
-        """From `to_json`."""
+        """Reads what `to_json` made."""
         if "entries" in data:
             return cls(tuple(_entry(entry) for entry in data["entries"]), data["files"], data["optimizer"])
         return cls(None, data["files"], data["optimizer"], data["description"], data["holds"])
@@ -82,9 +91,9 @@ class RankFiles:
 
 
 def described(folder: Path, rank: int, part: RankFiles) -> RankFiles:
-    """The same with its entries in a file of `folder`, written durably. A rank without entries has none.
+    """Writes the entries of a rank durably into a file of `folder`, and returns its files with that one.
 
-    Raises OSError as the disk does.
+    A rank without entries gets no file. Raises OSError as the disk does.
     """
     if not part.entries:
         return replace(part, entries=None)
@@ -110,7 +119,7 @@ class Manifest:
     hf_files: FileFacts = field(default_factory=dict)  # by name in HF_FOLDER; empty in manifests of format 1
 
     def read_entries(self, folder: Path) -> Iterator[StoredTensor]:
-        """Of all ranks. Raises DamagedCheckpoint as RankFiles.read_entries does."""
+        """Yields the stored tensors of all ranks. Raises DamagedCheckpoint as RankFiles.read_entries does."""
         return (entry for rank in self.ranks for entry in rank.read_entries(folder))
 
     def files(self) -> FileFacts:
@@ -118,20 +127,20 @@ class Manifest:
         return {name: facts for rank in self.ranks for name, facts in rank.files.items()}
 
     def files_of_ranks(self) -> FileFacts:
-        """The same of all that ranks read: files with tensors and their descriptions."""
+        """Facts of all files that ranks read: files with tensors and their descriptions."""
         descriptions = {name: facts for rank in self.ranks for name, facts in rank.description.items()}
         return self.files() | descriptions
 
     def files_for_others(self) -> FileFacts:
-        """The same of files that no training reads: configuration and tokenizer."""
+        """Facts of files that no training reads: configuration and tokenizer."""
         return {f"{HF_FOLDER}/{name}": facts for name, facts in self.hf_files.items()}
 
     def all_files(self) -> FileFacts:
-        """The same of every file but the manifest."""
+        """Facts of every file but the manifest."""
         return self.files_of_ranks() | self.files_for_others() | self.files_beside()
 
     def files_beside(self) -> FileFacts:
-        """The same of files without tensors of the model: groups that generation was ahead with."""
+        """Facts of files without tensors of the model: groups that generation was ahead with."""
         return self.trainer.get("ahead", {}).get("files", {})
 
     @property
@@ -141,8 +150,9 @@ class Manifest:
 
     @property
     def weights_only(self) -> bool:
-        """Converted from weights alone: there are no master weights, moments and schedule either,
-        and training starts from the weights.
+        """Whether the checkpoint was converted from weights alone.
+
+        Then there are no master weights, moments and schedule either, and training starts from the weights.
         """
         return self.trainer.get("converted") == WEIGHTS_ONLY
 
@@ -186,8 +196,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads manifest.json and checks that every file that a run goes on from is there at its size, and that the ranks
-    agree about the optimizer.
+    """Reads manifest.json, and checks the sizes of all files that a run goes on from and that ranks agree about the
+    optimizer.
 
     Raises EnvironmentFault naming what is wrong, DamagedCheckpoint where it is a file.
     """
@@ -198,12 +208,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise EnvironmentFault(
             f"{path}: not a readable checkpoint manifest ({error}); choose another step-N folder"
         ) from error
-    number = data.pop("format", None) if isinstance(data, dict) else None
+    number = None
+    if isinstance(data, dict):
+        number = data.pop("format", None)
     if isinstance(number, bool) or not isinstance(number, int) or number not in _READ_FORMATS:
         known = " or ".join(map(str, _READ_FORMATS))
         raise EnvironmentFault(f"{path}: not a manifest of format {known}; convert it with the mrl that wrote it")
     try:
-        written, digest = _digest(data | {"format": number}), data.pop("digest", None)
+        written = _digest(data | {"format": number})
+        digest = data.pop("digest", None)
         updates = data.pop("num_updates")
         manifest = Manifest(**data | {"ranks": tuple(RankFiles.from_json(r) for r in data["ranks"])})
         if manifest.optimizer["num_updates"] != updates:
@@ -220,13 +233,22 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: is not what was written (its digest differs); the checkpoint is damaged, resume from another",
             str(folder),
         )
+    _check_sizes(folder, sizes)
+    return manifest
+
+
+def _check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Raises DamagedCheckpoint where a file is missing or has another size."""
     for name, size in sizes.items():
         file = folder / name
-        actual = file.stat().st_size if file.is_file() else None
+        actual = None
+        if file.is_file():
+            actual = file.stat().st_size
         if actual != size:
-            state = "is missing" if actual is None else f"has {actual} bytes, not {size}"
+            state = "is missing"
+            if actual is not None:
+                state = f"has {actual} bytes, not {size}"
             raise DamagedCheckpoint(f"{file} {state}; the checkpoint is damaged, resume from an older one", str(folder))
-    return manifest
 
 
 def sealed(data: dict[str, Any]) -> dict[str, Any]:
@@ -240,8 +262,15 @@ def _digest(data: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-_KINDS = {"step": int, "layout": dict, "dtype": str, "hf_config": dict, "trainer": dict, "versions": dict,
-    "hf_files": dict}  # fmt: skip
+_KINDS = {
+    "step": int,
+    "layout": dict,
+    "dtype": str,
+    "hf_config": dict,
+    "trainer": dict,
+    "versions": dict,
+    "hf_files": dict,
+}
 
 
 def _check_kinds(manifest: Manifest) -> None:
@@ -271,7 +300,7 @@ def check_digests(folder: Path, manifest: Manifest) -> None:
 
 
 def changed_files(folder: Path, files: FileFacts) -> list[str]:
-    """Those of `files` that are gone, or whose bytes are not those that were written."""
+    """Names of `files` that are gone, or whose bytes are not those that were written."""
     changed = []
     for name in files:
         try:
@@ -282,8 +311,9 @@ def changed_files(folder: Path, files: FileFacts) -> list[str]:
 
 
 def share_of_files(files: FileFacts, reader: int, readers: int) -> FileFacts:
-    """Those that one of `readers` checks, so that all bytes are read once and nobody reads much more than others."""
-    loads, own = [0] * readers, {}
+    """The files that one of `readers` checks, so that all bytes are read once and readers have about the same."""
+    loads = [0] * readers
+    own = {}
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
         least = loads.index(min(loads))
         loads[least] += files[name]["bytes"]
@@ -368,7 +398,9 @@ def _entry_json(entry: StoredTensor) -> dict[str, Any]:
 
 def _entry(data: dict[str, Any]) -> StoredTensor:
     pieces = tuple(Piece(name, _box(hf), _box(local)) for name, hf, local in data["pieces"])
-    flat = _numbers(data["flat"]) if data["flat"] else None
+    flat = None
+    if data["flat"]:
+        flat = _numbers(data["flat"])
     words = [data["file"], data["key"], data["role"]]
     if not all(isinstance(word, str) for word in words) or (flat is not None and len(flat) != 2):
         raise ValueError(f"an entry of {str(words)[:200]}")

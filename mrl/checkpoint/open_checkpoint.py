@@ -37,7 +37,8 @@ from mrl.plain_files import read_text, reason
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> the configuration's
 CODES = {name: code for code, name in DTYPES.items()}
-TORCH_DIST_METADATA, TORCH_DIST_TRACKER = ".metadata", "latest_checkpointed_iteration.txt"
+TORCH_DIST_METADATA = ".metadata"
+TORCH_DIST_TRACKER = "latest_checkpointed_iteration.txt"
 TRUST_FLAG = "--trust-checkpoint"
 _SHOWN = 5
 _Tensor = TypeVar("_Tensor", TensorSpec, Shard)
@@ -45,7 +46,7 @@ _Tensor = TypeVar("_Tensor", TensorSpec, Shard)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is stored where. `manifest` is None unless it is one of ours."""
+    """Where each tensor of a checkpoint is stored. `manifest` is None unless mrl wrote the checkpoint."""
 
     folder: Path
     hf_files: Path  # the folder of configuration and tokenizer
@@ -71,7 +72,7 @@ class Checkpoint:
         return hashlib.sha256(repr((str(self.folder.resolve()), facts, self.hf_config)).encode()).hexdigest()
 
     def reader(self) -> BoxReader:
-        """Whoever takes it closes it."""
+        """Opens a reader of the checkpoint's tensors; whoever takes it closes it."""
         if self.scales:
             return Fp8Reader(self.folder, self.entries, self.files, self.scales, self.model.fp8_block)
         return BoxReader(self.folder, self.entries, self.files)
@@ -87,7 +88,9 @@ class SafetensorsFiles:
 
         `when_needed`: headers are read then, too.
         """
-        self._folder, self._facts, self._check_first = folder, facts or {}, check_first
+        self._folder = folder
+        self._facts = facts or {}
+        self._check_first = check_first
         self._reads_headers = when_needed or check_first
         self._headers: dict[str, dict[str, TensorBytes]] = {}
 
@@ -229,7 +232,9 @@ def find_torch_dist(path: Path) -> Path | None:
             raise EnvironmentFault(f"{tracker}: names no iteration: {word[:80]!r}")
         return path / (f"iter_{int(word):07d}" if word.isdecimal() else word)
     below = sorted(file.parent for file in (*path.glob("iter_*/*.distcp"), *path.glob("dist_ckpt/*.distcp")))
-    return below[-1] if below else None
+    if below:
+        return below[-1]
+    return None
 
 
 def one_dtype(folder: Path, codes: dict[str, str]) -> str:
@@ -246,17 +251,21 @@ def one_dtype(folder: Path, codes: dict[str, str]) -> str:
 
 def weight_role(tensor: TensorSpec | Shard) -> str:
     """The role of a tensor's own values: a constant, which has neither master weights nor moments, or a weight."""
-    return CONSTANT if tensor.is_constant else WEIGHT
+    if tensor.is_constant:
+        return CONSTANT
+    return WEIGHT
 
 
 def of_role(tensors: Iterable[_Tensor], role: str) -> list[_Tensor]:
-    """Those that are stored under a role."""
+    """The tensors that are stored under a role."""
     return [tensor for tensor in tensors if tensor.is_constant == (role == CONSTANT)]
 
 
 def code_of(role: str, dtype: str) -> str:
     """Safetensors' dtype of a role where the weights are `dtype`: everything but the weights is always float32."""
-    return CODES[dtype] if role == WEIGHT else CODES["float32"]
+    if role == WEIGHT:
+        return CODES[dtype]
+    return CODES["float32"]
 
 
 def _left_out(stored: Iterable[tuple[str, str]], entries: Iterable[StoredTensor]) -> tuple[str, ...]:
@@ -276,11 +285,9 @@ def _check_locations(checkpoint: Checkpoint) -> None:
             size,
         ):
             continue
-        in_file = (
-            "nothing"
-            if location is None
-            else f"{location.dtype} {list(location.shape)}, {location.stop - location.start} bytes"
-        )
+        in_file = "nothing"
+        if location is not None:
+            in_file = f"{location.dtype} {list(location.shape)}, {location.stop - location.start} bytes"
         raise EnvironmentFault(
             f"{checkpoint.folder / entry.file}: {entry.key} is described as {code} of {size} bytes and the file has "
             f"{in_file}; manifest and file do not belong together, choose another checkpoint"

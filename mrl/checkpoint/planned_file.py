@@ -45,7 +45,8 @@ def file_portions(entries: list[StoredTensor], dtype: str) -> Iterator[list[Stor
         nbytes = entry_bytes(entry, dtype)
         if portion and size + nbytes > FILE_BYTES:
             yield portion
-            portion, size = [], 0
+            portion = []
+            size = 0
         portion.append(entry)
         size += nbytes
     if portion:
@@ -93,7 +94,8 @@ class Safetensors:
 
 def entry_ranges(container: Container, file: PlannedFile) -> list[tuple[int, int]]:
     """(first byte, number of bytes) of every entry of a file with what stands around it."""
-    begin, ranges = len(container.head(file)), []
+    begin = len(container.head(file))
+    ranges = []
     for entry in file.entries:
         size = len(container.before(entry)) + entry_bytes(entry, container.dtype) + len(container.after(entry, 0))
         ranges.append((begin, size))
@@ -124,11 +126,9 @@ def write_planned_file(
 def disk_fault(part: Path, error: OSError) -> EnvironmentFault:
     """Takes an unfinished file away and says why it could not be finished."""
     part.unlink(missing_ok=True)
-    cure = (
-        "free some and run the same command again: finished files are kept"
-        if error.errno == errno.ENOSPC
-        else "check the disk"
-    )
+    cure = "check the disk"
+    if error.errno == errno.ENOSPC:
+        cure = "free some and run the same command again: finished files are kept"
     return EnvironmentFault(f"{part} cannot be written ({error.strerror}); {cure}")
 
 

@@ -41,11 +41,11 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class TensorLoader:
     """Reads the tensors of one checkpoint, and the descriptions of those ranks that wrote what is asked for.
 
-    Raises EnvironmentFault where something that is asked for is not stored, or not in as many bytes as described, and
-    where the descriptions that are read have an element twice. A conversion alone reads all descriptions, and compares
-    them with the model and with each file. So it alone sees a fault in what no rank asks for: an element twice in a
-    description that nobody reads, a tensor that the model does not have, a dtype that is not its role's. A manifest of
-    format 1 has all descriptions: there parts that overlap, or do not add up, are found here too.
+    Raises EnvironmentFault where something that is asked for is not stored, or not in as many bytes as described. So it
+    does where the descriptions that are read have an element twice. A conversion alone reads all descriptions, and
+    compares them with the model and with each file. So it alone sees a fault in what no rank asks for: an element twice
+    in a description that nobody reads, a tensor that the model does not have, a dtype that is not its role's. A
+    manifest of format 1 has all descriptions: there parts that overlap, or do not add up, are found here too.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, check_first: bool = True, rank: int = 0):
@@ -57,7 +57,7 @@ class TensorLoader:
 
     @property
     def bytes_read(self) -> int:
-        """Of tensors."""
+        """Bytes of tensors that were read so far."""
         return self._reader.bytes_read
 
     def fill(self, role: str, pieces: Iterable[Piece], out: Tensor) -> None:
@@ -81,13 +81,13 @@ class TensorLoader:
 
 
 def _words(values: Tensor) -> np.ndarray:
-    """The same memory as integers."""
+    """Views the values' memory as integers."""
     return values.view(_WORDS[values.element_size()]).numpy()
 
 
 @dataclass(frozen=True)
 class BytesRead:
-    """By one rank, from storage."""
+    """Bytes that one rank read from storage."""
 
     checked: int
     loaded: int
@@ -134,7 +134,10 @@ def _load_weights(loader: TensorLoader, parameters: Sequence[RankParameter]) -> 
 
 
 def _readers(parameters: Sequence[RankParameter]) -> list[int]:
-    """Of each, which of the ranks that have it reads it: the one with the least so far, as all of them count."""
+    """The rank of each parameter's group that reads it: the one that has the least to read so far.
+
+    All ranks of a group count alike, so they agree.
+    """
     loads: dict[int, list[int]] = {}
     readers = []
     for parameter in parameters:
@@ -175,7 +178,8 @@ def _restore_counts(actor, facts: dict[str, Any]) -> None:
 
 def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
     """The rate follows from the step count; when the schedule is the saved one it must be the saved rate."""
-    now, then = actor.scheduler.state_dict(), dict(facts["scheduler"])
+    now = actor.scheduler.state_dict()
+    then = dict(facts["scheduler"])
     actor.scheduler.num_steps = then["num_steps"]
     actor.scheduler.step(0)
     same = all(now[k] == then[k] for k in now if k != "num_steps")

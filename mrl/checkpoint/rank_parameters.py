@@ -43,7 +43,7 @@ class RankParameter:
 
     @property
     def key(self) -> str:
-        """Name in the file."""
+        """The parameter's name in the file."""
         return f"{self.shard.vp_chunk}.{self.shard.megatron_name}"
 
     @property
@@ -78,9 +78,14 @@ def rank_parameters(actor) -> Iterator[RankParameter]:
             optimizer = next(
                 (o for o in distributed_optimizers(actor) if parameter in o.model_param_group_index_map), None
             )
-            part = optimizer._get_model_param_range_map(parameter)["param"] if optimizer else None
-            flat = (part.start, part.end) if part else None
-            shard, replicas = shards[number, plain_name(name)], _replicas(actor, parameter)
+            part = None
+            if optimizer:
+                part = optimizer._get_model_param_range_map(parameter)["param"]
+            flat = None
+            if part:
+                flat = (part.start, part.end)
+            shard = shards[number, plain_name(name)]
+            replicas = _replicas(actor, parameter)
             yield RankParameter(shard, parameter, optimizer, flat, adams.get(id(optimizer)), replicas)
 
 
@@ -88,7 +93,9 @@ def _replicas(actor, parameter: torch.nn.Parameter) -> dist.ProcessGroup | None:
     """The ranks over which the parameter's optimizer is distributed; a frozen one has none."""
     for optimizer in distributed_optimizers(actor):
         if any(parameter in buffer.param_index_map for buffer in optimizer.buffers):
-            return optimizer.data_parallel_group if optimizer.data_parallel_group.size() > 1 else None
+            if optimizer.data_parallel_group.size() > 1:
+                return optimizer.data_parallel_group
+            return None
     return None
 
 

@@ -26,9 +26,15 @@ from mrl.model.megatron_shards import Shard
 from mrl.units import MIB
 
 CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 _WRITE_BYTES = 16 * MIB  # a write; the interpreter is free for others during each
 
 
@@ -77,7 +83,8 @@ class HostCopy:
                 self._keep(entries[-1].key, tensor)
         for name, state in _random_states(actor).items():
             self._keep(f"rng/{name}", state)
-        self._entries, self._facts = tuple(entries), _optimizer_facts(actor)
+        self._entries = tuple(entries)
+        self._facts = _optimizer_facts(actor)
 
     def write(self, folder: Path) -> RankFiles:
         """Writes `rank-R.safetensors` and its description into `folder`, durably.
@@ -144,7 +151,8 @@ def _saved_tensors(actor, parameter: RankParameter) -> Iterator[tuple[str, Tenso
     if parameter.optimizer is None or not _writes_optimizer_part(actor, parameter.shard):
         return
     main = parameter.main()
-    master, moments = parameter.adam.master(main), parameter.adam.moments(main)
+    master = parameter.adam.master(main)
+    moments = parameter.adam.moments(main)
     if not parameter.is_own_master:
         yield MASTER, master, parameter.flat
     for role, name in MOMENTS.items():

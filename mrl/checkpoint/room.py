@@ -27,7 +27,7 @@ def checkpoint_bytes(model: ModelSpec, dtype: str) -> int:
 
 
 def route_bytes(actor: ActorConfig, model: ModelSpec) -> int:
-    """Of a token's routes, as they come with samples; 0 where they do not."""
+    """Bytes of a token's routes as they come with samples; 0 where they do not come."""
     if actor.router_replay != "R3":
         return 0
     shape = RouteShape.of(model)
@@ -35,9 +35,10 @@ def route_bytes(actor: ActorConfig, model: ModelSpec) -> int:
 
 
 def groups_ahead_bytes(schedule: Schedule, data: DataConfig, token_routes: int) -> int:
-    """Of groups that generation is ahead with, at most: they are in every checkpoint, finished ones by a second name.
+    """Upper bound of the bytes that groups generated ahead add to a checkpoint.
 
-    Counted as columns; files are compressed. `token_routes`: bytes of a token's routes.
+    They are in every checkpoint; finished groups are hard-linked, not copied. Columns are counted, and files are
+    compressed. `token_routes`: bytes of a token's routes.
     """
     if schedule.is_synchronous:
         return 0
@@ -63,8 +64,9 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def room_note(folder: Path, size: int, kept: int) -> list[str]:
-    """A line when the disk of `folder` holds one checkpoint of `size` bytes,
-    and not as many as the run is to keep, `kept`, with one more beside them.
+    """A line for a disk that has room for one checkpoint, but not for all that the run is to keep and one more.
+
+    `folder`: of the checkpoints; `size`: bytes of one; `kept`: how many the run is to keep.
     """
     wanted = kept + 1
     present = len(list(folder.glob("checkpoints/step-*")))
@@ -79,4 +81,6 @@ def room_note(folder: Path, size: int, kept: int) -> list[str]:
 
 
 def _size(nbytes: int) -> str:
-    return f"{ceil(nbytes / 1e7) / 100:.2f} GB" if nbytes >= 1e9 else f"{ceil(nbytes / 1e4) / 100:.2f} MB"
+    if nbytes >= 1e9:
+        return f"{ceil(nbytes / 1e7) / 100:.2f} GB"
+    return f"{ceil(nbytes / 1e4) / 100:.2f} MB"

@@ -27,7 +27,8 @@ def safetensors_header(
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape, nbytes in tensors:
-        begin, end = end, end + nbytes
+        begin = end
+        end = end + nbytes
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -199,7 +199,8 @@ class BoxReader:
         self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, more: Descriptions | None = None
     ):
         """`more`: has what is not among `entries`, and is asked when something is missing."""
-        self.folder, self.files = folder, files
+        self.folder = folder
+        self.files = files
         self.boxes = Boxes(entries)
         self._more = more
         self._handles: dict[str, int] = {}
@@ -245,7 +246,7 @@ class BoxReader:
         return True
 
     def dtype(self, stored: StoredBox) -> str:
-        """As safetensors names it."""
+        """The name that safetensors has for the element type."""
         part = stored.parts[0]
         return self._location(part.file, part.key).dtype
 
@@ -254,7 +255,8 @@ class BoxReader:
         rows all is read and cut.
         """
         (first, last), *tail = _in_local(stored, box).ranges
-        columns, shape = Box(tuple(tail)), stored.parts[0].shape
+        columns = Box(tuple(tail))
+        shape = stored.parts[0].shape
         row = prod(shape[1:])
         if out.flags.c_contiguous:
             if columns == Box.whole(shape[1:]):
@@ -300,10 +302,12 @@ class BoxReader:
 
     def _read_run(self, parts: list[StoredTensor], begin: int, out: np.ndarray) -> None:
         """Fills the flat `out` from element `begin` of a local tensor on."""
-        end, read = begin + out.size, 0
+        end = begin + out.size
+        read = 0
         for part in parts:
             low, high = _flat_range(part)
-            start, stop = max(begin, low), min(end, high)
+            start = max(begin, low)
+            stop = min(end, high)
             if start < stop:
                 at = self._part_location(parts, part, out.itemsize).start + (start - low) * out.itemsize
                 self._read_bytes(part.file, at, memoryview(out[start - begin : stop - begin]).cast("B"))
@@ -321,7 +325,8 @@ class BoxReader:
                 count = os.preadv(self._handles[file], [view], at)
                 if count == 0:
                     raise EnvironmentFault(f"{self.folder / file} ended early: it is being changed, or was cut short")
-                view, at = view[count:], at + count
+                view = view[count:]
+                at = at + count
                 self.bytes_read += count
         except OSError as error:
             raise EnvironmentFault(

@@ -12,7 +12,7 @@ TensorNames = Mapping[str, Sequence[Sequence[int]]]  # name with a * for each nu
 
 
 def tensor_names(names: Iterable[str]) -> TensorNames:
-    """Names in short."""
+    """Shortens many names to patterns and the numbers in them."""
     found: dict[str, list[set[int]]] = {}
     for pattern, numbers in map(_split, names):
         places = found.setdefault(pattern, [set() for _ in numbers])

@@ -99,7 +99,7 @@ def _read_record(record: Path) -> dict[str, Any] | None:
 
 
 def _empty(work: Path) -> None:
-    """Of another conversion, or of one that finished nothing."""
+    """Removes what another conversion left, or one that finished nothing."""
     shutil.rmtree(work / "done", ignore_errors=True)
     shutil.rmtree(work / "files")
     (work / "files").mkdir()

@@ -63,7 +63,9 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
             f"                    {name}) words='{' '.join(words)}' ;;" for name, words in _choices(commands)
         ),
     )
-    return text if shell == "bash" else _ZSH + text
+    if shell == "bash":
+        return text
+    return _ZSH + text
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -22,7 +22,7 @@ def add_config(parser: argparse.ArgumentParser, optional: bool = False) -> None:
 
 
 def positive(text: str) -> int:
-    """A count, as argparse's `type`."""
+    """Reads a count, as argparse's `type`."""
     if not text.removeprefix("-").isdecimal() or len(text) > 9:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at most 9 digits")
     if int(text) < 1:
@@ -41,7 +41,9 @@ def resolved_config(options: argparse.Namespace, check_paths: bool = False):
     from mrl.config.yaml_tree import dump_value
 
     run_dir = getattr(options, "run_dir", None)
-    own = [] if run_dir is None else [f"trainer.run_dir={dump_value(run_dir)}"]
+    own = []
+    if run_dir is not None:
+        own = [f"trainer.run_dir={dump_value(run_dir)}"]
     try:
         return load_config(options.config, options.recipe, [*options.overrides, *own])
     except SchemaRefusal as refusal:

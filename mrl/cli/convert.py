@@ -16,12 +16,16 @@ from mrl.errors import ConfigError
 
 # --layout's short names -> keys of actor.layout
 DEGREES = {
-    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size", "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
     "world": "world_size",
-    "first": "num_layers_in_first_pipeline_stage", "last": "num_layers_in_last_pipeline_stage",
-}  # fmt: skip
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+}
 MOST_WORKERS = 8  # more of them wait for the disk
 SHOWN = 3
 
@@ -188,10 +192,12 @@ def _print_report(options: argparse.Namespace, report) -> None:
     if options.json:
         print(json.dumps(asdict(report) | {"output": options.output}))
         return
-    resumed = (
-        f", {report.resumed_files} of its {report.files} files by an earlier start" if report.resumed_files else ""
-    )
-    verified = "; read again: names, shapes, dtypes, bytes and digests are the source's" if report.verified else ""
+    resumed = ""
+    if report.resumed_files:
+        resumed = f", {report.resumed_files} of its {report.files} files by an earlier start"
+    verified = ""
+    if report.verified:
+        verified = "; read again: names, shapes, dtypes, bytes and digests are the source's"
     rate = f"{report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s"
     if report.left_out:
         shown = ", ".join(report.left_out[:SHOWN]) + (", ..." if len(report.left_out) > SHOWN else "")
@@ -218,5 +224,7 @@ def parse_layout(text: str) -> dict[str, int]:
                 f"--layout: {part!r}; give each of {', '.join(DEGREES)} at most once, from 1 to 99999, as in tp=2,ep=4"
             )
         short[name] = int(value)
-    least = lcm(*(prod(short.get(name, 1) for name in grid) for grid in (("tp", "cp", "pp"), ("etp", "ep", "pp"))))
-    return {DEGREES[name]: value for name, value in ({"world": least} | short).items()}
+    dense_grid = prod(short.get(name, 1) for name in ("tp", "cp", "pp"))
+    expert_grid = prod(short.get(name, 1) for name in ("etp", "ep", "pp"))
+    degrees = {"world": lcm(dense_grid, expert_grid)} | short
+    return {DEGREES[name]: value for name, value in degrees.items()}

@@ -85,5 +85,6 @@ def _print_table(device: str, checks: list) -> None:
         print(f"  {check.status:8}{check.name}: {check.found}")
         if check.cure:
             print(f"          -> {check.cure}")
-    bad = [sum(check.status == status for check in checks) for status in ("failure", "warning")]
-    print(f"{len(checks)} checks, {bad[0]} failures, {bad[1]} warnings")
+    failures = sum(check.status == "failure" for check in checks)
+    warnings = sum(check.status == "warning" for check in checks)
+    print(f"{len(checks)} checks, {failures} failures, {warnings} warnings")

@@ -51,4 +51,6 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _name(experiment: str, checkpoint) -> str:
-    return experiment if checkpoint is None else f"{experiment}-{checkpoint.name}"
+    if checkpoint is None:
+        return experiment
+    return f"{experiment}-{checkpoint.name}"

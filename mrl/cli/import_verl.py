@@ -23,17 +23,22 @@ def add(commands) -> None:
     parser.add_argument("source", nargs="+", metavar="SCRIPT|KEY=VALUE", help=what)
     parser.add_argument("-o", "--output", help="file to write (a folder for several scripts); default: print it")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", dest="given",
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="given",
         help="a shell variable of the script, or (with a dot) a key of ours; repeatable",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--preset", help="whose layout a script without one gets; default: that of the nearest preset for its model"
     )
     parser.add_argument(
-        "--search", action="store_true",
+        "--search",
+        action="store_true",
         help="give a script without a layout the fastest one that fits, not that of a preset (also done "
-             "where there is no preset)",
-    )  # fmt: skip
+        "where there is no preset)",
+    )
     parser.add_argument(
         "--as-written", action="store_true", help="keep what means something else today; validation may then refuse it"
     )
@@ -71,7 +76,7 @@ def _sources(given: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def _import_of_several(script: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """As `_import_script`; a script that cannot be carried over does not keep the others from it."""
+    """Imports one script of several: one that cannot be carried over does not keep the others from it."""
     try:
         return _import_script(script, [], options, several=True)
     except MrlError as error:
@@ -82,8 +87,10 @@ def _import_of_several(script: Path, options: argparse.Namespace) -> dict[str, A
 
 
 def _summary(results: list[dict[str, Any]]) -> str:
-    keys, missing = sum(r["keys"] for r in results), sum(len(r["unsupported"]) for r in results)
-    valid, lossy = (sum(r["verdict"] == verdict for r in results) for verdict in ("valid", "carried with losses"))
+    keys = sum(r["keys"] for r in results)
+    missing = sum(len(r["unsupported"]) for r in results)
+    valid = sum(r["verdict"] == "valid" for r in results)
+    lossy = sum(r["verdict"] == "carried with losses" for r in results)
     carried = f"{valid} valid" + (f", {lossy} carried with losses" if lossy else "")
     return f"{len(results)} scripts, {carried}; {keys} keys, {missing} unsupported ({missing / max(keys, 1):.1%})"
 
@@ -95,7 +102,9 @@ def _import_script(script: Path | None, words: list[str], options: argparse.Name
     file = _written(options, script, text, several)
     violations, remarks = _checked(file, text)
     refused = bool(violations or out.faults)
-    verdict = "refused" if refused else "carried with losses" if out.losses else "valid"
+    verdict = "refused"
+    if not refused:
+        verdict = "carried with losses" if out.losses else "valid"
     result = {
         "script": out.name,
         "output": None if file is None else str(file),
@@ -151,8 +160,9 @@ def _read(script: Path | None, words: list[str], variables: dict[str, str], **se
 
 
 def _searched(out, translated):
-    """The import with the fastest layout that breaks no rule and fits in every phase; None where there is none,
-    or no known model.
+    """The import with the fastest layout that breaks no rule and fits in every phase.
+
+    None where there is no such layout, or the model is not known.
     """
     from mrl.model import planning_model_spec
     from mrl.plan.memory import memory_section
@@ -164,7 +174,8 @@ def _searched(out, translated):
 
     try:
         config = _loaded(out.to_yaml()).config
-        model, device = planning_model_spec(config.model.path)[0], device_for(config)
+        model = planning_model_spec(config.model.path)[0]
+        device = device_for(config)
     except MrlError:
         return None
     problem = search_problem(
@@ -194,14 +205,17 @@ def _recompute(out, recompute, device: str) -> None:
 
 def _of_every_shell() -> dict[str, str]:
     """HOME, where this shell has it: every shell that runs the script sets it."""
-    return {"HOME": home} if (home := os.environ.get("HOME")) else {}
+    if home := os.environ.get("HOME"):
+        return {"HOME": home}
+    return {}
 
 
 def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """(shell variables, keys of ours) that --set gives."""
     from mrl.tools.import_verl.verl_command import hydra_value
 
-    variables, own = _of_every_shell(), {}
+    variables = _of_every_shell()
+    own = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
@@ -268,7 +282,9 @@ def _report(out, violations: list, remarks: list[str], verdict: str, stream) -> 
             print(f"  {kind.replace('_', ' ')}: {entry}", file=stream)
     for line in [*(f"warning: {w}" for w in out.warnings), *(f"violation: {v}" for v in violations), *remarks]:
         print(f"  {line}", file=stream)
-    unread = f", {len(out.faults)} places that cannot be read" if out.faults else ""
+    unread = ""
+    if out.faults:
+        unread = f", {len(out.faults)} places that cannot be read"
     said = {
         "refused": f": {len(violations)} violations{unread}",
         "carried with losses": f": {', '.join(entry.key for entry in out.losses)}; --accept-losses takes it as it is",

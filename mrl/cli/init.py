@@ -136,7 +136,9 @@ def _reward(files: list[str]) -> dict[str, Any]:
     from mrl.reward.builtin_rules import RULES, rule_name
 
     sources = {source for file in files if (source := _source_of(file)) is not None}
-    return {} if all(rule_name(source) in RULES for source in sources) else {"reward.function": "exact_match"}
+    if all(rule_name(source) in RULES for source in sources):
+        return {}
+    return {"reward.function": "exact_match"}
 
 
 def _lines(first, name: str) -> Iterator[str]:
@@ -168,10 +170,12 @@ def _common(one: list[str], other: list[str]) -> int:
 def _place(key: str, keys: list[str]) -> tuple[int, ...]:
     """Sections stand where their first key stands."""
     parts = key.split(".")
-    prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
-    return tuple(
-        next(i for i, k in enumerate(keys) if k == prefix or k.startswith(f"{prefix}.")) for prefix in prefixes
-    )
+    return tuple(_first_below(".".join(parts[: n + 1]), keys) for n in range(len(parts)))
+
+
+def _first_below(prefix: str, keys: list[str]) -> int:
+    """The place of the first key that is `prefix` or lies in its section."""
+    return next(place for place, key in enumerate(keys) if key == prefix or key.startswith(f"{prefix}."))
 
 
 def _planned(text: str) -> dict[str, Any]:

@@ -107,16 +107,17 @@ class _Group:
     """Registers commands of one group; their lines of help stand under its title and not in argparse's one list."""
 
     def __init__(self, title: str, commands: Any) -> None:
-        self._commands, self.lines = commands, [f"{title}:"]
+        self._commands = commands
+        self.lines = [f"{title}:"]
 
     def add_parser(self, name: str, help: str, **options: Any) -> argparse.ArgumentParser:
-        """As argparse's; the line of help also begins the command's own help."""
+        """Adds a command as argparse does; its line in the list of commands also begins its own help."""
         self.lines.append(f"  {name:<13}{help}")
         return self._commands.add_parser(name, **{"description": help[0].upper() + help[1:] + "."} | options)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All commands."""
+    """Makes the parser with all commands."""
     parser = argparse.ArgumentParser(
         prog="mrl",
         description="Reinforcement learning of large mixture-of-experts language models on Megatron.",

@@ -93,11 +93,13 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     if options.config is not None:
         config = _resolved(options).config
         device = device_for(config, options.device)
-        devices, per_node = options.devices or config.actor.layout.world_size, config.cluster.n_gpus_per_node
+        devices = options.devices or config.actor.layout.world_size
+        per_node = config.cluster.n_gpus_per_node
     else:
         if options.devices is None or options.device is None:
             raise ConfigError("--search with --model needs --devices N and --device NAME")
-        device, devices = device_by_part(options.device), options.devices
+        device = device_by_part(options.device)
+        devices = options.devices
         config = usual_config(options.model, _model(options.model)[0], device, devices)
         per_node = device.devices_per_node
     model, stand_in = _model(config.model.path)
@@ -106,7 +108,9 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     planned = options.config is not None and devices == config.actor.layout.world_size
     notes = _notes(config, options.device, device.name, stand_in) + ([] if planned else [_ACTOR_ALONE])
     result = search(problem)
-    run = run_report(config, problem, result) if planned else None
+    run = None
+    if planned:
+        run = run_report(config, problem, result)
     return search_report(config, problem, options.top, planned, result) | {"run": run, "notes": notes}
 
 
@@ -124,11 +128,9 @@ def _resolved(options: argparse.Namespace):
 
 
 def _notes(config, named: str | None, device: str, stand_in: str) -> list[str]:
-    assumed = (
-        ""
-        if named or config.cluster.accelerator
-        else f"planned for {device}; --device or cluster.accelerator names another"
-    )
+    assumed = ""
+    if not (named or config.cluster.accelerator):
+        assumed = f"planned for {device}; --device or cluster.accelerator names another"
     return [note for note in (assumed, stand_in) if note]
 
 
@@ -136,8 +138,10 @@ def _notes(config, named: str | None, device: str, stand_in: str) -> list[str]:
 
 
 def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
-    """The plan in a screenful."""
-    model, device, actor = plan["model"], plan["device"], plan["layout"]["actor"]
+    """Yields the plan in a screenful of lines."""
+    model = plan["model"]
+    device = plan["device"]
+    actor = plan["layout"]["actor"]
     yield (
         f"model: {model['path']}, {model['parameters'] / 1e9:.1f} B parameters, "
         f"{model['active_parameters'] / 1e9:.1f} B active"
@@ -197,8 +201,12 @@ def _batch_lines(batch: dict[str, Any]) -> Iterator[str]:
 def _phase_line(named: tuple[str, dict[str, Any]]) -> str:
     name, phase = named
     terms = _terms(phase["terms"])
-    where = "" if phase["stage"] is None else f", stage {phase['stage']}"
-    verdict = "fits" if phase["fits"] else f"DOES NOT FIT: most is {phase['largest']}; change: {phase['change']}"
+    where = ""
+    if phase["stage"] is not None:
+        where = f", stage {phase['stage']}"
+    verdict = "fits"
+    if not phase["fits"]:
+        verdict = f"DOES NOT FIT: most is {phase['largest']}; change: {phase['change']}"
     return f"  {name + where:<32} {phase['bytes'] / GIB:7.1f} of {phase['device_bytes'] / GIB:.1f} {verdict} ({terms})"
 
 
@@ -207,14 +215,17 @@ def _terms(terms: dict[str, int]) -> str:
 
 
 def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
-    cache, host = memory["kv_cache"], memory["host"]
+    cache = memory["kv_cache"]
+    host = memory["host"]
     yield f"layers: {memory['layers']}; recompute: {memory['recompute']}"
     yield (
         f"KV cache: {cache['bytes_per_worker'] / GIB:.1f} GiB a worker, {cache['tokens_per_engine']} tokens an engine "
         f"({cache['longest_sequences_per_engine']} sequences of the longest kind) {cache['change']}".rstrip()
     )
     if host["bytes_per_node"]:
-        verdict = "fits" if host["fits"] else f"DOES NOT FIT: {host['change']}"
+        verdict = "fits"
+        if not host["fits"]:
+            verdict = f"DOES NOT FIT: {host['change']}"
         terms = _terms(host["terms"])
         yield (
             f"object store: {host['object_store_bytes'] / GIB:.2f} GiB of a node, for the responses that exist "
@@ -229,7 +240,9 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
 
 
 def _held_out_words(prompts: int) -> str:
-    return f", the answers to {prompts} held-out prompts among them" if prompts else ""
+    if prompts:
+        return f", the answers to {prompts} held-out prompts among them"
+    return ""
 
 
 def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
@@ -250,7 +263,9 @@ def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
 def _sync_lines(sync: dict[str, Any]) -> Iterator[str]:
     link = sync["link_bytes_per_second"]
     steps = ", ".join(f"{name.replace('_', ' ')} {seconds:.3g}" for name, seconds in sync["seconds_of"].items())
-    here = f", {_size(sync['bytes_local'])} inside devices" if sync["bytes_local"] else ""
+    here = ""
+    if sync["bytes_local"]:
+        here = f", {_size(sync['bytes_local'])} inside devices"
     yield (
         f"sync: {_size(sync['bytes_required'])} required, {_size(sync['bytes_moved'])} moved, "
         f"{_size(sync['bytes_remote'])} of it between nodes{here}, in {sync['rounds']} rounds; predicted "
@@ -269,21 +284,24 @@ def _sync_lines(sync: dict[str, Any]) -> Iterator[str]:
 
 def _spread(who: str, does: str, sizes: Sequence[int]) -> str:
     """What the members of one side have to do; one number where they have the same."""
-    least, most = min(sizes), max(sizes)
+    least = min(sizes)
+    most = max(sizes)
     how = _size(most) if least == most else f"{_size(least)} to {_size(most)} ({who} {sizes.index(most)})"
     return f"each of {len(sizes)} {who}s {does} {how}"
 
 
 def _size(nbytes: int) -> str:
-    """In GB, or in MB below one."""
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"
+    """A number of bytes in GB, or in MB below one."""
+    if nbytes >= 1e9:
+        return f"{nbytes / 1e9:.2f} GB"
+    return f"{nbytes / 1e6:.3g} MB"
 
 
 def search_lines(result: dict[str, Any]) -> Iterator[str]:
     """The best layouts, one paragraph each."""
-    whole = (
-        ", counting the actor alone; below, those that fit with the whole configuration" if result["planned"] else ""
-    )
+    whole = ""
+    if result["planned"]:
+        whole = ", counting the actor alone; below, those that fit with the whole configuration"
     where = f"{result['devices']} x {result['device']}"
     yield f"{result['fitting']} of {result['legal']} legal layouts on {where} fit{whole}; fastest first"
     yield f"seconds of an update of {result['samples']} samples, of which a step has {result['updates']}:"

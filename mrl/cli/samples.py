@@ -87,15 +87,18 @@ def _step(folder: Path, asked: int | None) -> int:
 
 
 def _decoder(config: Path) -> Callable[[list[int]], str]:
-    """Of the run's token ids: by tokenizer.json alone, which takes no second, where the model has one.
+    """Makes the decoder of the run's token ids.
 
-    Raises ConfigError where its model's folder is not here.
+    Where the model has a tokenizer.json, that file alone is read, which takes less than a second. Raises ConfigError
+    where the model's folder is not here.
     """
     from mrl.data.dataset import load_tokenizer
     from mrl.model.hub import local_folder
     from mrl.tools.report.samples import decoder
 
-    path = _model_path(config) if config.exists() else ""
+    path = ""
+    if config.exists():
+        path = _model_path(config)
     try:
         folder = local_folder(path)
         return decoder([Path(folder)]) or load_tokenizer(folder).decode
@@ -135,7 +138,10 @@ def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str], by
 
 
 def _turns(row: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]:
-    """Of each turn what was sampled, its calls, and the context that they brought; a response without turns is one."""
+    """Lines on each turn: what was sampled, its calls, and the context that they brought.
+
+    A response without turns counts as one turn.
+    """
     turns = row.get("turns") or [{"first_token": 0, "stop_reason": row["stop_reason"], "calls": 0, "seconds": 0.0}]
     ids = row["response_ids"]
     sampled = row.get("sampled") or [True] * len(ids)
@@ -144,7 +150,9 @@ def _turns(row: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]
     lines = []
     for number, (turn, end) in enumerate(zip(turns, ends, strict=True), start=1):
         own = range(turn["first_token"], end)
-        reward = f", reward {turn['reward']:g}" if turn.get("reward") else ""
+        reward = ""
+        if turn.get("reward"):
+            reward = f", reward {turn['reward']:g}"
         lines += [f"--- turn {number}: {turn['stop_reason']}{reward}", decode([ids[i] for i in own if sampled[i]])]
         lines += [_call(call) for call in islice(calls, turn["calls"])]
         context = [ids[i] for i in own if not sampled[i]]
@@ -158,7 +166,9 @@ def _call(call: dict[str, Any]) -> str:
 
 def _table(row: dict[str, Any], gap: list[float] | None, decode: Callable[[list[int]], str]) -> str:
     """A line a token; the third column is the trainer's log-prob less generation's."""
-    missing = [] if gap is not None else ["(the trainer's are not kept: record.trainer_log_probs)"]
+    missing = []
+    if gap is None:
+        missing = ["(the trainer's are not kept: record.trainer_log_probs)"]
     tokens = len(row["response_ids"])
     sampled = row.get("sampled") or [True] * tokens
     columns = zip(row["response_ids"], sampled, row["rollout_log_probs"], gap or [None] * tokens, strict=True)

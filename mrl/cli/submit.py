@@ -20,9 +20,11 @@ def add(commands) -> None:
     )
     _add_own(submit)
     submit.add_argument(
-        "train", nargs=argparse.REMAINDER, metavar="CONFIG ...",
+        "train",
+        nargs=argparse.REMAINDER,
+        metavar="CONFIG ...",
         help="arguments of `mrl train`; the options above may stand among them",
-    )  # fmt: skip
+    )
     submit.set_defaults(run=_submit)
 
 
@@ -89,8 +91,9 @@ def _usual_environment(device: str) -> Path:
 
 
 def _check_found(config, preset: str, environment: dict[str, Any], address: str) -> None:
-    """Raises ConfigError for what the job's processes would not find: files that its copy of the working directory
-    lacks, and a run directory that no other host has.
+    """Raises ConfigError for what the job's processes would not find.
+
+    These are files that its copy of the working directory lacks, and a run directory that no other host has.
     """
     from mrl.cluster.job import not_sent
     from mrl.config.run_rules import named_paths, run_dir

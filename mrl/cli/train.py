@@ -53,7 +53,7 @@ def _given(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _arguments_of_a_start(options: argparse.Namespace) -> list[str]:
-    """Those of this command that every start gets."""
+    """The arguments of this command that every start gets."""
     given = [f"{name}={value}" for name, value in _given(options)]
     return [options.config, *given, *(["--resume"] if options.resume else [])]
 

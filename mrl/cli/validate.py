@@ -15,9 +15,10 @@ def add(commands) -> None:
     )
     add_config(validate)
     validate.add_argument(
-        "--check-paths", action="store_true",
+        "--check-paths",
+        action="store_true",
         help="also refuse files whose folders are not on this host, as mrl train does; else they are said",
-    )  # fmt: skip
+    )
     validate.add_argument(
         "--json", action="store_true", help="print one JSON object, also when the configuration cannot be read at all"
     )
@@ -52,7 +53,9 @@ def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
 
         return [*refusal.violations, *accelerator_violations(refusal.rest)], []
     broken, remarks = check_config(resolved, options.check_paths)
-    return (broken, remarks) if broken else _look(resolved, remarks, options.check_paths)
+    if broken:
+        return (broken, remarks)
+    return _look(resolved, remarks, options.check_paths)
 
 
 def _look(resolved, remarks: list[str], check_paths: bool) -> tuple[list, list[str]]:

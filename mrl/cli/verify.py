@@ -101,8 +101,11 @@ def _resume_lines(answer: dict[str, Any]) -> list[str]:
 
 
 def _sync_lines(answer: dict[str, Any]) -> list[str]:
-    proof, rehearsal = answer["proof"], answer["rehearsal"]
-    note = [f"note: {answer['note']}"] if answer["note"] else []
+    proof = answer["proof"]
+    rehearsal = answer["rehearsal"]
+    note = []
+    if answer["note"]:
+        note = [f"note: {answer['note']}"]
     return [
         *note,
         f"plan       {answer['ranks']} ranks -> {answer['workers']} workers, {answer['plan_seconds']:.2f} s, "
@@ -117,7 +120,8 @@ def _sync_lines(answer: dict[str, Any]) -> list[str]:
 
 def _ok(proof: dict[str, Any]) -> str:
     """What was proved, and of how many workers in full; of the others it is their templates and the rehearsal."""
-    workers, of_workers = proof["workers"], proof["of_workers"]
+    workers = proof["workers"]
+    of_workers = proof["of_workers"]
     proved = "every element arrives exactly once, from a shard that holds it"
     if workers == of_workers:
         return f"ok: {proved} ({workers} of {of_workers} workers in full)"

@@ -16,6 +16,8 @@ def version_lines(installed: Mapping[str, str] | None = None, device: str | None
     lines.append(f"row {row.name} ({row.tested}):")
     for name, wanted in {**row.packages, **row.compiled, **row.loose}.items():
         version = installed.get(name)
-        other = "" if version is not None and bare(version) == wanted else f"   tested: {wanted}"
+        other = ""
+        if not (version is not None and bare(version) == wanted):
+            other = f"   tested: {wanted}"
         lines.append(f"  {name:<26}{version or 'not installed'}{other}")
     return lines

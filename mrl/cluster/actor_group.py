@@ -41,14 +41,20 @@ class ActorGroup:
     """Handles of the actor ranks; small answers come back, large things stay behind references."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, checkpoint: Path | None, poll: Callable[[], None] = lambda: None,
-        worker: type[ActorWorker] = ActorWorker, seats: Seats | None = None,
-    ):  # fmt: skip
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        checkpoint: Path | None,
+        poll: Callable[[], None] = lambda: None,
+        worker: type[ActorWorker] = ActorWorker,
+        seats: Seats | None = None,
+    ):
         """Starts every rank and loads the model. Raises what the ranks raise, with the rank's name.
 
         `seats`: of the ranks, by default on devices of their own.
         """
-        self.config, self.poll = config, poll
+        self.config = config
+        self.poll = poll
         self._deadlines = Deadlines.of_steps(config.cluster)
         self.pids: list[int] = []  # of ranks that have started
         self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node; see mrl/flow/routes.py
@@ -121,7 +127,7 @@ class ActorGroup:
     def _answers(
         self, refs: dict[str, ray.ObjectRef], timeout_s: float | None, phase: str, poll: Callable[[], None]
     ) -> dict[str, Any]:
-        """As `gather`; of ranks that are late together, those are named that do not run at all."""
+        """Gathers answers. Where ranks are late together, the error names those whose processes do not run at all."""
         began = time.monotonic()
         try:
             answers = gather(refs, timeout_s or self._deadlines.of(phase), phase, poll)
@@ -138,11 +144,13 @@ class ActorGroup:
         if silent and len(silent) < len(asked):
             words = f"{', '.join(silent)} did not even say where it is: stopped, or cut off"
             return concerning(Late(f"{error}; {words}; where the others are stands in logs/*.stacks"), *silent)
-        where = "none of them said where it is" if silent else "where they are stands in logs/*.stacks"
+        where = "where they are stands in logs/*.stacks"
+        if silent:
+            where = "none of them said where it is"
         return concerning(Late(f"{error}; {where}"), *processes_of(error))
 
     def refs_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, ray.ObjectRef]:
-        """As `each`, without waiting; answers to come, by name."""
+        """Calls every rank with arguments of its own and waits for nobody; answers to come, by name."""
         own = zip(self.workers, put_once(arguments), strict=True)
         return {f"rank {i}": getattr(worker, method).remote(*given) for i, (worker, given) in enumerate(own)}
 
@@ -152,16 +160,12 @@ class ActorGroup:
             self.call("offload")
 
     def bring(self, *kinds: str) -> None:
-        """Of what `actor.*_offload` names, these kinds are on all devices and the others have left them;
-        see mrl/megatron/offload.py.
-        """
+        """Brings these kinds of what `actor.*_offload` names onto all devices, and moves the others off them."""
         if self.config.actor.offloaded:
             self.call("bring", *kinds)
 
     def prefetch(self, *kinds: str) -> None:
-        """Of what `actor.*_offload` names, these kinds begin to come onto the devices beside what is computed there
-        next.
-        """
+        """Begins to bring these kinds of what `actor.*_offload` names, beside what is computed on the devices next."""
         if self.config.actor.offloaded:
             self.call("prefetch", *kinds)
 

@@ -41,7 +41,7 @@ class ServingProcess(NamedTuple):
 
 
 class EngineProcesses(Protocol):
-    """Of engines, by their numbers: see RolloutGroup."""
+    """The processes of engines, by the engines' numbers, as RolloutGroup has them."""
 
     names: list[str]
     workers: list[ray.actor.ActorHandle]
@@ -54,11 +54,14 @@ class EngineProcesses(Protocol):
         """Makes new ones; answers to come once they serve, by name."""
 
     def note_place(self, engine: int) -> None:
-        """New ones may be elsewhere."""
+        """Looks up where an engine's processes are: new ones may be elsewhere."""
 
 
 class EngineFleet:
-    """Until `restart` none is started again, and every loss is the run's end."""
+    """The engines of a run and what each is at.
+
+    Until `restart` is called no engine is started again, and every loss ends the run.
+    """
 
     def __init__(self, processes: EngineProcesses, start_s: float, clock: Callable[[], float] = time.monotonic):
         """`start_s`: that an engine may take to start."""
@@ -123,12 +126,12 @@ class EngineFleet:
     # ------------------------------------------------------------ who is there
 
     def epochs(self) -> dict[str, int]:
-        """Of all engines now, for `loses`."""
+        """The epoch that each engine is in now, for `loses`."""
         with self._lock:
             return {engine: self.machine.epoch(engine) for engine in self._engines}
 
     def starts(self, engines: Iterable[int]) -> dict[int, int]:
-        """Of these engines the epoch that each is in: one that was started again knows nobody."""
+        """The epoch that each of these engines is in: an engine that was started again knows nobody."""
         with self._lock:
             return {engine: self.machine.epoch(self._engines[engine]) for engine in engines}
 
@@ -152,13 +155,13 @@ class EngineFleet:
 
     @property
     def none_ready(self) -> bool:
-        """Whether nobody generates."""
+        """Whether no engine generates."""
         with self._lock:
             return not self.machine.those(READY)
 
     @property
     def version(self) -> int:
-        """Of the current weights."""
+        """The version of the current weights."""
         return self.machine.version
 
     def _numbers(self, engines: Iterable[str]) -> set[int]:
@@ -246,7 +249,7 @@ class EngineFleet:
 
     @property
     def none_starts(self) -> bool:
-        """Whether nobody is starting."""
+        """Whether no engine is starting."""
         with self._lock:
             return not self._starts
 
@@ -270,13 +273,13 @@ class EngineFleet:
     # ------------------------------------------------------------ weights
 
     def proven(self, engines: Iterable[int], version: int) -> None:
-        """Digests say that these hold the weights of `version`."""
+        """Notes that digests showed the weights of `version` in these engines."""
         with self._lock:
             for engine in map(self._engines.__getitem__, engines):
                 self.machine.verified(engine, self.machine.epoch(engine), version)
 
     def committed(self, engines: Iterable[int], version: int) -> None:
-        """These serve `version`, which is current, also where none is left that serves it."""
+        """Notes that these engines serve `version`, which is current, also where no engine is left that serves it."""
         with self._lock:
             self.machine.advance(version)
             for engine in map(self._engines.__getitem__, engines):
@@ -302,7 +305,7 @@ class EngineFleet:
             self.machine.progress(engine_of(engine), epoch, answers)
 
     def metrics(self) -> dict[str, float]:
-        """Of the time since this was asked last."""
+        """Metrics of the time since the last call."""
         with self._lock:
             now = self._clock()
             seconds = self._seconds + sum(now - since for since in self._away.values())

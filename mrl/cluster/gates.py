@@ -55,7 +55,8 @@ class Need:
 
 def shortage(need: Need, holders: Sequence[MemoryHolder]) -> str | None:
     """Why the phase has no room on the device of these processes; None when it has."""
-    coming, free = need.to_come(holders), _free(need, holders)
+    coming = need.to_come(holders)
+    free = _free(need, holders)
     if sum(coming.values()) <= free:
         return None
     parts = " and ".join(f"{size / GIB:.2f} GiB of the {kind}" for kind, size in coming.items() if size)
@@ -66,7 +67,9 @@ def shortage(need: Need, holders: Sequence[MemoryHolder]) -> str | None:
 def _free(need: Need, holders: Sequence[MemoryHolder]) -> int:
     """What the device says, or, where it does not (cpu), what the plan may fill less what its processes hold."""
     said = [holder.memory.free_bytes for holder in holders if holder.memory.free_bytes is not None]
-    return min(said) if said else need.available - sum(holder.memory.live_bytes for holder in holders)
+    if said:
+        return min(said)
+    return need.available - sum(holder.memory.live_bytes for holder in holders)
 
 
 def _largest_first(holders: Sequence[MemoryHolder]) -> list[MemoryHolder]:
@@ -77,7 +80,10 @@ class MemoryGate:
     """Asks every process what it holds, and lets a phase begin only where it has room."""
 
     def __init__(self, plan: dict[str, Any], actor: ActorGroup, engines: RolloutGroup, timeout_s: float) -> None:
-        self._plan, self._actor, self._engines, self._timeout_s = plan, actor, engines, timeout_s
+        self._plan = plan
+        self._actor = actor
+        self._engines = engines
+        self._timeout_s = timeout_s
         self._rank_places: dict[str, list] | None = None  # (node, device) of each rank, by name
 
     def __call__(self, phase: str) -> None:
@@ -85,13 +91,14 @@ class MemoryGate:
         need = Need.of(self._plan, phase)
         shortages = {device: shortage(need, holders) for device, holders in self._holders(phase).items()}
         if short := {device: why for device, why in shortages.items() if why}:
-            nodes = {node: number for number, node in enumerate(dict.fromkeys(node for node, _ in shortages))}
+            in_order = dict.fromkeys(node for node, _ in shortages)
+            nodes = {node: number for number, node in enumerate(in_order)}
             lines = "; ".join(f"device {device} of node {nodes[node]}: {why}" for (node, device), why in short.items())
             cure = self._plan["memory"]["phases"][phase]["change"]
             raise Interrupted(f"no room for phase {phase}: {lines}" + (f". Change: {cure}" if cure else ""))
 
     def _holders(self, phase: str) -> dict[tuple[str, int], list[MemoryHolder]]:
-        """Of every device that both have processes on."""
+        """What each process holds on every device that ranks and engines share."""
         if self._rank_places is None:
             self._rank_places = gather(self._actor.refs("places"), self._timeout_s, "placing the processes")
         at = self._rank_places | self._engines.device_places
@@ -104,6 +111,6 @@ class MemoryGate:
         return devices
 
     def _memory(self, phase: str) -> dict[str, Any]:
-        """Of ranks and of engines that live, by name."""
+        """The memory of ranks and of engines that live, by name."""
         of_ranks = gather(self._actor.refs("memory"), self._timeout_s, phase)
         return of_ranks | self._engines.answers("memory", phase)

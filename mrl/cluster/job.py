@@ -176,7 +176,7 @@ def submit(client: JobClient, job: Job, agent_timeout_s: float, wait: Callable[[
 def follow(client: JobClient, job: Job, say: Callable[[str], None]) -> int:
     """Passes the job's output on until it ends; returns the status to exit with: the driver's own, 5 for a stopped job.
 
-    A first SIGINT or SIGTERM asks the job to stop, which saves the run, and the wait goes on; a second one acts as it
+    A first SIGINT or SIGTERM asks the job to stop, which saves the run, and the wait goes on. A second one acts as it
     would without this, or ends the wait if it would be ignored. Raises Interrupted when the head is lost.
     """
     with _stopping(client, job, say):
@@ -241,7 +241,9 @@ def _stopping(client: JobClient, job: Job, say: Callable[[str], None]) -> Iterat
 def _largest(runtime_env: dict[str, Any]) -> str:
     """The largest entries of the working directory, for who has to shorten it."""
     root = Path(runtime_env.get("working_dir", "."))
-    sizes = sorted(((_size(entry), entry.name) for entry in root.iterdir()), reverse=True) if root.is_dir() else []
+    sizes = []
+    if root.is_dir():
+        sizes = sorted(((_size(entry), entry.name) for entry in root.iterdir()), reverse=True)
     rows = ", ".join(f"{name} {size / MIB:.0f} MiB" for size, name in sizes[:5])
     return (
         f"Largest in {root.absolute()}: {rows}; add what the job does not need to `excludes` of the runtime environment"

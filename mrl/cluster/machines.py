@@ -21,14 +21,14 @@ from mrl.remote.calls import SETTLE_S, gather
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one rank's device; on the CPU of its whole host, whose cores ranks share."""
+    """The speed of one rank's device; on the CPU that of its whole host, whose cores ranks share."""
 
     device: str
     measured: float  # FLOP/s of a large matrix product in the model's dtype
 
     @property
     def peak(self) -> float:
-        """As published, or what was measured where no figure is known."""
+        """The published figure, or what was measured where none is known."""
         return published_flops(self.device) or self.measured
 
 
@@ -57,7 +57,7 @@ class Machines:
         self._engines = engines
 
     def speeds(self) -> list[Speed]:
-        """Of every rank's device; on the CPU of every host that has ranks.
+        """Measures every rank's device; on the CPU every host that has ranks.
 
         Nothing else should compute there meanwhile.
         """
@@ -122,7 +122,9 @@ def first_of_each(values: Iterable[str]) -> list[int]:
 
 
 def _in_words(speeds: list[Speed]) -> list[str]:
-    kinds = {speed.device: [other.measured for other in speeds if other.device == speed.device] for speed in speeds}
+    kinds: dict[str, list[float]] = {}
+    for speed in speeds:
+        kinds.setdefault(speed.device, []).append(speed.measured)
     lines = [
         f"{len(of_kind)} x {device}: {_tera(of_kind)} TFLOP/s in products{_published(device)}"
         for device, of_kind in kinds.items()
@@ -135,10 +137,15 @@ def _in_words(speeds: list[Speed]) -> list[str]:
 
 
 def _tera(found: list[float]) -> str:
-    low, high = min(found) / 1e12, max(found) / 1e12
-    return f"{low:.3g}" if len(found) == 1 or f"{low:.2g}" == f"{high:.2g}" else f"{low:.3g} to {high:.3g}"
+    low = min(found) / 1e12
+    high = max(found) / 1e12
+    if len(found) == 1 or f"{low:.2g}" == f"{high:.2g}":
+        return f"{low:.3g}"
+    return f"{low:.3g} to {high:.3g}"
 
 
 def _published(device: str) -> str:
     figure = published_flops(device)
-    return f", {figure / 1e12:.4g} published" if figure else ""
+    if figure:
+        return f", {figure / 1e12:.4g} published"
+    return ""

@@ -35,7 +35,9 @@ _LONGEST_ANSWER = 100_000  # bytes, of a dashboard that says its version
 def ray_address(cluster: ClusterConfig) -> str | None:
     """Address of the cluster to join; None when the run starts one of its own."""
     address = cluster.address or os.environ.get("RAY_ADDRESS")
-    return None if address in (None, "", "local") else address
+    if address in (None, "", "local"):
+        return None
+    return address
 
 
 def check_reachable(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
@@ -160,7 +162,7 @@ OPEN_RAY = "MRL_ALLOW_OPEN_RAY"
 
 
 def refuse_open_ray() -> None:
-    """Raises EnvironmentFault where Ray's token is switched off, and nobody says that this is meant.
+    """Raises EnvironmentFault where Ray's token is switched off and the user did not say that this is meant.
 
     Ray listens on every address of a host and runs what it is sent.
     """
@@ -195,7 +197,9 @@ def check_token(address: str) -> None:
     if os.environ.get(_MODE) != "token" or has_token():
         return
     file = _token_file()
-    where = "HOME is not set" if file is None else f"{file} is not there"
+    where = "HOME is not set"
+    if file is not None:
+        where = f"{file} is not there"
     raise EnvironmentFault(
         f"no token of Ray's for the head at {address}: {where}. launch/start_head.sh makes one on its host; copy it "
         "from there, or set RAY_AUTH_TOKEN"
@@ -212,7 +216,9 @@ def _token_file() -> Path | None:
     if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return Path(path)
     home = os.environ.get("HOME")
-    return Path(home) / ".ray" / "auth_token" if home else None
+    if home:
+        return Path(home) / ".ray" / "auth_token"
+    return None
 
 
 def _home_takes_a_token() -> bool:
@@ -233,7 +239,9 @@ def needed_resources(deployment: Deployment, actor: bool = True) -> dict[str, fl
     if actor and deployment.is_colocated:
         bundles = device_bundles(deployment)
     else:
-        bundles = actor_bundles(deployment.cluster, deployment.layout) if actor else []
+        bundles = []
+        if actor:
+            bundles = actor_bundles(deployment.cluster, deployment.layout)
         bundles += engine_bundles(deployment)
     total: dict[str, float] = {}
     for bundle in bundles:
@@ -253,7 +261,8 @@ def engine_bundles(deployment: Deployment) -> list[dict[str, float]]:
     Raises ConfigError when engines do not fit.
     """
     rank_places(deployment)  # raises
-    cluster, layout = deployment.cluster, rollout_layout(deployment.rollout)
+    cluster = deployment.cluster
+    layout = rollout_layout(deployment.rollout)
     bundle = get_hosting(cluster.device).ray_resources(cluster.cpus_per_engine / layout.data, devices=layout.tensor)
     return [bundle] * layout.num_engines * layout.data
 

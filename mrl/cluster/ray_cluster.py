@@ -49,7 +49,7 @@ def ray_cluster(deployment: Deployment, actor: bool = True) -> Iterator[None]:
 def _start_own(stack: ExitStack) -> None:
     """Starts a cluster for this run alone, which `stack` takes down. Raises EnvironmentFault where none comes up.
 
-    Ray gives its own processes 30 s to find each other, whatever the machine has to do meanwhile; so a start that ran
+    Ray gives its own processes 30 s to find each other, whatever the machine has to do meanwhile. So a start that ran
     out of time is tried again once what it left has ended.
     """
     for again in range(_STARTS):
@@ -62,7 +62,9 @@ def _start_own(stack: ExitStack) -> None:
         except Exception as error:  # a node that does not come up in time is a bare one of Ray's
             why = f"{type(error).__name__}: {error}"
             if not _OUT_OF_TIME.search(why) or again + 1 == _STARTS:
-                tries = "" if not again else f", {again + 1} times"
+                tries = ""
+                if again:
+                    tries = f", {again + 1} times"
                 raise EnvironmentFault(f"Ray did not start on this machine{tries}: {why}") from error
         ray.shutdown()
         end_below(pids_below() - before)

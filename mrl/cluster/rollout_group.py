@@ -107,14 +107,14 @@ class RolloutGroup:
         return starts
 
     def _start_of(self, engine: int) -> dict[str, ray.ObjectRef]:
-        """Those of one engine with the address where they meet: at their first one."""
+        """Starts the ranks of one engine with the address where they meet, which is at their first one."""
         if self.engine_ranks == 1:
             return self.refs("start", engines=[engine])
         meeting = self.workers[engine * self.engine_ranks].meeting_point.remote()
         return self.refs("start", meeting, engines=[engine])
 
     def start_again(self, engine: int) -> dict[str, ray.ObjectRef]:
-        """Of one that was ended, on the same seats; answers to come once it serves, by name."""
+        """Starts an engine that was ended, on the same seats; answers to come once it serves, by name."""
         for number in self._ranks_of(engine):
             self.workers[number] = self._worker(number)
         return self._start_of(engine)
@@ -179,11 +179,13 @@ class RolloutGroup:
         return list(self._in_time(refs, method).values())
 
     def answers(self, method: str, phase: str) -> dict[str, Any]:
-        """As `call`, by name; `phase`: how errors name it."""
+        """Calls all engines and returns their answers by name; `phase`: how errors name the call."""
         return self._in_time(self.refs(method), phase)
 
     def _still(self, engines: Collection[int] | None) -> Collection[int] | None:
-        return engines if engines is None else self.fleet.reached() & set(engines)
+        if engines is None:
+            return engines
+        return self.fleet.reached() & set(engines)
 
     def prepare(self, what: str, engines: Collection[int] | None = None) -> None:
         """The first phase of what is asked of ranks that wait for each other: each says that it is there.
@@ -200,7 +202,7 @@ class RolloutGroup:
         self._answers(self.refs("check_there", engines=engines), PREPARE_S, f"{what}, asking who is there")
 
     def _in_time(self, refs: dict[str, ray.ObjectRef], phase: str) -> dict[str, Any]:
-        """As `_answers`, in the time that calls of the kind may take."""
+        """Waits for answers as long as calls of this phase may take."""
         began = time.monotonic()
         answers = self._answers(refs, self._deadlines.of(phase), phase)
         if refs and len(answers) == len(refs):  # else what it took is how long somebody was waited for
@@ -208,9 +210,9 @@ class RolloutGroup:
         return answers
 
     def _answers(self, refs: dict[str, ray.ObjectRef], timeout_s: float, what: str) -> dict:
-        """As `gather`, without engines that are lost meanwhile where the run can do without them.
+        """Gathers answers, without engines that are lost meanwhile where the run can do without them.
 
-        Of ranks that are late together, whose processes do not run is told.
+        Where ranks are late together, the error says whose processes do not run.
         """
         asked = self.fleet.epochs()
         while True:
@@ -246,7 +248,7 @@ class RolloutGroup:
         return {name: own[0][0] for name, own in self.device_places.items()}
 
     def streams(self) -> RequestStreams:
-        """Nothing sent yet."""
+        """Makes the streams of requests; nothing is sent yet."""
         limit_s = self.rollout.generate_timeout_s
         return RequestStreams(self.fleet, partial(self.refs, "check_there"), self.nodes, limit_s)
 
@@ -263,9 +265,9 @@ class RolloutGroup:
         return moved
 
     def commit(self, version: int, engines: Collection[int]) -> VersionServed:
-        """From here on these engines serve `version`, whose weights each of them holds already.
+        """Lets these engines serve `version`, whose weights each of them holds already.
 
-        Returns what the version before came to, in all of them.
+        Returns counts of the version before, over all of them.
         """
         served = self.call("commit", version, engines=engines)
         self.fleet.committed(self._still(engines), version)
@@ -301,8 +303,9 @@ class RolloutGroup:
         self._in_time(refs, "ending requests")
 
     def fingerprints(self) -> list[dict[str, str]]:
-        """Of each engine, all of its ranks together; see VllmEngine.fingerprints."""
-        fingerprints, ranks = self.call("fingerprints"), self.engine_ranks
+        """Returns fingerprints of each engine, over all its ranks, as VllmEngine.fingerprints names them."""
+        fingerprints = self.call("fingerprints")
+        ranks = self.engine_ranks
         return [dict(ChainMap(*fingerprints[first : first + ranks])) for first in range(0, len(fingerprints), ranks)]
 
     def stop(self) -> None:

@@ -44,18 +44,16 @@ class Seats:
 
 
 def actor_seats(cluster: ClusterConfig, layout: LayoutConfig, within_s: float | None = None) -> Seats:
-    """Of the ranks, on devices of their own; ranks that talk at every layer share a node where that can be.
+    """Reserves devices for the ranks alone; ranks that talk at every layer share a node where that can be.
 
-    `within_s`: how long the devices are waited for, by default as long as for a start.
+    `within_s`: how long to wait for the devices, by default as long as for a start.
     """
     bundles = actor_bundles(cluster, layout)
     return _own(reserve(bundles, within_s or cluster.start_timeout_s, layout.tensor_model_parallel_size))
 
 
 def engine_seats(deployment: Deployment) -> Seats:
-    """Of the engines' data-parallel ranks, on devices of their own;
-    those of one engine share a node where that can be.
-    """
+    """Reserves devices for the engines' data-parallel ranks; those of an engine share a node where that can be."""
     limit_s = deployment.cluster.start_timeout_s
     return _own(reserve(engine_bundles(deployment), limit_s, deployment.rollout.data_parallel_size))
 
@@ -98,7 +96,8 @@ def shared_seats(deployment: Deployment) -> SharedSeats:
         # CANN knows no other order
         ascending = sorted(range(len(names)), key=lambda bundle: (len(names[bundle]), names[bundle]))
         places = shared_devices(deployment)
-        bundles = [ascending[i] for i in bundles_of_places(places, [reserved.nodes[bundle] for bundle in ascending])]
+        nodes = [reserved.nodes[bundle] for bundle in ascending]
+        bundles = [ascending[i] for i in bundles_of_places(places, nodes)]
     except BaseException:
         reserved.release()
         raise
@@ -116,18 +115,21 @@ def shared_seats(deployment: Deployment) -> SharedSeats:
 
 
 def _keep() -> None:
-    """The devices stay reserved: whoever shares them works on."""
+    """Keeps the devices reserved: the other processes on them work on."""
 
 
 def _seat(devices: Sequence[_Device], hosting: Hosting, cpus: float) -> Seat:
-    """In the first device's bundle. Ray counts no CPUs there, so it would not set the threads that go with them."""
+    """A seat in the first device's bundle.
+
+    Ray counts no CPUs there, so it would not set the threads that go with them.
+    """
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, int(cpus))))
     environment = {"OMP_NUM_THREADS": threads} | hosting.visible_devices([device.name for device in devices])
     return Seat(devices[0].options, environment, [(device.node, device.number) for device in devices])
 
 
 def _device_names(reserved: Reservation, hosting: Hosting, timeout_s: float) -> list[str]:
-    """Of each bundle's device, as Ray calls it; a device of a CPU has none."""
+    """Ray's name for each bundle's device; empty on the CPU."""
     if hosting.ray_resource is None:
         return [""] * len(reserved.bundles)
     ask = ray.remote(max_retries=0)(_own_device)

@@ -60,7 +60,7 @@ class SyncProgress:
     transports_broken: bool = False  # by the last attempt
 
     def keep(self, engines: set[int]) -> None:
-        """The others were lost."""
+        """Goes on with these engines; the others were lost."""
         self.fenced &= engines
         self.verified = {engine: reports for engine, reports in self.verified.items() if engine in engines}
 
@@ -142,11 +142,11 @@ class WeightSync:
         self._brought(fleet.version, fleet.stale(), read_back=True)
 
     def commit_again(self) -> None:
-        """Those serve the current version from here on."""
+        """Lets engines that were brought back serve the current version."""
         self.engines.commit(self.engines.fleet.version, self._held)
 
     def commit(self, version: int) -> dict[str, float]:
-        """From here on every engine serves `version`, which `transfer` brought there. Metrics of the version before."""
+        """Lets every engine serve `version`, which `transfer` brought there. Returns metrics of the version before."""
         served = self.engines.commit(version, self._held)
         self._syncs += 1
         preempted = max(0, served.preemptions - self._preempted)  # of engines that were started again since: fewer
@@ -189,7 +189,8 @@ class WeightSync:
 
     def _move(self, engines: set[int], read_back: bool) -> AttemptAnswers:
         """Sends all weights to these engines. `read_back`: digest what they finally hold, too."""
-        update, ranks = next(self._updates), self.setup.rollout_layout.data
+        update = next(self._updates)
+        ranks = self.setup.rollout_layout.data
         self.engines.check_there(PHASE, sorted(engines))
         engines = engines & self.engines.fleet.reached()
         sending = self.actor.refs("send_weights", update, self._workers(engines), read_back)
@@ -198,17 +199,19 @@ class WeightSync:
         answers = settle(sending | receiving, self._deadlines.of(PHASE), PHASE)
         if not any(isinstance(answer, Exception) for answer in answers.values()):
             self._deadlines.ended(PHASE, time.perf_counter() - began)
-        received = {
-            engine: _of_engine([answers[rank_name(engine, rank, ranks)] for rank in range(ranks)])
-            for engine in sorted(engines)
-        }
+        received = {}
+        for engine in sorted(engines):
+            of_ranks = [answers[rank_name(engine, rank, ranks)] for rank in range(ranks)]
+            received[engine] = _of_engine(of_ranks)
         return AttemptAnswers([answers[name] for name in sending], received)
 
     def _compare(self, answers: AttemptAnswers, progress: SyncProgress) -> None:
         """Takes the engines that hold what the ranks sent out of `progress.fenced`, and notes why the others do not."""
         progress.transports_broken = answers.has_errors
         faults = _sending_faults(answers.sends)
-        sends = [] if faults else answers.sends
+        sends = []
+        if not faults:
+            sends = answers.sends
         receives = [
             report for reports in answers.receives.values() if not isinstance(reports, Exception) for report in reports
         ]
@@ -262,11 +265,12 @@ class WeightSync:
         """
         if kernels := _kernels_in_words([report.get("kernels", {}) for report in receives]):
             print(f"engines: {kernels}")
-        if known := [n for n in (*free, *(report.get("free_bytes") for report in receives)) if n is not None]:
+        free_of_engines = [report.get("free_bytes") for report in receives]
+        if known := [nbytes for nbytes in (*free, *free_of_engines) if nbytes is not None]:
             print(f"after the first weight sync the fullest device has {min(known) / GIB:.1f} GiB free")
 
     def _agree_again(self, version: int, engines: set[int], why: str) -> None:
-        """After a transport broke.
+        """Agrees with engines anew after a transport broke.
 
         Raises EnvironmentFault with what broke it, which is more than that peers do not meet any more.
         """
@@ -278,8 +282,9 @@ class WeightSync:
             ) from error
 
     def _agree(self, engines: set[int]) -> None:
-        """Agrees on the plan and opens the transports to these engines; before the first byte, again after a transport
-        broke, and where others take part than before.
+        """Agrees on the plan with these engines and opens the transports to them.
+
+        This is done before the first byte, after a transport broke, and where others take part than before.
         """
         limit = self._deployment.cluster.start_timeout_s
         places = gather(self.actor.refs("places"), limit, "placing the weight sync") | self.engines.device_places
@@ -311,7 +316,6 @@ class WeightSync:
                 self._weight_bytes[int(name.split()[1])] += answer
 
     def _workers(self, engines: set[int]) -> list[int]:
-        """Numbers of these engines' workers."""
         return [w for w in range(self.setup.rollout_layout.world_size) if self.setup.engine_of(w) in engines]
 
     def _setup(self, topology: dict[str, list[list[int]]]) -> SyncSetup:
@@ -320,8 +324,10 @@ class WeightSync:
             hf_config=read_hf_config(self._model.path),
             train=self._deployment.layout.model_dump(),
             rollout={
-                "num_engines": rollout.num_engines, "tensor": rollout.tensor_model_parallel_size,
-                "data": rollout.data_parallel_size, "expert": rollout.expert_parallel_size,
+                "num_engines": rollout.num_engines,
+                "tensor": rollout.tensor_model_parallel_size,
+                "data": rollout.data_parallel_size,
+                "expert": rollout.expert_parallel_size,
             },
             dialect=self._deployment.cluster.device,
             dtype=rollout.weights_dtype(self._model.dtype),
@@ -329,7 +335,7 @@ class WeightSync:
             budget_bytes=self._reshard.budget_mb * MIB,
             timeout_s=self._reshard.timeout_s,
             transport={},
-        )  # fmt: skip
+        )
 
 
 def _hosting_rank(setup: SyncSetup) -> int:
@@ -367,7 +373,9 @@ def _sending_faults(sends: Sequence[Report | Exception]) -> list[str]:
     if errors:
         return errors
     stale = replica_faults(sends)
-    return [in_words(stale)] if stale else []
+    if stale:
+        return [in_words(stale)]
+    return []
 
 
 def _by_engine(differing: list[Disagreement]) -> dict[int, list[Disagreement]]:
@@ -378,9 +386,13 @@ def _by_engine(differing: list[Disagreement]) -> dict[int, list[Disagreement]]:
 
 
 def _kernels_in_words(of_workers: Sequence[Mapping[str, Sequence[str]]]) -> str:
-    """Of all workers: what attention, and what experts are computed with; empty where none says."""
-    by_part = {part: sorted({name for kernels in of_workers for name in kernels.get(part, ())}) for part in _KERNELS}
-    return "; ".join(f"{_KERNELS[part]} {', '.join(names)}" for part, names in by_part.items() if names)
+    """Names the kernels of attention and of experts over all workers; empty where no worker says."""
+    words = []
+    for part, title in _KERNELS.items():
+        names = {name for kernels in of_workers for name in kernels.get(part, ())}
+        if names:
+            words.append(f"{title} {', '.join(sorted(names))}")
+    return "; ".join(words)
 
 
 def _metrics(totals: SyncTotals, resynced: int, read_back: bool) -> dict[str, float]:

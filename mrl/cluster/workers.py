@@ -159,7 +159,8 @@ class ActorWorker:
         """
         from safetensors.torch import save
 
-        bucket, size = {}, 0
+        bucket = {}
+        size = 0
         # it holds the parameters on the device until it ends, also where we are left
         with closing(self.actor.export_hf()) as exported:
             for name, tensor in exported:
@@ -167,7 +168,8 @@ class ActorWorker:
                     continue
                 if bucket and size + tensor.nbytes > limit_bytes:
                     yield from _packed(save(bucket))
-                    bucket, size = {}, 0
+                    bucket = {}
+                    size = 0
                 # the exporter may reuse its buffers, and views share storage, which safetensors refuses
                 bucket[name] = tensor.detach().cpu().clone(memory_format=_contiguous())
                 size += tensor.nbytes
@@ -233,7 +235,7 @@ def _contiguous():
 
 
 def _packed(data: bytes) -> Iterator[str | np.ndarray]:
-    """A generator, no tuple: Ray sends into what a streaming method yields from."""
+    """Yields digest and bytes. It is a generator and no tuple: Ray sends into what a streaming method yields from."""
     yield hashlib.sha256(data).hexdigest()
     yield np.frombuffer(data, np.uint8)
 
@@ -323,8 +325,9 @@ class EngineWorker:
         return tuple(await self.outboxes.of(client).told(awaited))
 
     async def blocks(self, client: int, ticket: int, routed: bool) -> list:
-        """None, which says that they are there, then the blocks of one answer of `told`, each before its routes where
-        there are some: objects of this node.
+        """Yields None, which says that they are there, then the blocks of one answer of `told`.
+
+        Each block comes before its routes, where there are some; they are objects of this node.
         """
         blocks = self.outboxes.of(client).taken(ticket)
         of_each = [(replace(block, routes=None), *([block.routes] if routed else [])) for block in blocks]

@@ -20,7 +20,8 @@ from mrl.model.layout import check_train_layout
 _TRANSFORMER = "model.override_transformer_config"
 _OPTIMIZER = "actor.optim.override_optimizer_config"
 _DDP = "actor.override_ddp_config"
-_MINI, _BATCH = "actor.ppo_mini_batch_size", "data.train_batch_size"
+_MINI = "actor.ppo_mini_batch_size"
+_BATCH = "data.train_batch_size"
 _VLLM = "rollout.engine_kwargs.vllm"
 _IGNORED = "it would be ignored"
 
@@ -62,7 +63,8 @@ def actor_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
 def _offload_notes(config: RunConfig) -> Iterator[str]:
     moved = [f"actor.{name}" for name in config.actor.offloaded] + ["ref.param_offload"] * config.ref.param_offload
     given = _adam(config)
-    share, aware = _number(given.get("optimizer_offload_fraction")), given.get("use_precision_aware_optimizer")
+    share = _number(given.get("optimizer_offload_fraction"))
+    aware = given.get("use_precision_aware_optimizer")
     if moved and config.cluster.placement == "separate":
         yield (
             f"{', '.join(moved)}: the actor has its devices for itself (cluster.placement: "
@@ -93,12 +95,14 @@ def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 def _batches(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """Each rule speaks only where those it builds on hold, so that one mistake is one line."""
-    batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
+    batch = config.data.train_batch_size
+    mini = config.actor.ppo_mini_batch_size
     if batch % mini:
         why = f"each step makes whole optimizer updates of {mini} prompts each"
         yield Violation(_MINI, f"must divide {_BATCH} = {batch}", why, nearest(mini, batch, lambda v: batch % v == 0))
         return
-    n, dp = config.rollout.n, config.actor.layout.data_parallel_size
+    n = config.rollout.n
+    dp = config.actor.layout.data_parallel_size
     if dp and mini * n % dp:
         allowed = nearest(mini, batch, lambda v: batch % v == 0 and v * n % dp == 0)
         rule = f"times rollout.n = {n} must be a multiple of the data-parallel size {dp}"
@@ -143,7 +147,9 @@ def _actor_is_dynamic(config: RunConfig) -> bool:
 
 def _ref_is_dynamic(config: RunConfig) -> bool:
     own = config.ref.log_prob_use_dynamic_bsz
-    return config.actor.use_dynamic_bsz if own is None else own
+    if own is None:
+        return config.actor.use_dynamic_bsz
+    return own
 
 
 def _ref_alone_is_dynamic(config: RunConfig) -> bool:
@@ -160,7 +166,8 @@ def _budget(field: str, switch: str, is_on: Callable[[RunConfig], bool]) -> Rule
         if not is_on(config):
             yield Violation(field, f"needs {switch}: true", _IGNORED, (None,))
         elif value < (least := _smallest_budget(config)):
-            cp, longest = config.actor.layout.context_parallel_size, longest_sample(config)
+            cp = config.actor.layout.context_parallel_size
+            longest = longest_sample(config)
             rule = (
                 f"times context_parallel_size = {cp} must hold the longest sample: prompt and response, "
                 f"padded, are {longest} tokens"
@@ -178,8 +185,10 @@ _BUDGETS = (
 
 
 def _context(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    layout, kind = config.actor.layout, _transformer(config).get("cp_comm_type")
-    cp, tp = layout.context_parallel_size, layout.tensor_model_parallel_size
+    layout = config.actor.layout
+    kind = _transformer(config).get("cp_comm_type")
+    cp = layout.context_parallel_size
+    tp = layout.tensor_model_parallel_size
     if cp > 1 and kind == "a2a" and (model.num_attention_heads // tp % cp or model.num_key_value_heads // tp % cp):
         rule = f"a2a needs context_parallel_size = {cp} to divide the heads of a tensor rank"
         why = (
@@ -198,7 +207,7 @@ def _context_kind(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """Against what knows weights or gradients by their address: what leaves the device comes back elsewhere."""
+    """Refuses what knows weights or gradients by their address: what leaves the device comes back elsewhere."""
     moved = " and ".join(f"actor.{name}" for name in ("param_offload", "grad_offload") if getattr(config.actor, name))
     if moved and config.actor.override_ddp_config.get("nccl_ub"):
         why = "the communicator has registered the memory of the buffers"
@@ -224,7 +233,9 @@ def _recomputed_layers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     kind = _transformer(config).get("recompute_granularity")
     if kind not in (None, "selective"):
         return
-    why = _IGNORED if kind is None else "selective recompute goes by recompute_modules"
+    why = "selective recompute goes by recompute_modules"
+    if kind is None:
+        why = _IGNORED
     for name in ("recompute_method", "recompute_num_layers"):
         if _transformer(config).get(name) is not None:
             yield Violation(f"{_TRANSFORMER}.{name}", "needs recompute_granularity: full", why, (None,))
@@ -250,13 +261,17 @@ def _dense(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 def _many(name: str, config: RunConfig) -> int | None:
     """How many values a key of the transformer has; None for one that is no list, or that is not given."""
     value = _transformer(config).get(name)
-    return len(value) if isinstance(value, list | tuple) else None
+    if isinstance(value, list | tuple):
+        return len(value)
+    return None
 
 
 def _no_auxiliary_loss(config: RunConfig) -> float | list[float]:
     """Coefficients of 0, as many as there are types."""
     types = _many("moe_router_load_balancing_type", config)
-    return 0.0 if types is None else [0.0] * types
+    if types is None:
+        return 0.0
+    return [0.0] * types
 
 
 def _balancing(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -283,7 +298,9 @@ def _replay_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return 0.0
 
 
 ACTOR_RULES = (

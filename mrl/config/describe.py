@@ -10,8 +10,10 @@ def describe_loss(config: RunConfig) -> str:
     """`gspo, seq-mean-token-mean, clip 0.0003/0.0004, 4 updates per rollout`,
     with the KL and entropy terms where there are any.
     """
-    algorithm, loss = config.algorithm, config.algorithm.policy_loss
-    spec, aggregation = LOSSES.get(loss.loss_mode), AGGREGATIONS.get(loss.loss_agg_mode)
+    algorithm = config.algorithm
+    loss = config.algorithm.policy_loss
+    spec = LOSSES.get(loss.loss_mode)
+    aggregation = AGGREGATIONS.get(loss.loss_agg_mode)
     scaled = aggregation is not None and aggregation.needs_scale_factor and loss.loss_scale_factor is not None
     updates = config.updates_per_step
     parts = [
@@ -29,8 +31,11 @@ def describe_loss(config: RunConfig) -> str:
 
 def _what_is_trained_on(config: RunConfig) -> list[str]:
     """Estimator, anchor, correction, sampling and lengths, each where it is not the plain one."""
-    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
-    low = "" if correction.low is None else f"{correction.low:g} to "
+    algorithm = config.algorithm
+    correction = config.algorithm.rollout_correction
+    low = ""
+    if correction.low is not None:
+        low = f"{correction.low:g} to "
     return [
         f"advantages {algorithm.adv_estimator}" if algorithm.adv_estimator != "grpo" else "",
         f"anchor {algorithm.anchor}" if algorithm.anchor != "recompute" else "",
@@ -47,17 +52,14 @@ def describe_batch(config: RunConfig) -> str:
     """`256 prompts x 16 = 4096 samples a step, 4 updates of 1024 samples, DP 4: 256 samples a rank,
     cut to 10240 tokens a device`.
     """
-    prompts, n, mini, actor = (
-        config.data.train_batch_size,
-        config.rollout.n,
-        config.actor.ppo_mini_batch_size,
-        config.actor,
-    )
-    dp, updates = config.actor.layout.data_parallel_size, config.updates_per_step
-    by_tokens, by_samples = (
-        f"{actor.ppo_max_token_len_per_gpu} tokens a device",
-        f"{actor.ppo_micro_batch_size_per_gpu} samples",
-    )
+    prompts = config.data.train_batch_size
+    n = config.rollout.n
+    mini = config.actor.ppo_mini_batch_size
+    actor = config.actor
+    dp = config.actor.layout.data_parallel_size
+    updates = config.updates_per_step
+    by_tokens = f"{actor.ppo_max_token_len_per_gpu} tokens a device"
+    by_samples = f"{actor.ppo_micro_batch_size_per_gpu} samples"
     size = by_tokens if actor.use_dynamic_bsz else by_samples
     return (
         f"{prompts} prompts x {n} = {prompts * n} samples a step, {updates} update{'s' if updates != 1 else ''} of "
@@ -67,12 +69,18 @@ def describe_batch(config: RunConfig) -> str:
 
 def describe_layout(config: RunConfig, model: ModelSpec) -> str:
     """`actor 2 x cpu (TP 2, EP 2), 1 engine x TP 1, separate`; degrees of 1 are left out."""
-    layout, rollout, device = TrainLayout.build(config.actor.layout, model), config.rollout, config.cluster.device
+    layout = TrainLayout.build(config.actor.layout, model)
+    rollout = config.rollout
+    device = config.cluster.device
     degrees = {
-        "TP": layout.tensor, "PP": layout.pipeline, "VPP": layout.virtual_pipeline, "CP": layout.context,
+        "TP": layout.tensor,
+        "PP": layout.pipeline,
+        "VPP": layout.virtual_pipeline,
+        "CP": layout.context,
         "EP": layout.expert,
-        "ETP": layout.expert_tensor, "DP": layout.data,
-    }  # fmt: skip
+        "ETP": layout.expert_tensor,
+        "DP": layout.data,
+    }
     said = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "not sharded"
     sizes = {"DP": rollout.data_parallel_size, "EP": rollout.expert_parallel_size}
     spread = "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)

@@ -25,7 +25,8 @@ from mrl.platforms.versions import (
 )
 
 _KEY = "cluster.versions"
-_VLLM, _TRANSFORMER = "rollout.engine_kwargs.vllm", "model.override_transformer_config"
+_VLLM = "rollout.engine_kwargs.vllm"
+_TRANSFORMER = "model.override_transformer_config"
 _TOOLKIT = "CANN"
 
 
@@ -45,7 +46,8 @@ def _on_npu(config: RunConfig) -> bool:
 
 
 def _names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    row, tested = row_of(config.cluster.device), _tested(config)
+    row = row_of(config.cluster.device)
+    tested = _tested(config)
     for name in config.cluster.versions:
         if name not in tested:
             rule = f"{name} is no part of the {row.name} row; {did_you_mean(name, tested)}"
@@ -67,7 +69,8 @@ def version_notes(config: RunConfig) -> Iterator[str]:
 
 
 def _megatron(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    tp, heads = config.actor.layout.tensor_model_parallel_size, model.num_key_value_heads
+    tp = config.actor.layout.tensor_model_parallel_size
+    heads = model.num_key_value_heads
     version = _assumed(config).get("megatron-core")
     if version is not None and heads % tp and not shares_key_value_heads(version):
         rule = f"must divide num_key_value_heads = {heads} with megatron-core {version}"
@@ -145,7 +148,8 @@ def _routes_by_block(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _routes_in_turn(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     version, release = _release_for_routes(config)
     if release is not None and release < ROUTES_BY_BLOCK and config.rollout.vllm_kwargs.get("async_scheduling"):
-        key, why = "rollout.engine_kwargs.vllm.async_scheduling", "the engine's buffer of routes is refused beside it"
+        key = "rollout.engine_kwargs.vllm.async_scheduling"
+        why = "the engine's buffer of routes is refused beside it"
         yield Violation(key, f"must be false with actor.router_replay R3 and vLLM {version}", why, (False,))
 
 
@@ -164,7 +168,8 @@ def _ascend(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(
             f"{_KEY}.vllm", rule, "the pairing is strict: vllm-ascend replaces functions of that release", (pair[0],)
         )
-    toolkit, torch_npu = versions[_TOOLKIT], versions["torch-npu"]
+    toolkit = versions[_TOOLKIT]
+    torch_npu = versions["torch-npu"]
     if toolkit not in TORCH_NPU:
         yield Violation(
             f"{_KEY}.{_TOOLKIT}", "is no CANN release that is known", "torch_npu is built for one", tuple(TORCH_NPU)
@@ -187,10 +192,11 @@ def npu_notes(config: RunConfig) -> Iterator[str]:
 
 
 def narrow_experts(config: RunConfig, model: ModelSpec) -> Iterator[str]:
-    """Of experts on NPUs that are cut to a width which their matrix unit has no whole blocks for."""
+    """Warns of experts on NPUs that are cut to a width which is no whole number of their matrix unit's blocks."""
     if not _on_npu(config) or not model.is_moe:
         return
-    rollout, actor = config.rollout, config.actor.layout
+    rollout = config.rollout
+    actor = config.actor.layout
     widths = {
         "rollout.expert_parallel_size": max(1, rollout.workers_per_engine // rollout.expert_parallel_size),
         "actor.layout.expert_tensor_parallel_size": actor.expert_tensor,

@@ -28,7 +28,8 @@ def _is_flex(config: RunConfig, model: ModelSpec) -> bool:
 
 
 def _flex_backend(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    given, key = config.model.override_transformer_config, f"{_TRANSFORMER}.moe_flex_dispatcher_backend"
+    given = config.model.override_transformer_config
+    key = f"{_TRANSFORMER}.moe_flex_dispatcher_backend"
     backend = given.get("moe_flex_dispatcher_backend")
     if not model.is_moe or backend is None:
         return
@@ -41,7 +42,8 @@ def _flex_backend(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _kernels_of_device(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    given, device = config.model.override_transformer_config, config.cluster.device
+    given = config.model.override_transformer_config
+    device = config.cluster.device
     for name in _TE_KERNELS:
         if model.is_moe and given.get(name) and name not in get_hosting(device).moe_fusions:
             yield Violation(f"{_TRANSFORMER}.{name}", f"must be false on {device}", _NO_TE, (False,))

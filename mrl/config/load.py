@@ -47,7 +47,7 @@ class ResolvedConfig:
         return self._text(self.config.model_dump())
 
     def to_record(self) -> str:
-        """The same without secrets, as a run writes it down; a configuration read from it wants them again."""
+        """The configuration without secrets, as a run writes it down; one that is read from it wants them again."""
         return self._text(without_secrets(self.config.model_dump()))
 
     def _text(self, values: dict[str, Any]) -> str:
@@ -80,7 +80,7 @@ def load_config(path: str | Path, recipe: str | None = None, overrides: Sequence
     """Composes the preset at `path` (with what it names under `extends:` and `recipe:`), `recipe` and `overrides`
     (`a.b=value`).
 
-    Later wins. A file's own keys win over the recipe it names and that over the files it extends; `recipe` wins over
+    Later wins. A file's own keys win over the recipe it names, and that over the files it extends. `recipe` wins over
     the whole preset and takes the place of the recipe it names. Raises ConfigError; SchemaRefusal lists everything that
     the schema refuses.
     """
@@ -125,7 +125,8 @@ def _file_layers(path: Path, chain: tuple[Path, ...]) -> list[_Layer]:
             f"{path}: is empty; a preset has at least model:, actor: and data:, or names a file under extends:"
         )
     keys = dict(tree.value)
-    bases, recipe = keys.pop("extends", None), keys.pop("recipe", None)
+    bases = keys.pop("extends", None)
+    recipe = keys.pop("recipe", None)
     layers = [layer for base in _base_paths(bases, path) for layer in _file_layers(base, (*chain, path))]
     if recipe is not None:
         layers.append(_recipe_layer(recipe.plain(), str(recipe.origin)))
@@ -142,7 +143,9 @@ def _read(path: Path, trail: str) -> str:
 
 
 def _base_paths(bases: Node | None, path: Path) -> list[Path]:
-    names = bases.plain() if bases is not None else []
+    names = []
+    if bases is not None:
+        names = bases.plain()
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise ConfigError(f"{bases.origin}: extends must be a file name or a list of them, relative to this file")
@@ -160,7 +163,9 @@ def _shortest(path: Path) -> Path:
         else:
             parts.append(part)
     short = Path(*parts)
-    return short if short.resolve() == path.resolve() else path
+    if short.resolve() == path.resolve():
+        return short
+    return path
 
 
 def _recipe_layer(name: Any, where: str) -> _Layer:
@@ -200,11 +205,9 @@ def _with_derived(tree: Node, config: RunConfig) -> Node:
 
 def _derived(config: RunConfig) -> Iterator[tuple[tuple[str, ...], float]]:
     """Dr.GRPO's constant divisor is the longest response; DAPO's buffer a fifth of it."""
-    loss, buffer, longest = (
-        config.algorithm.policy_loss,
-        config.algorithm.overlong_buffer,
-        config.data.max_response_length,
-    )
+    loss = config.algorithm.policy_loss
+    buffer = config.algorithm.overlong_buffer
+    longest = config.data.max_response_length
     aggregation = AGGREGATIONS.get(loss.loss_agg_mode)
     if aggregation is not None and aggregation.needs_scale_factor and loss.loss_scale_factor is None:
         yield ("algorithm", "policy_loss", "loss_scale_factor"), float(longest)

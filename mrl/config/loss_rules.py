@@ -63,7 +63,8 @@ def _known(field: str, name: str, table: Collection[str]) -> Iterator[Violation]
 
 
 def _estimator(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    field, name = "algorithm.adv_estimator", config.algorithm.adv_estimator
+    field = "algorithm.adv_estimator"
+    name = config.algorithm.adv_estimator
     if name in NEEDS_CRITIC:
         why = "it estimates from a learned value function, and nothing here trains one"
         yield Violation(field, "needs a critic, which there is none of", why, tuple(ADVANTAGES))
@@ -83,7 +84,8 @@ def _needs_parts(config: RunConfig) -> bool:
 def _parts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if not _needs_parts(config):
         return
-    keys, name = config.algorithm.gdpo_reward_keys, config.algorithm.adv_estimator
+    keys = config.algorithm.gdpo_reward_keys
+    name = config.algorithm.adv_estimator
     if not keys:
         why = f"{name} normalises each part of the reward by itself; name the parts that the function returns"
         yield Violation("algorithm.gdpo_reward_keys", "names no part of the reward", why)
@@ -130,7 +132,8 @@ def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 def _without_level(name: str) -> Rule:
     def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-        correction, default = config.algorithm.rollout_correction, getattr(RolloutCorrectionConfig(), name)
+        correction = config.algorithm.rollout_correction
+        default = getattr(RolloutCorrectionConfig(), name)
         if correction.level is None and getattr(correction, name) != default:
             why = "without a level nothing is corrected, and the setting would be ignored"
             yield Violation(f"{_CORRECTION}.{name}", f"needs {_CORRECTION}.level", why, (default,))
@@ -154,10 +157,15 @@ def _correction_band(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         why = "truncation bounds the ratio above only; mode clip bounds it on both sides"
         yield Violation(f"{_CORRECTION}.low", "must be null with mode truncate", why, (None,))
     elif low is not None and low >= correction.high:
-        allowed, rule = (usual.low,) if usual else (), f"must be below {_CORRECTION}.high = {correction.high:g}"
+        allowed = ()
+        if usual:
+            allowed = (usual.low,)
+        rule = f"must be below {_CORRECTION}.high = {correction.high:g}"
         yield Violation(f"{_CORRECTION}.low", rule, "the ratio is kept between the two", allowed)
     elif correction.high < 1 or (low or 0) > 1:
-        field = "high" if correction.high < 1 else "low"
+        field = "low"
+        if correction.high < 1:
+            field = "high"
         why = "where generation and training agree the ratio is 1"
         yield Violation(
             f"{_CORRECTION}.{field}", "leaves 1 outside the band", why, (getattr(usual, field),) if usual else ()
@@ -204,7 +212,8 @@ def _exhaustion(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _lengths(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    buffer, longest = config.algorithm.overlong_buffer, config.data.max_response_length
+    buffer = config.algorithm.overlong_buffer
+    longest = config.data.max_response_length
     if buffer.enable and buffer.len is not None and buffer.len > longest:
         rule = f"must be at most data.max_response_length = {longest}"
         why = "the penalty begins that many tokens before the longest response"
@@ -223,7 +232,8 @@ def _aggregation(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if loss.loss_agg_mode not in AGGREGATIONS:
         return
     if loss.custom is not None:
-        allowed, why = loss.custom.aggregations, f"{_LOSS}.custom.aggregations does not name it"
+        allowed = loss.custom.aggregations
+        why = f"{_LOSS}.custom.aggregations does not name it"
     elif loss.loss_mode in LOSSES:
         allowed = LOSSES[loss.loss_mode].aggregations
         why = (
@@ -238,7 +248,8 @@ def _aggregation(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 def _clip(name: str) -> Rule:
     def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-        limit, value = _clip_limit(config), getattr(config.algorithm.policy_loss, name)
+        limit = _clip_limit(config)
+        value = getattr(config.algorithm.policy_loss, name)
         if limit is not None and value >= limit * _OTHER_SCALE:
             why = (
                 "the ratio of a whole sequence is a mean over its tokens and spreads as 1/sqrt(length), so a band "
@@ -267,14 +278,18 @@ def _token_clip(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _clip_limit(config: RunConfig) -> float | None:
     """The widest sensible clip ratio of the loss, where it has such a limit."""
     loss = config.algorithm.policy_loss
-    return LOSSES[loss.loss_mode].clip_warning_above if loss.loss_mode in LOSSES else None
+    if loss.loss_mode in LOSSES:
+        return LOSSES[loss.loss_mode].clip_warning_above
+    return None
 
 
 def _unless_forced(rule: Rule) -> Rule:
     """A rule against a likely mistake, which algorithm.policy_loss.force lets pass."""
 
     def judged(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-        return iter(()) if config.algorithm.policy_loss.force else rule(config, model)
+        if config.algorithm.policy_loss.force:
+            return iter(())
+        return rule(config, model)
 
     return judged
 

@@ -45,7 +45,9 @@ class Field:
         """
         if not callable(self.values):
             return self.values
-        return () if model is None else self.values(model)
+        if model is None:
+            return ()
+        return self.values(model)
 
 
 def _each(effect: Effect, names: str, why: str = "") -> dict[str, Field]:
@@ -126,13 +128,17 @@ _MEANS = "gradients are summed over replicas in another order or format"
 
 
 def _scaling(model: ModelSpec) -> tuple[Any, ...]:
-    """None and 1 both leave a router's scores as they are."""
+    """The factors that leave a router's scores as the model has them; None and 1 are the same."""
     factor = model.routed_scaling_factor
-    return (None, 1.0) if factor == 1.0 else (factor,)
+    if factor == 1.0:
+        return (None, 1.0)
+    return (factor,)
 
 
 def _groups(model: ModelSpec, number: int) -> tuple[Any, ...]:
-    return (number,) if model.expert_groups > 1 else (None,)
+    if model.expert_groups > 1:
+        return (number,)
+    return (None,)
 
 
 _MODEL = (

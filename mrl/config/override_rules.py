@@ -141,7 +141,7 @@ def override_faults(
 
 
 def _of_the_model(given: Mapping[str, Any], model: ModelSpec | None) -> dict[str, Any]:
-    """Without what is of mixtures where the model is dense; another rule speaks of that."""
+    """The given fields, without those of mixtures where the model is dense; another rule speaks of those."""
     try:
         dense = model is not None and not model.is_moe
     except UnknownValue:
@@ -152,7 +152,9 @@ def _of_the_model(given: Mapping[str, Any], model: ModelSpec | None) -> dict[str
 def decided_by(key: str, name: str) -> str | None:
     """Our key (or what else) that decides a field of an override key; None where the field is the user's."""
     field = next(fields.get(name) for target, _, fields in _TARGETS if target == key)
-    return field.why if field is not None and field.effect is Effect.OURS else None
+    if field is not None and field.effect is Effect.OURS:
+        return field.why
+    return None
 
 
 def upstream_class(name: str, device: str | None) -> UpstreamClass:
@@ -170,14 +172,16 @@ def upstream_class(name: str, device: str | None) -> UpstreamClass:
 def _values(
     key: str, fields: Mapping[str, Field], given: Mapping[str, Any], model: ModelSpec | None
 ) -> Iterator[Violation]:
-    """Those under which the actor would be another model, or could not run."""
+    """Refuses values under which the actor would be another model, or could not run."""
     for name, value in given.items():
         field = fields.get(name)
         if field is None or field.effect not in (Effect.FUNCTION, Effect.BARRED):
             continue
         legal = _usual(field, model)
         if legal and value not in legal:
-            own = ", as the model has it" if field.effect is Effect.FUNCTION else ""
+            own = ""
+            if field.effect is Effect.FUNCTION:
+                own = ", as the model has it"
             yield Violation(f"{key}.{name}", f"must be {_text(legal[0])}{own}", field.why, legal[:1])
 
 
@@ -191,7 +195,9 @@ def _usual(field: Field, model: ModelSpec | None) -> tuple[Any, ...]:
 def _text(value: Any) -> str:
     if value is None:
         return "null, or left out"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _names(

@@ -33,7 +33,9 @@ class Deployment:
         """Devices of actor and engines: beside each other, or on the same ones."""
         actor = self.layout.world_size
         engines = self.rollout.num_engines * self.rollout.workers_per_engine
-        return max(actor, engines) if self.is_colocated else actor + engines
+        if self.is_colocated:
+            return max(actor, engines)
+        return actor + engines
 
 
 def rollout_layout(rollout: RolloutConfig) -> RolloutLayout:
@@ -57,8 +59,8 @@ _near_places = lru_cache(maxsize=4)(near_places)  # a plan asks several times
 def rank_places(deployment: Deployment) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
     """Places of the actor's ranks and of the engines' workers, in the order of their numbers.
 
-    Colocated, the workers of an engine stand on the devices of its node in the order in which most of what they need is
-    there already (mrl/model/nearness.py): the n-th device that a process of the engine sees is its n-th worker's.
+    Colocated, the workers of an engine stand on the devices of its node in an order in which most of what they need is
+    there already (mrl/model/nearness.py). The n-th device that a process of the engine sees is its n-th worker's.
     Raises ConfigError when the cluster is too small.
     """
     cluster = cluster_shape(deployment.cluster)

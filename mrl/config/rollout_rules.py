@@ -18,7 +18,9 @@ from mrl.platforms.hosting import get_hosting
 from mrl.reward.builtin_rules import ENVIRONMENT
 from mrl.reward.items import ACC
 
-_TP, _DP, _EP = "rollout.tensor_model_parallel_size", "rollout.data_parallel_size", "rollout.expert_parallel_size"
+_TP = "rollout.tensor_model_parallel_size"
+_DP = "rollout.data_parallel_size"
+_EP = "rollout.expert_parallel_size"
 _VLLM = "rollout.engine_kwargs.vllm"
 _CPU_MULTIPLE = 32  # of vLLM's CPU kernels
 _CPU_TENSOR = (1, 2)
@@ -33,7 +35,8 @@ _FIXED_EXPERTS = {"enable_eplb": False, "enable_elastic_ep": False, "expert_plac
 
 def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
     """Number formats that differ between generation and training, and devices that are left idle."""
-    dtype, trained = config.rollout_dtype, config.model.dtype
+    dtype = config.rollout_dtype
+    trained = config.model.dtype
     if dtype != trained:
         yield (
             f"rollout.dtype {dtype} differs from model.dtype {trained}: generation and training "
@@ -63,7 +66,9 @@ def reshard_notes(config: RunConfig) -> Iterator[str]:
     """A transport that the device does not have."""
     reach = get_hosting(config.cluster.device).memory_reach
     if config.reshard.transport == "ipc" and reach != "node":
-        between = "no" if reach == "process" else "no other"
+        between = "no other"
+        if reach == "process":
+            between = "no"
         yield (
             f"reshard.transport ipc: a process of {config.cluster.device} can open {between} device's memory; weights "
             "go through shared memory of the host there"
@@ -79,12 +84,15 @@ def engine_splits_heads(tensor: int, model: ModelSpec) -> bool:
     """Whether each of `tensor` workers of an engine computes whole heads;
     more workers than key/value heads share one.
     """
-    heads, kv = model.num_attention_heads, model.num_key_value_heads
+    heads = model.num_attention_heads
+    kv = model.num_key_value_heads
     return heads % tensor == 0 and (kv % tensor == 0 or tensor % kv == 0)
 
 
 def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    tp, heads, kv = config.rollout.tensor_model_parallel_size, model.num_attention_heads, model.num_key_value_heads
+    tp = config.rollout.tensor_model_parallel_size
+    heads = model.num_attention_heads
+    kv = model.num_key_value_heads
     if not engine_splits_heads(tp, model):
         rule = (
             f"must divide num_attention_heads = {heads}, and divide num_key_value_heads = {kv} or be a multiple of it"
@@ -94,7 +102,8 @@ def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _dense_layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    tp, heads = config.rollout.tensor_model_parallel_size, model.num_attention_heads
+    tp = config.rollout.tensor_model_parallel_size
+    heads = model.num_attention_heads
     size = model.intermediate_size if len(model.moe_layers) < model.num_layers else 0
     if size % tp:
         legal = nearest(tp, heads, lambda v: size % v == 0)
@@ -104,13 +113,15 @@ def _dense_layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if not model.is_moe:
         return
-    ep, workers = config.rollout.expert_parallel_size, config.rollout.workers_per_engine
+    ep = config.rollout.expert_parallel_size
+    workers = config.rollout.workers_per_engine
     if ep not in (1, workers):
         why = f"vLLM spreads experts over all workers of an engine (tensor x data = {workers}) or over none"
         allowed = tuple(sorted({1, workers}))
         yield Violation(_EP, f"must be {' or '.join(map(str, allowed))}", why, allowed)
     elif model.moe_intermediate_size % (workers // ep):
-        size, data = model.moe_intermediate_size, config.rollout.data_parallel_size
+        size = model.moe_intermediate_size
+        data = config.rollout.data_parallel_size
         rule = f"times data_parallel_size = {data} must divide moe_intermediate_size = {size}"
         legal = nearest(config.rollout.tensor_model_parallel_size, size, lambda v: size % (v * data) == 0)
         yield Violation(
@@ -119,10 +130,13 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _cluster(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    have, need, rollout = cluster_devices(config), Deployment.of(config).devices, config.rollout
+    have = cluster_devices(config)
+    need = Deployment.of(config).devices
+    rollout = config.rollout
     if need <= have:
         return
-    actor, engines = config.actor.layout.world_size, f"{rollout.num_engines} x {config.rollout.workers_per_engine}"
+    actor = config.actor.layout.world_size
+    engines = f"{rollout.num_engines} x {config.rollout.workers_per_engine}"
     how = (
         f"actor {actor} + engines {engines}"
         if config.cluster.placement == "separate"
@@ -137,8 +151,10 @@ def _placement(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """An engine stands on one node, or each of its data-parallel ranks does;
     spoken only where there are devices enough.
     """
-    rollout, cluster = config.rollout, ClusterShape(config.cluster.nnodes, config.cluster.n_gpus_per_node)
-    tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
+    rollout = config.rollout
+    cluster = ClusterShape(config.cluster.nnodes, config.cluster.n_gpus_per_node)
+    tp = rollout.tensor_model_parallel_size
+    dp = rollout.data_parallel_size
     deployment = Deployment.of(config)
     if config.cluster.device == "cpu" or deployment.devices > cluster.devices or tp > cluster.devices_per_node:
         return
@@ -157,7 +173,8 @@ def _placement(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _shared_devices(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    tp, per_node = config.rollout.tensor_model_parallel_size, config.cluster.n_gpus_per_node
+    tp = config.rollout.tensor_model_parallel_size
+    per_node = config.cluster.n_gpus_per_node
     if config.cluster.placement == "colocated" and per_node % tp:
         allowed = nearest(tp, per_node, lambda v: per_node % v == 0)
         why = "every device of a rank has a worker, and an engine's tensor workers share a node"
@@ -167,7 +184,8 @@ def _shared_devices(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _own_devices(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    tp, per_node = config.rollout.tensor_model_parallel_size, config.cluster.n_gpus_per_node
+    tp = config.rollout.tensor_model_parallel_size
+    per_node = config.cluster.n_gpus_per_node
     if config.cluster.placement == "separate" and config.cluster.device != "cpu" and tp > per_node:
         why = "an engine's tensor workers share a node: vLLM's executors over several hang (vllm-project/vllm#50835)"
         yield Violation(
@@ -243,7 +261,9 @@ def log_prob_readers(config: RunConfig) -> list[str]:
 
 def _legal_response_length(config: RunConfig, model: ModelSpec) -> tuple[int, ...]:
     left = model.max_position_embeddings - config.data.max_prompt_length
-    return (left,) if left > 0 else ()
+    if left > 0:
+        return (left,)
+    return ()
 
 
 def _cpu_kernels(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -289,7 +309,7 @@ def _rewards_environment(config: RunConfig) -> bool:
 
 
 def _parts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    """Of shipped environments, of which it is known what they declare."""
+    """Checks the reward parts that shipped environments declare; what others declare is not known here."""
     turns = config.rollout.turns
     if not (_rewards_environment(config) and turns and turns.environments) or turns.path is not None:
         return
@@ -313,7 +333,7 @@ def _read_parts(algorithm: AlgorithmConfig) -> Iterator[tuple[str, Sequence[str]
 def _names(
     field: str, names: Sequence[str], known: tuple[str, ...], path: str | None, kind: str
 ) -> Iterator[Violation]:
-    """Of tools, or of environments."""
+    """Checks the names of tools, or of environments."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         yield Violation(field, f"names {twice[0]} twice", "nobody could say which is meant", ())

@@ -61,7 +61,8 @@ def _left_out(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _mixing(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    weights, files = config.data.train_weights, config.data.train_files
+    weights = config.data.train_weights
+    files = config.data.train_files
     if weights and len(weights) != len(files):
         rule = f"has {len(weights)} weights for {len(files)} train_files"
         yield Violation("data.train_weights", rule, "each file has one, in their order")
@@ -149,22 +150,30 @@ def _reward_file(config: RunConfig) -> tuple[str, ...]:
 
 def _loss_file(config: RunConfig) -> tuple[str, ...]:
     custom = config.algorithm.policy_loss.custom
-    return () if custom is None else (custom.path,)
+    if custom is None:
+        return ()
+    return (custom.path,)
 
 
 def _advantage_file(config: RunConfig) -> tuple[str, ...]:
     custom = config.algorithm.custom_advantage
-    return () if custom is None else (custom.path,)
+    if custom is None:
+        return ()
+    return (custom.path,)
 
 
 def _tools_file(config: RunConfig) -> tuple[str, ...]:
     turns = config.rollout.turns
-    return () if turns is None or turns.path is None else (turns.path,)
+    if turns is None or turns.path is None:
+        return ()
+    return (turns.path,)
 
 
 def _index_file(config: RunConfig) -> tuple[str, ...]:
     turns = config.rollout.turns
-    return () if turns is None or turns.index is None else (turns.index,)
+    if turns is None or turns.index is None:
+        return ()
+    return (turns.index,)
 
 
 def _reference_folder(config: RunConfig) -> tuple[str, ...]:
@@ -281,7 +290,8 @@ def _same_reference(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    folder, why = run_dir(config.trainer).absolute(), "the run writes its checkpoints and metrics there"
+    folder = run_dir(config.trainer).absolute()
+    why = "the run writes its checkpoints and metrics there"
     existing = next(p for p in (folder, *folder.parents) if os.path.exists(p))
     if not existing.is_dir():
         yield Violation("trainer.run_dir", f"cannot be made: {existing} is a file", why)

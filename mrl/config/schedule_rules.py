@@ -20,7 +20,7 @@ _STALENESS = {"sync": 0, "one_step_off": 1}  # bounded: trainer.max_staleness
 
 
 def schedule_of(config: RunConfig) -> Schedule:
-    """What generation goes by."""
+    """The schedule that generation goes by."""
     trainer = config.trainer
     filtering = config.algorithm.filter_groups
     return Schedule(
@@ -133,7 +133,9 @@ def _order(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _draws(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    batch, drawn, schedule = config.data.train_batch_size, config.data.gen_batch_size, config.trainer.schedule
+    batch = config.data.train_batch_size
+    drawn = config.data.gen_batch_size
+    schedule = config.trainer.schedule
     if not schedule_of(config).is_synchronous and drawn not in (None, batch):
         why = "groups are numbered in batches of a step, and those that are dropped are replaced one by one"
         yield Violation(

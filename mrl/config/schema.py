@@ -87,7 +87,9 @@ class RunConfig(Section):
     def total_updates(self) -> int | None:
         """Optimizer steps of the whole run, None when its length is given in epochs."""
         steps = self.trainer.total_training_steps
-        return None if steps is None else steps * self.updates_per_step
+        if steps is None:
+            return None
+        return steps * self.updates_per_step
 
 
 def leaf(config: BaseModel, field: str) -> Any:

@@ -6,7 +6,10 @@ from mrl.config.section import Section, key, section_from
 from mrl.model.layout_degrees import LayoutDegrees
 
 Dtype = Literal["float32", "bfloat16"]
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"  # what of the actor may leave its device
+# what of the actor may leave its device
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
 # and the key that says so
 SWITCHES = {PARAMETERS: "param_offload", GRADIENTS: "grad_offload", OPTIMIZER: "optimizer_offload"}
 

@@ -115,7 +115,7 @@ class DataConfig(Section):
 
     @property
     def prompts_at_a_time(self) -> int:
-        """That generation takes from the data."""
+        """Prompts that generation takes from the data at a time."""
         return self.gen_batch_size or self.train_batch_size
 
 

@@ -65,7 +65,9 @@ def _stand_in(field: FieldInfo) -> Any:
     section = section_of(field.annotation)
     if section is not None:
         return {name: _stand_in(inner) for name, inner in section.model_fields.items() if inner.is_required()}
-    return 1 if field.annotation is int else "-"
+    if field.annotation is int:
+        return 1
+    return "-"
 
 
 def allowed_text(field: FieldInfo) -> str:
@@ -80,13 +82,16 @@ def allowed_text(field: FieldInfo) -> str:
 
 
 def _type_text(annotation: Any) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin in (Union, types.UnionType):
         return " or ".join("null" if a is type(None) else _type_text(a) for a in reversed(arguments))
     if origin is tuple:
-        count = "a list, each" if Ellipsis in arguments else f"a list of {len(arguments)}, each"
+        count = "a list, each"
+        if Ellipsis not in arguments:
+            count = f"a list of {len(arguments)}, each"
         return f"{count} {_type_text(arguments[0])}"
     if origin is dict and get_origin(arguments[1]) is dict:
         return "a mapping of mappings"
@@ -97,23 +102,32 @@ def _type_text(annotation: Any) -> str:
 
 def _violation(kind: str, loc: Sequence[Any], tree: Node) -> tuple[_Path, Violation]:
     owner, field, depth = _resolve(loc)
-    path, unknown = loc[: depth + (kind == "extra_forbidden")], kind == "extra_forbidden"
+    path = loc[: depth + (kind == "extra_forbidden")]
+    unknown = kind == "extra_forbidden"
     node, steps = tree.find(path)
-    name, where = ".".join(map(str, path)), str(node.origin) if steps else ""
+    name = ".".join(map(str, path))
+    where = ""
+    if steps:
+        where = str(node.origin)
     if unknown:
         return path, Violation(name, f"unknown key; {_suggestion(path, owner)}", where=where)
     if steps < len(path):
         return path, Violation(name, f"is not set; must be {allowed_text(field)}", where=where)
     value = node.plain()
-    quote = "; put it in quotes" if field.annotation is str and isinstance(value, int | float) else ""
+    quote = ""
+    if field.annotation is str and isinstance(value, int | float):
+        quote = "; put it in quotes"
     return path, Violation(name, f"must be {allowed_text(field)}{quote}", value=value, where=where)
 
 
 def _resolve(loc: Sequence[Any]) -> tuple[type[Section], FieldInfo | None, int]:
-    """The section in which the path ends, the last field on the path, and how many keys lead to it:
-    what follows is inside a value.
+    """The section in which the path ends, the last field on it, and how many keys lead to that.
+
+    What follows on the path is inside a value.
     """
-    owner, field, depth = RunConfig, None, 0
+    owner = RunConfig
+    field = None
+    depth = 0
     for depth, key in enumerate(loc, start=1):
         if key not in owner.model_fields:
             return owner, field, depth - 1
@@ -128,4 +142,6 @@ def _resolve(loc: Sequence[Any]) -> tuple[type[Section], FieldInfo | None, int]:
 def _suggestion(loc: Sequence[Any], owner: type[Section]) -> str:
     key = str(loc[-1])
     elsewhere = [path for path, _ in schema_paths() if path.rpartition(".")[2] == key]
-    return f"did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(key, owner.model_fields)
+    if elsewhere:
+        return f"did you mean {elsewhere[0]}?"
+    return did_you_mean(key, owner.model_fields)

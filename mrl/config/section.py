@@ -97,7 +97,9 @@ def key(
 
 def notes_of(field: FieldInfo) -> KeyNotes:
     """What `key` was told; of a field that holds a section, nothing."""
-    return field.json_schema_extra["notes"] if field.json_schema_extra else KeyNotes()
+    if field.json_schema_extra:
+        return field.json_schema_extra["notes"]
+    return KeyNotes()
 
 
 def section_from(keys: type) -> type[Section]:

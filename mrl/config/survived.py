@@ -41,12 +41,16 @@ def restart_limit(lost: Lost, config: RunConfig) -> int:
     """Times that lost processes are started again, of an engine each; 0 where a loss ends the run."""
     trainer = config.trainer
     limits = {"engines": config.rollout.restart_limit, "ranks": trainer.restart_limit}
-    return limits[lost] if survives(lost, config.cluster.placement, trainer.schedule, trainer.order) else 0
+    if survives(lost, config.cluster.placement, trainer.schedule, trainer.order):
+        return limits[lost]
+    return 0
 
 
 def limit_for_engines(config: RunConfig) -> int:
     """Times that ranks go back to a checkpoint because engines need weights that nobody holds any more."""
-    return config.trainer.restart_limit if restart_limit("engines", config) else 0
+    if restart_limit("engines", config):
+        return config.trainer.restart_limit
+    return 0
 
 
 def ends_in_words(config: RunConfig) -> str | None:

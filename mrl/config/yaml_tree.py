@@ -26,7 +26,7 @@ _SCALARS = (
     (_TAG + "bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
     (_TAG + "int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
     (_TAG + "float", _FLOAT, list("-+.0123456789")),
-)  # fmt: skip
+)
 _MERGE = "<<"
 
 
@@ -40,7 +40,9 @@ class Origin:
     line: int | None = None
 
     def __str__(self) -> str:
-        return self.name if self.line is None else f"{self.name}:{self.line}"
+        if self.line is None:
+            return self.name
+        return f"{self.name}:{self.line}"
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,19 @@ class Node:
 
     def plain(self) -> Any:
         """The value without origins."""
-        return {key: child.plain() for key, child in self.value.items()} if self.is_mapping else self.value
+        if self.is_mapping:
+            return {key: child.plain() for key, child in self.value.items()}
+        return self.value
 
     def find(self, path: Iterable[Any]) -> tuple["Node", int]:
         """The deepest node along `path` and how many steps of it exist."""
-        node, steps = self, 0
+        node = self
+        steps = 0
         for key in path:
             if not node.is_mapping or key not in node.value:
                 break
-            node, steps = node.value[key], steps + 1
+            node = node.value[key]
+            steps = steps + 1
         return node, steps
 
 
@@ -87,13 +93,17 @@ def parse_yaml(text: str, name: str, with_lines: bool = True) -> Node:
     try:
         root = _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        line = ""
+        if error.problem_mark:
+            line = f":{error.problem_mark.line + 1}"
         raise ConfigError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply") from None
-    return _Builder(name, with_lines).node(root) if root is not None else Node({}, Origin(name))
+    if root is not None:
+        return _Builder(name, with_lines).node(root)
+    return Node({}, Origin(name))
 
 
 def dump_value(value: Any) -> str:
@@ -161,14 +171,17 @@ def _scalar(node: yaml.ScalarNode) -> Any:
 def _int(text: str) -> int:
     if len(text) > MOST_DIGITS:
         raise ValueError(f"a number of {len(text)} digits; {MOST_DIGITS} are the most")
-    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    if text[:2] in ("0o", "0x"):
+        return int(text, 0)
+    return int(text)
 
 
 class _Builder:
     """Turns PyYAML's nodes into ours, counting them so that nested aliases cannot blow up."""
 
     def __init__(self, name: str, with_lines: bool) -> None:
-        self.name, self.with_lines = name, with_lines
+        self.name = name
+        self.with_lines = with_lines
         self.count = 0
         self.open: set[int] = set()  # nodes being built: an alias to one of them contains itself
 
@@ -176,7 +189,9 @@ class _Builder:
         return ConfigError(f"{self.name}:{node.start_mark.line + 1}: {problem}")
 
     def node(self, node: yaml.Node, key: yaml.Node | None = None) -> Node:
-        line = (key or node).start_mark.line + 1 if self.with_lines else None
+        line = None
+        if self.with_lines:
+            line = (key or node).start_mark.line + 1
         return Node(self.value(node), Origin(self.name, line))
 
     def value(self, node: yaml.Node) -> Any:
@@ -218,7 +233,9 @@ class _Builder:
 
 
 def _plain(value: Any) -> Any:
-    return {key: child.plain() for key, child in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {key: child.plain() for key, child in value.items()}
+    return value
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class TokenValues(Generic[Array]):
 
     @property
     def token_values(self) -> dict[str, Array | None]:
-        """These five by name."""
+        """The five columns by name."""
         return {f.name: getattr(self, f.name) for f in fields(TokenValues)}
 
 
@@ -77,7 +77,7 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
         return cls(**own, temperature=np.full(len(sequences), temperature, np.float32))
 
     def rows(self, index: np.ndarray | slice) -> "TrainBatch":
-        """See Columns.rows."""
+        """The given rows; routes stay whole where rows find theirs by place."""
         if self.route_places is None:
             return super().rows(index)
         return replace(super(TrainBatch, replace(self, routes=None)).rows(index), routes=self.routes)
@@ -85,7 +85,9 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
     @property
     def places_of_routes(self) -> np.ndarray:
         """int64 [tokens]: row of `routes`, which there are; -1: none here."""
-        return np.arange(len(self.token_ids)) if self.route_places is None else self.route_places
+        if self.route_places is None:
+            return np.arange(len(self.token_ids))
+        return self.route_places
 
     def places_of(self, rows: np.ndarray) -> np.ndarray:
         """int64: where the response tokens of `rows` stand in a flat column."""
@@ -94,9 +96,13 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
     def sampled_places_of(self, rows: np.ndarray) -> np.ndarray:
         """int64: the same of those that were sampled."""
         places = self.places_of(rows)
-        return places if self.sampled is None else places[self.sampled[places]]
+        if self.sampled is None:
+            return places
+        return places[self.sampled[places]]
 
     @property
     def loss_mask(self) -> np.ndarray:
         """bool [response tokens]: those that are trained on and counted in the loss's denominators."""
-        return self.is_sampled if self.keep is None else self.is_sampled & self.keep
+        if self.keep is None:
+            return self.is_sampled
+        return self.is_sampled & self.keep

@@ -48,7 +48,7 @@ class ToolOffer(Protocol):
     """What the model may call; mrl.environments.offer has it."""
 
     def schemas(self, extra_info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """Of what a row's responses may call. Raises ValueError for a row that names what there is not."""
+        """Schemas of what a row's responses may call. Raises ValueError for a row that names something unknown."""
 
     def needs_row(self, extra_info: Mapping[str, Any]) -> bool:
         """Whether an engine is to be told of the row, and not of its prompt alone."""
@@ -70,10 +70,12 @@ class PromptParameters:
     tools: ToolOffer | None = None  # what the model may call
 
     def template_arguments(self, extra_info: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-        """What the chat template is called with beside the messages. Raises BadRow for a row that names what there is
-        not.
+        """Arguments that the chat template is called with beside the messages. Raises BadRow where a row names unknown
+        ones.
         """
-        switch = {} if self.enable_thinking is None else {THINKING: self.enable_thinking}
+        switch = {}
+        if self.enable_thinking is not None:
+            switch = {THINKING: self.enable_thinking}
         return {**self.apply_chat_template_kwargs, **switch, **self._tools(extra_info)}
 
     def _tools(self, extra_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +85,9 @@ class PromptParameters:
             schemas = list(self.tools.schemas(extra_info))
         except ValueError as problem:
             raise BadRow(str(problem)) from problem
-        return {"tools": schemas} if schemas else {}
+        if schemas:
+            return {"tools": schemas}
+        return {}
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,9 @@ class SetAside:
     others: int = 0  # further rows of the file with the same reason
 
     def __str__(self) -> str:
-        others = f" (and {self.others} more rows of the file)" if self.others else ""
+        others = ""
+        if self.others:
+            others = f" (and {self.others} more rows of the file)"
         return f"{self.file}, row {self.row}: {self.reason}{others}"
 
 
@@ -120,7 +126,9 @@ class LoadReport:
             f"{self.rows} rows read: {self.kept} kept ({self.truncated} truncated), {self.bad} bad, {self.filtered} "
             f"over length, {self.duplicates} duplicates"
         )
-        texts = f"; the prompt of {self.texts} is a string, taken as one user message" if self.texts else ""
+        texts = ""
+        if self.texts:
+            texts = f"; the prompt of {self.texts} is a string, taken as one user message"
         return "\n  ".join([head + texts, *map(str, self.examples)])
 
 
@@ -156,8 +164,8 @@ class PromptDataset(Sequence[Prompt]):
         whole.
 
         Raises DataError for unusable files, more bad rows than `max_bad_row_share`, prompts over length with truncation
-        `error`, or nothing left; EnvironmentFault where TMPDIR has no room; ConfigError for template arguments that are
-        not the user's to set, or a thinking switch that the template lacks.
+        `error`, or nothing left. Raises EnvironmentFault where TMPDIR has no room. Raises ConfigError for template
+        arguments that are not the user's to set, or a thinking switch that the template lacks.
         """
         _check_template_arguments(tokenizer, parameters)
         loader = _Loader(tokenizer, parameters)
@@ -187,7 +195,9 @@ class PromptDataset(Sequence[Prompt]):
         return replace(sampled, data_sources=frozenset(prompt.data_source for prompt in sampled))
 
     def __len__(self) -> int:
-        return len(self.store) if self.places is None else len(self.places)
+        if self.places is None:
+            return len(self.store)
+        return len(self.places)
 
     def __getitem__(self, index: int) -> Prompt:
         tokens, rest = self.store[index if self.places is None else int(self.places[index])]
@@ -212,7 +222,8 @@ class _Loader:
     """Takes rows one by one and keeps what can be used."""
 
     def __init__(self, tokenizer: ChatTokenizer, parameters: PromptParameters):
-        self.tokenizer, self.parameters = tokenizer, parameters
+        self.tokenizer = tokenizer
+        self.parameters = parameters
         self.rows = self.kept = self.bad = self.filtered = self.truncated = self.duplicates = 0
         self.sizes: list[int] = []
         self.examples: dict[tuple[str, str], SetAside] = {}  # by file and reason
@@ -221,7 +232,8 @@ class _Loader:
         self.shortest: int | None = None  # of those over length, tokens
         self.texts = 0
         self.data_sources: set[str] = set()
-        self.seen, self.store = SeenPrompts(), PromptStore()
+        self.seen = SeenPrompts()
+        self.store = PromptStore()
         self.hash = hashlib.sha256()
 
     def begin_file(self, apart: bool) -> None:
@@ -257,9 +269,17 @@ class _Loader:
 
     def finish(self) -> PromptDataset:
         report = LoadReport(
-            self.rows, self.kept, self.bad, self.filtered, self.truncated, self.duplicates,
-            tuple(self.examples.values()), self.shortest, self.texts, tuple(self.bad_rows),
-        )  # fmt: skip
+            self.rows,
+            self.kept,
+            self.bad,
+            self.filtered,
+            self.truncated,
+            self.duplicates,
+            tuple(self.examples.values()),
+            self.shortest,
+            self.texts,
+            tuple(self.bad_rows),
+        )
         overlong = list(self.overlong.values())
         _check(report, self.truncated if overlong else 0, overlong, self.parameters)
         self.store.finish()
@@ -322,7 +342,9 @@ def parse_row(
     if not isinstance(row[source_key], str):
         raise BadRow(f"{source_key} is {_kind(row[source_key])}, expected a string")
     reward_model = row["reward_model"]
-    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    truth = None
+    if isinstance(reward_model, dict):
+        truth = reward_model.get("ground_truth")
     if truth is None or truth != truth:  # NaN is what tables have where nothing stands
         raise BadRow("reward_model.ground_truth is missing")
     extra_info = row.get("extra_info")
@@ -351,11 +373,15 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
     if side == "middle":
         head = limit // 2
         return ids[:head] + ids[len(ids) - (limit - head) :]
-    return ids[-limit:] if side == "left" else ids[:limit]
+    if side == "left":
+        return ids[-limit:]
+    return ids[:limit]
 
 
 def _kind(value: Any) -> str:
-    return "empty" if value in (None, [], "") else f"{type(value).__name__} {str(value)[:60]!r}"
+    if value in (None, [], ""):
+        return "empty"
+    return f"{type(value).__name__} {str(value)[:60]!r}"
 
 
 def _check_template_arguments(tokenizer: ChatTokenizer, parameters: PromptParameters) -> None:

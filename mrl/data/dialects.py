@@ -52,7 +52,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class CallForm:
-    """Of a family: its frame, and how what stands between <tool_call> and </tool_call> is read."""
+    """How the models of a family write calls: the frame, and how the text inside <tool_call> is read."""
 
     name: str
     frame: Frame
@@ -111,7 +111,7 @@ class Dialect:
         return found
 
     def _until_closed(self, ids: list[int]) -> list[int] | None:
-        """Of one call; None where another begins, or the turn ends, before it is closed."""
+        """The tokens of one call; None where another call begins, or the turn ends, before this one is closed."""
         for place, number in enumerate(ids):
             if number == self._added[CLOSE]:
                 return ids[:place]
@@ -123,7 +123,9 @@ class Dialect:
         if ids is None:
             return self._malformed(f"it is not closed by {CLOSE}")
         call = self.family.read(self._tokenizer.decode(ids, skip_special_tokens=False).strip(), parameters)
-        return call if call.problem is None else self._malformed(call.problem)
+        if call.problem is None:
+            return call
+        return self._malformed(call.problem)
 
     def _malformed(self, why: str) -> ToolCall:
         return ToolCall(problem=f"This call cannot be read: {why}. A call has the form {self.family.example}")
@@ -143,9 +145,7 @@ class Dialect:
         return self._encoded([*parts, (self.goes_on, True)])
 
     def _encoded(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
-        """Of texts one behind the other; in those that are marked, and in no others, tokens of the family's own stand
-        for themselves.
-        """
+        """Encodes texts one behind the other; only in marked ones do tokens of the family stand for themselves."""
         ids: list[int] = []
         plain = ""
         for text, has_tokens in parts:
@@ -159,7 +159,7 @@ class Dialect:
         return ids + self._plainly(plain)
 
     def _plainly(self, text: str) -> list[int]:
-        """Without any token of the family's own: a vocabulary may have them as words, which are then cut."""
+        """Encodes text without any token of the family's own; where a vocabulary has one as a word, that is cut."""
         if not text:
             return []
         ids = self._plain.encode(text, add_special_tokens=False).ids
@@ -175,10 +175,10 @@ def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def dialect_of(tokenizer: ToolTokenizer, template_arguments: Mapping[str, Any]) -> Dialect:
-    """The one whose frame the tokenizer's template writes around answers.
+    """The dialect whose frame the tokenizer's template writes around answers.
 
-    Raises ConfigError where it is none that is known, or the template writes a turn with calls otherwise once it is
-    answered, so that a next prompt does not go on from the tokens before it.
+    Raises ConfigError for a frame that is not known. It does so too where the template writes a turn with calls
+    otherwise once it is answered: the next prompt would not go on from the tokens before it.
     """
     call = {"type": "function", "function": {"name": "tool", "arguments": {"key": 1}}}
     # thoughts too: a template may write a turn without any otherwise while it is the last
@@ -209,14 +209,16 @@ def _goes_on(frame: Frame, before: str, after: str) -> str | None:
     stem = before.rstrip("\n").removesuffix(frame.end)
     told = frame.end + frame.begin + "".join(frame.before + answer + frame.after for answer in _ANSWERS)
     goes_on = after.removeprefix(stem + told)
-    return goes_on if after.startswith(stem + told) and goes_on.startswith(frame.close) else None
+    if after.startswith(stem + told) and goes_on.startswith(frame.close):
+        return goes_on
+    return None
 
 
 # --- how calls are read -----------------------------------------------------------------------------------------------
 
 
 def _read_json(text: str, parameters: Parameters) -> ToolCall:
-    """{"name": ..., "arguments": {...}}"""
+    """Reads a call of the form {"name": ..., "arguments": {...}}."""
     try:
         said = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -255,7 +257,7 @@ def _read_pairs(text: str, parameters: Parameters) -> ToolCall:
 
 
 def _of_pairs(name: str, text: str, pair: re.Pattern[str], parameters: Parameters) -> ToolCall:
-    """Values are texts; those of a parameter that is none are read as JSON."""
+    """Reads a call whose values are texts; those of parameters of another type are read as JSON."""
     left = pair.sub("", text).strip()
     if left:
         return ToolCall(problem=f"{left[:60]!r} stands between its arguments")

@@ -60,7 +60,7 @@ class PromptStream:
         return len(self.prompts) // self.batch_size
 
     def batch_number(self, cursor: DataCursor) -> int:
-        """Of the batch at `cursor`, counted from the beginning of the run."""
+        """The number of the batch at `cursor`, counted from the beginning of the run."""
         if cursor.index + self.batch_size > len(self.prompts):
             return (cursor.epoch + 1) * self.steps_per_epoch
         return cursor.epoch * self.steps_per_epoch + cursor.index // self.batch_size
@@ -77,7 +77,9 @@ class PromptStream:
         """int64 [number of prompts]: the epoch's."""
         if self.weights:
             return mixed_order(self.seed, epoch, self.sizes, self.weights, self.shuffle)
-        return epoch_order(self.seed, epoch, len(self.prompts)) if self.shuffle else np.arange(len(self.prompts))
+        if self.shuffle:
+            return epoch_order(self.seed, epoch, len(self.prompts))
+        return np.arange(len(self.prompts))
 
 
 def permutation(key: Sequence[int], size: int) -> np.ndarray:

@@ -97,7 +97,8 @@ def prepare(
 
 def _rows(source: Source, files: Sequence[str], split: str, report: PrepareReport) -> Iterator[dict]:
     """Rows to write, in order; the report is filled on the way."""
-    seen, pairs = SeenPrompts(), SeenPrompts()
+    seen = SeenPrompts()
+    pairs = SeenPrompts()
     for raw in (raw for file in files for raw in read_foreign_rows(file)):
         report.read += 1
         try:

@@ -34,7 +34,8 @@ class PromptStore:
 
         Raises EnvironmentFault when there is no room for it.
         """
-        ids, text = np.array(tokens, TOKEN), rest.encode()
+        ids = np.array(tokens, TOKEN)
+        text = rest.encode()
         record = len(ids).to_bytes(LENGTH_BYTES, "little") + ids.tobytes() + text
         self._written(lambda: self._file.write(record))
         self._ends.append((self._ends[-1] if self._ends else 0) + len(record))
@@ -49,7 +50,9 @@ class PromptStore:
     def __getitem__(self, index: int) -> tuple[tuple[int, ...], str]:
         """Token ids and text of a prompt."""
         place = range(len(self))[index]  # counts from the end where it is negative, and refuses what is beyond
-        start = self._ends[place - 1] if place else 0
+        start = 0
+        if place:
+            start = self._ends[place - 1]
         record = os.pread(self._file.fileno(), self._ends[place] - start, start)
         text = LENGTH_BYTES + TOKEN.itemsize * int.from_bytes(record[:LENGTH_BYTES], "little")
         return tuple(np.frombuffer(record[LENGTH_BYTES:text], TOKEN).tolist()), record[text:].decode()
@@ -102,7 +105,8 @@ class SeenPrompts:
         return slot
 
     def _grow(self) -> None:
-        keys, self._table = self._table, array("Q", bytes(16 * len(self._table)))
+        keys = self._table
+        self._table = array("Q", bytes(16 * len(self._table)))
         for key in keys:
             if key:
                 self._table[self._slot(key)] = key

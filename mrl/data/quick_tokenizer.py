@@ -72,7 +72,9 @@ class QuickTokenizer:
     def __init__(self, core: Tokenizer, template: Template, text: str, named: Mapping[str, str]):
         """`named`: special tokens that the template may write, by name."""
         self.chat_template = text
-        self._core, self._template, self._named = core, template, named
+        self._core = core
+        self._template = template
+        self._named = named
 
     def apply_chat_template(
         self,
@@ -88,9 +90,10 @@ class QuickTokenizer:
 
 
 def quick_tokenizer(folder: Path, arguments: Collection[str] = ()) -> QuickTokenizer | None:
-    """None where transformers might read something else, or nothing at all and then says why.
+    """Makes a tokenizer of tokenizer.json alone.
 
-    `arguments`: names that the template is to be given beside the usual ones.
+    None where transformers might read something else, or nothing at all and then says why. `arguments`: names that the
+    template is to be given beside the usual ones.
     """
     if not _PARAMETERS.isdisjoint(arguments):
         return None
@@ -163,7 +166,9 @@ def _is_usual(token: dict[str, Any]) -> bool:
 
 
 def _content(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
+    if isinstance(token, str):
+        return token
+    return token["content"]
 
 
 def _named(settings: dict[str, Any]) -> dict[str, str]:
@@ -184,7 +189,9 @@ def _to_add(settings: dict[str, Any], core: dict[str, Any], named: Mapping[str, 
 def _template_text(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     text = read_text(file, _SETTINGS_BYTES) if file.exists() else settings.get("chat_template")
-    return text if isinstance(text, str) and text else None
+    if isinstance(text, str) and text:
+        return text
+    return None
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -23,7 +23,9 @@ ASKED = "mrl_routes"  # marks requests to an engine whose routes are wanted, whe
 
 def missing_in(dtype: Any) -> int:
     """What stands for an unknown route in integers of a NumPy or torch dtype."""
-    return 255 if str(dtype).endswith("uint8") else MISSING
+    if str(dtype).endswith("uint8"):
+        return 255
+    return MISSING
 
 
 def is_missing(routes: Any) -> Any:
@@ -32,7 +34,7 @@ def is_missing(routes: Any) -> Any:
 
 
 def recoded(routes: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The same routes in another dtype that holds all their experts: a checkpoint may be of when routes were wider."""
+    """Writes routes in another dtype that holds all their experts: a checkpoint may have them in a wider one."""
     if routes.dtype == dtype:
         return routes
     return np.where(is_missing(routes)[..., None], missing_in(dtype), routes.astype(np.int64)).astype(dtype)
@@ -75,12 +77,12 @@ class RouteShape:
 
     @classmethod
     def of(cls, model: HasExperts) -> "RouteShape":
-        """That of all its layers with experts."""
+        """The shape of routes through all of the model's layers with experts."""
         return cls(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts)
 
     @property
     def per_token(self) -> tuple[int, int]:
-        """(MoE layers, topk)."""
+        """The shape of one token's routes: (MoE layers, topk)."""
         return len(self.moe_layers), self.topk
 
     @property
@@ -94,7 +96,7 @@ class RouteShape:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's routes."""
+        """Bytes of one token's routes."""
         return prod(self.per_token) * self.dtype.itemsize
 
     def from_engine(self, given: np.ndarray | None, tokens: int, whose: str) -> np.ndarray | None:
@@ -123,7 +125,7 @@ class RouteShape:
         return np.concatenate([self.checked(of_moe, tokens - 1, whose), last])
 
     def checked(self, routes: np.ndarray, tokens: int, whose: str) -> np.ndarray:
-        """The same routes [tokens, MoE layers, topk], MISSING where they are, in `dtype`.
+        """Checks routes [tokens, MoE layers, topk], MISSING where they are, and returns them in `dtype`.
 
         Raises DataError that names `whose` and says what is wrong.
         """

@@ -64,7 +64,9 @@ def read_foreign_rows(file: str) -> Iterator[RawRow]:
         )
     with path.open("rb") as lines:
         is_array = lines.read(4096).lstrip()[:1] == b"["
-    return _json_array_rows(path) if is_array else _jsonl_rows(path, ())
+    if is_array:
+        return _json_array_rows(path)
+    return _jsonl_rows(path, ())
 
 
 def _json_array_rows(path: Path) -> Iterator[RawRow]:
@@ -74,7 +76,9 @@ def _json_array_rows(path: Path) -> Iterator[RawRow]:
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     for row, value in enumerate(values):
-        problem = None if isinstance(value, dict) else f"a JSON {type(value).__name__} where an object is expected"
+        problem = None
+        if not isinstance(value, dict):
+            problem = f"a JSON {type(value).__name__} where an object is expected"
         yield RawRow(str(path), row, value if problem is None else None, problem)
 
 

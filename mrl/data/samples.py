@@ -36,7 +36,8 @@ import numpy as np
 from mrl.data.routes import end_to_end, is_missing, missing_in
 from mrl.errors import DataError
 
-_ID_BYTES, _LOG_PROB_BYTES = 4, 4
+_ID_BYTES = 4
+_LOG_PROB_BYTES = 4
 # why a response ended: vLLM's names, then those of conversations (mrl.schedule.conversation); a row holds the index
 LEFT_OUT = "environment"  # the environment failed, and nobody judges the response: its reward's reason too
 STOP_REASONS = ("stop", "length", "turns", "seconds", "context", "closed", LEFT_OUT)
@@ -69,6 +70,9 @@ class TurnCall:
     reply: int = 0  # digest of what it brought, by which an environment that is begun anew is compared; 0: of nothing
 
 
+TurnCalls = Sequence[TurnCall]  # of one turn, or of a row's turns one after another
+
+
 @dataclass(frozen=True)
 class Sample:
     """One response on its way into columns. Token ids in, token ids out: nothing is ever re-tokenised."""
@@ -92,23 +96,29 @@ class Sample:
 
 
 def column_bytes(prompt_tokens: int, response_tokens: int, route_bytes: int = 0) -> int:
-    """Of a response, or of many together; `route_bytes`: of one token's routes. Numbers of whole rows are left out."""
+    """Bytes of one response, or of many, without numbers of whole rows; `route_bytes`: of one token's routes."""
     return (prompt_tokens + response_tokens) * (_ID_BYTES + route_bytes) + response_tokens * _LOG_PROB_BYTES
 
 
 def of(what: str, dtype: type | None = None) -> dict[str, Any]:
-    """Of a field that holds one number, or one sub-array, for each row, token, response token, span or turn."""
+    """Marks a field as one number, or one sub-array, for each row, token, response token, span or turn."""
     return {"metadata": {"of": what, "dtype": dtype}}
 
 
 class Columns:
     """What every dataclass of columns can do."""
 
-    prompt_lengths: np.ndarray  # each has it: one number a row
+    prompt_lengths: np.ndarray  # each has these two: one number a row
+    response_lengths: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows]: tokens of each row, prompt and response."""
+        return self.prompt_lengths + self.response_lengths
 
     def counts(self) -> dict[str, np.ndarray]:
         """int64 [rows] by kind: how many numbers each row has in a column of that kind."""
-        raise NotImplementedError
+        return {"row": np.ones_like(self.prompt_lengths)}
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -141,7 +151,10 @@ class Columns:
         """The rows of all parts, in their order. Raises ValueError where there is no part."""
         if not parts:
             raise ValueError("no parts to join")
-        columns = {f.name: _joined([getattr(part, f.name) for part in parts], f, parts) for f in fields(cls)}
+        columns = {}
+        for column in fields(cls):
+            of_parts = [getattr(part, column.name) for part in parts]
+            columns[column.name] = _joined(of_parts, column, parts)
         return cls(**columns)
 
 
@@ -163,16 +176,19 @@ def _with_missing(routes: Sequence[np.ndarray | None], tokens: Sequence[int]) ->
     if known is None:
         return None
     code = missing_in(known.dtype)
-    return end_to_end([
-        np.full((count, *known.shape[1:]), code, known.dtype) if each is None else each
-        for each, count in zip(routes, tokens, strict=True)
-    ])  # fmt: skip
+    filled = []
+    for each, count in zip(routes, tokens, strict=True):
+        if each is None:
+            each = np.full((count, *known.shape[1:]), code, known.dtype)
+        filled.append(each)
+    return end_to_end(filled)
 
 
 def positions(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """int64: where the numbers of `rows` stand in a flat column that has `counts` [all rows] of each row."""
     picked = counts[rows]
-    starts, ends = np.cumsum(counts) - counts, np.cumsum(picked)
+    starts = np.cumsum(counts) - counts
+    ends = np.cumsum(picked)
     return np.repeat(starts[rows] - (ends - picked), picked) + np.arange(int(picked.sum()))
 
 
@@ -196,22 +212,14 @@ class Sequences(Columns):
     sampled: np.ndarray | None = field(default=None, kw_only=True, **of("response token", np.bool_))  # None: all are
 
     @property
-    def lengths(self) -> np.ndarray:
-        """int64 [rows]: tokens of each row, prompt and response."""
-        return self.prompt_lengths + self.response_lengths
-
-    @property
     def is_sampled(self) -> np.ndarray:
         """bool [response tokens]: false of context."""
-        return _all_sampled(self) if self.sampled is None else self.sampled
+        if self.sampled is None:
+            return _all_sampled(self)
+        return self.sampled
 
     def counts(self) -> dict[str, np.ndarray]:
-        """See Columns.counts."""
-        return {
-            "row": np.ones_like(self.prompt_lengths),
-            "token": self.lengths,
-            "response token": self.response_lengths,
-        }
+        return super().counts() | {"token": self.lengths, "response token": self.response_lengths}
 
     def prompts(self) -> Iterator[np.ndarray]:
         """Each row's prompt, int32 [prompt_length], a view."""
@@ -248,19 +256,17 @@ class SampleRows(Columns):
     call_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.float32))
 
     def counts(self) -> dict[str, np.ndarray]:
-        """See Columns.counts."""
-        calls = {} if self.call_counts is None else {"call": self.call_counts.astype(np.int64)}
-        return {"row": np.ones_like(self.prompt_lengths), "span": self.span_counts.astype(np.int64), **calls}
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [rows]: tokens of each row, prompt and response."""
-        return self.prompt_lengths + self.response_lengths
+        counts = super().counts() | {"span": self.span_counts.astype(np.int64)}
+        if self.call_counts is not None:
+            counts["call"] = self.call_counts.astype(np.int64)
+        return counts
 
     @property
     def sampled_lengths(self) -> np.ndarray:
         """int64 [rows]: response tokens of each row that were sampled; the others are context."""
-        return self.response_lengths if self.sampled_counts is None else self.sampled_counts
+        if self.sampled_counts is None:
+            return self.response_lengths
+        return self.sampled_counts
 
     @property
     def context_lengths(self) -> np.ndarray:
@@ -282,7 +288,8 @@ class SampleRows(Columns):
         """What `to_bytes` made; columns are views that cannot be written to."""
         told = zlib.decompress(told)
         rows, spans = np.frombuffer(told, np.int64, 2).tolist()
-        columns, start = {}, 16
+        columns = {}
+        start = 16
         for f in fields(SampleRows):
             if f.default is None and start == len(told) and "call_counts" not in columns:
                 break
@@ -325,14 +332,16 @@ class Samples(Sequences, SampleRows):
     part_values: np.ndarray | None = field(default=None, kw_only=True, **of("part", np.float32))
 
     def counts(self) -> dict[str, np.ndarray]:
-        """See Columns.counts."""
-        turns = {} if self.turn_counts is None else {"turn": self.turn_counts.astype(np.int64)}
-        turns |= {} if self.part_counts is None else {"part": self.part_counts.astype(np.int64)}
-        return SampleRows.counts(self) | Sequences.counts(self) | turns
+        counts = super().counts()
+        if self.turn_counts is not None:
+            counts["turn"] = self.turn_counts.astype(np.int64)
+        if self.part_counts is not None:
+            counts["part"] = self.part_counts.astype(np.int64)
+        return counts
 
     @property
     def numbers(self) -> SampleRows:
-        """The same without tokens."""
+        """The rows without their tokens."""
         return SampleRows(**{f.name: getattr(self, f.name) for f in fields(SampleRows)})
 
 
@@ -362,19 +371,15 @@ ONE_TURN: dict[str, Callable[[Any], np.ndarray]] = {
 
 
 def with_turns(samples: Samples) -> Samples:
-    """The same with all columns of turns; rows that had none are one turn each."""
-    return replace(samples, **{name: of_one(samples) for name, of_one in ONE_TURN.items()
-        if getattr(samples, name) is None})  # fmt: skip
+    """Adds all columns of turns; rows that had none are one turn each."""
+    absent = [name for name in ONE_TURN if getattr(samples, name) is None]
+    return replace(samples, **{name: ONE_TURN[name](samples) for name in absent})
 
 
 def with_outcome(
-    one: Samples,
-    calls: Sequence[Sequence[TurnCall]],
-    rewards: Sequence[float],
-    parts: Mapping[str, float],
-    seconds: float,
+    one: Samples, calls: Sequence[TurnCalls], rewards: Sequence[float], parts: Mapping[str, float], seconds: float
 ) -> Samples:
-    """One row with what its calls came to: calls and reward of each turn, one after another.
+    """One row with the outcome of its calls: calls and reward of each turn, one after another.
 
     `seconds`: that the calls of the last turn took, where it has some. Raises DataError for more or fewer turns than
     the row has.
@@ -395,7 +400,7 @@ def with_outcome(
     )
 
 
-def _calls_of(rows: Sequence[Sequence[TurnCall]]) -> dict[str, np.ndarray]:
+def _calls_of(rows: Sequence[TurnCalls]) -> dict[str, np.ndarray]:
     every = [call for row in rows for call in row]
     return {
         "call_counts": np.array([len(row) for row in rows], np.int32),
@@ -414,44 +419,20 @@ def _parts_of(rows: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
     }
 
 
-def outcomes(samples: Samples) -> Iterator[dict[str, Any]]:
-    """What a reward function is told of each row of several turns, in its extra_info: `num_turns` (verl's name),
-    `turns` and `outcome`.
-    """
-    samples = with_turns(samples)
-    counts = samples.counts()
-    turns = _of_rows(counts["turn"], samples.turn_calls, samples.turn_rewards)
-    parts = _of_rows(counts["part"], samples.part_names, samples.part_values)
-    for stop, (calls, rewards), (names, values) in zip(samples.stop_reason.tolist(), turns, parts, strict=True):
-        named = [name.decode() for name in names.tolist()]
-        yield {
-            "num_turns": len(calls),
-            "turns": [{"calls": n, "reward": r} for n, r in zip(calls.tolist(), rewards.tolist(), strict=True)],
-            "outcome": {
-                "stop_reason": STOP_REASONS[stop],
-                "reward": float(rewards.sum(dtype=np.float64)),
-                "parts": dict(zip(named, values.tolist(), strict=True)),
-            },
-        }
-
-
-def _of_rows(counts: np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """Each row's part of columns that have `counts` of it."""
-    ends = np.cumsum(counts)
-    for start, end in zip((ends - counts).tolist(), ends.tolist(), strict=True):
-        yield tuple(column[start:end] for column in columns)
-
-
 def packed(samples: Sequence[Sample]) -> Samples:
     """The responses as rows, in the given order. Raises DataError for a stop reason that is not known."""
-    prompts, responses = [len(s.prompt_ids) for s in samples], [len(s.response_ids) for s in samples]
+    prompts = [len(s.prompt_ids) for s in samples]
+    responses = [len(s.response_ids) for s in samples]
     spans = [((0, s.weight_version), *s.later_versions) for s in samples]
     given = {
         "prompt_lengths": prompts,
         "response_lengths": responses,
         "token_ids": _end_to_end([ids for s in samples for ids in (s.prompt_ids, s.response_ids)], np.int32),
         "rollout_log_probs": _end_to_end([s.rollout_log_probs for s in samples], np.float32),
-        **{name: [getattr(s, name) for s in samples] for name in ("prompt_id", "group_id", "sample_id", "seed")},
+        "prompt_id": [s.prompt_id for s in samples],
+        "group_id": [s.group_id for s in samples],
+        "sample_id": [s.sample_id for s in samples],
+        "seed": [s.seed for s in samples],
         "stop_reason": [_stop_reason(s, s.stop_reason) for s in samples],
         "span_counts": list(map(len, spans)),
         "span_starts": [start for each in spans for start, _ in each],
@@ -461,8 +442,7 @@ def packed(samples: Sequence[Sample]) -> Samples:
         **_turns_of(samples),
     }
     arrays = {f.name: np.asarray(given[f.name], f.metadata["dtype"]) for f in fields(Samples) if f.name in given}
-    tokens = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    routes = _with_missing([sample.routes for sample in samples], tokens)
+    routes = _with_missing([sample.routes for sample in samples], np.add(prompts, responses).tolist())
     return Samples(**arrays, routes=routes)
 
 
@@ -482,8 +462,9 @@ def _turns_of(samples: Sequence[Sample]) -> dict[str, Any]:
     of_each = [sample.turns or (Turn(0, sample.stop_reason),) for sample in samples]
     sampled = [np.ones(len(s.response_ids), bool) if s.sampled is None else s.sampled for s in samples]
     turns = [turn for each in of_each for turn in each]
-    stops = [_stop_reason(sample, turn.stop_reason) for sample, each in zip(samples, of_each, strict=True)
-        for turn in each]  # fmt: skip
+    stops = []
+    for sample, each in zip(samples, of_each, strict=True):
+        stops += [_stop_reason(sample, turn.stop_reason) for turn in each]
     return {
         "sampled": _end_to_end(sampled, bool),
         "sampled_counts": [int(np.sum(each)) for each in sampled],

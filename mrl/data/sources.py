@@ -53,7 +53,8 @@ def _ask(content: str) -> list[dict[str, str]]:
 
 def gsm8k(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """`question`, `answer` with the number behind `####`."""
-    question, solution = _text(row, "question"), _text(row, "answer")
+    question = _text(row, "question")
+    solution = _text(row, "answer")
     _, mark, number = solution.rpartition("####")
     truth = number.strip().replace(",", "")
     if not mark or not re.fullmatch(r"-?\d+(\.\d+)?", truth):
@@ -62,8 +63,9 @@ def gsm8k(row: Mapping[str, Any], file_stem: str) -> SourceRow:
 
 
 def math500(row: Mapping[str, Any], file_stem: str) -> SourceRow:
-    """`problem`, `answer`, `solution`."""
-    problem, truth = _text(row, "problem"), _text(row, "answer")
+    """Reads a row of MATH-500: `problem`, `answer`, `solution`."""
+    problem = _text(row, "problem")
+    truth = _text(row, "answer")
     return SourceRow(
         "HuggingFaceH4/MATH-500", _ask(f"{problem} {BOX_ASK}"), "math", "rule", truth, str(row.get("solution") or "")
     )
@@ -73,11 +75,14 @@ def aime(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """`problem` (or `question`) and `answer`, an integer from 0 to 999; or rows that are in verl's schema already."""
     if "reward_model" in row:
         return ready_made(row, file_stem)
-    problem, truth = _text(row, "problem", "question"), _text(row, "answer")
+    problem = _text(row, "problem", "question")
+    truth = _text(row, "answer")
     if not re.fullmatch(r"\d{1,3}", truth):
         raise BadSourceRow(f"the answer {truth[:40]!r} is no integer from 0 to 999")
     year = re.search(r"20\d\d", file_stem)
-    source = f"aime{year[0]}" if year else "aime"
+    source = "aime"
+    if year:
+        source = f"aime{year[0]}"
     return SourceRow(source, _ask(DAPO_ASK.format(problem=problem)), "math", "rule", str(int(truth)))
 
 
@@ -87,14 +92,18 @@ def dapo_math(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """
     if "reward_model" in row:
         return ready_made(row, file_stem)
-    problem, truth = _text(row, "prompt", "problem"), _text(row, "solution", "answer")
+    problem = _text(row, "prompt", "problem")
+    truth = _text(row, "solution", "answer")
     return SourceRow("math_dapo", _ask(DAPO_ASK.format(problem=problem)), "math", "rule", truth)
 
 
 def ready_made(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """A row of verl's schema, as it is."""
-    reward, prompt = row.get("reward_model"), row.get("prompt")
-    truth = reward.get("ground_truth") if isinstance(reward, Mapping) else None
+    reward = row.get("reward_model")
+    prompt = row.get("prompt")
+    truth = None
+    if isinstance(reward, Mapping):
+        truth = reward.get("ground_truth")
     if not isinstance(truth, str | int | float) or truth != truth:
         raise BadSourceRow("reward_model.ground_truth is no text")
     well_formed = (
@@ -105,13 +114,15 @@ def ready_made(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     if not well_formed:
         raise BadSourceRow("prompt is no list of {role, content}")
     messages = [{"role": str(m.get("role", "user")), "content": m["content"]} for m in prompt]
-    style, ability = str(reward.get("style") or "rule"), str(row.get("ability") or "math")
+    style = str(reward.get("style") or "rule")
+    ability = str(row.get("ability") or "math")
     return SourceRow(_text(row, "data_source"), messages, ability, style, str(truth))
 
 
 def dianjin(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """DianJin-R1's multiple choice: `instruction`, and `output` whose `<answer>` boxes the letters."""
-    question, output = _text(row, "instruction"), _text(row, "output")
+    question = _text(row, "instruction")
+    output = _text(row, "output")
     tagged = TAGGED_ANSWER.findall(output)
     chosen = set(re.findall("[A-J]", " ".join(BOXED_LETTERS.findall(tagged[-1] if tagged else output))))
     if not chosen:

@@ -33,12 +33,16 @@ class Acting:
     @property
     def ready(self) -> "Future[CallAnswer] | None":
         """Whether the environment has begun, to come; None: there is none."""
-        return None if self._session is None else self._session.ready
+        if self._session is None:
+            return None
+        return self._session.ready
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """That the environment declares."""
-        return {} if self._session is None else self._session.parts
+        """The parts of rewards that the environment declares."""
+        if self._session is None:
+            return {}
+        return self._session.parts
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallAnswer]":
         """The answer to come. It raises EnvironmentFault where no process starts."""

@@ -38,7 +38,9 @@ class GuessTheNumber(Environment):
         parts = {"guesses": float(self._guesses), "won": float(number == self._hidden)}
         if number == self._hidden:
             return Reply("That is the number.", 1.0, parts, end=True)
-        way = "higher" if number < self._hidden else "lower"
+        way = "lower"
+        if number < self._hidden:
+            way = "higher"
         return Reply(f"The hidden number is {way} than {number}.", 0.0, parts)
 
 

@@ -9,10 +9,16 @@ from mrl.environments.tool import Tool
 _LONGEST = 500  # characters of an expression
 _LARGEST_BITS = 4096  # of a whole number on the way
 _OPERATORS: dict[type, Callable] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
-    ast.USub: operator.neg, ast.UAdd: operator.pos,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
 
 
 def calculator(expression: str) -> str:
@@ -28,7 +34,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    """Nothing is evaluated but numbers and operators."""
+    """Computes an expression of numbers and operators, and nothing else."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number

@@ -96,7 +96,10 @@ class Session:
     ):  # fmt: skip
         """`begin`: environment, row and seed; `described`: by the worker; `made`: see EnvironmentPool.session."""
         self.parts: Mapping[str, float] = described["parts"]  # that the environment declares
-        self._pool, self._slot, self._number, self._begin = pool, slot, number, list(begin)
+        self._pool = pool
+        self._slot = slot
+        self._number = number
+        self._begin = list(begin)
         self._attempts = ATTEMPTS if described["repeatable"] else 1
         self._process: WorkerProcess | None = None  # that has it
         self._made = list(made)
@@ -108,7 +111,7 @@ class Session:
         return self._pool.submit(lambda slot: self._step(slot, [name, arguments]), self._slot)
 
     def close(self) -> None:
-        """Nobody acts on it any more. What is under way is not waited for."""
+        """Closes the session without waiting for what is under way; nobody acts on it any more."""
         self._pool.submit(self._close, self._slot)
 
     def _reset(self, slot: _Slot) -> CallAnswer:
@@ -130,7 +133,7 @@ class Session:
         return reply
 
     def _attempted(self, slot: _Slot, what: str, act: Callable[[WorkerProcess], list[Any]]) -> CallAnswer:
-        """In a process that has the session; a failure is repeated where the environment allows it."""
+        """Acts in a process that has the session; repeats a failure where the environment allows it."""
         began = time.monotonic()
         for left in reversed(range(self._attempts)):
             try:
@@ -189,13 +192,19 @@ class EnvironmentPool:
     """
 
     def __init__(
-        self, spec: ToolsSpec, num_workers: int, timeout_s: float, log_path: Path | None = None,
+        self,
+        spec: ToolsSpec,
+        num_workers: int,
+        timeout_s: float,
+        log_path: Path | None = None,
         start_timeout_s: float = 60.0,
-    ):  # fmt: skip
+    ):
         """Returns when a first process is ready. Raises ConfigError where something cannot be loaded, EnvironmentFault
         where no process starts.
         """
-        self.spec, self.timeout_s, self.start_timeout_s = spec, timeout_s, start_timeout_s
+        self.spec = spec
+        self.timeout_s = timeout_s
+        self.start_timeout_s = start_timeout_s
         self._log = log_path.open("ab") if log_path else None
         self._changed = threading.Condition()
         self._shared: deque[tuple[Callable, Future]] = deque()
@@ -310,7 +319,9 @@ class EnvironmentPool:
                 self._changed.wait()
             if self._closed:
                 return None
-            return slot.queue.popleft() if slot.queue else shared.popleft()
+            if slot.queue:
+                return slot.queue.popleft()
+            return shared.popleft()
 
     def _call(self, slot: _Slot, name: str, arguments: Mapping[str, Any]) -> CallAnswer:
         began = time.monotonic()
@@ -321,7 +332,9 @@ class EnvironmentPool:
             reason, text, *rest = self.ask(process, "step", None, name, arguments)
         except WorkerFailure as failure:
             self.end_process(slot)
-            reason, text, rest = failure.reason, failure.detail, []
+            reason = failure.reason
+            text = failure.detail
+            rest = []
         text = text if reason in (OK, REFUSED) else f"Error: {name}: {text}"
         return CallAnswer(reason, text, *rest, seconds=time.monotonic() - began)
 
@@ -378,7 +391,7 @@ class EnvironmentPool:
         return process in self._ended_for_one
 
     def log(self, line: str) -> None:
-        """Where tools print too."""
+        """Writes a line where tools print too."""
         with self._changed:
             if self._log is not None:
                 self._log.write(f"{line}\n".encode("utf-8", "replace"))
@@ -388,7 +401,8 @@ class EnvironmentPool:
         """Kills all processes, what they are at included. Safe to call twice."""
         with self._changed:
             self._closed = True
-            left = [taken for queue in (self._shared, *(slot.queue for slot in self._slots)) for taken in queue]
+            queues = [self._shared, *(slot.queue for slot in self._slots)]
+            left = [taken for queue in queues for taken in queue]
             for slot in self._slots:
                 if slot.process is not None:
                     slot.process.kill()  # whoever waits for it gets an answer, and its thread ends it

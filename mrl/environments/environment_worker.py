@@ -37,7 +37,7 @@ def _loaded(spec: ToolsSpec) -> tuple[dict[str, Any], Callable[..., CallAnswer]]
 
 
 class Sessions:
-    """Of one process: the tools, and the environments that responses are at."""
+    """The tools of one process, and the environments that its responses are at."""
 
     def __init__(self, tools: Mapping[str, Tool], kinds: Mapping[str, type[Environment]]):
         """Raises ConfigError for an environment that says too little of itself."""
@@ -60,8 +60,9 @@ class Sessions:
         return {"schemas": _schemas(self._callable[None]), "environments": environments}
 
     def answer(self, verb: str, session: int | None, *arguments: Any) -> CallAnswer:
-        """In whatever way the request ends. A session that failed is closed: the pool begins it anew, or never asks for
-        it again.
+        """Answers a request in whatever way it ends.
+
+        A session that failed is closed: the pool begins it anew, or never asks for it again.
         """
         answer = self._answered(verb, session, *arguments)
         if session is not None and answer[0] not in (OK, REFUSED):
@@ -114,7 +115,7 @@ class Sessions:
 
 
 def no_such_tool(name: str, names: Mapping[str, Any]) -> str:
-    """What the model reads."""
+    """What the model reads when it calls a tool that there is not."""
     return f"Error: there is no tool {name!r}; there are: {', '.join(names)}"
 
 

@@ -45,7 +45,9 @@ def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:
 
     Raises ConfigError for a name that is nowhere, and for what is no environment.
     """
-    module = _module(spec) if spec.environments else None
+    module = None
+    if spec.environments:
+        module = _module(spec)
     found = {}
     for name in spec.environments:
         if name in BUILTIN_ENVIRONMENTS and not hasattr(module, name):

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-ENVIRONMENT, SELECTION = "environment", "tool_selection"  # keys of extra_info
+# keys of extra_info
+ENVIRONMENT = "environment"
+SELECTION = "tool_selection"
 
 Schemas = tuple[Mapping[str, Any], ...]
 
@@ -28,14 +30,16 @@ class Offer:
 
     @property
     def all_schemas(self) -> Schemas:
-        """Of everything."""
+        """Schemas of all tools and of all environments' actions."""
         return self.tools + tuple(each for actions in self.environments.values() for each in actions)
 
     def schemas(self, extra_info: Mapping[str, Any]) -> Schemas:
-        """Of what a row's responses may call: the tools, then the environment's actions. Raises UnknownChoice."""
+        """Schemas of what a row's responses may call: tools, then the environment's actions. Raises UnknownChoice."""
         selected = self._selected(extra_info.get(SELECTION))
         environment = self.environment(extra_info)
-        actions = () if environment is None else self.environments[environment]
+        actions = ()
+        if environment is not None:
+            actions = self.environments[environment]
         both = sorted({name_of(each) for each in actions} & set(selected))
         if both:
             raise UnknownChoice(
@@ -84,5 +88,5 @@ class Offer:
 
 
 def name_of(schema: Mapping[str, Any]) -> str:
-    """Of a tool or an action."""
+    """The name of a tool or an action."""
     return schema["function"]["name"]

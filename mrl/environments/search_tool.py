@@ -30,7 +30,9 @@ def write_index(path: Path, passages: Iterable[tuple[str, str]]) -> int:
 
 
 def search_tool(path: str) -> Tool:
-    """The tool over the index at `path`, which is opened to be read alone. Raises ConfigError where it is none."""
+    """The tool over the index at `path`, which is opened to be read alone. Raises ConfigError for a file that is no
+    index.
+    """
     where = f"{INDEX_KEY}: {path}"
     if not Path(path).is_file():
         raise ConfigError(f"{where}: no such file; scripts/make_search_index.py writes one")

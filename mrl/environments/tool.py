@@ -76,7 +76,8 @@ class Tool:
         if not said:
             raise ConfigError(f"tool {name!r} has no docstring: it is what the model is told of it")
         described = _described(said)
-        properties, required = {}, []
+        properties = {}
+        required = []
         hints = _hints(function, name)
         for parameter in inspect.signature(function).parameters.values():
             properties[parameter.name] = _schema_of(parameter, hints, name) | described.get(parameter.name, {})
@@ -105,7 +106,7 @@ class Tool:
 
 
 def _described(said: str) -> dict[str, dict[str, str]]:
-    """Of parameters, from the lines under `Args:`."""
+    """Reads the descriptions of parameters from the lines under `Args:`."""
     _, _, below = said.partition("\nArgs:\n")
     lines = below.split("\n\n")[0]
     return {name: {"description": text.strip()} for name, text in re.findall(r"^ +(\w+)[^:\n]*: (.+)$", lines, re.M)}
@@ -165,4 +166,6 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _in_words(schema: Mapping[str, Any]) -> str:
-    return " or ".join(map(repr, schema["enum"])) if "enum" in schema else schema["type"]
+    if "enum" in schema:
+        return " or ".join(map(repr, schema["enum"]))
+    return schema["type"]

@@ -26,7 +26,7 @@ def stand_in() -> None:
 
 
 def function_tool(named: str | Callable[..., Any] | None = None, *, name: str | None = None, schema: Any = None) -> Any:
-    """As verl's, with or without a name. A function with a schema of its own is not noted."""
+    """Stands in for verl's decorator, with or without a name. A function with a schema of its own is not noted."""
     if callable(named):
         FUNCTIONS[named.__name__] = named
         return named

@@ -51,7 +51,7 @@ class Generates(Protocol):
 
 @dataclass
 class _Record:
-    """What the calls of a response came to: a list a turn."""
+    """The outcomes of a response's calls: a list a turn."""
 
     calls: list[list[TurnCall]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -95,7 +95,10 @@ def _calls_of(row: Samples) -> list[TurnCall]:
 
 
 class Conversations:
-    """Of one engine. Raises ConfigError where the tokenizer's family, tools or environments are not known."""
+    """The conversations of one engine.
+
+    Raises ConfigError where the tokenizer's family, tools or environments are not known.
+    """
 
     def __init__(
         self, spec: TurnsSpec, tokenizer: Any, log_path: Path | None = None,
@@ -245,7 +248,9 @@ class Conversations:
         record.add(calls, answers, acting.functions)
         if any(answer.failed for answer in answers.values()):
             return talk.failed()
-        return talk.closed() if any(answer.end for answer in answers.values()) else talk
+        if any(answer.end for answer in answers.values()):
+            return talk.closed()
+        return talk
 
     async def _answered(
         self, talk: Conversation, calls: Sequence[ToolCall], acting: Acting
@@ -274,7 +279,7 @@ class Conversations:
         return talk, answers
 
     def _told(self, talk: Conversation, made: Samples, turn: np.ndarray) -> tuple[Conversation, Samples]:
-        """With the answers behind the response, where they leave room for more."""
+        """Appends the answers to the response, where they leave room for more."""
         context = np.array(self._dialect.context(turn.tolist(), talk.answers), np.int32)
         after = talk.told(len(context))
         if after.stop is Stop.CONTEXT:
@@ -296,7 +301,10 @@ def _parameters(acting: Acting) -> dict[str, Any]:
 
 
 async def _with_environment(talk: Conversation, acting: Acting) -> Conversation:
-    """With the reason `environment` where it never began, though the model may not have acted on it."""
+    """The conversation, ended with the reason `environment` where the environment never began.
+
+    The model may not have acted on it then.
+    """
     if acting.ready is None:
         return talk
     begun = await asyncio.wrap_future(acting.ready)
@@ -307,7 +315,9 @@ async def _added(engine: Generates, request: Request, made: Samples | None, samp
     """The response with what one more request adds to it."""
     rows = [batch async for batch in engine.generate([going_on(request, made)], sampling)]
     (more,) = rows
-    return more if made is None else joined(made, more)
+    if made is None:
+        return more
+    return joined(made, more)
 
 
 def _last_turn(made: Samples) -> np.ndarray:

@@ -29,7 +29,9 @@ class EngineProgress:
         self, ask: Callable[[str], ray.ObjectRef], limit_s: float, clock: Callable[[], float] = time.monotonic
     ):
         """`ask`: an engine for its EngineReading, an answer to come."""
-        self._ask, self._clock, self._watch = ask, clock, ProgressWatch(limit_s)
+        self._ask = ask
+        self._clock = clock
+        self._watch = ProgressWatch(limit_s)
         self._every = min(ASK_S, limit_s / 4)
         self._asked: dict[str, float] = {}
         self._to_come: dict[str, ray.ObjectRef] = {}
@@ -39,7 +41,7 @@ class EngineProgress:
         self._is_paused = False
 
     def begin(self, engine: str) -> None:
-        """It gets requests and had none: its time begins now."""
+        """Begins an engine's time: it gets requests and had none."""
         if engine in self._asked:
             self._forget(engine)
 
@@ -47,7 +49,8 @@ class EngineProgress:
         """`holding`: engines that have requests. Raises LostProcess naming those that made no token for too long."""
         if self._is_paused:
             return
-        now, holding = self._clock(), set(holding)
+        now = self._clock()
+        holding = set(holding)
         for engine in self._asked.keys() - holding:
             self._forget(engine)
         for engine in holding - self._asked.keys():
@@ -62,17 +65,21 @@ class EngineProgress:
             raise concerning(silent, *late)
 
     def observed(self, under_way: int) -> Observation | None:
-        """What engines' meters said since this last told something, at most once in the time in which each of them is
-        asked: a cache that is full counts once. None where nothing is to be told. `under_way`: responses.
+        """What engines' meters said since this was last told; None where nothing is to be told.
+
+        It is told at most once in the time in which each of them is asked: a cache that is full counts once.
+        `under_way`: responses.
         """
-        now, readings = self._clock(), self._readings
+        now = self._clock()
+        readings = self._readings
         if self._is_paused or not readings or now - self._observed_at < self._every:
             return None
         preempted = {name: each.preemptions for name, each in readings.items()}
         more = sum(count - self._preemptions.get(name, 0) for name, count in preempted.items())
         fullest = max(each.cache_share for each in readings.values())
         self._preemptions |= preempted
-        self._readings, self._observed_at = {}, now
+        self._readings = {}
+        self._observed_at = now
         return Observation(fullest, more, under_way)
 
     def pause(self) -> None:
@@ -80,7 +87,7 @@ class EngineProgress:
         self._is_paused = True
 
     def resume(self) -> None:
-        """Their time begins anew."""
+        """Begins the engines' time anew."""
         self._is_paused = False
         self._watch.excuse(self._clock())
 

@@ -20,9 +20,13 @@ ROWS_AT_ONCE = 64  # that are held in memory
 
 
 def write_generations(
-    path: Path, tokenizer: Any, prompts: Sequence[Prompt], stored: ResponseStore, results: Sequence[RewardResult],
+    path: Path,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    stored: ResponseStore,
+    results: Sequence[RewardResult],
     shown: Sequence[int],
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """A line a response; the file appears whole or not at all. Returns the rows `shown`, by number, in that order.
 
     `prompts` are by group, `results` by row.

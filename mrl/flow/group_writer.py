@@ -36,13 +36,15 @@ class GroupParts:
     results: Mapping[int, RewardResult]  # by index; of those that are judged
 
     def bytes(self, route_bytes: int) -> int:
-        """Of the columns of its responses, at most. `route_bytes`: of a token's routes."""
+        """Upper bound of the bytes of its responses' columns. `route_bytes`: of a token's routes."""
         rows = [part.rows for part in self.responses.values()]
         return sum(column_bytes(int(r.prompt_lengths[0]), int(r.response_lengths[0]), route_bytes) for r in rows)
 
     @property
     def joined(self) -> ResponseStore | None:
-        """Its responses under its number and their index in it: ids of requests are an accident of their order."""
+        """Joins the group's responses, under its number and their index in it: ids of requests are an accident of
+        order.
+        """
         if not self.responses:
             return None
         indices = sorted(self.responses)
@@ -52,7 +54,8 @@ class GroupParts:
 
 def record_of(parts: GroupParts) -> GroupRecord:
     """All of it in this process, routes and long texts of rewards too."""
-    joined, results = parts.joined, dict(parts.results)
+    joined = parts.joined
+    results = dict(parts.results)
     whole = dict(zip(results, with_texts(list(results.values())), strict=True))
     return GroupRecord(parts.number, parts.attempt, joined and joined.read(with_routes=True), whole)
 
@@ -73,7 +76,7 @@ class _Queue:
 
     @property
     def waiting(self) -> int:
-        """Bytes."""
+        """Bytes that wait to be written."""
         return sum(self.under_way.values())
 
     def look(self) -> None:

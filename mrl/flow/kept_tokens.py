@@ -26,7 +26,9 @@ async def fetched(kept: Mapping[int, tuple[ResponseBlock, int]]) -> dict[int, Sa
 
 async def _whole(block: ResponseBlock) -> Samples:
     samples = await block.samples
-    return samples if block.routes is None else replace(samples, routes=await block.routes)
+    if block.routes is None:
+        return samples
+    return replace(samples, routes=await block.routes)
 
 
 def going_on(request: Request, kept: Samples | None) -> Request:

@@ -36,7 +36,7 @@ class FinishedRows(NamedTuple):
 
 
 class Outbox:
-    """Of one client, who asks for what finished again and again; one of its questions waits at a time."""
+    """What finished for one client, which asks again and again; one of its questions waits at a time."""
 
     def __init__(self):
         self._calls: dict[int, float] = {}  # under way, and when each was begun, of time.monotonic
@@ -53,12 +53,12 @@ class Outbox:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way, to be told or to be taken, and nobody asks."""
+        """Whether nothing is under way, to be told or to be taken, and nobody asks."""
         return not (self._calls or self._ended or self._blocks or self._error or self._is_asked)
 
     @contextmanager
     def call(self, number: int) -> Iterator[None]:
-        """A call is under way; an error that ends it is told."""
+        """Counts a call as under way, and tells of an error that ends it."""
         self._calls[number] = time.monotonic()
         try:
             yield
@@ -91,7 +91,9 @@ class Outbox:
         try:
             while not self._is_due(awaited):
                 self._changed.clear()
-                left_s = max(0.0, self._until - time.monotonic()) if self._held else None
+                left_s = None
+                if self._held:
+                    left_s = max(0.0, self._until - time.monotonic())
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), left_s)
         finally:
@@ -109,14 +111,19 @@ class Outbox:
     def _tell(self) -> FinishedRows:
         # as long as a call has not ended for the client it asks again, and so hears the error
         ended = set() if self._error else self._ended
-        blocks, numbers = in_blocks(self._held), [batch.numbers for batch in self._held]
-        rows = SampleRows.joined(numbers).to_bytes() if numbers else b""
+        blocks = in_blocks(self._held)
+        numbers = [batch.numbers for batch in self._held]
+        rows = b""
+        if numbers:
+            rows = SampleRows.joined(numbers).to_bytes()
         self._tickets += 1
         sizes = tuple(map(len, blocks))
         told = FinishedRows(rows, sizes, self._routed, self._tickets, tuple(sorted(ended)), self._waits_s)
         if blocks:
             self._blocks[self._tickets] = blocks
-        self._held, self._ended, self._routed = [], self._ended - ended, False
+        self._held = []
+        self._ended = self._ended - ended
+        self._routed = False
         return told
 
     def taken(self, ticket: int) -> list[Samples]:
@@ -125,12 +132,12 @@ class Outbox:
 
 
 class Outboxes:
-    """Of all clients, by their numbers. One that is idle is forgotten."""
+    """The outboxes of all clients, by their numbers. An idle one is forgotten."""
 
     def __init__(self):
         self._boxes: dict[int, Outbox] = {}
 
     def of(self, client: int) -> Outbox:
-        """A client's, new where there is none."""
+        """The outbox of a client, a new one where it has none."""
         self._boxes = {number: box for number, box in self._boxes.items() if number == client or not box.is_idle}
         return self._boxes.setdefault(client, Outbox())

@@ -103,7 +103,9 @@ class RankBatch:
         if not computes[VERBS[verb]]:
             return None
         answer = getattr(self, verb)(*arguments)
-        return answer if self._actor.holds_result or verb == "update" else None
+        if self._actor.holds_result or verb == "update":
+            return answer
+        return None
 
     def log_probs(self) -> Scored | None:
         """Computes the old policy's log-probs, which stay here."""
@@ -116,7 +118,7 @@ class RankBatch:
             self.batch = replace(self.batch, ref_log_probs=self._of_all_rows(result))
 
     def old_log_probs_of(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Of the given rows of this replica, each row's tokens; 0 of context."""
+        """The old log-probs of each given row of this replica, one a token; 0 for context."""
         return [self.batch.old_log_probs[self.batch.places_of(np.array([row]))] for row in rows]
 
     def differences(self, rows: np.ndarray) -> np.ndarray:
@@ -133,12 +135,14 @@ class RankBatch:
 
         `counted`, bool [rows]: the others are taken out whole, and are in no group's mean either; None: all.
 
-        What is rejected is out of the loss alone: its score stays in its group's mean and standard deviation, as in
+        What is rejected is out of the loss alone. Its score stays in its group's mean and standard deviation, as in
         DAPO, whose filter masks the loss. Returns `trained` tokens, `penalties` where KL is in the reward, what
         `correction_metrics` takes where there is a correction, and what `_take_anchor` does. On policy no log-probs are
         known yet, and only the filter has something to do.
         """
-        algorithm, batch, lengths = self._algorithm, self.batch, self._lengths
+        algorithm = self._algorithm
+        batch = self.batch
+        lengths = self._lengths
         of_rows: RowValues = {}
         if algorithm.use_kl_in_reward:
             control = algorithm.kl_ctrl.kl_coef
@@ -153,7 +157,8 @@ class RankBatch:
         if correction.level is not None:
             parameters = CorrectionParameters(correction.level, correction.mode, correction.low, correction.high)
             result = correct(parameters, batch.old_log_probs, batch.rollout_log_probs, mask, lengths)
-            mask, weights = result.keep, result.weights
+            mask = result.keep
+            weights = result.weights
             of_rows |= result.of_rows
         self.batch = replace(batch, keep=mask, loss_weights=weights)
         return self._of_own(of_rows | {"trained": row_sums(mask, lengths)} | self._take_anchor())
@@ -180,8 +185,9 @@ class RankBatch:
         return self._of_own(moments(values.astype(np.float64), self.batch.loss_mask, self._lengths))
 
     def find(self, means: list[Means]) -> list[np.ndarray]:
-        """Of each mini-batch, this replica's rows and means of all,
-        the largest numbers of tokens that may be selected.
+        """Finds the tokens of this replica's rows that the loss may select, mini-batch by mini-batch.
+
+        Returns the largest numbers of tokens that may be selected. `means`: over all replicas.
         """
         parameters = self._actor.loss_parameters
         self._candidates = []
@@ -203,9 +209,10 @@ class RankBatch:
         self.batch = replace(self.batch, selected=selected)
 
     def update(self, counts: list[Denominators]) -> tuple[list[FloatParts], Scored | None]:
-        """See MegatronActor.update_replica; on policy also what `log_probs` answers, of the weights before the update.
+        """Updates the weights with the step's rows, every rank at once, and returns its sums of metrics.
 
-        Every rank answers. The rows are gone afterwards: memory is free while the next ones are generated.
+        On policy it also returns log-probs of the weights before the update. The rows are gone afterwards: memory is
+        free while the next ones are generated.
         """
         result = self._actor.update_replica(self.batch, self._cut.mini_batches, counts)
         scored = self._scored(result.old)
@@ -224,7 +231,8 @@ class RankBatch:
         log_probs = self._of_all_rows(result)
         self.batch = replace(self.batch, old_log_probs=log_probs)
         # of dozens of float64 a token
-        lengths, sampled = self._lengths, self.batch.is_sampled
+        lengths = self._lengths
+        sampled = self.batch.is_sampled
         both = self.batch.rollout_log_probs[sampled], log_probs[sampled]
         mismatch = in_chunks(mismatch_of_rows, both, row_sums(sampled, lengths))
         return self._of_own(mismatch), result.entropy

@@ -80,10 +80,13 @@ class RequestStreams:
 
         `limit_s`: that an engine may make no token.
         """
-        self._fleet, self._all_there, self._nodes = fleet, all_there, nodes
+        self._fleet = fleet
+        self._all_there = all_there
+        self._nodes = nodes
         self._serving = fleet.serving()
         self.progress = EngineProgress(lambda engine: self._worker(engine).reading.remote(), limit_s)
-        self._client, self._numbers = next(_CLIENTS), itertools.count()
+        self._client = next(_CLIENTS)
+        self._numbers = itertools.count()
         self._calls: dict[str, dict[int, ray.ObjectRef]] = {}  # under way, by engine and number
         self._asked: dict[ray.ObjectRef, str] = {}  # engines that will tell what finished
         # blocks that are being made, by what says that they are there
@@ -103,7 +106,8 @@ class RequestStreams:
         """Takes note of engines that were lost, of which nothing is awaited any more, and of those that are back."""
         for ref in self._there(list(self._of_lost)):
             self._count_late(ref, *self._of_lost.pop(ref))
-        before, self._serving = self._serving, self._fleet.serving()
+        before = self._serving
+        self._serving = self._fleet.serving()
         epochs = {name: serving.epoch for name, serving in self._serving.items()}
         gone = [name for name, serving in before.items() if epochs.get(name) != serving.epoch]
         for name in gone:
@@ -118,7 +122,9 @@ class RequestStreams:
         self._coming = {ref: arrived for ref, arrived in self._coming.items() if arrived.engine != engine}
 
     def _there(self, refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
-        return ray.wait(refs, num_returns=len(refs), timeout=0.0, fetch_local=False)[0] if refs else []
+        if refs:
+            return ray.wait(refs, num_returns=len(refs), timeout=0.0, fetch_local=False)[0]
+        return []
 
     def _count_late(self, ref: ray.ObjectRef, engine: str, epoch: int) -> None:
         with suppress(MrlError, ray.exceptions.RayError):
@@ -144,7 +150,8 @@ class RequestStreams:
         if engine not in self.waiting_for:
             self.progress.begin(engine)
         before = {number: (row.blocks[0], int(row.place[0])) for number, row in (kept or {}).items()}
-        calls, number = self._calls.setdefault(engine, {}), next(self._numbers)
+        calls = self._calls.setdefault(engine, {})
+        number = next(self._numbers)
         generate = self._worker(engine).generate
         calls[number] = generate.remote(self._client, number, list(requests), sampling, before)
         if len(calls) == 1:
@@ -209,7 +216,8 @@ class RequestStreams:
         """
         if not self._coming:
             return []
-        every, limit_s = list(self._coming), min(timeout_s, REST_S)
+        every = list(self._coming)
+        limit_s = min(timeout_s, REST_S)
         for ref in (ready := ray.wait(every, num_returns=len(every), timeout=limit_s, fetch_local=False)[0]):
             self._answer(ref, self._coming[ref].engine)
         return [self._coming.pop(ref) for ref in ready]

@@ -30,8 +30,9 @@ SMALL_OBJECTS = {"RAY_max_direct_call_object_size": "1024"}  # bytes; what is la
 
 
 def in_blocks(batches: Sequence[Samples]) -> list[Samples]:
-    """What becomes an object each, its routes another one, rows in their order: all batches where they are small
-    together, each where it is, its responses one by one where it is not.
+    """Cuts batches into blocks, each of which becomes an object, with its routes as another one; rows stay in order.
+
+    Batches that are small together are one block. Else each is one, and each response of a large batch.
     """
     if len(batches) > 1 and sum(batch.nbytes for batch in batches) <= BLOCK_BYTES:
         batches = [Samples.joined(batches)]
@@ -39,7 +40,9 @@ def in_blocks(batches: Sequence[Samples]) -> list[Samples]:
 
 
 def _alone_where_long(samples: Samples) -> list[Samples]:
-    return [samples] if samples.nbytes <= BLOCK_BYTES else [samples.rows(slice(i, i + 1)) for i in range(len(samples))]
+    if samples.nbytes <= BLOCK_BYTES:
+        return [samples]
+    return [samples.rows(slice(i, i + 1)) for i in range(len(samples))]
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,9 @@ class ResponseStore:
     @classmethod
     def put_here(cls, samples: Samples) -> "ResponseStore":
         """All of them as one block, in the object store of this node."""
-        routes = None if samples.routes is None else ray.put(samples.routes)
+        routes = None
+        if samples.routes is not None:
+            routes = ray.put(samples.routes)
         block = ResponseBlock(ray.put(replace(samples, routes=None)), routes, ray.get_runtime_context().get_node_id())
         return cls.of(samples.numbers, block)
 
@@ -117,7 +122,7 @@ class ResponseStore:
         )
 
     def renumbered(self, group_id: np.ndarray, sample_id: np.ndarray) -> "ResponseStore":
-        """The same under other ids. Those in the blocks stay as they were."""
+        """The responses under other ids. Those in the blocks stay as they were."""
         return replace(self, rows=replace(self.rows, group_id=group_id, sample_id=sample_id))
 
     def read(self, with_routes: bool = False) -> Samples:
@@ -135,7 +140,8 @@ class ResponseStore:
     def assembled(self, blocks: Sequence[Samples]) -> Samples:
         """The responses, of `blocks` as they were fetched."""
         lengths = [len(block) for block in blocks]
-        index, whole = (np.cumsum(lengths) - lengths)[self.block] + self.place, Samples.joined(blocks)
+        index = (np.cumsum(lengths) - lengths)[self.block] + self.place
+        whole = Samples.joined(blocks)
         if not np.array_equal(index, np.arange(len(whole))):  # of long responses they are
             whole = whole.rows(index)
         return replace(whole, group_id=self.rows.group_id, sample_id=self.rows.sample_id)

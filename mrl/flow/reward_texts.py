@@ -31,7 +31,8 @@ class KeptTexts:
 
 def split(results: Sequence[RewardResult]) -> tuple[list[RewardResult], list[Texts]]:
     """The results without long texts, and these; `texts` of a result is the place of its own."""
-    light, kept = [], []
+    light = []
+    kept = []
     for result in results:
         texts = {name: part for name, part in result.parts.items() if isinstance(part, str) and name != PRED}
         if sum(map(len, texts.values())) > SHORT:

@@ -71,23 +71,27 @@ def read_routes(
     `blocks`: those of `stored`, as they were fetched. None where no engine told of any. Raises Interrupted when the
     node is gone that held some.
     """
-    tokens, lengths = np.flatnonzero(needed), [block.lengths for block in blocks]
+    tokens = np.flatnonzero(needed)
+    lengths = [block.lengths for block in blocks]
     of_rows, within = _within_blocks(stored, lengths)
     by_block = tokens_by_block(tokens, np.repeat(stored.block, of_rows)[tokens], len(stored.blocks))
-    parts, order = [], []
+    parts = []
+    order = []
     for node, numbers in _by_node(stored).items():
         own = [by_block[number] for number in numbers]
         routes = [stored.blocks[number].routes for number in numbers]
         parts.append(_asked(stored, readers.get(node), layers, [within[each] for each in own], routes))
         order.append(np.concatenate(own))
     fetched = [stored.fetched([part])[0] if pending else part for part, pending in parts]
-    return None if all(part is None for part in fetched) else _together(len(needed), order, fetched)
+    if all(part is None for part in fetched):
+        return None
+    return _together(len(needed), order, fetched)
 
 
 def tokens_by_block(tokens: np.ndarray, block_of_token: np.ndarray, blocks: int) -> list[np.ndarray]:
-    """Of each of so many blocks its tokens, in the order of `tokens`; `block_of_token`: int64, as long as `tokens`.
+    """Deals `tokens` to their blocks, in their order; `block_of_token`: int64, as long as `tokens`.
 
-    All of them are sorted once: a step has thousands of blocks, and millions of tokens to look through for each.
+    All of them are sorted once: a step has thousands of blocks, and each would look through millions of tokens.
     """
     order = np.argsort(block_of_token, kind="stable")
     return np.split(tokens[order], np.searchsorted(block_of_token[order], np.arange(1, blocks)))

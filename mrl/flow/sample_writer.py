@@ -23,7 +23,8 @@ class _Writer:
     """The process. It holds few responses at a time."""
 
     def __init__(self, folder: Path, max_bytes: float):
-        self._folder, self._max_bytes = folder, max_bytes
+        self._folder = folder
+        self._max_bytes = max_bytes
 
     def write(self, step: int, samples: ResponseStore, results: Sequence[RewardResult]) -> None:
         turns = samples.rows.turn_counts is not None
@@ -56,7 +57,10 @@ class SampleWriter:
     """
 
     def __init__(self, folder: Path, timeout_s: float, record: RecordConfig):
-        self._timeout_s, self._kept, self._under_way, self.failed = timeout_s, record.samples, {}, 0
+        self._timeout_s = timeout_s
+        self._kept = record.samples
+        self._under_way = {}
+        self.failed = 0
         max_bytes = float("inf") if record.samples_max_gib is None else record.samples_max_gib * GIB
         kind = ray.remote(_Writer).options(**on_node())
         self._writer = None if record.samples == "none" else kind.remote(folder, max_bytes)
@@ -70,8 +74,9 @@ class SampleWriter:
             self._under_way = {f"samples of step {step}": self._writer.write.remote(step, *chosen)}
 
     def write_differences(self, step: int, trained: StepBatch) -> None:
-        """Begins with the file of the log-probs under the trainer, which go from the ranks to the writer; of the rows
-        that the step's other file has.
+        """Begins to write log-probs under the trainer for the rows that the step's other file has.
+
+        They go from the ranks to the writer.
         """
         if self._writer is not None:
             rows, parts = trained.differences(kept_rows(len(trained.rows), self._kept))
@@ -80,7 +85,8 @@ class SampleWriter:
 
     def finish(self) -> None:
         """Waits for the files under way. Raises Interrupted when they take too long or responses are lost."""
-        under_way, self._under_way = self._under_way, {}
+        under_way = self._under_way
+        self._under_way = {}
         for name, ref in under_way.items():
             try:
                 gather_all({"the writer of samples": ref}, self._timeout_s, f"writing {name}")
@@ -99,4 +105,6 @@ class SampleWriter:
 
 def kept_rows(rows: int, kept: int | str) -> np.ndarray:
     """int64, ascending: which of a step's rows `record.samples` keeps."""
-    return np.arange(rows) if kept == "all" or kept >= rows else np.arange(kept) * rows // kept
+    if kept == "all" or kept >= rows:
+        return np.arange(rows)
+    return np.arange(kept) * rows // kept

@@ -19,12 +19,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from mrl.config.schema import RewardConfig
 from mrl.data.batch import Prompt
 from mrl.data.dataset import load_tokenizer
-from mrl.data.samples import CALL_REASONS, Samples, outcomes
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, Samples, with_turns
 from mrl.flow.generations import write_generations
 from mrl.flow.response_store import SMALL_OBJECTS, ResponseStore
 from mrl.flow.reward_texts import Texts, named, split
@@ -69,7 +70,7 @@ class PoolSettings:
     folder: str
 
     def pool(self) -> RewardPool:
-        """Its workers are ready. Raises what RewardPool raises."""
+        """Starts a pool and waits until its workers are ready. Raises what RewardPool raises."""
         return RewardPool(
             self.spec,
             self.num_workers,
@@ -87,7 +88,8 @@ class Scorer:
 
     def __init__(self, load: Callable[[], Any]):
         """`load` gives the tokenizer."""
-        self._load, self._pool = load, None
+        self._load = load
+        self._pool = None
 
     def start(self, settings: PoolSettings) -> None:
         """Raises what RewardPool raises, and what makes a tokenizer unreadable with the first `exchange`."""
@@ -101,14 +103,17 @@ class Scorer:
     def exchange(
         self, asked: Sequence[Asked], wait_s: float, *blocks: Samples
     ) -> tuple[list[RewardResult], list[Texts]]:
-        """Begins with what is asked; waits for all that is under way, `wait_s` seconds at most; results that are there,
-        each once, and apart from them their long texts.
+        """Begins with what is asked, and waits `wait_s` seconds at most for all that is under way.
+
+        Returns results that are there, each once, and apart from them their long texts.
         """
         responses = [list(block.responses()) for block in blocks]
         told = [None if block.turn_counts is None else list(outcomes(block)) for block in blocks]
         left_out = []
         for block, row, question in asked:
-            outcome = {} if told[block] is None else told[block][row]
+            outcome = {}
+            if told[block] is not None:
+                outcome = told[block][row]
             if has_failed(outcome):
                 left_out.append(_left_out(question, blocks[block], row))
                 continue
@@ -124,7 +129,7 @@ class Scorer:
         results: Sequence[RewardResult],
         shown: Sequence[int],
     ) -> list[dict[str, Any]]:
-        """See mrl.flow.generations; here, since it has the tokenizer."""
+        """Writes generations to a file, here because a scorer has the tokenizer; see mrl.flow.generations."""
         return write_generations(path, self._tokenizer, prompts, stored, results, shown)
 
     def close(self) -> None:
@@ -133,8 +138,36 @@ class Scorer:
             self._pool.close()
 
 
+def outcomes(samples: Samples) -> Iterator[dict[str, Any]]:
+    """What a reward function is told of each row of several turns, in its extra_info: `num_turns` (verl's name),
+    `turns` and `outcome`.
+    """
+    samples = with_turns(samples)
+    counts = samples.counts()
+    turns = _of_rows(counts["turn"], samples.turn_calls, samples.turn_rewards)
+    parts = _of_rows(counts["part"], samples.part_names, samples.part_values)
+    for stop, (calls, rewards), (names, values) in zip(samples.stop_reason.tolist(), turns, parts, strict=True):
+        named = [name.decode() for name in names.tolist()]
+        yield {
+            "num_turns": len(calls),
+            "turns": [{"calls": n, "reward": r} for n, r in zip(calls.tolist(), rewards.tolist(), strict=True)],
+            "outcome": {
+                "stop_reason": STOP_REASONS[stop],
+                "reward": float(rewards.sum(dtype=np.float64)),
+                "parts": dict(zip(named, values.tolist(), strict=True)),
+            },
+        }
+
+
+def _of_rows(counts: np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    """Each row's part of columns that have `counts` of it."""
+    ends = np.cumsum(counts)
+    for start, end in zip((ends - counts).tolist(), ends.tolist(), strict=True):
+        yield tuple(column[start:end] for column in columns)
+
+
 def has_failed(outcome: Mapping[str, Any]) -> bool:
-    """Whether the environment failed; `outcome`: see mrl.data.samples.outcomes."""
+    """Whether the environment failed; `outcome`: see `outcomes`."""
     return bool(outcome) and outcome["outcome"]["stop_reason"] == LEFT_OUT
 
 
@@ -166,15 +199,17 @@ class Channel:
     patience_s: float = 0.0  # between two calls that send something, at least
 
     def drop_withdrawn(self, asked: Container[int]) -> None:
-        """Queued questions that nobody asks any more are dropped; `asked`: numbers of those that are."""
+        """Drops queued questions that nobody asks any more; `asked`: numbers of those that are asked."""
         self.queued = [each for each in self.queued if each[2].sample_id in asked]
 
     def send(self) -> None:
-        """All that is queued."""
+        """Sends all that is queued."""
         blocks = {id(block): block for block, _, _ in self.queued}
         number = {key: i for i, key in enumerate(blocks)}
         asked = [(number[id(block)], row, question) for block, row, question in self.queued]
-        self.awaited, self.sent_at, self.queued = self.awaited + len(asked), time.monotonic(), []
+        self.awaited = self.awaited + len(asked)
+        self.sent_at = time.monotonic()
+        self.queued = []
         self.under_way, self.texts = self._call(asked, *blocks.values())
 
     def _call(self, asked: list[Asked], *blocks: Any) -> Sequence[Any]:
@@ -184,14 +219,19 @@ class Channel:
         return unwrap(finished, self.name, PHASE)
 
     def write_generations(self, *arguments: Any) -> list[dict[str, Any]]:
-        """See ScorerGroup.write_generations."""
+        """Has the process write generations, and waits for it."""
         return gather({self.name: self.handle.write_generations.remote(*arguments)}, WRITE_S, "writing generations")[
             self.name
         ]
 
     def receive(self) -> list[RewardResult]:
-        """Of the finished call. Raises Interrupted when the process died, or a response is lost with its node."""
-        finished, texts, self.under_way, self.texts = self.under_way, self.texts, None, None
+        """The results of the finished call. Raises Interrupted when the process died, or a response is lost with its
+        node.
+        """
+        finished = self.under_way
+        texts = self.texts
+        self.under_way = None
+        self.texts = None
         results = named(self._answer(finished), texts)
         self.awaited -= len(results)
         return results
@@ -221,7 +261,7 @@ class ScorerGroup:
         self._awaited: dict[int, int] = {}  # by sample_id, the number of its question
 
     def for_another(self) -> "ScorerGroup":
-        """The same scorers for somebody else who asks."""
+        """Shares the scorers with another caller, whose questions are its own."""
         other = type(self)(self.channels, self._exchange.near)
         other._exchange = self._exchange
         return other
@@ -252,7 +292,7 @@ class ScorerGroup:
                 channel.queued.append((samples.blocks[block].samples, row, replace(question, sample_id=number)))
 
     def withdraw(self, sample_ids: Iterable[int]) -> None:
-        """Nobody waits for the results of these questions any more: none of them is given."""
+        """Gives these questions up: no result of theirs is handed out any more."""
         with self._exchange.lock:
             for sample_id in sample_ids:
                 self._results.pop(sample_id, None)
@@ -267,7 +307,10 @@ class ScorerGroup:
         """
         with self._exchange.lock:
             for channel in self.channels:
-                patience_s = channel.patience_s if channel.queued else 0.0  # what is awaited is asked for as ever
+                # what is awaited is asked for as ever
+                patience_s = 0.0
+                if channel.queued:
+                    patience_s = channel.patience_s
                 every_s = max(EVERY_S, IN_ALL_S * len(self.channels), patience_s)
                 if channel.under_way is not None and self._answered(channel):
                     self._hand_out(channel.receive())
@@ -306,7 +349,7 @@ class ScorerGroup:
         """Waits for all that was submitted; results that were not collected, by sample_id.
 
         `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once
-        more than `max_failures` of them are failures: the caller refuses them, and the scorers are then only good for
+        more than `max_failures` of them are failures. The caller refuses them, and the scorers are then only good for
         closing. Raises what `forward` raises.
         """
         self.forward(at_once=True)

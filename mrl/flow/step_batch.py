@@ -62,7 +62,8 @@ class StepBatch:
         Raises DataError for a row above the limit of a micro-batch.
         """
         layout = actor.layout
-        self._actor, self.rows = actor, samples.rows
+        self._actor = actor
+        self.rows = samples.rows
         # [rows]: mean |log p_actor - log p_rollout| over sampled tokens, once it is known
         self.log_gaps: np.ndarray | None = None
         config = actor.config
@@ -98,10 +99,10 @@ class StepBatch:
         return by_row
 
     def differences(self, rows: np.ndarray) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[Any]]:
-        """Of each rank, ids and response lengths of its replica's own ones among `rows`, and a reference to its
-        `RankBatch.differences` of them.
+        """Has each rank compute `RankBatch.differences` of its replica's rows among `rows`, after `log_probs`.
 
-        Nothing is waited for: who is given the references fetches what stands behind them. After `log_probs`.
+        Returns ids and response lengths of those rows for each rank, and a reference to each rank's answer. Nothing is
+        waited for: who is given the references fetches what stands behind them.
         """
         wanted = self._own_among(rows)
         own = [self._needed[replica][wanted[replica]] for replica in self._replica_of]
@@ -191,5 +192,5 @@ class StepBatch:
 
 
 def counts_of(parts: list[np.ndarray]) -> list[Denominators]:
-    """Of each mini-batch, from trained tokens a row."""
+    """Denominators of each mini-batch, from trained tokens a row."""
     return [Denominators.counted(trained) for trained in parts]

@@ -114,7 +114,7 @@ class MegatronActor:
         return parallel.holds_result()
 
     def _load_reference(self) -> FrozenWeights:
-        """Through the model, before the actor's own weights take its place."""
+        """Loads the reference through the model, before the actor's own weights take its place."""
         path = self.config.ref.path or self.config.model.path
         check_same_architecture("ref.path", path, self.model)
         self.bridge.load_hf(path)
@@ -143,10 +143,9 @@ class MegatronActor:
         self.residence.offload()
 
     def bring(self, *kinds: str) -> None:
-        """Of what `actor.*_offload` names, these kinds are on the device and the others have left it: a hand-over of
-        its own.
+        """Brings these kinds of what `actor.*_offload` names onto the device, and moves the others off it.
 
-        What computes would bring them by itself; so the time that it takes, and a lack of memory, are told apart from
+        What computes would bring them by itself. Done apart, the time and a lack of memory are told apart from
         computing.
         """
         self._release_scratch()
@@ -159,7 +158,7 @@ class MegatronActor:
             parallel.release_scratch()
 
     def prefetch(self, *kinds: str) -> None:
-        """These begin to come back onto the device while log-probs are computed; see Residence.prefetch."""
+        """Begins to bring these kinds onto the device while log-probs are computed; see Residence.prefetch."""
         self.residence.prefetch(*kinds)
 
     def memory(self, on_host: Iterable[torch.Tensor] = ()) -> ProcessMemory:
@@ -167,7 +166,9 @@ class MegatronActor:
 
         `on_host`: more that lies on the host for good, beside the places of what was offloaded.
         """
-        frozen = self.reference.pieces if self.reference and self.config.ref.param_offload else ()
+        frozen = ()
+        if self.reference and self.config.ref.param_offload:
+            frozen = self.reference.pieces
         return process_memory(self.platform.name, chain(on_host, self.residence.on_host, frozen))
 
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
@@ -193,7 +194,9 @@ class MegatronActor:
             batch = self._with_selection(batch, cut.slices)
         counts = [_count(batch.rows(rows)) for rows in cut.slices]
         result = self.update_replica(batch, cut.of(mpu.get_data_parallel_rank()).mini_batches, counts)
-        loads = list(cut.loads) if self.holds_result and mpu.get_data_parallel_rank() == 0 else []
+        loads = []
+        if self.holds_result and mpu.get_data_parallel_rank() == 0:
+            loads = list(cut.loads)
         return replace(result, loads=loads, old=_handed_out(result.old))
 
     @needs(PARAMETERS)
@@ -212,7 +215,7 @@ class MegatronActor:
 
     @needs(PARAMETERS)
     def reference_log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> RowResult | None:
-        """The same under the reference model's weights."""
+        """Log-probs as in `policy_log_probs`, under the reference model's weights."""
         if self.reference is None:
             raise RuntimeError(
                 "no reference model was loaded: algorithm.use_kl_loss and use_kl_in_reward are both false"
@@ -225,7 +228,9 @@ class MegatronActor:
         batch = replace(batch, keep=None)  # what is rejected from the loss has log-probs all the same
         inputs = self._inputs(batch, micros)
         outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size, around)
-        return _of_rows(micros, outputs) if self.on_last_stage else None
+        if self.on_last_stage:
+            return _of_rows(micros, outputs)
+        return None
 
     @needs(PARAMETERS, GRADIENTS, OPTIMIZER)
     def update_replica(
@@ -236,16 +241,16 @@ class MegatronActor:
         `batch` holds at least the rows of this replica's micro-batches, with `old_log_probs` and `advantages` on the
         last pipeline stage; `counts` are of whole mini-batches, over all replicas.
 
-        The metrics are one entry per mini-batch, on the ranks that hold results; the last, on one rank of every
-        pipeline stage the only one, has what is known of the stage's routers and of what leaves devices.
+        The metrics are one entry per mini-batch, on the ranks that hold results. The last entry also has what is known
+        of the stage's routers and of what leaves devices; on one rank of every pipeline stage it is the only one.
 
         A mini-batch whose gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in
         `actor/skipped_updates`. Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such
         mini-batch in a row.
 
         With algorithm.anchor on_policy there is one mini-batch, without old log-probs: its own are handed out. Where
-        one of them, or of generation's, is not finite, nothing is changed and nothing counted: whoever reads them has
-        to end the run.
+        one of them, or of generation's, is not finite, nothing is changed and nothing counted: the caller has to end
+        the run.
         """
         begun = time.perf_counter()
         check_batch(batch, self.model, self._moe_layers)
@@ -265,7 +270,7 @@ class MegatronActor:
         return {f"offload/{kind}_bytes": (float(nbytes), 1.0) for kind, nbytes in left.items() if nbytes}
 
     def _spent(self, begun: float) -> FloatParts:
-        """Of this rank's update since `begun`, a moment of the clock; peaks of memory since the update before."""
+        """Time and memory of this rank's update since `begun`, a moment of the clock; peaks since the update before."""
         self.platform.synchronize()
         spent = {
             "perf/update_s": time.perf_counter() - begun,
@@ -276,7 +281,8 @@ class MegatronActor:
         return {name: (value, 1.0) for name, value in spent.items()}
 
     def _check_columns(self, batch: TrainBatch) -> None:
-        given, wanted = batch.old_log_probs is not None, not self.config.algorithm.on_policy
+        given = batch.old_log_probs is not None
+        wanted = not self.config.algorithm.on_policy
         if self.on_last_stage and (given != wanted or batch.advantages is None):
             raise DataError(
                 f"an update needs advantages in the batch, and old_log_probs {'too' if wanted else 'must not be there'}"
@@ -305,7 +311,9 @@ class MegatronActor:
         if self.routing:
             self.routing.check_recomputed()
         outputs = [result.outputs for result in results if result.outputs is not None]
-        old = _of_rows(micros, outputs) if outputs else None
+        old = None
+        if outputs:
+            old = _of_rows(micros, outputs)
         return [to_floats(result.metrics) for result in results] if self.holds_result else [], old
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -322,15 +330,20 @@ class MegatronActor:
     @property
     def _moe_layers(self) -> int:
         """Layers with experts on this rank, whose routes a batch has."""
-        return len(self.routing.layers) if self.routing else 0
+        if self.routing:
+            return len(self.routing.layers)
+        return 0
 
     def _of_own_layers(self, batch: TrainBatch) -> TrainBatch:
-        """From routes of all layers, as they come with samples."""
-        return batch if batch.routes is None else replace(batch, routes=batch.routes[:, self.routing.layers])
+        """Keeps of routes of all layers, as they come with samples, those of this rank's layers."""
+        if batch.routes is None:
+            return batch
+        return replace(batch, routes=batch.routes[:, self.routing.layers])
 
     def computed_tokens(self, cut: ReplicaCut, lengths: np.ndarray) -> np.ndarray:
         """bool [tokens]: of a replica's rows those whose routes this rank needs; see ReplicaCut.computed."""
-        context, tensor = mpu.get_context_parallel_rank(), mpu.get_tensor_model_parallel_rank()
+        context = mpu.get_context_parallel_rank()
+        tensor = mpu.get_tensor_model_parallel_rank()
         shape = self._update_splitter.shape
         return cut.computed(lengths, shape, context, tensor if shape.tensor > 1 else 0)
 
@@ -350,10 +363,11 @@ class MegatronActor:
     def _with_selection(self, batch: TrainBatch, mini_batches: Sequence[slice]) -> TrainBatch:
         parts = [batch.rows(rows) for rows in mini_batches]
         selected = [
-            select(self.loss_parameters, p.advantages, p.old_log_probs, p.loss_mask, p.response_lengths)
-            for p in parts
-        ]  # fmt: skip
-        return batch if any(each is None for each in selected) else replace(batch, selected=np.concatenate(selected))
+            select(self.loss_parameters, p.advantages, p.old_log_probs, p.loss_mask, p.response_lengths) for p in parts
+        ]
+        if any(each is None for each in selected):
+            return batch
+        return replace(batch, selected=np.concatenate(selected))
 
     def _update_once(
         self, batch: TrainBatch, micros: Sequence[MicroRows], count: Denominators
@@ -372,7 +386,7 @@ class MegatronActor:
         return merge(losses) | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {}), old
 
     def _all_finite(self, batch: TrainBatch, old: RowResult | None) -> bool:
-        """Of all ranks, the rows' log-probs before the update, `old` and generation's. Collective."""
+        """Whether log-probs are finite on all ranks: `old`, and generation's of the same rows. Collective."""
         here = old is None or (
             np.isfinite(old.log_probs).all()
             and np.isfinite(batch.rollout_log_probs[batch.sampled_places_of(old.rows)]).all()
@@ -380,15 +394,16 @@ class MegatronActor:
         return parallel.holds_everywhere(bool(here), self.platform.device)
 
     def _count_skipped(self, result: StepResult, trained: bool) -> None:
-        """The norm is summed over all ranks, so all of them count alike and give up together."""
+        """Counts skipped updates, and raises NumericAbort at the limit.
+
+        The norm is summed over all ranks, so all of them count alike and give up together.
+        """
         self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
         limit = self.config.trainer.max_skipped_updates
         if self.skipped_in_a_row >= limit:
-            why = (
-                f"the last gradient's norm is {result.grad_norm}"
-                if trained
-                else "every token of the last one was rejected"
-            )
+            why = "every token of the last one was rejected"
+            if trained:
+                why = f"the last gradient's norm is {result.grad_norm}"
             raise NumericAbort(
                 f"{limit} updates in a row could not be applied (trainer.max_skipped_updates), {why}; weights are "
                 f"those of the {self.num_updates} updates before. Look at the samples of the last steps and resume "
@@ -416,15 +431,19 @@ def _of_rows(micros: Sequence[MicroRows], outputs: Sequence[TokenOutputs]) -> Ro
 
 
 def _handed_out(result: RowResult | None) -> RowResult | None:
-    return result if parallel.holds_result() else None
+    if parallel.holds_result():
+        return result
+    return None
 
 
 def _count(batch: TrainBatch) -> Denominators:
-    """Of all of it."""
+    """The denominators of a whole batch."""
     return Denominators.counted(row_sums(batch.loss_mask, batch.response_lengths))
 
 
 def _step_metrics(result: StepResult) -> FloatParts:
-    """The same on every rank, so one rank hands them out."""
-    norm = {"actor/grad_norm": (result.grad_norm, 1.0)} if result.applied else {}
+    """Metrics of the optimizer's step, which are the same on every rank, so one rank hands them out."""
+    norm = {}
+    if result.applied:
+        norm = {"actor/grad_norm": (result.grad_norm, 1.0)}
     return norm | {"actor/lr": (result.lr, 1.0), "actor/skipped_updates": (float(not result.applied), 1.0)}

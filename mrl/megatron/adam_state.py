@@ -60,7 +60,9 @@ class AdamState:
         updated = self._updated[id(main)]
         moments = {name: value.to(updated.tensor.device) for name, value in moments.items()}
         if isinstance(updated.adam, torch.optim.Adam):
-            device = updated.tensor.device if updated.group.get("fused") or updated.group.get("capturable") else "cpu"
+            device = "cpu"
+            if updated.group.get("fused") or updated.group.get("capturable"):
+                device = updated.tensor.device
             updated.adam.state[updated.tensor] = {"step": torch.tensor(float(step)).to(device), **moments}
             return
         updated.adam.state[updated.tensor] = moments

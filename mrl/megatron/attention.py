@@ -30,22 +30,36 @@ from mrl.platforms.packs import pack_of
 class CausalAttention(torch.nn.Module):
     """Every pad stands at its sequence's end, so no real token can see one.
 
-    Under context parallelism keys and values of all ranks are gathered and each rank attends with its own queries; the
+    Under context parallelism keys and values of all ranks are gathered, and each rank attends with its own queries. The
     backward of the gathering sums what all ranks' queries want of a key.
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, attn_mask_type, attention_type: str,
-        cp_comm_type: str | None = None, softmax_scale: float | None = None, pg_collection=None,
-        k_channels: int | None = None, v_channels: int | None = None,
-    ):  # fmt: skip
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection=None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+    ):
         super().__init__()
-        self.group, self.softmax_scale = pg_collection.cp, softmax_scale
+        self.group = pg_collection.cp
+        self.softmax_scale = softmax_scale
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, attn_mask_type=None,
-        attention_bias: Tensor | None = None, packed_seq_params=None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type=None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params=None,
+    ) -> Tensor:
         """`query` [seq, batch, heads, dim], `key` and `value` [seq, batch, groups, dim] -> [seq, batch, heads * dim].
 
         Values may have another dim than keys (latent attention), which then is the answer's. Packed sequences come
@@ -75,20 +89,25 @@ class CausalAttention(torch.nn.Module):
             for x, index in ((query, call.queries), (key, call.keys), (value, call.keys))
         )
         out = self._attend(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1)
-        return out if call.real is None else out.index_select(0, call.real)
+        if call.real is None:
+            return out
+        return out.index_select(0, call.real)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q` [sequences, heads, this rank's positions, dim], `k` and `v` [sequences, groups, positions,
         dim] -> as `q`.
         """
-        grouped, mask = q.shape[1] != k.shape[1], self._mask(k.shape[2], q.device)
+        grouped = q.shape[1] != k.shape[1]
+        mask = self._mask(k.shape[2], q.device)
         narrower = q.shape[-1] - v.shape[-1]
         if narrower > 0:  # on CPU another way is taken where they differ, which keeps every score
             v = F.pad(v, (0, narrower))
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
         )
-        return out[..., :-narrower] if narrower > 0 else out
+        if narrower > 0:
+            return out[..., :-narrower]
+        return out
 
     def _in_order(self, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """All positions of all sequences, in order, from every rank's zigzag part."""
@@ -123,13 +142,16 @@ def _calls(lengths: tuple[int, ...], context: int, device: torch.device) -> tupl
 
     Under context parallelism a mask follows from the length, so only sequences of one length share a call.
     """
-    of_length, starts = defaultdict(list), np.cumsum([0, *lengths])
+    of_length = defaultdict(list)
+    starts = np.cumsum([0, *lengths])
     for row, length in enumerate(lengths):
         fitting = (padded for padded in ATTENTION_LENGTHS if length <= padded and context == 1)
         of_length[next(fitting, length)].append(row)
-    calls, positions = [], []
+    calls = []
+    positions = []
     for padded, rows in of_length.items():
-        first, size = starts[rows], np.array([lengths[row] for row in rows])
+        first = starts[rows]
+        size = np.array([lengths[row] for row in rows])
         queries, real = _padded_ranges(first // context, size // context, padded // context)
         keys, _ = _padded_ranges(first, size, padded)
         positions.append(queries[real])
@@ -139,8 +161,9 @@ def _calls(lengths: tuple[int, ...], context: int, device: torch.device) -> tupl
 
 
 def _padded_ranges(first: np.ndarray, size: np.ndarray, padded: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both [ranges, padded]: the integers from `first` on, `size` of them, then `first` again for pads;
-    and which are no pads.
+    """Ranges of integers as rows of one length, and which of their places are no pads; both [ranges, padded].
+
+    A row has `size` integers from `first` on, then `first` again for pads.
     """
     offset = np.arange(padded)[None]
     real = offset < size[:, None]
@@ -162,4 +185,6 @@ def _rank_positions(lengths: tuple[int, ...], size: int, rank: int, device: torc
 def _lengths(packed_seq_params) -> tuple[int, ...]:
     starts = packed_seq_params.cu_seqlens_q_padded
     pack = pack_of(starts)
-    return pack.lengths if pack is not None else tuple(starts.diff().tolist())
+    if pack is not None:
+        return pack.lengths
+    return tuple(starts.diff().tolist())

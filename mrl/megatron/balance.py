@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-_EXCHANGES_PER_PART, _MOST_EXCHANGES = 64, 4096
+_EXCHANGES_PER_PART = 64
+_MOST_EXCHANGES = 4096
 _WORTH = 1e-9  # of the heaviest part: a smaller gain is none
 
 
@@ -32,8 +33,8 @@ def imbalance(costs: np.ndarray, parts: list[np.ndarray]) -> float:
 def balanced_parts(costs: np.ndarray, parts: int, enough: float = 0.0) -> list[np.ndarray]:
     """Row numbers of each part, ascending. Counts differ by at most one, so with fewer rows than parts some are empty.
 
-    Rows are dealt by falling cost, back and forth; then the heaviest part exchanges a row with a lighter one, as long
-    as that lightens it, until it costs no more than `enough`.
+    Rows are dealt by falling cost, back and forth. Then the heaviest part exchanges a row with a lighter one as long as
+    that lightens it, until it costs no more than `enough`.
     """
     members = _dealt(np.argsort(-costs, kind="stable"), parts)
     sums = np.array([costs[rows].sum() for rows in members])
@@ -94,7 +95,8 @@ def _best_exchange(heavy: np.ndarray, light: np.ndarray, gap: float) -> tuple[in
 
 def first_fit(lengths: np.ndarray, limit: int) -> list[np.ndarray]:
     """Few parts of at most `limit` tokens: rows by falling length, each into the first part that has room."""
-    free, of_row = np.full(len(lengths), limit, np.int64), np.zeros(len(lengths), np.int64)
+    free = np.full(len(lengths), limit, np.int64)
+    of_row = np.zeros(len(lengths), np.int64)
     for row in np.argsort(-lengths, kind="stable"):
         of_row[row] = part = int((free >= lengths[row]).argmax())
         free[part] -= lengths[row]
@@ -106,7 +108,9 @@ def even_fit(lengths: np.ndarray, costs: np.ndarray, limit: int, parts: int) -> 
 
     None: one finds none.
     """
-    free, sums, of_row = np.full(parts, limit, np.int64), np.zeros(parts), np.zeros(len(lengths), np.int64)
+    free = np.full(parts, limit, np.int64)
+    sums = np.zeros(parts)
+    of_row = np.zeros(len(lengths), np.int64)
     for row in np.argsort(-costs, kind="stable"):
         part = int(np.where(free >= lengths[row], sums, np.inf).argmin())
         if free[part] < lengths[row]:
@@ -118,9 +122,7 @@ def even_fit(lengths: np.ndarray, costs: np.ndarray, limit: int, parts: int) -> 
 
 
 def without_empty(members: list[np.ndarray], costs: np.ndarray, parts: int) -> list[np.ndarray]:
-    """So many parts, no fewer than there are: an empty one takes the cheapest row of the costliest that has more than
-    one.
-    """
+    """Fills empty parts up to so many: each takes the cheapest row of the costliest part that has more than one."""
     members = [*members, *[np.zeros(0, np.int64)] * (parts - len(members))]
     for empty in (number for number, rows in enumerate(members) if not len(rows)):
         sums = [costs[rows].sum() if len(rows) > 1 else -1.0 for rows in members]

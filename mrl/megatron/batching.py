@@ -4,7 +4,7 @@ Every data-parallel rank gets the same number of micro-batches, because with exp
 collective over them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,15 +90,17 @@ class Splitter:
 
     @classmethod
     def for_update(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter":
-        """Of the update's forward-backward passes."""
+        """Splits rows for the update's forward-backward passes."""
         return cls._of(actor, layout, model, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu)
 
     @classmethod
     def for_log_probs(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter | None":
-        """Of the old policy's forward-only passes; None when they have no limit of their own and are to be cut as the
-        update is.
+        """Splits rows for the old policy's forward-only passes.
+
+        None when they have no limit of their own and are to be cut as the update is.
         """
-        samples, tokens = actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu
+        samples = actor.log_prob_micro_batch_size_per_gpu
+        tokens = actor.log_prob_max_token_len_per_gpu
         if (tokens if actor.use_dynamic_bsz else samples) is None:
             return None
         return cls._of(actor, layout, model, samples or actor.ppo_micro_batch_size_per_gpu, tokens)
@@ -107,10 +109,10 @@ class Splitter:
     def for_reference(
         cls, actor: ActorConfig, ref: RefConfig, layout: TrainLayout, model: ModelSpec
     ) -> "Splitter | None":
-        """The same of the reference model, which has the actor's limits where it has none of its own.
+        """Splits rows for the reference model, which has the actor's limits where it has none of its own.
 
-        Where it is cut by tokens and the actor by samples, or the other way round, the update's cut cannot be its own:
-        it then has the update's limit of its own kind.
+        Where one of the two is cut by tokens and the other by samples, the update's cut cannot be the reference's. Then
+        the reference has the update's limit of its own kind.
         """
         given = {
             "use_dynamic_bsz": ref.log_prob_use_dynamic_bsz,
@@ -142,11 +144,11 @@ class Splitter:
         )
 
     def shares(self, lengths: np.ndarray, owners: list[np.ndarray] | None = None) -> Shares:
-        """Every row is in exactly one micro-batch that is no filler. `lengths` [rows] are tokens per row.
+        """Puts every row into exactly one micro-batch that is no filler. `lengths` [rows] are tokens per row.
 
-        Where `owners` does not say whose each row is, rows are dealt over ranks in equal numbers and at equal cost; so
-        are a rank's rows over its micro-batches where sequences are packed, and rows of like length go together where
-        they are padded. The largest forward comes first. Raises DataError for a row above the limit.
+        Where `owners` does not say whose each row is, rows are dealt over ranks in equal numbers and at equal cost. A
+        rank's rows are dealt over its micro-batches likewise where sequences are packed. Where they are padded, rows of
+        like length go together. The largest forward comes first. Raises DataError for a row above the limit.
         """
         costs = sequence_costs(lengths, self.per_token, self.per_pair)
         ranks = balanced_parts(costs, self.data_parallel) if owners is None else owners
@@ -169,9 +171,13 @@ class Splitter:
         return [_of(rows, balanced_parts(costs[rows], count, _CLOSE * costs[rows].sum() / count)) for rows in ranks]
 
     def _packs(self, lengths: np.ndarray, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:
-        """Under the limit of tokens: as few as their sum allows where they then fit evenly, else as few as fit."""
+        """Packs each rank's rows under the limit of tokens.
+
+        It takes as few packs as their sum allows where rows then fit evenly, else as few as fit.
+        """
         limit = self._limit // self.shape.total_multiple * self.shape.total_multiple
-        taken, count = round_up_all(lengths, self.shape.sequence_multiple), self._rounded(self._fewest(lengths, ranks))
+        taken = round_up_all(lengths, self.shape.sequence_multiple)
+        count = self._rounded(self._fewest(lengths, ranks))
         even = [even_fit(taken[rows], costs[rows], limit, count) for rows in ranks]
         if any(parts is None for parts in even):
             dense = [first_fit(taken[rows], limit) for rows in ranks]
@@ -191,7 +197,8 @@ class Splitter:
 
     def _padded_count(self, lengths: np.ndarray, ranks: list[np.ndarray]) -> int:
         """The smallest number of equally many rows, the longest first, that fit under the limit as rectangles."""
-        count, falling = self._rounded(self._fewest(lengths, ranks)), [-np.sort(-lengths[rows]) for rows in ranks]
+        count = self._rounded(self._fewest(lengths, ranks))
+        falling = [-np.sort(-lengths[rows]) for rows in ranks]
         while self.max_tokens is not None and not all(self._rectangles_fit(each, count) for each in falling):
             count += self.count_multiple
         return count
@@ -221,15 +228,19 @@ class Splitter:
         """How a mini-batch of rows of `lengths` [rows] tokens, cut into `shares`, lies on the ranks."""
         tokens = tuple(int(lengths[rows].sum()) for rows in trained_rows(shares))
         micros = [micro.rows for rank in shares for micro in rank if not micro.is_filler]
-        packed = len(lengths) / len(micros) if self.shape.packed else None
+        packed = None
+        if self.shape.packed:
+            packed = len(lengths) / len(micros)
         fullest = max(self.shape.tokens(lengths[rows]) for rows in micros)
-        budget = fullest / self._limit if self.max_tokens is not None else None
+        budget = None
+        if self.max_tokens is not None:
+            budget = fullest / self._limit
         return MiniBatchLoad(
             self.padding_share(lengths, shares), self.imbalance(lengths, shares), tokens, packed, budget
         )
 
     def padding_share(self, lengths: np.ndarray, shares: Shares) -> float:
-        """Of the tokens that all ranks compute, the share that is padding: alignment, and what fillers repeat."""
+        """The share of padding in the tokens that all ranks compute: alignment, and what fillers repeat."""
         computed = sum(self.shape.tokens(lengths[micro.rows]) for rank in shares for micro in rank)
         return 1.0 - float(lengths.sum()) / computed
 
@@ -254,8 +265,13 @@ def round_up_all(numbers: np.ndarray, multiple: int) -> np.ndarray:
 
 def trained_rows(shares: Shares) -> list[np.ndarray]:
     """Rows of each data-parallel rank, fillers left out."""
-    kept = [[micro.rows for micro in rank if not micro.is_filler] for rank in shares]
-    return [np.concatenate(rows) if rows else np.zeros(0, np.int64) for rows in kept]
+    return [rows_of(micros) for micros in shares]
+
+
+def rows_of(micros: Iterable[MicroRows]) -> np.ndarray:
+    """int64: the rows of these micro-batches in their order, fillers left out."""
+    trained = [micro.rows for micro in micros if not micro.is_filler]
+    return np.concatenate([np.zeros(0, np.int64), *trained])
 
 
 def check_batch(batch: TrainBatch, model: ModelSpec, moe_layers: int) -> None:

@@ -62,11 +62,9 @@ class MBridge:
 
     def __post_init__(self) -> None:
         self.dtype = DTYPES[self.model_config.dtype]
-        pad_to = (
-            self.layout.tensor
-            if padded_vocab_size(self.model.vocab_size, self.layout.tensor) != self.model.vocab_size
-            else None
-        )
+        pad_to = None
+        if padded_vocab_size(self.model.vocab_size, self.layout.tensor) != self.model.vocab_size:
+            pad_to = self.layout.tensor
         hf_config = _bridged_config(self.model_config.path, self.model)
         self._bridge = AutoBridge.from_config(hf_config, dtype=self.dtype, make_vocab_size_divisible_by=pad_to)
         _refuse_unmapped(self.model, self._bridge)
@@ -141,7 +139,8 @@ def _bridged_config(path: str, model: ModelSpec) -> Any:
     if model.family in OWN_BRIDGES:
         return bridge_config(model)
     hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    hf_config.rope_theta, hf_config.partial_rotary_factor = model.rope_theta, model.partial_rotary_factor
+    hf_config.rope_theta = model.rope_theta
+    hf_config.partial_rotary_factor = model.partial_rotary_factor
     if model.is_moe:
         hf_config.num_experts = model.num_experts
     return hf_config
@@ -177,8 +176,9 @@ def _transformer_config(model: ModelSpec, layout: TrainLayout) -> dict[str, Any]
 
 
 def _make_constants_parameters(chunk: torch.nn.Module, **_: Any) -> None:
-    """Megatron keeps the constants that routers choose by in buffers: as parameters without gradient they are found
-    with the other weights, and neither data parallelism nor the optimizer takes them up.
+    """Makes the constants that routers choose by parameters without gradient; Megatron keeps them in buffers.
+
+    So they are found with the other weights, and neither data parallelism nor the optimizer takes them up.
     """
     for router in _routers_with_constants(chunk):
         constants = router._buffers.pop("expert_bias")

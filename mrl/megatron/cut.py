@@ -6,11 +6,12 @@ limits of their own where they have some, so a replica needs its rows once.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from mrl.config.schema import ActorConfig, RefConfig
-from mrl.megatron.batching import MicroRows, MiniBatchLoad, Shares, Splitter, mini_batches, trained_rows
+from mrl.megatron.batching import MicroRows, MiniBatchLoad, Shares, Splitter, mini_batches, rows_of, trained_rows
 from mrl.megatron.packing import Shape, computed_tokens
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
@@ -28,8 +29,7 @@ class ReplicaCut:
 
     def trained_rows(self) -> list[np.ndarray]:
         """int64: rows of each mini-batch that are this replica's."""
-        kept = [[micro.rows for micro in micros if not micro.is_filler] for micros in self.mini_batches]
-        return [np.sort(np.concatenate([np.zeros(0, np.int64), *rows])) for rows in kept]
+        return [np.sort(rows_of(micros)) for micros in self.mini_batches]
 
     def computed(self, lengths: np.ndarray, shape: Shape, context_rank: int, tensor_rank: int) -> np.ndarray:
         """bool [tokens]: those of a batch of `lengths` that one of the replica's ranks computes in any pass."""
@@ -44,7 +44,7 @@ class ReplicaCut:
         return computed
 
     def renumbered(self, rows: np.ndarray) -> "ReplicaCut":
-        """The same for a batch of `rows` [own], ascending numbers of the batch that this cut is of."""
+        """The cut for a batch of `rows` [own], ascending numbers of the batch that this cut is of."""
 
         def local(micros: Micros) -> Micros:
             return tuple(MicroRows(np.searchsorted(rows, micro.rows), micro.is_filler) for micro in micros)
@@ -54,7 +54,7 @@ class ReplicaCut:
 
 @dataclass(frozen=True)
 class StepCut:
-    """Of a whole step; row numbers are the step's."""
+    """The cut of a whole step; row numbers are the step's."""
 
     mini_batches: tuple[Shares, ...]
     log_probs: Shares
@@ -89,15 +89,14 @@ def step_cut(
     update = Splitter.for_update(actor, layout, model)
     slices = tuple(mini_batches(len(lengths), actor.ppo_mini_batch_size * responses))
     parts = tuple(_shifted(update.shares(lengths[rows]), rows.start) for rows in slices)
-    owners = [
-        np.sort(np.concatenate([trained_rows(part)[replica] for part in parts])) for replica in range(layout.data)
-    ]
+    of_parts = [trained_rows(part) for part in parts]
+    owners = [np.sort(np.concatenate(of_replica)) for of_replica in zip(*of_parts, strict=True)]
     own = (
         Splitter.for_log_probs(actor, layout, model),
         Splitter.for_reference(actor, ref, layout, model),
     )
     # cut alike, the same sums give the same bits, and routes that are replayed belong to the same micro-batches
-    as_update = tuple(tuple(micro for part in parts for micro in part[replica]) for replica in range(layout.data))
+    as_update = tuple(tuple(chain.from_iterable(of_replica)) for of_replica in zip(*parts, strict=True))
     passes = [as_update if splitter is None else splitter.shares(lengths, owners) for splitter in own]
     loads = tuple(
         update.load(lengths[rows], _shifted(part, -rows.start)) for rows, part in zip(slices, parts, strict=True)

@@ -37,7 +37,7 @@ def packing_of(inputs: MicroBatch[Tensor]) -> PackedSeqParams | None:
 
     Transformer Engine refuses context parallelism without starts of padded sequences (2.11, context_parallel.py:
     "cu_seqlens_padded can not be None"). It asks in every layer whether they equal the others, which costs nothing
-    where both are one tensor: of integers in the same memory torch says so without reading them
+    where both are one tensor. Of integers in the same memory torch says so without reading them
     (ATen/native/cuda/Equal.cpp).
     """
     if inputs.sequence_starts is None:
@@ -45,10 +45,14 @@ def packing_of(inputs: MicroBatch[Tensor]) -> PackedSeqParams | None:
     starts = tie(inputs.sequence_starts, Pack(inputs.lengths, inputs.position_ids.flatten()))
     of_attention = for_attention(starts)
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=of_attention, cu_seqlens_kv=of_attention, cu_seqlens_q_padded=starts,
+        qkv_format="thd",
+        cu_seqlens_q=of_attention,
+        cu_seqlens_kv=of_attention,
+        cu_seqlens_q_padded=starts,
         cu_seqlens_kv_padded=starts,
-        max_seqlen_q=inputs.longest, max_seqlen_kv=inputs.longest,
-    )  # fmt: skip
+        max_seqlen_q=inputs.longest,
+        max_seqlen_kv=inputs.longest,
+    )
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,13 @@ class TokenOutputs:
     computed: Tensor  # bool; see MicroBatch.has_log_probs
 
     def detached(self) -> "TokenOutputs":
-        """Without the graph."""
+        """The outputs without the graph."""
         return TokenOutputs(self.log_probs.detach(), self.entropy.detach(), self.computed)
 
 
 @dataclass(frozen=True)
 class LossResult:
-    """Of one micro-batch of an update.
+    """The result of one micro-batch of an update.
 
     `outputs`: what its forward computed of tokens, where nobody had computed it before.
     """
@@ -81,7 +85,7 @@ Around = Callable[[torch.nn.Module, MicroBatch], AbstractContextManager]
 
 
 def nothing_around(model: torch.nn.Module, inputs: MicroBatch) -> AbstractContextManager:
-    """For passes that nobody looks on at."""
+    """The context of passes that nobody looks on at."""
     return nullcontext()
 
 
@@ -117,14 +121,14 @@ def loss_pass(
     denominators: Denominators,
     around: Around = nothing_around,
 ) -> list[LossResult]:
-    """Forward and backward.
+    """Forward and backward of a mini-batch on this rank.
 
     Adds the gradient of the mini-batch's loss to the buffers and sums it over all ranks that share a weight.
 
     `denominators` count the whole mini-batch, so the gradient does not depend on how it is cut. The schedule divides
-    each loss by the number of micro-batches and multiplies it by the context-parallel size, the gradient reduction
-    divides by the number of data- and context-parallel ranks; the factor below takes back what is not a sum.
-    Returns what came of each micro-batch on the last stage, an empty list elsewhere.
+    each loss by the number of micro-batches and multiplies it by the context-parallel size. The gradient reduction
+    divides by the number of data- and context-parallel ranks. The factor below takes back what is not a sum. Returns
+    the result of each micro-batch on the last stage, an empty list elsewhere.
     """
     undo_means = len(micro_batches) * mpu.get_data_parallel_world_size()
     exercised(f"actor.layout.virtual_pipeline_model_parallel_size={len(chunks)}")
@@ -152,17 +156,27 @@ def _loss(
     parameters: PolicyLossParameters, inputs: MicroBatch, outputs: TokenOutputs, denominators: Denominators
 ) -> LossOutput:
     given = LossInputs(
-        outputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.response_mask, outputs.entropy,
-        ref_log_probs=inputs.ref_log_probs, weights=inputs.loss_weights, selected=inputs.selected,
-    )  # fmt: skip
+        outputs.log_probs,
+        inputs.old_log_probs,
+        inputs.advantages,
+        inputs.response_mask,
+        outputs.entropy,
+        ref_log_probs=inputs.ref_log_probs,
+        weights=inputs.loss_weights,
+        selected=inputs.selected,
+    )
     return policy_loss(parameters, given, denominators)
 
 
 def _run(
-    chunks: list[torch.nn.Module], micro_batches: MicroBatches, vocab_size: int, last_stage: LastStage,
+    chunks: list[torch.nn.Module],
+    micro_batches: MicroBatches,
+    vocab_size: int,
+    last_stage: LastStage,
     around: Around,
-    forward_only: bool, entropy_has_gradient: bool = False,
-) -> list:  # fmt: skip
+    forward_only: bool,
+    entropy_has_gradient: bool = False,
+) -> list:
     def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module):
         inputs = next(data_iterator)
         with around(model, inputs):
@@ -221,11 +235,9 @@ def _gathered_tokens(sequence_parallel: bool) -> Callable:
 
 def _head_weight(model: torch.nn.Module) -> Tensor:
     core = unwrap_model(model)
-    return (
-        core.shared_embedding_or_output_weight()
-        if core.share_embeddings_and_output_weights
-        else core.output_layer.weight
-    )
+    if core.share_embeddings_and_output_weights:
+        return core.shared_embedding_or_output_weight()
+    return core.output_layer.weight
 
 
 def token_outputs(

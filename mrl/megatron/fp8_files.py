@@ -18,7 +18,7 @@ class Bfloat16Files(SafeTensorIO):
         self._block = block
 
     def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
-        """Tensors by name."""
+        """Loads tensors by name, matrices in FP8 as bfloat16."""
         stored = super().load_some_hf_weight(hf_weight_names)
         matrices = [name for name, tensor in stored.items() if tensor.dtype is torch.float8_e4m3fn]
         scales = super().load_some_hf_weight([scale_of(name) for name in matrices])

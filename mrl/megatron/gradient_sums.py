@@ -19,7 +19,7 @@ _FIELD = "gradient_accumulation_fusion"
 
 
 def is_wanted(overrides: Mapping[str, Any]) -> bool:
-    """By fields of Megatron's transformer config: on by itself."""
+    """Whether fields of Megatron's transformer config leave this on, as it is by itself."""
     return overrides.get(_FIELD) is not False
 
 
@@ -29,15 +29,17 @@ def for_megatron(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_within_products(chunks: Iterable[Module]) -> None:
-    """Of every module that can and whose weights have such buffers. The chunks are wrapped for data parallelism, which
-    makes the buffers and knows by `grad_added_to_main_grad` what has been added.
+    """Lets every module that can add gradients within its matrix product, where its weights have float32 buffers.
+
+    The chunks are wrapped for data parallelism, which makes the buffers. It knows by `grad_added_to_main_grad` what has
+    been added.
     """
     for module in _able(chunks):
         setattr(module, SWITCH, _has_float32_buffers(module))
 
 
 def added_within_products(chunks: Iterable[Module]) -> tuple[int, int]:
-    """How many modules do so, and how many could."""
+    """Counts the modules that add gradients within their products, and those that could."""
     able = [bool(getattr(module, SWITCH)) for module in _able(chunks)]
     return sum(able), len(able)
 
@@ -47,6 +49,6 @@ def _able(chunks: Iterable[Module]) -> Iterator[Module]:
 
 
 def _has_float32_buffers(module: Module) -> bool:
-    """Whether all weights that learn have one; norms and biases beside them get their gradients as ever."""
+    """Whether all weights that learn have one; norms and biases beside them get their gradients as before."""
     buffers = [getattr(p, "main_grad", None) for p in module.parameters() if p.requires_grad and p.dim() > 1]
     return bool(buffers) and all(buffer is not None and buffer.dtype is torch.float32 for buffer in buffers)

@@ -6,12 +6,14 @@ from torch import Tensor
 
 
 def brought(array: np.ndarray, device: torch.device) -> Tensor:
-    """On `device`, which has it before it computes what it is asked for next.
+    """The array on `device`, which has it before it computes what it is asked for next.
 
-    It is copied from pinned memory: for a copy from any other the host would wait, and so for all that the device was
-    asked for before.
+    It is copied from pinned memory. For a copy from any other memory the host would wait, and so for all that the
+    device was asked for before.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == tensor.device.type:
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True) if len(array) else tensor.to(device)
+    if len(array):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

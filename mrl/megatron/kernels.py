@@ -16,8 +16,9 @@ _PARTS = {"attention": ".core_attention", "experts": ".mlp.experts", "norm": ".f
 
 
 def kernels_in_words(chunks: Iterable[nn.Module], optimizer: MegatronOptimizer) -> str:
-    """Layers, and the classes of attention, experts, last norm and Adam, as far as this rank's chunks have them; how
-    gradients of weights in 16 bits are summed.
+    """Names the classes of layers, attention, experts, last norm and Adam, as far as this rank's chunks have them.
+
+    It also says how gradients of weights in 16 bits are summed.
     """
     chunks = list(chunks)
     parts = [f"{part} {kind}" for part, kind in _classes(chunks).items()]
@@ -48,8 +49,10 @@ def _classes(chunks: Iterable[nn.Module]) -> dict[str, str]:
 
 
 def _adam(optimizer: MegatronOptimizer) -> str:
-    """With its package: torch's and Transformer Engine's have one name for two speeds and two appetites."""
+    """The Adam's name with its package: torch's and Transformer Engine's share a name, and neither speed nor memory."""
     inner: torch.optim.Optimizer | None = next(
         (part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None), None
     )
-    return "none" if inner is None else f"{type(inner).__name__} of {type(inner).__module__.partition('.')[0]}"
+    if inner is None:
+        return "none"
+    return f"{type(inner).__name__} of {type(inner).__module__.partition('.')[0]}"

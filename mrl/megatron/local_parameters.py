@@ -13,8 +13,8 @@ _SHOWN = 8  # names in one message
 class LocalParameters:
     """Looks this rank's parameters up by (name, model chunk), as mrl.model.megatron_shards names them.
 
-    They are read without a forward after the last update of a step, so that is where gathers of weights end that the
-    next forward would end (mrl.megatron.overlap).
+    They are read without a forward after the last update of a step. So gathers of weights that the next forward would
+    end are ended there (mrl.megatron.overlap).
     """
 
     def __init__(self, chunks: list[Module]):
@@ -51,7 +51,9 @@ class LocalParameters:
             if actual.get((name, chunk)) != wanted.get((name, chunk))
         ]
         if faults:
-            more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+            more = ""
+            if len(faults) > _SHOWN:
+                more = f"; and {len(faults) - _SHOWN} more"
             raise RuntimeError(f"the model is not as its description: {'; '.join(faults[:_SHOWN])}{more}")
 
 

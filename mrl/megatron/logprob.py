@@ -22,7 +22,9 @@ from mrl.units import MIB
 
 # mark of a weight whose gradient buffer Megatron reduces in its backward: see mrl/megatron/overlap.py
 REDUCES_EARLY = "mrl_reduces_early"
-_CPU_TOKENS, _CPU_BLOCK_BYTES = 2048, 8 * MIB  # many tokens: the weight's gradient is read and written once for so many
+# many tokens: the weight's gradient is read and written once for so many
+_CPU_TOKENS = 2048
+_CPU_BLOCK_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,10 @@ class _Head:
         return _slices(self.width, self.rows)
 
     def place(self, tokens: int) -> Tensor:
-        """Float32 memory of a block's size.
+        """Float32 memory of a block's size, made once and not for each block.
 
-        Made once, not a block: results between blocks are small and stay, and on the CPU the heap keeps a hole of a
-        block's size below each of them.
+        Results between blocks are small and stay: on the CPU the heap would keep a hole of a block's size below each of
+        them.
         """
         size = min(tokens, self.tokens) * min(self.width, self.rows)
         return torch.empty(size, dtype=torch.float32, device=self.weight.device)
@@ -57,7 +59,8 @@ class _Head:
         """[tokens, rows] float32 in `place`, divided by the temperature [tokens]. `scratch`: another place, which a
         product in 16 bits overwrites.
         """
-        logits, weight = _matrix(place, len(hidden), block.stop - block.start), self.weight[block].t()
+        logits = _matrix(place, len(hidden), block.stop - block.start)
+        weight = self.weight[block].t()
         if hidden.dtype is torch.float32:
             torch.mm(hidden, weight, out=logits)
         else:
@@ -66,7 +69,8 @@ class _Head:
 
     def owned(self, targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
         """Column of each target in the block and whether it is there; where it is not, the column means nothing."""
-        local, width = targets - self.first - block.start, block.stop - block.start
+        local = targets - self.first - block.start
+        width = block.stop - block.start
         return local.clamp(0, width - 1), (local >= 0) & (local < width)
 
 
@@ -88,7 +92,9 @@ def _block_shape(weight: Tensor, width: int) -> tuple[int, int]:
 
 
 class _LeanLogProbs(torch.autograd.Function):
-    """With z = logits / temperature, p = softmax(z): log p of the target, and entropy H = -sum p log p.
+    """Log-probs and entropies of tokens; the backward pass makes the logits again, block by block.
+
+    With z = logits / temperature and p = softmax(z): log p of the target, and entropy H = -sum p log p.
 
     d log p_target / d z = onehot - p;  d H / d z = -p (log p + H).
     """
@@ -103,22 +109,22 @@ class _LeanLogProbs(torch.autograd.Function):
         head: _Head,
         entropy_has_gradient: bool,
     ):
-        peak, sums = (
-            hidden.new_zeros(len(hidden), dtype=torch.float32),
-            hidden.new_zeros((3, len(hidden)), dtype=torch.float32),
-        )
+        peak = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
         places = head.place(len(hidden)), head.place(len(hidden))
         for part in head.parts(len(hidden)):
             by_block = [
                 _block_sums(head, hidden[part], targets[part], temperature[part], block, places)
                 for block in head.blocks()
             ]
-            peaks, of_blocks = torch.stack([peak for peak, _ in by_block]), torch.stack([own for _, own in by_block], 1)
+            peaks = torch.stack([peak for peak, _ in by_block])
+            of_blocks = torch.stack([own for _, own in by_block], 1)
             peak[part] = peaks.amax(0)
             sums[:, part] = _at_peak(of_blocks, peaks - peak[part]).sum(1)
         log_sum_exp, entropy, target_logit = _over_ranks(peak, sums, head.group)
         ctx.save_for_backward(hidden, weight, targets, temperature, log_sum_exp, entropy)
-        ctx.head, ctx.entropy_has_gradient = head, entropy_has_gradient
+        ctx.head = head
+        ctx.entropy_has_gradient = entropy_has_gradient
         if not entropy_has_gradient:
             ctx.mark_non_differentiable(entropy)
         return target_logit - log_sum_exp, entropy
@@ -127,9 +133,11 @@ class _LeanLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs: Tensor, grad_entropy: Tensor):
         hidden, weight, targets, temperature, log_sum_exp, entropy = ctx.saved_tensors
         head: _Head = ctx.head
-        grad_hidden, grad_weight = torch.empty_like(hidden), _WeightGradient(weight, head.width)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = _WeightGradient(weight, head.width)
         needs_other = ctx.entropy_has_gradient or hidden.dtype is not torch.float32
-        place, other = head.place(len(hidden)), head.place(len(hidden) if needs_other else 0)
+        place = head.place(len(hidden))
+        other = head.place(len(hidden) if needs_other else 0)
         for part in head.parts(len(hidden)):
             grad_part = _HiddenGradient(grad_hidden[part], several=head.rows < head.width)
             for block in head.blocks():
@@ -185,7 +193,8 @@ class _HiddenGradient:
     """Sum over a part's blocks of grad @ weight [tokens, hidden], in float32 where there are `several` in 16 bits."""
 
     def __init__(self, into: Tensor, several: bool):
-        self.into, self._is_first = into, True
+        self.into = into
+        self._is_first = True
         self._total = torch.empty_like(into, dtype=torch.float32) if several else into
 
     def add(self, grad: Tensor, weight: Tensor) -> None:
@@ -238,7 +247,8 @@ class _WeightGradient:
     """
 
     def __init__(self, weight: Tensor, width: int):
-        self.width, self.dtype = width, weight.dtype
+        self.width = width
+        self.dtype = weight.dtype
         buffer = getattr(weight, "main_grad", None)
         self.buffer = buffer if buffer is not None and buffer.dtype is torch.float32 else None
         self.reduces_early = getattr(weight, REDUCES_EARLY, False)
@@ -255,12 +265,16 @@ class _WeightGradient:
             into.addmm_(grad.t(), hidden.float())
 
     def result(self) -> Tensor | None:
-        """What autograd adds to the weight's own gradient; nothing more when it is in the buffer already, as zeros
-        where Megatron asks for a gradient before it reduces the buffer.
+        """What autograd adds to the weight's own gradient: all of it where there is no buffer.
+
+        Nothing more where the buffer has it already, or zeros where Megatron asks for a gradient before it reduces the
+        buffer.
         """
         if self.buffer is None:
             return self.total.to(self.dtype)
-        return torch.zeros_like(self.buffer, dtype=self.dtype) if self.reduces_early else None
+        if self.reduces_early:
+            return torch.zeros_like(self.buffer, dtype=self.dtype)
+        return None
 
 
 def lean_log_probs(
@@ -275,9 +289,9 @@ def lean_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, in nats, float32, both [tokens].
 
-    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` [tokens] (token ids), the same on
-    every rank of `group`, the tensor-parallel group; `weight` [padded_vocab / tp, hidden] is this rank's block of rows.
-    `temperature` [tokens] divides the logits, as sampling does; rows past `vocab_size` are padding and have no
+    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` [tokens] (token ids). They are the
+    same on every rank of `group`, the tensor-parallel group. `weight` [padded_vocab / tp, hidden] is this rank's block
+    of rows. `temperature` [tokens] divides the logits, as sampling does; rows past `vocab_size` are padding and have no
     probability. `block`: tokens, and rows of `weight`, whose logits are alive at a time; None: what the device is best
     at.
 

@@ -5,7 +5,7 @@ from mrl.config.schema import AlgorithmConfig
 
 
 def loss_parameters(algorithm: AlgorithmConfig) -> PolicyLossParameters:
-    """Its name and constants. A user's own loss is loaded, which may raise ConfigError."""
+    """The loss's name and constants. A user's own loss is loaded, which may raise ConfigError."""
     loss = algorithm.policy_loss
     if loss.custom is not None:
         load_custom_loss(loss.custom.path, loss.loss_mode)

@@ -54,13 +54,19 @@ class MappedBridge(LLMBridge):
 
     @property
     def TransformerConfigClass(self) -> type:
-        """Of Megatron."""
-        return MLATransformerConfig if self.model.is_latent else TransformerConfig
+        """Megatron's class of transformer configuration for this model."""
+        if self.model.is_latent:
+            return MLATransformerConfig
+        return TransformerConfig
 
     def _build_config(self) -> TransformerConfig:
         m = self.model
-        experts = _experts(m) if m.is_moe else {}
-        latent = _latent(m) if m.is_latent else {}
+        experts = {}
+        if m.is_moe:
+            experts = _experts(m)
+        latent = {}
+        if m.is_latent:
+            latent = _latent(m)
         return self._build_base_config(
             qk_layernorm=m.qk_norm or m.is_latent,
             add_qkv_bias=m.qkv_bias,
@@ -77,7 +83,9 @@ class MappedBridge(LLMBridge):
     def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
         """What reads a folder, which may be a reference's: the same model, perhaps in another dtype."""
         block = load_model_spec(weights_path).fp8_block
-        return super()._get_safetensor_io(weights_path) if block is None else Bfloat16Files(weights_path, block)
+        if block is None:
+            return super()._get_safetensor_io(weights_path)
+        return Bfloat16Files(weights_path, block)
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
         """Names of the checkpoint for a parameter's, whose layer and expert are numbers of the whole model."""

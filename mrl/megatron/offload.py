@@ -38,7 +38,7 @@ class StorageBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Of all pieces, which are uint8."""
+        """Bytes of all pieces, which are uint8."""
         return sum(piece.numel() for piece in self.pieces)
 
     def copy_from(self, source: Tensor) -> None:
@@ -94,7 +94,11 @@ def bytes_of(storage: UntypedStorage) -> Tensor:
 
 def storages_of(tensors: Sequence[Tensor]) -> dict[int, UntypedStorage]:
     """The storages under `tensors`, each once and in their order, by an identity that lasts as long as the storage."""
-    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+    return storages
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,9 @@ class Residence:
         self, platform: Platform, chunks: Sequence[Module], optimizer: MegatronOptimizer, switched: Collection[str]
     ):
         """`switched`: the kinds that may leave the device."""
-        self._platform, self._chunks, self._optimizer = platform, chunks, optimizer
+        self._platform = platform
+        self._chunks = chunks
+        self._optimizer = optimizer
         self.switched = tuple(kind for kind in SWITCHES if kind in switched)
         self._buffers: dict[str, StorageBuffer] = {}  # by the name of what lies there
         self._emptied: dict[str, list[_EmptiedStorage]] = {}  # by kind
@@ -141,7 +147,10 @@ class Residence:
 
     @contextmanager
     def using(self, *kinds: str) -> Iterator[None]:
-        """These are on the device until the block ends; others that are switched and in nobody's use leave it first."""
+        """Holds these kinds on the device until the block ends.
+
+        Others that are switched and in nobody's use leave it first.
+        """
         self._used.update(kinds)
         try:
             self._leave(self.switched)
@@ -152,7 +161,7 @@ class Residence:
             self._used.subtract(kinds)
 
     def offload(self) -> None:
-        """Everything that is switched leaves the device. Raises RuntimeError while some of it is in use."""
+        """Moves everything that is switched off the device. Raises RuntimeError while some of it is in use."""
         if busy := [kind for kind in self.switched if self._used[kind]]:
             raise RuntimeError(f"{', '.join(busy)} cannot leave the device: in use")
         for kind in tuple(self._arriving):
@@ -160,11 +169,9 @@ class Residence:
         self._leave(self.switched)
 
     def prefetch(self, *kinds: str) -> None:
-        """These begin to come back beside what computes; they are there once `using` has waited for them.
+        """Begins to bring these kinds back beside what computes; they are there once `using` has waited for them.
 
-        Nobody may touch them before.
-
-        Nothing for those that are on the device.
+        Nobody may touch them before. Kinds that are on the device stay as they are.
         """
         for kind in kinds:
             if kind in self._emptied and kind not in self._arriving:
@@ -260,7 +267,7 @@ class Residence:
         return storages_of([parameter for chunk in self._chunks for parameter in chunk.parameters()])
 
     def _gradients(self) -> dict[int, UntypedStorage]:
-        """Those of experts lie in buffers of their own."""
+        """Storages of gradients; those of experts lie in buffers of their own."""
         return storages_of(
             [b.grad_data for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         )
@@ -297,10 +304,10 @@ def check_resident(what: str, tensors: Iterable[Tensor]) -> None:
 
 
 class FrozenWeights:
-    """The reference model of a KL term: a copy of this rank's weights as they are now, which computes in their stead
-    for a forward.
+    """The reference model of a KL term: a copy of this rank's weights as they are now, which can compute in their
+    stead.
 
-    Only contents change places, through a piece's worth of scratch memory: parameters, gradient buffers and optimizer
+    Only contents change places, through a piece's worth of scratch memory. Parameters, gradient buffers and optimizer
     states stay where they are, and the actor's weights come back bit for bit.
     """
 

@@ -59,11 +59,11 @@ def build_optimizer(config: OptimConfig, chunks: list[torch.nn.Module], dtype: t
 
 
 def freeze(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Keeps parameters where they are; to be called before the optimizer is built.
+    """Keeps parameters where they are; called before the optimizer is built.
 
-    Their gradient is zero and nothing decays them, so Adam leaves every bit, as long as their moments are zero too:
-    moments of updates before they were frozen would go on moving them, so a checkpoint's are not restored. They keep
-    their place in buffers, optimizer and checkpoints: freezing changes no layout, and a run may freeze what it trained
+    Their gradient is zero and nothing decays them, so Adam leaves every bit as long as their moments are zero too.
+    Moments of updates before they were frozen would go on moving them, so a checkpoint's are not restored. They keep
+    their place in buffers, optimizer and checkpoints. So freezing changes no layout: a run may freeze what it trained
     before, or train on what was frozen.
     """
     for parameter in parameters:
@@ -153,7 +153,9 @@ def step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> St
     if not math.isfinite(grad_norm):
         return StepResult(False, grad_norm, lr)
     for part in optimizer.chained_optimizers:
-        parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+        parameters = []
+        if not getattr(part, "is_stub_optimizer", False):
+            parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
             clip_grad_by_total_norm_fp32(
                 parameters, part.config.clip_grad, grad_norm, part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8

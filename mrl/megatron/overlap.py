@@ -32,8 +32,10 @@ def set_gradient_reduction(chunks: Sequence[Module]) -> None:
 
 
 def gather_weights(chunks: Sequence[Module]) -> None:
-    """Makes the weights whole on every rank, for whoever reads them without a forward: the weight sync, checkpoints,
-    the host's copy. Collective. Nothing where every optimizer step gathers them itself.
+    """Makes the weights whole on every rank, for those who read them without a forward. Collective.
+
+    These are the weight sync, checkpoints and the host's copy. Does nothing where every optimizer step gathers them
+    itself.
     """
     if chunks[0].ddp_config.overlap_param_gather:
         for chunk in chunks:

@@ -32,11 +32,13 @@ class Shape:
         """Each sequence is padded to a multiple of this many tokens:
         context parallelism cuts it into two parts a rank.
         """
-        return 2 * self.context if self.context > 1 else 1
+        if self.context > 1:
+            return 2 * self.context
+        return 1
 
     @property
     def total_multiple(self) -> int:
-        """And the whole pack to a multiple of this many: sequence parallelism cuts it into one part a tensor rank."""
+        """The multiple that the whole pack is padded to: sequence parallelism cuts it into one part a tensor rank."""
         return self.sequence_multiple * self.tensor
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
@@ -81,16 +83,18 @@ class MicroBatch(TokenValues[Array]):
 
     @property
     def longest(self) -> int:
-        """Of `lengths`."""
+        """The length of the longest sequence."""
         return max(self.lengths)
 
     @property
     def has_log_probs(self) -> Array:
         """bool [rows, response_length]: tokens whose log-probs are computed."""
-        return self.response_mask if self.scored is None else self.scored
+        if self.scored is None:
+            return self.response_mask
+        return self.scored
 
     def mapped(self, function: Callable[[Array], Any]) -> "MicroBatch":
-        """The same with `function` of every array in its place."""
+        """The micro-batch with `function` of every array in the array's place."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(
             self, **{k: function(v) for k, v in given.items() if v is not None and k not in ("content", "lengths")}
@@ -121,7 +125,9 @@ def micro_batch(
     local = np.full(len(ids), -1, dtype=np.int64)
     local[kept] = np.arange(len(kept))
     here = local[target - 1] >= 0
-    lines = 1 if shape.packed else len(rows)
+    lines = 1
+    if not shape.packed:
+        lines = len(rows)
     return MicroBatch(
         input_ids=ids[kept].reshape(lines, -1),
         position_ids=positions[kept].reshape(lines, -1),
@@ -152,7 +158,9 @@ class MicroBatches:
 
     def __init__(self, count: int, lay_out: Callable[[int], MicroBatch], kept: int = 1):
         """`lay_out` gives a micro-batch by its number; `kept`: of the newest, so many are not laid out again."""
-        self._count, self._lay_out, self._limit = count, lay_out, kept
+        self._count = count
+        self._lay_out = lay_out
+        self._limit = kept
         self._kept: OrderedDict[int, MicroBatch] = OrderedDict()
 
     def __len__(self) -> int:
@@ -170,7 +178,10 @@ class MicroBatches:
 
 
 def _digest(*whole: np.ndarray) -> bytes:
-    """Of arrays as they are on all context-parallel ranks. Rows stand for their routes, which no rank has all of."""
+    """Digests arrays that all context-parallel ranks have whole.
+
+    Rows stand for their routes, which no rank has all of.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for array in whole:
         digest.update(f"{array.dtype}{array.shape}".encode())
@@ -190,8 +201,10 @@ def in_rows(values: np.ndarray, responses: np.ndarray) -> np.ndarray:
 def _laid_out(
     token_ids: np.ndarray, lengths: np.ndarray, padded: np.ndarray, starts: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Tokens without padding as they lie in memory, all int64 [sum of padded]: token ids with zeros for padding,
-    positions, and how many real tokens of its sequence each has left, itself included: 0 of padding.
+    """Tokens without padding as they lie in memory, all int64 [sum of padded].
+
+    These are token ids with zeros for padding, positions, and how many real tokens of its sequence each has left,
+    itself included: 0 for padding.
     """
     ids, positions, left = (np.zeros(int(starts[-1]), dtype=np.int64) for _ in range(3))
     for start, length, size in zip(starts, lengths, padded, strict=False):
@@ -230,12 +243,14 @@ def computed_tokens(
 
 
 def kept_positions(padded: np.ndarray, context: int, rank: int) -> np.ndarray:
-    """Of sequences laid end to end, each a multiple of 2 * context long,
-    the positions that a context-parallel rank holds, int64.
+    """Positions that a context-parallel rank holds, int64, of sequences that lie end to end.
+
+    Each sequence is a multiple of 2 * context long.
     """
     if context == 1:
         return np.arange(int(padded.sum()))
-    kept, start = [], 0
+    kept = []
+    start = 0
     for size in map(int, padded):
         chunk = size // (2 * context)
         for number in (rank, 2 * context - 1 - rank):

@@ -38,8 +38,9 @@ def init_distributed(
 
 
 def release_scratch() -> None:
-    """Megatron keeps the largest sequence that it ever gathered as a buffer for the next one:
-    in the way of whoever has the device then.
+    """Releases the buffer of the largest sequence that Megatron ever gathered.
+
+    Megatron keeps it for the next one, in the way of whoever has the device then.
     """
     mpu.get_global_memory_buffer().buffer.clear()
 

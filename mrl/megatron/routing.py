@@ -72,8 +72,8 @@ def _gathered(scores: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 class _Counts:
     """(token, layer) pairs of a step on one rank. On the device until `metrics`: no forward waits for a count.
 
-    Neither padding counts, nor in the update a sequence's last token: it never has an engine's route, and nobody reads
-    what comes of it.
+    Padding does not count. Nor does a sequence's last token in the update: it never has an engine's route, and its
+    output is not used.
     """
 
     differing: Tensor | int = 0  # in the update, another set of experts than at the old log-probs
@@ -91,7 +91,8 @@ class Routing:
     """
 
     def __init__(self, chunks: list[torch.nn.Module], model: ModelSpec, replay: Replay):
-        self.replay, self._num_experts = replay, model.num_experts
+        self.replay = replay
+        self._num_experts = model.num_experts
         cores = unwrap_model(chunks)
         self._routers = {id(core): [m for m in core.modules() if isinstance(m, TopKRouter)] for core in cores}
         for router in self._all():
@@ -120,7 +121,7 @@ class Routing:
 
     @contextmanager
     def recording(self, model: torch.nn.Module, inputs: MicroBatch) -> Iterator[None]:
-        """Around one chunk's forward at the old log-probs."""
+        """Records choices of experts around one chunk's forward at the old log-probs."""
         core = unwrap_model(model)
         with self.supplying(model, inputs):
             yield
@@ -134,7 +135,9 @@ class Routing:
 
         Without that promise they may differ by rounding, and either's routes are as good.
         """
-        before = self._recorded.get(key, []) if torch.are_deterministic_algorithms_enabled() else []
+        before = []
+        if torch.are_deterministic_algorithms_enabled():
+            before = self._recorded.get(key, [])
         if any((_differ(earlier, now) & real).any() for earlier, now in zip(before, chosen, strict=False)):
             raise RuntimeError(
                 "two micro-batches of the same tokens chose other experts; their routes cannot be told apart"
@@ -143,8 +146,7 @@ class Routing:
 
     @contextmanager
     def supplying(self, model: torch.nn.Module, inputs: MicroBatch) -> Iterator[None]:
-        """Around one chunk's forward under weights of any policy: with R3 all of them are asked about the engine's
-        routes.
+        """Supplies the engine's routes, with R3, around one chunk's forward under weights of any policy.
 
         So the KL to a reference model that equals the policy is 0, and not what the engine's numerics make of its
         routes.
@@ -155,12 +157,14 @@ class Routing:
 
     @contextmanager
     def comparing(self, model: torch.nn.Module, inputs: MicroBatch) -> Iterator[None]:
-        """Around one chunk's forward in the update. Raises RuntimeError when R2 is on and nothing was recorded for it.
+        """Compares and replays choices around one chunk's forward in the update.
 
-        An update on policy has no forward before it, and is itself the one at the old log-probs.
+        Raises RuntimeError when R2 is on and nothing was recorded for it. An update on policy has no forward before it,
+        and is itself the one at the old log-probs.
         """
         core = unwrap_model(model)
-        choosers, before = self._choosers(core), self._recorded.get((id(core), inputs.content))
+        choosers = self._choosers(core)
+        before = self._recorded.get((id(core), inputs.content))
         if self.replay == "R2" and before is None:
             raise RuntimeError(
                 "no routes were recorded for a micro-batch of the update: it was cut otherwise at the old log-probs"
@@ -186,7 +190,7 @@ class Routing:
                 self._count_disagreeing(supplied, choosers, real)
 
     def check_recomputed(self) -> None:
-        """After a backward pass.
+        """Checks a backward pass.
 
         Raises RuntimeError when it did not recompute all it should: the next would take the routes left over.
         """
@@ -222,14 +226,13 @@ class Routing:
         return sum(len(self._routers[c]) for c in chunks[: chunks.index(id(core))])
 
     def metrics(self) -> FloatParts:
-        """Of the step's updates.
+        """Metrics of routing over the step's updates.
 
         Collective over the ranks that hold copies of the same layers; one of them hands the answer out.
 
-        Shares are of (token, layer) pairs: `router/drift` of those whose set of experts is another than at the old
-        log-probs, `router/missing_routes` of those that should have had an engine's route, `router/rollout_drift` of
-        those whose engine's set is another than the trainer's own choice at the old log-probs. Loads are of real
-        tokens.
+        Shares are of (token, layer) pairs. `router/drift`: those whose set of experts differs from that at the old
+        log-probs. `router/missing_routes`: those that should have had an engine's route. `router/rollout_drift`: those
+        whose engine's set differs from the trainer's own choice at the old log-probs. Loads are of real tokens.
         """
         if not len(self._load):  # a stage of the embedding alone, as all ranks of its group have it
             return {}
@@ -237,7 +240,8 @@ class Routing:
         pairs = [torch.as_tensor(count, device=self._device) for count in vars(self._counts).values()]
         counts = torch.cat([self._load.flatten(), torch.stack(pairs)])
         dist.all_reduce(counts, group=group)
-        load, total = counts[: -len(pairs)].view(self._load.shape).double(), _Counts(*counts[-len(pairs) :].tolist())
+        load = counts[: -len(pairs)].view(self._load.shape).double()
+        total = _Counts(*counts[-len(pairs) :].tolist())
         if dist.get_rank(group) or not load.any():
             return {}
         relative = load / load.mean(-1, keepdim=True)
@@ -258,14 +262,17 @@ class Routing:
 def _choosing(
     choosers: list[_Chooser], wanted: list[Tensor] | None, has_gaps: bool, training: bool = False
 ) -> Iterator[None]:
-    """Lets routers choose what is wanted of them; by themselves where that is None."""
+    """Lets routers choose the wanted experts; by themselves where `wanted` is None."""
     for n, chooser in enumerate(choosers):
-        chooser.training, chooser.has_gaps, chooser.wanted = training, has_gaps, wanted[n] if wanted else None
+        chooser.training = training
+        chooser.has_gaps = has_gaps
+        chooser.wanted = wanted[n] if wanted else None
     try:
         yield
     finally:
         for chooser in choosers:
-            chooser.training, chooser.wanted = False, None
+            chooser.training = False
+            chooser.wanted = None
 
 
 def _differ(routes: Tensor, others: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ class Norm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_):
         super().__init__()
-        self.weight, self.eps = _norm_weight(hidden_size, config), eps
+        self.weight = _norm_weight(hidden_size, config)
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
@@ -85,9 +86,19 @@ class GroupedLinear(torch.nn.Module):
     partition_dim = 0
 
     def __init__(
-        self, num_gemms: int, input_size: int, output_size: int, *, config: TransformerConfig, init_method, bias: bool,
-        skip_bias_add: bool, is_expert: bool, tp_comm_buffer_name: str | None = None, pg_collection=None,
-    ):  # fmt: skip
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        pg_collection=None,
+    ):
         super().__init__()
         if bias or not is_expert:
             raise ValueError("grouped linear layers stand for experts without bias")

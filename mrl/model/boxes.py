@@ -48,7 +48,9 @@ class Box:
     def intersect(self, other: "Box") -> "Box | None":
         """What both have; None where they do not meet."""
         ranges = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True))
-        return Box(ranges) if all(start < stop for start, stop in ranges) else None
+        if all(start < stop for start, stop in ranges):
+            return Box(ranges)
+        return None
 
     def contains(self, other: "Box") -> bool:
         """Whether `other`, of as many dimensions, lies within."""
@@ -71,7 +73,8 @@ class Box:
         common = self.intersect(other)
         if common is None:
             return [self]
-        rest, ranges = [], list(self.ranges)
+        rest = []
+        ranges = list(self.ranges)
         for dim, (start, stop) in enumerate(common.ranges):
             low, high = ranges[dim]
             rest += [
@@ -92,10 +95,14 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if len(shape) < 2:
         return [Box(((start, stop),) * len(shape))]
     size = prod(shape[1:])
-    first, last = -(-start // size), stop // size  # whole rows
+    # whole rows
+    first = -(-start // size)
+    last = stop // size
     if first > last:
         return _in_row(shape, last, start, stop)
-    rows = [Box(((first, last), *Box.whole(shape[1:]).ranges))] if first < last else []
+    rows = []
+    if first < last:
+        rows = [Box(((first, last), *Box.whole(shape[1:]).ranges))]
     return [*_in_row(shape, first - 1, start, first * size), *rows, *_in_row(shape, last, last * size, stop)]
 
 

@@ -33,7 +33,9 @@ def layer_norms(m: ModelSpec, megatron_mlp_norm: str) -> tuple[Weight, ...]:
     """The norms before attention and before the MLP. Latent attention begins with two projections, so that its norm
     belongs to neither.
     """
-    before_attention = "input_layernorm.weight" if m.is_latent else "self_attention.linear_qkv.layer_norm_weight"
+    before_attention = "self_attention.linear_qkv.layer_norm_weight"
+    if m.is_latent:
+        before_attention = "input_layernorm.weight"
     return (
         copied("input_layernorm.weight", (m.hidden_size,), before_attention),
         copied("post_attention_layernorm.weight", (m.hidden_size,), megatron_mlp_norm),
@@ -44,7 +46,9 @@ def attention(m: ModelSpec) -> tuple[Weight, ...]:
     """Query, key and value projections, perhaps with bias; perhaps norms on queries and keys; output projection."""
     if m.is_latent:
         return latent_attention(m)
-    norms = ("q", "k") if m.qk_norm else ()
+    norms = ()
+    if m.qk_norm:
+        norms = ("q", "k")
     queries = m.num_attention_heads * m.head_dim
     out = Part("self_attn.o_proj.weight", (m.hidden_size, queries))
     return (
@@ -60,7 +64,8 @@ def _qkv(m: ModelSpec, leaf: str, columns: tuple[int, ...]) -> Weight:
     parts = tuple(
         Part(f"self_attn.{x}_proj.{leaf}", (n * m.head_dim, *columns), leaf == "weight") for x, n in heads.items()
     )
-    megatron, vllm = f"self_attention.linear_qkv.{leaf}", f"self_attn.qkv_proj.{leaf}"
+    megatron = f"self_attention.linear_qkv.{leaf}"
+    vllm = f"self_attn.qkv_proj.{leaf}"
     return Weight(parts, megatron, vllm, "heads", groups=m.num_key_value_heads)
 
 
@@ -76,7 +81,8 @@ def gated_mlp(m: ModelSpec, size: int, hf: str = "mlp.", megatron: str = "mlp.")
 def routed_experts(m: ModelSpec) -> tuple[Weight, ...]:
     """Gated MLPs of all experts."""
     gate_up, down = _gated_parts(m, m.moe_intermediate_size, "mlp.experts.{expert}.")
-    megatron, vllm = "mlp.experts.linear_", "mlp.experts.routed_experts."
+    megatron = "mlp.experts.linear_"
+    vllm = "mlp.experts.routed_experts."
     return (
         Weight(gate_up, f"{megatron}fc1.weight{{expert}}", f"{vllm}w13_weight", "rows", is_expert=True),
         Weight(down, f"{megatron}fc2.weight{{expert}}", f"{vllm}w2_weight", "columns", is_expert=True),

@@ -39,7 +39,8 @@ def read(config: HfConfig) -> ModelSpec:
             "without its indexer it would be another model"
         )
     experts_per_token, groups, chosen = _routing(config)
-    size, rotated = required(config, "moe_intermediate_size"), required(config, "qk_rope_head_dim")
+    size = required(config, "moe_intermediate_size")
+    rotated = required(config, "qk_rope_head_dim")
     plain_rope = {"rope_type": "default", "rope_theta": rope_fields(config).get("rope_theta")}
     read_alike = common({**config, "rope_scaling": None, "rope_parameters": plain_rope})
     block = _fp8_block(config)
@@ -83,7 +84,8 @@ def _routing(config: HfConfig) -> tuple[int, int, int]:
         refuse_unless("num_experts_per_tok", 1, "2 or more")  # Megatron does not renormalise one expert's weight
     if not config.get("n_shared_experts"):
         refuse_unless("n_shared_experts", config.get("n_shared_experts"), "1 or more")
-    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    groups = config.get("n_group") or 1
+    chosen = config.get("topk_group") or 1
     if groups == 1:
         return experts, 1, 1
     if experts // chosen != _GROUP_BEST:  # Megatron judges a group by so many of its experts
@@ -105,7 +107,10 @@ def _moe_layers(config: HfConfig) -> tuple[int, ...]:
 
 
 def _fp8_block(config: HfConfig) -> tuple[int, int] | None:
-    """Of checkpoints whose matrices are FP8 with one scale a block. Raises ConfigError for another quantisation."""
+    """Rows and columns that one scale stands for, where a checkpoint's matrices are FP8.
+
+    Raises ConfigError for another quantisation.
+    """
     quantization = config.get(QUANTIZATION)
     if not quantization:
         return None
@@ -116,7 +121,7 @@ def _fp8_block(config: HfConfig) -> tuple[int, int] | None:
 
 
 def engine_keys(m: ModelSpec) -> dict[str, Any]:
-    """Without them vLLM takes a softmax, no constants of routers, or experts in no layer."""
+    """Keys without which vLLM takes a softmax, no constants of routers, or experts in no layer."""
     return {
         "scoring_func": m.router_score,
         "topk_method": "noaux_tc",

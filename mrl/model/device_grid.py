@@ -73,7 +73,8 @@ def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0)
     A unit never straddles nodes: what is left of a node and too small for one stays idle. Raises ConfigError when the
     engines do not fit.
     """
-    size, per_node = unit_size(rollout, cluster.devices_per_node), cluster.devices_per_node
+    size = unit_size(rollout, cluster.devices_per_node)
+    per_node = cluster.devices_per_node
     places: list[Place] = []
     for _ in range(rollout.num_engines * rollout.workers_per_engine // size):
         if first % per_node + size > per_node:
@@ -91,16 +92,24 @@ def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0)
 
 
 def rank_order(nodes: Sequence[str], together: int = 1) -> tuple[int, ...]:
-    """Bundle of each rank, given the node of each bundle: node by node, every `together` ranks on one node as far as
-    nodes allow.
+    """Bundle of each rank, given the node of each bundle: node by node, `together` ranks on one node as far as nodes
+    allow.
 
-    Ray may scatter bundles, and a node may get a number of them that `together` does not divide: what is left over
+    Ray may scatter bundles, and a node may get a number of them that `together` does not divide. What is left over
     comes last, so that as few groups of ranks as possible are spread.
     """
-    by_node = {node: [i for i, at in enumerate(nodes) if at == node] for node in sorted(set(nodes))}
+    by_node = _bundles_by_node(nodes)
     whole = [i for bundles in by_node.values() for i in bundles[: len(bundles) // together * together]]
     rest = [i for bundles in by_node.values() for i in bundles[len(bundles) // together * together :]]
     return (*whole, *rest)
+
+
+def _bundles_by_node(nodes: Sequence[str]) -> dict[str, list[int]]:
+    """Bundles of each node, given the node of each bundle; nodes in the order of their names."""
+    bundles: dict[str, list[int]] = {node: [] for node in sorted(set(nodes))}
+    for bundle, node in enumerate(nodes):
+        bundles[node].append(bundle)
+    return bundles
 
 
 def bundles_of_places(places: Sequence[Place], nodes: Sequence[str]) -> tuple[int, ...]:
@@ -109,7 +118,7 @@ def bundles_of_places(places: Sequence[Place], nodes: Sequence[str]) -> tuple[in
 
     Raises EnvironmentFault when Ray gave them in other portions than the layout needs.
     """
-    left = {node: [i for i, at in enumerate(nodes) if at == node] for node in sorted(set(nodes))}
+    left = _bundles_by_node(nodes)
     wanted = Counter(place.node for place in places)
     bundles: dict[int, list[int]] = {}
     for planned, size in sorted(wanted.items(), key=lambda item: (-item[1], item[0])):

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 
 _CODES = np.arange(256, dtype=np.uint8)
-_FRACTION_BITS, _BIAS = 3, 7
+_FRACTION_BITS = 3
+_BIAS = 7
 
 
 def bfloat16_words(
@@ -31,7 +32,7 @@ def bfloat16_words(
 
 
 def _parts(first: int, count: int, block: int) -> Iterator[tuple[slice, int]]:
-    """Of `count` rows from row `first` on: those of each block, and the block's number."""
+    """Splits `count` rows from row `first` on at the borders of blocks: rows, and the block's number."""
     for number in range(first // block, -(-(first + count) // block)):
         start = max(number * block, first)
         stop = min((number + 1) * block, first + count)

@@ -33,7 +33,8 @@ def read(config: HfConfig) -> ModelSpec:
     experts_per_token = required(config, "num_experts_per_tok")
     if experts_per_token == 1:
         refuse_unless("num_experts_per_tok", 1, "2 or more")  # ... but never for one expert
-    layers, size = required(config, "num_hidden_layers"), required(config, "moe_intermediate_size")
+    layers = required(config, "num_hidden_layers")
+    size = required(config, "moe_intermediate_size")
     return ModelSpec(
         **common({**config, "attention_bias": False}),  # here it means queries, keys and values alone: qkv_bias
         head_dim=head_dim_from_hidden(config),

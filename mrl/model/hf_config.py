@@ -88,7 +88,7 @@ class ModelSpec:
 
     @property
     def value_head_dim(self) -> int:
-        """Of one head's values, which latent attention has narrower or wider than keys."""
+        """The width of one head's values, which latent attention has narrower or wider than keys."""
         return self.v_head_dim or self.head_dim
 
     def described(self) -> dict[str, Any]:
@@ -174,18 +174,29 @@ _MOST = {
     "moe_intermediate_size": 2**20, "decoder_sparse_step": 2000,
 }  # fmt: skip
 _MOST_OR_NONE = {
-    "shared_expert_intermediate_size": 2**20, "n_shared_experts": 2**10, "first_k_dense_replace": 2000,
+    "shared_expert_intermediate_size": 2**20,
+    "n_shared_experts": 2**10,
+    "first_k_dense_replace": 2000,
     **dict.fromkeys(MTP_KEYS, 100),
-}  # fmt: skip
+}
 _NUMBERS = ("rope_theta", "rms_norm_eps", "partial_rotary_factor", "routed_scaling_factor")
-_KINDS: dict[str, type] = {"model_type": str, "dtype": str, "torch_dtype": str, "rope_parameters": dict,
-    "rope_scaling": dict, "mlp_only_layers": list, "architectures": list}  # fmt: skip
+_KINDS: dict[str, type] = {
+    "model_type": str,
+    "dtype": str,
+    "torch_dtype": str,
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+    "mlp_only_layers": list,
+    "architectures": list,
+}
 
 
 def refuse_impossible(config: HfConfig) -> None:
     """Raises ConfigError for a field of another kind, or of a size, than any model has; null is left alone."""
     for key, value in config.items():
-        least = 1 if key in _MOST else 0
+        least = 0
+        if key in _MOST:
+            least = 1
         most = {**_MOST, **_MOST_OR_NONE}.get(key)
         if value is None:
             continue

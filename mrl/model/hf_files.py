@@ -64,7 +64,8 @@ def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
 
 def _tensor_bytes(entry: dict, base: int) -> TensorBytes:
     start, stop = entry["data_offsets"]
-    shape, dtype = entry["shape"], entry["dtype"]
+    shape = entry["shape"]
+    dtype = entry["dtype"]
     if not isinstance(dtype, str) or not isinstance(shape, list):
         raise ValueError(f"a tensor of dtype {str(dtype)[:40]} and shape {str(shape)[:40]}")
     if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)) or stop < start:
@@ -97,7 +98,7 @@ def check_own_file(file: Path) -> None:
     """Raises EnvironmentFault for a pipe, a device or a folder in a model's folder, and for a link that leaves it.
 
     A snapshot in the cache of the Hugging Face hub is made of links into the blobs beside it,
-    models--ORG--NAME/snapshots/COMMIT/FILE -> ../../blobs/HASH: those are followed, and no others.
+    models--ORG--NAME/snapshots/COMMIT/FILE -> ../../blobs/HASH. Those are followed, and no others.
     """
     folder = file.parent.resolve()
     try:
@@ -238,7 +239,9 @@ def weight_files(folder: Path) -> list[Path]:
         return [_own(folder / name) for name in names]
     files = [_own(file) for file in sorted(folder.glob("*.safetensors"))]
     if not files:
-        other = "; it has .bin files, which are pickles and are never read" if any(folder.glob("*.bin")) else ""
+        other = ""
+        if any(folder.glob("*.bin")):
+            other = "; it has .bin files, which are pickles and are never read"
         raise EnvironmentFault(
             f"model.path {folder}: no safetensors files there{other}. Convert or download the weights as safetensors"
         )

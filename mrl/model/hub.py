@@ -28,8 +28,10 @@ class HubName:
 
     @property
     def command(self) -> str:
-        """Fetches it by hand."""
-        revision = f" --revision {self.revision}" if self.revision else ""
+        """The command that fetches it by hand."""
+        revision = ""
+        if self.revision:
+            revision = f" --revision {self.revision}"
         return f"hf download {self.repo}{revision} --local-dir FOLDER"
 
 
@@ -50,8 +52,9 @@ def hub_name(path: str) -> HubName | None:
 
 
 def _published(repo: str) -> bool:
-    """Whether a plain ORG/NAME is meant as a name on the hub: of a model that is known,
-    and not below a folder that is here.
+    """Whether a plain ORG/NAME is meant as a name on the hub.
+
+    It is where the model is known and the path is not below a folder that is here.
     """
     return known_name(repo) is not None and not os.path.exists(Path(repo).parent)
 
@@ -79,8 +82,9 @@ def local_folder(path: str) -> str:
 
 
 def cached_folder(path: str) -> str:
-    """As `local_folder`, but nothing is fetched and weights may be missing:
-    `path` itself where the cache has no config.json of it.
+    """The folder of a model as `local_folder` finds it, but nothing is fetched and weights may be missing.
+
+    It is `path` itself where the cache has no config.json of the model.
     """
     name = hub_name(path)
     if name is None:
@@ -94,7 +98,9 @@ def cached_folder(path: str) -> str:
         )
     except Exception:  # it is not there; whatever else is wrong with the cache is for those who fetch
         return path
-    return folder if (Path(folder) / "config.json").is_file() else path
+    if (Path(folder) / "config.json").is_file():
+        return folder
+    return path
 
 
 def _reason(error: Exception) -> str:

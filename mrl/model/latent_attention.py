@@ -32,7 +32,8 @@ VLLM_LATENT_ATTENTION = (
 
 def latent_attention(m: ModelSpec) -> tuple[Weight, ...]:
     """Down and up projections of a layer with their norms, and the output projection."""
-    heads, latent = m.num_attention_heads, m.kv_lora_rank
+    heads = m.num_attention_heads
+    latent = m.kv_lora_rank
     down = Part("self_attn.kv_a_proj_with_mqa.weight", (latent + m.qk_rope_head_dim, m.hidden_size))
     norm = copied("self_attn.kv_a_layernorm.weight", (latent,), "self_attention.linear_kv_up_proj.layer_norm_weight")
     up = Part("self_attn.kv_b_proj.weight", (heads * (m.qk_nope_head_dim + m.v_head_dim), latent))
@@ -62,4 +63,6 @@ def _queries(m: ModelSpec) -> tuple[Weight, ...]:
 
 
 def _down_in_vllm(m: ModelSpec, down: Part) -> str:
-    return "self_attn.fused_qkv_a_proj.weight" if m.q_lora_rank else down.name
+    if m.q_lora_rank:
+        return "self_attn.fused_qkv_a_proj.weight"
+    return down.name

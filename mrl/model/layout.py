@@ -79,7 +79,7 @@ class TrainLayout:
 
     @classmethod
     def grids(cls, degrees: Mapping[str, Any] | LayoutDegrees) -> "TrainLayout":
-        """The two grids of ranks alone, unchecked and without layers: for whoever has degrees and no model."""
+        """The two grids of ranks alone, unchecked and without layers, where there are degrees and no model."""
         d = LayoutDegrees.of(degrees)
         return cls(
             tensor=d.tensor_model_parallel_size,
@@ -96,7 +96,7 @@ class TrainLayout:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return prod(self.dense_sizes)
 
     @property
@@ -111,7 +111,7 @@ class TrainLayout:
 
     @property
     def num_layers(self) -> int:
-        """Of the model."""
+        """Layers of the model."""
         return sum(map(sum, self.chunk_layers))
 
     def dense_coords(self, rank: int) -> DenseCoords:
@@ -184,8 +184,8 @@ class WorkerCoords(NamedTuple):
 class RolloutLayout:
     """Groups of vLLM workers, numbered engine by engine, then data-parallel rank, then tensor rank.
 
-    vLLM's expert parallelism is a switch: experts are spread whole over all workers of an engine (`expert` = tensor *
-    data), or (`expert` = 1) each expert is sliced over all of them.
+    vLLM's expert parallelism is a switch. Either experts are spread whole over all workers of an engine (`expert` =
+    tensor * data), or each expert is sliced over all of them (`expert` = 1).
     """
 
     num_engines: int = 1
@@ -202,7 +202,7 @@ class RolloutLayout:
 
     @property
     def workers_per_engine(self) -> int:
-        """Of all data-parallel ranks of an engine."""
+        """Workers of all data-parallel ranks of an engine."""
         return self.tensor * self.data
 
     @property
@@ -211,7 +211,7 @@ class RolloutLayout:
         return self.num_engines * self.workers_per_engine
 
     def coords(self, worker: int) -> WorkerCoords:
-        """Of a worker by its number over all engines: tensor ranks change fastest, engines slowest."""
+        """Where a worker stands, by its number over all engines: tensor ranks change fastest, engines slowest."""
         tp, dp, engine = _unravel(worker, (self.tensor, self.data, self.num_engines))
         return WorkerCoords(engine, dp, tp)
 
@@ -222,11 +222,13 @@ class RolloutLayout:
     def expert_coords(self, worker: int) -> tuple[int, int]:
         """(expert-parallel rank, tensor rank inside an expert) of a worker."""
         flat = worker % self.workers_per_engine
-        return (flat, 0) if self.expert > 1 else (0, flat)
+        if self.expert > 1:
+            return (flat, 0)
+        return (0, flat)
 
     @property
     def expert_tensor(self) -> int:
-        """Over how many workers one expert is sliced."""
+        """How many workers one expert is sliced over."""
         return self.workers_per_engine // self.expert
 
 

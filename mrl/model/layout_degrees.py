@@ -19,7 +19,7 @@ def _key(default: Any, meaning: str, **notes: Any) -> Any:
 class LayoutDegrees:
     """Parallel degrees of the actor under their Megatron names. Data parallelism is what remains of the world size.
 
-    `expert_tensor_parallel_size` None means 1, unlike Megatron, where it means the tensor size: slicing small experts
+    `expert_tensor_parallel_size` None means 1, unlike Megatron, where it means the tensor size. Slicing small experts
     costs more in communication than it saves, and every public recipe sets 1 by hand.
     """
 
@@ -118,7 +118,9 @@ class LayoutDegrees:
     def data_parallel_size(self) -> int:
         """Copies of the dense parameters; 0 where they do not divide the ranks, which is no legal layout."""
         size, rest = divmod(self.world_size, self.dense_ranks)
-        return 0 if rest else size
+        if rest:
+            return 0
+        return size
 
     @property
     def virtual_pipeline(self) -> int:
@@ -132,8 +134,10 @@ class LayoutDegrees:
 
     @property
     def uses_sequence_parallel(self) -> bool:
-        """As the key says; left out, wherever there are several tensor ranks."""
-        return self.tensor_model_parallel_size > 1 if self.sequence_parallel is None else self.sequence_parallel
+        """What the key says; where it is left out, whether there are several tensor ranks."""
+        if self.sequence_parallel is None:
+            return self.tensor_model_parallel_size > 1
+        return self.sequence_parallel
 
     @property
     def dense_ranks(self) -> int:
@@ -143,7 +147,9 @@ class LayoutDegrees:
     @property
     def sequence_parts(self) -> int:
         """Equal parts of a sequence: over tensor ranks with sequence parallelism, twice over context ranks (zigzag)."""
-        over_tensor = self.tensor_model_parallel_size if self.uses_sequence_parallel else 1
+        over_tensor = 1
+        if self.uses_sequence_parallel:
+            over_tensor = self.tensor_model_parallel_size
         return over_tensor * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
 
     @property

@@ -48,7 +48,8 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 def chunk_layer_counts(d: LayoutDegrees, num_layers: int) -> tuple[tuple[int, ...], ...]:
     """[pipeline][virtual_pipeline] layer counts of legal degrees, as megatron-core 0.16.1 splits them
     (transformer_block.get_num_layers_to_build; an explicit list is its `pipeline_model_parallel_layout`)."""
-    pp, vp = d.pipeline_model_parallel_size, d.virtual_pipeline
+    pp = d.pipeline_model_parallel_size
+    vp = d.virtual_pipeline
     if d.pipeline_layers is not None:
         return tuple(tuple(d.pipeline_layers[v * pp + p] for v in range(vp)) for p in range(pp))
     if d.end_stages:
@@ -62,9 +63,12 @@ def chunk_layer_counts(d: LayoutDegrees, num_layers: int) -> tuple[tuple[int, ..
 
 def _end_stage_counts(d: LayoutDegrees, num_layers: int) -> tuple[int, ...]:
     """Layers of each stage when the first or last stage is given; the rest is shared evenly by the other stages."""
-    first, last = d.num_layers_in_first_pipeline_stage, d.num_layers_in_last_pipeline_stage
+    first = d.num_layers_in_first_pipeline_stage
+    last = d.num_layers_in_last_pipeline_stage
     middle = d.pipeline_model_parallel_size - len(d.end_stages)
-    each = (num_layers - sum(d.end_stages)) // middle if middle > 0 else 0
+    each = 0
+    if middle > 0:
+        each = (num_layers - sum(d.end_stages)) // middle
     return (() if first is None else (first,)) + (each,) * middle + (() if last is None else (last,))
 
 
@@ -85,7 +89,8 @@ def _has_dense_mlp(m: ModelFacts) -> bool:
 
 
 def _kv_heads_split(d: LayoutDegrees, m: ModelFacts) -> bool:
-    tp, kv = d.tensor_model_parallel_size, m.num_key_value_heads
+    tp = d.tensor_model_parallel_size
+    kv = m.num_key_value_heads
     return kv % tp == 0 or tp % kv == 0
 
 
@@ -96,8 +101,11 @@ def _qkv_rows_split(d: LayoutDegrees, m: ModelFacts) -> bool:
 def _middle_is_even(d: LayoutDegrees, m: ModelFacts) -> bool:
     if d.notations != 1 or not d.end_stages:
         return True
-    middle, left = d.pipeline_model_parallel_size - len(d.end_stages), m.num_layers - sum(d.end_stages)
-    return left == 0 if middle == 0 else middle > 0 and left > 0 and left % middle == 0
+    middle = d.pipeline_model_parallel_size - len(d.end_stages)
+    left = m.num_layers - sum(d.end_stages)
+    if middle == 0:
+        return left == 0
+    return middle > 0 and left > 0 and left % middle == 0
 
 
 def _stages_are_even(d: LayoutDegrees, m: ModelFacts) -> bool:
@@ -127,8 +135,9 @@ def _list_fits(d: LayoutDegrees, m: ModelFacts) -> bool:
 
 
 def _lists(d: LayoutDegrees, m: ModelFacts) -> Iterable[tuple[int, ...]]:
-    """Cuts that are worth trying: the given one with a layer for each inner chunk that has none, an even one, and one
-    whose ends have none.
+    """Cuts into stages that are worth trying.
+
+    These are the given one with a layer for each inner chunk that has none, an even one, and one whose ends have none.
     """
     chunks = d.pipeline_model_parallel_size * d.virtual_pipeline
     if d.pipeline_layers is not None:
@@ -152,9 +161,13 @@ def _even(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(each + (chunk < more) for chunk in range(chunks))
 
 
-_TP, _PP, _VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
-_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_TP = "tensor_model_parallel_size"
+_PP = "pipeline_model_parallel_size"
+_VPP = "virtual_pipeline_model_parallel_size"
+_EP = "expert_model_parallel_size"
+_ETP = "expert_tensor_parallel_size"
+_FIRST = "num_layers_in_first_pipeline_stage"
+_LAST = "num_layers_in_last_pipeline_stage"
 _MIDDLE_RULE = (
     "of {m.num_layers} layers, those left for the middle stages must be at least one a stage and divide evenly"
 )
@@ -303,8 +316,8 @@ def check_train_layout(degrees: Mapping[str, Any] | LayoutDegrees, model: ModelF
     """All violations of a layout at once, in the order of the table; empty when it is legal.
 
     `degrees` may be a mapping with the keys of LayoutDegrees; they are positive, which the schema sees to.
-    `Violation.field` is the key in that section, `allowed` the nearest values that satisfy every rule on the same key
-    while the other keys stay as they are; it is empty when there is none. Rules that read a key whose value is not
+    `Violation.field` is the key in that section. `allowed` are the nearest values that satisfy every rule on the same
+    key while the other keys stay as they are; it is empty when there are none. Rules that read a key whose value is not
     known are left out.
     """
     d = LayoutDegrees.of(degrees)
@@ -324,8 +337,13 @@ def _judged(rule: _Rule, d: LayoutDegrees, m: ModelFacts) -> Violation | None:
 
 def _nearest_legal(field: str, d: LayoutDegrees, m: ModelFacts, count: int = 4) -> tuple[Any, ...]:
     rules = [rule for rule in _RULES if rule.field == field]
+
+    def is_legal(candidate: Any) -> bool:
+        changed = _changed(d, field, candidate)
+        return all(rule.holds(changed, m) for rule in rules)
+
     try:
-        legal = [v for v in _candidates(field, d, m) if all(rule.holds(_changed(d, field, v), m) for rule in rules)]
+        legal = [candidate for candidate in _candidates(field, d, m) if is_legal(candidate)]
     except UnknownValue:
         return ()
     value = getattr(d, field)
@@ -347,7 +365,9 @@ def _candidates(field: str, d: LayoutDegrees, m: ModelFacts) -> Iterable[Any]:
         below = d.world_size // step
         return [step * k for k in range(max(1, below - 1), below + 3)]
     if field == "pipeline_layers":
-        return [None] if d.notations > 1 else dict.fromkeys(_lists(d, m))
+        if d.notations > 1:
+            return [None]
+        return dict.fromkeys(_lists(d, m))
     if field == "sequence_parallel" or field.startswith("account_for_"):
         return [False, True]
     return range(1, max(m.num_attention_heads, m.num_experts, m.num_layers + 2) + 1)

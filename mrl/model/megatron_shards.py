@@ -64,7 +64,9 @@ def last_stage_weights(model: ModelSpec, pipeline: int) -> tuple[Weight, ...]:
     """
     weights = weight_map(model)
     shares_embedding = model.tie_word_embeddings and pipeline == 1
-    return (weights.final_norm,) if shares_embedding else (weights.final_norm, weights.output)
+    if shares_embedding:
+        return (weights.final_norm,)
+    return (weights.final_norm, weights.output)
 
 
 @cache
@@ -96,9 +98,11 @@ def _window(segments: list[tuple[Part, int, int]], start: int, stop: int) -> Sli
     """
     tail = segments[0][0].shape[1:]
     columns = Box.whole(tail).ranges
-    blocks, at = [], 0
+    blocks = []
+    at = 0
     for part, first, rows in segments:
-        low, high = max(start, at), min(stop, at + rows)
+        low = max(start, at)
+        high = min(stop, at + rows)
         if low < high:
             hf_box = Box(((first + low - at, first + high - at), *columns))
             blocks.append(Block(part, hf_box, Box(((low - start, high - start), *columns))))
@@ -126,7 +130,9 @@ class _Rank:
     rank: int
 
     def shards(self) -> Iterator[Shard]:
-        weights, layout, pp = weight_map(self.model), self.layout, self.layout.dense_coords(self.rank).pp
+        weights = weight_map(self.model)
+        layout = self.layout
+        pp = self.layout.dense_coords(self.rank).pp
         for vp in range(layout.virtual_pipeline):
             if layout.is_first_chunk(pp, vp):
                 yield self._shard(weights.embedding, vp)
@@ -139,7 +145,9 @@ class _Rank:
         each = self.model.num_experts // self.layout.expert
         first = self.layout.expert_coords(self.rank).ep * each
         for weight, expert in per_expert(weights.layer(layer).megatron, range(each)):
-            hf_expert = None if expert is None else first + expert
+            hf_expert = None
+            if expert is not None:
+                hf_expert = first + expert
             yield self._shard(weight, vp, _Numbers(local, expert), _Numbers(layer, hf_expert))
 
     def _shard(self, weight: Weight, vp: int, local: _Numbers = _OUTSIDE, hf: _Numbers = _OUTSIDE) -> Shard:
@@ -182,7 +190,8 @@ class _Rank:
 
     @cached_property
     def _tied_replicas(self) -> tuple[int, ...]:
-        """Of word embeddings of which the last stage has a copy."""
-        layout, ends = self.layout, {0, self.layout.pipeline - 1}
+        """Ranks that hold word embeddings of which the last stage has a copy."""
+        layout = self.layout
+        ends = {0, self.layout.pipeline - 1}
         on_all_stages = layout.dense_group(self.rank, "cp", "dp", "pp")
         return tuple(rank for rank in on_all_stages if layout.dense_coords(rank).pp in ends)

@@ -26,11 +26,13 @@ def near_places(
     """`workers`, the places of all workers in worker order, with those of one engine exchanged inside each node.
 
     `ascending`: the devices of one tensor group have to stay as they are. A process of Ascend sees the devices of
-    ASCEND_RT_VISIBLE_DEVICES, which CANN takes in ascending order only; data-parallel ranks, processes of their own,
+    ASCEND_RT_VISIBLE_DEVICES, which CANN takes in ascending order only. Data-parallel ranks, processes of their own,
     change places as a whole.
     """
     rank_at = {place: rank for rank, place in enumerate(ranks)}
-    together = rollout.tensor if ascending else 1
+    together = 1
+    if ascending:
+        together = rollout.tensor
 
     def gain(unit: range, at: range) -> int:
         pairs = ((worker, rank_at.get(workers[place])) for worker, place in zip(unit, at, strict=True))
@@ -57,7 +59,8 @@ def _exchangeable(rollout: RolloutLayout, workers: Sequence[Place], together: in
 
 def _overlap(train: TrainLayout, rollout: RolloutLayout, rank: int, worker: int) -> int:
     """How much of what the worker needs the rank holds: experts before all else."""
-    expert, dense = train.expert_coords(rank), train.dense_coords(rank)
+    expert = train.expert_coords(rank)
+    dense = train.dense_coords(rank)
     ep, etp = rollout.expert_coords(worker)
     whole = _common(expert.ep, train.expert, ep, rollout.expert)
     inside = _common(expert.etp, train.expert_tensor, etp, rollout.expert_tensor)
@@ -79,14 +82,19 @@ def best_assignment(gains: Sequence[Sequence[int]]) -> list[int]:
     Volgenant, Computing 38, 1987). n^3 steps.
     """
     size = len(gains)
-    row_price, column_price = [0] * (size + 1), [0] * (size + 1)
+    row_price = [0] * (size + 1)
+    column_price = [0] * (size + 1)
     row_of = [0] * (size + 1)  # of each column; both count from 1, and column 0 holds the row that is looking
     for row in range(1, size + 1):
         row_of[0], column = row, 0
-        least, before, used = [None] * (size + 1), [0] * (size + 1), [False] * (size + 1)
+        least = [None] * (size + 1)
+        before = [0] * (size + 1)
+        used = [False] * (size + 1)
         while row_of[column]:
             used[column] = True
-            current, step, following = row_of[column], None, 0
+            current = row_of[column]
+            step = None
+            following = 0
             for other in range(1, size + 1):
                 if used[other]:
                     continue
@@ -94,7 +102,8 @@ def best_assignment(gains: Sequence[Sequence[int]]) -> list[int]:
                 if least[other] is None or cost < least[other]:
                     least[other], before[other] = cost, column
                 if step is None or least[other] < step:
-                    step, following = least[other], other
+                    step = least[other]
+                    following = other
             for other in range(size + 1):
                 if used[other]:
                     row_price[row_of[other]] += step

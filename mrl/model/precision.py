@@ -19,23 +19,28 @@ class Precision:
     @property
     def master(self) -> int:
         """A second copy of the weights, where their own format is too coarse for small updates."""
-        return 0 if self.parameters == _FLOAT32 else _FLOAT32
+        if self.parameters == _FLOAT32:
+            return 0
+        return _FLOAT32
 
     @property
     def adam(self) -> float:
-        """Of master weights and moments, on the device."""
-        staying = self.master if self.masters_stay else 0.0
+        """Bytes of master weights and moments on the device."""
+        staying = 0.0
+        if self.masters_stay:
+            staying = self.master
         return (self.master + self.moments) * (1 - self.host_share) + staying * self.host_share
 
     @property
     def adam_on_host(self) -> float:
-        """Of the hybrid optimizer: weights, their gradients and moments, all in float32."""
+        """Bytes that the hybrid optimizer has on the host: weights, gradients and moments in float32."""
         return (2 * _FLOAT32 + self.moments) * self.host_share
 
     @property
     def checkpoint(self) -> int:
-        """Of a checkpoint: weights, master weights and moments, each once."""
+        """Bytes in a checkpoint: weights, master weights and moments, each once."""
         return self.parameters + self.master + self.moments
 
 
-BF16, FLOAT32 = Precision(), Precision(parameters=_FLOAT32)
+BF16 = Precision()
+FLOAT32 = Precision(parameters=_FLOAT32)

@@ -58,11 +58,9 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     try:
         config = read_json(file, TEXT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        hint = (
-            ""
-            if os.path.isdir(path)
-            else " (no such directory; a name on the Hugging Face hub is written hf://ORG/NAME)"
-        )
+        hint = " (no such directory; a name on the Hugging Face hub is written hf://ORG/NAME)"
+        if os.path.isdir(path):
+            hint = ""
         raise EnvironmentFault(
             f"{file} does not exist{hint}: model.path must be a Hugging Face checkpoint directory"
         ) from None
@@ -122,7 +120,10 @@ def _refuse_own_tokenizer(folder: Path) -> None:
 
 
 def _as_transformers_own(folder: Path) -> str:
-    """How a tokenizer that is code is made one that is none; Moonlight's and Kimi-K2's are over tiktoken.model."""
+    """How a tokenizer that needs code of its own is made one of transformers'.
+
+    Moonlight's and Kimi-K2's are over tiktoken.model.
+    """
     if not (folder / "tiktoken.model").exists():
         return "save the tokenizer as one of transformers' own"
     return f"mrl convert tokenizer {folder} -o NEW writes one that is none: put its files in the place of these"
@@ -146,7 +147,9 @@ def known_name(path: str | Path) -> str | None:
     if not prefixes or text.startswith(_OTHER_MODELS):
         return None
     longest = max(prefixes, key=len)
-    return None if any(word in text[len(longest) :] for word in _OTHER_WEIGHTS) else names[longest]
+    if any(word in text[len(longest) :] for word in _OTHER_WEIGHTS):
+        return None
+    return names[longest]
 
 
 def known_hf_config(name: str) -> dict[str, Any]:
@@ -171,7 +174,9 @@ def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
         try:
             return load_model_spec(path), ""
         except MrlError as error:
-            here = "" if os.path.isdir(path) else f"; known by name for planning: {', '.join(known_models())}"
+            here = ""
+            if not os.path.isdir(path):
+                here = f"; known by name for planning: {', '.join(known_models())}"
             raise type(error)(f"{error}{here}") from None
     spec = known_spec(name)
     longer = next(

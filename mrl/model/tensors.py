@@ -76,13 +76,15 @@ def expert_share(model: ModelSpec) -> float:
 def forward_flops_per_token(model: ModelSpec, context: float) -> float:
     """Floating-point operations (a multiply-add is two) of one token's forward pass.
 
-    `context`: mean number of positions that a token attends to, itself included: (length + 1) / 2 for a causal
+    `context`: mean number of positions that a token attends to, itself included. It is (length + 1) / 2 for a causal
     sequence, not the whole length, since the masked half need not be computed. Counted are matrix products and
     attention; a backward pass costs twice as much.
     """
     weights = weight_map(model)
     # a tied output layer is a product with the embedding, which itself is a look-up
-    tied = [(weights.output, 1)] if model.tie_word_embeddings else []
+    tied = []
+    if model.tie_word_embeddings:
+        tied = [(weights.output, 1)]
     matmul = sum(_matmul_numel(model, weight) * layers for weight, layers in (*weights.counted, *tied))
     of_a_pair = model.num_attention_heads * (model.head_dim + model.value_head_dim)
     scores_and_values = of_a_pair * context * model.num_layers
@@ -104,13 +106,14 @@ def module_flops_per_token(model: ModelSpec, context: float) -> dict[str, float]
 
 
 def forward_flops(model: ModelSpec, lengths: Sequence[int], predicted: int) -> float:
-    """Of a forward pass over sequences of these lengths in tokens, one by one, without padding.
+    """FLOPs of a forward pass over sequences of these lengths in tokens, one by one, without padding.
 
     `predicted`: tokens whose log-prob is asked for; the output layer multiplies these alone.
     """
     first = forward_flops_per_token(model, 0)
     per_pair = forward_flops_per_token(model, 1) - first
-    tokens, pairs = sum(lengths), sum(length * (length + 1) / 2 for length in lengths)
+    tokens = sum(lengths)
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
     output = 2.0 * sum(part.numel for part in weight_map(model).output.parts)
     return tokens * first + pairs * per_pair - (tokens - predicted) * output
 
@@ -118,4 +121,6 @@ def forward_flops(model: ModelSpec, lengths: Sequence[int], predicted: int) -> f
 def _matmul_numel(model: ModelSpec, weight: Weight) -> int:
     """Elements of a weight that one token is multiplied with in one layer."""
     numel = sum(part.numel for part in weight.parts if part.matmul)
-    return numel * model.num_experts_per_tok if weight.is_expert else numel
+    if weight.is_expert:
+        return numel * model.num_experts_per_tok
+    return numel

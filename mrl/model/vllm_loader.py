@@ -34,7 +34,9 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
             fused, place = _fused(model).get(module, (module, 0))
             local = _sliced(module, tensor, model.num_key_value_heads, tp, rollout.tensor)
             slices[".".join([*path, fused, leaf])][place] = local
-    parameters = {name: np.concatenate([parts[place] for place in sorted(parts)]) for name, parts in slices.items()}
+    parameters = {}
+    for name, parts in slices.items():
+        parameters[name] = np.concatenate([parts[place] for place in sorted(parts)])
     for layer in model.moe_layers:
         parameters |= _experts(hf, f"model.layers.{layer}.mlp.experts.", model.num_experts, rollout, worker, transposed)
     return parameters
@@ -43,7 +45,9 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
 def _fused(model: ModelSpec) -> dict[str, tuple[str, int]]:
     if not model.is_latent:
         return _FUSED
-    return _FUSED_LATENTS if model.q_lora_rank else _FUSED_MLP
+    if model.q_lora_rank:
+        return _FUSED_LATENTS
+    return _FUSED_MLP
 
 
 def _sliced(module: str, tensor: np.ndarray, kv_heads: int, tp: int, size: int) -> np.ndarray:
@@ -57,18 +61,22 @@ def _sliced(module: str, tensor: np.ndarray, kv_heads: int, tp: int, size: int) 
         return _cut(tensor, size // copies, tp // copies)
     if module in _COLUMN_PARALLEL:
         return _cut(tensor, size, tp)
-    return _cut(tensor, size, tp, axis=1) if module in _ROW_PARALLEL else tensor
+    if module in _ROW_PARALLEL:
+        return _cut(tensor, size, tp, axis=1)
+    return tensor
 
 
 def _experts(
     hf: Arrays, prefix: str, num_experts: int, rollout: RolloutLayout, worker: int, transposed: bool
 ) -> Arrays:
     """w13 and w2 of one layer: whole experts of the worker's own, or a slice of each."""
-    workers, flat = rollout.workers_per_engine, worker % rollout.workers_per_engine
+    workers = rollout.workers_per_engine
+    flat = worker % rollout.workers_per_engine
     spread = rollout.expert > 1
     own = np.array_split(np.arange(num_experts), workers)[flat] if spread else range(num_experts)
     parts, part = (1, 0) if spread else (workers, flat)
-    w13, w2 = [], []
+    w13 = []
+    w2 = []
     for expert in own:
         gate, up, down = (hf[f"{prefix}{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
         w13.append(np.concatenate([_cut(gate, parts, part), _cut(up, parts, part)]))

@@ -28,8 +28,8 @@ VOCABULARY_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE: rows are padded t
 class TargetPiece:
     """A block of a Hugging Face tensor and where it lies in a worker's parameter.
 
-    Hugging Face dimension d lies along local dimension `axes[d]`; local dimensions that are not in `axes` have extent
-    1 in `local_box` (the number of an expert).
+    Hugging Face dimension d lies along local dimension `axes[d]`. Local dimensions that are not in `axes` have extent 1
+    in `local_box` (the number of an expert).
     """
 
     hf_name: str
@@ -76,7 +76,8 @@ def worker_slice(weight: Weight, workers: int, index: int) -> Slice:
 def _heads(weight: Weight, workers: int, index: int) -> Slice:
     """Query rows, key rows, value rows. With more workers than key/value heads, neighbours hold the same head."""
     query, key, value = weight.parts
-    heads, copies = max(weight.groups // workers, 1), max(workers // weight.groups, 1)
+    heads = max(weight.groups // workers, 1)
+    copies = max(workers // weight.groups, 1)
     rows = key.shape[0] // weight.groups * heads
     first = index // copies * rows
     queries = (query, *share(query.shape[0], workers, index))
@@ -126,7 +127,9 @@ class _Worker:
         yield from (self._parameter(weight, None) for weight in weights.ends)
 
     def _parameter(self, weight: Weight, layer: int | None) -> TargetParameter:
-        return self._experts(weight, layer) if weight.is_expert else self._dense(weight, layer)
+        if weight.is_expert:
+            return self._experts(weight, layer)
+        return self._dense(weight, layer)
 
     def _dense(self, weight: Weight, layer: int | None) -> TargetParameter:
         _check_dense(self.model, self.rollout.tensor, weight, layer)

@@ -52,7 +52,9 @@ Split = Literal[
     "vocabulary",  # rows, after padding to a multiple that each side chooses
 ]
 # names of a layer's weights begin with these
-HF_LAYER, MEGATRON_LAYER, VLLM_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}.", "model.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
+MEGATRON_LAYER = "decoder.layers.{layer}."
+VLLM_LAYER = "model.layers.{layer}."
 # vLLM's decoder layers register attention, then the MLP, then both norms
 VLLM_ATTENTION = ("self_attn.q_proj.", "self_attn.o_proj.", "self_attn.")
 VLLM_NORMS = ("input_layernorm.", "post_attention_layernorm.")
@@ -76,7 +78,7 @@ class Part:
 class Weight:
     """One row of the map: checkpoint tensors that are one parameter in Megatron and in vLLM.
 
-    Rows of a layer with one name in vLLM are one parameter there, one under the other: `LayerWeights.vllm` has them as
+    Rows of a layer with one name in vLLM are one parameter there, one under the other. `LayerWeights.vllm` has them as
     one row, whose Megatron name means nothing.
 
     In `megatron`, `{layer}` and `{expert}` are numbers local to the model chunk and the rank. vLLM stacks the experts
@@ -154,8 +156,11 @@ class WeightMap:
     @classmethod
     def of(cls, model: ModelSpec, family: Family) -> "WeightMap":
         """The rows that the family lists, between the vocabulary matrices and the final norm that all decoders have."""
-        words, hidden = (model.vocab_size, model.hidden_size), (model.hidden_size,)
-        output = "model.embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
+        words = (model.vocab_size, model.hidden_size)
+        hidden = (model.hidden_size,)
+        output = "lm_head.weight"
+        if model.tie_word_embeddings:
+            output = "model.embed_tokens.weight"
         return cls(
             model,
             _vocabulary(Part("model.embed_tokens.weight", words, matmul=False), "embedding.word_embeddings.weight"),
@@ -167,12 +172,16 @@ class WeightMap:
 
     def layer(self, number: int) -> LayerWeights:
         """Weights of a layer by its global number."""
-        return self.expert_layer if number in self.model.moe_layers else self.dense_layer
+        if number in self.model.moe_layers:
+            return self.expert_layer
+        return self.dense_layer
 
     @property
     def ends(self) -> tuple[Weight, ...]:
         """What follows the layers in a checkpoint and in vLLM."""
-        return (self.final_norm,) if self.model.tie_word_embeddings else (self.final_norm, self.output)
+        if self.model.tie_word_embeddings:
+            return (self.final_norm,)
+        return (self.final_norm, self.output)
 
     @cached_property
     def layers(self) -> tuple[tuple[LayerWeights, int], ...]:
@@ -282,7 +291,8 @@ def even_slice(weight: Weight, ranks: int, index: int) -> Slice:
 
 def stacked(segments: Sequence[tuple[Part, int, int]], rows: int | None = None) -> Slice:
     """Rows [start, stop) of several parts, one under the other; `rows`: height of the slice where padding follows."""
-    blocks, at = [], 0
+    blocks = []
+    at = 0
     columns = Box.whole(segments[0][0].shape[1:]).ranges
     for part, start, stop in segments:
         if start < stop:

@@ -22,7 +22,8 @@ from mrl.model.registry import weight_map
 from mrl.plan.model_state import key_value_heads, layer_kinds
 
 Kernels = Literal["torch", "transformer_engine"]
-_F32, _INT64 = 4, 8
+_F32 = 4
+_INT64 = 8
 # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
 _PER_PREDICTED_TOKEN = 78
 
@@ -48,7 +49,7 @@ class Recompute:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As fields of Megatron's transformer config, without what is so by itself."""
+        """Fields of Megatron's transformer config, without those that have their defaults."""
         match self.granularity:
             case None:
                 return {}
@@ -77,7 +78,7 @@ class MicroBatchShape:
 
     @property
     def tokens(self) -> int:
-        """Padding included, over all context-parallel ranks."""
+        """Tokens with padding, over all context-parallel ranks."""
         return self.rows * self.length
 
 
@@ -98,12 +99,12 @@ class Activations:
 
     @cached_property
     def tokens(self) -> int:
-        """Of one rank, before sequence parallelism."""
+        """Tokens of one rank, before sequence parallelism."""
         return -(-self.micro.tokens // self.layout.context)
 
     @cached_property
     def attended(self) -> int:
-        """Of one rank as its attention takes them: plain attention pads the short sequences of a pack."""
+        """Tokens of one rank as its attention takes them: plain attention pads the short sequences of a pack."""
         if self.kernels != "torch" or not self.micro.packed or self.layout.context > 1:
             return self.tokens
         padded = next((length for length in ATTENTION_LENGTHS if self.micro.length <= length), self.micro.length)
@@ -111,8 +112,10 @@ class Activations:
 
     @cached_property
     def sharded(self) -> int:
-        """Of one rank between the tensor-parallel layers."""
-        return -(-self.tokens // self.layout.tensor) if self.layout.sequence_parallel else self.tokens
+        """Tokens that one rank keeps between tensor-parallel layers."""
+        if self.layout.sequence_parallel:
+            return -(-self.tokens // self.layout.tensor)
+        return self.tokens
 
     @cached_property
     def expert_tokens(self) -> float:
@@ -122,7 +125,8 @@ class Activations:
     @cached_property
     def _heads(self) -> tuple[int, int]:
         """(query, key/value) heads of one rank."""
-        m, tp = self.model, self.layout.tensor
+        m = self.model
+        tp = self.layout.tensor
         return m.num_attention_heads // tp, key_value_heads(m, tp)
 
     @cached_property
@@ -138,8 +142,9 @@ class Activations:
     # ---------------------------------------------------------------- one layer
 
     def _norm(self) -> int:
-        """Of a norm alone: its input and the reciprocal of its scale; torch also keeps the normalised input,
-        both in float32.
+        """Bytes that a norm keeps: its input and the reciprocal of its scale.
+
+        torch also keeps the normalised input; it has both in float32.
         """
         per_element = 2 * _F32 if self.kernels == "torch" else self.bytes
         return self.sharded * (self.model.hidden_size * per_element + _F32)
@@ -195,8 +200,8 @@ class Activations:
     def _keeps_projection(self) -> bool:
         """Whether anything saved is a view of the fused projection.
 
-        Values are where plain attention takes them as they lie, padded and on one context rank, and where the attention
-        is computed again from its inputs; a float32 norm's input is.
+        Values are such a view where plain attention takes them as they lie, padded and on one context rank. They are
+        too where the attention is computed again from its inputs. A float32 norm's input is one.
         """
         if self.kernels != "torch" or (self.model.qk_norm and self.bytes == _F32):
             return True
@@ -209,7 +214,8 @@ class Activations:
         Of a pack the outputs as its calls give them, before they are in the pack's order, and a copy of the values.
         Under context parallelism keys and values of all ranks in place of the rotated keys, and a mask for each length.
         """
-        s, context = self.tokens, self.layout.context
+        s = self.tokens
+        context = self.layout.context
         outputs = self.attended * queries * self.model.head_dim * self.micro.packed
         values = self.attended * groups * self.model.head_dim
         if context == 1:
@@ -221,7 +227,8 @@ class Activations:
     def _qk_norms(self, queries: int, groups: int) -> int:
         if not self.model.qk_norm:
             return 0
-        s, d = self.tokens, self.model.head_dim
+        s = self.tokens
+        d = self.model.head_dim
         scales = s * (queries + groups) * _F32
         if self.kernels == "transformer_engine":
             return scales + s * (queries + groups) * d * self.bytes
@@ -242,7 +249,9 @@ class Activations:
         return norm | {"mlp": self._gated(self.tokens, self.model.intermediate_size // self.layout.tensor, 2)}
 
     def _moe(self) -> dict[str, int]:
-        m, s, k = self.model, self.sharded, self.model.num_experts_per_tok
+        m = self.model
+        s = self.sharded
+        k = self.model.num_experts_per_tok
         probabilities = k if m.norm_topk_prob else m.num_experts  # softmax over the chosen, or over all
         if m.router_score == "sigmoid":
             probabilities = m.num_experts + 2 * k  # of all; of the chosen, before and after they are normalised
@@ -265,7 +274,9 @@ class Activations:
     def _shared(self) -> int:
         if not self.model.shared_expert_intermediate_size:
             return 0
-        gathered = self.tokens * self.model.hidden_size * self.bytes if self.layout.sequence_parallel else 0
+        gathered = 0
+        if self.layout.sequence_parallel:
+            gathered = self.tokens * self.model.hidden_size * self.bytes
         inner = self._gated(self.tokens, self.model.shared_expert_intermediate_size // self.layout.tensor, 1)
         if weight_map(self.model).has("mlp.shared_experts.gate_weight"):  # it keeps its score and what it weighs
             return gathered + inner + self._hidden() + self.sharded * self.bytes
@@ -273,7 +284,9 @@ class Activations:
 
     def layer(self, is_moe: bool) -> dict[str, int]:
         """One layer without recomputation, by term."""
-        return self._moe_layer if is_moe else self._dense_layer
+        if is_moe:
+            return self._moe_layer
+        return self._dense_layer
 
     @cached_property
     def _moe_layer(self) -> dict[str, int]:
@@ -334,12 +347,18 @@ class Activations:
     # ---------------------------------------------------------------- temporaries
 
     def head_temporaries(self) -> int:
-        """Backward of the log-probabilities: chunks of logits, hidden states of all tokens with their gradient,
-        and that of the weight, which beside buffers in 16 bits is summed in float32 before.
+        """Bytes that the backward of the log-probabilities takes.
+
+        These are chunks of logits, hidden states of all tokens with their gradient, and the gradient of the weight.
+        Where buffers have 16 bits, that is summed in float32 before.
         """
         weight = self.vocabulary * self.model.hidden_size
-        gradient = weight * self.bytes if self.bytes < _F32 else 0
-        total = weight * _F32 if self.gradient_bytes < _F32 else 0
+        gradient = 0
+        if self.bytes < _F32:
+            gradient = weight * self.bytes
+        total = 0
+        if self.gradient_bytes < _F32:
+            total = weight * _F32
         states = (2 * self.tokens + self.predicted) * self.model.hidden_size * self.bytes
         return self._logit_chunks() + states + gradient + total
 
@@ -350,7 +369,8 @@ class Activations:
 
     def layer_temporaries(self) -> int:
         """An estimate: gradient and a gathered copy of the largest tensor that a layer works on."""
-        m, s = self.model, self.tokens
+        m = self.model
+        s = self.tokens
         sizes = [s * m.hidden_size]
         if m.is_moe:
             inner = 2 * m.moe_intermediate_size // self.layout.expert_tensor
@@ -368,7 +388,9 @@ class Activations:
         kept = sum(chunks[vp][0] for vp in in_flight(layout, pp, micro_batches))
         if pp == 0:
             kept += self.embedding() * min(micro_batches, layout.pipeline)
-        head = self.head() if pp == layout.pipeline - 1 else 0
+        head = 0
+        if pp == layout.pipeline - 1:
+            head = self.head()
         return kept + max(head, max(again for _, again in chunks))
 
     def stage_temporaries(self, pp: int) -> int:
@@ -390,7 +412,8 @@ def in_flight(layout: TrainLayout, pp: int, micro_batches: int) -> list[int]:
     pipeline - 1 - pp micro-batches and one more; with v virtual stages 2 (pipeline - 1 - pp) + (v - 1) pipeline chunk
     passes and one more.
     """
-    v, size = layout.virtual_pipeline, layout.pipeline
+    v = layout.virtual_pipeline
+    size = layout.pipeline
     warm_up = size - pp - 1 if v == 1 else 2 * (size - pp - 1) + (v - 1) * size
     passes = min(warm_up + 1, micro_batches * v)
     return [i // size % v if v > 1 else 0 for i in range(passes)]

@@ -38,9 +38,15 @@ def most_pairs(config: RunConfig) -> int:
 
 
 def _places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """As `rank_places`, but for the order of workers inside a node, which changes no count."""
-    cluster, world = cluster_shape(config.cluster), config.actor.layout.world_size
-    first = 0 if config.cluster.placement == "colocated" else world
+    """Places of ranks and workers as `rank_places` has them, but for the order of workers inside a node.
+
+    That order changes no count.
+    """
+    cluster = cluster_shape(config.cluster)
+    world = config.actor.layout.world_size
+    first = 0
+    if config.cluster.placement != "colocated":
+        first = world
     return actor_places(world, cluster), engine_places(rollout_layout(config.rollout), cluster, first)
 
 

@@ -186,7 +186,9 @@ class Assumptions:
 
     def expert_load_in(self, layout: TrainLayout) -> float:
         """Tokens of the busiest expert rank over the mean; 1 where every rank has all experts."""
-        return self.expert_load if layout.expert > 1 else 1.0
+        if layout.expert > 1:
+            return self.expert_load
+        return 1.0
 
 
 USUAL = Assumptions()
@@ -219,10 +221,10 @@ _SLOWER = {
 
 
 def faster(assumed: Assumptions) -> Assumptions:
-    """With which a prediction is low."""
+    """Assumptions with which a prediction is low."""
     return replace(assumed, **_FASTER)
 
 
 def slower(assumed: Assumptions) -> Assumptions:
-    """With which a prediction is high."""
+    """Assumptions with which a prediction is high."""
     return replace(assumed, **_SLOWER)

@@ -58,7 +58,7 @@ def engine_memory(
 def engine_memory_with_cache(
     model: ModelSpec, rollout: RolloutLayout, cache: int, *, dtype_bytes: int, **passes: int
 ) -> EngineMemory:
-    """The same where the bytes of the cache are given, as on a CPU."""
+    """Memory of an engine where the bytes of the cache are given, as on a CPU."""
     working = _working_set(model, rollout, dtype_bytes, passes["batched_tokens"], passes["max_num_seqs"])
     return _with_cache(model, rollout, dtype_bytes, worker_weights(model, rollout) * dtype_bytes, working, cache)
 

@@ -32,13 +32,18 @@ class DecodeStep:
 
     @property
     def total(self) -> float:
-        """Nothing overlaps."""
+        """The sum of all parts, as nothing overlaps."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
 def decode_step(inputs: PlanInputs, engine: EngineMemory, sequences: float, context: float) -> DecodeStep:
-    """Of an engine each of whose data-parallel ranks has so many sequences, of `context` tokens on average."""
-    rollout, device, assumed = inputs.rollout, inputs.device, inputs.assumptions
+    """Time of one step of an engine each of whose data-parallel ranks has so many sequences.
+
+    `context`: their mean tokens so far.
+    """
+    rollout = inputs.rollout
+    device = inputs.device
+    assumed = inputs.assumptions
     cache = sequences * context * cache_bytes_per_token(inputs.model, rollout.tensor, inputs.engine_element_bytes)
     read = engine.weights * _weights_read(inputs, sequences) + cache
     computed = sequences * mean_flops_per_token(inputs.model, mean_lengths(inputs.config, assumed)) / rollout.tensor
@@ -54,17 +59,22 @@ def decode_step(inputs: PlanInputs, engine: EngineMemory, sequences: float, cont
 
 
 def sequences_together(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> float:
-    """Of a data-parallel rank of an engine at once: those it is given, as far as max_num_seqs and the cache allow."""
+    """Sequences that a data-parallel rank has at once: those given to it, as max_num_seqs and the cache allow."""
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     cached = engine.cache_tokens / inputs.rollout.data / lengths.total
     return max(1.0, min(_given(inputs, batch), inputs.config.rollout.max_num_seqs, cached))
 
 
 def generation_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> float:
-    """Of all samples of a step: full batches, then the last one, whose sequences end one by one up to the longest."""
+    """Seconds that all samples of a step take: full batches, then the last one.
+
+    Sequences of the last one end one by one, up to the longest.
+    """
     lengths = mean_lengths(inputs.config, inputs.assumptions)
-    given, together = _given(inputs, batch), sequences_together(inputs, batch, engine)
-    longest, context = inputs.config.data.max_response_length, lengths.prompt + lengths.response / 2
+    given = _given(inputs, batch)
+    together = sequences_together(inputs, batch, engine)
+    longest = inputs.config.data.max_response_length
+    context = lengths.prompt + lengths.response / 2
     full = (given - together) / together * lengths.response * decode_step(inputs, engine, together, context).total
     left = max(1.0, together * lengths.response / longest)
     return full + longest * decode_step(inputs, engine, left, context).total + _prefill(inputs, batch, lengths.prompt)
@@ -81,8 +91,10 @@ def _given(inputs: PlanInputs, batch: BatchPlan) -> float:
 
 
 def _busiest(inputs: PlanInputs) -> float:
-    """Of tokens, what the worker with the most has over the mean, where experts are spread."""
-    return inputs.assumptions.expert_load if inputs.rollout.expert > 1 else 1.0
+    """How many times the mean of tokens the busiest worker has, where experts are spread."""
+    if inputs.rollout.expert > 1:
+        return inputs.assumptions.expert_load
+    return 1.0
 
 
 def _weights_read(inputs: PlanInputs, sequences: float) -> float:
@@ -98,8 +110,9 @@ def _weights_read(inputs: PlanInputs, sequences: float) -> float:
 
 
 def _exchange(inputs: PlanInputs, sequences: float) -> float:
-    """Of one layer."""
-    rollout, hidden = inputs.rollout, inputs.model.hidden_size * _BF16
+    """Seconds that the exchanges of one layer take."""
+    rollout = inputs.rollout
+    hidden = inputs.model.hidden_size * _BF16
     reduced = _all_reduce(inputs, rollout.tensor, sequences * hidden)
     if rollout.data == 1:
         return 2 * reduced
@@ -110,7 +123,9 @@ def _exchange(inputs: PlanInputs, sequences: float) -> float:
 def _all_reduce(inputs: PlanInputs, workers: int, nbytes: float) -> float:
     """Two ways of its bytes, but one start: engines have kernels that do both at once."""
     latency, rate = _link(inputs, workers)
-    return 0.0 if workers == 1 else latency + 2 * nbytes * (workers - 1) / workers / rate
+    if workers == 1:
+        return 0.0
+    return latency + 2 * nbytes * (workers - 1) / workers / rate
 
 
 def _one_way(inputs: PlanInputs, workers: int, nbytes: float) -> float:
@@ -121,7 +136,8 @@ def _one_way(inputs: PlanInputs, workers: int, nbytes: float) -> float:
 
 def _link(inputs: PlanInputs, workers: int) -> tuple[float, float]:
     """(seconds until something arrives, bytes per second) among so many workers that stand side by side."""
-    device, share = inputs.device, inputs.assumptions.link_share
+    device = inputs.device
+    share = inputs.assumptions.link_share
     if workers <= inputs.config.cluster.n_gpus_per_node:
         return device.collective, device.node_rate * share
     return device.network_collective, device.network_rate * share

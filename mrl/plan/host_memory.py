@@ -54,7 +54,8 @@ def host_section(
     nodes[min(nodes)]["kept_group"] = written_group_bytes(inputs)
     terms = dict(max(nodes.values(), key=lambda node: node.total()))
     terms = {name: size for name, size in terms.items() if size}
-    used, limit = sum(terms.values()), inputs.device.host_memory
+    used = sum(terms.values())
+    limit = inputs.device.host_memory
     largest = max(terms, key=lambda name: terms[name])
     return {
         "terms": terms,
@@ -79,34 +80,42 @@ def object_stores(
     """
     whole = stored_bytes(inputs)
     beside = stored_beside_validation(inputs, batch)
-    answers, stores = held_out_bytes(inputs.config, inputs.held_out_prompts), {}
+    answers = held_out_bytes(inputs.config, inputs.held_out_prompts)
+    stores = {}
     nodes = sorted({place.node for place in (*ranks, *workers)})
     for node in nodes:
         generated = sum(place.node == node for place in workers) / len(workers)
         fetched = fetched_share(inputs, [rank for rank, place in enumerate(ranks) if place.node == node])
         reads_kept = not schedule_of(inputs.config).is_synchronous and node == nodes[0]
-        share = 1.0 if reads_kept else min(1.0, generated + fetched)
+        share = 1.0
+        if not reads_kept:
+            share = min(1.0, generated + fetched)
         stores[node] = math.ceil(max(whole * share, beside * share + answers * generated))
     return stores
 
 
 def save_bytes(inputs: PlanInputs, rank: int) -> int:
-    """Of what a rank saves, and so copies to the host: weights that no other rank writes, its shard of Adam's state.
+    """Bytes that a rank saves and so copies to the host: weights that no other rank writes, and its shard of Adam's
+    state.
 
-    Weights are written by the first of their data-parallel copies (mrl/checkpoint/rank_save.py); the few that tensor
+    Weights are written by the first of their data-parallel copies (mrl/checkpoint/rank_save.py). The few that tensor
     ranks hold alike count on each of them.
     """
-    train, precision = inputs.train, precision_of(inputs.config, inputs.element_bytes)
+    train = inputs.train
+    precision = precision_of(inputs.config, inputs.element_bytes)
     numel = stage_numel(inputs.model, train, train.dense_coords(rank).pp)
-    dense, expert = train.dense_coords(rank), train.expert_coords(rank)
+    dense = train.dense_coords(rank)
+    expert = train.expert_coords(rank)
     return _saved(numel.dense, precision, train.data * train.context, dense.dp == dense.cp == 0) + _saved(
         numel.expert, precision, train.expert_data, expert.edp == 0
     )
 
 
 def resume_seconds(inputs: PlanInputs) -> float:
-    """Until ranks go on from a checkpoint, by what hashing takes: each rank verifies the bytes of a file of its size,
-    all at once (mrl/checkpoint/rank_load.py). Storage that gives less than that decides instead.
+    """Seconds until ranks go on from a checkpoint, by what hashing takes.
+
+    Each rank verifies the bytes of a file of its size, all at once (mrl/checkpoint/rank_load.py). Storage that gives
+    less than that decides instead.
     """
     return max(save_bytes(inputs, rank) for rank in range(inputs.train.world_size)) / inputs.assumptions.hash_rate
 
@@ -116,13 +125,18 @@ def _saved(numel: int, precision: Precision, shards: int, is_first: bool) -> int
 
 
 def _worker_terms(inputs: PlanInputs, engine: EngineMemory, place: Place, ranks: Sequence[Place]) -> dict[str, int]:
-    asleep = engine.weights if inputs.colocated and inputs.assumptions.sleep_level == 1 else 0
-    staged = 2 * sync_budget(inputs.config) if _receives_through_host(inputs, place, ranks) else 0
+    asleep = 0
+    if inputs.colocated and inputs.assumptions.sleep_level == 1:
+        asleep = engine.weights
+    staged = 0
+    if _receives_through_host(inputs, place, ranks):
+        staged = 2 * sync_budget(inputs.config)
     return {"engine_weights": asleep, "staging": staged}
 
 
 def _receives_through_host(inputs: PlanInputs, place: Place, ranks: Sequence[Place]) -> bool:
     """Whether a rank of the worker's node sends to it through shared memory."""
-    reach, kind = get_hosting(inputs.device.platform).memory_reach, inputs.config.reshard.transport
+    reach = get_hosting(inputs.device.platform).memory_reach
+    kind = inputs.config.reshard.transport
     fast = inputs.config.reshard.path == "fast"
     return fast and any(pair_route(kind, rank, place, reach) == "shm" for rank in ranks if rank.node == place.node)

@@ -33,9 +33,11 @@ def memory_section(inputs: PlanInputs) -> dict[str, Any]:
     """Bytes on the fullest device of every phase, with what they consist of, the KV cache,
     and the host memory of the fullest node.
     """
-    batch, engine = batch_plan(inputs.config, inputs.train), engine_of(inputs)
+    batch = batch_plan(inputs.config, inputs.train)
+    engine = engine_of(inputs)
     actors = [actor_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
-    worker, cache = engine_bytes(inputs, engine), _cache(inputs, engine)
+    worker = engine_bytes(inputs, engine)
+    cache = _cache(inputs, engine)
     host = host_section(inputs, batch, engine, actors, *rank_places(Deployment.of(inputs.config)))
     if inputs.colocated:
         per_stage = with_optimizer_early([colocated_phases(a, worker, inputs.device) for a in actors], actors)
@@ -121,15 +123,16 @@ def kernels_of(inputs: PlanInputs) -> Kernels:
     unless the run allows it.
     """
     without = inputs.device.platform == "cpu" or inputs.config.model.allow_torch_layers
-    return "torch" if without else "transformer_engine"
+    if without:
+        return "torch"
+    return "transformer_engine"
 
 
 def _adam_scratch(inputs: PlanInputs, optimizer: int) -> int:
-    """Of a step of torch's AdamW, in place of activations: on devices it takes the roots of all second moments at once.
+    """Bytes that a step of torch's AdamW takes in place of activations: on devices the roots of all second moments at
+    once.
 
-    Fused Adams do not.
-
-    `optimizer`: bytes of the state that it steps.
+    Fused Adams take none. `optimizer`: bytes of the state that it steps.
     """
     if inputs.device.platform == "cpu" or kernels_of(inputs) != "torch" or not optimizer:
         return 0
@@ -167,7 +170,9 @@ def _actor_staging(inputs: PlanInputs, pp: int) -> int:
 def engine_bytes(inputs: PlanInputs, engine: EngineMemory) -> EngineBytes:
     """Terms of one engine worker. A sync stages two rounds and, at its peak, two modules in load layout."""
     staging = 2 * sync_budget(inputs.config) if inputs.config.reshard.path == "fast" else BUCKET_BYTES
-    graphs = 0 if inputs.config.rollout.enforce_eager or inputs.device.platform == "cpu" else GRAPHS
+    graphs = 0
+    if not (inputs.config.rollout.enforce_eager or inputs.device.platform == "cpu"):
+        graphs = GRAPHS
     return EngineBytes(
         weights=engine.weights,
         working_set=engine.working_set + graphs,

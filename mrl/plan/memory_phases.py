@@ -111,7 +111,7 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Bytes of all terms together."""
         return sum(self.terms.values())
 
     @property
@@ -127,7 +127,9 @@ class Phase:
     @property
     def cure(self) -> str:
         """What to change when it does not fit; empty when it does."""
-        return "" if self.fits else TERMS[self.largest].cure
+        if self.fits:
+            return ""
+        return TERMS[self.largest].cure
 
     def to_json(self) -> dict:
         """Plain data."""
@@ -194,10 +196,10 @@ class EngineBytes:
 
 @dataclass(frozen=True)
 class PhaseBytes:
-    """What a plan says of one device in one phase, for whoever lets the next phase begin.
+    """Planned bytes of one device in one phase, for the gate that lets the next phase begin.
 
-    `holders`: planned bytes of "actor" (a rank's process) and of "engine" (a worker's process), 0 for who has nothing
-    there. `untracked`: of the engine's, what no ledger of tensors shows: its context, graphs and communicators.
+    `holders`: planned bytes of "actor" (a rank's process) and of "engine" (a worker's process), 0 for one that has
+    nothing there. `untracked`: of the engine's, what no ledger of tensors shows: its context, graphs and communicators.
     `available`: bytes of the device that a plan may fill, contexts and the allocator's rest taken off. `host`: bytes
     that the process of each kind that has most keeps in host memory beside, in every phase from the first save on.
     """
@@ -210,7 +212,7 @@ class PhaseBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of both."""
+        """Bytes of all holders together."""
         return sum(self.holders.values())
 
 
@@ -220,15 +222,19 @@ def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
 
     Bytes are those of tensors, and of what an engine has besides; the actor's own context is in what `available` leaves
     out. The fullest pipeline stage stands for all, so on other stages less is held and more is free; their sum is the
-    same. On the cpu device, which has no memory of its own, `available` is the nominal share of host memory that the
-    table of devices gives a rank (mrl/plan/devices.json), and nothing enforces it: a gate there compares what each
-    holder has live with its planned bytes. Raises ConfigError for a phase that the plan's placement does not have.
+    same. The cpu device has no memory of its own: `available` is the nominal share of host memory that the table of
+    devices gives a rank (mrl/plan/devices.json). Nothing enforces it: a gate there compares what each holder has live
+    with its planned bytes. Raises ConfigError for a phase that the plan's placement does not have.
     """
     phases = plan["memory"]["phases"]
     if name not in phases:
         raise ConfigError(f"phase {name}: a plan with placement {plan['layout']['placement']} has {', '.join(phases)}")
     terms = phases[name]["terms"]
-    holders = {who: sum(size for term, size in terms.items() if TERMS[term].holder == who) for who in HOLDERS}
+    holders = dict.fromkeys(HOLDERS, 0)
+    for term, size in terms.items():
+        who = TERMS[term].holder
+        if who in holders:
+            holders[who] += size
     host = plan["memory"]["host"]
     return PhaseBytes(
         name=name,
@@ -257,12 +263,15 @@ def engine_phases(engine: EngineBytes, device: Device) -> list[Phase]:
 def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> list[Phase]:
     """Every phase and every hand-over of a device that actor and engine take turns on.
 
-    The engine sleeps while the actor works, and has its weights back, but no cache yet, while it is synced; what its
+    The engine sleeps while the actor works. While it is synced it has its weights back, but no cache yet. What its
     sleep left on the device is there all the time. Parameters that are offloaded come back for the sync; the optimizer
     and the gradients that are offloaded do not.
     """
-    asleep, rest = {"engine_asleep": engine.asleep}, _at_rest(actor)
-    context = {"engine_context": engine.context} if engine.context else {}
+    asleep = {"engine_asleep": engine.asleep}
+    rest = _at_rest(actor)
+    context = {}
+    if engine.context:
+        context = {"engine_context": engine.context}
     phases = [
         Phase(name, terms | asleep, device.usable) for name, terms in _actor_terms(actor).items() if name != "sync"
     ]
@@ -289,20 +298,28 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
 
 
 def with_optimizer_early(stages: list[list[Phase]], actors: list[ActorBytes]) -> list[list[Phase]]:
-    """Phases of all pipeline stages of a colocated run whose optimizer comes back while log-probs are computed, so that
-    the update need not wait for it; those given where it would not fit beside them on every stage.
+    """Phases of a colocated run's pipeline stages whose optimizer comes back while log-probs are computed.
+
+    Then the update need not wait for it. Phases stay as given where it would not fit beside them on every stage.
     """
-    early = [[_with_optimizer(phase, actor) for phase in phases] for phases, actor in zip(stages, actors, strict=True)]
-    return early if all(phase.fits for phases in early for phase in phases if phase.name in _LOG_PROBS) else stages
+    early = []
+    for phases, actor in zip(stages, actors, strict=True):
+        early.append([_with_optimizer(phase, actor) for phase in phases])
+    if all(phase.fits for phases in early for phase in phases if phase.name in _LOG_PROBS):
+        return early
+    return stages
 
 
 def _with_optimizer(phase: Phase, actor: ActorBytes) -> Phase:
-    return replace(phase, terms=phase.terms | {"optimizer": actor.optimizer}) if phase.name in _LOG_PROBS else phase
+    if phase.name in _LOG_PROBS:
+        return replace(phase, terms=phase.terms | {"optimizer": actor.optimizer})
+    return phase
 
 
 def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
     state = {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
-    without, samples = _at_rest(actor, parameters=True), actor.samples
+    without = _at_rest(actor, parameters=True)
+    samples = actor.samples
     phases = {
         "train": state
         | _reference(actor)
@@ -329,7 +346,9 @@ def _samples(batch: int, routes: int) -> dict[str, int]:
 
 def _reference(actor: ActorBytes) -> dict[str, int]:
     """The reference model, where it stays on the device outside its own phase."""
-    return {"reference": actor.reference} if actor.reference and not actor.offload.reference else {}
+    if actor.reference and not actor.offload.reference:
+        return {"reference": actor.reference}
+    return {}
 
 
 def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:

@@ -21,7 +21,9 @@ from mrl.model.registry import weight_map
 from mrl.model.weight_map import Weight
 from mrl.units import round_up
 
-_PARAMETER_START, _BUFFER_END = 64, 128  # elements
+# elements
+_PARAMETER_START = 64
+_BUFFER_END = 128
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def key_value_heads(model: ModelSpec, tensor: int) -> int:
 
 
 def layer_kinds(model: ModelSpec, layout: TrainLayout, pp: int, vp: int) -> tuple[bool, ...]:
-    """Of each layer of a model chunk, whether it has experts."""
+    """Whether each layer of a model chunk has experts."""
     if len(model.moe_layers) in (0, model.num_layers):  # all are alike: which layers these are does not matter
         return (model.is_moe,) * layout.chunk_layers[pp][vp]
     return tuple(layer in model.moe_layers for layer in layout.stage_layers(pp, vp))
@@ -87,8 +89,12 @@ def layer_kinds(model: ModelSpec, layout: TrainLayout, pp: int, vp: int) -> tupl
 
 def _ends(model: ModelSpec, pipeline: int, pp: int) -> tuple[Weight, ...]:
     """What a stage has beside its layers."""
-    first = (weight_map(model).embedding,) if pp == 0 else ()
-    last = last_stage_weights(model, pipeline) if pp == pipeline - 1 else ()
+    first = ()
+    if pp == 0:
+        first = (weight_map(model).embedding,)
+    last = ()
+    if pp == pipeline - 1:
+        last = last_stage_weights(model, pipeline)
     return (*first, *last)
 
 
@@ -103,7 +109,7 @@ def stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
 
 @cache
 def _layer_numel(model: ModelSpec, has_experts: bool, tensor: int, expert: int, expert_tensor: int) -> BufferNumel:
-    """Of one layer on one rank."""
+    """Elements of one layer on one rank."""
     weights = weight_map(model)
     layer = weights.expert_layer if has_experts else weights.dense_layer
     return _aligned(layer.megatron, tensor, expert_tensor, model.num_experts // expert)
@@ -115,7 +121,7 @@ def _end_numel(model: ModelSpec, tensor: int, pipeline: int, pp: int) -> BufferN
 
 
 def _aligned(weights: Iterable[Weight], tensor: int, expert_tensor: int = 1, local_experts: int = 0) -> BufferNumel:
-    """Of one layer's weights, or of what stands outside the layers, on one rank."""
+    """Elements on one rank of these weights: those of one layer, or those outside the layers."""
     numels = {True: 0, False: 0}
     for weight in weights:
         size = round_up(megatron_slice(weight, tensor, expert_tensor).numel, _PARAMETER_START)

@@ -84,12 +84,12 @@ class PlanInputs:
 
     @property
     def element_bytes(self) -> int:
-        """Of a weight of the actor."""
+        """Bytes of one number of the actor's weights."""
         return _ELEMENT_BYTES[self.config.model.dtype]
 
     @property
     def engine_element_bytes(self) -> int:
-        """Of a weight of the engines."""
+        """Bytes of one number of the engines' weights."""
         return _ELEMENT_BYTES[self.config.rollout_dtype]
 
 
@@ -112,8 +112,9 @@ def device_for(config: RunConfig, name: str | None = None) -> Device:
 
 
 def _held_out_prompts(config: RunConfig, read: int | None) -> int:
-    """At most, of a run that validates: those that were read, else those of a sample."""
-    trainer, data = config.trainer, config.data
+    """The most held-out prompts that a run which validates has: those that were read, else those of a sample."""
+    trainer = config.trainer
+    data = config.data
     if not data.val_files or not (trainer.val_before_train or trainer.test_freq > 0):
         return 0
     return min((each for each in (read, data.val_max_samples) if each is not None), default=0)
@@ -138,11 +139,14 @@ def recompute_of(config: RunConfig) -> Recompute:
 
 
 def precision_of(config: RunConfig, element_bytes: int) -> Precision:
-    """Of weights of `element_bytes`, with gradients in float32 or in the weights' format, and the share of Adam that
-    Megatron's hybrid optimizer has on the host.
+    """Bytes that training keeps for each weight of `element_bytes`.
+
+    Gradients are in float32 or in the weights' format; Megatron's hybrid optimizer has a share of Adam on the host.
     """
     given = config.actor.optim.override_optimizer_config
-    share = float(given.get("optimizer_offload_fraction") or 0.0) if given.get("optimizer_cpu_offload") else 0.0
+    share = 0.0
+    if given.get("optimizer_cpu_offload"):
+        share = float(given.get("optimizer_offload_fraction") or 0.0)
     in_float32 = config.actor.override_ddp_config.get("grad_reduce_in_fp32", True)
     return Precision(
         element_bytes,
@@ -154,8 +158,11 @@ def precision_of(config: RunConfig, element_bytes: int) -> Precision:
 
 def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:
     """The batches of a step. Under a token budget a micro-batch is one packed row of that many tokens."""
-    actor, data, n = config.actor, config.data, config.rollout.n
-    per_rank, micro = _samples_per_rank(config, train), update_micro_batch(config, train)
+    actor = config.actor
+    data = config.data
+    n = config.rollout.n
+    per_rank = _samples_per_rank(config, train)
+    micro = update_micro_batch(config, train)
     packed = actor.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
     rows = actor.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
     log_prob = _micro_batch(config, train, rows, packed, -(-data.train_batch_size * n // train.data))
@@ -175,21 +182,24 @@ def update_micro_batch(config: RunConfig, train: TrainLayout) -> MicroBatchShape
     """The largest micro-batch of the update in a layout: a token budget is of one device,
     so context parallelism multiplies it.
     """
-    actor, available = config.actor, _samples_per_rank(config, train)
+    actor = config.actor
+    available = _samples_per_rank(config, train)
     return _micro_batch(config, train, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu, available)
 
 
 def _samples_per_rank(config: RunConfig, train: TrainLayout) -> int:
-    """Of one mini-batch."""
+    """Samples of one mini-batch that a data-parallel rank has."""
     return -(-config.actor.ppo_mini_batch_size * config.rollout.n // train.data)
 
 
 def _micro_batch(
     config: RunConfig, train: TrainLayout, rows: int, tokens: int | None, available: int
 ) -> MicroBatchShape:
-    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    prompt = config.data.max_prompt_length
+    response = config.data.max_response_length
     multiple = (2 * train.context if train.context > 1 else 1) * (train.tensor if train.sequence_parallel else 1)
-    length, packed = round_up(prompt + response, multiple), config.actor.use_remove_padding
+    length = round_up(prompt + response, multiple)
+    packed = config.actor.use_remove_padding
     if not config.actor.use_dynamic_bsz or tokens is None:
         return MicroBatchShape(min(rows, available), length, response, packed)
     budget = round_up(min(max(tokens * train.context, length), available * length), multiple)

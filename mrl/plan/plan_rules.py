@@ -22,11 +22,16 @@ _STEP = 100  # a share is said in hundredths
 def accelerator_violations(resolved: ResolvedConfig) -> list[Violation]:
     """A device that mrl has no figures of, or that cluster.device is not."""
     platform, name = (leaf(resolved.config, f"cluster.{key}") for key in ("device", "accelerator"))
-    fitting = tuple(device.name for device in devices_of(platform)) if platform else ()
+    fitting = ()
+    if platform:
+        fitting = tuple(device.name for device in devices_of(platform))
     if platform is None or name is None or name in fitting:
         return []
-    rule = f"is no {platform} device that is known" if name in devices() else "is no device that is known"
-    where, why = resolved.where("cluster.accelerator"), "a plan needs its memory and rates"
+    rule = "is no device that is known"
+    if name in devices():
+        rule = f"is no {platform} device that is known"
+    where = resolved.where("cluster.accelerator")
+    why = "a plan needs its memory and rates"
     return [Violation("cluster.accelerator", rule, why, fitting, name, where)]
 
 
@@ -50,12 +55,16 @@ def share_violations(resolved: ResolvedConfig, model: ModelSpec) -> list[Violati
 
 def _largest_meant(config: RunConfig) -> Device:
     named = config.cluster.accelerator
-    return devices()[named] if named else max(devices_of(config.cluster.device), key=lambda device: device.memory)
+    if named:
+        return devices()[named]
+    return max(devices_of(config.cluster.device), key=lambda device: device.memory)
 
 
 def _shortage(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tuple[float, ...]]:
     """(what must hold, why, the largest share that does) of a share that does not fit."""
-    device, engine, phase = inputs.device, engine_of(inputs), memory["phases"]["rollout"]
+    device = inputs.device
+    engine = engine_of(inputs)
+    phase = memory["phases"]["rollout"]
     sequence = memory["kv_cache"]["bytes_per_token"] * inputs.config.data.max_sample_length
     least = engine.weights + engine.working_set + sequence
     most = floor((device.usable - (phase["bytes"] - engine.total)) / device.memory * _STEP) / _STEP

@@ -50,7 +50,8 @@ def make_plan(inputs: PlanInputs) -> dict[str, Any]:
 
     Raises ConfigError for layouts that cannot stand on the cluster.
     """
-    batch, engine = batch_plan(inputs.config, inputs.train), engine_of(inputs)
+    batch = batch_plan(inputs.config, inputs.train)
+    engine = engine_of(inputs)
     ranks, workers = rank_places(Deployment.of(inputs.config))
     memory = memory_section(inputs)
     plan = {
@@ -94,24 +95,39 @@ def _device(inputs: PlanInputs) -> dict[str, Any]:
 
 
 def _layout(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, ...]) -> dict[str, Any]:
-    train, rollout = inputs.train, inputs.rollout
+    train = inputs.train
+    rollout = inputs.rollout
     return {
         "placement": inputs.config.cluster.placement,
         "nodes": inputs.config.cluster.nnodes,
         "devices_per_node": inputs.config.cluster.n_gpus_per_node,
         "actor": {
-            "world_size": train.world_size, "tensor": train.tensor, "pipeline": train.pipeline,
+            "world_size": train.world_size,
+            "tensor": train.tensor,
+            "pipeline": train.pipeline,
             "virtual_pipeline": train.virtual_pipeline,
-            "context": train.context, "expert": train.expert, "expert_tensor": train.expert_tensor, "data": train.data,
-            "expert_data": train.expert_data, "sequence_parallel": train.sequence_parallel,
+            "context": train.context,
+            "expert": train.expert,
+            "expert_tensor": train.expert_tensor,
+            "data": train.data,
+            "expert_data": train.expert_data,
+            "sequence_parallel": train.sequence_parallel,
         },
-        "stages": [[_layers(train.stage_layers(pp,
-                        vp)) for vp in range(train.virtual_pipeline)] for pp in range(train.pipeline)],
-        "engines": {"number": rollout.num_engines, "tensor": rollout.tensor, "data": rollout.data,
-            "expert": rollout.expert},
+        "stages": [_stage(train, pipeline_rank) for pipeline_rank in range(train.pipeline)],
+        "engines": {
+            "number": rollout.num_engines,
+            "tensor": rollout.tensor,
+            "data": rollout.data,
+            "expert": rollout.expert,
+        },
         "ranks": [_rank(inputs, rank, place) for rank, place in enumerate(ranks)],
         "workers": [{"worker": w, **rollout.coords(w)._asdict(), **place._asdict()} for w, place in enumerate(workers)],
-    }  # fmt: skip
+    }
+
+
+def _stage(train: TrainLayout, pipeline_rank: int) -> list[list[int]]:
+    """The layers of each chunk of a pipeline stage."""
+    return [_layers(train.stage_layers(pipeline_rank, chunk)) for chunk in range(train.virtual_pipeline)]
 
 
 def _layers(layers: range) -> list[int]:
@@ -120,7 +136,8 @@ def _layers(layers: range) -> list[int]:
 
 
 def _rank(inputs: PlanInputs, rank: int, place: Place) -> dict[str, int]:
-    dense, expert = inputs.train.dense_coords(rank), inputs.train.expert_coords(rank)
+    dense = inputs.train.dense_coords(rank)
+    expert = inputs.train.expert_coords(rank)
     return {"rank": rank, **place._asdict(), **dense._asdict(), **expert._asdict()}
 
 
@@ -143,7 +160,7 @@ def _times(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[s
 
 
 def with_assumptions(inputs: PlanInputs, change: Callable[[Assumptions], Assumptions]) -> PlanInputs:
-    """The same under other assumptions."""
+    """The same inputs under other assumptions."""
     return replace(inputs, assumptions=change(inputs.assumptions))
 
 
@@ -162,8 +179,10 @@ def link_of(inputs: PlanInputs) -> Link:
     """The rates between two processes on one device, on two of a node, on two nodes, by the transport that serves each
     such pair. A copy within a device reads and writes its memory.
     """
-    device, share = inputs.device, inputs.assumptions.link_share
-    kind, reach = inputs.config.reshard.transport, get_hosting(device.platform).memory_reach
+    device = inputs.device
+    share = inputs.assumptions.link_share
+    kind = inputs.config.reshard.transport
+    reach = get_hosting(device.platform).memory_reach
     here, neighbour = (pair_route(kind, Place(0, 0), Place(0, number), reach) for number in (0, 1))
     rates = {"p2p": device.node_rate, "ipc": device.node_rate, "shm": device.host_path_rate}
     on_device = device.memory_rate / 2 if here == "ipc" else rates[here]
@@ -187,12 +206,12 @@ def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> 
 
 
 def plan_text(plan: dict[str, Any]) -> str:
-    """As it is stored."""
+    """The plan as it is stored."""
     return json.dumps(plan, indent=1)
 
 
 def read_plan(text: str, where: str) -> dict[str, Any]:
-    """A stored plan. Raises ConfigError for a text that is none."""
+    """Reads a stored plan. Raises ConfigError for a text that is no plan."""
     try:
         plan = parse_json(text)
     except ValueError as error:
@@ -207,7 +226,7 @@ def read_plan(text: str, where: str) -> dict[str, Any]:
 
 
 def load_plan(file: Path) -> dict[str, Any]:
-    """The plan in a file. Raises ConfigError for a file that is none."""
+    """Reads the plan in a file. Raises ConfigError for a file that has none."""
     try:
         return read_plan(read_text(file, JSON_BYTES), str(file))
     except (OSError, ValueError) as error:
@@ -215,8 +234,10 @@ def load_plan(file: Path) -> dict[str, Any]:
 
 
 def plan_again(config: RunConfig, model: ModelSpec, file: Path, held_out_prompts: int | None = None) -> dict[str, Any]:
-    """The plan as it is now; where the configuration names no device, for the one that the plan stored in `file` was
-    made for, and with its number of held-out prompts where none is given.
+    """The plan as it is now.
+
+    Where the configuration names no device, it is made for the one that the plan stored in `file` was made for. Where
+    no number of held-out prompts is given, it takes that plan's.
     """
     stored = _stored(file)
     if held_out_prompts is None and stored is not None:  # plans of older runs have none; 0: nobody knew
@@ -228,7 +249,8 @@ def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:
     """What a run says of its plan before it starts: whether it is the stored one, what changed,
     and what will not fit.
     """
-    stored, plan = _stored(file), plan_again(config, model, file)
+    stored = _stored(file)
+    plan = plan_again(config, model, file)
     problems = [*_problems(plan["memory"]), slow_generation(plan)]
     return [f"{verdict(plan)}; {plan['hash'][:16]}{_compared(stored, plan)}"] + [
         f"note: {problem}" for problem in problems if problem
@@ -242,7 +264,9 @@ def verdict(plan: dict[str, Any]) -> str:
     room = f"{fullest['bytes'] / GIB:.1f} of {fullest['device_bytes'] / GIB:.1f} GiB in {name}, the fullest phase"
     phases = plan["times"]["phase_seconds"] | {"sync": plan["reshard"]["predicted_seconds"]}
     times = ", ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in phases.items())
-    answer = "fits" if memory["fits"] else "DOES NOT FIT"
+    answer = "DOES NOT FIT"
+    if memory["fits"]:
+        answer = "fits"
     low, expected, high = step_seconds(plan)
     step = f"a step about {_seconds(expected)}, {_seconds(low)} to {_seconds(high)} ({times})"
     return f"plan: {answer} {plan['device']['name']}: {room}; {step}"
@@ -257,12 +281,14 @@ def step_seconds(plan: dict[str, Any]) -> tuple[float, float, float]:
 
 def slow_generation(plan: dict[str, Any]) -> str:
     """Why a step that fits is of little use, where engines work through many small batches; else empty."""
-    times, engines = plan["times"], plan["layout"]["engines"]
+    times = plan["times"]
+    engines = plan["layout"]["engines"]
     seconds = times["phase_seconds"]["generation"]
     step = step_seconds(plan)[1]
     if times["waves"] < _MANY_WAVES or seconds < step / 2:
         return ""
-    together, waves = int(times["sequences_together"] * engines["data"]), times["waves"]
+    together = int(times["sequences_together"] * engines["data"])
+    waves = times["waves"]
     return (
         f"generation {seconds:,.0f} s of a step of {step:,.0f} s: {together} sequences fit an engine, so there are "
         f"{waves:.0f} batches one after the other; give engines fewer tensor ranks and more data parallelism with "
@@ -271,12 +297,15 @@ def slow_generation(plan: dict[str, Any]) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.2g} s"
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """`layout.actor.tensor: 2 -> 4` for every value that differs, lists of ranks as a whole."""
-    before, after = dict(_leaves(old)), dict(_leaves(new))
+    before = dict(_leaves(old))
+    after = dict(_leaves(new))
     keys = [key for key in before | after if key not in _NOT_COMPARED]
     return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys if before.get(key) != after.get(key)]
 
@@ -290,13 +319,19 @@ def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 def _stored(file: Path) -> dict[str, Any] | None:
-    """None where there is no file. Raises ConfigError for a file that holds something else."""
-    return load_plan(file) if file.is_file() else None
+    """The plan in a file; None where there is no file. Raises ConfigError for a file that holds something else."""
+    if file.is_file():
+        return load_plan(file)
+    return None
 
 
 def _same_device(config: RunConfig, stored: dict[str, Any] | None) -> Device:
-    before = devices().get(stored["device"]["name"]) if stored and config.cluster.accelerator is None else None
-    return before if before is not None and before.platform == config.cluster.device else device_for(config)
+    before = None
+    if stored and config.cluster.accelerator is None:
+        before = devices().get(stored["device"]["name"])
+    if before is not None and before.platform == config.cluster.device:
+        return before
+    return device_for(config)
 
 
 def _compared(stored: dict[str, Any] | None, plan: dict[str, Any]) -> str:
@@ -305,7 +340,9 @@ def _compared(stored: dict[str, Any] | None, plan: dict[str, Any]) -> str:
     changed = differences(stored, plan)
     if not changed:
         return ", as planned before"
-    more = f"; and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    more = ""
+    if len(changed) > _SHOWN:
+        more = f"; and {len(changed) - _SHOWN} more"
     return f", not as planned before ({stored['hash'][:16]}): {'; '.join(changed[:_SHOWN])}{more}"
 
 

@@ -19,7 +19,10 @@ from mrl.plan.activations import MicroBatchShape
 from mrl.plan.model_state import layer_kinds
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
 
-_BOOL, _F32, _F64, _INT64 = 1, 4, 8, 8
+_BOOL = 1
+_F32 = 4
+_F64 = 8
+_INT64 = 8
 _A_TOKEN = 2 * _INT64 + 2  # its number and position; whether it is real, whether it predicts
 _A_TARGET = 3 * _INT64 + _F32  # who predicts it, its number, its place; its temperature
 _NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/routing.py)
@@ -27,7 +30,7 @@ _NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/rou
 
 @dataclass(frozen=True)
 class SampleBytes:
-    """On one rank's device."""
+    """Bytes of samples on one rank's device."""
 
     update: int = 0  # inputs of micro-batches at once, and what a mini-batch hands out
     log_prob: int = 0  # the same of the step
@@ -37,8 +40,9 @@ class SampleBytes:
 
 
 def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
-    """Of a rank of pipeline stage `pp`."""
-    config, of_step = inputs.config, -(-batch.samples // inputs.train.data)
+    """Bytes of samples that a rank of pipeline stage `pp` holds."""
+    config = inputs.config
+    of_step = -(-batch.samples // inputs.train.data)
     routed = _route_bytes(inputs.model, _moe_layers(inputs.model, inputs.train, pp)) * _routed(inputs)
     response = config.data.max_response_length
     handed_out = 2 * _F32 + _BOOL  # log-probs and entropies, and a mask of them
@@ -54,16 +58,18 @@ def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
 
 def _at_once(inputs: PlanInputs) -> int:
     """Micro-batches that are laid out."""
-    return inputs.train.pipeline if inputs.train.virtual_pipeline > 1 else 1
+    if inputs.train.virtual_pipeline > 1:
+        return inputs.train.pipeline
+    return 1
 
 
 def _tokens_at_once(inputs: PlanInputs, micro: MicroBatchShape) -> int:
-    """Of one rank before sequence parallelism."""
+    """Tokens of the micro-batches that one rank has laid out at once, before sequence parallelism."""
     return -(-micro.tokens // inputs.train.context) * _at_once(inputs)
 
 
 def _tokens(inputs: PlanInputs, rows: int) -> int:
-    """Of one rank before sequence parallelism."""
+    """Tokens of so many rows on one rank, before sequence parallelism."""
     data = inputs.config.data
     return -(-rows * data.max_sample_length // inputs.train.context)
 
@@ -90,7 +96,7 @@ def _response_arrays(inputs: PlanInputs) -> list[int]:
 
 
 def _route_bytes(model: ModelSpec, moe_layers: int) -> int:
-    """Of one token as it comes with its sample, in so many MoE layers."""
+    """Bytes of one token's routes in so many MoE layers, as they come with its sample."""
     if not model.is_moe:
         return 0
     shape = RouteShape.of(model)
@@ -99,7 +105,8 @@ def _route_bytes(model: ModelSpec, moe_layers: int) -> int:
 
 def _recorded(inputs: PlanInputs, rows: int, pp: int) -> int:
     """Choices of this stage's routers for this rank's part of every sequence of the step."""
-    model, train = inputs.model, inputs.train
+    model = inputs.model
+    train = inputs.train
     tokens = -(-_tokens(inputs, rows) // (train.tensor if train.sequence_parallel else 1))
     return (
         tokens
@@ -114,10 +121,11 @@ def _moe_layers(model: ModelSpec, train: TrainLayout, pp: int) -> int:
 
 
 def stored_bytes(inputs: PlanInputs) -> int:
-    """Of all responses that exist at once, in the object stores of all nodes together, each once.
+    """Bytes of all responses that exist at once, in the object stores of all nodes together, each once.
 
-    Those of a step; where generation runs ahead, those of the steps that it may be ahead too; while groups are filtered
-    by draws, those of one more draw of prompts beside the groups that were kept, and those that may fill up the step.
+    They are the responses of a step, and where generation runs ahead those of the steps that it may be ahead. While
+    groups are filtered by draws, one more draw of prompts is there beside the groups that were kept, and what may fill
+    up the step.
     """
     schedule = schedule_of(inputs.config)
     fill_up = schedule.step_limit is not None and schedule.on_exhausted == "unfiltered"
@@ -126,37 +134,45 @@ def stored_bytes(inputs: PlanInputs) -> int:
 
 
 def stored_beside_validation(inputs: PlanInputs, batch: BatchPlan) -> int:
-    """Of `stored_bytes`, what is there still while held-out prompts are answered after a step: its responses, and those
-    ahead of it. Nothing where only the untrained model is validated.
+    """Bytes of `stored_bytes` that are still there while held-out prompts are answered after a step.
+
+    These are its responses, and those ahead of it. Nothing where only the untrained model is validated.
     """
     if inputs.config.trainer.test_freq < 1:
         return 0
     is_synchronous = schedule_of(inputs.config).is_synchronous
-    return _columns(inputs, batch.samples) if is_synchronous else stored_bytes(inputs)
+    if is_synchronous:
+        return _columns(inputs, batch.samples)
+    return stored_bytes(inputs)
 
 
 def held_out_bytes(config: RunConfig, prompts: int) -> int:
-    """Of the answers to so many held-out prompts, in the object stores of the engines' nodes until they are written;
-    they bring no routes.
+    """Bytes of the answers to so many held-out prompts, which bring no routes.
+
+    They lie in the object stores of the engines' nodes until they are written.
     """
-    responses, data = prompts * config.rollout.val_kwargs.n, config.data
+    responses = prompts * config.rollout.val_kwargs.n
+    data = config.data
     return column_bytes(responses * data.max_prompt_length, responses * data.max_response_length)
 
 
 def written_group_bytes(inputs: PlanInputs) -> int:
-    """Of one group in the process that writes them one by one: its columns, and the file that becomes of them.
+    """Bytes of one group in the process that writes groups one by one: its columns, and the file made of them.
 
     Nothing where no group waits for its step.
     """
     is_synchronous = schedule_of(inputs.config).is_synchronous
-    return 0 if is_synchronous else 2 * _columns(inputs, inputs.config.rollout.n)
+    if is_synchronous:
+        return 0
+    return 2 * _columns(inputs, inputs.config.rollout.n)
 
 
 def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
-    """Of a step's responses, what ranks of one node fetch, over all of it: tokens once a replica, of routes each rank
-    its own part.
+    """The share of a step's responses that ranks of one node fetch: tokens once a replica, and of routes each rank's
+    part.
     """
-    train, model = inputs.train, inputs.model
+    train = inputs.train
+    model = inputs.model
     coords = [train.dense_coords(rank) for rank in ranks]
     replicas = len({each.dp for each in coords}) / train.data
     if not _routed(inputs):
@@ -167,15 +183,19 @@ def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
         / _parts_of_tokens(inputs)
         / train.data
     )
-    tokens, routes = _columns(inputs, 1, routes=False), _columns(inputs, 1) - _columns(inputs, 1, routes=False)
+    tokens = _columns(inputs, 1, routes=False)
+    routes = _columns(inputs, 1) - _columns(inputs, 1, routes=False)
     return (tokens * replicas + routes * parts) / (tokens + routes)
 
 
 def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
-    """On the host of a rank of pipeline stage `pp`: its replica's rows (mrl/flow/rank_batch.py), its part of
-    their routes and what is computed of their tokens.
+    """Bytes that a rank of pipeline stage `pp` holds on its host.
+
+    They are its replica's rows (mrl/flow/rank_batch.py), its part of their routes, and what is computed of their
+    tokens.
     """
-    data, algorithm = inputs.config.data, inputs.config.algorithm
+    data = inputs.config.data
+    algorithm = inputs.config.algorithm
     rows = -(-batch.samples // inputs.train.data)
     arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy + _F64 * algorithm.use_kl_in_reward  # penalties
     own_bytes = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays
@@ -187,18 +207,18 @@ def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
 
 
 def _routed(inputs: PlanInputs) -> bool:
-    """Routes come with samples."""
+    """Whether routes come with samples."""
     return inputs.config.actor.router_replay == "R3" and inputs.model.is_moe
 
 
 def _parts_of_tokens(inputs: PlanInputs) -> int:
-    """Into which a sequence is cut before routers see it."""
+    """How many parts a sequence is cut into before routers see it."""
     train = inputs.train
     return train.context * (train.tensor if train.sequence_parallel else 1)
 
 
 def _columns(inputs: PlanInputs, rows: int, routes: bool = True) -> int:
-    """Of samples as columns."""
+    """Bytes of so many samples as columns."""
     data = inputs.config.data
     by_token = _route_bytes(inputs.model, len(inputs.model.moe_layers)) * (routes and _routed(inputs))
     return rows * column_bytes(data.max_prompt_length, data.max_response_length, by_token)

@@ -29,7 +29,8 @@ def mean_lengths(config: RunConfig, assumptions: Assumptions) -> Lengths:
 
 
 def mean_flops_per_token(model: ModelSpec, lengths: Lengths) -> float:
-    """Of a forward pass over a sample of mean length, in which a token attends to
-    (length + 1) / 2 others on average.
+    """FLOPs a token of a forward pass over a sample of mean length.
+
+    A token attends to (length + 1) / 2 others on average.
     """
     return forward_flops_per_token(model, (lengths.total + 1) / 2)

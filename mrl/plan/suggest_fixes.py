@@ -20,7 +20,8 @@ HOST_ADAM = {
     "overlap_cpu_optimizer_d2h_h2d": True,
     "use_precision_aware_optimizer": True,
 }
-_TRANSFORMER, _OPTIMIZER = "model.override_transformer_config", "actor.optim.override_optimizer_config"
+_TRANSFORMER = "model.override_transformer_config"
+_OPTIMIZER = "actor.optim.override_optimizer_config"
 _DOUBLED = (
     "expert_model_parallel_size",
     "tensor_model_parallel_size",
@@ -42,7 +43,8 @@ def fitting_changes(inputs: PlanInputs) -> list[list[str]]:
 
 
 def _changes(config: RunConfig) -> Iterator[_Change]:
-    actor, rollout = config.actor, config.rollout
+    actor = config.actor
+    rollout = config.rollout
     if actor.ppo_micro_batch_size_per_gpu > 1 and not actor.use_dynamic_bsz:
         yield {"actor.ppo_micro_batch_size_per_gpu": 1, "actor.log_prob_micro_batch_size_per_gpu": 1}
     yield _least_tokens(config)
@@ -69,7 +71,8 @@ def _changes(config: RunConfig) -> Iterator[_Change]:
 
 def _least_tokens(config: RunConfig) -> _Change:
     """The least budget of tokens that holds the longest sample; empty where there is no larger one."""
-    actor, data = config.actor, config.data
+    actor = config.actor
+    data = config.data
     least = -(-data.max_sample_length // actor.layout.context_parallel_size)
     if (
         not actor.use_dynamic_bsz

@@ -32,7 +32,7 @@ class Link:
 
     @property
     def rates(self) -> np.ndarray:
-        """By tier."""
+        """Bytes a second, by tier."""
         rates = np.zeros(len(TIERS))
         rates[[SAME_DEVICE, SAME_NODE, REMOTE]] = self.inside_device, self.inside_node, self.between_nodes
         return rates
@@ -47,9 +47,9 @@ def reshard_summary(
 ) -> dict[str, Any]:
     """The `reshard` part of `mrl plan --json`.
 
-    `predicted_seconds` is a whole verified sync, the sum of `seconds_of`: the plan's wire time under `link`, the bytes
-    of pack and unpack hidden behind it but not their launches, and the steps at `rates`. `bound_seconds` is the least
-    that its bytes need on the wire when every one of them crosses it once, those that are at hand none.
+    `predicted_seconds` is a whole verified sync, the sum of `seconds_of`. It has the plan's wire time under `link`, the
+    launches of pack and unpack, whose bytes are hidden behind it, and the steps at `rates`. `bound_seconds` is the
+    least that its bytes need on the wire when every one of them crosses it once, those that are at hand none.
     """
     loads = plan.loads
     seconds = {"wire": wire_seconds(plan, link), "launches": launch_seconds(plan, starts)} | step_seconds(plan, rates)
@@ -105,30 +105,35 @@ def step_seconds(plan: ReshardPlan, rates: SyncRates) -> dict[str, float]:
 
 
 def launch_seconds(plan: ReshardPlan, starts: Starts) -> float:
-    """Of the busiest process's copies and of the waits for the device, one a message. At most: as if each copy were
-    launched by itself, where runs of them go as one (mrl.reshard.execute).
+    """Seconds that the busiest process spends on starting copies and on waiting for the device, once a message.
+
+    This is an upper bound: each copy counts by itself, where runs of them go as one (mrl.reshard.execute).
     """
     return most_copies(plan) * starts.copy + most_messages(plan) * starts.wait
 
 
 def most_copies(plan: ReshardPlan) -> int:
-    """Of a worker, or of a rank on average, which has at least as many where ranks are fewer: each box is packed by one
-    rank and unpacked by one worker.
+    """Copies that a worker makes at most, or a rank on average, whichever are more.
+
+    Each box is packed by one rank and unpacked by one worker, so where ranks are fewer each has more.
     """
     copies = [len(choices) for choices in plan.schedule.choices]
     return max(max(copies), -(-sum(copies) // plan.train.world_size))
 
 
 def most_messages(plan: ReshardPlan) -> int:
-    """Of the first worker, as others have about as many, or of a rank on average."""
+    """Messages of the first worker, as others have about as many, or of a rank on average."""
     flow = plan.schedule.flow(0)
     of_worker = len(np.unique(flow.round.astype(np.int64) * plan.train.world_size + flow.source))
     return max(of_worker, -(-of_worker * plan.rollout.world_size // plan.train.world_size))
 
 
 def bound_seconds(plan: ReshardPlan, link: Link) -> float:
-    """The largest of: what a worker must receive over each kind of link; what ranks that alone have something must send
-    to other nodes, for each set of replicas, each pipeline stage and all ranks together.
+    """Seconds that a sync takes at least: the largest of what a worker must receive over each kind of link, and what
+    ranks must send.
+
+    Counted is what ranks that alone have something must send to other nodes: for each set of replicas, each pipeline
+    stage and all ranks together.
     """
     ingress = (plan.loads.received.sum(axis=1) / link.rates[:, None]).max()
     demand = remote_demand(plan)
@@ -142,7 +147,10 @@ def bound_seconds(plan: ReshardPlan, link: Link) -> float:
         for group in {ranks, whole_stages, frozenset(range(plan.train.world_size))}:
             groups[group] += nbytes
     rank_device = plan.devices.rank_device.tolist()
-    egress = (nbytes / len({rank_device[rank] for rank in ranks}) for ranks, nbytes in groups.items())
+    egress = []
+    for ranks, nbytes in groups.items():
+        devices = {rank_device[rank] for rank in ranks}
+        egress.append(nbytes / len(devices))
     return float(max(ingress, max(egress, default=0) / link.between_nodes))
 
 

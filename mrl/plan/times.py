@@ -26,7 +26,9 @@ from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, recompute_
 from mrl.plan.step_work import mean_flops_per_token, mean_lengths
 from mrl.units import round_up
 
-_BF16, _F32 = 2, 4  # bytes
+# bytes
+_BF16 = 2
+_F32 = 4
 # Bytes for each of a 16-bit parameter: once a micro-batch its gradient is written and read in 16 bits, added in 32.
 _GRADIENT_TRAFFIC = 6
 _LOGITS = 3  # times that logits are written or read in float32
@@ -45,10 +47,10 @@ class Passes:
 
 
 def update_passes(recompute: Recompute, again: float = 0.0) -> Passes:
-    """Of an update: the forward itself, the backward as two, and what of a forward is made again in the backward.
+    """Passes that an update computes: the forward, the backward as two, and what the backward computes again.
 
-    `again`: share of a forward's operations in the modules of selective recompute (see `share_again`); a mixture of
-    experts that is made again sends its tokens again.
+    `again`: share of a forward's operations in the modules of selective recompute, see `share_again`. A mixture of
+    experts that is computed again sends its tokens again.
     """
     match recompute.granularity:
         case None:
@@ -77,9 +79,11 @@ class Overlap:
 
 
 def overlap_of(config: RunConfig, mini_batches: int) -> Overlap:
-    """From `actor.override_ddp_config`, for steps of so many updates."""
+    """What `actor.override_ddp_config` overlaps, for steps of so many updates."""
     given = config.actor.override_ddp_config
-    beside = (mini_batches - 1) / mini_batches if given.get("overlap_param_gather") else 0.0
+    beside = 0.0
+    if given.get("overlap_param_gather"):
+        beside = (mini_batches - 1) / mini_batches
     return Overlap(bool(given.get("overlap_grad_reduce")), beside)
 
 
@@ -99,7 +103,9 @@ def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
     """
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     forward = batch.samples * lengths.total * mean_flops_per_token(inputs.model, lengths)
-    scored = {} if inputs.config.algorithm.on_policy else {"log_prob": forward}
+    scored = {}
+    if not inputs.config.algorithm.on_policy:
+        scored = {"log_prob": forward}
     recompute = recompute_of(inputs.config)
     again = share_again(recompute, inputs.model, mean_flops_per_token(inputs.model, lengths))
     return scored | {"update": forward * update_passes(recompute, again).compute, "generation": forward}
@@ -120,7 +126,7 @@ def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) ->
 
 
 def hand_over_seconds(inputs: PlanInputs) -> float:
-    """Of what the actor brings to the host and back once a step, while engines have its device."""
+    """Seconds for what the actor brings to the host and back once a step, while engines have its device."""
     actor = inputs.config.actor
     states = (
         stage_state(inputs.model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes))
@@ -131,8 +137,10 @@ def hand_over_seconds(inputs: PlanInputs) -> float:
 
 
 def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", "PassSeconds"]:
-    """Of a pass of log-probs over a step, and of one update."""
-    train, device, recompute = inputs.train, inputs.device, recompute_of(inputs.config)
+    """Seconds of a pass of log-probs over a step, and of one update."""
+    train = inputs.train
+    device = inputs.device
+    recompute = recompute_of(inputs.config)
     per_node = inputs.config.cluster.n_gpus_per_node
     states = (
         stage_state(inputs.model, train, pp, precision_of(inputs.config, inputs.element_bytes))
@@ -146,10 +154,16 @@ def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", 
     return (
         pass_seconds(scored, train, device, per_node, Passes(), inputs.assumptions),
         update_seconds(
-            updated, train, device, per_node, state, recompute, inputs.assumptions,
+            updated,
+            train,
+            device,
+            per_node,
+            state,
+            recompute,
+            inputs.assumptions,
             overlap_of(inputs.config, batch.mini_batches),
         ),
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------- passes of the actor in a layout
@@ -169,7 +183,7 @@ class PassWork:
 def sample_work(
     config: RunConfig, model: ModelSpec, micro: MicroBatchShape, samples: int, assumed: Assumptions
 ) -> PassWork:
-    """Of `samples` samples of mean length."""
+    """Work of `samples` samples of mean length."""
     lengths = mean_lengths(config, assumed)
     once = config.model.override_transformer_config.get("moe_token_dispatcher_type") == "flex"
     return PassWork(model, micro, samples * lengths.total, mean_flops_per_token(model, lengths), once)
@@ -177,7 +191,7 @@ def sample_work(
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """On the slowest stage."""
+    """Seconds of a pass on the slowest stage."""
 
     compute: float
     tensor: float
@@ -208,8 +222,9 @@ def update_seconds(
     assumed: Assumptions,
     overlap: Overlap = Overlap(),
 ) -> PassSeconds:
-    """Of one update: forward and backward passes, and what data parallelism exchanges at its end, less what it
-    exchanges beside them.
+    """Seconds of one update: forward and backward passes, and what data parallelism exchanges at its end.
+
+    What it exchanges beside the passes is taken off.
     """
     passes = update_passes(recompute, share_again(recompute, work.model, work.flops_per_token))
     added = _GRADIENT_TRAFFIC * state.parameters / (device.memory_rate * assumed.decode_memory_share)
@@ -234,8 +249,8 @@ def pass_seconds(
     assumed: Assumptions,
     fixed: float = 0.0,
 ) -> PassSeconds:
-    """Sums over the micro-batches of one rank, each as long as so many forward passes and `fixed` seconds; the stage
-    with the most layers sets the pace.
+    """Sums up the micro-batches of one rank, each as long as so many forward passes and `fixed` seconds. The stage with
+    the most layers sets the pace.
     """
     count = micro_batch_count(work, layout)
     layers = max(map(sum, layout.chunk_layers))
@@ -260,19 +275,24 @@ def pass_seconds(
 def micro_batch_count(work: PassWork, layout: TrainLayout) -> int:
     """Micro-batches of one rank; a multiple of the stages with virtual ones."""
     count = max(1, -(-int(work.tokens) // (work.micro.tokens * layout.data)))
-    return round_up(count, layout.pipeline) if layout.virtual_pipeline > 1 else count
+    if layout.virtual_pipeline > 1:
+        return round_up(count, layout.pipeline)
+    return count
 
 
 def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Passes, assumed: Assumptions) -> float:
-    """Seconds of one micro-batch on the slowest stage: products, what passes through memory between them, and what the
-    busiest expert rank has more of both than the mean; or the host's launches where they take longer. The last stage
-    has the output layer too.
+    """Seconds of one micro-batch on the slowest stage, the last of which has the output layer too.
+
+    These are products, what passes through memory between them, and what the busiest expert rank has more of both than
+    the mean. Where the host's launches take longer, they count.
     """
-    m, load = work.model, assumed.expert_load_in(layout)
+    m = work.model
+    load = assumed.expert_load_in(layout)
     tokens = work.micro.tokens / (layout.tensor * layout.context)
     products = tokens / (device.flops * assumed.compute_share)
     through = tokens / (device.memory_rate * assumed.decode_memory_share)
-    experts, head = module_flops_per_token(m, 0)["moe"], 2.0 * m.hidden_size * m.vocab_size
+    experts = module_flops_per_token(m, 0)["moe"]
+    head = 2.0 * m.hidden_size * m.vocab_size
     beside, inside = _traffic(m, layout.expert_tensor)
     body = products * (passes.compute * (work.flops_per_token - head) + (load - 1) * passes.experts * experts)
     body += through * (passes.others * beside + load * passes.experts * inside)
@@ -282,22 +302,28 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
     stages = [sum(chunks) for chunks in layout.chunk_layers]
     launch = passes.others * (assumed.moe_launch if m.is_moe else assumed.dense_launch)
     seconds = [max(body * layers / m.num_layers, layers * launch) for layers in stages]
-    return max(*seconds[:-1], seconds[-1] + output) if len(seconds) > 1 else seconds[0] + output
+    if len(seconds) > 1:
+        return max(*seconds[:-1], seconds[-1] + output)
+    return seconds[0] + output
 
 
 @cache
 def _traffic(m: ModelSpec, expert_tensor: int) -> tuple[float, float]:
-    """Bytes that a token moves through memory in a forward pass (beside experts, of experts), counted by reads and
-    writes of what layers keep apart: norms and residuals sixteen times the hidden size; queries, keys, values and
-    attention's output six times; of an expert its tokens sorted, read, written and put back, and the halves of its gate
-    written and read.
+    """Bytes that a token moves through memory in a forward pass: (beside experts, of experts). Counted are reads and
+    writes of what layers keep apart. Norms and residuals are sixteen times the hidden size. Queries, keys, values and
+    attention's output count six times. Of an expert, its tokens are sorted, read, written and put back, and the halves
+    of its gate are written and read.
     """
     heads = (2 * m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
     sparse = len(m.moe_layers)
     dense = (m.num_layers - sparse) * 6 * m.intermediate_size
     beside = _BF16 * (m.num_layers * (16 * m.hidden_size + 6 * heads) + dense)
-    width = expert_tensor * m.hidden_size + m.moe_intermediate_size if m.is_moe else 0
-    inside = sparse * m.num_experts_per_tok * 6 * width if m.is_moe else 0
+    width = 0
+    if m.is_moe:
+        width = expert_tensor * m.hidden_size + m.moe_intermediate_size
+    inside = 0
+    if m.is_moe:
+        inside = sparse * m.num_experts_per_tok * 6 * width
     return float(beside), float(_BF16 * inside)
 
 
@@ -329,10 +355,13 @@ def _volumes(work: PassWork, layout: TrainLayout, layers: int) -> dict[str, floa
 
 
 def _expert_seconds(work: PassWork, layout: TrainLayout, nbytes: float, links: _Links) -> float:
-    """Of bringing each token to its experts and back, `nbytes` for one expert of each. What stays in a node goes beside
-    what leaves it. DeepEP and HybridEP send a token to another node once, however many of its experts are there.
+    """Seconds to bring each token to its experts and back, `nbytes` for one expert of each.
+
+    What stays in a node goes beside what leaves it. DeepEP and HybridEP send a token to another node once, however many
+    of its experts are there.
     """
-    size, chosen = layout.expert * layout.expert_tensor, work.model.num_experts_per_tok
+    size = layout.expert * layout.expert_tensor
+    chosen = work.model.num_experts_per_tok
     here = min(size, links.per_node)
     slices = layout.expert_tensor - 1  # a sliced expert's tokens are gathered on all ranks that have a part of it
     inside = chosen * ((here - 1) / size + slices) * nbytes / links.rate(here)

@@ -67,13 +67,17 @@ def _known_constructors(original: Any) -> Any:
 def _cuda_type_name(original: Any) -> Any:
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+        if isinstance(answer, str):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
 
     return type_
 
 
 def _plain(sizes: Any) -> Any:
-    return sizes.tolist() if hasattr(sizes, "tolist") else sizes
+    if hasattr(sizes, "tolist"):
+        return sizes.tolist()
+    return sizes
 
 
 def _all_to_all_single(original: Any) -> Any:

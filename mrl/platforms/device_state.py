@@ -18,7 +18,9 @@ _FIELDS = (
     "clocks_event_reasons.hw_power_brake_slowdown",
 )  # fmt: skip
 _SLOWED = _FIELDS[-3:]
-_OF_EACH, _OF_PAIRS = ("device kinds", "partitions", "clocks"), ("peer access",)  # checks
+# checks
+_OF_EACH = ("device kinds", "partitions", "clocks")
+_OF_PAIRS = ("peer access",)
 _LOWERED = 0.9  # of the highest clock: what is set below that was set by somebody
 
 
@@ -59,9 +61,13 @@ def _output(command: Sequence[str]) -> str:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """From the rows of the query; rows of another form are left out."""
-    rows = (row for row in csv.reader(io.StringIO(text), skipinitialspace=True) if len(row) == len(_FIELDS))
-    return tuple(_gpu(dict(zip(_FIELDS, (cell.strip() for cell in row), strict=True))) for row in rows)
+    """Reads the rows of the query; rows of another form are left out."""
+    gpus = []
+    for row in csv.reader(io.StringIO(text), skipinitialspace=True):
+        if len(row) == len(_FIELDS):
+            cells = [cell.strip() for cell in row]
+            gpus.append(_gpu(dict(zip(_FIELDS, cells, strict=True))))
+    return tuple(gpus)
 
 
 def _gpu(row: dict[str, str]) -> Gpu:
@@ -71,7 +77,9 @@ def _gpu(row: dict[str, str]) -> Gpu:
 
 
 def _number(text: str) -> float | None:
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    return None
 
 
 def parse_peers(text: str) -> tuple[str, ...] | None:
@@ -79,7 +87,9 @@ def parse_peers(text: str) -> tuple[str, ...] | None:
     rows = list(_peer_rows(text))
     pairs = ((own, other, word) for own, words in rows for other, word in enumerate(words) if own < other)
     apart = tuple(f"{own} and {other} ({word})" for own, other, word in pairs if word not in ("X", "OK"))
-    return apart if rows else None
+    if rows:
+        return apart
+    return None
 
 
 def _peer_rows(text: str) -> Iterator[tuple[int, list[str]]]:

@@ -17,7 +17,7 @@ _THREADS = 2  # for each device, as torch has them
 
 
 def share() -> None:
-    """From here on groups of this process share their devices; a second time changes nothing."""
+    """Lets groups of this process share their devices from here on; a second call changes nothing."""
     if distributed_c10d.ProcessGroupGloo is dist.ProcessGroupGloo:
         distributed_c10d.ProcessGroupGloo = sharing(distributed_c10d.ProcessGroupGloo)
 

@@ -44,8 +44,10 @@ SPIN_S = 0.5e-3  # then a rank that waits leaves its core to others, for an eigh
 NAP_S = 5e-3  # at most
 LOOK_S = 1.0  # between looks whether the others still run
 _COMBINES: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
-    (ReduceOp.SUM, torch.add), (ReduceOp.MAX, torch.maximum), (ReduceOp.MIN, torch.minimum),
-)  # fmt: skip
+    (ReduceOp.SUM, torch.add),
+    (ReduceOp.MAX, torch.maximum),
+    (ReduceOp.MIN, torch.minimum),
+)
 
 
 class SharedSlots:
@@ -84,15 +86,18 @@ class HostExchange:
     """What the ranks of one group give each other. All of them make the same calls in the same order."""
 
     def __init__(self, rank: int, slots: Sequence[SharedSlots], processes: Sequence[int], timeout_s: float):
-        self._rank, self._slots, self._processes, self._timeout_s = rank, slots, processes, timeout_s
+        self._rank = rank
+        self._slots = slots
+        self._processes = processes
+        self._timeout_s = timeout_s
         self._round = 0
 
     def parts(self, sent: Tensor, ends: Sequence[int]) -> list[Tensor] | None:
-        """Bytes that each rank has for this one, to be read before the next call; None where one of them has more than
-        a slot holds.
+        """Bytes that each rank has for this one, to be read before the next call.
 
-        `sent`: bytes for all ranks, [bytes]; rank i gets those from ends[i] to ends[i + 1]. With two ends all get all.
-        Raises RuntimeError when a rank is gone or does not come within the group's time.
+        None where one of them has more than a slot holds. `sent`: bytes for all ranks, [bytes]; rank i gets those from
+        ends[i] to ends[i + 1]. With two ends all get all. Raises RuntimeError when a rank is gone or does not come
+        within the group's time.
         """
         self._round += 1
         half = self._round % 2
@@ -107,12 +112,14 @@ class HostExchange:
         memory_fence()
         if any(header[len(ends)] > SLOT_BYTES for header in headers):
             return None
-        here = self._rank if len(ends) > 2 else 0
+        here = 0
+        if len(ends) > 2:
+            here = self._rank
         pairs = zip(self._slots, headers, strict=True)
         return [slots.slots[half][header[1 + here] : header[2 + here]] for slots, header in pairs]
 
     def _header(self, rank: int, half: int) -> memoryview:
-        """Of a rank that has come to this round."""
+        """Waits for a rank to come to this round and returns its header."""
         header = self._slots[rank].headers[half]
         began = time.monotonic()
         looked = began
@@ -155,7 +162,10 @@ def exchange_of(group: ProcessGroup) -> HostExchange | None:
 
 @torch.inference_mode(False)
 def _open(group: ProcessGroup) -> HostExchange | None:
-    """None on all ranks where one of them cannot see the others' memory, or has no core of its own."""
+    """Opens an exchange for a group.
+
+    None on all ranks where one of them cannot see the others' memory, or has no core of its own.
+    """
     memory = _own_memory()
     try:
         own = torch.tensor(memory or (0, 0, 0, 0))
@@ -163,7 +173,9 @@ def _open(group: ProcessGroup) -> HostExchange | None:
         group.allgather([of_all], [own]).wait()
         rows = torch.stack(of_all).tolist()
         together = len({row[0] for row in rows}) == 1 and dist.get_world_size() <= len(os.sched_getaffinity(0))
-        slots = _slots_of(rows) if together else None
+        slots = None
+        if together:
+            slots = _slots_of(rows)
         opened = [torch.empty(1) for _ in rows]
         group.allgather([opened], [torch.tensor([float(slots is not None)])]).wait()
     finally:
@@ -178,7 +190,9 @@ def _open(group: ProcessGroup) -> HostExchange | None:
 def _own_memory() -> tuple[int, int, int, int] | None:
     """(host, process, descriptor, token) of new memory; None where Python or the system has no such memory."""
     try:
-        host, descriptor, token = _host(), SharedSlots.make(), secrets.randbits(62)
+        host = _host()
+        descriptor = SharedSlots.make()
+        token = secrets.randbits(62)
     except (OSError, AttributeError):
         return None
     try:
@@ -190,12 +204,14 @@ def _own_memory() -> tuple[int, int, int, int] | None:
 
 
 def _slots_of(rows: Sequence[Sequence[int]]) -> list[SharedSlots] | None:
-    """Of all ranks, by what `_own_memory` gave them; None where one cannot be opened, or is a stranger's."""
+    """Opens the slots of all ranks by what `_own_memory` gave; None where one cannot be opened, or is a stranger's."""
     try:
         slots = [SharedSlots(f"/proc/{process}/fd/{descriptor}") for _, process, descriptor, _ in rows]
     except (OSError, ValueError):
         return None
-    return slots if [each.token for each in slots] == [row[3] for row in rows] else None
+    if [each.token for each in slots] == [row[3] for row in rows]:
+        return slots
+    return None
 
 
 def _host() -> int:
@@ -217,11 +233,13 @@ class _Done(dist.Work):
 
 
 def all_gather(original: Any) -> Any:
-    """ProcessGroup.all_gather_single."""
+    """Replaces ProcessGroup.all_gather_single."""
 
     def all_gather_single(group: ProcessGroup, output: Tensor, input: Tensor, *options: Any, **named: Any) -> Any:
         exchange = exchange_of(group)
-        parts = exchange.parts(_bytes(input), (0, input.nbytes)) if exchange else None
+        parts = None
+        if exchange:
+            parts = exchange.parts(_bytes(input), (0, input.nbytes))
         if parts is None:
             return original(group, output, input, *options, **named)
         _check(parts, [output.nbytes // group.size()] * group.size(), input, output, output.nbytes % group.size() == 0)
@@ -232,13 +250,17 @@ def all_gather(original: Any) -> Any:
 
 
 def reduce_scatter(original: Any) -> Any:
-    """ProcessGroup.reduce_scatter_single."""
+    """Replaces ProcessGroup.reduce_scatter_single."""
 
     def reduce_scatter_single(group: ProcessGroup, output: Tensor, input: Tensor, *options: Any, **named: Any) -> Any:
         combine = _combine(*options, **named)
-        exchange = exchange_of(group) if combine else None
+        exchange = None
+        if combine:
+            exchange = exchange_of(group)
         ends = [rank * input.nbytes // group.size() for rank in range(group.size() + 1)]
-        parts = exchange.parts(_bytes(input), ends) if exchange else None
+        parts = None
+        if exchange:
+            parts = exchange.parts(_bytes(input), ends)
         if parts is None:
             return original(group, output, input, *options, **named)
         _check(parts, [output.nbytes] * group.size(), input, output)
@@ -249,12 +271,18 @@ def reduce_scatter(original: Any) -> Any:
 
 
 def all_reduce(original: Any) -> Any:
-    """ProcessGroup.allreduce."""
+    """Replaces ProcessGroup.allreduce."""
 
     def allreduce(group: ProcessGroup, tensors: Any, *options: Any, **named: Any) -> Any:
-        combine = _combine(*options, **named) if isinstance(tensors, list) and len(tensors) == 1 else None
-        exchange = exchange_of(group) if combine else None
-        parts = exchange.parts(_bytes(tensors[0]), (0, tensors[0].nbytes)) if exchange else None
+        combine = None
+        if isinstance(tensors, list) and len(tensors) == 1:
+            combine = _combine(*options, **named)
+        exchange = None
+        if combine:
+            exchange = exchange_of(group)
+        parts = None
+        if exchange:
+            parts = exchange.parts(_bytes(tensors[0]), (0, tensors[0].nbytes))
         if parts is None:
             return original(group, tensors, *options, **named)
         (tensor,) = tensors
@@ -266,7 +294,7 @@ def all_reduce(original: Any) -> Any:
 
 
 def all_to_all(original: Any) -> Any:
-    """ProcessGroup.all_to_all_single."""
+    """Replaces ProcessGroup.all_to_all_single."""
 
     def all_to_all_single(
         group: ProcessGroup,
@@ -279,7 +307,9 @@ def all_to_all(original: Any) -> Any:
     ) -> Any:
         exchange = exchange_of(group)
         sent, expected = (_row_bytes(*pair, group.size()) for pair in ((input, input_rows), (output, output_rows)))
-        parts = exchange.parts(_bytes(input), list(accumulate(sent, initial=0))) if exchange else None
+        parts = None
+        if exchange:
+            parts = exchange.parts(_bytes(input), list(accumulate(sent, initial=0)))
         if parts is None:
             return original(group, output, input, output_rows, input_rows, *options, **named)
         _check(parts, expected, input, output, (sum(sent), sum(expected)) == (input.nbytes, output.nbytes))

@@ -166,7 +166,7 @@ def cpu_binding(cores: list[int], engine_id: int, engines: int, workers: int) ->
     """vLLM's core list, `a,b|c,d` with one part for each of `workers`; all workers of all engines get equal shares of
     the cores.
 
-    A share of several leaves its last to the engine's scheduler, which waits for its workers in a busy loop: a thread
+    A share of several leaves its last to the engine's scheduler, which waits for its workers in a busy loop. A thread
     of a worker on that core would be waited for at every operation. Shares wrap around when there are more workers than
     cores: slow, and still right.
     """
@@ -215,7 +215,9 @@ def check_npu_environment(environment: Mapping[str, str]) -> None:
 
 def environment_faults(device: str, environment: Mapping[str, str]) -> list[str]:
     """Variables that are known to break a run on this kind of device, each with the reason and the cure."""
-    return _npu_faults(environment) if device == "npu" else []
+    if device == "npu":
+        return _npu_faults(environment)
+    return []
 
 
 def _npu_faults(environment: Mapping[str, str]) -> list[str]:

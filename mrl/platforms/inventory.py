@@ -30,7 +30,8 @@ LAYER_PROBES = {
 }
 # of torch and Transformer Engine in the cuda row, and the least driver of that family
 # (docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility)
-CUDA_MAJOR, MIN_CUDA_DRIVER = 13, "580"
+CUDA_MAJOR = 13
+MIN_CUDA_DRIVER = "580"
 _COMPAT = "cuda/compat"  # folder of NVIDIA's package for a newer CUDA on the older drivers of data-center devices
 _ASCEND = Path("/usr/local/Ascend")
 _TIMEOUT_S = 5.0
@@ -58,7 +59,9 @@ class Rdma:
 
 def find_rdma(system: Path = Path("/sys/class/infiniband"), devices: Path = Path("/dev/infiniband")) -> Rdma:
     """Asks the kernel and the loader."""
-    adapters = tuple(sorted(adapter.name for adapter in system.iterdir())) if system.is_dir() else ()
+    adapters = ()
+    if system.is_dir():
+        adapters = tuple(sorted(adapter.name for adapter in system.iterdir()))
     return Rdma(adapters, any(devices.glob("uverbs*")), _loads("libibverbs.so.1"))
 
 
@@ -74,7 +77,9 @@ def detect_kind() -> str:
     """npu, cuda or cpu, from what the host shows."""
     if glob("/dev/davinci[0-9]*"):
         return "npu"
-    return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
+    if Path("/proc/driver/nvidia/version").exists():
+        return "cuda"
+    return "cpu"
 
 
 def find_devices(kind: str) -> HostDevices:
@@ -89,29 +94,28 @@ def find_devices(kind: str) -> HostDevices:
 def visible_faults(kind: str, count: int, environment: Mapping[str, str]) -> list[str]:
     """What is wrong with the variable that says which devices a process sees; empty when all is well."""
     name = VISIBLE.get(kind)
-    value = environment.get(name) if name else None
+    value = None
+    if name:
+        value = environment.get(name)
     if value is None:
         return []
     listed = [part.strip() for part in value.split(",") if part.strip()]
     if not listed:
         return [f"{name} is empty, which hides every device; unset it"]
     wrong = [part for part in listed if part.isdigit() and int(part) >= count]
-    return (
-        [f"{name}={value} names {', '.join(wrong)}, and this host has devices 0 to {count - 1}"]
-        if wrong and count
-        else []
-    )
+    if wrong and count:
+        return [f"{name}={value} names {', '.join(wrong)}, and this host has devices 0 to {count - 1}"]
+    return []
 
 
 def device_number(name: str) -> int:
-    """A device as its scheduler calls it, as a number that every process of its host comes to: the index, or for a UUID
-    or an id of a MIG partition, which are names, one above any index.
+    """A device as its scheduler calls it, as a number that every process of its host comes to.
+
+    It is the index. UUIDs and ids of MIG partitions are names: they get one above any index.
     """
-    return (
-        int(name)
-        if name.isdigit()
-        else 1 << 40 | int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
-    )
+    if name.isdigit():
+        return int(name)
+    return 1 << 40 | int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class DriverFault:
 
 
 def driver_fault(devices: HostDevices, environment: Mapping[str, str]) -> DriverFault | None:
-    """None when nothing is known against the driver."""
+    """What is wrong with the driver; None when nothing is known against it."""
     if devices.kind == "cuda" and devices.driver and _numbers(devices.driver) < _numbers(MIN_CUDA_DRIVER):
         return _old_for_cuda(devices.driver, _COMPAT in environment.get("LD_LIBRARY_PATH", ""))
     if devices.kind != "npu":
@@ -154,7 +158,9 @@ def network_fault(kind: str, rdma: Rdma, nnodes: int) -> tuple[str, str] | None:
         return None
     if not rdma.adapters:
         cure = "fine if another network's plugin for NCCL is installed; else load the adapters' driver on the host"
-        return ("none for RDMA: between nodes NCCL goes over sockets", cure) if nnodes > 1 else None
+        if nnodes > 1:
+            return ("none for RDMA: between nodes NCCL goes over sockets", cure)
+        return None
     listed = ", ".join(rdma.adapters)
     if not rdma.devices:
         return f"{listed}, but no /dev/infiniband", "give a container --device /dev/infiniband --ulimit memlock=-1"
@@ -217,4 +223,6 @@ def _stated(file: Path, pattern: str) -> str | None:
         match = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return None
-    return match[1] if match else None
+    if match:
+        return match[1]
+    return None

@@ -19,9 +19,7 @@ _KERNELS = {
 }
 # What engines compute attention with where nobody chooses: vLLM 0.32 takes the first that can (platforms/cuda.py and
 # cpu.py), vllm-ascend 0.23 has one (attention/attention_v1.py)
-_ENGINE_ATTENTION = {
-    "cuda": "FLASH_ATTN, or FLASHINFER on Blackwell", "npu": "vllm-ascend's own", "cpu": "CPU_ATTN"
-}  # fmt: skip
+_ENGINE_ATTENTION = {"cuda": "FLASH_ATTN, or FLASHINFER on Blackwell", "npu": "vllm-ascend's own", "cpu": "CPU_ATTN"}
 _PLAIN = ("torch's scaled_dot_product_attention", "one after the other")
 
 
@@ -43,7 +41,9 @@ def layers() -> Layers:
     if find_spec("transformer_engine") is None:
         return "torch"
     has_engine = importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE
-    return "transformer_engine" if has_engine else "torch"
+    if has_engine:
+        return "transformer_engine"
+    return "torch"
 
 
 def check_layers(device: str, found: Layers, allow_torch: bool) -> None:

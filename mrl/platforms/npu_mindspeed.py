@@ -30,10 +30,14 @@ DEFAULTS = {
     "context_parallel_algo": "megatron_cp_algo",  # ring attention: how our batches are cut
 }
 SIZES = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
-)  # fmt: skip
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
 # fields of a transformer config that are MindSpeed's alone: it takes them when it is applied, and Megatron's own class
 # has no such fields
 MINDSPEED_FIELDS = frozenset(

@@ -16,7 +16,7 @@ _NAME = "mrl_pack"
 
 @dataclass(frozen=True)
 class Pack:
-    """Of sequences that lie end to end."""
+    """Sequences that lie end to end."""
 
     lengths: tuple[int, ...]  # tokens in memory of each, before the cut for context parallelism
     places: Tensor  # int64, on the device: of this rank's tokens, which one of its sequence each is
@@ -46,46 +46,61 @@ def for_attention(starts: Tensor) -> Tensor:
 
 
 def rotated_from_table(original: Callable) -> Callable:
-    """Rotates a pack [tokens, heads, dim] by `freqs` [longest, 1, 1, rotated dim], each token by its place in its own
-    sequence.
+    """Rotates a pack [tokens, heads, dim] by `freqs` [longest, 1, 1, rotated dim], by places in sequences.
 
-    Places are gathered from cosines of one sequence, to the same bits as Megatron's, which slices and joins the angles
-    sequence by sequence, in every layer, for queries and again for keys, and takes cosines of all tokens.
+    Places are gathered from cosines of one sequence, to the same bits as Megatron's. Megatron slices and joins the
+    angles sequence by sequence, in every layer, for queries and again for keys, and takes cosines of all tokens.
     """
     from megatron.core.models.common.embeddings.rope_utils import _rotate_half
 
     whole = rotated_by_angles(original)
 
     def rotated(
-        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False, mscale: float = 1.0, cp_group: Any = None,
-    ) -> Tensor:  # fmt: skip
+        t: Tensor,
+        cu_seqlens: Tensor,
+        freqs: Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+    ) -> Tensor:
         pack = pack_of(cu_seqlens)
         if pack is None or multi_latent_attention:
             return whole(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group)
         cos, sin = ((f(freqs) * mscale).to(t.dtype)[pack.places] for f in (torch.cos, torch.sin))
-        turned, rest = t[:, None, :, : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+        turned = t[:, None, :, : freqs.shape[-1]]
+        rest = t[..., freqs.shape[-1] :]
         turned = (turned * cos + _rotate_half(turned, rotary_interleaved) * sin)[:, 0]
-        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        if rest.shape[-1]:
+            return torch.cat((turned, rest), dim=-1)
+        return turned
 
     return rotated
 
 
 def rotated_by_angles(original: Callable) -> Callable:
-    """The same through Megatron's rotation of rows, in whose place MindSpeed has put its kernel."""
+    """Rotates packs through Megatron's rotation of rows, in whose place MindSpeed has put its kernel."""
     from megatron.core.models.common.embeddings import rope_utils
 
     def rotated(
-        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False, mscale: float = 1.0, cp_group: Any = None,
-    ) -> Tensor:  # fmt: skip
+        t: Tensor,
+        cu_seqlens: Tensor,
+        freqs: Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+    ) -> Tensor:
         pack = pack_of(cu_seqlens)
         if pack is None:
             return original(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group)
         turned = rope_utils._apply_rotary_pos_emb_bshd(
-            t[:, None], freqs[pack.places], rotary_interleaved=rotary_interleaved,
-            multi_latent_attention=multi_latent_attention, mscale=mscale,
-        )  # fmt: skip
+            t[:, None],
+            freqs[pack.places],
+            rotary_interleaved=rotary_interleaved,
+            multi_latent_attention=multi_latent_attention,
+            mscale=mscale,
+        )
         return turned[:, 0]
 
     return rotated

@@ -27,7 +27,7 @@ _baseline_bytes = 0  # of this process, see `note_baseline`
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Of one process, at one moment."""
+    """Memory of one process at one moment."""
 
     live_bytes: int  # storages on the device; what an offload put on the host is none of them
     free_bytes: int | None  # what the device has left for anybody; None on the CPU
@@ -43,8 +43,8 @@ class ProcessMemory:
 def note_baseline() -> None:
     """Remembers the resident set as it is now; to be called after the imports, before the first large tensor.
 
-    What the imports made is set aside for good: some 600,000 objects, which the collector and the ledger below would
-    else go through again and again.
+    What the imports made is set aside for good. These are some 600,000 objects, which the collector and the ledger
+    below would else go through again and again.
     """
     global _baseline_bytes
     gc.collect()
@@ -82,7 +82,7 @@ def host_bytes_used() -> int:
 
 
 def cpu_name() -> str:
-    """As the kernel shows it."""
+    """The processor's name in /proc/cpuinfo, or the machine's architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -114,7 +114,8 @@ def process_memory(
     `absent_bytes`: of whole blocks that the allocator holds and that are mapped nowhere, as in a sleeping engine.
     """
     if device == "cpu":
-        live, free = live_bytes(on_host, roots), None
+        live = live_bytes(on_host, roots)
+        free = None
     else:
         import torch
 
@@ -152,21 +153,23 @@ def _storages(tensors: "Iterable[Tensor]") -> "dict[int, UntypedStorage]":
 
 
 def _storage(tensor: "Tensor") -> "UntypedStorage | None":
-    """None for a tensor elsewhere, and for one without a storage (meta, fake, sparse)."""
+    """The storage of a tensor; None for one elsewhere, and for one without a storage (meta, fake, sparse)."""
     if tensor.device.type != "cpu":
         return None
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError:  # sparse
         return None
-    return storage if storage.device.type == "cpu" else None
+    if storage.device.type == "cpu":
+        return storage
+    return None
 
 
 def few_heaps() -> bool:
-    """Threads that begin from now on share few heaps of glibc's; whether that could be asked.
+    """Has threads that begin from now on share few heaps of glibc's; returns whether that could be asked.
 
-    Else each of Ray's, dozens in a process, may have one (eight a core in all) and keeps what was freed there for
-    itself: of a driver that held 1,024 responses, 1.6 of 9 KB a response.
+    Else each of Ray's threads, dozens in a process, may have a heap (eight a core in all) and keeps what was freed
+    there. In a driver that held 1,024 responses, this was 1.6 of 9 KB a response.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(_ARENA_MAX, HEAPS) == 1

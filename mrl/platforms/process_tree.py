@@ -63,7 +63,7 @@ def end_descendants(within_s: float = 5.0) -> int:
 
 
 def pids_below() -> set[int]:
-    """Of all processes below this one."""
+    """Pids of all processes below this one."""
     import psutil
 
     return {process.pid for process in psutil.Process().children(recursive=True)}

@@ -8,12 +8,21 @@ from torch import Tensor
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """The same matrix on every tensor rank, each with its own tokens; TELinear in its mode `duplicated`."""
+    """A linear layer that is the same on every tensor rank, each with its own tokens; TELinear in its mode
+    `duplicated`.
+    """
 
     def __init__(
-        self, input_size: int, output_size: int, *, parallel_mode: str, config: Any, init_method: Any, bias: bool,
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str,
+        config: Any,
+        init_method: Any,
+        bias: bool,
         **_: Any,
-    ):  # fmt: skip
+    ):
         super().__init__()
         if bias or parallel_mode != "duplicated":
             raise ValueError("a replicated linear layer has no bias and is not cut")

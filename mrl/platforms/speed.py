@@ -27,10 +27,13 @@ def product_rate(platform: Platform, dtype: torch.dtype, threads: int | None = N
 
 
 def _fastest(platform: Platform, dtype: torch.dtype, seconds: float) -> float:
-    size, at_once = SIZE.get(platform.name, _ACCELERATOR_SIZE), _AT_ONCE.get(platform.name, _ACCELERATOR_AT_ONCE)
+    size = SIZE.get(platform.name, _ACCELERATOR_SIZE)
+    at_once = _AT_ONCE.get(platform.name, _ACCELERATOR_AT_ONCE)
     generator = torch.Generator().manual_seed(0)  # zeros would be multiplied faster than weights are
     left, right = (torch.randn(size, size, generator=generator).to(platform.device, dtype) for _ in range(2))
-    out, best, end = torch.empty_like(left), float("inf"), time.perf_counter() + seconds
+    out = torch.empty_like(left)
+    best = float("inf")
+    end = time.perf_counter() + seconds
     for number in range(1000):
         platform.synchronize()
         began = time.perf_counter()

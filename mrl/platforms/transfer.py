@@ -36,7 +36,7 @@ class Transfer(Protocol):
         """Waits for all work of this device."""
 
     def free_bytes(self) -> int | None:
-        """Of this device, whoever has the rest; None where there is no memory apart from the host's."""
+        """Free bytes of this device, whoever has the rest; None where there is no memory apart from the host's."""
 
     def point_to_point_group(
         self, store: dist.Store, number: int, size: int, timeout_s: float, host: str
@@ -77,7 +77,7 @@ class Transfer(Protocol):
 
 
 def _nothing() -> None:
-    """Undoes what was not done."""
+    """Undoes nothing, since nothing was done."""
 
 
 class CpuTransfer:
@@ -124,10 +124,10 @@ class _DeviceMemory:
     """Inter-process handles of a torch allocator: of CUDA, and of torch_npu, which has the same ones by other names.
 
     A handle begins with the allocator's version and a letter for the kind of segment (`ShareableHandleType` in both
-    allocators): c for one made in one piece, e for an expandable one. Those are refused. Their physical pages come and
-    go, opening them needs more of the system, and two releases of torch had it wrong (pytorch 179220 and 190860).
-    Memory of a private pool is refused as well: vLLM's sleep takes the pages of its pool away under whoever has it
-    open.
+    allocators). The letter is c for one made in one piece, e for an expandable one. Those are refused. Their physical
+    pages come and go, opening them needs more of the system, and two releases of torch had it wrong (pytorch 179220 and
+    190860). Memory of a private pool is refused as well: vLLM's sleep takes the pages of its pool away under whoever
+    has it open.
     """
 
     name: str  # of the torch module
@@ -203,14 +203,16 @@ def _private_pool(segments: Iterable[Mapping[str, Any]], address: int) -> tuple[
     for segment in segments:
         if segment["address"] <= address < segment["address"] + segment["total_size"]:
             pool = tuple(segment.get("segment_pool_id", (0, 0)))
-            return None if pool == (0, 0) else pool
+            if pool == (0, 0):
+                return None
+            return pool
     return None
 
 
 class CudaTransfer(_DeviceMemory):
     """NCCL, and CUDA's own inter-process handles. Written against torch's interfaces; untested on hardware.
 
-    Another device's memory can be opened too, also of a device that this process is not shown: `cudaIpcOpenMemHandle`
+    Another device's memory can be opened too, also of a device that this process is not shown. `cudaIpcOpenMemHandle`
     says so, and torch asks it to let the two devices reach each other.
     """
 
@@ -266,7 +268,10 @@ _TRANSFERS = {"cpu": CpuTransfer, "cuda": CudaTransfer, "npu": NpuTransfer}
 
 
 def get_transfer(device: str) -> Transfer:
-    """By the device's name, which is also that of vLLM's dialect. Raises EnvironmentFault for one that is not known."""
+    """The transfer of a device, by its name, which is also that of vLLM's dialect.
+
+    Raises EnvironmentFault for a device that is not known.
+    """
     if device not in _TRANSFERS:
         raise EnvironmentFault(f"no weight transfer for device {device!r}; known: {', '.join(_TRANSFERS)}")
     return _TRANSFERS[device]()

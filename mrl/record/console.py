@@ -26,7 +26,9 @@ def make_console(
 ) -> "PlainConsole | LiveConsole":
     """A live table on a terminal, with the folder of logs below it, else plain lines."""
     stream = stream or sys.stdout
-    return LiveConsole(total_steps, stream, logs) if stream.isatty() else PlainConsole(total_steps, stream)
+    if stream.isatty():
+        return LiveConsole(total_steps, stream, logs)
+    return PlainConsole(total_steps, stream)
 
 
 class TimeLeft:
@@ -35,20 +37,23 @@ class TimeLeft:
     """
 
     def __init__(self, total_steps: int, now: Callable[[], float] = time.monotonic) -> None:
-        self._total, self._now = total_steps, now
-        self._spent, self._steps = 0.0, 0
+        self._total = total_steps
+        self._now = now
+        self._spent = 0.0
+        self._steps = 0
 
     def after(self, step: int, metrics: Metrics) -> str:
         """The time left after a step, as `1:02:03`; `?` before the first step is timed."""
         if PHASE + "step" in metrics:
-            self._spent, self._steps = self._spent + metrics[PHASE + "step"], self._steps + 1
+            self._spent = self._spent + metrics[PHASE + "step"]
+            self._steps = self._steps + 1
         if not self._steps:
             return "?"
         return hms((self._total - step) * self._spent / self._steps)
 
 
 def hms(seconds: float) -> str:
-    """`h:mm:ss`."""
+    """Seconds as `h:mm:ss`."""
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
@@ -78,7 +83,9 @@ def generation_lines(step: int, rows: Rows) -> str:
 
 
 def _cut(text: str, length: int = 600) -> str:
-    return text if len(text) <= length else f"{text[: length // 2]} [...] {text[-length // 2 :]}"
+    if len(text) <= length:
+        return text
+    return f"{text[: length // 2]} [...] {text[-length // 2 :]}"
 
 
 def format_line(step: int, total_steps: int, metrics: Metrics, left: str) -> str:
@@ -96,7 +103,9 @@ class Pace:
     """Lets something happen at most once in `seconds`; the first time is `seconds` after the start."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._now, self._last = seconds, now, now()
+        self._seconds = seconds
+        self._now = now
+        self._last = now()
 
     def due(self) -> bool:
         """True when it is time again."""
@@ -110,7 +119,9 @@ class PlainConsole(View):
     """A line a step, and in a phase that takes long a line now and then."""
 
     def __init__(self, total_steps: int, stream: TextIO, pace: Pace | None = None) -> None:
-        self._total, self._stream, self._time_left = total_steps, stream, TimeLeft(total_steps)
+        self._total = total_steps
+        self._stream = stream
+        self._time_left = TimeLeft(total_steps)
         self._pace = pace or Pace(30.0)
 
     def progress(self, phase: str, done: int, total: int) -> None:
@@ -125,7 +136,7 @@ class PlainConsole(View):
         )
 
     def generations(self, step: int, rows: Rows) -> None:
-        """Prints them."""
+        """Prints validation responses."""
         print(generation_lines(step, rows), end="", file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -140,9 +151,12 @@ class LiveConsole(View):
         from rich.console import Console
         from rich.live import Live
 
-        self._total, self._time_left, self._logs = total_steps, TimeLeft(total_steps), logs
+        self._total = total_steps
+        self._time_left = TimeLeft(total_steps)
+        self._logs = logs
         self._rows: list[tuple[int, dict[str, float]]] = []
-        self._left, self._pace = "?", Pace(0.25)
+        self._left = "?"
+        self._pace = Pace(0.25)
         self._live = Live(console=Console(file=stream), auto_refresh=False)
         self._live.start()
         self._draw("ranks and engines start")
@@ -163,11 +177,13 @@ class LiveConsole(View):
         from rich.console import Group
         from rich.text import Text
 
-        below = [] if self._logs is None else [Text(f"logs: {self._logs}", style="dim")]
+        below = []
+        if self._logs is not None:
+            below = [Text(f"logs: {self._logs}", style="dim")]
         self._live.update(Group(picture, *below), refresh=True)
 
     def generations(self, step: int, rows: Rows) -> None:
-        """Prints them above the table."""
+        """Prints validation responses above the table."""
         self._live.console.print(generation_lines(step, rows), end="", markup=False, highlight=False)
 
     def close(self) -> None:
@@ -190,7 +206,8 @@ def make_table(rows: list[tuple[int, dict[str, float]]], total_steps: int, left:
         caption=note or (f"seconds: {times}" if times else None),
         box=None,
     )
-    table.padding, table.pad_edge = (0, 1, 0, 0), False
+    table.padding = (0, 1, 0, 0)
+    table.pad_edge = False
     cells = [_cells(step, metrics) for step, metrics in rows]
     columns = [label for label in cells[0] if any(row[label] for row in cells)]
     for label in columns:
@@ -207,4 +224,6 @@ def _cells(step: int, metrics: Metrics) -> dict[str, str]:
 
 
 def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    if value is None:
+        return ""
+    return f"{value:.4g}"

@@ -37,8 +37,10 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Of useful seconds in the wall time."""
-        return self.useful / self.wall if self.wall else 0.0
+        """The share of useful seconds in the wall time."""
+        if self.wall:
+            return self.useful / self.wall
+        return 0.0
 
     def __str__(self) -> str:
         lost = ", ".join(f"{cause} {seconds:.0f}" for cause, seconds in self.lost.items())
@@ -84,9 +86,9 @@ class _Timeline:
 
 
 def goodput(events: Iterable[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], now: float) -> Goodput | None:
-    """Of a run whose attempts.jsonl has these events, and metrics.jsonl these rows; None where no loop began.
+    """Goodput of a run with these events of attempts.jsonl and rows of metrics.jsonl; None where no loop began.
 
-    `now`: seconds since the epoch, of the last that is known of a run which has not ended.
+    `now`: seconds since the epoch, the last moment that is known of a run which has not ended.
     """
     timeline = _Timeline()
     for event in events:
@@ -134,11 +136,16 @@ def _summed(intervals: Sequence[_Interval], steps: Mapping[int, float]) -> Goodp
 def _cause(interval: _Interval) -> str:
     if interval.kind != _LOOP:
         return interval.kind
-    return KILLED if interval.is_killed else BESIDE
+    if interval.is_killed:
+        return KILLED
+    return BESIDE
 
 
 def goodput_of(folder: Path) -> Goodput | None:
-    """Of a run directory; of a run that goes on until now, of a killed one until its last line of metrics."""
+    """Goodput of a run directory, until now where the run goes on.
+
+    A killed run counts until its last line of metrics.
+    """
     run = RunDir(folder)
     events = read_events(folder)
     try:

@@ -25,7 +25,7 @@ COLUMNS = ("data_source", "input", "output", "gts", "score")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Under what a service files the run, and for how long one call to it may take."""
+    """The names that a service files the run under, and the time that one call to it may take."""
 
     project: str = "mrl"
     name: str = "default"
@@ -38,7 +38,9 @@ def _finite(metrics: Metrics) -> dict[str, float]:
 
 
 def _kept_id(file: Path) -> str | None:
-    return file.read_text().strip() if file.exists() else None
+    if file.exists():
+        return file.read_text().strip()
+    return None
 
 
 class WandbSink(View):
@@ -50,15 +52,21 @@ class WandbSink(View):
     def __init__(self, folder: Path, info: RunInfo) -> None:
         """Raises ImportError without the package; connects with the first call."""
         self._wandb = importlib.import_module("wandb")
-        self._folder, self._info, self._run = folder, info, None
+        self._folder = folder
+        self._info = info
+        self._run = None
 
     def _open(self) -> Any:
         if self._run is None:
             known = self._folder / "wandb.id"
             self._run = self._wandb.init(
-                project=self._info.project, name=self._info.name, config=dict(self._info.config), dir=str(self._folder),
-                id=_kept_id(known), resume="allow",
-            )  # fmt: skip
+                project=self._info.project,
+                name=self._info.name,
+                config=dict(self._info.config),
+                dir=str(self._folder),
+                id=_kept_id(known),
+                resume="allow",
+            )
             known.write_text(self._run.id)
             self._run.define_metric(STEP)
             self._run.define_metric("*", step_metric=STEP)
@@ -69,8 +77,8 @@ class WandbSink(View):
         self._open().log({k: v for k, v in metrics.items() if v is not None} | {STEP: step})
 
     def generations(self, step: int, rows: Rows) -> None:
-        """A table a validation."""
-        table = self._wandb.Table(columns=list(COLUMNS), data=[[_cell(row[c]) for c in COLUMNS] for row in rows])
+        """Logs a table for each validation."""
+        table = self._wandb.Table(columns=list(COLUMNS), data=[list(_cells(row).values()) for row in rows])
         self._open().log({"val/generations": table, STEP: step})
 
     def close(self) -> None:
@@ -84,10 +92,13 @@ class MlflowSink(View):
 
     def __init__(self, folder: Path, info: RunInfo, tracking_uri: str | None = None) -> None:
         """Raises ImportError without the package; connects with the first call."""
-        self._mlflow, self._entities = importlib.import_module("mlflow"), importlib.import_module("mlflow.entities")
-        self._folder, self._info = folder, info
+        self._mlflow = importlib.import_module("mlflow")
+        self._entities = importlib.import_module("mlflow.entities")
+        self._folder = folder
+        self._info = info
         self._uri = tracking_uri or f"sqlite:///{folder.resolve()}/mlflow.db"
-        self._client, self._id = None, ""
+        self._client = None
+        self._id = ""
 
     def _open(self) -> Any:
         if self._client is None:
@@ -105,7 +116,9 @@ class MlflowSink(View):
         return self._client
 
     def _artifacts(self) -> str | None:
-        return (self._folder.resolve() / "mlflow").as_uri() if self._uri.startswith("sqlite:") else None
+        if self._uri.startswith("sqlite:"):
+            return (self._folder.resolve() / "mlflow").as_uri()
+        return None
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Logs the step; `@` is no character of its metric names and becomes `_at_`, as in verl."""
@@ -116,9 +129,9 @@ class MlflowSink(View):
             client.log_batch(self._id, metrics=batch[begin : begin + 1000])
 
     def generations(self, step: int, rows: Rows) -> None:
-        """A JSON artifact a validation."""
-        shown = [{c: _cell(row[c]) for c in COLUMNS} for row in rows]
-        self._open().log_dict(self._id, {"rows": shown}, f"generations/step-{step}.json")
+        """Logs a JSON artifact for each validation."""
+        shown = {"rows": [_cells(row) for row in rows]}
+        self._open().log_dict(self._id, shown, f"generations/step-{step}.json")
 
     def close(self) -> None:
         """Ends the run."""
@@ -136,15 +149,21 @@ class SwanlabSink(View):
     def __init__(self, folder: Path, info: RunInfo) -> None:
         """Raises ImportError without the package; connects with the first call."""
         self._swanlab = importlib.import_module("swanlab")
-        self._folder, self._info, self._run = folder, info, None
+        self._folder = folder
+        self._info = info
+        self._run = None
 
     def _open(self) -> Any:
         if self._run is None:
             known = self._folder / "swanlab.id"
             self._run = self._swanlab.init(
-                project=self._info.project, experiment_name=self._info.name, config=dict(self._info.config),
-                logdir=str(self._folder / "swanlab"), id=_kept_id(known), resume="allow",
-            )  # fmt: skip
+                project=self._info.project,
+                experiment_name=self._info.name,
+                config=dict(self._info.config),
+                logdir=str(self._folder / "swanlab"),
+                id=_kept_id(known),
+                resume="allow",
+            )
             known.write_text(str(self._run.id))
         return self._run
 
@@ -153,7 +172,7 @@ class SwanlabSink(View):
         self._open().log(_finite(metrics), step=step)
 
     def generations(self, step: int, rows: Rows) -> None:
-        """Texts."""
+        """Logs each response as a text."""
         texts = [
             self._swanlab.Text(_cell(row["output"]), caption=f"score {row['score']:g}: {_cell(row['input'])[:200]}")
             for row in rows
@@ -166,14 +185,21 @@ class SwanlabSink(View):
             self._swanlab.finish()
 
 
+def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's values of COLUMNS, by column."""
+    return {column: _cell(row[column]) for column in COLUMNS}
+
+
 def _cell(value: Any) -> Any:
-    return value if isinstance(value, str | float | int) else str(value)
+    if isinstance(value, str | float | int):
+        return value
+    return str(value)
 
 
 class TensorBoardSink(View):
     """Scalars, and validation responses as text.
 
-    What already stands in `history`, the metrics.jsonl of a resumed run, is written first: event files cannot be cut at
+    What already stands in `history`, the metrics.jsonl of a resumed run, is written first. Event files cannot be cut at
     the resumed step, so `RunDir.truncate_metrics` removes them.
     """
 
@@ -184,8 +210,10 @@ class TensorBoardSink(View):
         from tensorboard.util.tensor_util import make_tensor_proto
 
         had_events = folder.is_dir() and any(folder.iterdir())
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._metadata, self._tensor = create_summary_metadata, make_tensor_proto
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
+        self._metadata = create_summary_metadata
+        self._tensor = make_tensor_proto
         self._writer = EventFileWriter(str(folder))
         if history is not None and not had_events:
             for row in read_metrics(history):
@@ -199,7 +227,7 @@ class TensorBoardSink(View):
         )
 
     def generations(self, step: int, rows: Rows) -> None:
-        """One text a response."""
+        """Writes one text for each response."""
         self._add(step, [self._text(f"val/generations/{i}", as_markdown(row)) for i, row in enumerate(rows)])
 
     def close(self) -> None:
@@ -217,8 +245,8 @@ class TensorBoardSink(View):
 
 def as_markdown(row: Mapping[str, Any]) -> str:
     """A response with its prompt, truth and score; indented, so that nothing in it is taken for markup."""
-    parts = (("prompt", row["input"]), ("response", row["output"]), ("truth", row["gts"]))
-    body = "\n\n".join(
-        f"{name}:\n\n" + "\n".join(f"    {line}" for line in str(text).splitlines()) for name, text in parts
-    )
-    return f"score {row['score']:g} ({row['data_source']})\n\n{body}"
+    paragraphs = [f"score {row['score']:g} ({row['data_source']})"]
+    for name, text in (("prompt", row["input"]), ("response", row["output"]), ("truth", row["gts"])):
+        indented = "\n".join(f"    {line}" for line in str(text).splitlines())
+        paragraphs += [f"{name}:", indented]
+    return "\n\n".join(paragraphs)

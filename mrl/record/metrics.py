@@ -38,7 +38,9 @@ def _reduce(kind: str, pairs: Sequence[tuple[float, float]]) -> float | None:
     match kind:
         case "mean":
             weight = math.fsum(w for _, w in pairs)
-            return math.fsum(values) / weight if weight else None
+            if weight:
+                return math.fsum(values) / weight
+            return None
         case "sum":
             return math.fsum(values)
         case "max" | "min":
@@ -94,7 +96,7 @@ def turn_metrics(rows: SampleRows) -> dict[str, float]:
 
 
 def _call_metrics(rows: SampleRows) -> dict[str, float]:
-    """Of each tool that was called: calls, those that failed, seconds of all; calls that no tool was found for."""
+    """Calls, failed calls and seconds of each tool that was called, and calls that no tool was found for."""
     names = [name.decode() for name in rows.call_names.tolist()]
     metrics = {"turns/calls": len(names) / len(rows), "turns/unread_calls": float(names.count(""))}
     metrics["turns/fell"] = float((rows.call_reasons == _FELL).sum())
@@ -169,19 +171,24 @@ class GeneratingTime:
     """How long engines that work beside training had requests, and the tokens that came back meanwhile."""
 
     def __init__(self) -> None:
-        self._seconds, self._tokens, self._since = 0.0, 0, None
+        self._seconds = 0.0
+        self._tokens = 0
+        self._since = None
 
     def note(self, generates: bool, tokens: int, now: float) -> None:
-        """At second `now` engines have requests, or none; `tokens` came back since the last note."""
+        """Notes whether engines have requests at second `now`; `tokens` came back since the last note."""
         if self._since is not None:
             self._seconds += now - self._since
         self._tokens += tokens
         self._since = now if generates else None
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call; nothing where no token came back."""
-        metrics = {f"timing_per_token_ms/{GENERATING}": 1e3 * self._seconds / self._tokens} if self._tokens else {}
-        self._seconds, self._tokens = 0.0, 0
+        """Metrics since the last call; nothing where no token came back."""
+        metrics = {}
+        if self._tokens:
+            metrics = {f"timing_per_token_ms/{GENERATING}": 1e3 * self._seconds / self._tokens}
+        self._seconds = 0.0
+        self._tokens = 0
         return metrics
 
 

@@ -27,7 +27,7 @@ class ProcessMark:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "ProcessMark":
-        """Reads a mark; raises KeyError, ValueError or TypeError for what is none. Old ones say less of the place."""
+        """Reads a mark; raises KeyError, ValueError or TypeError for another text. Old marks say less of the place."""
         return cls(str(row["host"]), int(row["pid"]), row["started"], row.get("boot"), row.get("pid_space"))
 
     def to_json(self) -> dict[str, Any]:

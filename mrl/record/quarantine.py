@@ -14,7 +14,8 @@ from mrl.record.run_dir import json_line, open_lines, write_text
 
 QUARANTINE = "quarantine.jsonl"
 QUARANTINE_BYTES = 64 * 2**20
-ROW, REWARD = "row", "reward"
+ROW = "row"
+REWARD = "reward"
 
 
 class Quarantine:
@@ -22,7 +23,8 @@ class Quarantine:
 
     def __init__(self, folder: Path, check: Callable[[], None] = lambda: None) -> None:
         """`check`: raises where nothing may be written."""
-        self._path, self._check = folder / QUARANTINE, check
+        self._path = folder / QUARANTINE
+        self._check = check
         self._failed = False
 
     def rewind(self, after_step: int) -> None:
@@ -37,7 +39,7 @@ class Quarantine:
             self._say(error)
 
     def add(self, kind: str, things: Iterable[Mapping[str, Any]]) -> None:
-        """Appends a line for each."""
+        """Appends a line for each thing."""
         rows = [json_line({"kind": kind} | dict(thing)) for thing in things]
         lines = [
             row.encode("utf-8", "backslashreplace").decode() for row in rows
@@ -46,7 +48,9 @@ class Quarantine:
             return
         self._check()
         try:
-            size = self._path.stat().st_size if self._path.exists() else 0
+            size = 0
+            if self._path.exists():
+                size = self._path.stat().st_size
             with open_lines(self._path) as file:
                 for line in lines:
                     size += len(line.encode())

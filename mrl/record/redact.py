@@ -18,7 +18,7 @@ _VALUE = re.compile(
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """The same plain data with every secret replaced by HIDDEN; `name`: under which it stands."""
+    """Replaces every secret in plain data by HIDDEN; `name`: under which the data stands."""
     if value is not None and not isinstance(value, bool) and name and _NAME.search(name):
         return HIDDEN
     match value:

@@ -99,11 +99,11 @@ class RunDir:
     ) -> "RunDir":
         """Takes `path` for this process, makes its folders and writes the resolved configuration where none stands.
 
-        A folder that holds a run is opened only to resume it, and keeps its configuration until `write_config`: an
+        A folder that holds a run is opened only to resume it, and keeps its configuration until `write_config`. So an
         attempt to resume that fails changes nothing. What an attempt left that reached no step is removed, and so are
         checkpoints and files of responses that were never finished. Raises ConfigError where another run stands or
-        where no folder can be written; as RunLock.take, which may wait and then calls `poll`, where another process
-        has it. It has not got the lock where it raises.
+        where no folder can be written. Where another process has the directory, it raises as RunLock.take, which may
+        wait and then calls `poll`. It has not got the lock where it raises.
         """
         run = cls(Path(path))
         try:
@@ -170,7 +170,10 @@ class RunDir:
             self.lock.give_back()
 
     def check_lock(self) -> None:
-        """To be called before something is written. Raises LostLock where another process has the directory by now."""
+        """Checks the lock; called before something is written.
+
+        Raises LostLock where another process has the directory by now.
+        """
         if self.lock is not None:
             self.lock.check()
 
@@ -200,7 +203,7 @@ class RunDir:
 
 
 def step_of(file: Path) -> int:
-    """Of a file of `samples/` or `validation/`: `step-N.` and whatever kind it is of."""
+    """The step of a file `step-N.*` of `samples/` or `validation/`."""
     return int(file.name.split(".")[0].removeprefix("step-"))
 
 
@@ -256,7 +259,7 @@ def open_lines(path: Path) -> TextIO:
 
 
 def json_safe(value: Any) -> Any:
-    """The same with numbers that JSON cannot hold (NaN, inf) as null, and numpy scalars as plain ones."""
+    """Replaces numbers that JSON cannot hold (NaN, inf) by null, and numpy scalars by plain ones."""
     match value:
         case Mapping():
             return {str(k): json_safe(v) for k, v in value.items()}
@@ -266,7 +269,9 @@ def json_safe(value: Any) -> Any:
             return value
     if hasattr(value, "item"):
         return json_safe(value.item())
-    return float(value) if math.isfinite(value) else None
+    if math.isfinite(value):
+        return float(value)
+    return None
 
 
 def json_line(row: Mapping[str, Any]) -> str:

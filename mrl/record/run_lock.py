@@ -63,7 +63,9 @@ class LockHolder:
     since: str | None
 
     def __str__(self) -> str:
-        since = f" since {self.since}" if self.since else ""
+        since = ""
+        if self.since:
+            since = f" since {self.since}"
         return f"process {self.process.pid} on host {self.process.host}{since}"
 
 
@@ -123,7 +125,9 @@ def _seems_held(found: LockFile) -> bool:
     if found.holder is None:
         return False
     lives = found.holder.process.lives()
-    return found.beats_lately() if lives is None else lives
+    if lives is None:
+        return found.beats_lately()
+    return lives
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -229,7 +233,7 @@ class RunLock:
             raise self._lost
 
     def give_back(self) -> None:
-        """Leaves the directory to whoever comes next, if it is this process's still."""
+        """Leaves the directory to the next process, if it is still this one's."""
         self._ended.set()
         with self._writing, suppress(OSError, EnvironmentFault, LostLock):
             self.check()
@@ -257,7 +261,7 @@ class RunLock:
                 continue  # who writes looks for itself
 
     def _content(self) -> str:
-        """Of one length whatever the count, so that one write replaces the other."""
+        """The lock file's text, of one length whatever the count, so that one write replaces the other."""
         return json.dumps(self._mark | {"beat": f"{self._beats:012}"})
 
     @staticmethod
@@ -286,7 +290,9 @@ def _are_over(found: Sequence[LockFile], folder: Path, poll: Callable[[], None],
     """
     unknown = []
     for lock in found:
-        lives = lock.holder.process.lives() if lock.holder else None
+        lives = None
+        if lock.holder:
+            lives = lock.holder.process.lives()
         if lives:
             raise _in_use(lock, folder, "its process runs")
         if lives is None and not lock.is_free:
@@ -297,7 +303,11 @@ def _are_over(found: Sequence[LockFile], folder: Path, poll: Callable[[], None],
 def _stand_still(
     found: Sequence[LockFile], holders: str, folder: Path, poll: Callable[[], None], clock: Waiting
 ) -> bool:
-    """As _are_over, of holders of which only the beat can be seen. `holders`: in words."""
+    """Waits until holders of which only the beat can be seen are over, or a lock has changed; says which as `_are_over`
+    does.
+
+    `holders`: in words.
+    """
     still_s = 0.0
     looked = clock.monotonic()
     told = False
@@ -338,7 +348,9 @@ def _say(line: str) -> None:
 
 
 def _who(found: LockFile) -> str:
-    return str(found.holder) if found.holder else f"a process that {found.path.name} does not name"
+    if found.holder:
+        return str(found.holder)
+    return f"a process that {found.path.name} does not name"
 
 
 def _in_use(found: LockFile, folder: Path, why: str) -> EnvironmentFault:

@@ -117,7 +117,10 @@ def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def readable(folder: Path, step: int) -> Iterator[None]:
-    """Whatever is wrong with the samples of a step is one DataError; that it has none stays FileNotFoundError."""
+    """Turns whatever is wrong with the samples of a step into one DataError.
+
+    A step without samples stays FileNotFoundError.
+    """
     try:
         yield
     except (FileNotFoundError, MrlError):
@@ -132,7 +135,8 @@ class StepFile:
 
     def __init__(self, folder: Path, step: int):
         """Raises FileNotFoundError where the step has no file."""
-        self.step, self._path = step, folder / f"step-{step}.parquet"
+        self.step = step
+        self._path = folder / f"step-{step}.parquet"
         self._differences = folder / f"step-{step}{DIFFERENCES}"
         self._lines: list[dict[str, Any]] | None = None
         if not self._path.exists():
@@ -217,7 +221,10 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
     of_prompts = np.repeat(
         np.tile([True, False], len(samples)), _alternating(samples.prompt_lengths, samples.response_lengths)
     )
-    own = [json_line({k: v for k, v in parts.items() if k not in OWN_COLUMNS}).rstrip() for parts in rewards]
+    own_columns = {}
+    for name, kind in zip(OWN_COLUMNS, _KINDS, strict=True):
+        own_columns[name] = pa.array([parts.get(name) for parts in rewards], kind)
+    others = [_without_own_columns(parts) for parts in rewards]
     spans = pa.StructArray.from_arrays([samples.span_starts, samples.span_versions], ["first_token", "version"])
     return pa.table(
         {
@@ -231,13 +238,15 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
             "rollout_log_probs": _lists(pa.array(samples.rollout_log_probs), samples.response_lengths),
             "stop_reason": _in_words(samples.stop_reason),
             "weight_version": _lists(spans, samples.span_counts),
-            **{
-                name: pa.array([parts.get(name) for parts in rewards], kind)
-                for name, kind in zip(OWN_COLUMNS, _KINDS, strict=True)
-            },
-            "reward": pa.array(own, pa.string()),
+            **own_columns,
+            "reward": pa.array(others, pa.string()),
         }
     )
+
+
+def _without_own_columns(parts: RewardParts) -> str:
+    """The parts of a reward that have no column of their own, as a line of JSON."""
+    return json_line({name: part for name, part in parts.items() if name not in OWN_COLUMNS}).rstrip()
 
 
 _KINDS = (pa.float64(), pa.string())

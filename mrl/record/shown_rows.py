@@ -35,7 +35,8 @@ def extreme_rows(
 ) -> dict[str, list[int]]:
     """Rows by kind, EACH at most, none in two: `best` and `worst` of the scores, and `changed`: the largest of `gaps`.
 
-    Of different prompts as long as there are such, and none whose environment failed: its score is none.
+    They are of different prompts as long as there are any left. None is one whose environment failed, which has no
+    score.
     """
     judged = [row for row, reason in enumerate(reasons) if reason != LEFT_OUT]
     order = sorted(judged, key=lambda row: scores[row])
@@ -57,12 +58,14 @@ def _of_different(order: Sequence[int], prompts: Sequence[int]) -> list[int]:
 
 def write_shown_rows(folder: Path, step: int, log_probs: Mapping[int, np.ndarray]) -> None:
     """Replaces the file of the step before."""
-    values = {str(row): [round(float(value), 7) for value in of[:LONGEST]] for row, of in log_probs.items()}
+    values = {}
+    for row, of_tokens in log_probs.items():
+        values[str(row)] = [round(float(value), 7) for value in of_tokens[:LONGEST]]
     write_text(folder / SHOWN_ROWS, json_line({"step": step, "log_probs": values}))
 
 
 def read_shown_rows(folder: Path) -> ShownRows | None:
-    """None where there is none that can be read, as of a run that takes its log-probs from the update."""
+    """Reads the file; None where none can be read, as in a run that takes its log-probs from the update."""
     try:
         row = read_json(folder / SHOWN_ROWS)
         return ShownRows(int(row["step"]), {int(number): list(values) for number, values in row["log_probs"].items()})

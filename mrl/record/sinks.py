@@ -21,7 +21,8 @@ class JsonlSink:
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
         check()
-        self._path, self._check = path, check
+        self._path = path
+        self._check = check
         self._file = open_lines(path)
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -48,13 +49,14 @@ class Record:
 
     The JSONL line is written first and its errors are raised: a run whose record cannot be written must not go on.
 
-    A view has a thread of its own. One that raises, or is busy with one call for more than `timeout_s` seconds, is
-    logged once, left out from then on, and training continues; it never waits for a view, except for as long again when
-    the run ends.
+    A view has a thread of its own. A view that raises, or is busy with one call for more than `timeout_s` seconds, is
+    logged once and left out from then on, and training continues. Training never waits for a view, except for as long
+    again when the run ends.
     """
 
     def __init__(self, jsonl: JsonlSink, views: Mapping[str, View], timeout_s: float = 60.0) -> None:
-        self._jsonl, self._timeout_s = jsonl, timeout_s
+        self._jsonl = jsonl
+        self._timeout_s = timeout_s
         self._views = [ViewThread(name, view, timeout_s) for name, view in views.items()]
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -113,7 +115,9 @@ def check_packages(names: Sequence[str]) -> None:
 
 
 def _missing(view: str, package: str | None) -> str:
-    cure = f"pip install 'mrl[{view}]'" if view in HOSTED else "install it"
+    cure = "install it"
+    if view in HOSTED:
+        cure = f"pip install 'mrl[{view}]'"
     return f"trainer.logger: {view} needs the package {package}; {cure}, or take {view} off the list"
 
 
@@ -128,8 +132,8 @@ def make_sinks(
 
     `more`: ready ones.
 
-    Raises ConfigError for a name that is none, or a view whose package is missing or broken; EnvironmentFault where the
-    disk or the network refuses a view.
+    Raises ConfigError for an unknown name, or a view whose package is missing or broken. Raises EnvironmentFault where
+    the disk or the network refuses a view.
     """
     info = info or RunInfo()
     for name in names:

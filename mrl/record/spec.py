@@ -19,7 +19,7 @@ TABLE = Path(__file__).with_name("metrics.yaml")
 class MetricSpec:
     """One metric, or one family of metrics with the same meaning; `reading`: what its values say, where that is known.
 
-    `kind` says how parts from micro-batches and ranks become one number: mean parts are (sum of value x weight, sum of
+    `kind` says how parts from micro-batches and ranks become one number. Mean parts are (sum of value x weight, sum of
     weight), all others (value, 1). `last` takes the last part: what every rank knows alike, such as the learning rate.
     """
 
@@ -44,12 +44,16 @@ def all_metrics() -> tuple[MetricSpec, ...]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, ten times as fast
     rows = loader(TABLE.read_text(encoding="utf-8")).get_single_data()
     specs = []
-    family, shared = "", ""
+    family = ""
+    shared = ""
     for name, row in rows.items():
         if "kind" not in row:
-            family, shared = name, row["reading"]
+            family = name
+            shared = row["reading"]
             continue
-        inherited = shared if family and name.startswith(family) else ""
+        inherited = ""
+        if family and name.startswith(family):
+            inherited = shared
         specs.append(MetricSpec(name, **{"reading": inherited, **row}))
     return tuple(specs)
 

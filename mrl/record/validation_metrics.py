@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-DRAWS, SEED = 1000, 42
-REWARD, ACC, PRED = "reward", "acc", "pred"
+DRAWS = 1000
+SEED = 42
+REWARD = "reward"
+ACC = "acc"
+PRED = "pred"
 Z95 = 1.959964  # of the normal distribution, 95 % lie within so many standard deviations
 
 
@@ -32,7 +35,9 @@ class Answers:
 def subset_sizes(n: int) -> list[int]:
     """2, 4, 8, ... below n, and n: the k of best@k. None for a single response."""
     sizes = [2**i for i in range(1, n.bit_length()) if 2**i < n]
-    return [*sizes, n] if n > 1 else []
+    if n > 1:
+        return [*sizes, n]
+    return []
 
 
 def extreme_of(values: np.ndarray, k: int, best: bool = True) -> tuple[float, float]:
@@ -82,8 +87,8 @@ def prompt_metrics(answers: Answers) -> dict[str, dict[str, float]]:
 def validation_metrics(answers: Sequence[Answers]) -> dict[str, float]:
     """`val-core/SOURCE/QUANTITY/METRIC` and `val-aux/...` over all prompts.
 
-    Core, as in verl: mean, maj and best at the full n, of `acc` where the reward gives one, else of `reward`;
-    everything else is auxiliary. A quantity that only some responses have is left out.
+    Core are, as in verl, mean, maj and best at the full n, of `acc` where the reward gives one, else of `reward`.
+    Everything else is auxiliary. A quantity that only some responses have is left out.
     """
     metrics: dict[str, float] = {}
     for source in sorted({a.data_source for a in answers}):
@@ -107,7 +112,8 @@ def wilson95(values: np.ndarray, responses: int) -> tuple[float, float]:
     1998):
     at least one a prompt, at most all responses. Where all are alike nothing tells how many: one a prompt.
     """
-    count, mean = len(values), float(values.mean())
+    count = len(values)
+    mean = float(values.mean())
     variance = float(values.var(ddof=1)) / count
     alike = mean * (1 - mean) / variance if variance else count if mean in (0.0, 1.0) else count * responses
     answers = min(max(alike, count), count * responses)
@@ -130,7 +136,9 @@ def _over_prompts(
     metrics = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = np.array([row[name] for row in rows if name in row])
-        section = "val-core" if core and name.startswith(("mean@", "maj@", "best@")) and _at(name) == n else "val-aux"
+        section = "val-aux"
+        if core and name.startswith(("mean@", "maj@", "best@")) and _at(name) == n:
+            section = "val-core"
         metrics[f"{section}/{source}/{quantity}/{name}"] = float(values.mean())
         if len(values) > 1 and not name.startswith("std@") and not name.endswith("/std"):
             low, high = wilson95(values, n) if binary else bootstrap95(values)

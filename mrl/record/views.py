@@ -34,7 +34,9 @@ class ViewThread:
     """Runs one view's calls in order, in a daemon thread. What the view does to itself stays there."""
 
     def __init__(self, name: str, view: View, timeout_s: float) -> None:
-        self.name, self._view, self._timeout_s = name, view, timeout_s
+        self.name = name
+        self._view = view
+        self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[Callable[[View], None] | None] = queue.SimpleQueue()
         self._since: float | None = None  # when the call under way began
         self._ended = threading.Event()
@@ -54,8 +56,9 @@ class ViewThread:
         return not self._left_out
 
     def call(self, job: Callable[[View], None], droppable: bool = False) -> None:
-        """Has the view do `job` when it comes to it; one that may be dropped is,
-        while another is under way or waits.
+        """Has the view do `job` when it comes to it.
+
+        A job that may be dropped is dropped while another is under way or waits.
         """
         if not (droppable and (self._since is not None or not self._jobs.empty())):
             self._jobs.put(job)
@@ -87,7 +90,8 @@ class ViewThread:
 
     def _leave_out(self, reason: str, error: BaseException | None = None) -> None:
         with self._lock:
-            first, self._left_out = not self._left_out, True
+            first = not self._left_out
+            self._left_out = True
         if first:
             log.error(
                 "trainer.logger: %s %s; it is left out from now on, metrics.jsonl goes on",

@@ -19,15 +19,17 @@ _LOST = re.compile(
 )
 _FULL = re.compile(r"no space left on device|disk quota exceeded", re.I)
 _GONE = (
-    ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError,
+    ray.exceptions.RayActorError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.ObjectLostError,
     ray.exceptions.NodeDiedError,
     ray.exceptions.OutOfMemoryError,
-)  # fmt: skip
+)
 _STORE_FULL = (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError)
 
 
 class Late(LostProcess):
-    """Nobody died, and not everybody answered in time."""
+    """A process that did not answer in time; none died."""
 
 
 class LostPeer(Interrupted):
@@ -78,12 +80,13 @@ def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict
 
 
 def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict:
-    """As `gather`, but a failure is raised when everybody has answered: for calls that wait for nobody and hold a
-    resource.
+    """Gathers answers, and raises a failure only when everybody has answered.
 
-    Raises Late for those that have not answered in time; they may still be at it.
+    It is for calls that wait for nobody and hold a resource. Raises Late for those that have not answered in time; they
+    may still be at it.
     """
-    answers, failures = {}, []
+    answers = {}
+    failures = []
     for name, _ in _finished(refs, timeout_s, phase):
         try:
             answers[name] = unwrap(refs[name], name, phase)
@@ -98,8 +101,8 @@ def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> 
 def unwrap(ref: ray.ObjectRef, name: str, phase: str):
     """The value behind a finished reference, with Ray's error wrapping taken off.
 
-    Raises Interrupted for a process that died, LostPeer for a broken connection, EnvironmentFault for a full disk, one
-    of mrl.errors as it was raised, and Ray's own error, traceback included, for a defect. Each bears the process's
+    Raises Interrupted for a process that died, LostPeer for a broken connection, and EnvironmentFault for a full disk.
+    One of mrl.errors is raised as it was. A defect is Ray's own error, traceback included. Each bears the process's
     name.
     """
     try:
@@ -120,7 +123,8 @@ def blame(error: Exception, others: dict[str, ray.ObjectRef], phase: str) -> Exc
     `others`: calls to the other ranks that are under way; what they answer within SETTLE_S is looked at.
     """
     names = {ref: name for name, ref in others.items()}
-    waiting, deadline = list(names), time.monotonic() + SETTLE_S
+    waiting = list(names)
+    deadline = time.monotonic() + SETTLE_S
     while waiting and time.monotonic() < deadline:
         ready, waiting = ray.wait(waiting, timeout=0.5)
         for ref in ready:
@@ -143,7 +147,8 @@ def _finished(
     Raises Late with their names after `timeout_s`.
     """
     names = {ref: name for name, ref in refs.items()}
-    waiting, deadline = list(refs.values()), time.monotonic() + timeout_s
+    waiting = list(refs.values())
+    deadline = time.monotonic() + timeout_s
     while waiting:
         poll()
         ready, waiting = ray.wait(waiting, timeout=0.5)
@@ -155,7 +160,7 @@ def _finished(
 
 
 def late(phase: str, names: Sequence[str], timeout_s: float) -> Late:
-    """Of processes that have not answered in time, `names`; bears their names."""
+    """Makes the error that names the processes that missed the deadline."""
     text = f"{phase}: no answer from {', '.join(names)} within {timeout_s:g} s; see logs/ in the run directory"
     return concerning(Late(text), *names)
 
@@ -208,4 +213,6 @@ def _in_short(error: Exception) -> str:
     text = " ".join(line.strip() for line in lines if line.strip())
     if not isinstance(error, RuntimeError | ValueError | ray.exceptions.RayTaskError):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    return text if len(text) <= _CAUSE_CHARACTERS else f"{text[:_CAUSE_CHARACTERS]}..."
+    if len(text) <= _CAUSE_CHARACTERS:
+        return text
+    return f"{text[:_CAUSE_CHARACTERS]}..."

@@ -21,7 +21,7 @@ class Deadlines:
 
     @classmethod
     def of_steps(cls, cluster: ClusterConfig, least_s: float = LEAST_S) -> "Deadlines":
-        """Of calls within a step."""
+        """Deadlines of calls within a step."""
         return cls(cluster.step_timeout_s, "step_timeout_s" in cluster.model_fields_set, least_s)
 
     def of(self, phase: str) -> float:

@@ -7,8 +7,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 def on_node(node: str | None = None) -> dict[str, Any]:
-    """Options of an actor that takes no processor of its own, on the node of that id by Ray and on no other; on this
-    process's without an id.
+    """Options of an actor that takes no processor of its own, on the node with that id and on no other.
+
+    Without an id it is this process's node.
     """
     there = node or ray.get_runtime_context().get_node_id()
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(there, soft=False)}

@@ -13,7 +13,10 @@ from typing import TypeVar
 
 from mrl.vllm.requests import log_name
 
-LINES, CHARACTERS, FILES = 15, 300, 3  # of a log, of a line, of an error
+# of a log, of a line, of an error
+LINES = 15
+CHARACTERS = 300
+FILES = 3
 _READ = 64 * 1024  # bytes from the end of a log
 # colours, cursor moves: a log is text of others
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
@@ -36,12 +39,14 @@ def log_file(name: str) -> str:
     """File in logs/ that the output of a rank, an engine or an engine's rank goes to; of a scorer, its processes'."""
     kind, _, number = name.partition(" ")
     if kind == "scorer":
-        return "reward.log" if number == "0" else f"reward-{number}.log"
+        if number == "0":
+            return "reward.log"
+        return f"reward-{number}.log"
     return f"{log_name(f'actor {name}' if kind == 'rank' else name)}.log"
 
 
 def stacks_file(log: Path) -> Path:
-    """Of the process with this log: where its threads were when somebody missed a deadline."""
+    """The file beside a process's log that says where its threads were when somebody missed a deadline."""
     return log.with_suffix(".stacks")
 
 

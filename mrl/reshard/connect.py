@@ -23,7 +23,8 @@ _RECEIVERS = {"shm": SharedMemoryReceiver, "ipc": DeviceReceiver, "p2p": PointTo
 
 def connect_sender(setup: SyncSetup, rank: int, shards: Shards) -> Sender:
     """Opens the rank's end and meets its workers, which do the same now. Raises TransferError."""
-    place, workers = setup.places.ranks[rank], setup.places.workers
+    place = setup.places.ranks[rank]
+    workers = setup.places.workers
     local = [worker for worker, other in enumerate(workers) if other == place]
     free_bytes = get_transfer(setup.dialect).free_bytes
     return Sender(setup.plan(), rank, shards, _open_sender(setup, rank), getattr(torch, setup.dtype), local, free_bytes)
@@ -31,7 +32,8 @@ def connect_sender(setup: SyncSetup, rank: int, shards: Shards) -> Sender:
 
 def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
     """Opens the worker's end and meets its ranks, which do the same now. Raises TransferError."""
-    place, ranks = setup.places.workers[worker], setup.places.ranks
+    place = setup.places.workers[worker]
+    ranks = setup.places.ranks
     local = [rank for rank, other in enumerate(ranks) if other == place]
     remote = [rank for rank, other in enumerate(ranks) if other.node != place.node]
     free_bytes = get_transfer(setup.dialect).free_bytes
@@ -41,7 +43,8 @@ def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
 
 
 def _open_sender(setup: SyncSetup, rank: int) -> SendingEnd:
-    transfer, reach = get_transfer(setup.dialect), get_hosting(setup.dialect).memory_reach
+    transfer = get_transfer(setup.dialect)
+    reach = get_hosting(setup.dialect).memory_reach
     routes = {w: route(setup, rank, w, reach) for w in setup.workers}
     ends = {
         kind: _SENDERS[kind](setup, rank, _peers(routes, kind), transfer)
@@ -52,7 +55,8 @@ def _open_sender(setup: SyncSetup, rank: int) -> SendingEnd:
 
 
 def _open_receiver(setup: SyncSetup, worker: int) -> ReceivingEnd:
-    transfer, reach = get_transfer(setup.dialect), get_hosting(setup.dialect).memory_reach
+    transfer = get_transfer(setup.dialect)
+    reach = get_hosting(setup.dialect).memory_reach
     routes = {r: route(setup, r, worker, reach) for r in range(setup.train_layout.world_size)}
     ends = {
         kind: _RECEIVERS[kind](setup, worker, _peers(routes, kind), transfer)
@@ -80,7 +84,8 @@ class _Bundle:
 
     def __init__(self, by_peer: dict[int, Any], ends: list[Any]):
         """`by_peer`: the one of `ends` that serves each rank or worker."""
-        self._by_peer, self._ends = by_peer, ends
+        self._by_peer = by_peer
+        self._ends = ends
 
     def _end(self, message: Message) -> Any:
         return self._by_peer[getattr(message, self._peer)]

@@ -47,9 +47,9 @@ class _Tables(NamedTuple):
 def partial_digest(block: torch.Tensor, hf_name: str, origin: tuple[int, ...]) -> int:
     """The share of `block` in the digest of tensor `hf_name`, in [0, 2^64).
 
-    `block`: one- or two-dimensional, in Hugging Face orientation (strides do not matter) and in the engine's dtype; its
-    first element stands at `origin` of the whole tensor.
-    Raises ValueError for other ranks or an origin of another length.
+    `block`: one- or two-dimensional, in Hugging Face orientation (strides do not matter) and in the engine's dtype. Its
+    first element stands at `origin` of the whole tensor. Raises ValueError for other ranks or an origin of another
+    length.
     """
     return combine(lane_sums(block, origin).tolist(), hf_name)
 
@@ -75,7 +75,9 @@ def _as_matrix(block: torch.Tensor, origin: tuple[int, ...]) -> tuple[torch.Tens
             f"a block of shape {tuple(block.shape)} at {tuple(origin)}: only one- and "
             "two-dimensional tensors have a digest"
         )
-    return (block[None], (0, *origin)) if block.dim() == 1 else (block, origin)
+    if block.dim() == 1:
+        return (block[None], (0, *origin))
+    return (block, origin)
 
 
 def lane_sums_of_each(
@@ -88,10 +90,12 @@ def lane_sums_of_each(
     count, (height, width), device = len(blocks), blocks[0].shape, blocks[0].device
     dtype = dtype or blocks[0].dtype
     size = dtype.itemsize
-    first, start = origin[0], origin[1] * size
+    first = origin[0]
+    start = origin[1] * size
     tables = _tables(str(device), _table_size(first + height), _table_size(start + width * size))
     largest = _DEVICE_TILE_BYTES if tables.multiplies_int8 else _EXPANDED_TILE_BYTES
-    rows, step = tables.rows[first : first + height, None], MAX_COLUMNS // size
+    rows = tables.rows[first : first + height, None]
+    step = MAX_COLUMNS // size
     total = torch.zeros(count, LANES, dtype=torch.int64, device=device)
     for column in range(0, width, step):
         parts = _columns(blocks, column, min(column + step, width))
@@ -104,7 +108,9 @@ def lane_sums_of_each(
 
 
 def _columns(blocks: torch.Tensor | Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor | list[torch.Tensor]:
-    return blocks[..., start:stop] if isinstance(blocks, torch.Tensor) else [block[:, start:stop] for block in blocks]
+    if isinstance(blocks, torch.Tensor):
+        return blocks[..., start:stop]
+    return [block[:, start:stop] for block in blocks]
 
 
 def _tiles(
@@ -226,14 +232,15 @@ def _name_weights(hf_name: str) -> tuple[int, ...]:
 class ShardDigests:
     """What one rank's shards hold, as digests: of the boxes it sends, and of what other ranks hold as well.
 
-    Boxes are found through the description of the shards, not where the plan says they lie, so that a box taken from
-    the wrong place shows. Where they lie is looked up once.
+    Boxes are found through the description of the shards, not where the plan says they lie. So a box taken from the
+    wrong place shows. Where they lie is looked up once.
     """
 
     def __init__(self, described: Sequence[Shard], shards: Shards, dtype: torch.dtype):
         """`dtype`: the engine's, in which weights travel."""
         self._described = {(shard.megatron_name, shard.vp_chunk): shard for shard in described}
-        self._shards, self._dtype = shards, dtype
+        self._shards = shards
+        self._dtype = dtype
         self._boxes: dict[Copy, Box] = {}
 
     def sent(self, messages: Iterable[Message]) -> dict[int, dict[str, int]]:

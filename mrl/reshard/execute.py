@@ -56,9 +56,13 @@ class Sender:
         `free_bytes`: of that device.
         """
         self._free_bytes = free_bytes
-        self.plan, self.rank, self.end, self._local = plan, rank, end, set(local)
+        self.plan = plan
+        self.rank = rank
+        self.end = end
+        self._local = set(local)
         self._messages = list(plan.sends(rank))
-        self._sources, self._wire = ShardViews(shards), WireViews(dtype)
+        self._sources = ShardViews(shards)
+        self._wire = WireViews(dtype)
         self._digests = ShardDigests(source_shards(plan.model, plan.train, rank), shards, dtype)
         self._packings: dict[tuple[int, int], BlockCopies] = {}  # by round and worker
 
@@ -70,13 +74,14 @@ class Sender:
         messages, timer = self.transfer(update, workers)
         with timer("digest"), torch.no_grad():
             digests = self._digests.sent(messages)
-            shared = self._digests.shared() if check_replicas else {}
+            shared = {}
+            if check_replicas:
+                shared = self._digests.shared()
         nbytes = Counter()
         for message in messages:
             nbytes[message.worker] += message.nbytes
-        moved, local = (
-            {w: n for w, n in nbytes.items() if (w in self._local) is is_local} for is_local in (False, True)
-        )
+        moved = {worker: sent for worker, sent in nbytes.items() if worker not in self._local}
+        local = {worker: sent for worker, sent in nbytes.items() if worker in self._local}
         return SendReport(
             self.rank, digests, shared, moved, local, self.end.staging_bytes, dict(timer.seconds), self._free_bytes()
         )
@@ -90,7 +95,8 @@ class Sender:
 
     def transfer(self, update: int, workers: Collection[int]) -> tuple[list[Message], PhaseTimer]:
         """The sending alone: what was sent, and the time it took. Raises as `send` does."""
-        timer, messages = PhaseTimer(), [message for message in self._messages if message.worker in workers]
+        timer = PhaseTimer()
+        messages = [message for message in self._messages if message.worker in workers]
         if self._sources.refresh():
             self._packings.clear()  # they would keep the memory that parameters have left
         try:
@@ -113,7 +119,7 @@ class Sender:
             self.end.finish()
 
     def _packing(self, message: Message, slot: Tensor) -> "BlockCopies":
-        """Of the message into its slot; kept for as long as all of its blocks stay where they are."""
+        """Copies of the message into its slot; kept for as long as all of its blocks stay where they are."""
         lasting = self.end.lasting(message)
         targets = self._wire.of(message, slot, lasting)
         sources = self._sources.of(message)
@@ -142,7 +148,11 @@ class Receiver:
     ):
         """`local`: ranks on this worker's own device; `remote`: ranks on other nodes; `free_bytes`: of that device."""
         self._free_bytes = free_bytes
-        self.plan, self.worker, self.end, self._local, self._remote = plan, worker, end, set(local), set(remote)
+        self.plan = plan
+        self.worker = worker
+        self.end = end
+        self._local = set(local)
+        self._remote = set(remote)
         self._rounds = by_round(plan.receives(worker))
         self._copies = Counter(module_of(c.parameter) for messages in self._rounds for m in messages for c in m.copies)
         self._wire = WireViews(dtype)
@@ -162,7 +172,8 @@ class Receiver:
             self.end.abandon()
             raise
         messages = [message for of_round in self._rounds for message in of_round]
-        local, remote = (sum(m.nbytes for m in messages if m.source in ranks) for ranks in (self._local, self._remote))
+        local = sum(message.nbytes for message in messages if message.source in self._local)
+        remote = sum(message.nbytes for message in messages if message.source in self._remote)
         moved = sum(m.nbytes for m in messages) - local
         return ReceiveReport(
             self.worker, moved, local, remote, self.end.staging_bytes, dict(timer.seconds), self._free_bytes()
@@ -207,7 +218,8 @@ def _together(of_modules: Iterable[tuple[str, Copies]]) -> Iterator[dict[str, Co
 
 
 def _write(writer: Writer, copies: Copies) -> None:
-    tensors = {name: writer.tensor(name) for name in dict.fromkeys(copy.parameter for copy, _ in copies)}
+    names = dict.fromkeys(copy.parameter for copy, _ in copies)
+    tensors = {name: writer.tensor(name) for name in names}
     copy_all([target_view(tensors[copy.parameter], copy) for copy, _ in copies], [block for _, block in copies])
 
 
@@ -216,7 +228,8 @@ def wire_views(message: Message, buffer: Tensor, dtype: torch.dtype) -> list[Ten
 
     `dtype`: of copies that have none of their own.
     """
-    start, views = 0, {}
+    start = 0
+    views = {}
     for number, copy in sorted(enumerate(message.copies), key=lambda pair: pair[1].dtype is None):
         own = dtype if copy.dtype is None else getattr(torch, copy.dtype)
         stop = start + copy.hf_box.volume * own.itemsize
@@ -329,7 +342,8 @@ class WireViews:
         """
         if not lasting:
             return wire_views(message, buffer, self._dtype)
-        key, address = (message.round, message.source, message.worker), buffer.data_ptr()
+        key = (message.round, message.source, message.worker)
+        address = buffer.data_ptr()
         known_address, views = self._views.get(key, (None, []))
         if known_address != address:
             views = wire_views(message, buffer, self._dtype)
@@ -348,8 +362,8 @@ Pair = tuple[Tensor, Tensor]  # target and source
 class BlockCopies:
     """Copies of blocks in few launches: on a device each is one, and most blocks are small.
 
-    What follows each other on both sides is one copy; of the rest what lies alike on both sides goes together (torch
-    has a kernel for lists of such).
+    Blocks that follow each other on both sides are one copy. Of the rest, those that lie alike on both sides go
+    together: torch has a kernel for lists of such.
     """
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]):
@@ -399,8 +413,11 @@ def _alike(target: Tensor, source: Tensor) -> bool:
 
 def _in_same_memory(pair: Pair, other: Pair) -> bool:
     """Target with target, and source with source."""
-    memories = ([block.untyped_storage()._cdata for block in each] for each in (pair, other))
-    return next(memories) == next(memories)
+    return _memories(pair) == _memories(other)
+
+
+def _memories(pair: Pair) -> list[int]:
+    return [block.untyped_storage()._cdata for block in pair]
 
 
 def by_module(

@@ -37,7 +37,7 @@ all that it expands from, so two sides with equal hashes exchange the same messa
 import gc
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -66,7 +66,7 @@ from mrl.reshard.streams import (
     WorkerStream,
     segments,
     stream_template,
-)  # fmt: skip
+)
 from mrl.units import MIB
 
 FORMAT = 1
@@ -123,7 +123,7 @@ class ReshardPlan:
         return max(self.peak_staging_of(self.loads.sent), self.peak_staging_of(self.loads.received))
 
     def peak_staging_of(self, loads: np.ndarray) -> int:
-        """Of one side's loads [tier, round, process]."""
+        """The most bytes that a process of one side has in staging at once. `loads`: [tier, round, process]."""
         per_round = loads.sum(axis=0)
         following = np.vstack([per_round[1:], np.zeros_like(per_round[:1])])
         return int((per_round + following).max(initial=0))
@@ -149,7 +149,9 @@ class ReshardPlan:
 
     def _message(self, number: int, source: int, worker: int, flow: Flow, rows: np.ndarray) -> Message:
         position = worker % len(self.templates)
-        blocks, kept, copies = self.templates[position].blocks, self._kept_copies[position], []
+        blocks = self.templates[position].blocks
+        kept = self._kept_copies[position]
+        copies = []
         for key in zip(flow.segment[rows].tolist(), flow.index[rows].tolist(), flow.choice[rows].tolist(), strict=True):
             copy = kept.get(key)
             if copy is None:
@@ -162,8 +164,9 @@ class ReshardPlan:
 
     @cached_property
     def _kept_copies(self) -> list[dict[tuple[int, int, int], Copy]]:
-        """Of each position inside an engine, by segment, grain and holder:
-        every engine and both sides have the same.
+        """Copies of each position inside an engine, by segment, grain and holder.
+
+        Every engine and both sides have the same.
         """
         return [{} for _ in self.templates]
 
@@ -190,7 +193,7 @@ class ReshardPlan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that the messages follow from, as plain data; equal plans give equal JSON."""
+        """The plan as plain data, with everything that messages follow from; equal plans give equal JSON."""
         holder_sets: dict[tuple[Holder, ...], int] = {}
         # some are shared
         grains = {id(grain): grain for template in self.templates for block in template.blocks for grain in block}
@@ -214,10 +217,8 @@ class ReshardPlan:
             ],
             "segments": [[s.block, s.layer, s.local_layer, s.stage, s.first_rank, s.vp_chunk] for s in self.segments],
             "grains": [_grain_json(grain, holder_sets) for grain in grains.values()],
-            "holders": [[[h.offset, h.source_name, h.is_last_stage] for h in holders] for holders in holder_sets],
-            "streams": [
-                [[number[id(grain)] for grain in block] for block in template.blocks] for template in self.templates
-            ],
+            "holders": [_holders_json(holders) for holders in holder_sets],
+            "streams": [_stream_json(template, number) for template in self.templates],
         }
 
 
@@ -261,11 +262,9 @@ def plan_reshard(
         )
         streams = [WorkerStream(template, parts) for template in templates]
         largest = max(template.largest for template in templates)
-        scheduled = (
-            make_schedule(rollout, streams, devices, train.world_size, budget_bytes)
-            if largest <= budget_bytes
-            else None
-        )
+        scheduled = None
+        if largest <= budget_bytes:
+            scheduled = make_schedule(rollout, streams, devices, train.world_size, budget_bytes)
         if scheduled is not None:
             break
         if largest > limit:  # single rows already
@@ -310,9 +309,20 @@ def _devices(train: TrainLayout, rollout: RolloutLayout, topology: Topology | No
         return Devices.apart(train.world_size, rollout.world_size)
     places = [*topology.ranks, *topology.workers]
     number_of = {place: number for number, place in enumerate(dict.fromkeys(places))}
-    device, node = np.array([number_of[place] for place in places]), np.array([place.node for place in places])
-    ranks, workers = slice(train.world_size), slice(train.world_size, None)
+    device = np.array([number_of[place] for place in places])
+    node = np.array([place.node for place in places])
+    ranks = slice(train.world_size)
+    workers = slice(train.world_size, None)
     return Devices(device[ranks], node[ranks], device[workers], node[workers])
+
+
+def _holders_json(holders: tuple[Holder, ...]) -> list[list[Any]]:
+    return [[holder.offset, holder.source_name, holder.is_last_stage] for holder in holders]
+
+
+def _stream_json(template: StreamTemplate, number: Mapping[int, int]) -> list[list[int]]:
+    """A template's grains block by block, each as its number; `number`: by identity of the grain."""
+    return [[number[id(grain)] for grain in block] for block in template.blocks]
 
 
 def _grain_json(grain: Grain, holder_sets: dict[tuple[Holder, ...], int]) -> list[Any]:

@@ -34,9 +34,9 @@ _BUDGETS = (*(4096 * 4**power for power in range(5)), 64 * MIB)  # of a rehearsa
 
 @dataclass(frozen=True)
 class Proof:
-    """Of the plan at real shapes.
+    """What was proved of the plan at real shapes.
 
-    All workers are covered by the proof of their templates, which planning includes; some were in full.
+    Planning proves the templates, and so covers all workers; some workers were also checked in full.
     """
 
     workers: int  # in full
@@ -48,7 +48,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class PlanRehearsal:
-    """Of the same layouts on a shrunken model."""
+    """What was found when weights of a shrunken model were moved between the same layouts."""
 
     layers: int
     experts: int
@@ -60,7 +60,7 @@ class PlanRehearsal:
 
 @dataclass(frozen=True)
 class PlanVerdict:
-    """Both answers."""
+    """The two answers on a plan."""
 
     proof: Proof
     rehearsal: PlanRehearsal
@@ -81,14 +81,18 @@ def verify(plan: ReshardPlan, every_worker: bool = False) -> PlanVerdict:
 
 def prove(plan: ReshardPlan, seconds: float = _PROOF_SECONDS) -> Proof:
     """One whole engine and the first worker of each other one in any case, the other workers while there is time."""
-    begun, workers, copies, fault = perf_counter(), 0, 0, None
+    begun = perf_counter()
+    workers = 0
+    copies = 0
+    fault = None
     shards_of, parameters_of, (always, rest) = _shards_of(plan), _parameters_of(plan), _order(plan.rollout)
     with no_collection():
         for worker in [*always, *rest]:
             if fault or (workers >= len(always) and perf_counter() - begun > seconds):
                 break
             messages = list(plan.receives(worker))
-            workers, copies = workers + 1, copies + sum(len(message.copies) for message in messages)
+            workers = workers + 1
+            copies = copies + sum(len(message.copies) for message in messages)
             parameters = parameters_of(worker % plan.rollout.workers_per_engine)
             if first := next(worker_faults(parameters, messages, shards_of), None):
                 fault = f"engine {plan.rollout.coords(worker).engine}, worker {worker}: {first}"
@@ -106,7 +110,10 @@ def _order(rollout: RolloutLayout) -> tuple[list[int], list[int]]:
 
 
 def _parameters_of(plan: ReshardPlan) -> Callable[[int], tuple[TargetParameter, ...]]:
-    """By position inside an engine: every engine wants the same. The last position's are kept."""
+    """Makes a function from a position inside an engine to its parameters: every engine wants the same.
+
+    The last position's are kept.
+    """
 
     @lru_cache(maxsize=1)
     def parameters_of(position: int) -> tuple[TargetParameter, ...]:
@@ -124,7 +131,7 @@ def _shards_of(plan: ReshardPlan) -> Callable[[int], ShardTable]:
 
 
 def rehearse(plan: ReshardPlan) -> PlanRehearsal:
-    """The same layouts, dialect and placement; a budget that makes several rounds.
+    """Rehearses the plan with the same layouts, dialect and placement, and a budget that makes several rounds.
 
     Raises ConfigError when no budget will do.
     """
@@ -152,8 +159,8 @@ def _small_plan(plan: ReshardPlan) -> ReshardPlan:
 def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tuple[ModelSpec, TrainLayout]:
     """A model of the same layout and divisibility, and the training layout for it.
 
-    Two layers a chunk (and one of each kind), two experts a rank on either side (where the model has as many), two rows
-    a shard; heads, padding of the vocabulary and what is uneven stay.
+    It has two layers a chunk and one of each kind, two experts a rank on either side where the model has as many, and
+    two rows a shard. Heads, padding of the vocabulary and what is uneven stay.
     """
     kept = [_kept_layers(layers, model.moe_layers) for layers in _chunks(train)]
     layers = [layer for chunk in kept for layer in chunk]
@@ -198,8 +205,12 @@ def _chunks(train: TrainLayout) -> list[range]:
 
 
 def _few_experts(num_experts: int, train: int, rollout: int) -> int:
-    """At least two a rank and a worker (or the one that a worker has), as even over the workers as the real number."""
-    even, least = num_experts % rollout == 0, max(2 * train, min(2, num_experts // rollout) * rollout)
+    """A small number of experts: at least two a rank and a worker, or the one that a worker has.
+
+    It is as even over the workers as the real number.
+    """
+    even = num_experts % rollout == 0
+    least = max(2 * train, min(2, num_experts // rollout) * rollout)
     count = -(-least // train) * train
     while (count % rollout == 0) != even:
         count += train
@@ -244,7 +255,8 @@ def _arrival_faults(plan: ReshardPlan, worker: int, wanted: Arrays, wire: Wire) 
 
 def numbered(model: ModelSpec) -> Arrays:
     """A checkpoint in which every element is a number of its own; 0 is kept for padding."""
-    arrays, number = {}, 1
+    arrays = {}
+    number = 1
     for spec in tensor_specs(model):
         arrays[spec.name] = np.arange(number, number + spec.numel, dtype=np.int32).reshape(spec.shape)
         number += spec.numel

@@ -90,7 +90,9 @@ def make_schedule(
     largest_grain = max(int(stream.nbytes.max()) for stream in streams)
     usable = max(budget - largest_grain, 1)  # a round may end in the middle of a grain
     lockstep, stride = best_walk(rollout.world_size, streams, num_ranks)
-    step = streams[0].num_stages if lockstep else 1
+    step = 1
+    if lockstep:
+        step = streams[0].num_stages
     fullest = max(int(stream.stage_total.max()) if lockstep else stream.total for stream in streams)
     rounds = max(1, -(-fullest // usable)) * step
     workers = range(rollout.world_size)
@@ -127,10 +129,10 @@ class _Pools:
     def of(cls, candidates: Sequence[Candidates]) -> "_Pools":
         """The pools of all workers together."""
         numbers: dict[tuple[int, ...], int] = {}
-        of_sets = [
-            np.array([numbers.setdefault(ranks, len(numbers)) for ranks in _rank_sets(of_worker)])
-            for of_worker in candidates
-        ]
+        of_sets = []
+        for of_worker in candidates:
+            pools = [numbers.setdefault(ranks, len(numbers)) for ranks in _rank_sets(of_worker)]
+            of_sets.append(np.array(pools))
         return cls(tuple(numbers), tuple(of_sets), tuple(candidates))
 
 
@@ -200,7 +202,7 @@ class _Sharing:
         return bounds
 
     def assign(self) -> tuple[tuple[np.ndarray, ...], Loads]:
-        """The sender of every grain, and what comes of it."""
+        """Assigns a sender to every grain, and returns the loads that follow."""
         filled = np.zeros(len(self.pools.ranks) * self.num_rounds, dtype=np.int64)
         bounds = self._bounds()
         num_ranks, cells = self.sent.shape[1], len(TIERS) * self.num_rounds
@@ -223,7 +225,8 @@ class _Sharing:
         sets = walk.holder_set
         candidate = np.zeros_like(sets)
         shared = np.flatnonzero(self.pools.candidates[worker].count[sets] > 1)
-        pool, round_of = self.pools.of_sets[worker][sets[shared]], walk.round[shared]
+        pool = self.pools.of_sets[worker][sets[shared]]
+        round_of = walk.round[shared]
         middle = _middles(pool * self.num_rounds + round_of, walk.nbytes[shared], filled)
         candidate[shared] = (middle[:, None] >= bounds[pool, round_of]).sum(axis=1)
         return candidate
@@ -238,7 +241,8 @@ def _rank_sets(candidates: Candidates) -> list[tuple[int, ...]]:
 def _middles(keys: np.ndarray, nbytes: np.ndarray, filled: np.ndarray) -> np.ndarray:
     """The middle byte of each grain in the row of all grains of its key; `filled`, the rows' lengths, grows."""
     order = np.argsort(keys, kind="stable")
-    key, size = keys[order], nbytes[order]
+    key = keys[order]
+    size = nbytes[order]
     end = size.cumsum()
     first = np.flatnonzero(np.diff(key, prepend=-1))
     lengths = np.diff(np.append(first, len(key)))

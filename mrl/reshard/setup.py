@@ -40,7 +40,7 @@ class SyncSetup:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "SyncSetup":
-        """From `to_json`."""
+        """Reads what `to_json` made."""
         return cls(**data)
 
     @cached_property
@@ -57,11 +57,13 @@ class SyncSetup:
 
     @cached_property
     def places(self) -> Topology:
-        return Topology(*(tuple(Place(*place) for place in self.topology[side]) for side in ("ranks", "workers")))
+        ranks = tuple(Place(*place) for place in self.topology["ranks"])
+        workers = tuple(Place(*place) for place in self.topology["workers"])
+        return Topology(ranks, workers)
 
     @property
     def workers(self) -> list[int]:
-        """Those that take part in this meeting; the plan is for all of them."""
+        """Workers that take part in this meeting; the plan is for all of them."""
         return self.transport.get("workers", list(range(self.rollout_layout.world_size)))
 
     def plan(self) -> ReshardPlan:
@@ -89,10 +91,14 @@ class SyncSetup:
 def _plan(text: str) -> ReshardPlan:
     setup = SyncSetup.from_json(json.loads(text))
     return plan_reshard(
-        setup.model, setup.train_layout, setup.rollout_layout, dialect=setup.dialect, dtype=setup.dtype,
+        setup.model,
+        setup.train_layout,
+        setup.rollout_layout,
+        dialect=setup.dialect,
+        dtype=setup.dtype,
         topology=setup.places,
         budget_bytes=setup.budget_bytes,
-    )  # fmt: skip
+    )
 
 
 def route(setup: SyncSetup, rank: int, worker: int, reach: Reach) -> str:
@@ -109,9 +115,9 @@ def route(setup: SyncSetup, rank: int, worker: int, reach: Reach) -> str:
 def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
     """Which transport serves a rank and a worker at these places, when `kind` (reshard.transport) is asked for.
 
-    auto: the device's own memory as far as it can be opened, which `reach` says; between two devices of a node beyond
-    that, what serves two nodes. ipc: host memory there. A platform without device memory has host memory on one node
-    whatever is asked for.
+    auto: the device's own memory as far as it can be opened, which `reach` says. Between two devices of a node beyond
+    that, auto takes what serves two nodes. ipc: host memory there. A platform without device memory has host memory on
+    one node whatever is asked for.
     """
     if kind == "p2p" or rank.node != worker.node:
         return "p2p"
@@ -119,11 +125,13 @@ def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
         return "shm"
     if reach == "node" or rank == worker:
         return "ipc"
-    return "p2p" if kind == "auto" else "shm"
+    if kind == "auto":
+        return "p2p"
+    return "shm"
 
 
 def routes_in_words(setup: SyncSetup) -> str:
-    """How many pairs of a rank and a worker each transport serves, for whoever starts a run."""
+    """Says how many pairs of a rank and a worker each transport serves, when a run starts."""
     reach = get_hosting(setup.dialect).memory_reach
     workers = [setup.places.workers[number] for number in setup.workers]
     pairs = ((rank, worker) for rank in setup.places.ranks for worker in workers)
@@ -133,7 +141,10 @@ def routes_in_words(setup: SyncSetup) -> str:
 
 def p2p_members(setup: SyncSetup) -> list[tuple[str, int]]:
     """("rank", r) and ("worker", w) of everybody in the point-to-point group, in the group's order."""
-    ranks, workers = range(setup.train_layout.world_size), setup.workers
+    ranks = range(setup.train_layout.world_size)
+    workers = setup.workers
     reach = get_hosting(setup.dialect).memory_reach
     pairs = [(r, w) for r in ranks for w in workers if route(setup, r, w, reach) == "p2p"]
-    return [("rank", r) for r in sorted({r for r, _ in pairs})] + [("worker", w) for w in sorted({w for _, w in pairs})]
+    sending = {rank for rank, _ in pairs}
+    receiving = {worker for _, worker in pairs}
+    return [("rank", rank) for rank in sorted(sending)] + [("worker", worker) for worker in sorted(receiving)]

@@ -104,12 +104,14 @@ class Miniature:
 
     @cached_property
     def shards(self) -> tuple[tuple[Shard, ...], ...]:
-        """Of each rank."""
+        """The shards of each rank."""
         return tuple(source_shards(self.model, self.train, rank) for rank in range(self.train.world_size))
 
     def rank_of(self, holder: Holder, pipeline: int) -> int:
         """The rank of this small layout that stands for a holder of a layout with `pipeline` stages."""
-        return holder.offset - (pipeline - 2) * self.stage_size if holder.is_last_stage else holder.offset
+        if holder.is_last_stage:
+            return holder.offset - (pipeline - 2) * self.stage_size
+        return holder.offset
 
 
 def segments(model: ModelSpec, train: TrainLayout, kinds: tuple[bool, ...]) -> tuple[Segment, ...]:
@@ -178,8 +180,12 @@ class Holdings:
             yield from self._turns[same, first]
 
     def _grains(self, parameter: TargetParameter, limit: int, dtype: str) -> Iterator[Grain]:
-        item, own = ITEM_BYTES[parameter.dtype], None if parameter.dtype == dtype else parameter.dtype
-        name, module = with_open_layer(parameter.name), with_open_layer(parameter.module)
+        item = ITEM_BYTES[parameter.dtype]
+        own = None
+        if parameter.dtype != dtype:
+            own = parameter.dtype
+        name = with_open_layer(parameter.name)
+        module = with_open_layer(parameter.module)
         for piece in parameter.pieces:
             hf_name = with_open_layer(piece.hf_name)
             for common, source, holders in self.parts(piece.hf_name, piece.hf_box):
@@ -200,7 +206,10 @@ def stream_template(
     dtype: str,
     limit: int,
 ) -> StreamTemplate:
-    """Of the workers at `position` of their engines. Grains have at most `limit` bytes, but never less than one row."""
+    """The stream of the workers at `position` of their engines.
+
+    Grains have at most `limit` bytes, but never less than one row.
+    """
     blocks: list[list[Grain]] = [[] for _ in range(len(miniature.kinds) + 2)]
     after_layers = False
     for parameter in target_parameters(miniature.model, rollout, position, dialect, dtype):
@@ -219,7 +228,9 @@ def with_open_layer(name: str) -> str:
 
 def _layer_number(name: str) -> int | None:
     match = _LAYER_NUMBER.search(name)
-    return int(match[0]) if match else None
+    if match:
+        return int(match[0])
+    return None
 
 
 def _row_ranges(box: Box, max_elements: int) -> Iterator[tuple[int, int]]:
@@ -246,7 +257,7 @@ def _in_target(part: Box, hf_box: Box, local_box: Box, axes: tuple[int, ...]) ->
 
 
 def _offsets(grains: Iterable[Grain]) -> dict[int, tuple[int, ...]]:
-    """Of who holds each grain, by the identity of `holders`: most grains have theirs in common with others."""
+    """Offsets of the ranks that hold each grain, by the identity of `holders`, which most grains share with others."""
     holders_of = {id(grain.holders): grain.holders for grain in grains}
     return {key: tuple(holder.offset for holder in holders) for key, holders in holders_of.items()}
 
@@ -285,7 +296,8 @@ class Devices:
     @classmethod
     def apart(cls, ranks: int, workers: int) -> "Devices":
         """Every process on a device and a node of its own."""
-        rank, worker = np.arange(ranks), ranks + np.arange(workers)
+        rank = np.arange(ranks)
+        worker = ranks + np.arange(workers)
         return cls(rank, rank, worker, worker)
 
 
@@ -341,9 +353,13 @@ class WorkerStream:
         self.num_stages = max(segment.stage for segment in segments) + 1
         self.stage_total = np.bincount(self.stage, self.nbytes, self.num_stages).astype(np.int64)
         self.stage_before = np.cumsum(self.stage_total) - self.stage_total
-        self.holders = [frozenset(first + offset for offset in offsets) for first, offsets in sets]
         self._kept_rounds: tuple[int, np.ndarray] = (0, np.zeros(0))
-        rows = [[first + offset for offset in offsets] + [-1] * (width - len(offsets)) for first, offsets in sets]
+        self.holders = []
+        rows = []
+        for first, offsets in sets:
+            holders = [first + offset for offset in offsets]
+            self.holders.append(frozenset(holders))
+            rows.append(holders + [-1] * (width - len(holders)))
         self.ranks = np.array(rows)  # [set, holder]
 
     def start_near(self, part: int, parts: int, lockstep: bool) -> int:
@@ -377,7 +393,7 @@ class WorkerStream:
         return np.arange(self.num_stages)
 
     def _rounds_in_stage(self, stage_rounds: int) -> np.ndarray:
-        """Of each grain the round within its stage, of so many; the same wherever a walk begins."""
+        """Each grain's round within its stage, of so many; the same wherever a walk begins."""
         if self._kept_rounds[0] != stage_rounds:
             in_stage = (self.before - self.stage_before[self.stage]) * stage_rounds // self.stage_total[self.stage]
             self._kept_rounds = stage_rounds, in_stage
@@ -405,7 +421,7 @@ class WorkerStream:
 
 
 def rotated(values: np.ndarray, start: int) -> np.ndarray:
-    """As a walk round from `start` meets them."""
+    """Values in the order in which a walk round from `start` meets them."""
     return np.concatenate([values[start:], values[:start]])
 
 

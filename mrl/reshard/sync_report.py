@@ -35,7 +35,7 @@ class SendReport:
 
     @property
     def bytes_local(self) -> int:
-        """Copied within the own device, to all workers together."""
+        """Bytes copied within the own device, to all workers together."""
         return sum(self.local.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -68,7 +68,9 @@ class Disagreement:
     ranks: tuple[int, ...]  # that sent parts of it
 
     def __str__(self) -> str:
-        by = f", sent by rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        by = ""
+        if self.ranks:
+            by = f", sent by rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
         return f"engine {self.engine} worker {self.worker}: {self.parameter} differs {self.where}{by}"
 
 
@@ -92,7 +94,8 @@ def disagreements(setup: SyncSetup, sends: Iterable[Report], receives: Iterable[
                 senders[worker, parameter].append(report["rank"])
     differing = []
     for report in receives:
-        worker, received = report["worker"], report["received"]
+        worker = report["worker"]
+        received = report["received"]
         for parameter in {**sent[worker], **received}:
             if where := _where(parameter, sent[worker], report):
                 ranks = tuple(senders[worker, parameter])
@@ -101,7 +104,8 @@ def disagreements(setup: SyncSetup, sends: Iterable[Report], receives: Iterable[
 
 
 def _where(parameter: str, sent: Mapping[str, int], report: Report) -> str | None:
-    received, held = report["received"], report["held"]
+    received = report["received"]
+    held = report["held"]
     if sent.get(parameter) != received.get(parameter):
         return "on the way"
     if held is not None and held.get(parameter) != report.get("shown", received).get(parameter):
@@ -115,22 +119,25 @@ def replica_faults(sends: Iterable[Report]) -> list[str]:
     for report in sends:
         for name, digest in report["shared"].items():
             ranks_by_digest[name][digest].append(report["rank"])
-    return [
-        f"{name} differs between ranks " + " and ".join(str(ranks).strip("[]") for ranks in sorted(by_digest.values()))
-        for name, by_digest in ranks_by_digest.items()
-        if len(by_digest) > 1
-    ]
+    faults = []
+    for name, by_digest in ranks_by_digest.items():
+        if len(by_digest) > 1:
+            alike = [str(ranks).strip("[]") for ranks in sorted(by_digest.values())]
+            faults.append(f"{name} differs between ranks {' and '.join(alike)}")
+    return faults
 
 
 def in_words(faults: Sequence[Disagreement | str]) -> str:
     """The first few, and how many more."""
-    more = f" and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+    more = ""
+    if len(faults) > _NAMED:
+        more = f" and {len(faults) - _NAMED} more"
     return "; ".join(map(str, faults[:_NAMED])) + more
 
 
 @dataclass(frozen=True)
 class SyncTotals:
-    """Counted over all engines of one sync that was verified."""
+    """Counts over all engines of one sync that was verified."""
 
     bytes_required: int  # what live engines must get, asked of them and not of the plan
     bytes_moved: int  # between devices, counted in the transport
@@ -145,9 +152,9 @@ class SyncTotals:
         `staging_bytes`: of the rank that held most. `weight_bytes`: of all weights in all engines. Raises RuntimeError
         when the two sides counted other bytes.
         """
-        received, local, remote = (
-            sum(report[key] for report in receives) for key in ("bytes_moved", "bytes_local", "bytes_remote")
-        )
+        received = sum(report["bytes_moved"] for report in receives)
+        local = sum(report["bytes_local"] for report in receives)
+        remote = sum(report["bytes_remote"] for report in receives)
         if bytes_sent != received:
             raise RuntimeError(f"ranks sent {bytes_sent} bytes, engines received {received}")
         staging = max([staging_bytes, *(report["staging_bytes"] for report in receives)])

@@ -106,7 +106,7 @@ def plan_word(plan: ReshardPlan) -> int:
 
 
 def aligned(nbytes: int) -> int:
-    """Rounded up so that every message begins on a cache line."""
+    """Rounds up so that every message begins on a cache line."""
     return round_up(nbytes, _ALIGN)
 
 

@@ -28,9 +28,11 @@ class _Group:
     def __init__(self, setup: SyncSetup, me: tuple[str, int], transfer: Transfer):
         self._members = p2p_members(setup)
         self._me = f"{me[0]} {me[1]}"
-        self._transfer, self._timeout_s = transfer, setup.timeout_s
+        self._transfer = transfer
+        self._timeout_s = setup.timeout_s
         host, _, port = setup.transport["address"].rpartition(":")
-        number, size = self._members.index(me), len(self._members)
+        number = self._members.index(me)
+        size = len(self._members)
         try:
             store = dist.TCPStore(
                 host, int(port), size, number == 0, timedelta(seconds=setup.timeout_s), wait_for_workers=False
@@ -68,7 +70,9 @@ class PointToPointSender:
 
     def __init__(self, setup: SyncSetup, rank: int, workers: Sequence[int], transfer: Transfer):
         plan = setup.plan()
-        self._rank, self._plan_word, self._update = rank, plan_word(plan), 0
+        self._rank = rank
+        self._plan_word = plan_word(plan)
+        self._update = 0
         half = largest_round(by_round(m for m in plan.sends(rank) if m.worker in set(workers)), _HEADER)
         self._buffers = [torch.empty(half, dtype=torch.uint8, device=transfer.device) for _ in range(2)]
         self.staging_bytes = 2 * half
@@ -77,7 +81,8 @@ class PointToPointSender:
     def begin(self, update: int, messages: Sequence[Message]) -> None:
         self._update = update
         self._under_way: list[list[tuple[dist.Work, Message]]] = [[], []]
-        self._order = {number: position for position, number in enumerate(dict.fromkeys(m.round for m in messages))}
+        rounds = dict.fromkeys(message.round for message in messages)
+        self._order = {number: position for position, number in enumerate(rounds)}
         self._packing = -1  # round
         self._used = 0  # bytes of its buffer
         self._slots: dict[int, Tensor] = {}  # by worker, headers included
@@ -86,7 +91,8 @@ class PointToPointSender:
         half = self._order[message.round] % 2
         if self._packing != message.round:
             self._drain(half)
-            self._packing, self._used = message.round, 0
+            self._packing = message.round
+            self._used = 0
         size = _HEADER + message.nbytes
         slot = self._buffers[half][self._used : self._used + size]
         self._used += aligned(size)
@@ -134,14 +140,18 @@ class PointToPointReceiver:
 
     def __init__(self, setup: SyncSetup, worker: int, ranks: Sequence[int], transfer: Transfer):
         plan = setup.plan()
-        self._worker, self._plan_word, self._update = worker, plan_word(plan), 0
+        self._worker = worker
+        self._plan_word = plan_word(plan)
+        self._update = 0
         half = largest_round(received_rounds(plan, worker, ranks), _HEADER)
         self._buffers = [torch.empty(half, dtype=torch.uint8, device=transfer.device) for _ in range(2)]
         self.staging_bytes = 2 * half
         self._group = _Group(setup, ("worker", worker), transfer)
 
     def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
-        self._update, self._rounds, self._asked = update, list(rounds), 0
+        self._update = update
+        self._rounds = list(rounds)
+        self._asked = 0
         self._coming: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
         self._ask()
         self._ask()
@@ -149,7 +159,8 @@ class PointToPointReceiver:
     def _ask(self) -> None:
         if self._asked == len(self._rounds):
             return
-        offset, buffer = 0, self._buffers[self._asked % 2]
+        offset = 0
+        buffer = self._buffers[self._asked % 2]
         for message in self._rounds[self._asked]:
             slot = buffer[offset : offset + _HEADER + message.nbytes]
             work = self._group.process_group.recv(
@@ -166,10 +177,8 @@ class PointToPointReceiver:
         work, slot = self._coming.pop((message.round, message.source))
         who = f"rank {message.source}, round {message.round} of update {self._update} for worker {self._worker}"
         self._group.wait(work, f"{who}: nothing came")
-        arrived, wanted = (
-            slot[:_HEADER_WORDS].view(torch.int64).tolist(),
-            _header(self._update, message, self._plan_word),
-        )
+        arrived = slot[:_HEADER_WORDS].view(torch.int64).tolist()
+        wanted = _header(self._update, message, self._plan_word)
         if arrived != wanted:
             raise TransferError(
                 f"{who}: not the message that the plan has there (number, bytes, plan, rank {arrived}, not {wanted})"

@@ -67,7 +67,8 @@ class Arena:
     """A mapped file: control words of every (half, rank), who gave up, and the data."""
 
     def __init__(self, path: Path, ranks: int, half_bytes: int, create: bool):
-        self.path, self.half_bytes = path, half_bytes
+        self.path = path
+        self.half_bytes = half_bytes
         self._pinned: Callable[[], None] | None = None
         control = _NOTE + 8 * (1 + ranks + 2 * ranks * _WORDS)
         start = -(-control // _PAGE) * _PAGE
@@ -80,7 +81,9 @@ class Arena:
             elif os.fstat(file).st_size != start + 2 * half_bytes:
                 raise TransferError(f"{path} has another size than the plan says; do both sides use one configuration?")
             # the worker touches all of it now, once; a rank only ever touches its own places
-            populate = getattr(mmap, "MAP_POPULATE", 0) if create else 0
+            populate = 0
+            if create:
+                populate = getattr(mmap, "MAP_POPULATE", 0)
             self._map = mmap.mmap(file, start + 2 * half_bytes, flags=mmap.MAP_SHARED | populate)
         finally:
             os.close(file)
@@ -100,8 +103,9 @@ class Arena:
             self._pinned = transfer.pin(self.data)
 
     def unpin(self) -> None:
-        """Before the memory goes. Safe to call twice."""
-        undo, self._pinned = self._pinned, None
+        """Releases the pinned memory before it goes. Safe to call twice."""
+        undo = self._pinned
+        self._pinned = None
         if undo is not None:
             undo()
 
@@ -126,7 +130,10 @@ class SharedMemoryReceiver:
 
     def __init__(self, setup: SyncSetup, worker: int, ranks: Sequence[int], transfer: Transfer):
         plan = setup.plan()
-        self._worker, self._ranks, self._transfer, self._timeout = worker, list(ranks), transfer, setup.timeout_s
+        self._worker = worker
+        self._ranks = list(ranks)
+        self._transfer = transfer
+        self._timeout = setup.timeout_s
         self._plan_word = plan_word(plan)
         half = largest_round(received_rounds(plan, worker, ranks))
         self.staging_bytes = 2 * half
@@ -142,10 +149,14 @@ class SharedMemoryReceiver:
 
     @property
     def _data(self) -> Tensor:
-        return self._arena.data if self._device_data is None else self._device_data
+        if self._device_data is None:
+            return self._arena.data
+        return self._device_data
 
     def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
-        self._update, self._rounds, self._granted = update, list(rounds), 0
+        self._update = update
+        self._rounds = list(rounds)
+        self._granted = 0
         self._half_of: dict[int, int] = {}  # by round
         self._arena.words[:] = 0
         self._grant()
@@ -190,7 +201,9 @@ class SharedMemoryReceiver:
                 "is the sender of this run?"
             )
         data = self._data[words[_OFFSET] : words[_OFFSET] + message.nbytes]
-        return data if self.lasting(message) else data.to(self._transfer.device)
+        if self.lasting(message):
+            return data
+        return data.to(self._transfer.device)
 
     def lasting(self, message: Message) -> bool:
         return self._data.device == self._transfer.device
@@ -217,7 +230,10 @@ class SharedMemorySender:
     staging_bytes = 0  # the arenas are the workers'
 
     def __init__(self, setup: SyncSetup, rank: int, workers: Sequence[int], transfer: Transfer):
-        self._rank, self._transfer, self._timeout, self._update = rank, transfer, setup.timeout_s, 0
+        self._rank = rank
+        self._transfer = transfer
+        self._timeout = setup.timeout_s
+        self._update = 0
         self._plan_word = plan_word(setup.plan())
         self._arenas: dict[int, Arena] = {}
         self._data: dict[int, Tensor] = {}
@@ -244,7 +260,8 @@ class SharedMemorySender:
         return arena, arena.data
 
     def begin(self, update: int, messages: Sequence[Message]) -> None:
-        self._update, self._posted = update, []
+        self._update = update
+        self._posted = []
 
     def slot(self, message: Message) -> Tensor:
         who = f"worker {message.worker}, round {message.round} of update {self._update}"
@@ -354,5 +371,5 @@ class DeviceSender(SharedMemorySender):
 
 
 def _device_path(path: Path) -> Path:
-    """Of the arena on the device: a worker may have one in host memory as well, for the ranks of other devices."""
+    """The file of the arena on the device: a worker may also have one in host memory, for ranks of other devices."""
     return path.with_name(path.name + ON_DEVICE)

@@ -25,7 +25,8 @@ def closing_brace(text: str, start: int) -> int | None:
 
     Escaped braces do not count.
     """
-    depth, i = 1, start
+    depth = 1
+    i = start
     while i < len(text):
         if text[i] == "\\":
             i += 1
@@ -41,7 +42,8 @@ def closing_brace(text: str, start: int) -> int | None:
 
 def boxed(text: str) -> list[str]:
     """Contents of all outermost `\\boxed{...}` and `\\fbox{...}`, in order; one that never closes is none."""
-    contents, position = [], 0
+    contents = []
+    position = 0
     while match := BOX.search(text, position):
         end = closing_brace(text, match.end())
         if end is None:
@@ -81,4 +83,6 @@ def answers(response: str) -> list[str]:
     if in_boxes:
         return in_boxes
     line = stated(text)
-    return [] if line is None else [line]
+    if line is None:
+        return []
+    return [line]

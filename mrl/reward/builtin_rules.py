@@ -96,7 +96,9 @@ def math_dapo(
     answers = DAPO_ANSWER.findall(solution_str[-DAPO_TAIL:])
     pred = normalised(answers[-1] if answers else DAPO_NOTHING)
     correct = pred == normalised(str(ground_truth))
-    verdict = "match" if correct else ("wrong" if answers else "no_answer")
+    verdict = "match"
+    if not correct:
+        verdict = "wrong" if answers else "no_answer"
     return {"score": 1.0 if correct else -1.0, "acc": float(correct), "verdict": verdict, "pred": pred}
 
 
@@ -123,9 +125,13 @@ def multiple_choice(
     if truth is None:
         raise ValueError(f"ground_truth {ground_truth!r} names no choice; expected letters of {LETTERS}")
     boxes = boxed(conclusion(solution_str))
-    pred = letters(boxes[-1]) if boxes else None
+    pred = None
+    if boxes:
+        pred = letters(boxes[-1])
     correct = float(pred == truth)
-    verdict = "match" if correct else ("no_answer" if pred is None else "wrong")
+    verdict = "match"
+    if not correct:
+        verdict = "no_answer" if pred is None else "wrong"
     return {"score": correct, "acc": correct, "verdict": verdict, "pred": pred or ""}
 
 
@@ -137,7 +143,8 @@ def think_format(
     The opening `<think>` may be missing: chat templates with thinking on put it into the prompt.
     """
     text = solution_str.strip()
-    opened, closed = text.count("<think>"), text.count("</think>")
+    opened = text.count("<think>")
+    closed = text.count("</think>")
     if closed != 1 or opened > 1 or (opened == 1 and not text.startswith("<think>")):
         return 0.0
     thought, _, answer = text.removeprefix("<think>").partition("</think>")
@@ -160,7 +167,9 @@ def environment(
     if outcome is None:
         raise ValueError("the response acted on no environment; see rollout.turns.environments")
     reward = outcome["reward"]
-    return {"acc": reward, **outcome["parts"], "score": reward} if outcome["parts"] else reward
+    if outcome["parts"]:
+        return {"acc": reward, **outcome["parts"], "score": reward}
+    return reward
 
 
 ENVIRONMENT = "environment"

@@ -29,17 +29,30 @@ _SYSTEM_CALLS = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # au
 _IO_URING_SETUP = 425
 _X32 = 0x40000000
 _AF_UNIX = 1
-_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # of Landlock, on every processor
-_BENEATH, _VERSION = 1, 1
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_SECCOMP = 22
+_SECCOMP_MODE_FILTER = 2
+# of Landlock, on every processor
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
+_BENEATH = 1
+_VERSION = 1
 # To write, remove or make files of any kind; then, by version, to link them elsewhere and to cut them short.
-_WRITES, _LATER_WRITES = 0b1_1111_1111_0010 & ~0b1100, ((2, 1 << 13), (3, 1 << 14))
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # of classic BPF
-_ALLOW, _DENY = 0x7FFF0000, 0x00050000 | 13  # the latter with EACCES
+_WRITES = 0b1_1111_1111_0010 & ~0b1100
+_LATER_WRITES = ((2, 1 << 13), (3, 1 << 14))
+# of classic BPF
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_RETURN = 0x06
+# the latter with EACCES
+_ALLOW = 0x7FFF0000
+_DENY = 0x00050000 | 13
 
 
 def given_environment(own: Mapping[str, str], further: tuple[str, ...]) -> dict[str, str]:
-    """Of these variables those in GIVEN and those that the run names, as a pattern or in full."""
+    """Keeps those of these variables that GIVEN or the run names, as a pattern or in full."""
     wanted = (*GIVEN, *further)
     return {name: value for name, value in own.items() if any(fnmatchcase(name, each) for each in wanted)}
 
@@ -66,7 +79,9 @@ def without_writing(folders: tuple[str, ...]) -> bool:
     `folders`; whether it could. There is no way back.
     """
     libc = ctypes.CDLL(None)
-    version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION) if sys.platform == "linux" else 0
+    version = 0
+    if sys.platform == "linux":
+        version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
     if version < 1:
         return False
     writes = _WRITES | sum(access for since, access in _LATER_WRITES if version >= since)

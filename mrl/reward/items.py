@@ -11,8 +11,13 @@ from typing import Any
 from mrl.errors import DataError, EnvironmentFault
 
 # how scoring one response ended
-OK, RAISED, TIMEOUT, DIED, OUT_OF_MEMORY = "ok", "raised", "timeout", "died", "out_of_memory"
-NOT_A_NUMBER, WRONG_TYPE = "not_a_number", "wrong_type"
+OK = "ok"
+RAISED = "raised"
+TIMEOUT = "timeout"
+DIED = "died"
+OUT_OF_MEMORY = "out_of_memory"
+NOT_A_NUMBER = "not_a_number"
+WRONG_TYPE = "wrong_type"
 LEFT_OUT = "environment"  # nobody was asked: the environment of the response failed, and no reward is due
 FELL = "fell"  # why it did, where its process was ended for another response's; the last word of `detail`
 ANSWER_BYTES = 2**20  # of one answer of a scoring process, as JSON
@@ -20,7 +25,7 @@ ACC = "acc"  # the part that says how right an answer is; where a function gives
 
 
 # what a function is told in extra_info of a response of one turn, in runs whose responses may have several; see
-# mrl.data.samples.outcomes
+# mrl.flow.scoring.outcomes
 ONE_TURN = {
     "num_turns": 1,
     "turns": [{"calls": 0, "reward": 0.0}],
@@ -67,7 +72,7 @@ class Question:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
 
     def answered(self, text: str) -> RewardItem:
-        """With the response's text."""
+        """The question with the response's text."""
         return RewardItem(self.sample_id, self.data_source, text, self.ground_truth, self.extra_info)
 
 
@@ -102,12 +107,11 @@ def is_environment_failure(result: RewardResult) -> bool:
 
 
 def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
-    """The results with failed ones scored as the lowest of their data source, of all where it has no other, and at most
-    0.
+    """The results, with failed ones scored as the lowest of their data source and at most 0.
 
-    Any fixed score would stand above the wrong answers of some rule: 0 does above the -1 of math_dapo, and hanging
-    would be learned. The lowest of another source may be out of all proportion: in a group of 0 and 1, a -100 would be
-    all that is learned from.
+    Where the source has no other, the lowest of all counts. Any fixed score would stand above the wrong answers of some
+    rule: 0 does above the -1 of math_dapo, and hanging would be learned. The lowest of another source may be out of all
+    proportion: in a group of 0 and 1, a -100 would be all that is learned from.
     """
     lowest: dict[str, float] = {}
     for r in results:
@@ -118,15 +122,19 @@ def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
 
 
 def check_failures(results: list[RewardResult], max_failure_share: float) -> None:
-    """Raises DataError when more than this share of the results are failures,
-    with counts by reason and one detail of each; EnvironmentFault where as many environments failed.
+    """Raises DataError when more than this share of the results are failures; EnvironmentFault for environments.
+
+    The error has counts by reason and one detail of each.
     """
     check_environments(results, max_failure_share)
     counts = failure_counts(results)
     failed = sum(counts.values())
     if failed <= max_failure_share * len(results):
         return
-    lines = [f"  {n} {reason}: {next(r.detail for r in results if r.reason == reason)}" for reason, n in counts.items()]
+    lines = []
+    for reason, count in counts.items():
+        detail = next(result.detail for result in results if result.reason == reason)
+        lines.append(f"  {count} {reason}: {detail}")
     head = (
         f"the reward failed on {failed} of {len(results)} responses, more than reward.max_failure_share "
         f"({max_failure_share:g}) allows:"

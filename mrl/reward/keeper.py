@@ -20,7 +20,8 @@ from pathlib import Path
 LOG_BYTES = 64 * 2**20  # of one log; what the function prints beyond it is read and dropped
 READ_BYTES = 65536
 NOTICE = b"\n[the log is full: what the reward function prints from here on is not kept]\n"
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(requests_fd: int, results_fd: int) -> None:
@@ -94,7 +95,7 @@ def _keep(child: int, wake: int, output: int) -> int:
 
 
 def _reaped(child: int) -> int | None:
-    """Reaps whoever has ended; the child's status where it is among them."""
+    """Reaps all children that have ended; returns the child's status where it is among them."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -134,7 +135,7 @@ def _write(data: bytes) -> None:
 
 
 def _end_descendants() -> None:
-    """Until none is left: what is killed may have started another meanwhile."""
+    """Kills descendants until none is left: what is killed may have started another meanwhile."""
     while descendants := list(_below(os.getpid())):
         for process in descendants:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -77,7 +77,8 @@ _RATIO = re.compile(rf"\\frac{_BRACED}{_BRACED}|({_DECIMAL})\s*/\s*([+-]?)({_DEC
 _MIXED = re.compile(r"(\d+)\s*\\frac\{\s*(\d+)\s*\}\{\s*(\d+)\s*\}|(\d+) (\d+)/(\d+)", re.ASCII)
 _SCIENTIFIC = re.compile(rf"({_DECIMAL})\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{{\s*([+-]?\d+)\s*\}}|(\d))", re.ASCII)
 
-_OPEN, _CLOSE = "([", ")]"
+_OPEN = "(["
+_CLOSE = ")]"
 _SEPARATOR = re.compile(r",|;|\s+(?:and|or)\s+")
 
 
@@ -117,9 +118,8 @@ def clean(text: str) -> str:
 
 
 def _long_fraction(match: re.Match) -> str:
-    above, below = (
-        next(part for part in pair if part is not None) for pair in (match.group(1, 3, 5), match.group(2, 4, 6))
-    )
+    above = next(part for part in match.group(1, 3, 5) if part is not None)
+    below = next(part for part in match.group(2, 4, 6) if part is not None)
     return rf"\frac{{{above}}}{{{below}}}"
 
 
@@ -131,7 +131,9 @@ def _unwrap_text(text: str) -> str:
         end = closing_brace(text, match.end())
         if end is None:
             return text
-        content, before, after = text[match.end() : end], text[: match.start()], text[end + 1 :]
+        content = text[match.end() : end]
+        before = text[: match.start()]
+        after = text[end + 1 :]
         raised = re.match(r"\s*\^\s*\{?([23])\}?", after)
         unit = _TEXT_UNIT.fullmatch(content.strip().rstrip(".") + (raised[0] if raised else ""))
         if unit and unit[2] in _UNIT_OF and before.strip():
@@ -151,21 +153,28 @@ def quantity(text: str) -> Quantity | None:
         return None
     body, unit = split_unit(text)
     if body.endswith("%"):
-        body, unit = body[:-1].rstrip(), unit or "%"
+        body = body[:-1].rstrip()
+        unit = unit or "%"
     value = _number(body.strip())
-    return None if value is None else Quantity(value, unit, "." in body)
+    if value is None:
+        return None
+    return Quantity(value, unit, "." in body)
 
 
 def split_unit(text: str) -> tuple[str, str]:
     """(what stands before the unit, the unit); a text whose unit is not its end is all body."""
     body, marked, unit = text.partition(UNIT)
-    return (body.strip(), unit.strip()) if marked and _KNOWN_UNIT.fullmatch(unit.strip()) else (text, "")
+    if marked and _KNOWN_UNIT.fullmatch(unit.strip()):
+        return (body.strip(), unit.strip())
+    return (text, "")
 
 
 def _number(text: str) -> Fraction | None:
     if text[:1] == "(" and text[-1:] == ")" and "," not in text:  # with a comma it is a pair
         text = text[1:-1].strip()
-    sign = -1 if text.startswith("-") else 1
+    sign = 1
+    if text.startswith("-"):
+        sign = -1
     text = text[1:].lstrip() if text[:1] in ("-", "+") else text
     if _PLAIN.fullmatch(text):
         return sign * _fraction(text)
@@ -202,8 +211,8 @@ def _scientific(digits: str, braced: str, plain: str) -> Fraction:
 def same_quantity(truth: Quantity, answer: Quantity) -> bool:
     """Equal numbers, and no two different units.
 
-    A percentage equals its value (50 % is 0.5). Its bare number counts too, since questions ask for "how many percent",
-    except where the truth is a bare number below one, which is a share.
+    A percentage equals its value (50 % is 0.5). Its bare number counts too, since questions ask for "how many percent".
+    Where the truth is a bare number below one, it is a share, and this does not hold.
     """
     if truth.unit and answer.unit and truth.unit != answer.unit:
         return False
@@ -215,7 +224,8 @@ def same_quantity(truth: Quantity, answer: Quantity) -> bool:
 
 def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
     """`text` cut at separators that stand in no bracket."""
-    parts, begin = [], 0
+    parts = []
+    begin = 0
     depths = list(_depths(text))
     for match in separator.finditer(text):
         if depths[match.start()] == 0 and match.start() >= begin:
@@ -228,7 +238,9 @@ def deepest(text: str) -> int | None:
     """How deep brackets of any kind are nested; None where they do not close."""
     depths = [*_depths(text), 0]
     balanced = min(depths) >= 0 and sum(c in "([{" for c in text) == sum(c in ")]}" for c in text)
-    return max(depths) if balanced else None
+    if balanced:
+        return max(depths)
+    return None
 
 
 def _depths(text: str) -> Iterator[int]:
@@ -263,8 +275,10 @@ _PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 def collection(text: str) -> Collection | None:
     """A cleaned answer as its parts; None for a single one. `a \\pm b` is the two values, a matrix its entries."""
     if matrix := _MATRIX.fullmatch(text):
-        rows = [tuple(cell.strip() for cell in row.split("&")) for row in matrix[2].split(r"\\") if row.strip()]
-        kind = "determinant" if matrix[1] == "vmatrix" else "matrix"
+        rows = [[entry.strip() for entry in row.split("&")] for row in matrix[2].split(r"\\") if row.strip()]
+        kind = "matrix"
+        if matrix[1] == "vmatrix":
+            kind = "determinant"
         return Collection(f"{kind} {[len(row) for row in rows]}", tuple(cell for row in rows for cell in row))
     if len(parts := split_top(text, _UNION)) > 1:
         return Collection("union", tuple(parts))
@@ -272,17 +286,21 @@ def collection(text: str) -> Collection | None:
     if len(parts := [p for p in split_top(text, _SEPARATOR) if p]) > 1:
         return Collection("list", tuple(parts))
     if len(_PLUS_MINUS.findall(text)) == 1:
-        plus, minus = _PLUS_MINUS.sub("+", text).lstrip("+ "), _PLUS_MINUS.sub("-", text)
+        plus = _PLUS_MINUS.sub("+", text).lstrip("+ ")
+        minus = _PLUS_MINUS.sub("-", text)
         return Collection("list", (plus.strip(), minus.strip()))
     return _bracketed(text)
 
 
 def _bracketed(text: str) -> Collection | None:
-    inner, kind = None, ""
+    inner = None
+    kind = ""
     if text.startswith(r"\{") and text.endswith(r"\}"):
-        inner, kind = text[2:-2], "list"
+        inner = text[2:-2]
+        kind = "list"
     elif len(text) > 2 and text[0] in _OPEN and text[-1] in _CLOSE and all(d > 0 for d in list(_depths(text))[1:-1]):
-        inner, kind = text[1:-1], text[0] + text[-1]
+        inner = text[1:-1]
+        kind = text[0] + text[-1]
     if inner is None:
         return None
     parts = split_top(inner, _SEPARATOR)

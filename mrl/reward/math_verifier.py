@@ -25,7 +25,11 @@ from mrl.reward.latex import (
     split_unit,
 )
 
-MATCH, WRONG, NO_ANSWER, SEVERAL, TOO_COMPLEX = "match", "wrong", "no_answer", "several_answers", "too_complex"
+MATCH = "match"
+WRONG = "wrong"
+NO_ANSWER = "no_answer"
+SEVERAL = "several_answers"
+TOO_COMPLEX = "too_complex"
 
 LONGEST = 500  # characters of an answer that is compared other than as text
 LONGEST_EXPRESSION = 200  # characters that are handed to math-verify
@@ -109,11 +113,9 @@ def canonical(cleaned: str) -> str:
         cleaned = cleaned[named.end() :]
     number = quantity(cleaned)
     if number is None:
-        return (
-            " ".join(cleaned.split())
-            if _WORD.search(cleaned) or _SPACED_DIGITS.search(cleaned)
-            else cleaned.replace(" ", "")
-        )
+        if _WORD.search(cleaned) or _SPACED_DIGITS.search(cleaned):
+            return " ".join(cleaned.split())
+        return cleaned.replace(" ", "")
     return str(number.value) + (UNIT + number.unit if number.unit else "")
 
 
@@ -123,10 +125,16 @@ def equal(truth: str, answer: str) -> bool:
         return True
     if max(len(truth), len(answer)) > LONGEST:
         return False
-    known, given = quantity(truth), quantity(answer)
+    known = quantity(truth)
+    given = quantity(answer)
     if known is not None and given is not None:
         return same_quantity(known, given)
-    wholes, parts = collection(truth) if known is None else None, collection(answer) if given is None else None
+    wholes = None
+    if known is None:
+        wholes = collection(truth)
+    parts = None
+    if given is None:
+        parts = collection(answer)
     if wholes is not None and parts is not None:
         return _same_collection(wholes, parts)
     if assigned := _without_names(truth, answer):
@@ -137,7 +145,10 @@ def equal(truth: str, answer: str) -> bool:
 
 
 def _same_text(truth: str, answer: str) -> bool:
-    """The same but for spaces; words but for case, one letter but for brackets around it. `1 2` is not 12."""
+    """Whether texts are the same but for spaces: words but for case, one letter but for brackets around it.
+
+    `1 2` is not 12.
+    """
     if _SPACED_DIGITS.search(truth) or _SPACED_DIGITS.search(answer):
         return _tight(truth) == _tight(answer)
     if _WORD.search(truth):
@@ -151,7 +162,9 @@ def _tight(text: str) -> str:
 
 def _bare(text: str) -> str:
     text = _tight(text).replace(" ", "")
-    return text[1:-1] if re.fullmatch(r"\([A-Za-z]\)", text) else text
+    if re.fullmatch(r"\([A-Za-z]\)", text):
+        return text[1:-1]
+    return text
 
 
 def _same_collection(truth: Collection, answer: Collection) -> bool:
@@ -173,22 +186,24 @@ def _set_of_one(truth: Collection | None, answer: Collection | None, truth_text:
     single = truth or answer
     if single.kind != "list" or len(single.items) != 1:
         return False
-    return equal(single.items[0], answer_text) if truth else equal(truth_text, single.items[0])
+    if truth:
+        return equal(single.items[0], answer_text)
+    return equal(truth_text, single.items[0])
 
 
 def _without_names(truth: str, answer: str) -> tuple[str, str] | None:
-    """Both sides without `x =`, `f(x) =` or `x \\in` where one has it, or both have the same;
+    """Both sides without `x =`, `f(x) =` or `x \\in`, where one side has it or both have the same.
+
     None where there is nothing to take off.
     """
-    known, given = _ASSIGNED.match(truth), _ASSIGNED.match(answer)
+    known = _ASSIGNED.match(truth)
+    given = _ASSIGNED.match(answer)
     known = known if known and len(_EQUALS.findall(truth)) <= 1 else None
     given = given if given and len(_EQUALS.findall(answer)) <= 1 else None
     if known and given:
-        return (
-            (truth[known.end() :], answer[given.end() :])
-            if known[1].replace(" ", "") == given[1].replace(" ", "")
-            else None
-        )
+        if known[1].replace(" ", "") == given[1].replace(" ", ""):
+            return (truth[known.end() :], answer[given.end() :])
+        return None
     if given and "=" not in truth:
         return truth, answer[given.end() :]
     if known and "=" not in answer:
@@ -201,7 +216,8 @@ def _same_expression(truth: str, answer: str) -> bool:
 
     Words, units of one side's own, decimals for irrational numbers and chains of equations are not computed with.
     """
-    known, given = quantity(truth), quantity(answer)
+    known = quantity(truth)
+    given = quantity(answer)
     if any(q is not None and q.decimal for q in (known, given)):
         return False
     truth, unit = split_unit(truth)
@@ -219,8 +235,9 @@ def _same_expression(truth: str, answer: str) -> bool:
 
 
 def _letters(text: str) -> set[str]:
-    """Its variables, capitals apart from small letters, which math-verify does not tell apart;
-    without the constants e and i.
+    """The variables of an answer, without the constants e and i.
+
+    Capitals count apart from small letters, which math-verify does not tell apart.
     """
     return set(re.findall("[A-Za-z]", _COMMAND.sub(" ", text))) - {"e", "i"}
 
@@ -294,7 +311,8 @@ def _confirmed(truth: Any, answer: Any) -> bool:
     parts = [part for value in values for part in value.as_real_imag()]
     if not all(isinstance(part, Float) or part.is_Rational for part in parts):
         return truth == answer
-    real, imaginary = parts[0] - parts[2], parts[1] - parts[3]
+    real = parts[0] - parts[2]
+    imaginary = parts[1] - parts[3]
     return bool(max(abs(real), abs(imaginary)) <= TOLERANCE * max(1, *map(abs, parts)))
 
 

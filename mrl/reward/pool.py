@@ -59,22 +59,27 @@ class RewardPool:
     """
 
     def __init__(
-        self, spec: RewardSpec, num_workers: int = 2, timeout_s: float = 10.0, failure_score: float = 0.0,
-        log_path: Path | None = None, start_timeout_s: float = 60.0, environment: Mapping[str, str] | None = None,
+        self,
+        spec: RewardSpec,
+        num_workers: int = 2,
+        timeout_s: float = 10.0,
+        failure_score: float = 0.0,
+        log_path: Path | None = None,
+        start_timeout_s: float = 60.0,
+        environment: Mapping[str, str] | None = None,
         folder: str | None = None,
-    ):  # fmt: skip
+    ):
         """Returns when every worker is ready; `environment` and `folder`: of the workers, by default those of this
         process.
 
         Raises ConfigError if the function cannot be loaded, EnvironmentFault if no worker starts.
         """
-        self._environment, self._folder = environment, folder
-        self.spec, self.timeout_s, self.failure_score, self.start_timeout_s = (
-            spec,
-            timeout_s,
-            failure_score,
-            start_timeout_s,
-        )
+        self._environment = environment
+        self._folder = folder
+        self.spec = spec
+        self.timeout_s = timeout_s
+        self.failure_score = failure_score
+        self.start_timeout_s = start_timeout_s
         self._log = log_path.open("ab") if log_path else None
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
@@ -120,20 +125,22 @@ class RewardPool:
         """Waits for everything submitted since the last drain; results in the order of submission.
 
         `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once
-        more than `max_failures` samples failed: the caller refuses them, and the pool is then only good for closing.
+        more than `max_failures` samples failed. The caller refuses them, and the pool is then only good for closing.
         """
         self._wait_for(lambda: not self._awaited or self._failed_more_than(max_failures), poll)
         with self._changed:
             results = [self._results[i] for i in sorted(self._results)]
             if not self._awaited:
-                self._results, self._submitted, self._collected = {}, 0, 0
+                self._results = {}
+                self._submitted = 0
+                self._collected = 0
         return results
 
     def collect(self, wait_s: float = 0.0) -> list[RewardResult]:
         """Results that are there, in the order of submission; none of them is given again.
 
-        Waits for those of all items, `wait_s` seconds at most. For whoever submits without end; `drain` waits for the
-        rest. Raises what made scoring impossible.
+        Waits for those of all items, `wait_s` seconds at most. It is for callers who submit without end; `drain` waits
+        for the rest. Raises what made scoring impossible.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._closed or not self._awaited, timeout=wait_s)
@@ -215,7 +222,7 @@ class RewardPool:
 
         On a failure the job it was at is finished with the reason, the rest go to a fresh one.
 
-        `alone`: the one job has a fresh worker to itself, so that memory it does not find, or a line that is not its
+        `alone`: the one job has a fresh worker to itself. Then memory it does not find, or a line that is not its
         answer, is no other sample's fault.
         """
         if not self._workers[slot].alive():  # killed while idle: no sample's fault
@@ -247,7 +254,7 @@ class RewardPool:
         self._work(slot, [job], alone=True)
 
     def _start_again(self, slot: int, unanswered: deque[_Job]) -> None:
-        """A fresh worker, and its jobs back to the queue for whoever is free."""
+        """Starts a fresh worker and puts its jobs back into the queue."""
         with self._changed:
             self._queue.extendleft(reversed(unanswered))
             self._changed.notify_all()
@@ -298,4 +305,6 @@ def _answer(line: bytes, ticket: str) -> list:
 
 
 def _origin(spec: RewardSpec) -> str:
-    return f"{spec.name} in {spec.path}" if spec.path else spec.function
+    if spec.path:
+        return f"{spec.name} in {spec.path}"
+    return spec.function

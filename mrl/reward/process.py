@@ -29,7 +29,8 @@ class WorkerFailure(Exception):
 
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 class ForeignLine(WorkerFailure):
@@ -66,10 +67,15 @@ class WorkerProcess:
         # -P: the working directory is no import path, so a file of the user's called json.py shadows nothing
         command = [sys.executable, "-P", "-m", "mrl.reward.keeper", str(requests), str(results), module]
         self._process = subprocess.Popen(
-            command, pass_fds=(requests, results), stdin=subprocess.DEVNULL, stdout=log or 2, stderr=log or 2,
-            start_new_session=True, env=_environment(environment, spec.environment),
+            command,
+            pass_fds=(requests, results),
+            stdin=subprocess.DEVNULL,
+            stdout=log or 2,
+            stderr=log or 2,
+            start_new_session=True,
+            env=_environment(environment, spec.environment),
             cwd=folder if folder and os.path.isdir(folder) else None,
-        )  # fmt: skip
+        )
         os.close(requests)
         os.close(results)
 
@@ -103,7 +109,9 @@ class WorkerProcess:
             if writable:
                 unsent = self._send(unsent)
                 deadline = time.monotonic() + timeout_s
-            lines = self._receive() if readable else []
+            lines = []
+            if readable:
+                lines = self._receive()
             for line in lines:
                 yield line
                 answers -= 1

@@ -15,7 +15,8 @@ from mrl.reward.builtin_rules import RULE_OF_DATA_SOURCE, RULE_OF_PREFIX, RULES,
 from mrl.reward.items import ACC, RewardSpec
 from mrl.reward.math_verifier import load_math_verify
 
-AUTO, MATH = "auto", "math"
+AUTO = "auto"
+MATH = "math"
 PATH_KEY = "reward.custom_reward_function.path"
 
 
@@ -33,32 +34,36 @@ def resolve(spec: RewardSpec) -> RewardFunction:
             raise ConfigError(f"reward.function: {error}") from error
     for name in spec.bonus_rules:
         _known_rule(name, "reward.bonus_rules")
-    return _with_bonus(function, spec.bonus_rules) if spec.bonus_rules else function
+    if spec.bonus_rules:
+        return _with_bonus(function, spec.bonus_rules)
+    return function
 
 
 def _main_function(spec: RewardSpec) -> RewardFunction:
     if spec.path is not None:
         path = Path(spec.path)
         function = load_function(load_module(path, PATH_KEY), spec.name, f"{PATH_KEY}: {path}")
-        return functools.partial(function, **spec.kwargs) if spec.kwargs else function
-    return _by_data_source if spec.function == AUTO else _known_rule(spec.function, "reward.function")
+        if spec.kwargs:
+            return functools.partial(function, **spec.kwargs)
+        return function
+    if spec.function == AUTO:
+        return _by_data_source
+    return _known_rule(spec.function, "reward.function")
 
 
 def _rules_used(spec: RewardSpec) -> set[str]:
-    main = (
-        ()
-        if spec.path is not None
-        else map(rule_name, spec.data_sources)
-        if spec.function == AUTO
-        else (spec.function,)
-    )
+    main = ()
+    if spec.path is None:
+        main = map(rule_name, spec.data_sources) if spec.function == AUTO else (spec.function,)
     return {*main, *spec.bonus_rules}
 
 
 def _known_rule(name: str, key: str) -> RewardFunction:
     if name not in RULES:
         near = difflib.get_close_matches(name, RULES, n=1)
-        hint = f" (nearest: {near[0]})" if near else ""
+        hint = ""
+        if near:
+            hint = f" (nearest: {near[0]})"
         raise ConfigError(
             f"{key}: {name!r} is unknown{hint}; allowed: {AUTO}, {', '.join(RULES)}, or a custom_reward_function"
         )
@@ -84,7 +89,9 @@ def _with_bonus(function: RewardFunction, weights: Mapping[str, float]) -> Rewar
 
 
 def _plain(value: Score) -> float:
-    return value["score"] if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return value["score"]
+    return value
 
 
 def check_data_sources(spec: RewardSpec, data_sources: Iterable[str]) -> None:

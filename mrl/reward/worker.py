@@ -85,7 +85,9 @@ def score_one(
 
 def _with_hint(reason: str, score: float | None, parts: dict[str, float | str], detail: str) -> Answer:
     """What may lie behind an error, where a function asked for what it is not given."""
-    hint = f" ({OFF})" if reason == RAISED and "Permission denied" in detail else ""
+    hint = ""
+    if reason == RAISED and "Permission denied" in detail:
+        hint = f" ({OFF})"
     return reason, score, parts, detail + hint
 
 
@@ -126,17 +128,23 @@ def _number(value: Any) -> float | None:
         and getattr(value, "size", None) is not None
     ):
         value = value.item() if math.prod(value.shape) == 1 else None
-    return float(value) if isinstance(value, bool | int | float) else None
+    if isinstance(value, bool | int | float):
+        return float(value)
+    return None
 
 
 def _part(value: Any) -> float | str:
     number = _number(value)
-    return number if number is not None and math.isfinite(number) else str(value)[:PART_LIMIT]
+    if number is not None and math.isfinite(number):
+        return number
+    return str(value)[:PART_LIMIT]
 
 
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    where = ""
+    if frames:
+        where = f" (at {frames[-1].filename}:{frames[-1].lineno})"
     return f"{type(error).__name__}: {error}"[:DETAIL_LIMIT] + where
 
 

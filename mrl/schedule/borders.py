@@ -17,7 +17,7 @@ version from end to end.
 
 
 def version_of(token: int, begun: int, trained: int, quota: int) -> int:
-    """Of the weights that make the `token`-th (from 0) token of a response."""
+    """The version of the weights that make the `token`-th (from 0) token of a response."""
     return min(trained, begun + token // quota)
 
 

@@ -45,7 +45,9 @@ class GroupBuffer:
 
     def reserve(self) -> list[Group]:
         """Issues all groups that may be issued now, in the order of the data."""
-        begun = self.step if self._in_order else None
+        begun = None
+        if self._in_order:
+            begun = self.step
         return [self._issued(begun) for _ in range(self._room())]
 
     @property
@@ -70,7 +72,9 @@ class GroupBuffer:
         unit = self.schedule.unit
         needed = -(-lacking // unit) * unit
         limit = self.schedule.step_limit
-        return needed if limit is None else min(needed, limit - (self.next_number - self._first))
+        if limit is None:
+            return needed
+        return min(needed, limit - (self.next_number - self._first))
 
     @property
     def is_exhausted(self) -> bool:
@@ -116,7 +120,7 @@ class GroupBuffer:
         group.begun = self.step if group.begun is None else group.begun
 
     def add(self, number: int, index: int, tokens: int, ended: bool) -> Group:
-        """So many more tokens of one response; the group."""
+        """Counts so many more tokens of one response and returns its group."""
         group = self._in(number, State.RUNNING)
         if group.ended[index]:
             raise ValueError(f"response {index} of group {number} has ended already")
@@ -141,7 +145,7 @@ class GroupBuffer:
         self._unjudged.discard(number)
 
     def evict(self, number: int, cause: Cause) -> None:
-        """Nobody will be trained on the group; the next `reserve` issues another for it."""
+        """Drops a group that nobody will be trained on; the next `reserve` issues another for it."""
         group = self._gone(number)
         self.counts.drop(group, cause)
         self._settle(number)
@@ -184,12 +188,14 @@ class GroupBuffer:
         return batch or None
 
     def _batch(self) -> list[Group]:
-        """Nothing where the step has to wait."""
+        """The groups that the step trains on; none where it has to wait."""
         if self.is_exhausted:
             return self._made_do_with()
         if self._finished < self.schedule.batch:
             return []
-        return self._next_in_order() if self._in_order else self._oldest_finished()
+        if self._in_order:
+            return self._next_in_order()
+        return self._oldest_finished()
 
     def _made_do_with(self) -> list[Group]:
         if self.schedule.on_exhausted == "error":
@@ -212,7 +218,9 @@ class GroupBuffer:
     def _next_in_order(self) -> list[Group]:
         """The batch, or nothing where one of it is not finished."""
         groups = list(islice(self.groups.values(), self.schedule.batch))
-        return groups if all(group.state is State.FINISHED for group in groups) else []
+        if all(group.state is State.FINISHED for group in groups):
+            return groups
+        return []
 
     def _oldest_finished(self) -> list[Group]:
         """The batch, or nothing where a requeued group has to be waited for."""

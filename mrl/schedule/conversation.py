@@ -117,7 +117,9 @@ class Conversation:
     def _answer_at_once(self, number: int, problem: str | None) -> str | None:
         if problem is None and number >= self.budgets.calls:
             problem = f"not called: at most {self.budgets.calls} calls at once"
-        return None if problem is None else shortened(problem, self.budgets.characters)
+        if problem is None:
+            return None
+        return shortened(problem, self.budgets.characters)
 
     def answered(self, turn: int, number: int, answer: str, now: float) -> "Conversation":
         """Call `number` of a turn has its answer: the text of a result or of a failure."""
@@ -166,7 +168,9 @@ class Conversation:
 
     def closed(self) -> "Conversation":
         """The environment has ended it by its answer, which nobody reads any more."""
-        return self if self.state is ConversationState.ENDED else self._ended(Stop.CLOSED)
+        if self.state is ConversationState.ENDED:
+            return self
+        return self._ended(Stop.CLOSED)
 
     def failed(self) -> "Conversation":
         """The environment has failed, whatever it ended by."""

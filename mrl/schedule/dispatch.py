@@ -41,7 +41,8 @@ class Dispatcher:
 
     def __init__(self, buffer: GroupBuffer, engines: list[str], places: int | None = None):
         """`places`: requests that an engine has at most; see EngineLoads."""
-        self.buffer, self.loads = buffer, EngineLoads(engines, places)
+        self.buffer = buffer
+        self.loads = EngineLoads(engines, places)
         self.window = buffer.schedule.concurrency  # responses under way at most; rate control may lower it
         self.is_open = True  # false: nothing is sent, so that engines become empty
         self.alone: set[int] = set()  # groups of which one is under way at a time
@@ -77,14 +78,17 @@ class Dispatcher:
         return later and not self.buffer.is_next(group.number)  # what the step trains on is finished by its weights
 
     def _first(self, group: Group) -> int:
-        """Less for what is needed sooner: a step's number, about."""
+        """The order of a group, less for what is needed sooner: a step's number, about."""
         if self._in_order:
             return group.number // self.buffer.schedule.batch
-        return self.buffer.step if group.begun is None else group.begun
+        if group.begun is None:
+            return self.buffer.step
+        return group.begun
 
     def _allowed(self, group: Group, index: int) -> int:
         """Tokens that the next request of a response may add."""
-        schedule, kept = self.buffer.schedule, group.lengths[index]
+        schedule = self.buffer.schedule
+        kept = group.lengths[index]
         end = request_end(kept, schedule.quota, schedule.max_tokens) if self._in_order else schedule.max_tokens
         return end - kept
 
@@ -128,8 +132,8 @@ class Dispatcher:
         """So many tokens came back; `stopped`: the response ended by itself. `context`: tokens of the whole response
         that nobody sampled, which go beyond a border where they stand at it.
 
-        The group, or None for a request that was taken back. in_order a request that is interrupted before its border
-        begins again, with 0 tokens: it would go on with other bits.
+        Returns the group, or None for a request that was taken back. in_order a request that is interrupted before its
+        border begins again, with 0 tokens: it would go on with other bits.
         """
         if request not in self.under_way:
             return None
@@ -175,7 +179,7 @@ class Dispatcher:
         return batch, rest, ended
 
     def filter(self, number: int) -> list[int]:
-        """As GroupBuffer.filter; in_order the next group takes its place."""
+        """Filters a group out of the buffer; in_order the next group takes its place."""
         gone = self.buffer.filter(number)
         self._look_ahead(self.buffer.is_next)
         return gone
@@ -198,7 +202,8 @@ class Dispatcher:
         Requests that it had, each of which is made again.
         """
         self.loads.lose(engine)
-        lost = [self._back(request) for request in [r for r, sent in self.under_way.items() if sent.engine == engine]]
+        requests = [request for request, sent in self.under_way.items() if sent.engine == engine]
+        lost = [self._back(request) for request in requests]
         for sent in lost:
             self._line_up(self.buffer.groups[sent.number], sent.index)
         return lost
@@ -227,7 +232,9 @@ class Dispatcher:
         Requests that engines still have of stale groups, for them to end.
         """
         if not self.may_change_weights:
-            waiting = ", rewards are awaited" if self.buffer.awaits_rewards else ""
+            waiting = ""
+            if self.buffer.awaits_rewards:
+                waiting = ", rewards are awaited"
             raise ValueError(
                 f"by these weights {len(self.under_way)} requests are under way, "
                 f"{len(self._ready)} have to go on{waiting}"

@@ -27,7 +27,8 @@ class EngineLoads:
         """`places`: requests that an engine has at most; None: any number."""
         self.tokens = dict.fromkeys(engines, 0)
         self.requests = dict.fromkeys(self.tokens, 0)
-        self._places, self._holders = places, dict[object, str]()
+        self._places = places
+        self._holders = dict[object, str]()
 
     @property
     def free(self) -> list[str]:

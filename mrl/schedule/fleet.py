@@ -26,7 +26,7 @@ WINDOW = 100  # finished steps in which restarts of an engine are counted
 
 
 class EngineStatus(Enum):
-    """Of one engine. The value says what it means."""
+    """What an engine is at. The value says what it means."""
 
     READY = "it serves the current weights"
     SUSPECT = "it is taken for lost, and its processes are being ended"
@@ -65,7 +65,7 @@ class Fleet:
         self.counts: Counter[str] = Counter()  # lost, restarted, late
 
     def spent_before(self, before: "Fleet") -> None:
-        """These engines stand in the places of `before`'s, whose restarts count on: nobody has one more."""
+        """Counts the restarts of `before` on, in whose places these engines stand: no engine gets one more."""
         for name, one in self._engines.items():
             one.restarts = list(before._engines[name].restarts)
             one.why = before._engines[name].why
@@ -78,7 +78,7 @@ class Fleet:
         self._engines[engine].restarts.append(version)
 
     def status(self, engine: str) -> EngineStatus:
-        """Of now."""
+        """What the engine is at now."""
         return self._engines[engine].status
 
     def why(self, engine: str) -> str:
@@ -115,18 +115,24 @@ class Fleet:
     # ------------------------------------------------------------ events; of another epoch they are dropped and counted
 
     def progress(self, engine: str, epoch: int, answers: int = 1) -> bool:
-        """It made tokens, or answered: whether that is of the engine as it is now. Nobody is READY by it."""
+        """Notes that an engine made tokens or answered, and returns whether that is of the engine as it is now.
+
+        No engine is READY by it.
+        """
         if self._is_of(engine, epoch) and self._engines[engine].status in LOSABLE:
             return True
         self.counts["late"] += answers
         return False
 
     def silence(self, engine: str, epoch: int, why: str = "") -> bool:
-        """It made no token, or gave no answer, for too long; see `error`."""
+        """Notes that an engine made no token, or gave no answer, for too long; see `error`."""
         return self.error(engine, epoch, why)
 
     def error(self, engine: str, epoch: int, why: str = "") -> bool:
-        """It is taken for lost; whether that is news. Its processes are to be ended, then `exit` is to be told."""
+        """Takes an engine for lost and returns whether that is news.
+
+        Its processes are to be ended, then `exit` is to be told.
+        """
         one = self._engines[engine]
         if not self._is_of(engine, epoch) or one.status not in LOSABLE:
             return False
@@ -138,7 +144,7 @@ class Fleet:
         return True
 
     def exit(self, engine: str, epoch: int, why: str = "") -> bool:
-        """Its processes have ended."""
+        """Notes that an engine's processes have ended."""
         if not self._is_of(engine, epoch) or self._engines[engine].status in (DEAD, RETIRED):
             return False
         self.error(engine, epoch, why)
@@ -146,7 +152,10 @@ class Fleet:
         return True
 
     def start(self, engine: str) -> int | None:
-        """Of a DEAD one the epoch that it is to be started for; None where it was lost too often: it is RETIRED."""
+        """The epoch that a DEAD engine is to be started for.
+
+        None where the engine was lost too often: it is RETIRED.
+        """
         one = self._in(engine, DEAD)
         one.restarts = [version for version in one.restarts if version > self.version - WINDOW]
         if len(one.restarts) >= self.limit:
@@ -158,14 +167,14 @@ class Fleet:
         return one.epoch
 
     def charge(self, engine: str, why: str) -> bool:
-        """It is to be started with everything else, which is one of its restarts; False where it has none left."""
+        """Starts an engine with everything else, which is one of its restarts; False where it has none left."""
         if self.status(engine) is STARTING:
             return True
         self.exit(engine, self.epoch(engine), why)
         return self.status(engine) is DEAD and self.start(engine) is not None
 
     def started(self, engine: str, epoch: int) -> bool:
-        """It answers, and is to be brought to the current weights."""
+        """Notes that an engine answers; it is to be brought to the current weights."""
         if not self._is_of(engine, epoch) or self._engines[engine].status is not STARTING:
             return False
         self._engines[engine].status = STALE
@@ -173,7 +182,10 @@ class Fleet:
         return True
 
     def verified(self, engine: str, epoch: int, version: int) -> bool:
-        """Digests say that it holds the weights of `version`. It serves nothing until they are committed."""
+        """Notes that digests showed the weights of `version` in an engine.
+
+        It serves nothing until they are committed.
+        """
         if not self._is_of(engine, epoch) or self._engines[engine].status not in REACHED:
             return False
         if version < self.version:
@@ -183,7 +195,9 @@ class Fleet:
         return True
 
     def committed(self, engine: str, epoch: int, version: int) -> bool:
-        """It serves `version`, which is current from now on. Raises ValueError where that was not verified."""
+        """Notes that an engine serves `version`, which is current from now on. Raises ValueError where it was not
+        verified.
+        """
         if not self._is_of(engine, epoch) or self._engines[engine].status is not STALE:
             return False
         one = self._engines[engine]
@@ -196,7 +210,7 @@ class Fleet:
         return True
 
     def advance(self, version: int) -> None:
-        """`version` is current. Whoever serves another is STALE: it must not be sampled from."""
+        """Makes `version` current. An engine that serves another is STALE: it must not be sampled from."""
         if version < self.version:
             raise ValueError(f"version {version} comes after {self.version}")
         if version == self.version:

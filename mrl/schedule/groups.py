@@ -16,7 +16,7 @@ Cause = Literal["stale", "failed", "filtered", "quarantined", "surplus"]
 
 
 class State(StrEnum):
-    """Of a group that exists."""
+    """How far a group that exists has come."""
 
     RESERVED = "reserved"
     RUNNING = "running"
@@ -37,11 +37,11 @@ class Group:
 
     @classmethod
     def new(cls, number: int, responses: int, begun: int | None = None) -> "Group":
-        """One without tokens."""
+        """Makes a group without tokens."""
         return cls(number, [0] * responses, [False] * responses, begun=begun)
 
     def anew(self) -> "Group":
-        """The same prompt without what was made of it."""
+        """A new group of the same prompt, without what was made of this one."""
         fresh = Group.new(self.number, len(self.lengths))
         return replace(fresh, prompt_tokens=self.prompt_tokens, attempts=self.attempts + 1)
 
@@ -52,7 +52,7 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Of all responses, so far."""
+        """Tokens of all responses so far."""
         return sum(self.lengths)
 
     def to_json(self) -> dict[str, Any]:
@@ -83,12 +83,14 @@ class Tally:
     @property
     def mean_length(self) -> float:
         """Tokens of a response; 0 without one."""
-        return self.tokens / self.responses if self.responses else 0.0
+        if self.responses:
+            return self.tokens / self.responses
+        return 0.0
 
 
 @dataclass
 class Counts:
-    """Since the run began: what was trained on beside what was not. Groups that begin anew lose what they had."""
+    """What was trained on since the run began, beside what was not. Groups that begin anew lose what they had."""
 
     kept: Tally = field(default_factory=Tally)
     dropped: dict[Cause, Tally] = field(default_factory=dict)  # by cause

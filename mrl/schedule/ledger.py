@@ -30,7 +30,7 @@ FIXED = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of what kept tokens were made with: digests, compared as text."""
+    """What kept tokens were made with: digests, compared as text."""
 
     data: str  # tokens of the prompts, so of tokenizer and chat template, and their order
     model: str
@@ -70,16 +70,21 @@ class Ledger:
         rules = {name: value for name, value in data["schedule"].items() if name != "max_losses"}  # of older ledgers
         made_with = data["fingerprint"]  # older ledgers say `template` too, which was the data's digest again
         ledger = cls(
-            Fingerprint(made_with["data"], made_with["model"]), Schedule(**rules), data["step"],
-            data["next_number"], data["admitted"],
-            tuple(data["settled"]), tuple(map(Group.from_json, data["groups"])), Counts.from_json(data["counts"]),
-        )  # fmt: skip
+            Fingerprint(made_with["data"], made_with["model"]),
+            Schedule(**rules),
+            data["step"],
+            data["next_number"],
+            data["admitted"],
+            tuple(data["settled"]),
+            tuple(map(Group.from_json, data["groups"])),
+            Counts.from_json(data["counts"]),
+        )
         _check_numbers(ledger)
         return ledger
 
 
 def _check_numbers(ledger: Ledger) -> None:
-    """From the frontier on each number stands exactly once."""
+    """Checks that each number from the frontier on stands exactly once."""
     listed = sorted([*ledger.settled, *(group.number for group in ledger.groups)])
     expected = list(range(ledger.frontier, ledger.next_number))
     if listed != expected:

@@ -33,7 +33,7 @@ class ReadyLine:
         return self._length
 
     def add(self, response: InLine) -> None:
-        """Its place follows from what it is, not from when it came."""
+        """Puts a response in line. Its place follows from what it is, not from when it came."""
         heapq.heappush(self._heap, response)
         self._of_group[response.number][response.index] = response
         self._length += 1

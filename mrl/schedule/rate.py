@@ -22,7 +22,7 @@ class RateRules:
 
 @dataclass(frozen=True)
 class Observation:
-    """Of all engines, since the one before."""
+    """What all engines did since the observation before."""
 
     kv_use: float  # share of the cache in use, in the fullest engine
     preemptions: int
@@ -38,7 +38,7 @@ class Rate:
 
     @classmethod
     def start(cls, rules: RateRules) -> "Rate":
-        """As wide as allowed: with a cache that suffices nothing is ever slowed down."""
+        """Starts as wide as allowed: with a cache that suffices nothing is ever slowed down."""
         return cls(rules, float(rules.highest))
 
     @property
@@ -48,7 +48,8 @@ class Rate:
 
     def after(self, seen: Observation) -> "Rate":
         """The window that follows from one more observation."""
-        rules, size = self.rules, self.size
+        rules = self.rules
+        size = self.size
         if seen.preemptions or seen.kv_use > rules.shrink_above:
             size = min(size, max(seen.under_way, rules.lowest)) * rules.factor
         elif seen.kv_use < rules.grow_below and seen.under_way >= self.window:

@@ -52,7 +52,7 @@ def continuation(samples: Samples, row: int, max_tokens: int) -> Continuation:
 
 
 def continuation_seed(seed: int, kept: int) -> int:
-    """Of the request that goes on after `kept` tokens, 48 bits; the response's own where nothing is kept.
+    """The seed, 48 bits, of the request that goes on after `kept` tokens; the response's own where nothing is kept.
 
     An engine begins its random numbers at the seed: with the same one they would be those of the first tokens again.
     """
@@ -176,7 +176,8 @@ def _prompts(samples: Samples) -> np.ndarray:
 
 def _column(which: Field, kept: Samples, more: Samples) -> np.ndarray:
     """One column of the joined rows, but for those that are numbers of their own."""
-    first, second = getattr(kept, which.name), getattr(more, which.name)
+    first = getattr(kept, which.name)
+    second = getattr(more, which.name)
     match which.metadata["of"]:
         case "response token":
             return _end_to_end(_of_rows(first, kept.response_lengths), _of_rows(second, more.response_lengths))
@@ -214,9 +215,12 @@ def _spans(kept: Samples, more: Samples) -> tuple[np.ndarray, np.ndarray, np.nda
     """(starts, versions, counts) of the joined rows. A span with the version of the one before is part of it."""
     shifts = np.repeat(kept.response_lengths, more.span_counts)
     pairs = zip(
-        _of_rows(kept.span_starts, kept.span_counts), _of_rows(more.span_starts + shifts, more.span_counts),
-        _of_rows(kept.span_versions, kept.span_counts), _of_rows(more.span_versions, more.span_counts), strict=True,
-    )  # fmt: skip
+        _of_rows(kept.span_starts, kept.span_counts),
+        _of_rows(more.span_starts + shifts, more.span_counts),
+        _of_rows(kept.span_versions, kept.span_counts),
+        _of_rows(more.span_versions, more.span_counts),
+        strict=True,
+    )
     lengths = (kept.response_lengths + more.response_lengths).tolist()
     rows = [
         _merged(np.concatenate([a, b]), np.concatenate([v, w]), end)
@@ -228,10 +232,14 @@ def _spans(kept: Samples, more: Samples) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _merged(starts: np.ndarray, versions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Without spans that have no token, or the version of the one before; a response without tokens keeps its last."""
+    """Leaves out spans that have no token, or the version of the one before.
+
+    A response without tokens keeps its last span.
+    """
     has_tokens = np.append(starts[1:], length) > starts
     has_tokens[-1] |= not has_tokens.any()
-    starts, versions = starts[has_tokens], versions[has_tokens]
+    starts = starts[has_tokens]
+    versions = versions[has_tokens]
     begins = np.append(True, versions[1:] != versions[:-1])
     return starts[begins], versions[begins]
 

@@ -20,7 +20,10 @@ OnExhausted = Literal["error", "partial", "unfiltered"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Of one run. `in_order`: steps train on groups in the order of numbers; `ready_first`: on what is finished."""
+    """When a run generates and trains what.
+
+    `in_order`: steps train on groups in the order of numbers; `ready_first`: on groups that are finished.
+    """
 
     batch: int  # groups that a step trains on
     responses: int  # of a group
@@ -63,8 +66,8 @@ class Schedule:
     def unit(self) -> int:
         """in_order: groups that are issued together where a step lacks some.
 
-        Ahead of training one for each that was dropped: the next are under way already. A synchronous step would wait
-        for one after the other of them, so that whole draws may be issued, and what they have too many is dropped.
+        Ahead of training it is one for each that was dropped: the next are under way already. A synchronous step would
+        wait for one after the other. So whole draws may be issued there, and what they have too many is dropped.
         """
         if not self.whole_batches or not self.is_synchronous:
             return 1
@@ -74,11 +77,13 @@ class Schedule:
     def step_limit(self) -> int | None:
         """Groups that may be issued for one step, where draws are counted."""
         counts = self.whole_batches and self.is_synchronous and self.most_draws is not None
-        return self.most_draws * self.unit if counts else None
+        if counts:
+            return self.most_draws * self.unit
+        return None
 
     @property
     def places(self) -> int:
-        """Groups that exist at most."""
+        """The number of groups that may exist at most."""
         admitted = self.admitted if self.buffer_groups is None else min(self.buffer_groups, self.admitted)
         return admitted + self.unit - 1
 
@@ -88,9 +93,12 @@ class Schedule:
         return min(steps, self.total_steps or steps) * self.batch
 
     def bound(self) -> str:
-        """One sentence for whoever validates a configuration."""
-        exist, seats = self.places * self.responses, self.concurrency
-        idle = f", of {seats:,} that engines have room for" if seats is not None and seats > exist else ""
+        """The bound in one sentence, as `validate` prints it."""
+        exist = self.places * self.responses
+        seats = self.concurrency
+        idle = ""
+        if seats is not None and seats > exist:
+            idle = f", of {seats:,} that engines have room for"
         return (
             f"no token is older than {self.max_staleness} updates: with the weights of step s at most "
             f"({self.max_staleness} + s + 1) x {self.batch:,} groups have been issued, and {self.places:,} exist at "
@@ -100,7 +108,8 @@ class Schedule:
 
 def violations(schedule: Schedule) -> Iterator[Violation]:
     """What would wait for ever, or cannot hold; `field` is that of Schedule."""
-    batch, admitted = schedule.batch, schedule.admitted
+    batch = schedule.batch
+    admitted = schedule.admitted
     buffer = admitted if schedule.buffer_groups is None else schedule.buffer_groups
     if buffer < batch:
         why = f"a step trains on {batch} finished groups, and with fewer places none would ever have them"

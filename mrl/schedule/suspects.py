@@ -27,7 +27,8 @@ class Suspects:
 def suspects(losses: Iterable[Collection[int]]) -> Suspects:
     """`losses`: prompts under way at each engine when it was lost, in the order of time."""
     times: Counter[int] = Counter()
-    aside, alone = set[int](), set[int]()
+    aside = set[int]()
+    alone = set[int]()
     for prompts in losses:
         most = max((times[prompt] for prompt in prompts), default=0)
         worst = {prompt for prompt in prompts if times[prompt] == most} if most else set()

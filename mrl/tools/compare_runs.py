@@ -30,7 +30,8 @@ def checkpoint_difference(first: Path, second: Path) -> str | None:
 
     Raises EnvironmentFault for one that is damaged.
     """
-    first_manifest, second_manifest = read_manifest(first), read_manifest(second)
+    first_manifest = read_manifest(first)
+    second_manifest = read_manifest(second)
     for folder, manifest in ((first, first_manifest), (second, second_manifest)):
         check_digests(folder, manifest)
     return next((text for text in _differences(first, second, first_manifest, second_manifest) if text), None)
@@ -38,9 +39,10 @@ def checkpoint_difference(first: Path, second: Path) -> str | None:
 
 def metrics_difference(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> str | None:
     """The first difference of two lists of metrics lines, steps in order; None when all numbers are the same."""
-    steps = [[row["training/global_step"] for row in rows] for rows in (first, second)]
-    if steps[0] != steps[1]:
-        return f"metrics: steps {steps[0]} and {steps[1]}"
+    first_steps = [row["training/global_step"] for row in first]
+    second_steps = [row["training/global_step"] for row in second]
+    if first_steps != second_steps:
+        return f"metrics: steps {first_steps} and {second_steps}"
     for a, b in zip(first, second, strict=True):
         for name in sorted(a.keys() | b.keys()):
             if is_of_clock(name) or (is_counted_by_engine(name) and lacked_engines(a, b)):
@@ -86,19 +88,24 @@ def _differences(
 
 
 def _unlike(what: str, a: Any, b: Any) -> str | None:
-    return None if a == b else f"{what}: {a} and {b}"
+    if a == b:
+        return None
+    return f"{what}: {a} and {b}"
 
 
 def _tensor_difference(first: Path, second: Path, manifest: Manifest) -> str:
     """Names the first tensor of two files that differs, what it is in the model, and where."""
     from safetensors import safe_open
 
-    names = {(e.file, e.key): sorted({p.hf_name for p in e.pieces}) for e in manifest.read_entries(first.parent)}
+    names = {}
+    for entry in manifest.read_entries(first.parent):
+        names[entry.file, entry.key] = sorted({piece.hf_name for piece in entry.pieces})
     with safe_open(first, "pt") as a, safe_open(second, "pt") as b:
         if sorted(a.keys()) != sorted(b.keys()):
             return f"{first.name}: tensors {sorted(set(a.keys()) ^ set(b.keys()))[:4]} are in one of the two only"
         for key in sorted(a.keys()):
-            x, y = a.get_tensor(key), b.get_tensor(key)
+            x = a.get_tensor(key)
+            y = b.get_tensor(key)
             if x.shape != y.shape or x.dtype != y.dtype:
                 return f"{first.name}, {key}: {x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}"
             unlike = (x != y) & ~((x != x) & (y != y))
@@ -135,7 +142,8 @@ def verify_resume(resolved: ResolvedConfig, steps: int) -> ResumeVerdict:
     place.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f"{place.name}.verify-resume-", dir=place.parent))
     try:
-        run, whole = RunDir(work / "run"), work / "whole"
+        run = RunDir(work / "run")
+        whole = work / "whole"
         config = work / "config.yaml"
         config.write_text(resolved.to_yaml())
         _train(config, run, steps, work / "whole.log")
@@ -158,11 +166,15 @@ def verify_resume(resolved: ResolvedConfig, steps: int) -> ResumeVerdict:
 def _train(config: Path, run: RunDir, steps: int, log: Path, *more: str) -> None:
     """`mrl train` in a process of its own: what a process keeps in memory must not help a resume."""
     settings = {
-        "trainer.total_training_steps": 2 * steps, "trainer.save_freq": steps, "trainer.max_actor_ckpt_to_keep": 2,
-        "trainer.val_before_train": "false", "trainer.test_freq": -1, "trainer.logger": "[console]",
+        "trainer.total_training_steps": 2 * steps,
+        "trainer.save_freq": steps,
+        "trainer.max_actor_ckpt_to_keep": 2,
+        "trainer.val_before_train": "false",
+        "trainer.test_freq": -1,
+        "trainer.logger": "[console]",
         "trainer.resume_mode": "disable",
         "trainer.resume_from_path": "null",
-    }  # fmt: skip
+    }
     overrides = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
     with stopped_by_sigterm():
         code = run_mrl(["train", str(config), "--run-dir", str(run.path), *overrides, *more], log)

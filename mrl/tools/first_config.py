@@ -6,6 +6,7 @@ turn on all devices.
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -38,7 +39,9 @@ from mrl.tools.search_report import (
 )
 from mrl.units import GIB
 
-_FEW_PROMPTS, _FEW_MINI = 16, 8  # on a CPU
+# on a CPU
+_FEW_PROMPTS = 16
+_FEW_MINI = 8
 _SEQUENCES = 8  # of the longest kind that an engine's cache should hold at once
 _SHARE = 0.7  # of a device's memory, for an engine beside an actor that is on the host meanwhile
 _MOST_DEVICES = 100_000
@@ -53,7 +56,7 @@ _OFFLOADED = ("actor.param_offload", "actor.grad_offload", "actor.optimizer_offl
 
 @dataclass(frozen=True)
 class DeviceCount:
-    """So many devices of one kind, as whole nodes where they are more than one node has."""
+    """A number of devices of one kind, as whole nodes where they are more than one node has."""
 
     device: Device
     nodes: int
@@ -106,7 +109,11 @@ def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str
 
     What costs least speed is tried first: Adam's states on the devices, small engines.
     """
-    recipe, sizes, against = "gspo" if model.is_moe else "grpo", _engine_sizes(model, count), _Against()
+    recipe = "grpo"
+    if model.is_moe:
+        recipe = "gspo"
+    sizes = _engine_sizes(model, count)
+    against = _Against()
     for adam in _places_of_adam(count):
         ways = [_usual(path, model, count, tensor) | adam for tensor in sizes]
         configs = [RunConfig.model_validate(nested(values | data)) for values in ways]
@@ -134,23 +141,33 @@ def usual_config(path: str, model: ModelSpec, device: Device, devices: int) -> R
 
 
 def _faster(config: RunConfig, problem: SearchProblem, result: SearchResult, count: DeviceCount) -> dict[str, Any]:
-    """Keys of the fastest whole step, where engines and micro-batches are looked at too; none on a CPU, whose engines
-    have no share of a device.
+    """Keys of the fastest whole step, where engines and micro-batches are looked at too.
+
+    None on a CPU, whose engines have no share of a device.
     """
-    best = None if count.device.platform == "cpu" else fastest_run(config, problem, result)
-    return {} if best is None else differing(config, best.config)
+    best = None
+    if count.device.platform != "cpu":
+        best = fastest_run(config, problem, result)
+    if best is None:
+        return {}
+    return differing(config, best.config)
 
 
 def _written(result: SearchResult, found: dict[str, Any], first: Candidate) -> Candidate:
     """The candidate whose layout is written; `first`, where only its micro-batches make it fit."""
     degrees = {key: found.get(f"actor.layout.{key}") for key in first.degrees | dict.fromkeys(_DEGREES)}
-    wanted = {key: value for key, value in degrees.items() if value not in (None, 1, False)}
-    fitting = (c for c in result.fitting if {k: v for k, v in c.degrees.items() if v not in (None, 1, False)} == wanted)
+    wanted = _cutting(degrees)
+    fitting = (candidate for candidate in result.fitting if _cutting(candidate.degrees) == wanted)
     return next(fitting, first)
 
 
+def _cutting(degrees: Mapping[str, Any]) -> dict[str, Any]:
+    """The degrees that cut something: those that are neither left out, 1 nor off."""
+    return {key: value for key, value in degrees.items() if value not in (None, 1, False)}
+
+
 def _as_planned(candidate: Candidate, values: dict[str, Any], problem: SearchProblem) -> Candidate:
-    """With what `mrl plan` says of the file: the actor's fullest phase of the whole run, and what is computed again."""
+    """The candidate with what `mrl plan` says of the file: the actor's fullest phase, and what is computed again."""
     config = RunConfig.model_validate(nested(values))
     memory = memory_section(PlanInputs.of(config, problem.model, problem.device))
     return replace(candidate, phase=planned_phase(memory), recompute=recompute_of(config))
@@ -168,7 +185,9 @@ class _Against:
 def _places_of_adam(count: DeviceCount) -> tuple[dict[str, Any], ...]:
     """Keys with which its states are on the devices, and on the host; on a CPU that is the same."""
     on_host = {"actor.optim.override_optimizer_config": HOST_ADAM, "actor.optimizer_offload": False}
-    return ({},) if count.device.platform == "cpu" else ({}, on_host)
+    if count.device.platform == "cpu":
+        return ({},)
+    return ({}, on_host)
 
 
 def _is_legal(config: RunConfig, model: ModelSpec, broken: list[Violation], candidate: Candidate) -> bool:
@@ -182,9 +201,13 @@ def _refusal(path: str, count: DeviceCount, against: _Against) -> str:
     if against.broken and not against.left_out:
         first = replace(against.broken[0], where="")  # nobody has written it yet
         return f"{path} on {count}: every layout that fits breaks a rule, the fastest this: {first}"
-    host = "" if count.device.platform == "cpu" else ", also with its optimizer on the host"
+    host = ", also with its optimizer on the host"
+    if count.device.platform == "cpu":
+        host = ""
     weighs = [what for found in (against.left_out, against.too_large) for what, _ in found.most_common(_SAID)]
-    most = f"; what weighs most: {'; '.join(dict.fromkeys(weighs))}" if weighs else ""
+    most = ""
+    if weighs:
+        most = f"; what weighs most: {'; '.join(dict.fromkeys(weighs))}"
     return f"{path} does not fit on {count}{host}{most}; give more devices, or larger ones"
 
 

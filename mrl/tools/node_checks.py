@@ -44,8 +44,10 @@ class NodeFacts:
 
     @classmethod
     def here(cls, device: str) -> "NodeFacts":
-        """Of this node, as a host of such devices."""
-        driver = "" if device == "cpu" else find_devices(device).driver or "unknown"
+        """The facts of this node, as a host of such devices."""
+        driver = ""
+        if device != "cpu":
+            driver = find_devices(device).driver or "unknown"
         return cls(_kinds(device), driver, software(), shutil.disk_usage("/dev/shm").total / GIB)
 
 
@@ -75,7 +77,7 @@ class Clock:
 
 
 def unlike_faults(nodes: Mapping[str, NodeFacts]) -> list[str]:
-    """By address; what does not belong together, each with its cure."""
+    """What does not belong together among nodes, given by address, each with its cure."""
     problems = [
         _unlike({address: node.devices for address, node in nodes.items()}, "devices", "give a run one kind of them"),
         _unlike({address: node.driver for address, node in nodes.items()}, "drivers", "install one on every node"),
@@ -101,7 +103,7 @@ def _unlike(values: Mapping[str, str], what: str, cure: str) -> str:
 
 
 def clock_faults(clocks: Mapping[str, Clock], limit_s: float = SKEW_S) -> list[str]:
-    """By address; what is wrong between the nodes and the asker."""
+    """What is wrong between the asker's clock and those of nodes, given by address."""
     return [
         f"the clock of {address} is {abs(clock.skew_s):.1f} s {'ahead' if clock.skew_s > 0 else 'behind'}"
         for address, clock in clocks.items()
@@ -115,9 +117,9 @@ def port_faults(closed: Mapping[str, Sequence[tuple[str, int]]]) -> list[str]:
 
 
 def reaches(targets: Sequence[tuple[str, int]], timeout_s: float = _TRY_S) -> list[tuple[str, int]]:
-    """Those of `targets` to which no connection can be made from here.
+    """Returns the `targets` to which no connection can be made from here.
 
-    Tried beside each other: a firewall drops what it does not let through, and each try takes its whole time.
+    They are tried beside each other: a firewall drops what it does not let through, and each try takes its whole time.
     """
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         is_open = list(threads.map(lambda target: _is_open(target, timeout_s), targets))
@@ -133,7 +135,7 @@ def _is_open(target: tuple[str, int], timeout_s: float) -> bool:
 
 
 class Listener:
-    """On one node: what it is, its clock, two open ports, and what it reaches."""
+    """An actor on one node: what the node is, its clock, two open ports, and what it reaches."""
 
     def __init__(self) -> None:
         import ray
@@ -152,11 +154,11 @@ class Listener:
         return time.time()
 
     def ports(self) -> list[tuple[str, int]]:
-        """Where it listens."""
+        """Addresses and ports where it listens."""
         return [(self.address, held.getsockname()[1]) for held in self._sockets]
 
     def closed(self, targets: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """See `reaches`."""
+        """Those of `targets` on other nodes to which no connection can be made from here."""
         return reaches([target for target in targets if target[0] != self.address])
 
 
@@ -167,7 +169,8 @@ def check_nodes(address: str, device: str) -> tuple[int, list[str]]:
     from mrl.remote.helper_actors import on_node
 
     ray.init(address=address, log_to_driver=False, logging_level="error", namespace="mrl-doctor")
-    kind, nodes = ray.remote(Listener), [node for node in ray.nodes() if node["Alive"]]
+    kind = ray.remote(Listener)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
     there = {node["NodeManagerAddress"]: kind.options(**on_node(node["NodeID"])).remote() for node in nodes}
 
     def all_of(method: str, *arguments: object) -> dict:
@@ -178,9 +181,7 @@ def check_nodes(address: str, device: str) -> tuple[int, list[str]]:
     targets = [target for of_node in all_of("ports").values() for target in of_node]
     clocks = {host: _asked(ray, listener) for host, listener in there.items()}
     apart = ((clock_faults(clocks), _CLOCKS), (port_faults(all_of("closed", targets)), _PORTS))
-    return len(nodes), [
-        *unlike_faults(facts), *(f"{', '.join(found)}: {cure}" for found, cure in apart if found)
-    ]  # fmt: skip
+    return len(nodes), [*unlike_faults(facts), *(f"{', '.join(found)}: {cure}" for found, cure in apart if found)]
 
 
 def _asked(ray, listener) -> Clock:

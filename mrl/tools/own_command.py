@@ -37,10 +37,14 @@ def started_mrl(
 ) -> Iterator[subprocess.Popen]:
     """`mrl ARGUMENTS` for the time of the block, which ends it with all that it started. `output`: the caller's."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments], stdin=subprocess.DEVNULL, stdout=output,
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
         stderr=None if output is None else subprocess.STDOUT,
-        env=environment, start_new_session=True, preexec_fn=_stop_with_the_caller,
-    )  # fmt: skip
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_stop_with_the_caller,
+    )
     try:
         yield process
     finally:

@@ -31,7 +31,9 @@ _SHARES = (0.88, 0.8, 0.7, 0.6)  # of a device's memory, for an engine that has 
 _SEQUENCES = (256, 512, 1024)
 _SAMPLES = (1, 2, 4)  # longest samples that a micro-batch has room for
 _LAYOUTS = 20  # of the actor, of which larger micro-batches are tried
-_ACTORS, _ENGINES = 60, 6  # of which pairs are tried
+# of which pairs are tried
+_ACTORS = 60
+_ENGINES = 6
 _TRIED = 150  # plans of whole runs at most
 _PER_SHARE = 0.02  # generation slows by less than this where a smaller share of the memory is as good
 
@@ -55,8 +57,9 @@ def step_of(config: RunConfig, model: ModelSpec, device: Device) -> dict[str, fl
 
 
 def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult) -> WholeRun | None:
-    """Of all that fit and break no rule, for the devices, the batch and the limits of `config`."""
-    model, device = problem.model, problem.device
+    """The fastest run that fits and breaks no rule, for the devices, the batch and the limits of `config`."""
+    model = problem.model
+    device = problem.device
     actors = heapq.nsmallest(_ACTORS, _actors(config, problem, result), key=lambda found: found[0])
     if not actors:
         return None
@@ -89,7 +92,8 @@ def settings_between(config: RunConfig, other: RunConfig) -> list[str]:
 
 def differing(config: RunConfig, other: RunConfig) -> dict[str, Any]:
     """Dotted keys whose values differ, with those of the other; fields of an `override_*` key one by one."""
-    before, after = dict(_leaves(config.model_dump())), dict(_leaves(other.model_dump()))
+    before = dict(_leaves(config.model_dump()))
+    after = dict(_leaves(other.model_dump()))
     return {key: after.get(key) for key in before | after if before.get(key) != after.get(key)}
 
 
@@ -128,7 +132,10 @@ def _actors(config: RunConfig, problem: SearchProblem, result: SearchResult) -> 
 
 
 def _recomputed(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
-    """With the least recomputation that fits, and with more: what engines leave may be less than the search counts."""
+    """Candidates with the least recomputation that fits, and with more.
+
+    What engines leave may be less than the search counts.
+    """
     for first in range(len(RECOMPUTE)):
         found = best_fit(problem, candidate.degrees, candidate.layout, RECOMPUTE[first:])
         if isinstance(found, Candidate) and (first == 0 or found.recompute == RECOMPUTE[first]):
@@ -152,7 +159,8 @@ def _actor(config: RunConfig, problem: SearchProblem, found: Candidate, tokens: 
 
 def _engines(config: RunConfig, model: ModelSpec, device: Device) -> Iterator[tuple[float, dict[str, Any]]]:
     """(seconds of generation, keys) of all engines that take the devices which the configuration gives them."""
-    cluster, rollout = config.cluster, config.rollout
+    cluster = config.cluster
+    rollout = config.rollout
     devices = rollout.num_engines * rollout.workers_per_engine
     tensors = [n for n in range(1, cluster.n_gpus_per_node + 1) if engine_splits_heads(n, model)]
     datas = [n for n in range(1, devices + 1) if devices % n == 0] if model.is_moe else [1]
@@ -176,7 +184,7 @@ def _engines(config: RunConfig, model: ModelSpec, device: Device) -> Iterator[tu
 
 
 def _generation(config: RunConfig, model: ModelSpec, device: Device) -> float | None:
-    """None of engines that cannot be, or have no cache for one sequence."""
+    """Seconds of generation; None for engines that cannot be, or have no cache for one sequence."""
     if any(violation.field.startswith("rollout.") for violation in violations(ResolvedConfig(config, {}), model)):
         return None
     inputs = PlanInputs.of(config, model, device)

@@ -31,8 +31,12 @@ _NOTATIONS = tuple(
     {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
     for embedding, loss in product((False, True), repeat=2)
 )
-_TP, _PP, _VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-_CP, _EP, _ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+_TP = "tensor_model_parallel_size"
+_PP = "pipeline_model_parallel_size"
+_VPP = "virtual_pipeline_model_parallel_size"
+_CP = "context_parallel_size"
+_EP = "expert_model_parallel_size"
+_ETP = "expert_tensor_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,9 @@ class SearchProblem:
 
     def work_in(self, layout: TrainLayout) -> PassWork:
         """The work with the micro-batches of a layout: budgets of a device grow with context parallelism."""
-        return self.work if self.micro_of is None else replace(self.work, micro=self.micro_of(layout))
+        if self.micro_of is None:
+            return self.work
+        return replace(self.work, micro=self.micro_of(layout))
 
 
 @dataclass(frozen=True)
@@ -83,17 +89,22 @@ class Candidate:
 
     @property
     def bubble(self) -> float:
-        """Share of the update."""
+        """The pipeline bubble's share of the update."""
         return self.seconds.bubble / self.seconds.total
 
     def reasons(self, per_node: int) -> str:
         """Why it stands where it stands, in a line."""
-        s, layout = self.seconds, self.layout
+        s = self.seconds
+        layout = self.layout
         costs = {"tensor": s.tensor, "expert": s.expert, "context": s.context, "bubble": s.bubble, "data": s.data}
         worst = max(costs, key=lambda name: costs[name])
-        where = "inside a node" if layout.tensor <= per_node else "across nodes"
+        where = "across nodes"
+        if layout.tensor <= per_node:
+            where = "inside a node"
         experts = layout.expert * layout.expert_tensor
-        spread = f"; experts {'inside a node' if experts <= per_node else 'across nodes'}" if experts > 1 else ""
+        spread = ""
+        if experts > 1:
+            spread = f"; experts {'inside a node' if experts <= per_node else 'across nodes'}"
         room = (
             f"{self.phase.total / GIB:.1f} of {self.phase.device_bytes / GIB:.1f} GiB in {self.phase.name}, "
             f"most {self.phase.largest}"
@@ -113,7 +124,9 @@ class SearchResult:
 
 def search(problem: SearchProblem) -> SearchResult:
     """Every legal layout, looked at once."""
-    fitting, too_large, legal = [], Counter(), 0
+    fitting = []
+    too_large = Counter()
+    legal = 0
     for degrees, layout in legal_layouts(problem):
         legal += 1
         best = best_fit(problem, degrees, layout)
@@ -142,7 +155,9 @@ def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout
     """
     if release_of(problem.megatron) is None:
         raise ConfigError(f"--megatron {problem.megatron}: is no version of megatron-core, such as {MEGATRON}")
-    model, world, shares_heads = problem.model, problem.devices, shares_key_value_heads(problem.megatron)
+    model = problem.model
+    world = problem.devices
+    shares_heads = shares_key_value_heads(problem.megatron)
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     interleaves = get_hosting(problem.device.platform).interleaves_stages
     for pp, vp, notation in _pipelines(model.num_layers, divisors, interleaves):
@@ -215,8 +230,9 @@ def unlike_stages(model: ModelSpec, layout: TrainLayout) -> list[int]:
 def fullest_phase(
     problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: dict[int, StateBytes]
 ) -> Phase:
-    """Over the given stages and all phases of the actor."""
-    load, work = problem.assumptions.expert_load_in(layout), problem.work_in(layout)
+    """The fullest of all the actor's phases over the given stages."""
+    load = problem.assumptions.expert_load_in(layout)
+    work = problem.work_in(layout)
     activations = Activations(
         problem.model, layout, work.micro, problem.precision.parameters, recompute=recompute, expert_load=load
     )

@@ -40,8 +40,13 @@ from mrl.tools.search import (
 from mrl.units import GIB
 
 _TRIED = 100  # plans of whole runs at most
-PROMPT, RESPONSE = 2048, 8192  # tokens, of a usual run of long answers
-PROMPTS, MINI, N = 128, 32, 8  # of its step, of an update; responses a prompt
+# tokens, of a usual run of long answers
+PROMPT = 2048
+RESPONSE = 8192
+# of its step, of an update; responses a prompt
+PROMPTS = 128
+MINI = 32
+N = 8
 
 
 def usual_batch(devices: int) -> tuple[int, int]:
@@ -72,7 +77,7 @@ def search_problem(
 
 
 def problem_with(problem: SearchProblem, config: RunConfig) -> SearchProblem:
-    """The same with the micro-batches of `config`."""
+    """The problem with the micro-batches of `config`."""
     micro_of = partial(update_micro_batch, config)
     micro = micro_of(TrainLayout.build({"world_size": problem.devices}, problem.model))
     return replace(problem, micro_of=micro_of, work=replace(problem.work, micro=micro))
@@ -124,11 +129,9 @@ def _row(config: RunConfig, problem: SearchProblem, candidate: Candidate) -> dic
 
 def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:
     """Smallest engines that hold at least one sequence, and how many tokens their cache has."""
-    model, device, length = (
-        problem.model,
-        problem.device,
-        config.data.max_sample_length,
-    )
+    model = problem.model
+    device = problem.device
+    length = config.data.max_sample_length
     lines = []
     for tensor in (n for n in range(1, problem.per_node + 1) if engine_splits_heads(n, model)):
         engine = engine_memory(
@@ -198,7 +201,7 @@ def _planned(config: RunConfig, problem: SearchProblem, candidate: Candidate) ->
 
 
 def _recomputed(problem: SearchProblem, candidate: Candidate) -> Candidate:
-    """The same layout with the recomputation that saves most."""
+    """The candidate's layout with the recomputation that saves most."""
     states = [
         stage_state(problem.model, candidate.layout, pp, problem.precision)
         for pp in unlike_stages(problem.model, candidate.layout)
@@ -222,4 +225,6 @@ def _too_large(memory: dict[str, Any]) -> str:
     if large:
         _, name, term = max(large)
         return f"{name}, most {term}"
-    return "host memory" if not memory["host"]["fits"] else "a cache of less than one sequence"
+    if not memory["host"]["fits"]:
+        return "host memory"
+    return "a cache of less than one sequence"

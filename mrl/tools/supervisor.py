@@ -47,7 +47,9 @@ class End:
 
     def __str__(self) -> str:
         how = f"killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
-        return f"{how}: {self.why}" if self.why else how
+        if self.why:
+            return f"{how}: {self.why}"
+        return how
 
 
 class SignalRelay:
@@ -64,7 +66,7 @@ class SignalRelay:
             process.send_signal(self.signal)
 
     def receive(self, number: int, _frame: Any) -> None:
-        """Is what a signal calls."""
+        """Hands a signal on to the process that runs."""
         self.signal = number
         if self._process is not None:
             self._process.send_signal(number)
@@ -84,7 +86,9 @@ def supervise(arguments: Sequence[str], folder: Path, restarts: int) -> int:
         while True:
             ends.append(_one_start(arguments, folder, stop, is_first=not ends))
             if not _goes_on(ends, restarts, stop):
-                return Interrupted.exit_code if ends[-1].code < 0 else ends[-1].code
+                if ends[-1].code < 0:
+                    return Interrupted.exit_code
+                return ends[-1].code
             print(f"supervisor: {ends[-1]}; start {len(ends) + 1} of {restarts + 1}", flush=True)
 
 
@@ -144,11 +148,15 @@ def _clean_up(run: RunDir) -> None:
 def _newest_attempt(folder: Path, before: int) -> Attempt | None:
     """What the newest start wrote of itself; None where it did not come so far. `before`: starts that were there."""
     attempts = read_attempts(folder)
-    return attempts[-1] if len(attempts) > before else None
+    if len(attempts) > before:
+        return attempts[-1]
+    return None
 
 
 def _newest_line(run: RunDir) -> Mapping[str, Any]:
     rows = []
     with suppress(ConfigError):  # of a damaged file, which the run itself refuses
         rows = read_metrics(run.metrics)
-    return rows[-1] if rows else {}
+    if rows:
+        return rows[-1]
+    return {}

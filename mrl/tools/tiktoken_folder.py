@@ -109,7 +109,9 @@ def _settings(model: Path) -> dict[str, Any]:
 def _class_of(model: Path, settings: Mapping[str, Any]) -> str:
     """The tokenizer's class by module and name. Raises ConfigError for one that is not known here."""
     auto_map = settings.get("auto_map")
-    classes = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else None
+    classes = None
+    if isinstance(auto_map, dict):
+        classes = auto_map.get("AutoTokenizer")
     named = classes[0] if isinstance(classes, list) and classes else classes
     if named not in _CLASSES:
         raise ConfigError(
@@ -119,7 +121,7 @@ def _class_of(model: Path, settings: Mapping[str, Any]) -> str:
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """The tokens of a tiktoken.model with their ranks. Raises EnvironmentFault for a file that is none."""
+    """The tokens of a tiktoken.model with their ranks. Raises EnvironmentFault for another kind of file."""
     try:
         check_own_file(file)
         lines = read_bytes(file, _VOCABULARY_BYTES).splitlines()
@@ -158,7 +160,7 @@ def fast_tokenizer(ranks: Mapping[bytes, int], added: list[tuple[str, bool]]) ->
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     class Converter(TikTokenConverter):
-        """Of ranks that are read already; transformers' own needs the tiktoken package to read them."""
+        """Converts ranks that are read already; transformers' own class needs the tiktoken package to read them."""
 
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: Any) -> dict[bytes, int]:

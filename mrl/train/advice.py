@@ -16,8 +16,13 @@ Adviser = Callable[[Mapping[str, float]], str | None]
 CLIPS_TOO_MUCH = 0.4
 MISMATCH = "rollout_corr/k3_kl"
 MISMATCH_LIMIT = 1e-2  # nats a token; mixtures of experts without replay of routes have about 1.5e-3 (arXiv:2510.11370)
-FIRST_STEPS, DRIFT_FACTOR, DRIFT_FLOOR = 5, 5.0, 1e-4  # below the floor even a manyfold growth is rounding
-PAPER_BAND, PAPER_LENGTH = 3e-4, 1000  # GSPO's lower clip, and the response length in tokens at which it fits
+# below the floor even a manyfold growth is rounding
+FIRST_STEPS = 5
+DRIFT_FACTOR = 5.0
+DRIFT_FLOOR = 1e-4
+# GSPO's lower clip, and the response length in tokens at which it fits
+PAPER_BAND = 3e-4
+PAPER_LENGTH = 1000
 
 
 def clip_advice(loss: PolicyLossConfig, updates_per_step: int, metrics: Mapping[str, float]) -> str | None:
@@ -32,12 +37,12 @@ def clip_advice(loss: PolicyLossConfig, updates_per_step: int, metrics: Mapping[
     if 0 < clipped <= CLIPS_TOO_MUCH:
         return None
     length = metrics.get("response_length/mean", 0.0)
-    fitting = (
-        f"; at {length:.0f} tokens a band near {PAPER_BAND * sqrt(PAPER_LENGTH / length):.1g} is usual"
-        if length > 0
-        else ""
-    )
-    cure = "widen it or lower actor.optim.lr" if clipped else "narrow it, unless the learning rate is still warming up"
+    fitting = ""
+    if length > 0:
+        fitting = f"; at {length:.0f} tokens a band near {PAPER_BAND * sqrt(PAPER_LENGTH / length):.1g} is usual"
+    cure = "narrow it, unless the learning rate is still warming up"
+    if clipped:
+        cure = "widen it or lower actor.optim.lr"
     return (
         f"warning: actor/pg_clipfrac is {clipped:.3g} (healthy: above 0, up to {CLIPS_TOO_MUCH}): "
         f"algorithm.policy_loss.clip_ratio_low and _high, {loss.clip_ratio_low:g} and {loss.clip_ratio_high:g}, clip "
@@ -54,11 +59,9 @@ def routes_advice(rollout: RolloutConfig, device: str, metrics: Mapping[str, flo
     if not missing:
         return None
     cached = rollout.enable_prefix_caching and not get_hosting(device).returns_routes
-    cure = (
-        "rollout.enable_prefix_caching: false brings those of cached prompts"
-        if cached
-        else "see logs/engine-N.log in the run directory"
-    )
+    cure = "see logs/engine-N.log in the run directory"
+    if cached:
+        cure = "rollout.enable_prefix_caching: false brings those of cached prompts"
     return (
         f"warning: router/missing_routes is {missing:.3g}: this share of choices is the trainer's own, not "
         f"the engine's (R3); {cure}"
@@ -86,9 +89,9 @@ class MismatchWatch:
         if now > MISMATCH_LIMIT:
             size = f"above {MISMATCH_LIMIT:g}"
         elif now > max(DRIFT_FACTOR * usual, DRIFT_FLOOR):
-            size = (
-                f"{now / usual:.0f} times that of the first {FIRST_STEPS} steps" if usual else "where it was 0 at first"
-            )
+            size = "where it was 0 at first"
+            if usual:
+                size = f"{now / usual:.0f} times that of the first {FIRST_STEPS} steps"
         else:
             return None
         cure = _mismatch_cure(self._algorithm, self._rollout)

@@ -80,7 +80,7 @@ class Run:
 
 @contextmanager
 def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] | None = None) -> Iterator[Run]:
-    """Everything that a run needs, ready for its next step; `resolved` has passed `mrl.train.preflight`.
+    """Opens everything that a run needs for its next step; `resolved` has passed `mrl.train.preflight`.
 
     `views`: of its metrics, beside those that trainer.logger names.
 
@@ -143,8 +143,12 @@ class _Starts:
         views: Mapping[str, View] | None,
         stop: StopFlag,
     ) -> None:
-        self._config, self._data, self._files = config, data, files
-        self._damaged, self._views, self._stop = damaged, views, stop
+        self._config = config
+        self._data = data
+        self._files = files
+        self._damaged = damaged
+        self._views = views
+        self._stop = stop
         self._kept = stack.enter_context(ExitStack())  # engines and scorers
         self._own = stack.enter_context(ExitStack())  # ranks, and all that knows them
         self._processes: Processes | None = None
@@ -279,10 +283,22 @@ def _ready_run(
     rules = _generation_rules(config, files)
     generation = stack.enter_context(closing(Generation(rules, responder, data.stream, state)))
     return Run(
-        config=config, run_dir=run_dir, val_prompts=data.val_prompts, total_steps=data.total_steps, stop=stop,
-        record=record, responder=responder, actor=actor, placement=processes.placement, saver=saver,
-        sample_writer=sample_writer, generation=generation, machines=machines, peak=peak, state=state,
-    )  # fmt: skip
+        config=config,
+        run_dir=run_dir,
+        val_prompts=data.val_prompts,
+        total_steps=data.total_steps,
+        stop=stop,
+        record=record,
+        responder=responder,
+        actor=actor,
+        placement=processes.placement,
+        saver=saver,
+        sample_writer=sample_writer,
+        generation=generation,
+        machines=machines,
+        peak=peak,
+        state=state,
+    )
 
 
 def _go_on(files: Files, data: Data) -> None:

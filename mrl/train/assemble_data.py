@@ -35,7 +35,9 @@ class Data:
     @property
     def bad_rows(self) -> tuple[SetAside, ...]:
         """Rows of all files that cannot be used."""
-        held_out = self.val_prompts.report.bad_rows if self.val_prompts else ()
+        held_out = ()
+        if self.val_prompts:
+            held_out = self.val_prompts.report.bad_rows
         return (*self.stream.prompts.report.bad_rows, *held_out)
 
     @property
@@ -109,10 +111,17 @@ def check_goes_on(tools: Offer | None, trainer: TrainerConfig) -> None:
 def prompt_parameters(data: DataConfig, tools: Offer | None = None) -> PromptParameters:
     """How rows become prompts."""
     return PromptParameters(
-        data.prompt_key, data.max_prompt_length, data.filter_overlong_prompts, data.truncation, data.max_bad_row_share,
-        data.apply_chat_template_kwargs, data.enable_thinking, data.drop_duplicates, data.reward_fn_key,
+        data.prompt_key,
+        data.max_prompt_length,
+        data.filter_overlong_prompts,
+        data.truncation,
+        data.max_bad_row_share,
+        data.apply_chat_template_kwargs,
+        data.enable_thinking,
+        data.drop_duplicates,
+        data.reward_fn_key,
         tools,
-    )  # fmt: skip
+    )
 
 
 def load_training(data: DataConfig, seed: int, tokenizer: Any, tools: Offer | None = None) -> PromptStream:
@@ -139,7 +148,9 @@ def load_validation(data: DataConfig, tokenizer: Any, tools: Offer | None = None
 
 
 def _read_and_taken(usable: PromptDataset, taken: PromptDataset) -> str:
-    return str(usable.report) if taken is usable else f"{len(taken)} of {len(usable)}; {usable.report}"
+    if taken is usable:
+        return str(usable.report)
+    return f"{len(taken)} of {len(usable)}; {usable.report}"
 
 
 def reward_spec(reward: RewardConfig, data_sources: Iterable[str] = ()) -> RewardSpec:

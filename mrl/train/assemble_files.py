@@ -55,7 +55,9 @@ class Beginning:
     @property
     def checkpoint(self) -> Path | None:
         """Folder of the checkpoint that ranks load; None where there is none yet."""
-        return None if self.point is None else self.point.path
+        if self.point is None:
+            return None
+        return self.point.path
 
 
 def find_beginning(
@@ -73,14 +75,21 @@ def find_beginning(
     identity = RunIdentity.of(config)
     folder = run_dir_path(config.trainer, resume)
     find_point = partial(
-        resume_point, config.trainer, identity, folder, damaged=damaged, data_fingerprint=data.fingerprint,
+        resume_point,
+        config.trainer,
+        identity,
+        folder,
+        damaged=damaged,
+        data_fingerprint=data.fingerprint,
         resume=resume,
-    )  # fmt: skip
+    )
     point = find_point()
     deployment = Deployment.of(config)
     stack.enter_context(ray_cluster(deployment))
     model = load_model_spec(config.model.path)
-    held_out = len(data.val_prompts) if data.val_prompts else None
+    held_out = None
+    if data.val_prompts:
+        held_out = len(data.val_prompts)
     plan = plan_again(config, model, RunDir(folder).plan, held_out)
     check_object_stores(plan["memory"]["host"]["object_store_bytes"], object_store_sizes(deployment))
     stop.leave_nothing = partial(leave_nothing, RunDir(folder).logs)
@@ -144,7 +153,7 @@ def open_files(
 
 
 def with_spool(own: ExitStack, files: Files) -> Files:
-    """With the groups on their way that the resume point has; `own` gives them up."""
+    """The files with the groups on their way that the resume point has; `own` gives these up."""
     spool = own.enter_context(_spool(files.beginning, files.run_dir))
     state = files.state
     if state.step and "ahead" in files.beginning.point.manifest.trainer:
@@ -154,7 +163,10 @@ def with_spool(own: ExitStack, files: Files) -> Files:
 
 
 def at_newest_checkpoint(files: Files) -> Files:
-    """The same run where it goes on after its ranks are lost: its newest intact checkpoint, without one its start."""
+    """The files of a run that goes on after its ranks are lost.
+
+    It goes on from its newest intact checkpoint, without one from its start.
+    """
     point = files.beginning.find_point(resume=True)
     beginning = replace(files.beginning, point=point)
     suspects = files.lost.suspects_now()

@@ -117,7 +117,7 @@ def start_engines(
 def _beside_each_other(
     kept: ExitStack, own: ExitStack, config: RunConfig, files: Files, before: RolloutGroup | None
 ) -> tuple[RolloutGroup, ActorGroup]:
-    """Engines start while ranks load."""
+    """Starts engines while ranks load."""
     folder = files.run_dir.path
     engines = start_engines(config, folder, files.poll, before=before)
     kept.callback(engines.stop)
@@ -130,8 +130,9 @@ def _beside_each_other(
 def _on_shared_devices(
     kept: ExitStack, own: ExitStack, config: RunConfig, files: Files, seats: SharedSeats, before: RolloutGroup | None
 ) -> tuple[RolloutGroup, ActorGroup]:
-    """Engines start first and sleep: vLLM measures what is free of a device, and a model that comes onto it meanwhile
-    would be counted as its own.
+    """Starts engines first, which then sleep.
+
+    vLLM measures what is free of a device, and a model that comes onto it meanwhile would be counted as its own.
     """
     folder = files.run_dir.path
     engines = start_engines(config, folder, files.poll, seats.engines, before)

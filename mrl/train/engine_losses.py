@@ -16,7 +16,7 @@ from mrl.vllm.requests import engine_of
 
 
 class EngineLosses:
-    """Of one run. Whoever calls holds what guards the dispatcher."""
+    """What a run does when engines are lost. Whoever calls holds what guards the dispatcher."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class EngineLosses:
         return True
 
     def make_again(self, engines: Sequence[str]) -> None:
-        """The requests of these engines go to others, or to whoever comes back; what they were at is noted.
+        """Hands the requests of these engines to others, or to engines that come back; notes what was lost.
 
         Raises LostLock where the run directory is another process's by now.
         """

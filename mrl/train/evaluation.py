@@ -34,7 +34,10 @@ from mrl.train.rollouts import Responder
 from mrl.train.stop_signals import StopFlag, grace_of_the_job, stop_on_signals
 from mrl.train.validation import Validation, ValidationSettings, answer_and_score
 
-RESULTS, GENERATIONS, CONFIG, MODEL = "results.json", "generations.jsonl", "config.resolved.yaml", "model.tmp"
+RESULTS = "results.json"
+GENERATIONS = "generations.jsonl"
+CONFIG = "config.resolved.yaml"
+MODEL = "model.tmp"
 
 
 def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, console: PlainConsole) -> dict[str, Any]:
@@ -42,7 +45,7 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
     the results.
 
     `checkpoint`: a `step-N` folder, None for the configuration's model.path. It, or a model.path in FP8, is brought
-    into Hugging Face's form within `output` once prompts and reward are known to be good, and removed at the end.
+    into Hugging Face's form within `output` once prompts and reward are known to be good. It is removed at the end.
     Raises one of mrl.errors; an output that holds results already is refused.
     """
     if (output / RESULTS).exists():
@@ -101,7 +104,9 @@ def _stored_otherwise(model_path: str, checkpoint: Path | None) -> Checkpoint | 
     """What is evaluated, where engines cannot load it as it is; None where they can."""
     if checkpoint is not None:
         return open_saved(checkpoint)
-    return open_hf(Path(model_path)) if load_model_spec(model_path).is_fp8 else None
+    if load_model_spec(model_path).is_fp8:
+        return open_hf(Path(model_path))
+    return None
 
 
 def _converted(stored: Checkpoint, output: Path) -> str:

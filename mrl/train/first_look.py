@@ -143,9 +143,14 @@ def _read_apart(model_path: str, data: DataConfig, seed: int, offer: Offer | Non
     asked["offer"] = offer and asdict(offer)
     try:
         ended = subprocess.run(
-            [sys.executable, "-P", "-m", "mrl.train.first_look"], input=json.dumps(asked), capture_output=True,
-            text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, timeout=PATIENCE_S, check=True,
-        )  # fmt: skip
+            [sys.executable, "-P", "-m", "mrl.train.first_look"],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            timeout=PATIENCE_S,
+            check=True,
+        )
         found = json.loads(ended.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None

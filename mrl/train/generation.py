@@ -107,16 +107,14 @@ class Generation:
         self._thread.start()
 
     def _ask_for_rewards(self) -> None:
-        """Of responses that ended before the checkpoint and were not judged then."""
+        """Asks for rewards of responses that ended before the checkpoint and were not judged then."""
         engines = self._responder.engines.names
         for number in self._groups.made:
             for index in self._groups.unasked(number, self._buffer.groups[number].ended):
                 self._groups.ask(number, index, self._prompts[number][0], engines[number % len(engines)])
 
     def _admit(self) -> None:
-        """Issues all that may be issued: at once where something changed,
-        so that nobody finds the weights free to change before.
-        """
+        """Issues all that may be issued at once, so that nobody finds the weights free to change before."""
         while groups := self._buffer.reserve():
             for group in groups:
                 group.prompt_tokens = len(self._prompts[group.number][0].token_ids)
@@ -130,7 +128,7 @@ class Generation:
             self._dispatcher.admit(group)
 
     def _set_aside(self, number: int) -> None:
-        """Of a group that engines are lost under: the next prompt takes its place."""
+        """Evicts a group that engines are lost under: the next prompt takes its place."""
         self._unwanted += self._dispatcher.evict(number, "quarantined")
         self._forget([number])
 
@@ -179,7 +177,7 @@ class Generation:
         return sum(group.is_whole for group in groups) < schedule.batch
 
     def _tell_progress(self) -> None:
-        """Responses that are there of the step's groups, those that were filtered for it among them."""
+        """Shows how many responses of the step's groups are there, with those of groups filtered for it."""
         schedule = self._rules.schedule
         groups = list(self._buffer.groups.values())
         if not schedule.is_synchronous:
@@ -189,9 +187,7 @@ class Generation:
         self._responder.display.progress(TRAIN_RESPONSES, done, filtered + len(groups) * schedule.responses)
 
     def _check_rewards(self) -> None:
-        """Raises DataError once more rewards of the step failed than may,
-        or once more groups were filtered for it than may.
-        """
+        """Raises DataError once more rewards failed, or more groups were filtered, than one step may have."""
         schedule = self._rules.schedule
         groups = list(islice(self._buffer.groups, schedule.batch))  # as far as is known
         filtered = self._filtered_before(groups[-1]) if groups else self._groups.filtered
@@ -212,9 +208,9 @@ class Generation:
     def settle(self, timer: PhaseTimer, saves: bool) -> None:
         """Returns once engines may be given other weights; nothing is sent until `advanced`; phases "pause", "settle".
 
-        in_order what was to be made by these weights is back; where rewards decide which groups are trained on, it is
-        judged too. ready_first engines hold what they are at, and nobody waits; where the step `saves` they give it
-        back, so that the checkpoint has its tokens. In the synchronous schedule nothing is under way.
+        in_order, what was to be made by these weights is back; where rewards decide which groups are trained on, it is
+        judged too. With ready_first, engines hold what they are at, and nobody waits. Where the step `saves` they give
+        it back, so that the checkpoint has its tokens. In the synchronous schedule nothing is under way.
         """
         if self._rules.schedule.is_synchronous:
             return
@@ -228,8 +224,9 @@ class Generation:
             self._wait(self._settled)
 
     def before_update(self) -> None:
-        """Waits for an engine where what is under way is to be made by these weights, in order: once an update has
-        changed them no engine could be brought to them any more.
+        """Waits for an engine where what is under way is to be made by these weights, in order.
+
+        Once an update has changed them no engine could be brought to them any more.
         """
         if self._is_ahead_in_order:
             self._wait(lambda: None if self._fleet.none_ready else True, mend=self._responder.mend)
@@ -247,7 +244,9 @@ class Generation:
             )
             raise concerning(LostWeights(why), *self._responder.engines.names)
         waits_for_tokens = self._gives_back and self._dispatcher.under_way
-        return True if self._dispatcher.may_change_weights and not waits_for_tokens else None
+        if self._dispatcher.may_change_weights and not waits_for_tokens:
+            return True
+        return None
 
     def _pause(self, give_back: bool) -> None:
         self.streams.progress.pause()
@@ -264,9 +263,7 @@ class Generation:
             pass
 
     def advanced(self, state: TrainState) -> TrainState:
-        """Engines hold the weights of `state`, and generation goes on by them;
-        the state with all groups on their way.
-        """
+        """Goes on by the weights of `state`, which engines hold now; returns it with all groups on their way."""
         with self._changed:
             before = dict(self._buffer.groups)
             ended = self._dispatcher.advance()
@@ -283,8 +280,8 @@ class Generation:
     def given_up(self, state: TrainState) -> TrainState:
         """Ends generation; the state with all groups on their way, also where engines never came to hold its weights.
 
-        What engines were at goes on from its last border, by the weights of `state`; in_order that may be younger ones
-        than in a run where no engine is lost.
+        What engines were at goes on from its last border, by the weights of `state`. In order, those may be younger
+        ones than in a run where no engine is lost.
         """
         self.close()
         if state.ahead is not None or not state.step:
@@ -294,7 +291,7 @@ class Generation:
         return replace(state, ahead=self._taken_snapshot(before))
 
     def _taken_snapshot(self, before: Mapping[int, Group]) -> KeptGroups:
-        """Of now, just after the version went up. `before`: all groups that there were then."""
+        """Takes a snapshot just after the version went up. `before`: all groups that there were then."""
         self._forget([number for number, group in before.items() if self._buffer.groups.get(number) is not group])
         if self._rules.schedule.is_synchronous:  # those among what the step had too many are of no step
             self._groups.filtered = []
@@ -310,7 +307,7 @@ class Generation:
         return self._snapshot
 
     def _end(self, requests: list[Assignment]) -> None:
-        """Nobody waits for these any more."""
+        """Ends requests that nobody waits for any more."""
         handles: dict[str, list[int]] = {}
         for sent in requests:
             handles.setdefault(sent.engine, []).append(sent.request)
@@ -360,8 +357,11 @@ class Generation:
         try:
             while not self._closed:
                 self._follow_fleet()
-                self._send()
-                arrived = self.streams.take(WAIT_S) if self.streams.waiting_for else []
+                with self._sending:
+                    self._send_assignments()
+                arrived = []
+                if self.streams.waiting_for:
+                    arrived = self.streams.take(WAIT_S)
                 scored = self._scored()
                 with self._changed:
                     for part in arrived:
@@ -396,13 +396,12 @@ class Generation:
                 self._dispatcher.join(engine)
             if change.gone or change.back:
                 self._changed.notify_all()
-            unwanted, self._unwanted = self._unwanted, []
+            unwanted = self._unwanted
+            self._unwanted = []
         self._end(unwanted)
 
     def _adjust_rate(self) -> None:
-        """As many responses under way as caches have room for; in_order speed has no say, and what is preempted there
-        is told by `perf/preemptions`.
-        """
+        """Keeps as many responses under way as caches have room for; in_order, speed has no say."""
         if self._rate and (seen := self.streams.progress.observed(len(self._dispatcher.under_way))):
             self._rate = self._rate.after(seen)
             self._dispatcher.window = self._rate.window
@@ -416,33 +415,30 @@ class Generation:
             found = self._groups.collect(at_once)
         return found
 
-    def _send(self) -> None:
-        with self._sending:
-            self._send_assignments()
-
     def _send_assignments(self) -> None:
         with self._changed:
             sent = self._dispatcher.assignments()
-            requests = {
-                engine: [(self._request(each), self._kept(each)) for each in own]
-                for engine, own in by_engine(sent).items()
-            }
+            requests = {}
+            for engine, own in by_engine(sent).items():
+                requests[engine] = [(self._request(each), self._kept(each)) for each in own]
         for engine, own in requests.items():
             before = {request.sample_id: kept for request, kept in own if kept is not None}
             self.streams.send(engine, [request for request, _ in own], self._rules.sampling, before)
 
     def _request(self, sent: Assignment) -> Request:
-        """Seeds are those of the draw's number, as of a step that trains on all of it."""
+        """Makes a request; seeds are those of the draw's number, as of a step that trains on all of it."""
         prompt, first = self._prompts[sent.number]
         draw = self._prompts.draw_of(sent.number)
         seed = sample_seed(self._rules.seed, TRAIN, draw + 1, prompt.prompt_id, first + sent.index)
+        request = sent.request
         return Request(
-            sent.request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens, sent.request,
-            prompt.acting_row,
-        )  # fmt: skip
+            request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens, request, prompt.acting_row
+        )
 
     def _kept(self, sent: Assignment) -> ResponseStore | None:
-        return self._groups.made[sent.number].responses[sent.index] if sent.kept else None
+        if sent.kept:
+            return self._groups.made[sent.number].responses[sent.index]
+        return None
 
     def _take_in(self, arrived: FinishedResponses) -> None:
         rows = arrived.samples.rows
@@ -480,7 +476,7 @@ class Generation:
     def _metrics(
         self, samples: ResponseStore, results: list[RewardResult], filtered: list[list[RewardResult]]
     ) -> dict[str, float]:
-        """Of the groups that the step trains on and those that were filtered for it.
+        """Metrics of the groups that the step trains on and of those that were filtered for it.
 
         Raises DataError where too many rewards failed.
         """

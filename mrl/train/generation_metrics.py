@@ -10,7 +10,7 @@ from mrl.schedule.buffer import GroupBuffer
 
 
 def buffer_metrics(buffer: GroupBuffer) -> dict[str, float]:
-    """Of groups, between two steps: what is counted at another moment depends on the engines' speed."""
+    """Metrics of groups between two steps: at another moment counts would depend on the engines' speed."""
     counts = buffer.counts
     lengths = {
         f"async/dropped_response_length/{cause}": tally.mean_length for cause, tally in sorted(counts.dropped.items())
@@ -24,7 +24,7 @@ def buffer_metrics(buffer: GroupBuffer) -> dict[str, float]:
 
 
 def version_metrics(step: int, rows: SampleRows) -> dict[str, float]:
-    """Of the weights that made the responses `rows`, beside those that the update of `step` begins from."""
+    """Metrics of the weights that made the responses `rows`, beside those that the update of `step` begins from."""
     firsts = np.cumsum(rows.span_counts) - rows.span_counts
     ages = step - np.minimum.reduceat(rows.span_versions, firsts)
     return {

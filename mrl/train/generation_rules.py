@@ -14,7 +14,7 @@ from mrl.vllm.requests import Sampling
 
 @dataclass(frozen=True)
 class GenerationRules:
-    """Of one run."""
+    """What a run's generation goes by."""
 
     schedule: Schedule
     judge: Judge
@@ -30,6 +30,7 @@ def first_rate(schedule: Schedule, responder: Responder) -> Rate | None:
     """ready_first: of responses under way, at first as many as engines have places for."""
     if schedule.order == "in_order":
         return None
-    names, places = responder.engines.names, responder.engines.places
+    names = responder.engines.names
+    places = responder.engines.places
     every = schedule.places * schedule.responses
     return Rate.start(RateRules(len(names), min(every, places * len(names)) if places else every))

@@ -56,7 +56,9 @@ class JudgedGroups:
 
     def collect(self, at_once: bool) -> list[RewardResult]:
         """Rewards that are there, each once; see ScorerGroup."""
-        return self._rewards.collect(at_once) if self._pending else []
+        if self._pending:
+            return self._rewards.collect(at_once)
+        return []
 
     def wait(self, seconds: float) -> None:
         """Waits for a reward, so long at most."""
@@ -124,8 +126,10 @@ class JudgedGroups:
         return sum(not _differ(values[counted & (groups == group)]) for group in range(groups[-1] + 1))
 
     def check_failures(self, numbers: Iterable[int], filtered: Iterable[Filtered], wanted: int) -> None:
-        """Raises DataError once more rewards of a step failed than may, and EnvironmentFault once more environments:
-        of `wanted` groups, those that were filtered for it and these.
+        """Raises DataError once more rewards of a step failed than may, and EnvironmentFault once more environments
+        did.
+
+        Counted are those of `wanted` groups, these and those that were filtered for the step.
         """
         if not self._any_failed:
             return
@@ -150,9 +154,11 @@ class JudgedGroups:
         )
 
     def exhausted(self, buffer: GroupBuffer) -> DataError:
-        """What to say of a step whose draws are used up, and that cannot make do with what there is."""
+        """The error of a step whose draws are used up and that has too few groups."""
         schedule = buffer.schedule
-        others = "unfiltered" if schedule.on_exhausted == "partial" else "partial or unfiltered"
+        others = "partial or unfiltered"
+        if schedule.on_exhausted == "partial":
+            others = "unfiltered"
         return DataError(
             f"step {buffer.step + 1}: after {schedule.most_draws} batches of prompts, {len(buffer.groups)} of the "
             f"{schedule.batch} groups of a step have responses that differ in {self._metric} "
@@ -180,7 +186,7 @@ def _differ(values: np.ndarray) -> bool:
 
 
 def copies(groups: Mapping[int, GroupParts]) -> dict[int, GroupParts]:
-    """The same, independent of what comes to them; in the order of numbers."""
+    """Copies groups, in the order of numbers, so that they are independent of what comes to them later."""
     return {
         number: replace(groups[number], responses=dict(groups[number].responses), results=dict(groups[number].results))
         for number in sorted(groups)

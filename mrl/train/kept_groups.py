@@ -59,11 +59,14 @@ class KeptGroups:
         self.spool.hold(self.files.values())
 
     def release(self) -> None:
-        """It is written, or given up."""
+        """Releases the spool's files, once they are written or given up."""
         self.spool.release(self.files.values())
 
     def bytes_to_write(self, route_bytes: int) -> int:
-        """At most, beside what the spool has. `route_bytes`: of a token's routes, as they come with samples."""
+        """Upper bound of the bytes to write beside what the spool has.
+
+        `route_bytes`: of a token's routes, as they come with samples.
+        """
         return sum(parts.bytes(route_bytes) for number, parts in self.groups.items() if number not in self.files)
 
     def write(self, folder: Path) -> dict[str, Any]:
@@ -82,15 +85,15 @@ class KeptGroups:
 
 
 def _said(results: Sequence[RewardResult]) -> list[dict[str, Any]]:
-    """With all texts: a checkpoint outlives whoever has them."""
+    """Results with all their texts: a checkpoint outlives whoever has them."""
     return [asdict(result) for result in with_texts(results)]
 
 
 def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups:
-    """What `write` wrote, tokens in the object store of this node, read group by group.
+    """Reads what `write` wrote, group by group; tokens go into the object store of this node.
 
-    Rewards that failed are left out: they are asked for again. Nothing is told of groups that were filtered by them.
-    Raises DamagedCheckpoint for a file that is not what was written, or not what the ledger counts.
+    Rewards that failed are left out: they are asked for again. Groups that were filtered by such rewards are left out
+    too. Raises DamagedCheckpoint for a file that is not what was written, or not what the ledger counts.
     """
     ledger = Ledger.from_json(said["ledger"])
     if "results" in said:
@@ -118,7 +121,7 @@ def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) ->
 
 
 def _parts(record: GroupRecord) -> GroupParts:
-    """Its responses one by one in the object store of this node."""
+    """Puts the group's responses one by one into the object store of this node."""
     responses = {}
     if record.samples is not None:
         for row in range(len(record.samples)):

@@ -62,10 +62,11 @@ def train(run: Run) -> None:
 
 
 def save_whole(run: Run, error: MrlError) -> None:
-    """Leaves a checkpoint of the newest weights, unless an update of them was under way, a rank is what was lost, the
-    run would not repeat bit by bit from there, or the grace of a signal is shorter than the last save took.
+    """Leaves a checkpoint of the newest weights where that can be done.
 
-    Raises EnvironmentFault where the disk takes none.
+    It cannot where an update of them was under way, or a rank is what was lost. Nor can it where the run would not
+    repeat bit by bit from there. Nor can it where the grace of a signal is shorter than the last save took. Raises
+    EnvironmentFault where the disk takes none.
     """
     lost = processes_of(error)
     if not run.is_whole or any(name.startswith("rank ") for name in lost):
@@ -90,15 +91,14 @@ def save_whole(run: Run, error: MrlError) -> None:
 
 def train_step(run: Run) -> None:
     """One step. A signal may end it until `update`, before which nothing is changed; from there it runs to its end."""
-    timer, config, step = PhaseTimer(), run.config, run.state.step + 1
+    timer = PhaseTimer()
+    step = run.state.step + 1
     with timer("step"):
         with timer("gen"):
             run.placement.to_generation()
         rollouts = run.generation.take(timer)
         with timer("record"):
-            run.run_dir.check_lock()
-            run.sample_writer.write(step, rollouts.samples, rollouts.results)  # goes on beside what follows
-            set_failures_aside(run.run_dir, step, rollouts)
+            record_rollouts(run, step, rollouts)
         trained, corrected, metrics = weigh_samples(run, timer, step, rollouts)
         with timer("gen"):
             run.generation.before_update()
@@ -110,9 +110,10 @@ def train_step(run: Run) -> None:
             metrics |= update(trained, corrected)
         run.state = run.state.advanced(rollouts.cursor)
         run.is_whole = True
-        metrics = sample_metrics(config.data, run.state.cursor.epoch, rollouts) | rollouts.metrics | metrics
+        metrics = sample_metrics(run.config.data, run.state.cursor.epoch, rollouts) | rollouts.metrics | metrics
         run.line = metrics
-        save_metrics, saves = run.saver.finished(), due(config.trainer.save_freq, step, run.total_steps)
+        save_metrics = run.saver.finished()
+        saves = due(run.config.trainer.save_freq, step, run.total_steps)
         if saves:
             with timer("save_checkpoint"):
                 save_metrics |= run.saver.take(step)  # the ranks have what is saved on their devices
@@ -120,24 +121,35 @@ def train_step(run: Run) -> None:
         with timer("reshard"):
             metrics |= run.placement.to_engines(step)
         metrics |= run.placement.seconds() | run.responder.engines.fleet.metrics()
-        if due(config.trainer.test_freq, step, run.total_steps):
-            with timer("testing"):
-                metrics |= held_out_metrics(run)
-        metrics |= save_metrics
+        metrics |= due_validation(run, timer, step) | save_metrics
         run.state = run.generation.advanced(run.state)
         with timer("record"):
             metrics |= memory_metrics(run.machines)
         if saves:
             with timer("save_checkpoint"):
                 metrics |= run.saver.write(run.state, metrics)
-    metrics |= failed_writes(run)
-    metrics |= {"trainer/restarts": float(run.restarts)}
-    metrics |= time_metrics(config.trainer, Deployment.of(config).devices, timer, rollouts)
-    seconds = {"update": metrics["perf/update_s"], "step": timer.seconds["step"]}
-    metrics |= mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds)
-    run.line = metrics
-    run.record.write(step, metrics)
+    run.line = metrics | step_metrics(run, timer, rollouts, metrics["perf/update_s"])
+    run.record.write(step, run.line)
     run.stop.release()
+
+
+def record_rollouts(run: Run, step: int, rollouts: Rollouts) -> None:
+    """Begins to write the samples, which goes on beside what follows, and sets failed ones aside."""
+    run.run_dir.check_lock()
+    run.sample_writer.write(step, rollouts.samples, rollouts.results)
+    set_failures_aside(run.run_dir, step, rollouts)
+
+
+def step_metrics(run: Run, timer: PhaseTimer, rollouts: Rollouts, update_s: float) -> dict[str, float]:
+    """What is known once a step is over: failed writes, starts, times, and what its FLOPs are of the devices'."""
+    config = run.config
+    seconds = {"update": update_s, "step": timer.seconds["step"]}
+    return (
+        failed_writes(run)
+        | {"trainer/restarts": float(run.restarts)}
+        | time_metrics(config.trainer, Deployment.of(config).devices, timer, rollouts)
+        | mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds)
+    )
 
 
 def failed_writes(run: Run) -> dict[str, float]:
@@ -155,7 +167,8 @@ def weigh_samples(
 
     Returns the step there, the corrections a row, and metrics. Changes nothing that lasts.
     """
-    config, algorithm = run.config, run.config.algorithm
+    config = run.config
+    algorithm = run.config.algorithm
     if algorithm.scores_before_update:
         with timer("switch"):
             run.placement.to_log_probs()
@@ -179,6 +192,14 @@ def weigh_samples(
 def due(freq: int, step: int, total_steps: int) -> bool:
     """Whether something done every `freq` steps is done after `step`, the last included; never for `freq` below 1."""
     return freq > 0 and (step % freq == 0 or step == total_steps)
+
+
+def due_validation(run: Run, timer: PhaseTimer, step: int) -> dict[str, float]:
+    """Metrics of held-out sets where they are due after `step`: phase "testing"."""
+    if not due(run.config.trainer.test_freq, step, run.total_steps):
+        return {}
+    with timer("testing"):
+        return held_out_metrics(run)
 
 
 def held_out_metrics(run: Run) -> dict[str, float]:

@@ -42,7 +42,7 @@ class Loss:
 
     @classmethod
     def of(cls, line: str) -> "Loss":
-        """Raises ValueError, KeyError or TypeError for a line that is none."""
+        """Reads a line. Raises ValueError, KeyError or TypeError for a line that is no loss."""
         row = parse_json(line)
         groups = [Unfinished(**group) for group in row["groups"]]
         return cls(int(row["step"]), list(row["engines"]), str(row["why"]), groups)
@@ -50,7 +50,8 @@ class Loss:
 
 def whole_losses(path: Path) -> tuple[list[Loss], int]:
     """Losses that can be read, in the order of time, and how many lines cannot; a last line without an end is none."""
-    losses, lines = [], _lines(path)
+    losses = []
+    lines = _lines(path)
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
             losses.append(Loss.of(line))
@@ -58,7 +59,7 @@ def whole_losses(path: Path) -> tuple[list[Loss], int]:
 
 
 def _lines(path: Path) -> list[str]:
-    """With their line's end; none of a file that is not there. Raises DataError for one that cannot be read."""
+    """Lines with their ends; none of a file that is not there. Raises DataError for one that cannot be read."""
     if not path.exists():
         return []
     try:
@@ -72,7 +73,8 @@ class LostEngines:
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None):
         """`check`: raises where nothing may be written."""
-        self._path, self._check = path, check
+        self._path = path
+        self._check = check
         self._losses: list[Loss] | None = None  # those of the file as it was read, and what was noted since
 
     def note(self, step: int, engines: Sequence[str], why: str, groups: Sequence[Unfinished]) -> str:
@@ -84,11 +86,14 @@ class LostEngines:
         with open_lines(self._path) as file:
             file.write(json.dumps(asdict(loss)) + "\n")
         prompts = ", ".join(str(group.prompt_id) for group in groups[:TOLD]) + (", ..." if len(groups) > TOLD else "")
-        return f"{len(groups)} unfinished groups go on when the run is resumed (prompts {prompts})" if groups else ""
+        if groups:
+            return f"{len(groups)} unfinished groups go on when the run is resumed (prompts {prompts})"
+        return ""
 
     def suspects(self) -> Suspects:
-        """By the losses so far. Raises DataError for a file that is damaged; torn lines are passed over, and said."""
-        losses, torn = [], 0
+        """Suspects by the losses so far. Raises DataError for a damaged file; torn lines are passed over, and said."""
+        losses = []
+        torn = 0
         for line in _lines(self._path):
             try:
                 losses.append(Loss.of(line))
@@ -106,5 +111,5 @@ class LostEngines:
         return self.suspects_now()
 
     def suspects_now(self) -> Suspects:
-        """By what `suspects` read and what was noted since, also where the disk did not take it."""
+        """Suspects by what `suspects` read and what was noted since, also where the disk did not take it."""
         return suspects([[group.prompt_id for group in loss.groups] for loss in self._losses or []])

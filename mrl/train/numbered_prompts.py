@@ -22,7 +22,8 @@ class NumberedPrompts:
     """Prompts by number, drawn when they are first asked for."""
 
     def __init__(self, stream: PromptStream, place: DrawPlace):
-        self._stream, self._next = stream, place
+        self._stream = stream
+        self._next = place
         self._begins: dict[int, DataCursor] = {}  # by draw
         self._ends: dict[int, DataCursor] = {}
         self._drawn: dict[int, list[tuple[Prompt, int]]] = {}
@@ -35,7 +36,7 @@ class NumberedPrompts:
 
     @property
     def draw_size(self) -> int:
-        """Prompts of a draw."""
+        """The number of prompts of a draw."""
         return self._stream.batch_size
 
     def draw_of(self, number: int) -> int:
@@ -44,7 +45,8 @@ class NumberedPrompts:
 
     def _draw_until(self, draw: int) -> None:
         while self._next.draw <= draw:
-            now, begin = self._next.draw, self._next.cursor
+            now = self._next.draw
+            begin = self._next.cursor
             prompts, end = self._stream.next_batch(begin)
             self._drawn[now], self._begins[now], self._ends[now] = with_first_index(prompts), begin, end
             self._next = DrawPlace(now + 1, end)
@@ -61,7 +63,9 @@ class NumberedPrompts:
         for kept in (self._drawn, self._begins, self._ends):
             for old in [old for old in kept if old < draw]:
                 del kept[old]
-        return self._next if draw not in self._begins else DrawPlace(draw, self._begins[draw])
+        if draw not in self._begins:
+            return self._next
+        return DrawPlace(draw, self._begins[draw])
 
 
 def with_first_index(prompts: list[Prompt]) -> list[tuple[Prompt, int]]:

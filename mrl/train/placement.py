@@ -47,18 +47,19 @@ class Placement(Protocol):
     """What the loop and the saver ask, wherever the processes stand."""
 
     def begin(self, step: int) -> None:
-        """Before the first step: every engine serves the weights that training starts from, those of `step`."""
+        """Brings the weights that training starts from, those of `step`, to every engine, before the first step."""
 
     def to_generation(self) -> None:
         """The engines are about to generate, for training or for validation."""
 
     def mend(self) -> None:
-        """Ranks are idle and hold the weights that engines serve: engines that were lost are brought back, as far as
-        they have started. Asked again and again.
+        """Brings lost engines back as far as they have started; ranks are idle and hold the weights that engines serve.
+
+        Asked again and again.
         """
 
     def to_log_probs(self) -> None:
-        """Generation is over, and the actor works until `to_engines`.
+        """Gives the devices to the actor after generation; it works until `to_engines`.
 
         Left out where no pass comes before the update.
         """
@@ -89,8 +90,11 @@ class Separate:
         """`are_fresh`: engines hold the weights of step 0, which they have loaded themselves; they cannot where a
         checkpoint is in FP8.
         """
-        self._actor, self._sync, self._are_fresh = actor, sync, are_fresh
-        self.take_checkpoint, self.write_checkpoint = actor.take_checkpoint, actor.write_checkpoint
+        self._actor = actor
+        self._sync = sync
+        self._are_fresh = are_fresh
+        self.take_checkpoint = actor.take_checkpoint
+        self.write_checkpoint = actor.write_checkpoint
 
     def begin(self, step: int) -> None:
         """Engines that are fresh hold the weights of step 0."""
@@ -102,14 +106,14 @@ class Separate:
         self._actor.offload()
 
     def mend(self) -> None:
-        """Beside the engines that generate."""
+        """Brings engines back beside those that generate."""
         self._sync.mend()
 
     def to_log_probs(self) -> None:
-        """The ranks' devices are theirs."""
+        """Does nothing: the ranks' devices are theirs."""
 
     def to_update(self) -> None:
-        """As `to_log_probs`."""
+        """Does nothing: the ranks' devices are theirs."""
 
     def to_engines(self, step: int) -> dict[str, float]:
         """Metrics of the sync; engines that have started again take part."""
@@ -119,7 +123,7 @@ class Separate:
         """They are not in the way."""
 
     def seconds(self) -> dict[str, float]:
-        """Nothing was handed over."""
+        """Nothing, as nothing is handed over."""
         return {}
 
 
@@ -133,7 +137,11 @@ class Colocated:
         self, actor: ActorGroup, engines: RolloutGroup, sync: WeightSync, gate: Gate, prefetched: Sequence[str] = ()
     ) -> None:
         """`prefetched`: what of the actor comes on while log-probs are computed."""
-        self._actor, self._engines, self._sync, self._gate, self._prefetched = actor, engines, sync, gate, prefetched
+        self._actor = actor
+        self._engines = engines
+        self._sync = sync
+        self._gate = gate
+        self._prefetched = prefetched
         self._timer = PhaseTimer()
         self._engines_sleep = True
         engines.fleet.hold_starts(engines.poll)
@@ -148,8 +156,9 @@ class Colocated:
         """The engines are awake since `to_engines`, and the actor is off."""
 
     def mend(self) -> None:
-        """Where nobody generates, and all that may come back have started. Beside one that does there is no room for
-        ranks: whoever has started waits for the next `to_engines`.
+        """Brings engines back where nobody generates, and all that may come back have started.
+
+        Beside an engine that generates there is no room for ranks: whoever has started waits for the next `to_engines`.
         """
         fleet = self._engines.fleet
         fleet.collect()
@@ -212,13 +221,14 @@ class Colocated:
 
     def seconds(self) -> dict[str, float]:
         """`switch/NAME_s` of every kind of hand-over."""
-        timer, self._timer = self._timer, PhaseTimer()
+        timer = self._timer
+        self._timer = PhaseTimer()
         return {f"switch/{name}_s": value for name, value in timer.seconds.items()}
 
     def take_checkpoint(self) -> int:
-        """As Placement says.
+        """Has the ranks copy their states for a checkpoint, while the engines sleep.
 
-        In a step the engines sleep; at a run's end they are put to sleep, for there is no room beside them.
+        In a step the engines sleep already. At a run's end they are put to sleep, for there is no room beside them.
         """
         if not self._engines_sleep:
             self._engines.fleet.end_starts()  # nobody needs them any more

@@ -75,8 +75,9 @@ def check_inputs(config: RunConfig, resume: bool) -> None:
 
 
 def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Path | None:
-    """The same for an evaluation, which has engines and no actor. `checkpoint`, a step or a run, stands in for
-    model.path where one is given; the folder of its step is returned.
+    """Checks an evaluation before it starts, which has engines and no actor.
+
+    `checkpoint`, a step or a run, stands in for model.path where one is given; the folder of its step is returned.
     """
     config = resolved.config
     if not config.data.val_files:
@@ -89,7 +90,8 @@ def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Pa
     if checkpoint is not None and not Path(checkpoint).is_dir():
         raise ConfigError(f"--checkpoint: {checkpoint} is no folder; give a step-N folder or a run directory")
     if checkpoint is None:
-        folder, model = None, load_model_spec(config.model.path)
+        folder = None
+        model = load_model_spec(config.model.path)
         check_checkpoint(config.model.path, model)
     else:
         folder = step_folder(Path(checkpoint))
@@ -117,7 +119,8 @@ def _model_of(folder: Path, model: ModelConfig, rollout: RolloutConfig) -> Model
 
 def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
     """What a run says of itself before it starts."""
-    config, run_dir = resolved.config, RunDir(run_dir_of(resolved.config.trainer))
+    config = resolved.config
+    run_dir = RunDir(run_dir_of(resolved.config.trainer))
     return [
         f"loss: {describe_loss(config)}",
         f"layout: {describe_layout(config, model)}",
@@ -158,7 +161,7 @@ def plug_ins(config: RunConfig) -> list[dict[str, str]]:
 
 
 def _bytes_of_a_checkpoint(config: RunConfig, model: ModelSpec) -> int:
-    """With the groups that generation may be ahead with."""
+    """Bytes of a checkpoint, with the groups that generation may be ahead with."""
     ahead = groups_ahead_bytes(schedule_of(config), config.data, route_bytes(config.actor, model))
     return checkpoint_bytes(model, config.model.dtype) + ahead
 

@@ -68,12 +68,11 @@ def memory_metrics(machines: Machines) -> dict[str, float]:
 def mfu_metrics(
     algorithm: AlgorithmConfig, model: ModelSpec, rows: SampleRows, peak: Peak, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """FLOPs that the step's samples cost, over what devices could do in the time: `update` seconds on the ranks, `step`
-    in all.
+    """FLOPs that the step's samples cost, over what devices could do in the time.
 
-    Counted are the sequences as they are, each by itself: no padding, experts that a token is sent to, the output layer
-    of sampled tokens alone, and layers that are computed twice once. A backward pass costs two forward ones;
-    generation and each pass of log-probs one, whatever a cache saved.
+    `seconds`: `update` on the ranks, `step` in all. Counted are the sequences as they are, each by itself: no padding,
+    experts that a token is sent to, the output layer of sampled tokens alone, and layers that are computed twice once.
+    A backward pass costs two forward ones; generation and each pass of log-probs one, whatever a cache saved.
     """
     forward = forward_flops(model, rows.lengths.tolist(), int(rows.sampled_lengths.sum()))
     scored = (not algorithm.on_policy) + algorithm.needs_reference
@@ -84,8 +83,9 @@ def mfu_metrics(
 
 
 class AdvisedRecord:
-    """A record that also prints advice, the first of each kind there is, once a run, and notes how many responses of
-    a step are there, for the start that goes on after a loss.
+    """A record that also prints advice: the first of each kind, once a run.
+
+    It notes how many responses of a step are there, for the start that goes on after a loss.
     """
 
     def __init__(self, record: Record, advisers: Iterable[Adviser], under_way: UnderWay) -> None:

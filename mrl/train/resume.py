@@ -34,9 +34,14 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 SHOWN_TOKENS = 4  # of those that differ
 FIXED = (
-    "trainer.seed", "trainer.schedule", "data.shuffle", "data.train_weights", "data.train_batch_size",
-    "data.gen_batch_size", "rollout.n",
-)  # fmt: skip
+    "trainer.seed",
+    "trainer.schedule",
+    "data.shuffle",
+    "data.train_weights",
+    "data.train_batch_size",
+    "data.gen_batch_size",
+    "rollout.n",
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class TrainState:
     ahead: "KeptGroups | None" = field(default=None, compare=False, repr=False)
 
     def advanced(self, cursor: DataCursor) -> "TrainState":
-        """After one more update; what is on its way then, generation says."""
+        """The state after one more update; generation says what is on its way then."""
         return replace(self, step=self.step + 1, cursor=cursor, ahead=None)
 
 
@@ -108,13 +113,13 @@ def find_resume_point(
     resume: bool,
     damaged: Mapping[Path, EnvironmentFault] = MappingProxyType({}),
 ) -> Newest | None:
-    """The newest complete checkpoint and what it says of itself, an empty one for a run that saved none, which starts
+    """The newest complete checkpoint and what it says of itself; an empty one for a run that saved none, which starts
     anew.
 
-    Without `resume`, and where the run has none of its own, the one that resume_mode: resume_path names; None for a run
-    from the beginning. Manifests and sizes are looked at here, every byte by the ranks that load it; `damaged`: what
-    they found at an earlier try. Raises EnvironmentFault when all that there are are damaged, ConfigError when the
-    newest is of another model than `identity`'s or was trained with other values of FIXED.
+    Without `resume`, and where the run has none of its own, it is the one that resume_mode: resume_path names. None for
+    a run from the beginning. Manifests and sizes are looked at here, every byte by the ranks that load it. `damaged`:
+    what they found at an earlier try. Raises EnvironmentFault when all that there are are damaged. Raises ConfigError
+    when the newest is of another model than `identity`'s or was trained with other values of FIXED.
     """
     names_one = trainer.resume_mode == "resume_path"
     if not resume and not names_one:
@@ -132,7 +137,9 @@ def find_resume_point(
 
 
 def _named(path: str) -> Newest:
-    """The checkpoint that a configuration names. Raises EnvironmentFault where it is none, or files are missing."""
+    """The checkpoint that a configuration names. Raises EnvironmentFault for another folder, or where files are
+    missing.
+    """
     folder = step_folder(Path(path)).resolve()
     return Newest(folder, read_manifest(folder), {})
 
@@ -166,12 +173,15 @@ def _check_same_model(model: ModelConfig, manifest: Manifest, folder: Path) -> N
 
 def _check_same_tokenizer(model: Path, manifest: Manifest, folder: Path) -> None:
     """Raises ConfigError where the model's tokens are not those that the checkpoint was trained on."""
-    then, now, written = folder / HF_FOLDER / TOKENIZER, model / TOKENIZER, manifest.hf_files.get(TOKENIZER)
+    then = folder / HF_FOLDER / TOKENIZER
+    now = model / TOKENIZER
+    written = manifest.hf_files.get(TOKENIZER)
     if not (then.is_file() and now.is_file()) or facts_of(now.read_bytes()) == written:
         return
     if written is not None and facts_of(then.read_bytes()) != written:  # damaged since, which is said elsewhere
         return
-    before, after = vocabulary(then), vocabulary(now)
+    before = vocabulary(then)
+    after = vocabulary(now)
     differing = sorted(token for token in before.keys() | after.keys() if before.get(token) != after.get(token))
     if differing:
         shown = ", ".join(f"{token!r}: {before.get(token)} -> {after.get(token)}" for token in differing[:SHOWN_TOKENS])
@@ -184,7 +194,7 @@ def _check_same_tokenizer(model: Path, manifest: Manifest, folder: Path) -> None
 
 
 def vocabulary(file: Path) -> dict[str, int]:
-    """Token -> number, of a tokenizer.json. Raises EnvironmentFault for a file that is none."""
+    """Token -> number, of a tokenizer.json. Raises EnvironmentFault for another kind of file."""
     try:
         described = read_json(file, strict=False)
         vocab = described.get("model", {}).get("vocab", {})
@@ -202,7 +212,7 @@ def resume_point(
     damaged: Mapping[Path, EnvironmentFault],
     data_fingerprint: str,
 ) -> Newest | None:
-    """As `find_resume_point`, the data compared too. Writes nothing.
+    """Finds the checkpoint to resume from and checks that the data is the same. Writes nothing.
 
     Raises NothingToDo when the last step of the run in `path` is done, by its record and its checkpoint's manifest.
     """
@@ -210,7 +220,8 @@ def resume_point(
     if point is None or point.manifest is None:
         return point
     check_same_prompts(identity, point, data_fingerprint)
-    total, lines = trainer.total_training_steps, read_metrics(RunDir(path).metrics)
+    total = trainer.total_training_steps
+    lines = read_metrics(RunDir(path).metrics)
     if point.manifest.step >= total and lines and lines[-1]["training/global_step"] >= point.manifest.step:
         raise NothingToDo(
             f"{path} has {point.manifest.step} steps already, of the {total} of "
@@ -220,8 +231,9 @@ def resume_point(
 
 
 def check_same_prompts(identity: RunIdentity, point: Newest, data_fingerprint: str) -> None:
-    """Raises DataError where a checkpoint was trained on other prompts than there are now, or has groups of others on
-    their way, and ConfigError where groups on their way are missing.
+    """Raises DataError where a checkpoint was trained on other prompts than there are now, or has groups of others.
+
+    Raises ConfigError where groups on their way are missing.
     """
     _check_same_data(point.manifest, data_fingerprint, point.path)
     _check_same_groups(identity, point.manifest, data_fingerprint, point.path)
@@ -265,7 +277,9 @@ def generated_again(schedule: Schedule, run_dir: RunDir, point: Newest | None) -
     """
     if point is None or not schedule.is_synchronous:
         return 0
-    step = 0 if point.manifest is None else point.manifest.step
+    step = 0
+    if point.manifest is not None:
+        step = point.manifest.step
     lost = generated_after(run_dir.path, step, schedule.responses)
     if lost:
         print(f"{lost} responses of steps after {step} are lost with the start before, and generated again")
@@ -295,8 +309,9 @@ def _check_same_groups(identity: RunIdentity, manifest: Manifest, data_fingerpri
 
 
 def what_is_left(folder: Path, command: str) -> str:
-    """A line for a run that was stopped: what of it is saved, and the command that goes on; `command`: the one that it
-    was started with.
+    """A line for a run that was stopped: what of it is saved, and the command that goes on.
+
+    `command`: the one that it was started with.
     """
     run_dir = RunDir(folder)
     if not run_dir.config.is_file():

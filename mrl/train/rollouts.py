@@ -43,7 +43,8 @@ from mrl.vllm.requests import Request, Sampling
 
 TRAIN = "train"
 TRAIN_RESPONSES = f"{TRAIN} responses"  # the phase whose progress counts them
-SCORE, REWARD = "score", "reward"
+SCORE = "score"
+REWARD = "reward"
 WAIT_S = 0.5  # for responses, before a signal is looked for again
 JOINED_AT = 64  # parts: columns of a row each are kilobytes, of many rows a hundred bytes a row
 
@@ -173,7 +174,7 @@ def _follow(streams: RequestStreams, dispatcher: Dispatcher) -> list[Assignment]
 
 
 def by_engine(sent: Iterable[Assignment]) -> dict[str, list[Assignment]]:
-    """The same by the engine that gets them, in their order."""
+    """Sorts assignments by the engine that gets them, in their order."""
     found: dict[str, list[Assignment]] = {}
     for each in sent:
         found.setdefault(each.engine, []).append(each)
@@ -182,7 +183,9 @@ def by_engine(sent: Iterable[Assignment]) -> dict[str, list[Assignment]]:
 
 def with_failures_scored(reward: RewardConfig, results: list[RewardResult]) -> list[RewardResult]:
     """The results as they count: failed ones have reward.failure_score, or go to the bottom where there is none."""
-    return failures_at_the_bottom(results) if reward.failure_score is None else results
+    if reward.failure_score is None:
+        return failures_at_the_bottom(results)
+    return results
 
 
 def question(sample_id: int, prompt: Prompt) -> Question:
@@ -191,8 +194,10 @@ def question(sample_id: int, prompt: Prompt) -> Question:
 
 
 def compared(group_ids: np.ndarray, results: Sequence[RewardResult]) -> np.ndarray:
-    """bool [responses]: those that count in their group. One whose environment failed does not, and neither does one
-    that is alone since the others failed: there is nothing that it could be compared with.
+    """bool [responses]: those that count in their group.
+
+    A response whose environment failed does not count. Neither does one that is alone since the others failed: there is
+    nothing that it could be compared with.
     """
     judged = np.array([result.reason != LEFT_OUT for result in results], bool)
     if judged.all():
@@ -320,7 +325,7 @@ def _part(result: RewardResult, name: str) -> float:
 
 
 def group_metrics(batches: float, uniform_share: float, trained: int, made: list[RewardResult]) -> dict[str, float]:
-    """Of the groups that were generated for a step. `made`: all their rewards."""
+    """Metrics of the groups that were generated for a step. `made`: all their rewards."""
     failed = sum(failure_counts(made).values())
     return {
         "train/num_gen_batches": batches,

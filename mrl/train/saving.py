@@ -70,7 +70,8 @@ class BackgroundWrite:
         """
         if self._running is None or not (wait or self._running[1].done()):
             return None
-        future, self._running = self._running[1], None
+        future = self._running[1]
+        self._running = None
         return future.result()
 
     def close(self) -> None:
@@ -88,7 +89,8 @@ class BackgroundWrite:
 
 
 def _timed(step: int, write: Callable[[], None]) -> WriteResult:
-    began, fault = time.perf_counter(), None
+    began = time.perf_counter()
+    fault = None
     try:
         write()
     except (OSError, EnvironmentFault) as error:
@@ -143,13 +145,13 @@ class Saver:
         return previous | self.write(state, metrics)
 
     def take(self, step: int) -> dict[str, float]:
-        """The ranks copy their parts of the checkpoint of `step` to host memory, for `write`, unless there is one; they
-        do it once the save before is over. Returns what `finished` does.
+        """Has the ranks copy their parts of the checkpoint of `step` to host memory, for `write`, unless there is one.
 
-        A disk that does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are
-        there stay.
+        They do it once the save before is over. Returns what `finished` does. A disk that does not take a checkpoint is
+        no reason to stop: it is said, counted, and the checkpoints that are there stay.
         """
-        previous, self._taken = self.finished(wait=True), None
+        previous = self.finished(wait=True)
+        self._taken = None
         if self.saved_step == step:
             return previous
         began = time.perf_counter()
@@ -173,7 +175,9 @@ class Saver:
         if state.ahead is not None:
             state.ahead.hold()
         self._writing.begin(state.step, partial(self._write_held, state, dict(metrics or {})))
-        return {} if self._trainer.async_save else self.finished(wait=True)
+        if self._trainer.async_save:
+            return {}
+        return self.finished(wait=True)
 
     def finished(self, wait: bool = False) -> dict[str, float]:
         """The metrics of the save under way, if it has ended.

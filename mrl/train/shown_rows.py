@@ -8,10 +8,10 @@ from mrl.train.rollouts import Rollouts
 
 
 def record_shown_rows(run_dir: RunDir, step: int, trained: StepBatch, rollouts: Rollouts) -> None:
-    """Writes those of the best, the worst, and those whose log-probs differ most from generation's.
+    """Writes log-probs of the best and the worst responses, and of those that differ most from generation's.
 
-    Nothing on policy: then log-probs come of the update, and rows are gone with it. What goes wrong with what is only
-    looked at is said and ends no run; what the run itself met, as a lost rank, a signal or a lost lock, is raised.
+    Writes nothing on policy: then log-probs come with the update, and rows are gone with it. What fails in showing is
+    printed and ends no run. What the run itself met is raised: a lost rank, a signal or a lost lock.
     """
     if trained.log_gaps is None:
         return

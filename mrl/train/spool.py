@@ -136,7 +136,9 @@ class Spool:
         facts = {}
         others = []
         for number, parts in groups.items():
-            known = self._named_again(files[number], folder) if number in files else None
+            known = None
+            if number in files:
+                known = self._named_again(files[number], folder)
             if known is None:
                 others.append(parts)
             else:

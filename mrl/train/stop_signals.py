@@ -23,12 +23,14 @@ END_S = 1.0  # before the end of a grace, for killing what is left
 
 
 def grace_of_the_job() -> float:
-    """Seconds between SIGTERM and SIGKILL, of a job of Ray's; infinite where nobody says."""
+    """Seconds between SIGTERM and SIGKILL in a job of Ray's; infinite where they are not known."""
     try:
         seconds = float(os.environ.get(GRACE, "inf"))
     except ValueError:
         return math.inf
-    return seconds if seconds > 0 else math.inf
+    if seconds > 0:
+        return seconds
+    return math.inf
 
 
 class StopFlag:
@@ -44,11 +46,11 @@ class StopFlag:
         self._is_ending = False
 
     def hold(self) -> None:
-        """From here on something is half-done: `raise_if_set` waits for `release`."""
+        """Holds signals back while something is half-done: `raise_if_set` waits for `release`."""
         self.on_hold = True
 
     def release(self) -> None:
-        """Nothing is half-done any more. Raises Interrupted if a signal came meanwhile."""
+        """Lets signals through again, as nothing is half-done. Raises Interrupted if one came meanwhile."""
         self.on_hold = False
         self.raise_if_set()
 

@@ -36,14 +36,16 @@ from mrl.train.rollouts import Rollouts, compared, metric_values
 
 
 def old_log_probs(actor: ActorConfig, algorithm: AlgorithmConfig, step: StepBatch) -> dict[str, float]:
-    """Log-probs of the same weights under Megatron's numerics; the policy's entropy, and the mismatch between
-    generation and training. With algorithm.anchor on_policy all of it comes of the update.
+    """Log-probs of the same weights under Megatron's numerics, their entropy, and how far they are from generation's.
 
-    Raises NumericAbort for log-probs that are not finite, EnvironmentFault when no sample has a route of R3.
+    With algorithm.anchor on_policy all of it comes with the update. Raises NumericAbort for log-probs that are not
+    finite, EnvironmentFault when no sample has a route of R3.
     """
     if actor.router_replay == "R3":
         check_any_route(step.rows)
-    return {} if algorithm.on_policy else _metrics_of(step.log_probs())
+    if algorithm.on_policy:
+        return {}
+    return _metrics_of(step.log_probs())
 
 
 def _metrics_of(mismatch: Mismatch) -> dict[str, float]:
@@ -72,7 +74,8 @@ def corrections(
     Numbers a row, `trained` tokens and `penalties` among them, and metrics. Raises NumericAbort when nothing is left to
     train on.
     """
-    of_rows, metrics = step.correct(counted), {}
+    of_rows = step.correct(counted)
+    metrics = {}
     if algorithm.use_kl_in_reward:
         penalty = total(of_rows["penalties"]) / len(step.rows)
         metrics |= {"actor/reward_kl_penalty": penalty, "actor/kl_coef": algorithm.kl_ctrl.kl_coef}
@@ -89,7 +92,8 @@ def _check_something_left(
 ) -> None:
     if trained.any():
         return
-    dropped, cures = [], []
+    dropped = []
+    cures = []
     if counted is not None and not counted.all():
         dropped.append(f"{1 - counted.mean():.0%} of the responses are left out since environments failed")
         cures.append("look at logs/engine-N.tools.log in the run directory")
@@ -142,11 +146,13 @@ def advantages(
 
 
 def _moments(step: StepBatch, of_responses: TokenAdvantages, trained: np.ndarray) -> RowValues:
-    """Of a response's tokens, which are all alike unless penalties come in between."""
+    """Moments of each response's advantages, which are alike on all its tokens unless penalties come in between."""
     if of_responses.to_come:
         return step.moments(of_responses)
-    values, some = of_responses.per_response, trained > 0
-    low, high = np.where(some, values, np.inf), np.where(some, values, -np.inf)
+    values = of_responses.per_response
+    some = trained > 0
+    low = np.where(some, values, np.inf)
+    high = np.where(some, values, -np.inf)
     return {"count": trained, "sum": trained * values, "m2": np.zeros(len(values)), "low": low, "high": high}
 
 
@@ -166,7 +172,9 @@ def update(step: StepBatch, corrected: RowValues) -> dict[str, float]:
     which have changed nothing.
     """
     result, mismatch = step.update(counts_of(step.by_mini_batch(corrected["trained"])))
-    metrics = {} if mismatch is None else _metrics_of(mismatch)
+    metrics = {}
+    if mismatch is not None:
+        metrics = _metrics_of(mismatch)
     metrics |= reduce_parts(result.parts)
     applied = len(result.loads) - metrics["actor/skipped_updates"]
     return metrics | {"actor/updates": applied} | load_metrics(step.rows.lengths, result.loads)
@@ -177,7 +185,8 @@ def load_metrics(lengths: np.ndarray, loads: Sequence[MiniBatchLoad]) -> dict[st
 
     `lengths` [batch] are tokens a sequence; `loads` come from the ranks, one a mini-batch.
     """
-    trained_tokens = [sum(tokens) for tokens in zip(*(load.tokens for load in loads), strict=True)]
+    tokens_of_loads = [load.tokens for load in loads]
+    trained_tokens = [sum(of_rank) for of_rank in zip(*tokens_of_loads, strict=True)]
     packed = [load.packed_sequences for load in loads if load.packed_sequences is not None]
     budgets = [load.budget_share for load in loads if load.budget_share is not None]
     return seqlen_metrics(lengths, trained_tokens) | {

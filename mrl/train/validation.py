@@ -31,7 +31,7 @@ class ValidationSettings:
 
     @classmethod
     def of(cls, rollout: RolloutConfig, data: DataConfig, model_path: str, seed: int) -> "ValidationSettings":
-        """As `rollout.val_kwargs` says."""
+        """Settings as `rollout.val_kwargs` has them."""
         return cls(rollout.val_kwargs.n, validation_sampling(rollout, data, model_path), seed)
 
 
@@ -53,7 +53,9 @@ class Validation:
         """Every response as a line of the file `path`; the rows of some of them, evenly spread,
         for people to look at.
         """
-        numbers = evenly_spread(len(self.samples), shown) if shown else []
+        numbers = []
+        if shown:
+            numbers = evenly_spread(len(self.samples), shown)
         return responder.rewards.write_generations(path, self.prompts, self.samples, self.results, numbers)
 
 
@@ -106,30 +108,39 @@ def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]
 
 
 def _left_out(results: Sequence[RewardResult]) -> int:
-    """Of how many responses the environment failed."""
+    """Counts the responses whose environment failed."""
     return sum(result.reason == LEFT_OUT for result in results)
 
 
 def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:
-    """Numbers that all responses of a data source have beside the score; a failed one's accuracy; whether each says its
-    answer.
+    """Names of numbers that all responses of a data source have beside the score, a failed one's accuracy, and whether
+    all say their answer.
 
-    A failed response has the lowest accuracy of its data source and at most 0 (a function that gives a number alone may
-    go below), an empty answer, and no other number: where one failed, those are left out.
+    A failed response has an empty answer, and no number but an accuracy: the lowest of its data source and at most 0. A
+    function that gives a number alone may go below. Where one failed, other numbers are left out.
     """
     scored = [r for r in results if r.reason == OK]
     if not scored:
         return set(), 0.0, False
-    names = set.intersection(*({k for k, v in r.parts.items() if isinstance(v, float | int)} for r in scored))
-    wrong = min(0.0, *(r.parts[ACC] for r in scored)) if ACC in names else 0.0
+    names = set.intersection(*(_numbers(result) for result in scored))
+    wrong = 0.0
+    if ACC in names:
+        wrong = min(0.0, *(r.parts[ACC] for r in scored))
     return names if len(scored) == len(results) else names & {ACC}, wrong, all(PRED in r.parts for r in scored)
+
+
+def _numbers(result: RewardResult) -> set[str]:
+    """Names of the parts of a reward that are numbers."""
+    return {name for name, part in result.parts.items() if isinstance(part, float | int)}
 
 
 def _prompt_answers(
     prompt: Prompt, results: Sequence[RewardResult], names: set[str], wrong: float, voting: bool
 ) -> Answers:
     values = {name: [r.parts.get(name, wrong) for r in results] for name in names}
-    preds = [str(r.parts.get(PRED, "")) for r in results] if voting else None
+    preds = None
+    if voting:
+        preds = [str(r.parts.get(PRED, "")) for r in results]
     return Answers(prompt.data_source, {REWARD: [r.score for r in results]} | values, preds)
 
 

@@ -6,13 +6,13 @@ from mrl.errors import Interrupted, LostProcess
 
 
 class TurnedBack(Exception):
-    """The request never came in: whoever sent it has to send it again."""
+    """The request never came in: its sender has to send it again."""
 
 
 class Admission:
-    """Who is inside, who waits at the door.
+    """The requests that are inside, and those that wait at the door.
 
-    Names are entered at the moment when the door opens for them: whoever shuts it sees all that may still reach vLLM.
+    Names are entered at the moment when the door opens for them: who shuts it sees all that may still reach vLLM.
     """
 
     def __init__(self) -> None:
@@ -44,14 +44,15 @@ class Admission:
         self.inside.discard(name)
 
     def open(self) -> None:
-        """Lets everybody in who waits."""
-        self.is_open, self.turns_back = True, False
+        """Lets in everybody who waits."""
+        self.is_open = True
+        self.turns_back = False
         for name, turn in self._take_waiting():
             self.inside.add(name)
             turn.set_result(None)
 
     def shut(self) -> None:
-        """From here on requests wait."""
+        """Lets requests wait from here on."""
         self.is_open = False
 
     def turn_back(self) -> None:

@@ -31,7 +31,7 @@ class CacheUse:
         self.peak = 0.0
 
     def note(self, share: float, preempted: int, running: int, waiting: int) -> None:
-        """After one step of the scheduler; `running`, `waiting`: requests that it has."""
+        """Notes one step of the scheduler; `running`, `waiting`: requests that it has."""
         self.share = share
         self.peak = max(self.peak, share)
         self._running = running
@@ -52,8 +52,11 @@ class CacheUse:
 
             def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0) -> None:
                 if scheduler_stats is not None:
-                    preempted = iteration_stats.num_preempted_reqs if iteration_stats is not None else 0
-                    running, waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
+                    preempted = 0
+                    if iteration_stats is not None:
+                        preempted = iteration_stats.num_preempted_reqs
+                    running = scheduler_stats.num_running_reqs
+                    waiting = scheduler_stats.num_waiting_reqs
                     note(scheduler_stats.kv_cache_usage, preempted, running, waiting)
 
             def log_engine_initialized(self) -> None:

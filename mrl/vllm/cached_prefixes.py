@@ -28,14 +28,18 @@ class CachedPrefixes:
         self._known.update(prefixes)
 
     def leave(self, name: str, tokens: Sequence[int] = (), cached: int = 0) -> None:
-        """It has ended, with `tokens` behind its prompt; `cached` of its prompt's came out of the cache."""
+        """Notes that a request has ended, with `tokens` behind its prompt.
+
+        `cached`: tokens of its prompt that came out of the cache.
+        """
         allowed, prompt = self._inside.pop(name, (cached, ()))
         self.stale_tokens += max(0, cached - allowed)
         self._known.update(self._prefixes([*prompt, *tokens]))
 
     def renew(self) -> int:
         """Weights have changed; the stale tokens until now. What is under way is computed anew, by the new ones."""
-        stale, self.stale_tokens = self.stale_tokens, 0
+        stale = self.stale_tokens
+        self.stale_tokens = 0
         self._known = {prefix for _, prompt in self._inside.values() for prefix in self._prefixes(prompt)}
         return stale
 

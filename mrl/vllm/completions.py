@@ -31,12 +31,19 @@ def sampling_parameters(request: Request, sampling: Sampling) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=request.seed, logprobs=0,
-        max_tokens=request.max_tokens or sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids),
-        detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=request.seed,
+        logprobs=0,
+        max_tokens=request.max_tokens or sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        flat_logprobs=True,
         extra_args={ASKED: True} if sampling.routes else None,
         skip_clone=True,  # vLLM would copy them deeply, for callers who go on using them
-    )  # fmt: skip
+    )
 
 
 def engine_input(request: Request) -> dict[str, Any]:
@@ -52,9 +59,17 @@ def sample_of(request: Request, answer: Any, spans: Spans) -> Sample:
     reason = CUT_OFF if answer.finish_reason == ABORTED else answer.finish_reason
     (_, begun), *later = spans
     return Sample(
-        request.prompt_id, request.group_id, request.sample_id, request.seed, request.prompt_ids,
-        np.asarray(answer.token_ids, np.int32), _log_probs(answer), reason, begun, later_versions=tuple(later),
-    )  # fmt: skip
+        request.prompt_id,
+        request.group_id,
+        request.sample_id,
+        request.seed,
+        request.prompt_ids,
+        np.asarray(answer.token_ids, np.int32),
+        _log_probs(answer),
+        reason,
+        begun,
+        later_versions=tuple(later),
+    )
 
 
 def nothing_of(request: Request, version: int) -> Sample:
@@ -104,7 +119,10 @@ def stamped_spans(answer: Any, begun: int, newest: int) -> Spans:
 
 
 def _number(version: str) -> int:
-    return int(version) if version.isdecimal() else -1  # vLLM's name for weights that nobody gave a version
+    # vLLM's name for weights that nobody gave a version
+    if version.isdecimal():
+        return int(version)
+    return -1
 
 
 def unstamped_spans(begun: int, newest: int) -> Spans:

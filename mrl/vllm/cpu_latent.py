@@ -53,7 +53,9 @@ def bmm_of_many_rows(bmm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         rows = left.shape[1]
         many = left if rows >= LEAST_ROWS else F.pad(left, (0, 0, 0, LEAST_ROWS - rows))
         answer = bmm(many.contiguous(), right)[:, :rows]
-        return answer if out is None else out.copy_(answer)
+        if out is None:
+            return answer
+        return out.copy_(answer)
 
     return of_many
 

@@ -43,7 +43,8 @@ def install() -> None:
         return
     if faults := [*collective_faults(CpuCommunicator), *apply_faults(CPUUnquantizedExperts)]:
         raise _unknown("; ".join(faults))
-    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
     CPUUnquantizedExperts.apply = with_expert_map(CPUUnquantizedExperts.apply)
 
 

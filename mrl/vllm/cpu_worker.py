@@ -51,8 +51,9 @@ class CpuWorker(CPUWorker):
             install()
 
     def load_model(self, *arguments: Any, **named: Any) -> None:
-        """As vLLM's own; what the process takes from here on is the engine's."""
-        self.memory_asleep, self.unpacked_layers = {}, []
+        """Loads the model as vLLM does; what the process takes from here on is the engine's."""
+        self.memory_asleep = {}
+        self.unpacked_layers = []
         get_model_architecture(self.model_config)  # imports the model's module
         cpu_sigmoid.install()
         if self.model_config.use_mla:
@@ -93,18 +94,21 @@ class CpuWorker(CPUWorker):
                 clear(self.model_runner.kv_caches)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """As vLLM's own. Raises RuntimeError instead of reading memory that was given away: a resume makes vLLM try."""
+        """Executes a step as vLLM does.
+
+        Raises RuntimeError instead of reading memory that was given away: a resume makes vLLM try.
+        """
         if scheduler_output.total_num_scheduled_tokens:
             self._refuse_asleep("a step")
         return super().execute_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
-        """As vLLM's own; also refused while memory is asleep."""
+        """Executes a dummy step as vLLM does; refused while memory is asleep."""
         self._refuse_asleep("a dummy step")
         super().execute_dummy_batch()
 
     def start_weight_update(self, *arguments: Any, **named: Any) -> None:
-        """As vLLM's own; also refused while weights are asleep, when writing them would crash."""
+        """Starts an update as vLLM does; refused while weights are asleep, when writing them would crash."""
         if WEIGHTS in self.memory_asleep:
             raise RuntimeError("a weight update was asked of a worker whose weights are asleep")
         super().start_weight_update(*arguments, **named)
@@ -122,7 +126,7 @@ class NappingCondition(shm_broadcast.SpinCondition):
     """
 
     def wait(self, timeout_ms: int | None = None) -> None:
-        """As vLLM's own."""
+        """Waits in naps while the last message is recent, then as vLLM does."""
         if time.monotonic() <= self.last_read + self.busy_loop_s:
             time.sleep(NAP_S)
         else:
@@ -156,9 +160,11 @@ def loosen(parameters: Iterable[nn.Parameter]) -> None:
 
 def empty(tensors: Iterable[Tensor]) -> list[_EmptiedStorage]:
     """Gives the memory below the tensors away; they keep shape and strides. Raises RuntimeError for a fixed storage."""
-    storages = {
-        storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()
-    }
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            storages[storage._cdata] = storage
     emptied = [_EmptiedStorage(storage, storage.nbytes()) for storage in storages.values()]
     for item in emptied:
         item.storage.resize_(0)

@@ -34,7 +34,7 @@ from mrl.vllm.completions import (
     stamped_spans,
     unstamped_spans,
     with_routes,
-)  # fmt: skip
+)
 from mrl.vllm.engine_calls import EngineCalls
 from mrl.vllm.engine_scheduler import EngineScheduler
 from mrl.vllm.engine_state import AWAKE, CACHE, FENCED, REFUSES_REQUESTS, WEIGHTS, EngineMachine, EngineState
@@ -70,7 +70,8 @@ class VllmEngine:
         self._numbers = itertools.count()  # of requests
         self._made = 0  # tokens of responses that are whole
         self._newest = 0  # version that it served last
-        self._prefixes, self._cache = CachedPrefixes(block=1), CacheUse()
+        self._prefixes = CachedPrefixes(block=1)
+        self._cache = CacheUse()
         self._handles: dict[int, str] = {}  # names of requests that are here and can be ended
 
     @property
@@ -80,7 +81,7 @@ class VllmEngine:
 
     @property
     def reading(self) -> EngineReading:
-        """Of now, in every state."""
+        """Reads the engine's counters now, in every state."""
         cache = self._cache
         return EngineReading(self._made + self._calls.tokens_inside, cache.share, cache.peak, cache.preemptions)
 
@@ -108,7 +109,9 @@ class VllmEngine:
         from mrl.vllm.receive import BACKEND, adapter_module, installed_generation
 
         self._generation = installed_generation()
-        met = {} if meeting is None else {"data_parallel_address": meeting[0], "data_parallel_rpc_port": meeting[1]}
+        met = {}
+        if meeting is not None:
+            met = {"data_parallel_address": meeting[0], "data_parallel_rpc_port": meeting[1]}
         arguments = AsyncEngineArgs(
             **self.settings.arguments,
             **met,
@@ -164,13 +167,14 @@ class VllmEngine:
             await finished.put(error)
 
     async def _complete(self, request: Request, sampling: Sampling) -> Sample:
-        """The response; of a request that was ended, or given back, what there is of it."""
+        """The response; the part that there is of a request that was ended or given back."""
         name = f"{request.sample_id}-{next(self._numbers)}"
         if request.handle is not None:
             self._handles[request.handle] = name
         try:
             await self._door.enter(name)
-            begun, final = self.version, await self._final_output(name, request, sampling)
+            begun = self.version
+            final = await self._final_output(name, request, sampling)
         except TurnedBack:
             return nothing_of(request, self._newest)
         finally:
@@ -179,7 +183,9 @@ class VllmEngine:
         if answer.finish_reason == ABORTED and self._machine.state in REFUSES_REQUESTS:
             raise Interrupted(f"sample {request.sample_id}: {self._asleep_under(len(answer.token_ids))}")
         sample = sample_of(request, answer, self._spans_of(request, answer, begun))
-        return with_routes(sample, await self._routes(name, request, answer)) if sampling.routes else sample
+        if sampling.routes:
+            return with_routes(sample, await self._routes(name, request, answer))
+        return sample
 
     async def _final_output(self, name: str, request: Request, sampling: Sampling) -> Any:
         self._prefixes.enter(name, request.prompt_ids)
@@ -191,7 +197,9 @@ class VllmEngine:
                     final = output
         finally:
             self._door.leave(name)
-            ended = (final.outputs[0].token_ids, final.num_cached_tokens or 0) if final is not None else ()
+            ended = ()
+            if final is not None:
+                ended = (final.outputs[0].token_ids, final.num_cached_tokens or 0)
             self._prefixes.leave(name, *ended)
         self._made += len(final.outputs[0].token_ids)
         return final
@@ -215,8 +223,9 @@ class VllmEngine:
             raise RuntimeError(f"{self.settings.name}, sample {request.sample_id}: {error}") from None
 
     async def _routes(self, name: str, request: Request, answer: Any) -> np.ndarray | None:
-        """Routes of prompt and response, or None where vLLM returned none. Raises DataError for such as cannot be."""
-        tokens, routes = len(request.prompt_ids) + len(answer.token_ids), answer.routed_experts
+        """Routes of prompt and response, or None where vLLM returned none. Raises DataError for impossible ones."""
+        tokens = len(request.prompt_ids) + len(answer.token_ids)
+        routes = answer.routed_experts
         if self.settings.captures_routes:
             shape, data = (await self._calls.workers("take_routes", name, tokens - 1))[0]
             routes = np.frombuffer(data, np.int16).reshape(shape)
@@ -233,7 +242,7 @@ class VllmEngine:
             ) from error
 
     async def _forget_routes(self) -> None:
-        """With new weights: requests that were given up left theirs behind.
+        """Drops routes before new weights: requests that were given up left theirs behind.
 
         Where routes are asked for none is held over an update.
         """
@@ -241,7 +250,8 @@ class VllmEngine:
             await self._calls.workers("forget_routes")
 
     async def _check_order(self) -> None:
-        """The same prompts in two orders must give the same bits; else no run can be repeated or resumed exactly.
+        """Checks that the same prompts in two orders give the same bits; else no run can be repeated or resumed
+        exactly.
 
         Data-parallel ranks check themselves at once, each while others compute other prompts: neither may what they
         have in a step change a bit.
@@ -249,7 +259,10 @@ class VllmEngine:
         rng = random.Random(0)
         width = min(24, self.settings.arguments["max_model_len"] // 2)
         vocab = self.settings.vocab_size
-        requests = [Request(i, tuple(rng.randrange(vocab) for _ in range(1 + i * width // 8)), i) for i in range(8)]
+        requests = []
+        for number in range(8):
+            prompt = [rng.randrange(vocab) for _ in range(1 + number * width // 8)]
+            requests.append(Request(number, tuple(prompt), number))
         sampling = Sampling(temperature=1.0, max_tokens=8, stop_token_ids=())
         runs = []
         for order in (requests, requests[::-1]):
@@ -283,7 +296,8 @@ class VllmEngine:
         self._cache.paused()
 
     async def pause_for_update(self, give_back: bool) -> bool:
-        """Pauses, for weights and a commit to follow; whether requests are given back with the tokens that they have.
+        """Pauses for weights and a commit to follow; returns whether requests are given back with the tokens that they
+        have.
 
         Else they are held and go on by the next weights. Where vLLM does not say which weights made which token (0.23)
         they are given back in any case; so are those that come until the commit. Each is to be sent again, behind its
@@ -319,8 +333,8 @@ class VllmEngine:
     async def sleep(self) -> SleepReport:
         """Gives the memory of weights and KV cache back to the device. Requests in flight, or waiting, are ended.
 
-        Returns when every worker's device was idle and has its memory back; nothing else may take memory of the same
-        device meanwhile (vLLM compares what is free before and after).
+        Returns when every worker's device was idle and has its memory back. Nothing else may take memory of the same
+        device meanwhile: vLLM compares what is free before and after.
         """
         async with self._controlled("sleep"):
             aborted = len(self._door.inside)
@@ -382,17 +396,17 @@ class VllmEngine:
             self._machine.received()
 
     async def agree_on_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
-        """See EngineUpdates.agree_on_fast."""
+        """Agrees on the plan of weight syncs, as EngineUpdates.agree_on_fast does; returns bytes of weights."""
         async with self._controlled("agree_on_sync"):
             return await self._updates.agree_on_fast(setup, plan_hash, self._machine.holds_weights)
 
     async def connect_sync(self) -> None:
-        """See EngineUpdates.connect_fast."""
+        """Has the workers meet the ranks, as EngineUpdates.connect_fast does."""
         async with self._controlled("connect_sync"):
             await self._updates.connect_fast()
 
     async def release_arenas(self) -> None:
-        """See EngineUpdates.release_arenas."""
+        """Unlinks the shared memory of syncs, now that every rank has it open."""
         async with self._controlled("release_arenas"):
             self._updates.release_arenas()
 
@@ -405,11 +419,11 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _update(self, verb: str) -> AsyncIterator[None]:
-        """As `_controlled`; before the first byte no request gets in any more.
+        """Holds the engine for an update: from before its first byte no request gets in any more.
 
-        Data-parallel ranks stand still first: for some steps after the last request they still compute together, and a
-        rank between two weights must not take part. They have to be asked at once, as for a pause.
-        Raises RuntimeError while requests are under way that nobody paused.
+        Data-parallel ranks stand still first. For some steps after the last request they still compute together, and a
+        rank between two weights must not take part. They have to be asked at once, as for a pause. Raises RuntimeError
+        while requests are under way that nobody paused.
         """
         async with self._control:
             if self._machine.state is AWAKE and self._door.inside:
@@ -426,15 +440,17 @@ class VllmEngine:
     async def commit(self, version: int) -> VersionServed:
         """Serves what was received last, as `version`, and drops what was cached under the old weights.
 
-        Returns what the version before came to.
+        Returns counts of the version before.
         """
         async with self._control:
             self._machine.check("commit")
-            peak, preemptions = self._cache.peak, self._cache.preemptions
+            peak = self._cache.peak
+            preemptions = self._cache.preemptions
             await self._stamp_version(version)
             await self._scheduler.drop_cache()
             await self._forget_routes()
-            stale, self._newest = self._prefixes.renew(), version
+            stale = self._prefixes.renew()
+            self._newest = version
             self._cache.renew()
             await self._scheduler.resume()
             self._machine.serve(version)

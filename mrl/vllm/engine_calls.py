@@ -23,13 +23,15 @@ class EngineCalls:
         `on_death` is called when vLLM's processes turn out to be gone.
         """
         self.llm: Any = None
-        self._name, self._on_death = name, on_death
+        self._name = name
+        self._on_death = on_death
         self._watch: ProcessWatch | None = None
         self._has_peers = False
 
     def watch(self, has_peers: bool) -> None:
-        """From here on a death is seen at once. `has_peers`: its own is told from one of another rank of the engine."""
-        self._watch, self._has_peers = ProcessWatch(lambda: self.llm.errored), has_peers
+        """Sees a death at once from here on. `has_peers`: its own is told from one of another rank of the engine."""
+        self._watch = ProcessWatch(lambda: self.llm.errored)
+        self._has_peers = has_peers
 
     @property
     def tokens_inside(self) -> int:
@@ -101,7 +103,9 @@ class EngineCalls:
         log = f"see logs/{log_name(self._name)}.log in the run directory"
         if self._watch is not None and not self._watch.lost:
             time.sleep(_EXIT_S)
-        lost = self._watch.lost if self._watch is not None else None
+        lost = None
+        if self._watch is not None:
+            lost = self._watch.lost
         if lost or not self._has_peers:
             return LostProcess(f"{self._name}: vLLM's process below it died{f' ({lost})' if lost else ''}; {log}")
         return ConnectionError(

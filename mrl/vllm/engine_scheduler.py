@@ -19,7 +19,9 @@ class EngineScheduler:
     """Pauses and resumes it, exactly once each: a second resume races with the next pause."""
 
     def __init__(self, calls: EngineCalls, door: Admission, settings: EngineSettings):
-        self._calls, self._door, self._settings = calls, door, settings
+        self._calls = calls
+        self._door = door
+        self._settings = settings
         self.is_paused = False
 
     async def pause(self, mode: str) -> None:
@@ -31,7 +33,7 @@ class EngineScheduler:
         self.is_paused = True
 
     async def resume(self) -> None:
-        """Nothing where it is not paused. The one place that resumes vLLM."""
+        """Resumes vLLM where it is paused; the one place that does."""
         if self.is_paused:
             await self._calls.ask(self._calls.llm.resume_generation())
             self.is_paused = False
@@ -52,9 +54,9 @@ class EngineScheduler:
     async def drop_cache(self) -> None:
         """Empties the prefix cache, which old weights filled. Raises Interrupted when vLLM does not empty it.
 
-        vLLM 0.23 and 0.32 answer True, with prefix caching off as well, or False while a block is in use, that of a
-        request that was just aborted for example. Of several data-parallel cores 0.32 answers for all, 0.23 for the
-        first.
+        vLLM 0.23 and 0.32 answer True, with prefix caching off as well. They answer False while a block is in use, for
+        example that of a request that was just aborted. Of several data-parallel cores 0.32 answers for all, 0.23 for
+        the first.
         """
         deadline = time.monotonic() + DROP_S
         while (

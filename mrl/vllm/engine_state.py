@@ -34,7 +34,7 @@ from mrl.errors import LostProcess
 
 
 class EngineState(Enum):
-    """Of one engine. The value says what gets it back to serving."""
+    """What state an engine is in. The value says what gets it back to serving."""
 
     AWAKE = "it serves requests"
     PAUSED = "resume it, or bring weights and commit"
@@ -45,7 +45,9 @@ class EngineState(Enum):
     DEAD = "end the run and start it with --resume"
 
 
-WEIGHTS, CACHE = "weights", "kv_cache"  # the parts of its memory, by vLLM's names
+# the parts of its memory, by vLLM's names
+WEIGHTS = "weights"
+CACHE = "kv_cache"
 
 AWAKE, PAUSED, HOLDING, ASLEEP, WEIGHTS_AWAKE, FENCED, DEAD = EngineState
 
@@ -125,14 +127,17 @@ class EngineMachine:
             self.has_received = False
 
     def received(self) -> None:
-        """A whole update is in."""
+        """Notes that a whole update is in."""
         self.holds_weights = self.has_received = True
 
     def serve(self, version: int) -> None:
         """AWAKE with `version`: what `commit` ends with, and the start, where vLLM itself loaded the weights."""
-        self.state, self.version = AWAKE, version
-        self.holds_weights, self.has_received = True, False
+        self.state = AWAKE
+        self.version = version
+        self.holds_weights = True
+        self.has_received = False
 
     def die(self) -> None:
         """vLLM's processes are gone, from whatever state."""
-        self.state, self.version = DEAD, None
+        self.state = DEAD
+        self.version = None

@@ -23,7 +23,9 @@ class EngineUpdates:
 
     def __init__(self, calls: EngineCalls, settings: EngineSettings, note_files: Callable[[], None]):
         """`note_files` is called whenever `files` has changed."""
-        self._calls, self._settings, self._note_files = calls, settings, note_files
+        self._calls = calls
+        self._settings = settings
+        self._note_files = note_files
         self._numbers = itertools.count()  # of buckets
         self._buckets: Path | None = None  # folder of an update by the slow path
         self._path = ""  # "slow" or "fast": what vLLM's workers are ready for
@@ -80,7 +82,8 @@ class EngineUpdates:
         from mrl.reshard.setup import SyncSetup
         from mrl.reshard.transport_shm import arena_files
 
-        agreed, engine = SyncSetup.from_json(setup), self._settings.engine_id
+        agreed = SyncSetup.from_json(setup)
+        engine = self._settings.engine_id
         agreed.check_hash(plan_hash, self._settings.name)
         workers = [agreed.worker(engine, position) for position in self._settings.positions]
         self._arenas = tuple(path for worker in workers for path in arena_files(agreed, worker))

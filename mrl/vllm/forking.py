@@ -43,7 +43,7 @@ class ForkedProcess(context.ForkServerProcess):
     environment: dict[str, str] | None  # that it takes over; None where it is spawned, which brings its own
 
     def start(self) -> None:
-        """As multiprocessing's; from the environment of now."""
+        """Starts the process as multiprocessing does, from the environment of now."""
         self.environment = dict(os.environ) if can_fork(os.environ) else None
         super().start()
 
@@ -106,9 +106,9 @@ def start_server() -> None:
 
 
 def leave_server() -> None:
-    """Once all are there: the server ends with the last of them, and of its socket a kill leaves nothing behind.
+    """Leaves the server once all processes are there: it ends with the last of them.
 
-    A process that goes on to another engine starts another one.
+    A kill leaves nothing of its socket behind. A process that goes on to another engine starts another server.
     """
     server = forkserver._forkserver
     if server._forkserver_pid is None:
@@ -131,8 +131,11 @@ def install() -> None:
 
 def preloaded_libraries(given: str) -> str:
     """LD_PRELOAD as vLLM's CPU platform sets it while it makes an engine's configuration: OpenMP of torch, its heap."""
-    openmp, heap = _library("torch", *_OPENMP), _library("vllm", *_HEAP)
-    libraries = [given] if given else []
+    openmp = _library("torch", *_OPENMP)
+    heap = _library("vllm", *_HEAP)
+    libraries = []
+    if given:
+        libraries = [given]
     if openmp and not re.search("libomp|libgomp|libiomp", given):
         libraries = [*libraries, openmp]
     if heap and "libtcmalloc" not in given:

@@ -97,7 +97,8 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], adapt
 
     Raises HandshakeError naming what differs.
     """
-    planned, in_place = {t.name: t for t in targets}, written_in_place(targets)
+    planned = {t.name: t for t in targets}
+    in_place = written_in_place(targets)
     held = (name for name, _ in model.named_parameters(remove_duplicate=False))
     actual = {adapter.plan_name(name) for name in held if not adapter.is_derived(name.rpartition(".")[2])}
     aliases = actual - {adapter.plan_name(name) for name, _ in model.named_parameters()}
@@ -109,7 +110,8 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], adapt
     layers = layers_of(model, adapter)
     for name in sorted(actual & planned.keys()):
         target = planned[name]
-        layer, leaf = layers[target.module], leaf_of(target)
+        layer = layers[target.module]
+        leaf = leaf_of(target)
         tensor = getattr(layer, leaf) if name in in_place else adapter.load_tensor(layer, leaf)
         if tuple(tensor.shape) != target.local_shape:
             faults.append(f"{name} is {list(tensor.shape)} in vLLM, {list(target.local_shape)} in the plan")
@@ -117,7 +119,9 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], adapt
             # kernels keep some biases in fp32
             faults.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')} in vLLM, {target.dtype} in the plan")
     if faults:
-        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        more = ""
+        if len(faults) > SHOWN:
+            more = f"; and {len(faults) - SHOWN} more"
         raise HandshakeError("; ".join(faults[:SHOWN]) + more)
 
 

@@ -40,8 +40,10 @@ def note(file: str, own: set[Path]) -> None:
 
 
 def noted(file: str) -> set[Path]:
-    """What stands in the file; nothing when there is none."""
-    return set(map(Path, Path(file).read_text().split())) if Path(file).exists() else set()
+    """Reads the file; nothing when there is none."""
+    if Path(file).exists():
+        return set(map(Path, Path(file).read_text().split()))
+    return set()
 
 
 def remove_all(paths: set[Path]) -> None:
@@ -99,4 +101,6 @@ def remove_noted(logs: Path) -> None:
 
 def memory_folder() -> str | None:
     """Where files are memory, on hosts that have such a place."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+    if Path("/dev/shm").is_dir():
+        return "/dev/shm"
+    return None

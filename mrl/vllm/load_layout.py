@@ -105,7 +105,10 @@ class LayerwiseWriter:
 
         `by_identity`: those that are read back through an identity matrix.
         """
-        self._model, self._config, self._adapter, self._by_identity = model, model_config, adapter, by_identity
+        self._model = model
+        self._config = model_config
+        self._adapter = adapter
+        self._by_identity = by_identity
         self._in_place = written_in_place(targets)
         self._layers = layers_of(model, adapter)
         self._targets = {t.name: t for t in targets}
@@ -232,7 +235,8 @@ def weight_bytes(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> int:
 
     `dtype`: the engine's, in which biases come, though kernels keep some of them in float32.
     """
-    total, counted = 0, set()
+    total = 0
+    counted = set()
     for layer in model.modules():
         for leaf, parameter in layer._parameters.items():
             # a tied head has the embedding's
@@ -241,9 +245,9 @@ def weight_bytes(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> int:
             counted.add(id(parameter))
             tensor = adapter.load_tensor(layer, leaf)
             rows = getattr(layer, "shard_indices", None)  # of a vocabulary
-            padding = (
-                rows.num_elements_padded - rows.num_org_elements - rows.num_added_elements if rows is not None else 0
-            )
+            padding = 0
+            if rows is not None:
+                padding = rows.num_elements_padded - rows.num_org_elements - rows.num_added_elements
             item = (dtype if leaf == "bias" else tensor.dtype).itemsize
             total += (tensor.numel() - padding * tensor.shape[-1]) * item
     return total
@@ -264,7 +268,8 @@ class ModuleBuffers:
         into memory that an earlier layer gave back.
         """
         tensors = [getattr(layer, leaf) for leaf in leaves]
-        starts, size = [], 0
+        starts = []
+        size = 0
         for tensor in tensors:
             starts.append(size)
             size += round_up(tensor.nbytes, _ALIGN)
@@ -296,7 +301,8 @@ def check_same_shapes(loaded: Mapping[str, Tensor], kernels: Mapping[str, Tensor
 
     The handshake refuses engines whose kernels pad experts or give them a bias, so that no update gets here with one.
     """
-    ours, theirs = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (loaded, kernels))
+    ours = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in kernels.items()}
     if ours != theirs:
         raise RuntimeError(
             f"experts of shapes {ours} cannot be packed into the kernel's {theirs}; reshard.path: slow can load them"

@@ -66,7 +66,7 @@ def _is_there(process: psutil.Process) -> bool:
 
 
 def _command(process: psutil.Process) -> str:
-    """Its program's name and first arguments. Raises psutil.Error when it has ended."""
+    """The process's program and first arguments. Raises psutil.Error when it has ended."""
     program, *arguments = process.cmdline() or [""]
     return " ".join([os.path.basename(program), *arguments])[:60].strip()  # a title is padded to what stood there
 

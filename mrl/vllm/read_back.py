@@ -44,7 +44,8 @@ def what_reading_shows(tensor: Tensor) -> Tensor:
 
     Returns `tensor` itself where it has no such values.
     """
-    tiny, words = torch.finfo(tensor.dtype).tiny, tensor.view(_WORDS[tensor.element_size()])
+    tiny = torch.finfo(tensor.dtype).tiny
+    words = tensor.view(_WORDS[tensor.element_size()])
     for part, bits in zip(tensor.view(-1).split(_IN_CACHE), words.view(-1).split(_IN_CACHE), strict=True):
         small = part.abs() < tiny
         if bool(small.any()) and bool((small & (bits != 0)).any()):
@@ -96,7 +97,9 @@ def _order(rows: int, columns: int, dtype: torch.dtype, pack: Pack, isa: str) ->
         raise RuntimeError(
             f"this kernel does not just move the elements of [{rows}, {columns}] {dtype} when it packs them"
         )
-    block = int(order[1]) if columns > 1 else 0
+    block = 0
+    if columns > 1:
+        block = int(order[1])
     if (
         block
         and rows % block == 0
@@ -155,7 +158,9 @@ def parameter_digest(parts: Iterable[Tensor], target: TargetParameter) -> int:
 
     `parts`: what the parameter consists of along its first dimension, in order. Only experts come in more than one.
     """
-    digests, first, groups = [], 0, _groups(target.pieces)
+    digests = []
+    first = 0
+    groups = _groups(target.pieces)
     for part in parts:
         digests += _part_digests(part, first, groups, getattr(torch, target.dtype))
         first += len(part)

@@ -119,7 +119,7 @@ class UpdatePath(Protocol):
         """Leaves the update. Raises RuntimeError when something did not come or was not written."""
 
     def report(self) -> dict[str, Any]:
-        """Of the last update; see mrl.reshard.sync_report for who compares what."""
+        """The report of the last update; mrl.reshard.sync_report says who compares what."""
 
     def abandon(self) -> None:
         """Drops an update that failed; the engine then holds a mixture and has to be updated again."""
@@ -151,8 +151,11 @@ class FastPath:
         Raises EnvironmentFault for another plan, HandshakeError, ValueError.
         """
         self._setup = setup = SyncSetup.from_json(info.setup)
-        self._engine, self._worker = info.engine, setup.worker(info.engine, degrees.position)
-        self._model, self._config, self._adapter = model, model_config, adapter
+        self._engine = info.engine
+        self._worker = setup.worker(info.engine, degrees.position)
+        self._model = model
+        self._config = model_config
+        self._adapter = adapter
         self._writer: LayerwiseWriter | None = None
         self._receiver: Receiver | None = None
         self._read_back = True
@@ -165,8 +168,9 @@ class FastPath:
             )
             check_engine(model, setup, self._targets, adapter, info.holds_weights)
             self._kernels = {
-                "attention": sorted(adapter.attention_backends(model)), "moe": sorted(adapter.moe_backends(model)),
-            }  # fmt: skip
+                "attention": sorted(adapter.attention_backends(model)),
+                "moe": sorted(adapter.moe_backends(model)),
+            }
             layers = layers_of(model, adapter)  # asked now: vLLM 0.23 enters the reload before an update gets here
             self._by_identity = frozenset(
                 t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t)
@@ -187,7 +191,6 @@ class FastPath:
             raise
 
     def start(self) -> None:
-        """See UpdatePath."""
         self.abandon()
         self._writer = LayerwiseWriter(self._model, self._config, self._targets, self._adapter, self._by_identity)
         self._writer.begin()
@@ -210,18 +213,20 @@ class FastPath:
 
         Raises RuntimeError when modules are incomplete.
         """
-        writer, began = self._writer, time.perf_counter()
+        writer = self._writer
+        began = time.perf_counter()
         with self._named_errors():
             writer.finish()
             finalised = time.perf_counter()
             self._writer = None
-            digests = self.held_digests() if self._read_back else None
+            digests = None
+            if self._read_back:
+                digests = self.held_digests()
         seconds = {"finalise": finalised - began, "read_back": time.perf_counter() - finalised}
         self._report |= {"worker": self._worker, "received": writer.received, "shown": writer.shown, "held": digests}
         self._report["seconds"] |= seconds | writer.seconds
 
     def report(self) -> dict[str, Any]:
-        """See UpdatePath."""
         return self._report
 
     def held_digests(self) -> dict[str, int]:
@@ -233,7 +238,6 @@ class FastPath:
         return held_digests(self._targets, lambda t: self._adapter.final_parts(self._model, layers[t.module], t))
 
     def abandon(self) -> None:
-        """See UpdatePath."""
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
@@ -254,10 +258,12 @@ class SlowPath:
 
     def __init__(self, model: nn.Module, model_config: Any, adapter: Adapter, expected: dict[str, list[int]]):
         """`expected`: HF name and shape of every tensor that each update has to bring."""
-        self._model, self._config, self._adapter, self._expected = model, model_config, adapter, expected
+        self._model = model
+        self._config = model_config
+        self._adapter = adapter
+        self._expected = expected
 
     def start(self) -> None:
-        """See UpdatePath."""
         self.abandon()
         named = [name for name, _ in self._model.named_parameters()]
         loaded = {name for name in named if not self._adapter.is_derived(name.rpartition(".")[2])}
@@ -292,7 +298,7 @@ class SlowPath:
             self._adapter.prepare_experts(layer)
 
     def report(self) -> dict[str, Any]:
-        """There are no digests on this path."""
+        """Nothing: there are no digests on this path."""
         return {}
 
     def abandon(self) -> None:
@@ -300,7 +306,7 @@ class SlowPath:
         self._adapter.abandon(self._model)
 
     def close(self) -> None:
-        """Holds nothing between updates."""
+        """Does nothing: nothing is held between updates."""
 
 
 def _check_bytes(bucket: Path, sha256: str) -> None:
@@ -314,10 +320,11 @@ def _check_bytes(bucket: Path, sha256: str) -> None:
 
 
 class ReloadLedger:
-    """What one slow update brought and wrote. One that lacks a tensor or leaves a parameter out is never committed.
+    """What one slow update brought and wrote. An update that lacks a tensor or leaves a parameter out is never
+    committed.
 
-    Both are counted, because neither shows the other: a fused parameter is written by any one of its tensors, and
-    what arrived may have been passed over by the loader.
+    Both are counted, because neither shows the other. A fused parameter is written by any one of its tensors, and the
+    loader may have passed over what arrived.
     """
 
     def __init__(self, parameters: set[str], expected: dict[str, list[int]]):
@@ -360,4 +367,6 @@ class ReloadLedger:
 
 def _fault(what: str, names: Iterable[str]) -> str:
     names = sorted(names)
-    return f"{what} {len(names)}: {json.dumps(names[:8])}" if names else ""
+    if names:
+        return f"{what} {len(names)}: {json.dumps(names[:8])}"
+    return ""

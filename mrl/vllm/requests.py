@@ -56,7 +56,7 @@ class EngineReading:
 
 
 class VersionServed(NamedTuple):
-    """What a version of the weights came to, in one engine or in all."""
+    """Counts of a version of the weights, in one engine or in all."""
 
     stale_tokens: int  # that prefix caches gave its requests and other weights had computed: 0; see VllmEngine.commit
     cache_peak: float  # share of the KV cache, in the fullest engine
@@ -65,7 +65,7 @@ class VersionServed(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Everything one engine is started with, or one data-parallel rank of it: each has a front end of its own."""
+    """What one engine is started with, or one data-parallel rank of it: each has a front end of its own."""
 
     engine_id: int
     arguments: dict  # of vLLM's AsyncEngineArgs
@@ -96,18 +96,20 @@ class EngineSettings:
 
     @property
     def positions(self) -> range:
-        """Of its workers among all of the engine, as SyncSetup.worker counts them."""
+        """Positions of its workers among all of the engine, as SyncSetup.worker counts them."""
         return range(self.data_rank * self.workers, (self.data_rank + 1) * self.workers)
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name that messages have for it."""
         return rank_name(self.engine_id, self.data_rank, self.data_ranks)
 
 
 def rank_name(engine: int, rank: int, ranks: int) -> str:
     """`engine 1`, or `engine 1 rank 0` where an engine has several data-parallel ranks."""
-    return f"engine {engine} rank {rank}" if ranks > 1 else f"engine {engine}"
+    if ranks > 1:
+        return f"engine {engine} rank {rank}"
+    return f"engine {engine}"
 
 
 def engine_of(name: str) -> str:
@@ -116,13 +118,14 @@ def engine_of(name: str) -> str:
 
 
 def log_name(name: str) -> str:
-    """Of a rank's file in logs/, without an ending: `engine-1-rank-0`."""
+    """The name of a rank's file in logs/, without an ending: `engine-1-rank-0`."""
     return name.replace(" ", "-")
 
 
 def engine_settings(config: RunConfig, engine_id: int, logs: Path, data_rank: int = 0) -> EngineSettings:
     """Settings of one engine, or of one data-parallel rank of it. `logs` is the run's folder for logs."""
-    hosting, model = get_hosting(config.cluster.device), load_model_spec(config.model.path)
+    hosting = get_hosting(config.cluster.device)
+    model = load_model_spec(config.model.path)
     name = rank_name(engine_id, data_rank, config.rollout.data_parallel_size)
     return EngineSettings(
         engine_id=engine_id,
@@ -142,10 +145,16 @@ def turns_spec(turns: TurnsConfig | None, data: DataConfig) -> TurnsSpec | None:
     """What conversations may do; None where responses are of one turn."""
     if turns is None:
         return None
-    path = None if turns.path is None else str(Path(turns.path).resolve())
-    index = None if turns.index is None else str(Path(turns.index).resolve())
+    path = None
+    if turns.path is not None:
+        path = str(Path(turns.path).resolve())
+    index = None
+    if turns.index is not None:
+        index = str(Path(turns.index).resolve())
     given = turns.model_dump(exclude={"tools", "environments", "path", "index", "max_memory_gib"})
-    thinking = {} if data.enable_thinking is None else {THINKING: data.enable_thinking}
+    thinking = {}
+    if data.enable_thinking is not None:
+        thinking = {THINKING: data.enable_thinking}
     tools = ToolsSpec(
         tuple(turns.tools), path, turns.max_memory_gib, environments=tuple(turns.environments), index=index
     )
@@ -154,7 +163,8 @@ def turns_spec(turns: TurnsConfig | None, data: DataConfig) -> TurnsSpec | None:
 
 def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str, Any]:
     """Arguments of AsyncEngineArgs; `rollout.engine_kwargs.vllm` adds to them and wins."""
-    rollout, layout = config.rollout, rollout_layout(config.rollout)
+    rollout = config.rollout
+    layout = rollout_layout(config.rollout)
     max_model_len = config.data.max_prompt_length + config.data.max_response_length
     optional = {
         "enforce_eager": rollout.enforce_eager,

@@ -34,7 +34,8 @@ class RouteCapture:
             raise EnvironmentFault(
                 f"{_PLAIN_NAMES} is set: routes are kept by request, whose names end in something random; unset it"
             )
-        self._runner, self._execute = runner, runner.execute_model
+        self._runner = runner
+        self._execute = runner.execute_model
         self._layers = runner.model_config.get_total_num_hidden_layers()
         self._step: dict[int, Tensor] = {}  # layer -> experts [tokens of the step, topk]
         # request -> (first position, [tokens, layers, topk]) of each step
@@ -67,7 +68,8 @@ class RouteCapture:
             starts[new.req_id] = new.num_computed_tokens
             if new.sampling_params is not None and (new.sampling_params.extra_args or {}).get(ASKED):
                 self._kept[_name(new.req_id)] = []
-        rows, first = self._rows(), 0
+        rows = self._rows()
+        first = 0
         for request in self._runner.input_batch.req_ids:
             last = first + scheduled.num_scheduled_tokens[request]
             if (kept := self._kept.get(_name(request))) is not None:
@@ -106,5 +108,5 @@ class RouteCapture:
 
 
 def _name(request: str) -> str:
-    """As the front end was told; vLLM appends something random."""
+    """The request's name as the front end was told; vLLM appends something random."""
     return request.rpartition("-")[0]

@@ -16,16 +16,21 @@ from mrl.platforms.process_memory import process_memory
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 
 # what would read or write memory that is not there; vLLM itself refuses none of it
-NEEDS_WEIGHTS = ("start_weight_update", "update_weights", "finish_weight_update", "init_weight_transfer_engine",
+NEEDS_WEIGHTS = (
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "init_weight_transfer_engine",
     "weight_fingerprints",
-                 "weight_digests")  # fmt: skip
+    "weight_digests",
+)
 
 NAN = float("nan")
 Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]  # parameter -> shape, stride, dtype
 
 
 class SleepingExtension:
-    """Of a worker extension what sleeps. Its names must not be ones of vLLM's workers."""
+    """The part of a worker extension that sleeps. Its names must not be ones of vLLM's workers."""
 
     parts_asleep: frozenset[str] = frozenset()
     layout_awake: Layout
@@ -95,15 +100,19 @@ class SleepingExtension:
         yield from (*model.parameters(), *model.buffers(), *_tensors(self.model_runner.kv_caches))
 
     def packed_bytes(self) -> int:
-        """Of weights that kernels hold out of Python's sight."""
-        return 0 if WEIGHTS in self.parts_asleep else self.adapter.packed_bytes(self.model_runner.get_model())
+        """Bytes of weights that kernels hold out of Python's sight."""
+        if WEIGHTS in self.parts_asleep:
+            return 0
+        return self.adapter.packed_bytes(self.model_runner.get_model())
 
     def absent_bytes(self) -> int:
-        """Of the pool that vLLM takes sleeping memory from: mapped nowhere, while torch still counts it."""
-        return self.adapter.bytes_asleep(self.parts_asleep) if self.parts_asleep and self.device.type != "cpu" else 0
+        """Bytes of vLLM's pool of sleeping memory that are mapped nowhere, while torch still counts them."""
+        if self.parts_asleep and self.device.type != "cpu":
+            return self.adapter.bytes_asleep(self.parts_asleep)
+        return 0
 
     def wait_for_device(self) -> None:
-        """Until all work of the device is done."""
+        """Waits until all work of the device is done."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -138,8 +147,9 @@ def poison(parameters: Iterator[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def clear(caches: Any) -> None:
-    """Fills a KV cache with zeros, as a fresh one has them: a NaN in a block outlives every reset, for a masked
-    position is multiplied by 0.
+    """Fills a KV cache with zeros, as a fresh one has them.
+
+    A NaN in a block outlives every reset, for a masked position is multiplied by 0.
     """
     for cache in _tensors(caches):
         cache.zero_()

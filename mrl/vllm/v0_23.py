@@ -32,7 +32,7 @@ class Adapter(CommonAdapter):
     """vLLM 0.23's layerwise reload, and its experts."""
 
     def plan_name(self, name: str) -> str:
-        """In 0.23 the fused experts are parameters of `mlp.experts` itself."""
+        """The plan's name of a parameter: in 0.23 the fused experts are parameters of `mlp.experts` itself."""
         return re.sub(r"(\.mlp\.experts)(?=\.w\d|$)", r"\1.routed_experts", name)
 
     def moe_backends(self, model: nn.Module) -> set[str]:
@@ -60,9 +60,9 @@ class Adapter(CommonAdapter):
 
 def _cpu_experts(layer: nn.Module) -> Any:
     """CPU's kernel of a fused-MoE layer; None for other layers and devices."""
-    return (
-        getattr(getattr(layer, "quant_method", None), "cpu_fused_moe", None) if hasattr(layer, "w13_weight") else None
-    )
+    if hasattr(layer, "w13_weight"):
+        return getattr(getattr(layer, "quant_method", None), "cpu_fused_moe", None)
+    return None
 
 
 ADAPTER = Adapter()
@@ -70,7 +70,7 @@ ADAPTER = Adapter()
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo, receive.UpdateInfo):
-    """Of one call; the worker of 0.23 reads vLLM's own `update_kind` from it before it hands it on."""
+    """What vLLM is told of one update. The worker of 0.23 reads vLLM's own `update_kind` from it first."""
 
 
 class TransferEngine(CommonTransferEngine):
@@ -88,7 +88,9 @@ class TransferEngine(CommonTransferEngine):
         """Chooses the path; may be called again. Raises as `open_path` does."""
         self.shutdown()
         dtype = ADAPTER.load_tensor(self.model.model.embed_tokens, "weight").dtype
-        quantization = self.model.quant_config.get_name() if self.model.quant_config is not None else None
+        quantization = None
+        if self.model.quant_config is not None:
+            quantization = self.model.quant_config.get_name()
         degrees = degrees_of(self.parallel_config, quantization, dtype)
         # of vLLM's ModelConfig, which an engine of 0.23 does not get, leaving the reload takes the dtype alone
         self.path = open_path(self.model, SimpleNamespace(dtype=dtype), ADAPTER, init_info, degrees)
@@ -121,7 +123,7 @@ class WorkerExtension(CommonWorkerExtension):
     adapter = ADAPTER
 
     def give_memory(self) -> None:
-        """As in 0.32. Raises RuntimeError where this generation's memory could not be taken again."""
+        """Gives memory back as in 0.32. Raises RuntimeError where this generation's memory could not be taken again."""
         if ascend_wake.is_ascend(self):
             ascend_wake.check_worker(self)
         elif self.device.type != "cpu":
@@ -143,15 +145,16 @@ class WorkerExtension(CommonWorkerExtension):
             super().restore_part(part)
 
     def weight_update_report(self) -> dict[str, Any]:
-        """As in 0.32. Raises RuntimeError when the update never became whole: 0.23 finishes one without asking."""
+        """Reports as in 0.32. Raises RuntimeError when an update never became whole: 0.23 finishes it unasked."""
         if self.weight_transfer_engine.is_under_way:
             raise RuntimeError("the update was finished before everything had come")
         return super().weight_update_report()
 
     def abandon_update(self) -> None:
-        """After a failed update, wherever it failed: the next one may start.
+        """Gives an update up, wherever it failed, so that the next one may start.
 
         What the engine holds is a mixture until then.
         """
         self.weight_transfer_engine.abandon()
-        self._weight_update_active, self._is_checkpoint_format = False, True
+        self._weight_update_active = False
+        self._is_checkpoint_format = True

@@ -27,7 +27,7 @@ _EXPERTS = ("w13_weight", "w2_weight")
 class Adapter(CommonAdapter):
     """vLLM 0.32's layerwise reload, and its experts.
 
-    Experts that CPU packs, which are nearly all of a model, take a shorter way than vLLM's, to the same bits: their
+    Experts that CPU packs, which are nearly all of a model, take a shorter way than vLLM's, to the same bits. Their
     load layout is memory that one layer takes over from another, and vLLM's own operator packs it straight into the
     kernel's memory. vLLM's way takes fresh memory for either and copies afterwards.
     """
@@ -37,7 +37,9 @@ class Adapter(CommonAdapter):
 
     def expert_isa(self, layer: nn.Module) -> str | None:
         experts = _experts(layer)
-        return experts.isa if hasattr(experts, "isa") and not experts._use_zentorch else None
+        if hasattr(experts, "isa") and not experts._use_zentorch:
+            return experts.isa
+        return None
 
     def materialise(self, layer: nn.Module) -> None:
         super().materialise(layer)
@@ -70,8 +72,8 @@ class Adapter(CommonAdapter):
     def prepare_experts(self, layer: nn.Module) -> None:
         """Puts reloaded experts into kernel layout.
 
-        vLLM 0.32 calls the experts' own `process_weights_after_loading` at the first load only, so after a reload the
-        CPU kernel reads load-layout weights as if they were prepacked: wrong log-probs, no error.
+        vLLM 0.32 calls the experts' own `process_weights_after_loading` at the first load only. After a reload the CPU
+        kernel would read load-layout weights as if they were prepacked: wrong log-probs, no error.
         """
         experts = _experts(layer)
         if experts is not None:
@@ -91,7 +93,9 @@ class Adapter(CommonAdapter):
 def _experts(layer: nn.Module) -> Any:
     """The kernel of a fused-MoE layer; None for other layers."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-    return kernel.fused_experts if kernel is not None and hasattr(layer, "w13_weight") else None
+    if kernel is not None and hasattr(layer, "w13_weight"):
+        return kernel.fused_experts
+    return None
 
 
 ADAPTER = Adapter()
@@ -113,7 +117,9 @@ class TransferEngine(CommonTransferEngine):
         self.path.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, but for its closing device synchronisation, which fails without an accelerator."""
+        """Receives weights without the base class's closing device synchronisation, which fails where there is no
+        accelerator.
+        """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -138,7 +144,7 @@ class WorkerExtension(CommonWorkerExtension):
     adapter = ADAPTER
 
     def abandon_update(self) -> None:
-        """After a failed update, wherever it failed: the next one may start.
+        """Gives an update up, wherever it failed, so that the next one may start.
 
         What the engine holds is a mixture until then.
         """
@@ -146,7 +152,7 @@ class WorkerExtension(CommonWorkerExtension):
         self._weight_update_active = False
 
     def capture_routes(self) -> None:
-        """From here on keeps the routes of requests that ask for them."""
+        """Keeps the routes of requests that ask for them, from here on."""
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
         self.route_capture = RouteCapture(self.model_runner, bind_routed_experts_capturer)

@@ -53,11 +53,11 @@ class CommonAdapter:
         return {backend.get_name() for backend in backends if backend is not None}
 
     def expert_isa(self, layer: nn.Module) -> str | None:
-        """For which instructions CPU packs this layer's experts; None for other layers and kernels."""
+        """The instructions for which the CPU packs this layer's experts; None for other layers and kernels."""
         raise NotImplementedError
 
     def prepare_experts(self, layer: nn.Module) -> None:
-        """Nothing is left to do after the layer's quantisation method."""
+        """Does nothing: nothing is left to do after the layer's quantisation method."""
 
     def enter(self, model: nn.Module) -> None:
         for layer in model.modules():
@@ -82,7 +82,8 @@ class CommonAdapter:
         materialize_layer(layer, get_layerwise_info(layer))
 
     def process(self, layer: nn.Module) -> None:
-        info, method = get_layerwise_info(layer), getattr(layer, "quant_method", None)
+        info = get_layerwise_info(layer)
+        method = getattr(layer, "quant_method", None)
         self.open_loaders(layer)
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
@@ -108,14 +109,14 @@ class CommonAdapter:
                 self.leave_out(layer)
 
     def packed_bytes(self, model: nn.Module) -> int:
-        """Of linears that kernels hold out of Python's sight, packed."""
+        """Bytes of linear layers that kernels hold packed, out of Python's sight."""
         packed = (
             layer for layer in model.modules() if hasattr(layer, "cpu_linear") and not _multiplies_in_torch(layer)
         )
         return sum(get_layerwise_info(layer).restore_metadata[0]["weight"].nbytes for layer in packed)
 
     def bytes_asleep(self, parts: Collection[str]) -> int:
-        """Of the pool of device memory whose `parts` an engine's sleep gave away."""
+        """Bytes of the pool of device memory whose `parts` an engine's sleep gave away."""
         raise NotImplementedError
 
     def is_derived(self, leaf: str) -> bool:
@@ -126,12 +127,15 @@ class CommonAdapter:
         return target.name.endswith(".weight") and hasattr(layer, "cpu_linear") and layer.weight.numel() == 0
 
     def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
-        """Raises RuntimeError where the kernel pads experts,
-        and where an output layer's packed copy is not its parameter, or a copy for decoding not the projection.
+        """Yields the parts of a parameter as kernels hold them.
+
+        Raises RuntimeError where the kernel pads experts, where an output layer's packed copy is not its parameter, or
+        where a copy for decoding is not the projection.
         """
         if target.module.endswith(".kv_b_proj"):
             _check_absorbed(model, layer, target)
-        parameter, dtype = getattr(layer, leaf_of(target)), getattr(torch, target.dtype)
+        parameter = getattr(layer, leaf_of(target))
+        dtype = getattr(torch, target.dtype)
         if self.reads_by_identity(layer, target):
             yield through_identity(layer, target.local_shape, dtype)
             return
@@ -233,7 +237,9 @@ def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> E
 
 
 def position_of(parallel: Any) -> int:
-    """Of a worker among all of its engine: data-parallel rank, then tensor rank. `parallel`: vLLM's ParallelConfig."""
+    """The position of a worker in its engine: by data-parallel rank, then tensor rank. `parallel`: vLLM's
+    ParallelConfig.
+    """
     return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
 
@@ -245,7 +251,7 @@ class CommonWorkerExtension(SleepingExtension):
     def answer(self, method: str, arguments: Sequence[Any] = ()) -> dict[str, Any]:
         """Calls one of this worker's methods: {"value": what it returned}, or {"error": what it raised}.
 
-        Nothing may be raised to vLLM here: its executor stops reading at the first worker that failed, and what the
+        Nothing may be raised to vLLM here, whose executor stops reading at the first worker that failed. What the
         others answered is then taken for their answer to the next call (MultiprocExecutor.collective_rpc of 0.23 and
         0.32).
         """
@@ -264,7 +270,7 @@ class CommonWorkerExtension(SleepingExtension):
         return self.weight_transfer_engine.path
 
     def meet_ranks(self) -> None:
-        """Of the fast path, once both sides have agreed on its plan. Raises TransferError."""
+        """Meets the ranks on the fast path, once both sides have agreed on its plan. Raises TransferError."""
         self.update_path().meet()
 
     def weight_fingerprints(self) -> dict[str, str]:

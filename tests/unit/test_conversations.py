@@ -14,10 +14,11 @@ import tool_functions
 from dialect_templates import CODER, tokenizer
 
 from mrl.data.dialects import dialect_of
-from mrl.data.samples import CALL_REASONS, LEFT_OUT, STOP_REASONS, Sample, Samples, outcomes, packed
+from mrl.data.samples import CALL_REASONS, LEFT_OUT, STOP_REASONS, Sample, Samples, packed
 from mrl.environments.tool import ToolsSpec, TurnsSpec
 from mrl.errors import ConfigError
 from mrl.flow.conversations import Conversations
+from mrl.flow.scoring import outcomes
 from mrl.reward.builtin_rules import environment
 from mrl.reward.items import LEFT_OUT as REWARD_LEFT_OUT
 from mrl.schedule.conversation import Stop

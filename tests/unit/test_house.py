@@ -65,6 +65,14 @@ LIGHT = (
 )
 HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")
 MAX_LINES = 500
+LONGEST_FUNCTION = 40  # lines of its body
+# per 1,000 statements, the most that any of slime, prime-rl, miles, verl and NeMo-RL has
+MOST_PACKED = {
+    "paired_assignments": 2.7,
+    "nested_comprehensions": 0.9,
+    "conditional_expressions": 20,
+    "fmt_skip": 0.6,  # no house's: lists of words and tables alone
+}
 WITH_WHOLE_CONFIGURATION = 25  # functions
 
 
@@ -267,3 +275,45 @@ def test_files_stay_readable():
         p.relative_to(ROOT): len(p.read_text(encoding="utf-8").splitlines()) for p in (ROOT / "mrl").rglob("*.py")
     }
     assert not {p: n for p, n in lengths.items() if n > MAX_LINES}
+
+
+def test_expressions_are_as_plain_as_in_houses_of_the_field():
+    found = house.density(the_house())
+    assert not {name: found[name] for name, most in MOST_PACKED.items() if found[name] > most}
+
+
+def test_what_is_packed_is_counted():
+    text = """
+a, b = x, y
+a = b, c = x, y
+a, b = f()
+a = x, y
+a = [[f(y) for y in x] for x in z]
+a = {x: any(y for y in x) for x in [f(z) for z in q]}
+a = sum(y for x in z for y in x)
+a = [x if y else z for x in q]  # fmt: skip
+"""
+    small = house.House({"mrl": ast.parse(text)}, {"mrl": text})
+    per_thousand = {
+        "paired_assignments": 2,
+        "nested_comprehensions": 2,
+        "conditional_expressions": 1,
+        "fmt_skip": 1,
+    }
+    assert house.density(small) == {name: 1000 * count / 8 for name, count in per_thousand.items()}
+
+
+def test_docstrings_do_not_begin_with_a_genitive_of_their_name():
+    wrong = house.genitive_docstrings(the_house())
+    assert not wrong, "\n".join(wrong)
+
+
+def test_docstrings_that_do_are_found():
+    text = '"""As a module."""\nclass A:\n    """Of it: all."""\n    def f():\n        """Offers, as others do."""\n'
+    small = house.House({"mrl": ast.parse(text)}, {"mrl": text})
+    assert house.genitive_docstrings(small) == ["mrl:mrl: As a module.", "mrl:A: Of it: all."]
+
+
+def test_functions_stay_short():
+    lengths = {f"{module}:{node.name}": house.function_length(node) for module, node, _ in the_house().functions()}
+    assert not {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION}

@@ -18,13 +18,13 @@ from mrl.data.samples import (
     Samples,
     Turn,
     TurnCall,
-    outcomes,
     packed,
     with_outcome,
     with_turns,
 )
 from mrl.errors import DataError
 from mrl.flow.rank_batch import RankBatch
+from mrl.flow.scoring import outcomes
 from mrl.record.metrics import turn_metrics
 from mrl.record.sample_files import read_samples, write_samples
 from mrl.record.spec import metric_spec

@@ -11,11 +11,17 @@ from mrl.tools.doctor.machine import Finding, Machine, failure, ok, warning
 
 # GiB. Below the first the run fails (containers give 0.06 by default: vLLM's queues and one bucket of weights do not
 # fit), below the second it may, once larger models pass their weights through it.
-SHM_LEAST, SHM_ENOUGH = 1.0, 8.0
-DISK_LEAST, DISK_ENOUGH = 2.0, 20.0  # GiB free: logs and a tiny checkpoint; a few checkpoints of a small model
-FILES_LEAST, FILES_ENOUGH = 4096, 65535  # Ray opens a few sockets per worker and asks for 65535
+SHM_LEAST = 1.0
+SHM_ENOUGH = 8.0
+# GiB free: logs and a tiny checkpoint; a few checkpoints of a small model
+DISK_LEAST = 2.0
+DISK_ENOUGH = 20.0
+# Ray opens a few sockets per worker and asks for 65535
+FILES_LEAST = 4096
+FILES_ENOUGH = 65535
 # Threads count too: a rank or an engine has a hundred (torch, gloo or NCCL, Ray), a raylet with its agents as many
-PROCESSES_LEAST, PROCESSES_ENOUGH = 2048, 16384
+PROCESSES_LEAST = 2048
+PROCESSES_ENOUGH = 16384
 LOCKED_ENOUGH = 1.0  # GiB; RDMA pins its buffers
 
 
@@ -74,7 +80,9 @@ def _shared_memory(machine: Machine) -> Finding:
     )
     if machine.shm_free_gib < SHM_LEAST:
         return failure("shared memory", free, cure)
-    return warning("shared memory", free, cure) if machine.shm_free_gib < SHM_ENOUGH else ok("shared memory", free)
+    if machine.shm_free_gib < SHM_ENOUGH:
+        return warning("shared memory", free, cure)
+    return ok("shared memory", free)
 
 
 def _left_behind(machine: Machine) -> Finding:
@@ -86,24 +94,23 @@ def _left_behind(machine: Machine) -> Finding:
 
 
 def _open_files(machine: Machine) -> Finding:
-    limit, cure = (
-        f"ulimit -n {machine.open_files}",
-        f"ulimit -n {FILES_ENOUGH} in the shell that starts Ray, or limits.conf",
-    )
+    limit = f"ulimit -n {machine.open_files}"
+    cure = f"ulimit -n {FILES_ENOUGH} in the shell that starts Ray, or limits.conf"
     if machine.open_files < FILES_LEAST:
         return failure("open files", limit, cure)
-    return (
-        warning("open files", limit, cure)
-        if machine.open_files < FILES_ENOUGH and machine.device != "cpu"
-        else ok("open files", limit)
-    )
+    if machine.open_files < FILES_ENOUGH and machine.device != "cpu":
+        return warning("open files", limit, cure)
+    return ok("open files", limit)
 
 
 def _processes(machine: Machine) -> Finding:
-    limit, cure = f"ulimit -u {machine.processes:g}", "ulimit -u unlimited in the shell that starts Ray, or limits.conf"
+    limit = f"ulimit -u {machine.processes:g}"
+    cure = "ulimit -u unlimited in the shell that starts Ray, or limits.conf"
     if machine.processes < PROCESSES_LEAST:
         return failure("processes", limit, cure)
-    return warning("processes", limit, cure) if machine.processes < PROCESSES_ENOUGH else ok("processes", limit)
+    if machine.processes < PROCESSES_ENOUGH:
+        return warning("processes", limit, cure)
+    return ok("processes", limit)
 
 
 def _device_state(machine: Machine) -> Iterator[Finding]:
@@ -127,11 +134,14 @@ def _rdma(machine: Machine) -> Finding:
 
 
 def _disk(folder: str, free: float) -> Finding:
-    name, room = f"disk:{folder}", f"{free:.1f} GiB free"
+    name = f"disk:{folder}"
+    room = f"{free:.1f} GiB free"
     cure = "make room, or give --run-dir (and TEMP of launch/start_head.sh) another file system"
     if free < DISK_LEAST:
         return failure(name, room, cure)
-    return warning(name, room, cure) if free < DISK_ENOUGH else ok(name, room)
+    if free < DISK_ENOUGH:
+        return warning(name, room, cure)
+    return ok(name, room)
 
 
 def _environment(machine: Machine) -> Finding:
@@ -147,7 +157,7 @@ def _driver(machine: Machine) -> Finding:
 
 
 def cluster_checks(machine: Machine) -> Iterator[Finding]:
-    """Ray's address and token."""
+    """Checks Ray's address and token."""
     address = machine.environment.get("RAY_ADDRESS")
     if address in (None, "", "local"):
         yield ok("ray address", "RAY_ADDRESS is not set: a run starts a cluster of its own on this host")

@@ -19,7 +19,9 @@ from mrl.platforms.versions import VLLM_GENERATIONS, installed_versions
 from mrl.units import GIB
 
 _SHM = "/dev/shm"
-OK, WARNING, FAILURE = "ok", "warning", "failure"
+OK = "ok"
+WARNING = "warning"
+FAILURE = "failure"
 _LEFT_BEHIND = ("psm_*", "vllm_dist_*", f"{BUCKET_FOLDER}*")
 
 
@@ -88,7 +90,9 @@ def _busy(port: int) -> bool:
 
 def _token_mode() -> int | None:
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    return path.stat().st_mode & 0o777 if path.is_file() else None
+    if path.is_file():
+        return path.stat().st_mode & 0o777
+    return None
 
 
 @dataclass(frozen=True)
@@ -101,17 +105,17 @@ class Finding:
     cure: str = ""
 
     def to_json(self) -> dict[str, str]:
-        """name, status, found, cure."""
+        """Plain data: name, status, found, cure."""
         return asdict(self)
 
 
 def ok(name: str, found: str) -> Finding:
-    """Nothing to do."""
+    """A finding with which there is nothing to do."""
     return Finding(name, OK, found)
 
 
 def warning(name: str, found: str, cure: str) -> Finding:
-    """A run may start, and may fail."""
+    """A finding with which a run may start, and may fail."""
     return Finding(name, WARNING, found, cure)
 
 

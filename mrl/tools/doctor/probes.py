@@ -41,7 +41,7 @@ _REINSTALL = "reinstall with scripts/install.sh; the message above says what is 
 
 
 def probes(device: str, address: str | None, deep: bool, nnodes: int = 1) -> tuple[Probe, ...]:
-    """What there is to try.
+    """The probes that this host can try.
 
     `address`: of a Ray cluster that the run would join, on `nnodes` nodes. `deep`: also imports that take tens of
     seconds.
@@ -72,11 +72,11 @@ def probes(device: str, address: str | None, deep: bool, nnodes: int = 1) -> tup
 def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Iterator[Finding]:
     """Runs all at once; one that has not answered by the deadline is ended, and counts as a warning or as it says."""
     quiet = os.environ | {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"), "VLLM_LOGGING_LEVEL": "ERROR"}
-    started = [
-        (probe, subprocess.Popen([sys.executable, "-c", probe.program, *probe.arguments], env=quiet, text=True,
-                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-        for probe in wanted
-    ]  # fmt: skip
+    started = []
+    for probe in wanted:
+        command = [sys.executable, "-c", probe.program, *probe.arguments]
+        process = subprocess.Popen(command, env=quiet, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        started.append((probe, process))
     end = time.monotonic() + deadline_s
     for probe, process in started:
         yield _answer(probe, process, max(end - time.monotonic(), 0.1), deadline_s)
@@ -97,4 +97,6 @@ def _answer(probe: Probe, process: subprocess.Popen, left_s: float, deadline_s: 
 
 def _last(text: str) -> str:
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
-    return lines[-1][:_SHOWN] if lines else ""
+    if lines:
+        return lines[-1][:_SHOWN]
+    return ""

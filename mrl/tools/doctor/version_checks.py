@@ -145,7 +145,8 @@ def _ascend_pairing(machine: Machine, row: VersionRow) -> Finding:
     """vllm-ascend was released for exactly one set; the wrong neighbour is the commonest
     reason why it does not start.
     """
-    name, version = "vllm-ascend pairing", machine.versions.get("vllm-ascend")
+    name = "vllm-ascend pairing"
+    version = machine.versions.get("vllm-ascend")
     if version is None:
         return failure(name, "vllm-ascend is not installed", f"pip install vllm-ascend=={row.packages['vllm-ascend']}")
     if bare(version) not in VLLM_ASCEND:
@@ -234,10 +235,8 @@ def _route_capture(machine: Machine, version: str) -> Finding:
 
 def _moe_reload(machine: Machine, version: str) -> Finding:
     """Reloaded experts stay in load layout: log-probs off by 0.023 and no error (seen with vLLM 0.32 on CPU)."""
-    name, found = (
-        "defect: MoE reload",
-        f"vLLM {version or '(missing)'} leaves reloaded experts in load layout, silently",
-    )
+    name = "defect: MoE reload"
+    found = f"vLLM {version or '(missing)'} leaves reloaded experts in load layout, silently"
     if _generation(version) in machine.adapters:
         return ok(
             name,
@@ -278,7 +277,8 @@ def _expert_parallel_on_cpu(machine: Machine) -> Finding:
 
 def _expert_gradients(machine: Machine) -> Finding:
     """TP > 1 with EP = ETP = 1: expert replicas are never summed, the loss is right and gradients are off by half."""
-    name, version = "defect: expert gradients", machine.versions.get("megatron-core", "")
+    name = "defect: expert gradients"
+    version = machine.versions.get("megatron-core", "")
     if version.startswith("0.16."):
         return ok(
             name,

@@ -90,10 +90,9 @@ def _words(value: Value) -> list[Value]:
 
 
 def _depths(text: str) -> list[int]:
-    """For each character how many `${...}` and `$(...)` it stands in, their own signs counted;
-    0 where its text is known.
-    """
-    depths, depth = [], 0
+    """How many `${...}` and `$(...)` each character stands in, their own signs counted; 0 where its text is known."""
+    depths = []
+    depth = 0
     for i, character in enumerate(text):
         opens = character in "{(" and (depth > 0 or text[i - 1 : i] == "$")
         depth += opens
@@ -107,7 +106,11 @@ def _cut_at_blanks(text: str) -> list[str]:
     marked = (
         (character, depth or not character.isspace()) for character, depth in zip(text, _depths(text), strict=True)
     )
-    return ["".join(c for c, _ in piece) for inside, piece in groupby(marked, key=lambda pair: bool(pair[1])) if inside]
+    pieces = []
+    for inside, piece in groupby(marked, key=lambda pair: bool(pair[1])):
+        if inside:
+            pieces.append("".join(character for character, _ in piece))
+    return pieces
 
 
 def known_part(text: str) -> str:
@@ -119,7 +122,9 @@ class Expander:
     """Expands words against a mapping of variables. `${x:=y}` writes to it, nothing else does."""
 
     def __init__(self, variables: dict[str, Variable], positional: Sequence[Value], name: str) -> None:
-        self.variables, self.positional, self.name = variables, tuple(positional), name
+        self.variables = variables
+        self.positional = tuple(positional)
+        self.name = name
         self.counts_arguments = False  # whether $# is known: a script that asks for arguments was written to get some
 
     def fields(self, words: Sequence[Word]) -> list[Value]:
@@ -148,7 +153,9 @@ class Expander:
         if part.kind == "variable" and (items := self.all_items(part)) is not None:
             return [item.at(item.line or line) for item in items]
         value = self.part(part, line)
-        return [value] if part.quoted or part.kind == "text" else _words(value)
+        if part.quoted or part.kind == "text":
+            return [value]
+        return _words(value)
 
     def all_items(self, part: WordPart) -> tuple[Value, ...] | None:
         """The items of `$@` or `${array[@]}`; None of another variable, and of a quoted `*`, which is one text."""
@@ -160,7 +167,9 @@ class Expander:
         if match[3] not in ("@", "*"):
             return None
         stored = self.variables.get(match[2], ())
-        return stored if isinstance(stored, tuple) else (stored,)
+        if isinstance(stored, tuple):
+            return stored
+        return (stored,)
 
     def text(self, word: Word) -> Value:
         """A word as one text, as in an assignment."""
@@ -190,13 +199,17 @@ class Expander:
         if length:
             stored = self.variables.get(name)
             return Value(str(len(stored) if isinstance(stored, tuple) else len(value.text)), value.missing)
-        return self.operation(name, value, rest, line) if rest else value
+        if rest:
+            return self.operation(name, value, rest, line)
+        return value
 
     def item(self, name: str, index: str | None) -> Value:
         """A variable, a positional argument, or an element of an array; `@` and `*` join all."""
         if name.isdigit():
             number = int(name) - 1
-            return self.positional[number] if 0 <= number < len(self.positional) else unset(name)
+            if 0 <= number < len(self.positional):
+                return self.positional[number]
+            return unset(name)
         if name == "#" and self.counts_arguments:
             return Value(str(len(self.positional)))
         stored = self.positional if name in ("@", "*") else self.variables.get(name)
@@ -213,7 +226,9 @@ class Expander:
         if not number.known:
             return Value(f"${{{name}[{index}]}}", frozenset((f"{name}[{index}]",)))
         element = int(number.text)
-        return stored[element] if -len(stored) <= element < len(stored) else unset(name)
+        if -len(stored) <= element < len(stored):
+            return stored[element]
+        return unset(name)
 
     def operation(self, name: str, value: Value, rest: str, line: int) -> Value:
         """`${name...}` with an operator behind the name: a default, a prefix or suffix cut off, a replacement."""
@@ -226,13 +241,17 @@ class Expander:
             return self.default(
                 name, value, operator, argument, is_set and (operator[0] != ":" or value.text != ""), line
             )
-        return value if not value.known else self.shaped(name, value.text, operator, argument, line)
+        if not value.known:
+            return value
+        return self.shaped(name, value.text, operator, argument, line)
 
     def default(self, name: str, value: Value, operator: str, argument: str, holds: bool, line: int) -> Value:
         """`${name:-argument}` and its like. `holds`: the variable counts as set."""
         other = self.argument(argument, line) if not operator.endswith("?") else value
         if operator.endswith("+"):
-            return other if holds else EMPTY
+            if holds:
+                return other
+            return EMPTY
         if holds:
             return value
         if operator.endswith("="):
@@ -259,7 +278,10 @@ class Expander:
         whole = f"${{{name}{operator}{argument}}}"
         if missing := frozenset().union(*(a.missing for a in arguments)):
             return Value(whole, missing)
-        first, second = arguments[0].text, arguments[1].text if len(arguments) > 1 else ""
+        first = arguments[0].text
+        second = ""
+        if len(arguments) > 1:
+            second = arguments[1].text
         if operator == ":":
             return Value(_substring(text, int(first), int(second) if second else None))
         if operator not in ("/", "//"):
@@ -278,17 +300,17 @@ class Expander:
             missing.update(value.missing)
             if not value.known:
                 return 1
-            return (
-                calculate(value.text, value_of)
-                if not re.fullmatch(r"-?[0-9]+", value.text.strip())
-                else int(value.text)
-            )
+            if not re.fullmatch(r"-?[0-9]+", value.text.strip()):
+                return calculate(value.text, value_of)
+            return int(value.text)
 
         try:
             result = str(calculate(plain, value_of))
         except (ValueError, RecursionError):
             return Value(f"$(({text}))", frozenset((f"$(({text}))",)) | missing)
-        return Value(f"$(({text}))", frozenset(missing)) if missing else Value(result)
+        if missing:
+            return Value(f"$(({text}))", frozenset(missing))
+        return Value(result)
 
     def command(self, text: str, line: int) -> Value:
         """What a command prints, for the few that do nothing but shape their arguments."""
@@ -304,13 +326,19 @@ class Expander:
         if shape is None or not arguments:
             return unknown
         missing = frozenset().union(*(a.missing for a in arguments))
-        return Value(f"$({text})", missing) if missing else Value(shape([a.text for a in arguments]))
+        if missing:
+            return Value(f"$({text})", missing)
+        return Value(shape([a.text for a in arguments]))
 
 
 def _substring(text: str, start: int, length: int | None) -> str:
     """`${x:start:length}`; numbers below zero count from the end."""
-    rest = text[start:] if start >= 0 or -start <= len(text) else ""
-    return rest if length is None else rest[:length]
+    rest = ""
+    if start >= 0 or -start <= len(text):
+        rest = text[start:]
+    if length is None:
+        return rest
+    return rest[:length]
 
 
 def _cut(text: str, operator: str, pattern: str) -> str:
@@ -325,7 +353,9 @@ def _cut(text: str, operator: str, pattern: str) -> str:
 
 def _basename(arguments: list[str]) -> str:
     name = PurePosixPath(arguments[0]).name
-    return name.removesuffix(arguments[1]) if len(arguments) > 1 else name
+    if len(arguments) > 1:
+        return name.removesuffix(arguments[1])
+    return name
 
 
 _TEXT_COMMANDS: Mapping[str, Callable[[list[str]], str]] = {

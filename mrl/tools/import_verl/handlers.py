@@ -30,7 +30,9 @@ def _gen_batch(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _dtype(o: Override, out: Import, settings: VerlSettings) -> None:
-    to = "rollout.dtype" if o.key.startswith(R) else "model.dtype"
+    to = "model.dtype"
+    if o.key.startswith(R):
+        to = "rollout.dtype"
     if o.value in ("bfloat16", "float32"):
         out.put("carried" if to == "rollout.dtype" else "renamed", o.key, to, o.value, line=o.line)
     else:
@@ -50,7 +52,9 @@ def _greedy(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _response_length(o: Override, out: Import, settings: VerlSettings) -> None:
-    to = "data.max_response_length" if o.key.endswith("response_length") else "data.max_prompt_length"
+    to = "data.max_prompt_length"
+    if o.key.endswith("response_length"):
+        to = "data.max_response_length"
     out.put("renamed", o.key, to, o.value, line=o.line)
 
 
@@ -92,7 +96,8 @@ def _budget(o: Override, out: Import, settings: VerlSettings) -> None:
 
 def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
     """verl's schedule counts training steps, ours optimizer updates."""
-    name, to = o.key.rpartition(".")[2], "actor.optim.lr_warmup_steps"
+    name = o.key.rpartition(".")[2]
+    to = "actor.optim.lr_warmup_steps"
     if name == "lr_warmup_steps_ratio":
         _warmup_ratio(o, out, settings)
     elif not isinstance(o.value, int) or o.value <= 0:
@@ -101,11 +106,9 @@ def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
         )
     else:
         to = f"actor.optim.{name}"
-        why = (
-            f"{o.value} training steps of {settings.updates} updates each: a schedule counts updates here"
-            if settings.updates > 1
-            else ""
-        )
+        why = ""
+        if settings.updates > 1:
+            why = f"{o.value} training steps of {settings.updates} updates each: a schedule counts updates here"
         out.put("renamed" if why else "carried", o.key, to, o.value * settings.updates, why, o.line)
 
 
@@ -132,7 +135,9 @@ def _padding(o: Override, out: Import, settings: VerlSettings) -> None:
     if o.value in (True, None):
         out.leave("implied", o.key, o.value, "padding is removed unless actor.use_remove_padding is false", o.line)
     else:
-        kind = "carried" if o.key == A + "use_remove_padding" else "renamed"
+        kind = "renamed"
+        if o.key == A + "use_remove_padding":
+            kind = "carried"
         out.put(kind, o.key, "actor.use_remove_padding", o.value, line=o.line)
 
 
@@ -220,11 +225,9 @@ def _engine(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.removeprefix(R).removeprefix("engine_kwargs.vllm.")
     decider = decided_by(ENGINE, name) or ""
     if name == "enable_expert_parallel":
-        value = (
-            settings.value(R + "tensor_model_parallel_size") * settings.value(R + "data_parallel_size")
-            if o.value
-            else 1
-        )
+        value = 1
+        if o.value:
+            value = settings.value(R + "tensor_model_parallel_size") * settings.value(R + "data_parallel_size")
         out.put(
             "renamed",
             o.key,
@@ -268,7 +271,9 @@ def _reference(o: Override, out: Import, settings: VerlSettings) -> None:
 
 def _chat_template(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.removeprefix("data.apply_chat_template_kwargs.")
-    to = "data.enable_thinking" if name == "enable_thinking" else f"data.apply_chat_template_kwargs.{name}"
+    to = "data.enable_thinking"
+    if name != "enable_thinking":
+        to = f"data.apply_chat_template_kwargs.{name}"
     if name == "data.apply_chat_template_kwargs":
         out.put("carried", o.key, name, o.value or {}, line=o.line)
     else:

@@ -23,7 +23,9 @@ _METRICS = {"seq_reward": "reward", "seq_final_reward": "reward"}
 
 def _loss_mode(o: Override, out: Import, settings: VerlSettings) -> None:
     out.put("renamed", o.key, "algorithm.policy_loss.loss_mode", o.value, line=o.line)
-    spec = LOSSES.get(o.value) if isinstance(o.value, str) else None
+    spec = None
+    if isinstance(o.value, str):
+        spec = LOSSES.get(o.value)
     bypassed = settings.value("algorithm.rollout_correction.bypass_mode")
     if spec is None or not spec.needs_rollout_anchor or bypassed or settings.as_written:
         return
@@ -88,9 +90,13 @@ _CORRECTION = "algorithm.rollout_correction."
 # verl's rejections that look at the ratio itself, newer and older names -> the level here; each keeps what is inside a
 # band.
 _REJECTIONS = {
-    "token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric", "token": "token", "sequence": "sequence",
+    "token_k1": "token",
+    "seq_sum_k1": "sequence",
+    "seq_mean_k1": "geometric",
+    "token": "token",
+    "sequence": "sequence",
     "geometric": "geometric",
-}  # fmt: skip
+}
 
 
 def _correction(o: Override, out: Import, settings: VerlSettings) -> None:

@@ -34,7 +34,9 @@ def _asynchronous(o: Override, out: Import, settings: VerlSettings) -> None:
             out.put("renamed", o.key, "data.train_batch_size", settings.prompts, _prompts(settings), o.line)
         case ("partial_rollout", bool()):
             partial = o.value and settings.staleness > 0
-            why = "" if partial == o.value else "nothing is begun by older weights at staleness 0"
+            why = "nothing is begun by older weights at staleness 0"
+            if partial == o.value:
+                why = ""
             out.put("renamed", o.key, "trainer.partial_rollouts", partial, why, o.line)
         case ("use_rollout_log_probs", bool()):
             out.leave("implied", o.key, o.value, _BEFORE if o.value else "log-probs are computed anew", o.line)
@@ -64,7 +66,9 @@ def _total(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _test_freq(o: Override, out: Import, settings: VerlSettings) -> None:
-    value = o.value if not isinstance(o.value, int) or o.value >= 1 else -1
+    value = -1
+    if not isinstance(o.value, int) or o.value >= 1:
+        value = o.value
     _of_rollouter(o, out, settings, "trainer.test_freq", value)
 
 
@@ -116,7 +120,8 @@ def _defaults_of_fully_async(out: Import, settings: VerlSettings) -> None:
 
 def _weigh_older_tokens(out: Import) -> None:
     """A loss that takes the engine's log-probs for those of the weights that a step begins with is told apart."""
-    anchor, level = "algorithm.anchor", "algorithm.rollout_correction.level"
+    anchor = "algorithm.anchor"
+    level = "algorithm.rollout_correction.level"
     if out.values.get(anchor) != "rollout":
         return
     out.drop(anchor, _BEFORE)

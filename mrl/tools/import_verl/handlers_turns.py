@@ -47,7 +47,7 @@ def _enable(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _functions(settings: VerlSettings) -> tuple[str, list[str]]:
-    """The file and the names of its tools; no names where there is none at hand, or none in it."""
+    """The file and the names of its tools; no names where the file is not here, or has none."""
     for key in FUNCTIONS:
         path = settings.given(key)
         if isinstance(path, str) and Path(path).is_file():
@@ -56,9 +56,9 @@ def _functions(settings: VerlSettings) -> tuple[str, list[str]]:
 
 
 def tool_names(source: str) -> list[str]:
-    """Of functions under verl's decorator, as verl calls them; none of a file that is no Python.
+    """verl's names of the functions under its decorator; none where the file is no Python.
 
-    Those with a schema of their own are left out: a schema is made from the function here.
+    Functions with a schema of their own are left out: a schema is made from the function here.
     """
     try:
         tree = ast.parse(source)
@@ -69,8 +69,10 @@ def tool_names(source: str) -> list[str]:
 
 
 def _name(own: str, mark: ast.expr) -> str | None:
-    """By a decorator that may be another one."""
-    call = mark if isinstance(mark, ast.Call) else None
+    """The name that a decorator gives a function; None for another decorator."""
+    call = None
+    if isinstance(mark, ast.Call):
+        call = mark
     function = call.func if call else mark
     if getattr(function, "attr", getattr(function, "id", None)) != DECORATOR:
         return None
@@ -78,11 +80,13 @@ def _name(own: str, mark: ast.expr) -> str | None:
     if "schema" in given:
         return None
     named = given.get("name", call.args[0] if call and call.args else None)
-    return named.value if isinstance(named, ast.Constant) and isinstance(named.value, str) else own
+    if isinstance(named, ast.Constant) and isinstance(named.value, str):
+        return named.value
+    return own
 
 
 def _turns(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Whatever stands beside the switch."""
+    """Carries over the keys that stand beside the switch."""
     name = o.key.removeprefix(MULTI)
     if not settings.given(ENABLE) or not _functions(settings)[1]:
         out.leave("not_applicable", o.key, o.value, "goes with multi_turn.enable", o.line)

@@ -13,13 +13,12 @@ from mrl.config.schema import verl_names
 
 Kind = Literal["to", "implied", "not_applicable", "unsupported", "special"]
 
-A, R, F, M = (
-    "actor_rollout_ref.actor.",
-    "actor_rollout_ref.rollout.",
-    "actor_rollout_ref.ref.",
-    "actor_rollout_ref.model.",
-)
-MEGATRON, TRANSFORMER = A + "megatron.", A + "megatron.override_transformer_config."
+A = "actor_rollout_ref.actor."
+R = "actor_rollout_ref.rollout."
+F = "actor_rollout_ref.ref."
+M = "actor_rollout_ref.model."
+MEGATRON = A + "megatron."
+TRANSFORMER = A + "megatron.override_transformer_config."
 LAYOUT = "actor.layout."
 
 
@@ -66,7 +65,9 @@ _BRIDGE = "weights are always read from model.path through the bridge"
 
 def every(steps: Any) -> Any:
     """A frequency in steps: verl switches off with anything below 1."""
-    return steps if not isinstance(steps, int) or steps >= 1 else -1
+    if not isinstance(steps, int) or steps >= 1:
+        return steps
+    return -1
 
 
 def _at_least(least: int) -> Callable[[Any], Any]:
@@ -75,7 +76,9 @@ def _at_least(least: int) -> Callable[[Any], Any]:
 
 def _limit(count: Any) -> Any:
     """A number of prompts: verl takes all with anything below 1."""
-    return None if count is None or (isinstance(count, int) and count < 1) else count
+    if count is None or (isinstance(count, int) and count < 1):
+        return None
+    return count
 
 
 # Keys of sections that are handed on as they stand: no field of ours has their name beside it.
@@ -104,8 +107,14 @@ ROWS: dict[str, KeyRow] = {
     "data.function_tool_path": _SPECIAL,
     **{
         f"data.{name}": _nothing(_IMAGES)
-        for name in ("image_key", "video_key", "audio_key", "image_patch_size", "return_multi_modal_inputs",
-            "mm_processor_kwargs.")
+        for name in (
+            "image_key",
+            "video_key",
+            "audio_key",
+            "image_patch_size",
+            "return_multi_modal_inputs",
+            "mm_processor_kwargs.",
+        )
     },
     "data.": _nothing("a matter of how verl loads data"),
     # --- model
@@ -121,11 +130,14 @@ ROWS: dict[str, KeyRow] = {
     M + "trust_remote_code": _missing("code of a checkpoint is never run", False),
     M + "external_lib": _missing("of the user's code rewards, losses, advantages and tools are read by a path", None),
     M + "custom_chat_template": _missing("the chat template is the checkpoint's", None),
-    **{M + f"override_config.{name}": _missing("no dropout here", 0, 0.0) for name in ("attention_dropout",
-            "embd_pdrop", "resid_pdrop")},
+    **{
+        M + f"override_config.{name}": _missing("no dropout here", 0, 0.0)
+        for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")
+    },
     M + "override_config.attn_implementation": _nothing("attention is Megatron's"),
-    M + "override_config.model_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's "
-                                                                         "own"),
+    M + "override_config.model_config.max_position_embeddings": _implied(
+        "the limit of positions is the checkpoint's own"
+    ),
     M + "override_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's own"),
     M + "override_config.": _missing("the model is what the checkpoint's config.json says", None, {}),
     M + "lora_rank": _missing("no LoRA here", 0),
@@ -187,8 +199,13 @@ ROWS: dict[str, KeyRow] = {
     MEGATRON + "dtype": _SPECIAL,
     **{
         MEGATRON + name: _implied(_BRIDGE)
-        for name in ("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path",
-            "load_weight")
+        for name in (
+            "use_mbridge",
+            "vanilla_mbridge",
+            "use_dist_checkpointing",
+            "dist_checkpointing_path",
+            "load_weight",
+        )
     },
     MEGATRON + "use_distributed_optimizer": _implied("the optimizer is always sharded over the data-parallel ranks"),
     MEGATRON + "use_remove_padding": _SPECIAL,
@@ -196,8 +213,9 @@ ROWS: dict[str, KeyRow] = {
     MEGATRON + "router_replay.": _nothing("routes are kept with the samples"),
     MEGATRON + "use_megatron_fsdp": _missing("the optimizer is sharded, parameters are not", False),
     MEGATRON + "dynamic_context_parallel": _missing("one context-parallel size for the whole run", False),
-    MEGATRON + "override_mcore_model_config.": _missing("the model is what the checkpoint's config.json says", None,
-        {}),
+    MEGATRON + "override_mcore_model_config.": _missing(
+        "the model is what the checkpoint's config.json says", None, {}
+    ),
     MEGATRON + "qat.enable": _missing("no quantised training here", False),
     MEGATRON: _nothing("a matter of verl's Megatron worker"),
     A + "profiler.": _nothing(_PROFILER),
@@ -286,8 +304,9 @@ ROWS: dict[str, KeyRow] = {
     "trainer.logger": _SPECIAL,
     "trainer.resume_from_path": _SPECIAL,
     "trainer.balance_batch": _implied("samples are spread by length"),
-    "trainer.critic_warmup": _missing("the policy is trained from the first step; there is no "
-                                      "critic to train before it", 0),
+    "trainer.critic_warmup": _missing(
+        "the policy is trained from the first step; there is no critic to train before it", 0
+    ),
     "trainer.val_only": _missing("mrl eval evaluates", False),
     "trainer.default_hdfs_dir": _missing("checkpoints stay in the run directory", None),
     "trainer.rollout_data_dir": _implied("samples are always recorded in the run directory"),
@@ -316,7 +335,7 @@ ROWS: dict[str, KeyRow] = {
     "rollout.total_rollout_steps": _SPECIAL,
     "rollout.test_freq": _SPECIAL,
     "rollout.total_epochs": _SPECIAL,
-}  # fmt: skip
+}
 
 
 def row_of(key: str) -> KeyRow | None:

@@ -20,10 +20,13 @@ _MEGATRON = {"model_engine": "megatron"}
 _BESIDE = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8, "algorithm.rollout_correction.bypass_mode": True}
 _FULLY_ASYNC = {**_BESIDE, "rollout.n": 4, "data.gen_batch_size": 1, "async_training.partial_rollout": True}
 _TURNS = {
-    "data.max_prompt_length": 1024, "data.max_response_length": 1024, "data.train_batch_size": 256,
+    "data.max_prompt_length": 1024,
+    "data.max_response_length": 1024,
+    "data.train_batch_size": 256,
     "data.return_raw_chat": True,
-    "actor_rollout_ref.rollout.name": "sglang", "actor_rollout_ref.rollout.multi_turn.enable": True,
-}  # fmt: skip
+    "actor_rollout_ref.rollout.name": "sglang",
+    "actor_rollout_ref.rollout.multi_turn.enable": True,
+}
 _PICTURES = _TURNS | {"data.max_prompt_length": 2048, "data.max_response_length": 2048}
 _SEARCHES = _TURNS | {"data.shuffle": False}
 # What verl's files set that is not its default anyway, releases 0.6 to 0.9.
@@ -80,15 +83,13 @@ def named_config(name: str, folder: Value | None, entry: str, script: str) -> Na
     name = name.removesuffix(".yaml") or next(
         (file for part, file in _OF_ENTRY.items() if part in entry), "ppo_trainer"
     )
-    folders = (
-        [] if folder is None or not folder.known else [base / folder.text for base in (Path(script).parent, Path.cwd())]
-    )
+    folders = []
+    if not (folder is None or not folder.known):
+        folders = [base / folder.text for base in (Path(script).parent, Path.cwd())]
     values, faults = _of_file(name, folders, ())
-    said = (
-        f"the configuration {name} sets {', '.join(f'{key}={value}' for key, value in values.items())}"
-        if values
-        else ""
-    )
+    said = ""
+    if values:
+        said = f"the configuration {name} sets {', '.join(f'{key}={value}' for key, value in values.items())}"
     return NamedConfig(values, said, tuple(f"--config-name {fault}" for fault in faults))
 
 

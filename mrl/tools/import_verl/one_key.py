@@ -27,7 +27,9 @@ def in_our_words(key: str, value: str) -> str | None:
 
 def _reasons(entries: list[KeyReport]) -> str:
     reasons = [f": {entry.kind.replace('_', ' ')}, {entry.why}" for entry in entries if entry.why]
-    return reasons[0] if reasons else ""
+    if reasons:
+        return reasons[0]
+    return ""
 
 
 def _verls(key: str) -> str | None:
@@ -35,7 +37,9 @@ def _verls(key: str) -> str | None:
     last part that we do not have.
     """
     if key.startswith(_FIRST):
-        return key if row_of(key) is not None else None
+        if row_of(key) is not None:
+            return key
+        return None
     for whole in (_FIRST + key, key):
         if whole in ROWS:
             return whole

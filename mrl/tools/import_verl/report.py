@@ -37,7 +37,9 @@ def _replaced(entry: KeyReport, became: str) -> KeyReport:
     """An entry whose value another one takes the place of; what was not known is no longer asked for."""
     if entry.kind == "unknown":
         return replace(entry, kind="implied", why=became)
-    return entry if entry.why else replace(entry, why=became)
+    if entry.why:
+        return entry
+    return replace(entry, why=became)
 
 
 @dataclass
@@ -115,7 +117,8 @@ class Import:
         order = list(RunConfig.model_fields)
         names = sorted(tree, key=lambda n: order.index(n) if not path and n in order else 0)
         for name in names:
-            here, indent = (*path, name), "  " * len(path)
+            here = (*path, name)
+            indent = "  " * len(path)
             if isinstance(tree[name], dict) and ".".join(here) not in self.values:
                 yield f"{'' if path else chr(10)}{indent}{name}:"
                 yield from self._sections(tree[name], here)

@@ -67,7 +67,9 @@ def choose_layout(model: str, device: str, devices: int, preset: str | None = No
     dividing = [
         (rank, chosen) for rank, chosen in _candidates(model, device, devices) if not devices % _ranks(chosen.degrees)
     ]
-    return min(dividing, key=lambda pair: (pair[0], pair[1].source))[1] if dividing else None
+    if dividing:
+        return min(dividing, key=lambda pair: (pair[0], pair[1].source))[1]
+    return None
 
 
 def unknown_family(path: str, is_there: bool) -> str | None:
@@ -87,7 +89,8 @@ def unknown_family(path: str, is_there: bool) -> str | None:
 
 
 def _candidates(model: str, device: str, devices: int) -> Iterator[tuple[tuple[Any, ...], Chosen]]:
-    folder, name = preset_folder(), known_name(model)
+    folder = preset_folder()
+    name = known_name(model)
     for file in sorted(folder.glob("*/*.yaml")) if folder is not None and name is not None else ():
         config = load_config(file).config
         if known_name(config.model.path) == name and (chosen := _layout_of(file)) is not None:

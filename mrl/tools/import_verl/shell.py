@@ -79,7 +79,8 @@ class _Reader:
     """`status` of a command: True and False where it is known, None where it would have to be run."""
 
     def __init__(self, name: str, given: Mapping[str, str], positional: Sequence[Value]) -> None:
-        self.name, self.given = name, dict(given)
+        self.name = name
+        self.given = dict(given)
         self.variables: dict[str, Variable] = {key: Value(text) for key, text in given.items()}
         self.expander = Expander(self.variables, positional, name)
         self.named_ones: set[str] = set()
@@ -145,7 +146,9 @@ class _Reader:
     def pipe(self, pipe: Pipe) -> bool | None:
         for command in pipe.commands:
             status = self.command(command)
-        return status if not pipe.negated or status is None else not status
+        if not pipe.negated or status is None:
+            return status
+        return not status
 
     def if_(self, node: If) -> bool | None:
         for i, (condition, body) in enumerate(node.branches):
@@ -172,7 +175,9 @@ class _Reader:
             return True
         self.remark(node.line, f"which branch is taken depends on {', '.join(sorted(value.missing))}")
         ends_all = any(word.text == "*" for patterns, _ in node.branches for word in map(self.expander.text, patterns))
-        nothing = [] if ends_all else [lambda: None]
+        nothing = []
+        if not ends_all:
+            nothing = [lambda: None]
         return self.either([*(lambda b=b: self.block(b) for b in bodies), *nothing], value.missing)
 
     def for_(self, node: For) -> bool | None:
@@ -189,7 +194,8 @@ class _Reader:
 
         `doubt`: the variables that would tell which of them is taken, where they are known.
         """
-        before, ends = dict(self.variables), []
+        before = dict(self.variables)
+        ends = []
         for action in actions:
             self.restore(before)
             try:
@@ -252,7 +258,9 @@ class _Reader:
                 self.remark(line, f"{' '.join(f.text for f in fields)}: that file is not read, what it sets is unknown")
                 return None
             case "set" | "echo" | "printf" | "cd" | "shift" | "true" | ":" | "mkdir" | "ulimit" | "trap" | "sleep":
-                return None if name in ("cd", "mkdir", "printf", "sleep") else True
+                if name in ("cd", "mkdir", "printf", "sleep"):
+                    return None
+                return True
             case "false":
                 return False
         if name in self.functions:
@@ -263,10 +271,12 @@ class _Reader:
     def call(self, name: str, arguments: list[Value]) -> bool | None:
         if self.depth >= _MAX_DEPTH:
             raise ConfigError(f"{self.name}: the function {name} calls itself without end")
-        outer, self.depth = self.expander.positional, self.depth + 1
+        outer = self.expander.positional
+        self.depth = self.depth + 1
         self.expander.positional = tuple(arguments)
         status = self.block(self.functions[name])
-        self.expander.positional, self.depth = outer, self.depth - 1
+        self.expander.positional = outer
+        self.depth = self.depth - 1
         return status
 
     def assign(self, name: str, word: Word, appended: bool) -> None:
@@ -302,7 +312,7 @@ class _Reader:
         self.named_ones.add(name)
 
     def truth(self, value: Value, line: int) -> bool | None:
-        """Of `((...))`, which is true where it is not zero."""
+        """Whether `((...))` is true, which is where it is not zero; None where that is not known."""
         if not value.known:
             self.doubt = value.missing
             self.remark(line, f"a condition depends on {', '.join(sorted(value.missing))}")
@@ -319,10 +329,10 @@ class _Reader:
 
 
 def _common(name: str, values: Sequence[Variable], doubt: frozenset[str]) -> Variable:
-    """What a variable is after branches that leave it different: of arrays, and of texts that were added to, what all
-    have comes first.
+    """The value of a variable after branches that leave it different.
 
-    Behind it stands one unknown item with what only some have, so that whoever uses the variable says that it is lost.
+    What all branches have comes first, for arrays and for texts that were added to. Behind it stands one unknown item
+    with what only some have, so that a command that uses the variable is said to lose it.
     """
     if all(isinstance(value, tuple) for value in values):
         shared = [item for item in values[0] if all(item in value for value in values[1:])]
@@ -368,7 +378,9 @@ def _test(arguments: list[str]) -> bool | None:
     match arguments:
         case ["!", *rest]:
             status = _test(rest)
-            return status if status is None else not status
+            if status is None:
+                return status
+            return not status
         case [first, "&&" | "-a", *rest]:
             return _both([first], rest)
         case [a, operator, b, "&&" | "-a", *rest]:
@@ -388,12 +400,17 @@ def _test(arguments: list[str]) -> bool | None:
 
 def _both(left: list[str], right: list[str]) -> bool | None:
     statuses = (_test(left), _test(right))
-    return False if False in statuses else None if None in statuses else True
+    if False in statuses:
+        return False
+    if None in statuses:
+        return None
+    return True
 
 
 def _compare(a: str, operator: str, b: str) -> bool | None:
     try:
-        x, y = int(a), int(b)
+        x = int(a)
+        y = int(b)
     except ValueError:
         return None
     return {"-eq": x == y, "-ne": x != y, "-lt": x < y, "-le": x <= y, "-gt": x > y, "-ge": x >= y}[operator]

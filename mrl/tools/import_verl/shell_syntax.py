@@ -161,7 +161,9 @@ class _TreeReader:
     """Reads one syntax tree. `first_line` is the line that the text starts at."""
 
     def __init__(self, text: str, name: str, first_line: int = 1) -> None:
-        self.source, self.name, self.first_line = text.encode(), name, first_line
+        self.source = text.encode()
+        self.name = name
+        self.first_line = first_line
         self.root = _parser().parse(self.source).root_node
         self.here_documents: list[int] = []
 
@@ -182,7 +184,9 @@ class _TreeReader:
 
     def fault(self, node: Node) -> str:
         if node.is_missing:
-            return f"no closing {node.type}" if node.type in _CLOSERS else f"{node.type} is missing"
+            if node.type in _CLOSERS:
+                return f"no closing {node.type}"
+            return f"{node.type} is missing"
         shown = self.text(node.start_byte, node.end_byte).strip()
         start = next(iter(shown.splitlines()), "")[:_SHOWN]
         if node.type == "command_name":
@@ -198,7 +202,7 @@ class _TreeReader:
         return CommandBlock(tuple(command for command in commands if command is not None), subshell)
 
     def command(self, node: Node) -> Command | None:
-        """None of a comment, and of what cannot be read, which is among the faults."""
+        """Reads a command; None for a comment, and for what cannot be read, which is among the faults."""
         match node.type:
             case "command" | "declaration_command" | "unset_command" | "test_command" | "variable_assignments":
                 return Simple(self.words(self.word_nodes(node)), self.line(node))
@@ -291,7 +295,9 @@ class _TreeReader:
 
     def pipe(self, node: Node) -> Pipe:
         commands = self.block(node.children).commands
-        first = commands[0] if commands else None
+        first = None
+        if commands:
+            first = commands[0]
         if isinstance(first, Pipe) and first.negated:  # `! a | b` negates what b says
             return Pipe((*first.commands, *commands[1:]), negated=True)
         return Pipe(commands)
@@ -331,7 +337,8 @@ class _TreeReader:
     def counting(self, node: Node) -> While:
         """`for ((i = 0; i < n; i++))`: a loop whose end and whose variables are not worked out."""
         head = self.text(node.start_byte, node.child_by_field_name("body").start_byte)
-        line, text = self.line(node), head[head.index("((") + 2 : head.rindex("))")]
+        line = self.line(node)
+        text = head[head.index("((") + 2 : head.rindex("))")]
         unknown = WordPart("arithmetic", text)
         names = dict.fromkeys(re.findall(r"([A-Za-z_]\w*)\s*=(?!=)", text))
         set_to = tuple(Simple((Word((WordPart("text", f"{name}="), unknown), line),), line) for name in names)
@@ -343,7 +350,8 @@ class _TreeReader:
         return self.block(body.children if body is not None else ())
 
     def function(self, node: Node) -> Function:
-        name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
+        name = node.child_by_field_name("name")
+        body = node.child_by_field_name("body")
         block = self.block([body] if body is not None else ())
         if len(block.commands) == 1 and isinstance(block.commands[0], CommandBlock):
             block = block.commands[0]
@@ -402,7 +410,8 @@ class _TreeReader:
 def _joined(before: tuple[WordPart, ...], behind: tuple[WordPart, ...]) -> tuple[WordPart, ...]:
     """Parts of a word that the grammar took for two. It cuts `$A/$B/c` behind the second `$`, so that the name of a
     variable stands at the beginning of the text that follows."""
-    last, first = before[-1], behind[0]
+    last = before[-1]
+    first = behind[0]
     if {last.kind, first.kind} != {"text"} or last.quoted or first.quoted or not last.text.endswith("$"):
         return (*before, *behind)
     if (name := re.match(r"[A-Za-z_]\w*|[0-9@*#?]", first.text)) is None:
@@ -437,7 +446,10 @@ def _walk(node: Node) -> Iterator[Node]:
 
 
 def _is_arithmetic(node: Node) -> bool:
-    """In `${x:-$((y * (z + 1)))}` the grammar takes the calculation for a command, and may find errors in it."""
+    """Whether a node is a calculation.
+
+    In `${x:-$((y * (z + 1)))}` the grammar takes it for a command, and may find errors in it.
+    """
     text = node.text.strip()
     return node.type == "arithmetic_expansion" or (text.startswith(b"$((") and text.endswith(b"))"))
 

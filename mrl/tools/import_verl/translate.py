@@ -93,8 +93,8 @@ def translate(
     own: Sequence[str] = (),
 ) -> Import:
     """`as_written`: keep what is usually mended (and refused by validation). A script without a layout gets `chosen`,
-    else that of `preset`, else that of the nearest preset for its model; `own`: our keys that the user sets, and a
-    degree among them leaves the layout to the user. Where none is found, `Import.lacks_layout` says so.
+    else that of `preset`, else that of the nearest preset for its model. `own`: our keys that the user sets; a degree
+    among them leaves the layout to the user. Where none is found, `Import.lacks_layout` says so.
     """
     out = Import(name, warnings=[*command.faults, *command.remarks], faults=command.faults)
     keys = {o.key: o for o in command.overrides}
@@ -127,7 +127,9 @@ def _settings(plain: VerlSettings, chosen: Chosen | None, out: Import) -> VerlSe
             f"the script has no Megatron layout, and no preset for {plain.model_path} divides over its {plain.devices} "
             "devices: every degree is 1; set actor.layout.tensor_model_parallel_size and its kin by --set"
         )
-    degrees = chosen.degrees if chosen is not None else {}
+    degrees = {}
+    if chosen is not None:
+        degrees = chosen.degrees
     for key, value in degrees.items():
         out.put("chosen", "", LAYOUT + key, value, f"the script has no Megatron layout; this is {chosen.source}")
     return replace(plain, model=model, degrees=degrees)
@@ -148,7 +150,9 @@ def _script_degrees(settings: VerlSettings) -> dict[str, Any]:
 
 def _model(settings: VerlSettings) -> ModelSpec | None:
     try:
-        return planning_model_spec(settings.model_path)[0] if settings.model_path else None
+        if settings.model_path:
+            return planning_model_spec(settings.model_path)[0]
+        return None
     except MrlError:
         return None
 
@@ -168,16 +172,18 @@ def _translate_override(o: Override, out: Import, settings: VerlSettings) -> Non
     elif row.kind == "special":
         HANDLERS[_handler_key(o.key)](o, out, settings)
     elif row.kind == "unsupported":
-        kind = "implied" if o.value in row.neutral else "unsupported"
+        kind = "unsupported"
+        if o.value in row.neutral:
+            kind = "implied"
         out.leave(kind, o.key, o.value, row.why, o.line)
     else:
         out.leave(row.kind, o.key, o.value, row.why, o.line)
 
 
 def _handler_key(key: str) -> str:
-    return (
-        key if key in HANDLERS else max((k for k in HANDLERS if k.endswith(".") and f"{key}.".startswith(k)), key=len)
-    )
+    if key in HANDLERS:
+        return key
+    return max((k for k in HANDLERS if k.endswith(".") and f"{key}.".startswith(k)), key=len)
 
 
 def _unknown(o: Override, out: Import, to: str) -> None:
@@ -239,10 +245,12 @@ def _devices(out: Import, settings: VerlSettings) -> None:
     """World size, placement and number of engines: verl's actor takes all devices of the trainer,
     and its engines the same ones.
     """
-    per_node, engine = settings.value("trainer.n_gpus_per_node"), _engine_workers(out)
+    per_node = settings.value("trainer.n_gpus_per_node")
+    engine = _engine_workers(out)
     nodes, own_per_node = _engine_nodes(settings)
     own = nodes * own_per_node
-    world, separate = settings.devices, own > 0
+    world = settings.devices
+    separate = own > 0
     out.put("implied", "", LAYOUT + "world_size", world, "all devices of the trainer")
     out.put("implied", "", "cluster.placement", "separate" if separate else "colocated", "how verl places engines")
     out.put(
@@ -307,12 +315,15 @@ def _filters(out: Import, settings: VerlSettings) -> None:
 
 def _engine_workers(out: Import) -> int:
     sizes = [out.values.get(f"rollout.{name}_parallel_size", 1) for name in ("tensor_model", "data")]
-    return max(1, sizes[0] * sizes[1]) if all(isinstance(s, int) for s in sizes) else 1
+    if all(isinstance(s, int) for s in sizes):
+        return max(1, sizes[0] * sizes[1])
+    return 1
 
 
 def _experts(out: Import, settings: VerlSettings) -> None:
     """Megatron's expert tensor size is the tensor size unless set, ours is 1; a dense model has none."""
-    to, tp = LAYOUT + "expert_tensor_parallel_size", out.values.get(LAYOUT + "tensor_model_parallel_size", 1)
+    to = LAYOUT + "expert_tensor_parallel_size"
+    tp = out.values.get(LAYOUT + "tensor_model_parallel_size", 1)
     if settings.dense:
         for name in ("expert_tensor_parallel_size", "expert_model_parallel_size"):
             if out.values.get(LAYOUT + name) in (1, None):
@@ -342,7 +353,8 @@ def _optimizer(out: Import) -> None:
 
 def _engine(out: Import, settings: VerlSettings) -> None:
     """Settings of vLLM that it would not start with."""
-    tokens, chunked = out.values.get("rollout.max_num_batched_tokens"), out.values.get("rollout.enable_chunked_prefill")
+    tokens = out.values.get("rollout.max_num_batched_tokens")
+    chunked = out.values.get("rollout.enable_chunked_prefill")
     lengths = [out.values["data.max_prompt_length"], out.values["data.max_response_length"]]
     if not all(isinstance(length, int | float) for length in lengths):
         return  # which validation says

@@ -97,7 +97,8 @@ def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> Ver
     """
     overrides: dict[str, Override] = {}
     options: dict[str, Value] = {}
-    remarks, faults = [], []
+    remarks = []
+    faults = []
     found = _entry(words)
     rest = list(words[found[1] + 1 :]) if found is not None else list(words)
     while rest:
@@ -115,7 +116,9 @@ def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> Ver
                 overrides[match[2]] = override
         elif word.text.strip():
             faults.append(_not_read(word))
-    config_name = options["--config-name"].text if "--config-name" in options else ""
+    config_name = ""
+    if "--config-name" in options:
+        config_name = options["--config-name"].text
     named = named_config(config_name, options.get("--config-path", options.get("--config-dir")), entry, script)
     below = [Override(key, value, 0) for key, value in named.values.items() if key not in overrides]
     remarks += [named.said] if named.said else []
@@ -129,11 +132,9 @@ def _not_read(word: Value) -> str:
         return f"line {word.line}: {text}: no override (key=value), and not read"
     names = sorted(word.missing)
     hint = " ".join(f"--set {name}=..." for name in names if name.isidentifier())
-    cure = (
-        f"; give {hint} (nothing behind = where it is empty)"
-        if hint
-        else "; give what it comes to as overrides behind the script"
-    )
+    cure = "; give what it comes to as overrides behind the script"
+    if hint:
+        cure = f"; give {hint} (nothing behind = where it is empty)"
     return (
         f"line {word.line}: {text}: depends on {', '.join(names)}, which the script does not set, so its "
         f"overrides are not read{cure}"
@@ -156,7 +157,8 @@ def hydra_value(text: str) -> Any:
 
 
 # verl's trainers that generate ahead of training, by a part of their modules' names
-ONE_STEP_OFF, FULLY_ASYNC = "one_step_off", "fully_async"
+ONE_STEP_OFF = "one_step_off"
+FULLY_ASYNC = "fully_async"
 
 
 @dataclass(frozen=True)
@@ -173,9 +175,10 @@ class VerlSettings:
     as_written: bool
 
     def value(self, *keys: str) -> Any:
-        """The value of a key of verl's, of several the first that is set; where none is, verl's default of the last,
-        None for one that VERL_DEFAULTS does not have. A key that is not known, or nothing (`key=`), is not set.
-        Raises ConfigError for a text where verl's default is a number.
+        """The value of a key of verl's; of several keys, that of the first one that is set.
+
+        Where none is set, it is verl's default of the last, None for one that VERL_DEFAULTS does not have. A key that
+        is not known, or nothing (`key=`), is not set. Raises ConfigError for a text where verl's default is a number.
         """
         name = next((key for key in keys if self._is_set(key)), None)
         default = VERL_DEFAULTS.get(keys[-1])
@@ -188,7 +191,9 @@ class VerlSettings:
 
     def given(self, key: str) -> Any:
         """The value that the script gives a key of verl's; None where it is not set, whatever verl's default is."""
-        return self.keys[key].value if self._is_set(key) else None
+        if self._is_set(key):
+            return self.keys[key].value
+        return None
 
     def _is_set(self, key: str) -> bool:
         override = self.keys.get(key)
@@ -203,17 +208,22 @@ class VerlSettings:
     def device(self) -> str:
         """verl's default is what the machine has: npu where the script sets what only NPUs know, else cuda."""
         ascend = self.command.ascend or any(key.endswith(".use_flash_attn") and TRANSFORMER in key for key in self.keys)
-        return self.value("trainer.device") if self._is_set("trainer.device") else "npu" if ascend else "cuda"
+        if self._is_set("trainer.device"):
+            return self.value("trainer.device")
+        if ascend:
+            return "npu"
+        return "cuda"
 
     @property
     def estimator(self) -> str:
-        """Of advantages, verl's name."""
+        """verl's name of the advantage estimator."""
         return self.value("algorithm.adv_estimator")
 
     @property
     def devices(self) -> int:
-        """Of all nodes."""
-        nodes, per_node = self.value("trainer.nnodes"), self.value("trainer.n_gpus_per_node")
+        """Devices of all nodes."""
+        nodes = self.value("trainer.nnodes")
+        per_node = self.value("trainer.n_gpus_per_node")
         if nodes is None or per_node is None:
             raise ConfigError("trainer.nnodes and trainer.n_gpus_per_node: numbers are wanted, not null")
         return nodes * per_node
@@ -225,7 +235,7 @@ class VerlSettings:
 
     @property
     def loss_mode(self) -> str:
-        """Of the policy loss, verl's name."""
+        """verl's name of the policy loss."""
         return self.value(A + "policy_loss.loss_mode")
 
     @property
@@ -237,7 +247,7 @@ class VerlSettings:
 
     @property
     def staleness(self) -> float:
-        """Of the fully asynchronous trainer: the share of a step's samples that may be of older weights."""
+        """The share of a step's samples that may be of older weights, in the fully asynchronous trainer."""
         return self.value("async_training.staleness_threshold")
 
     @property
@@ -247,7 +257,7 @@ class VerlSettings:
 
     @property
     def prompts(self) -> int:
-        """Of a training step; of the fully asynchronous trainer those between two syncs of the weights."""
+        """Prompts of a training step; in the fully asynchronous trainer those between two syncs of the weights."""
         if self.ahead != FULLY_ASYNC:
             return self.value("data.train_batch_size")
         sync = self.value("async_training.trigger_parameter_sync_step")
@@ -256,9 +266,12 @@ class VerlSettings:
     @property
     def updates(self) -> int:
         """Optimizer updates of one training step."""
-        batch, mini = self.prompts, self.mini_batch
+        batch = self.prompts
+        mini = self.mini_batch
         whole = isinstance(batch, int) and isinstance(mini, int) and mini > 0
-        return max(1, -(-batch // mini)) if whole else 1
+        if whole:
+            return max(1, -(-batch // mini))
+        return 1
 
     @property
     def context_parallel(self) -> int:
@@ -278,12 +291,16 @@ class VerlSettings:
     @property
     def model_path(self) -> str | None:
         """The model's path, also where a part of it is not known: its last part names the model."""
-        path = self.keys[M + "path"].value if M + "path" in self.keys else None
-        return path if isinstance(path, str) else None
+        path = None
+        if M + "path" in self.keys:
+            path = self.keys[M + "path"].value
+        if isinstance(path, str):
+            return path
+        return None
 
 
 def says_megatron(command: VerlCommand, keys: Mapping[str, Override]) -> bool:
-    """By the configuration's name, the engine, the strategy, or a degree of Megatron's."""
+    """Whether the command asks for Megatron: by the configuration's name, the engine, the strategy, or a degree."""
     named = "megatron" in command.config_name
     said = any(key in keys and keys[key].value == "megatron" for key in ("model_engine", A + "strategy"))
     return (
@@ -315,7 +332,8 @@ def _inside(script: Script, name: str) -> Script | None:
         for word in launch.words:
             if re.search(r"\s", word.text.strip()) and re.search(r"-m\s+\S*main_|main_\w+\.py", word.text):
                 inner = read_script(word.text, f"{name}:{launch.line}", {})
-                remarks, faults = (*script.remarks, *inner.remarks), (*script.faults, *inner.faults)
+                remarks = (*script.remarks, *inner.remarks)
+                faults = (*script.faults, *inner.faults)
                 return Script(inner.commands, remarks, faults, script.variables | inner.variables)
     return None
 

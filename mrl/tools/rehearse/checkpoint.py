@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 
 from mrl.model import ModelSpec, TensorSpec, model_spec, tensor_specs
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 _ROUTER = "mlp.gate.weight"
 _COMMON = 2.0  # length of the embeddings' common part over that of their own
 _QUIET = 0.1  # scale of what a layer adds to its input
@@ -31,7 +32,8 @@ def write_checkpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    model, rng = model_spec(config), np.random.default_rng(seed)
+    model = model_spec(config)
+    rng = np.random.default_rng(seed)
     tensors = {spec.name: _random(spec, rng) for spec in tensor_specs(model)}
     _make_ends_likely(tensors, model, ends, response)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -60,7 +62,10 @@ def _make_ends_likely(tensors: dict[str, np.ndarray], model: ModelSpec, ends: tu
         # blind to that direction: else all tokens choose the same experts
         tensors[name] -= tensors[name].mean(-1, keepdims=True)
     share = _COMMON / sqrt(1.0 + _COMMON**2) * sqrt(model.hidden_size)
-    shared_logit = 0.0 if HEAD in tensors else _COMMON * share  # tied rows have the common part too
+    # tied rows have the common part too
+    shared_logit = 0.0
+    if HEAD not in tensors:
+        shared_logit = _COMMON * share
     wanted = log(model.vocab_size / (max(response, 2) * max(len(ends), 1))) + 0.5
     for end in ends:
         row = tensors[HEAD if HEAD in tensors else EMBEDDING]

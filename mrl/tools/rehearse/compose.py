@@ -38,7 +38,7 @@ class WorkFolder:
 
     @property
     def model(self) -> Path:
-        """Checkpoint and tokenizer."""
+        """The folder of checkpoint and tokenizer."""
         return self.path / "model"
 
     @property
@@ -66,7 +66,7 @@ class WorkFolder:
         return self.path / "data" / f"{kind}-{number}.jsonl"
 
     def log(self, phase: str) -> Path:
-        """What a command said."""
+        """The file with what a command said."""
         return self.path / f"{phase}.log"
 
 
@@ -171,12 +171,18 @@ def _cluster(original: RunConfig, layout: SmallLayout, cpus: int) -> Iterator[Ch
     devices = max(layout.ranks, layout.engines.world_size) if colocated else layout.ranks + layout.engines.world_size
     share = min(1.0, floor(100 * cpus / (layout.ranks + layout.engines.world_size)) / 100)
     values = {
-        "device": "cpu", "nnodes": 1, "n_gpus_per_node": devices, "accelerator": None, "versions": {}, "address": None,
+        "device": "cpu",
+        "nnodes": 1,
+        "n_gpus_per_node": devices,
+        "accelerator": None,
+        "versions": {},
+        "address": None,
         "port": None,
-        "cpus_per_actor": share, "cpus_per_engine": share,
+        "cpus_per_actor": share,
+        "cpus_per_engine": share,
         "start_timeout_s": min(original.cluster.start_timeout_s, START_S),
         "step_timeout_s": min(original.cluster.step_timeout_s, CALL_S),
-    }  # fmt: skip
+    }
     for name, value in values.items():
         yield Change(f"cluster.{name}", getattr(original.cluster, name), value, "this machine")
     for name, limit in (("start_timeout_s", START_S), ("generate_timeout_s", CALL_S)):
@@ -188,7 +194,7 @@ def _cluster(original: RunConfig, layout: SmallLayout, cpus: int) -> Iterator[Ch
 
 
 def _files(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
-    """Of the work folder; a user's own loss is read from where it is."""
+    """Changes that lead paths into the work folder; a user's own loss is read from where it is."""
     yield Change("model.path", original.model.path, str(work.model), "random weights")
     yield Change("trainer.run_dir", original.trainer.run_dir, str(work.run), "the work folder")
     if original.trainer.resume_mode == "resume_path":
@@ -213,11 +219,14 @@ def _files(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
 
 
 def _schedule(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
-    trainer, optim = original.trainer, original.actor.optim
+    trainer = original.trainer
+    optim = original.actor.optim
     # of one step, which a rehearsal begins with
     updates = batch["data.train_batch_size"] // batch["actor.ppo_mini_batch_size"]
     constant = optim.lr_decay_style == "constant"
-    warmup = min(optim.lr_warmup_steps, 1) if constant or updates > 1 or optim.lr_decay_steps else 0
+    warmup = 0
+    if constant or updates > 1 or optim.lr_decay_steps:
+        warmup = min(optim.lr_warmup_steps, 1)
     values = {
         "trainer.total_training_steps": STEPS,
         "trainer.save_freq": 1,
@@ -240,7 +249,8 @@ def _reference(original: RunConfig) -> Iterator[Change]:
 def _lines(values: dict[str, Any], changed: dict[str, str], prefix: str = "") -> Iterator[str]:
     indent = "  " * prefix.count(".")
     for name, value in values.items():
-        key, remark = prefix + name, changed.get(prefix + name, "")
+        key = prefix + name
+        remark = changed.get(prefix + name, "")
         if isinstance(value, dict) and value and not remark:
             yield f"{indent}{dump_value(name)}:"
             yield from _lines(value, changed, f"{key}.")
@@ -249,4 +259,6 @@ def _lines(values: dict[str, Any], changed: dict[str, str], prefix: str = "") ->
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value

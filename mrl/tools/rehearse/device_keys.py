@@ -71,7 +71,8 @@ LOGGERS = ("jsonl", "console", "tensorboard")  # those that write to this machin
 
 def device_changes(config: RunConfig) -> tuple[list[Change], list[OutOfReach]]:
     """Override keys and switches of the engines without what needs an accelerator, and what that was."""
-    changes, lost = [], []
+    changes = []
+    lost = []
     for key in _FIELDS:
         given = leaf(config, key)
         out = {name: why for name in given if (why := _why(key, name, given))}
@@ -96,12 +97,18 @@ def _why(key: str, name: str, given: Mapping[str, Any]) -> str:
     if name == "moe_token_dispatcher_type" and given[name] == _FLEX:
         return "its kernels are DeepEP's"
     fitting = [start for start in _FIELDS[key] if name.startswith(start)]
-    return _FIELDS[key][max(fitting, key=len)] if fitting and given[name] not in (None, False) else ""
+    if fitting and given[name] not in (None, False):
+        return _FIELDS[key][max(fitting, key=len)]
+    return ""
 
 
 def _kept_arguments(engine_kwargs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    given = {engine: {k: v for k, v in args.items() if k in _VLLM_ON_CPU} for engine, args in engine_kwargs.items()}
-    return {engine: args for engine, args in given.items() if args}
+    kept = {}
+    for engine, arguments in engine_kwargs.items():
+        on_cpu = {key: value for key, value in arguments.items() if key in _VLLM_ON_CPU}
+        if on_cpu:
+            kept[engine] = on_cpu
+    return kept
 
 
 def _lost_arguments(engine_kwargs: Mapping[str, Mapping[str, Any]]) -> list[OutOfReach]:
@@ -130,7 +137,10 @@ def _engine_switches(config: RunConfig) -> Iterator[tuple[Change, str]]:
 
 
 def _is_latent(path: str) -> bool:
-    """Of a model that is neither here nor known, false: what is refused of it is refused elsewhere."""
+    """Whether the model has latent attention; false for one that is neither here nor known.
+
+    What is refused of such a model is refused elsewhere.
+    """
     try:
         return planning_model_spec(path)[0].is_latent
     except MrlError:

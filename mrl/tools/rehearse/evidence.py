@@ -61,7 +61,7 @@ class Evidence:
 
     @cached_property
     def manifests(self) -> dict[int, Manifest]:
-        """Of whole checkpoints, by step."""
+        """The manifests of whole checkpoints, by step."""
         manifests = {}
         for folder in self.run.checkpoints.glob("step-*"):
             with suppress(EnvironmentFault):  # one that is not whole is no mark
@@ -77,10 +77,8 @@ class Evidence:
             return {}
         folder = self.run.checkpoints / "step-1"
         weights = [_weights(rank.read_entries(folder)) for rank in manifest.ranks]
-        layers, experts = (
-            [_numbers(rank, _LAYER) for rank in weights],
-            [_experts_of_first_layer(rank) for rank in weights],
-        )
+        layers = [_numbers(rank, _LAYER) for rank in weights]
+        experts = [_experts_of_first_layer(rank) for rank in weights]
         return {
             "ranks": len(manifest.ranks),
             "tensor": _boxes(weights, _CUT_OVER_TENSOR),
@@ -123,7 +121,8 @@ def _experts_of_first_layer(entries: list[StoredTensor]) -> frozenset[int]:
     pairs = {
         (int(f[1]), int(f[2])) for entry in entries for piece in entry.pieces if (f := _EXPERT.search(piece.hf_name))
     }
-    return frozenset(expert for layer, expert in pairs if layer == min(layer for layer, _ in pairs))
+    lowest = min((layer for layer, _ in pairs), default=None)
+    return frozenset(expert for layer, expert in pairs if layer == lowest)
 
 
 def _boxes(ranks: list[list[StoredTensor]], name: str) -> int:

@@ -42,7 +42,9 @@ class Switch:
         if self.value is not None:
             return self.value(config)
         value = leaf(config, self.name)
-        return None if value in (None, False, *self.off) else value
+        if value in (None, False, *self.off):
+            return None
+        return value
 
     def found_in(self, evidence: Evidence, config: RunConfig, value: Any) -> Found:
         """What it left behind."""
@@ -86,7 +88,9 @@ def judge(rehearsal: Rehearsal, evidence: Evidence) -> tuple[list[Exercised], li
 
 def _data_parallel(config: RunConfig) -> int | None:
     size = config.actor.layout.data_parallel_size
-    return size if size > 1 else None
+    if size > 1:
+        return size
+    return None
 
 
 def _reference_offload(config: RunConfig) -> bool | None:
@@ -94,11 +98,15 @@ def _reference_offload(config: RunConfig) -> bool | None:
 
 
 def _kl(config: RunConfig) -> str | None:
-    return config.algorithm.kl_loss_type if config.algorithm.use_kl_loss else None
+    if config.algorithm.use_kl_loss:
+        return config.algorithm.kl_loss_type
+    return None
 
 
 def _filter(config: RunConfig) -> str | None:
-    return config.algorithm.filter_groups.metric if config.algorithm.filter_groups.enable else None
+    if config.algorithm.filter_groups.enable:
+        return config.algorithm.filter_groups.metric
+    return None
 
 
 def _overlong_buffer(config: RunConfig) -> bool | None:
@@ -107,7 +115,9 @@ def _overlong_buffer(config: RunConfig) -> bool | None:
 
 def _correction(config: RunConfig) -> str | None:
     correction = config.algorithm.rollout_correction
-    return f"{correction.level}, {correction.mode}" if correction.level else None
+    if correction.level:
+        return f"{correction.level}, {correction.mode}"
+    return None
 
 
 def _bonus_rules(config: RunConfig) -> tuple[str, ...] | None:
@@ -115,11 +125,15 @@ def _bonus_rules(config: RunConfig) -> tuple[str, ...] | None:
 
 
 def _validates_first(config: RunConfig) -> bool | None:
-    return True if config.trainer.val_before_train and config.data.val_files else None
+    if config.trainer.val_before_train and config.data.val_files:
+        return True
+    return None
 
 
 def _validates(config: RunConfig) -> int | None:
-    return config.trainer.test_freq if config.trainer.test_freq > 0 else None
+    if config.trainer.test_freq > 0:
+        return config.trainer.test_freq
+    return None
 
 
 def _acts_on(config: RunConfig) -> tuple[str, ...] | None:
@@ -149,7 +163,9 @@ def _metric(name: str) -> Mark:
 
     def mark(evidence: Evidence, *_: Any) -> Found:
         value = evidence.metric(name)
-        return None if value is None else f"{name} {value:.4g}"
+        if value is None:
+            return None
+        return f"{name} {value:.4g}"
 
     return mark
 
@@ -159,7 +175,9 @@ def _above(name: str, least: float) -> Mark:
 
     def mark(evidence: Evidence, *_: Any) -> Found:
         value = evidence.largest(name)
-        return f"{name} {value:.4g}" if value > least else None
+        if value > least:
+            return f"{name} {value:.4g}"
+        return None
 
     return mark
 
@@ -167,7 +185,9 @@ def _above(name: str, least: float) -> Mark:
 def _penalised(evidence: Evidence, *_: Any) -> Found:
     name = "train/overlong_penalty_mean"
     values = [row[name] for row in evidence.steps if row.get(name)]
-    return f"{name} {values[0]:.4g}" if values else None
+    if values:
+        return f"{name} {values[0]:.4g}"
+    return None
 
 
 def _called_tools(evidence: Evidence, *_: Any) -> Found:
@@ -181,24 +201,33 @@ def _parts(name: str) -> Mark:
 
     def mark(evidence: Evidence, _: RunConfig, degree: int) -> Found:
         parts = evidence.degrees.get(name)
-        return f"step-1/manifest.json: {parts} parts" if parts == degree else None
+        if parts == degree:
+            return f"step-1/manifest.json: {parts} parts"
+        return None
 
     return mark
 
 
 def _replicas(evidence: Evidence, config: RunConfig, _: int) -> Found:
     """Ranks over the parts that one copy has; context parallelism makes copies, too."""
-    d, layout = evidence.degrees, config.actor.layout
-    copies = d["ranks"] // (d["tensor"] * d["pipeline"]) if d else 0
+    d = evidence.degrees
+    layout = config.actor.layout
+    copies = 0
+    if d:
+        copies = d["ranks"] // (d["tensor"] * d["pipeline"])
     wanted = layout.data_parallel_size * layout.context_parallel_size
-    return f"step-1/manifest.json: {d['ranks']} ranks, {copies} of each part" if copies == wanted else None
+    if copies == wanted:
+        return f"step-1/manifest.json: {d['ranks']} ranks, {copies} of each part"
+    return None
 
 
 def _received(name: str, wanted: Value) -> Mark:
-    """As many as there are received weights."""
+    """Makes a mark that is there when the metric has the value wanted for this configuration."""
 
     def mark(evidence: Evidence, config: RunConfig, _: Any) -> Found:
-        return f"{name} {wanted(config)}" if evidence.metric(name) == wanted(config) else None
+        if evidence.metric(name) == wanted(config):
+            return f"{name} {wanted(config)}"
+        return None
 
     return mark
 
@@ -213,24 +242,34 @@ def _placed(evidence: Evidence, _: RunConfig, placement: str) -> Found:
         names = sorted({key for row in evidence.lines for key in row if key.startswith("switch/")})
         return ", ".join(names) or None
     moved = evidence.metric("reshard/bytes_moved")
-    return f"reshard/bytes_moved {moved:.4g}, no switch/*" if moved and switched is None else None
+    if moved and switched is None:
+        return f"reshard/bytes_moved {moved:.4g}, no switch/*"
+    return None
 
 
 def _synced(evidence: Evidence, _: RunConfig, path: str) -> Found:
     fast = evidence.metric("reshard/verified")
     if path == "fast":
-        return f"reshard/verified {fast:g}" if fast is not None else None
-    return None if fast is not None else _metric("reshard/bytes_moved")(evidence)
+        if fast is not None:
+            return f"reshard/verified {fast:g}"
+        return None
+    if fast is not None:
+        return None
+    return _metric("reshard/bytes_moved")(evidence)
 
 
 def _saved(evidence: Evidence, *_: Any) -> Found:
     manifest = evidence.manifests.get(1)
-    return None if manifest is None else f"step-1/manifest.json: {len(manifest.files())} files"
+    if manifest is None:
+        return None
+    return f"step-1/manifest.json: {len(manifest.files())} files"
 
 
 def _saved_beside(evidence: Evidence, *_: Any) -> Found:
     """The write of a save that the training waits for is over with the save."""
-    return _metric("timing_s/save_checkpoint")(evidence) if evidence.manifests.get(STEPS) else None
+    if evidence.manifests.get(STEPS):
+        return _metric("timing_s/save_checkpoint")(evidence)
+    return None
 
 
 def _resumed(evidence: Evidence, *_: Any) -> Found:
@@ -239,34 +278,46 @@ def _resumed(evidence: Evidence, *_: Any) -> Found:
     if None in manifests:
         return None
     first, last = (manifest.optimizer.get("num_updates") for manifest in manifests)
-    return f"step-{STEPS}/manifest.json: {first} + {last - first} updates" if last > first > 0 else None
+    if last > first > 0:
+        return f"step-{STEPS}/manifest.json: {first} + {last - first} updates"
+    return None
 
 
 def _called(evidence: Evidence, *_: Any) -> Found:
     calls = evidence.reward_calls
     kinds = sorted({call["kind"] for call in calls})
-    return f"logs/reward.log: {len(calls)} calls, each gave {' or '.join(kinds)}" if calls else None
+    if calls:
+        return f"logs/reward.log: {len(calls)} calls, each gave {' or '.join(kinds)}"
+    return None
 
 
 def _bonus(evidence: Evidence, _: RunConfig, rules: tuple[str, ...]) -> Found:
     present = [rule for rule in rules if any(rule in sample["reward"] for sample in evidence.samples)]
-    return f"samples/: parts {', '.join(present)}" if len(present) == len(rules) else None
+    if len(present) == len(rules):
+        return f"samples/: parts {', '.join(present)}"
+    return None
 
 
 def _refilled(evidence: Evidence, *_: Any) -> Found:
     batches = evidence.largest("train/num_gen_batches")
     uniform = evidence.largest("train/uniform_group_share")
     found = f"train/num_gen_batches {batches:g}, train/uniform_group_share {uniform:.2g}"
-    return found if batches > 1 or uniform > 0 else None
+    if batches > 1 or uniform > 0:
+        return found
+    return None
 
 
 def _rates_differ(evidence: Evidence, *_: Any) -> Found:
     rates = list(dict.fromkeys(row["actor/lr"] for row in evidence.steps if "actor/lr" in row))
-    return f"actor/lr {' then '.join(f'{rate:.4g}' for rate in rates)}" if len(rates) > 1 else None
+    if len(rates) > 1:
+        return f"actor/lr {' then '.join(f'{rate:.4g}' for rate in rates)}"
+    return None
 
 
 def _validated_first(evidence: Evidence, *_: Any) -> Found:
-    return "a line of step 0" if len(evidence.lines) > len(evidence.steps) else None
+    if len(evidence.lines) > len(evidence.steps):
+        return "a line of step 0"
+    return None
 
 
 # ---------------------------------------------------------------- the table
@@ -274,8 +325,10 @@ def _validated_first(evidence: Evidence, *_: Any) -> Found:
 _CUT = "the checkpoint's files are cut otherwise"
 _FEW = "not as many took part in the weight sync"
 _OTHER = "no response was trained by it, or others were trained by another"
-_LAYOUT, _PARALLEL = "actor.layout", "parallel_size"
-_ADAM, _DDP = "actor.optim.override_optimizer_config", "actor.override_ddp_config"
+_LAYOUT = "actor.layout"
+_PARALLEL = "parallel_size"
+_ADAM = "actor.optim.override_optimizer_config"
+_DDP = "actor.override_ddp_config"
 
 SWITCHES: tuple[Switch, ...] = (
     Switch("cluster.placement", _placed, "no hand-over was timed"),

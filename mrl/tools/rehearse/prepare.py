@@ -43,7 +43,8 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     """Writes model, tokenizer, rows, reward and configuration.
 
     Raises what `mrl train` would raise of the user's own files: DataError of rows or of a reward that fails,
-    ConfigError of a tokenizer or reward that cannot be loaded; ConfigError too for a family without a small form.
+    ConfigError of a tokenizer or reward that cannot be loaded. Raises ConfigError too for a family without a small
+    form.
     """
     original = original.model_copy(
         update={"model": original.model.model_copy(update={"path": cached_folder(original.model.path)})}
@@ -96,8 +97,11 @@ def _checkpoint(
     original: RunConfig, hf_config: dict[str, Any], tokenizer: Any, rehearsal: Rehearsal, work: WorkFolder
 ) -> str:
     """Writes the weights; the model in words."""
-    data, source = rehearsal.config.data, original.model.path
-    ends = tuple(i for i in stop_token_ids(source) if i < len(tokenizer)) if has_tokenizer(source) else ()
+    data = rehearsal.config.data
+    source = original.model.path
+    ends = ()
+    if has_tokenizer(source):
+        ends = tuple(i for i in stop_token_ids(source) if i < len(tokenizer))
     ends = ends or (tokenizer.eos_token_id,)
     positions = -(-data.max_sample_length // 64) * 64
     small = small_hf_config(hf_config, rehearsal.layout.layers, vocabulary_size(tokenizer), positions)
@@ -121,13 +125,16 @@ def _in_words(was: ModelSpec, model: ModelSpec) -> str:
 
 
 def _rows(original: RunConfig, work: WorkFolder, tokenizer: Any, parameters: PromptParameters) -> list[str]:
-    said, source = [], synthetic_source(original)
+    said = []
+    source = synthetic_source(original)
     kinds = (
         ("train", original.data.train_files, TRAIN_ROWS, 0),
         ("val", original.data.val_files, VAL_ROWS, VALIDATION),
     )
     for kind, files, count, first in kinds:
-        made = rows_of(files, count, tokenizer, parameters, source, first) if files or kind == "train" else []
+        made = []
+        if files or kind == "train":
+            made = rows_of(files, count, tokenizer, parameters, source, first)
         for number, rows in enumerate(made):
             write_rows(work.rows(kind, number), rows.rows)
         said += [text for file, rows in zip(files or ("",), made, strict=False) if (text := _said_of(kind, file, rows))]
@@ -140,12 +147,15 @@ def _said_of(kind: str, file: str, rows: Rows) -> str:
             f"data.{kind}_files: {f'{file} is not here' if file else 'names no file'}, so "
             f"{len(rows.rows)} synthetic rows"
         )
-    return f"data.{kind}_files: {rows.cut} of {len(rows.rows)} prompts of {file} are cut" if rows.cut else ""
+    if rows.cut:
+        return f"data.{kind}_files: {rows.cut} of {len(rows.rows)} prompts of {file} are cut"
+    return ""
 
 
 def _reward(rehearsal: Rehearsal, work: WorkFolder) -> tuple[Rehearsal, list[str]]:
     """Writes the reward that calls the user's own, after asking that for a few answers."""
-    original, custom = rehearsal.original, rehearsal.original.reward.custom_reward_function
+    original = rehearsal.original
+    custom = rehearsal.original.reward.custom_reward_function
     algorithm = original.algorithm
     missing = custom is not None and not Path(custom.path).is_file()
     spec = None if missing else _spec(original)
@@ -153,11 +163,14 @@ def _reward(rehearsal: Rehearsal, work: WorkFolder) -> tuple[Rehearsal, list[str
         _ask(spec, original, work)
     keys = {"acc", *algorithm.gdpo_reward_keys, algorithm.filter_groups.metric} - set(_PARTS)
     settings = ScoringSettings(
-        reward=None if spec is None else asdict(spec), group=rehearsal.config.rollout.n, keys=tuple(sorted(keys)),
+        reward=None if spec is None else asdict(spec),
+        group=rehearsal.config.rollout.n,
+        keys=tuple(sorted(keys)),
         metric=algorithm.filter_groups.metric if algorithm.filter_groups.enable else "score",
-        leaves_uniform=algorithm.filter_groups.enable, seed=original.trainer.seed,
+        leaves_uniform=algorithm.filter_groups.enable,
+        seed=original.trainer.seed,
         turns=original.rollout.turns is not None,
-    )  # fmt: skip
+    )
     write_scorer(work.reward, settings)
     if not missing:
         return rehearsal, []
@@ -167,7 +180,7 @@ def _reward(rehearsal: Rehearsal, work: WorkFolder) -> tuple[Rehearsal, list[str
 
 
 def _spec(config: RunConfig) -> RewardSpec:
-    """The user's main function; bonus rules are added by the trainer, as ever."""
+    """The user's main function; the trainer adds bonus rules itself."""
     custom = config.reward.custom_reward_function
     if custom is None:
         return RewardSpec(config.reward.function)

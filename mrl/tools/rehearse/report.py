@@ -44,7 +44,9 @@ class Answer:
     @property
     def exit_code(self) -> int:
         """0 when nothing broke, else that of the command that failed."""
-        return self.failed[0].code if self.failed else 0
+        if self.failed:
+            return self.failed[0].code
+        return 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -68,7 +70,7 @@ class Answer:
 
 
 def answer(config: str, work: WorkFolder, prepared: Prepared, ended: list[Ended], seconds: float) -> Answer:
-    """From what the commands left behind."""
+    """Makes the answer from what the commands left behind."""
     evidence = evidence_of(work.run, work.exercised)
     exercised, lost = judge(prepared.rehearsal, evidence)
     failed = [
@@ -88,7 +90,9 @@ def answer(config: str, work: WorkFolder, prepared: Prepared, ended: list[Ended]
 def _seeded(evidence: Evidence) -> str:
     calls = evidence.reward_calls
     replaced = sum(call["given"] is not None for call in calls)
-    return f"reward: {replaced} of {len(calls)} scores are seeded, where a group had but one" if replaced else ""
+    if replaced:
+        return f"reward: {replaced} of {len(calls)} scores are seeded, where a group had but one"
+    return ""
 
 
 def first_lines(prepared: Prepared) -> Iterator[str]:
@@ -105,14 +109,16 @@ def first_lines(prepared: Prepared) -> Iterator[str]:
 
 
 def _layout(rehearsal: Rehearsal) -> str:
-    small, engines, was = rehearsal.layout, rehearsal.layout.engines, rehearsal.original
+    small = rehearsal.layout
+    engines = rehearsal.layout.engines
+    was = rehearsal.original
     there = was.rollout.num_engines * was.rollout.workers_per_engine
     ranks = f"ranks {was.actor.layout.world_size} to {small.ranks}, engine workers {there} to {engines.world_size}"
     return f"{ranks}, {rehearsal.config.cluster.placement}"
 
 
 def last_lines(found: Answer) -> Iterator[str]:
-    """What came of it."""
+    """Yields lines on what came of the rehearsal."""
     if found.seeded:
         yield f"stand-in   {found.seeded}"
     yield f"exercised ({len(found.exercised)})"

@@ -15,7 +15,8 @@ from mrl.environments.offer import ENVIRONMENT, Offer
 from mrl.errors import DataError
 from mrl.tools.rehearse.scoring import ROW
 
-TRAIN_ROWS, VAL_ROWS = 32, 8
+TRAIN_ROWS = 32
+VAL_ROWS = 8
 _AFTER_TEMPLATE = 16  # tokens that are left for a prompt's own words
 Row = dict[str, Any]
 
@@ -45,10 +46,10 @@ def rows_of(
     data_source: str,
     first: int = 0,
 ) -> list[Rows]:
-    """For each file about `count` / files rows whose prompts fit `parameters.max_prompt_length`. Raises DataError
-    as `mrl train` does.
+    """Rows for each file, about `count` / files of them, whose prompts fit `parameters.max_prompt_length`.
 
-    `data_source` is what synthetic rows name; `first`: the number of the first row.
+    Raises DataError as `mrl train` does. `data_source` is what synthetic rows name; `first`: the number of the first
+    row.
     """
     each = -(-count // max(len(files), 1))
     starts = range(first, first + each * max(len(files), 1), each)
@@ -66,7 +67,8 @@ def _of_file(
     conversations = list(made)
     if not conversations:
         raise DataError(f"{file}: no row of it can be used; mrl train says why of each")
-    rows, cut = [], 0
+    rows = []
+    cut = 0
     for number, (messages, rest) in enumerate(conversations, start):
         arguments = parameters.template_arguments(rest["extra_info"])
         fitting = _fitted(messages, number, tokenizer, parameters.max_prompt_length, arguments)
@@ -115,13 +117,15 @@ def _row(messages: list[dict[str, str]], rest: Row, number: int, parameters: Pro
 def _fitted(
     messages: list[dict[str, str]], number: int, tokenizer: ChatTokenizer, longest_prompt: int, arguments: Row
 ) -> list[dict[str, str]]:
-    """The messages, the longest of them cut from its beginning until the prompt fits; a cut one begins with its
-    row's number, so that prompts stay different.
+    """The messages, the longest of them cut from its beginning until the prompt fits.
+
+    A cut one begins with its row's number, so that prompts stay different.
     """
     excess = _length(messages, tokenizer, arguments) - longest_prompt
     if excess <= 0:
         return messages
-    texts, mark = [message["content"] for message in messages], f"{number}: "
+    texts = [message["content"] for message in messages]
+    mark = f"{number}: "
     while excess > 0:
         longest = max(range(len(texts)), key=lambda i: len(texts[i]))
         if not texts[longest]:
@@ -141,7 +145,7 @@ def _length(messages: list[dict[str, str]], tokenizer: ChatTokenizer, arguments:
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """A JSONL file."""
+    """Writes rows as a JSONL file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
 
@@ -153,4 +157,6 @@ def synthetic_source(config: RunConfig) -> str:
     asks_for_parts = (
         config.algorithm.filter_groups.metric not in ("score", "reward") or config.algorithm.gdpo_reward_keys
     )
-    return "math_dapo" if asks_for_parts else "openai/gsm8k"
+    if asks_for_parts:
+        return "math_dapo"
+    return "openai/gsm8k"

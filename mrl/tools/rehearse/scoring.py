@@ -60,7 +60,9 @@ def write_scorer(file: Path, settings: ScoringSettings) -> None:
 def load_scorer(file: Path) -> Callable[..., Any]:
     """The function that the trainer calls. Raises what loading the user's own raises."""
     settings = ScoringSettings(**json.loads(file.read_text(encoding="utf-8")))
-    function = resolve(RewardSpec(**settings.reward)) if settings.reward is not None else None
+    function = None
+    if settings.reward is not None:
+        function = resolve(RewardSpec(**settings.reward))
     return RehearsalScorer(settings, function)
 
 
@@ -68,7 +70,8 @@ class RehearsalScorer:
     """Scores responses one by one, and knows which it has seen of the same group."""
 
     def __init__(self, settings: ScoringSettings, function: Callable[..., Any] | None):
-        self._settings, self._function = settings, function
+        self._settings = settings
+        self._function = function
         self._seen: dict[int, list[float]] = {}  # row -> the user's values of the group under way; rows as they came
 
     def __call__(
@@ -88,17 +91,13 @@ class RehearsalScorer:
             _note(row, own, None, answer)
             return answer
         of_training = isinstance(row, int) and row < VALIDATION
-        given = (
-            self._seeded(row)
-            if of_training and self._says_nothing(row, parts.get(self._settings.metric, own))
-            else None
-        )
+        given = None
+        if of_training and self._says_nothing(row, parts.get(self._settings.metric, own)):
+            given = self._seeded(row)
         _note(row, own, given, answer)
-        return (
-            answer
-            if given is None and self._function is not None
-            else self._with(answer, own if given is None else given)
-        )
+        if given is None and self._function is not None:
+            return answer
+        return self._with(answer, own if given is None else given)
 
     def _says_nothing(self, row: int, value: float | str) -> bool:
         """Whether all answers of the group so far, this one included, have one value."""
@@ -117,8 +116,12 @@ class RehearsalScorer:
     def _with(self, answer: Any, score: float) -> Any:
         """The answer with another score, and with another value of the parts that groups are compared by."""
         if not isinstance(answer, dict):
-            parts = dict.fromkeys(self._settings.keys, score) if self._function is None else {}
-            return {"score": score, **parts} if parts else score
+            parts = {}
+            if self._function is None:
+                parts = dict.fromkeys(self._settings.keys, score)
+            if parts:
+                return {"score": score, **parts}
+            return score
         return {**answer, "score": score, **{key: score for key in self._settings.keys if key in answer}}
 
 

@@ -23,13 +23,16 @@ SEQUENCES = 32  # the least that an engine works on at once
 _UNIT = "divided by {factor}"
 # token budgets, and what at least they have to hold: one longest sample (of one device)
 _BUDGETS = (
-    "actor.ppo_max_token_len_per_gpu", "actor.log_prob_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu",
+    "actor.ppo_max_token_len_per_gpu",
+    "actor.log_prob_max_token_len_per_gpu",
+    "ref.log_prob_max_token_len_per_gpu",
     "rollout.max_num_batched_tokens",
-)  # fmt: skip
+)
 _MICRO = (
-    "actor.ppo_micro_batch_size_per_gpu", "actor.log_prob_micro_batch_size_per_gpu",
+    "actor.ppo_micro_batch_size_per_gpu",
+    "actor.log_prob_micro_batch_size_per_gpu",
     "ref.log_prob_micro_batch_size_per_gpu",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ def small_batch(config: RunConfig, data_parallel: int, sequence_parts: int, leas
 
     `least_prompt`: tokens that a prompt of a few words takes.
     """
-    data, n = config.data, min(config.rollout.n, GROUP)
+    data = config.data
+    n = min(config.rollout.n, GROUP)
     factor = shrink_factor(data.max_sample_length, data.train_batch_size * n)
     prompt = _length(data.max_prompt_length, factor, max(PROMPT, least_prompt))
     if config.rollout.turns is not None:  # a tokenizer of ours has a token a byte of what may be called
@@ -97,7 +101,8 @@ def _prompts(config: RunConfig, factor: int, n: int, data_parallel: int) -> dict
 
     Every data-parallel rank gets as many samples.
     """
-    data, mini = config.data, config.actor.ppo_mini_batch_size
+    data = config.data
+    mini = config.actor.ppo_mini_batch_size
     step = lcm(n, data_parallel) // n  # prompts that give every rank as many samples
     small_mini = ceil(ceil(mini / factor) / step) * step
     updates = min(config.updates_per_step, UPDATES, max(2, SAMPLES // (small_mini * n)))
@@ -110,7 +115,8 @@ def _prompts(config: RunConfig, factor: int, n: int, data_parallel: int) -> dict
 def _of_response_length(config: RunConfig, factor: int, response: int) -> dict[str, Any]:
     """What is given as a part of the longest response, or as the whole of it."""
     values: dict[str, Any] = {}
-    buffer, divisor = config.algorithm.overlong_buffer, config.algorithm.policy_loss.loss_scale_factor
+    buffer = config.algorithm.overlong_buffer
+    divisor = config.algorithm.policy_loss.loss_scale_factor
     if buffer.len is not None:
         values["algorithm.overlong_buffer.len"] = min(response, max(1, ceil(buffer.len / factor)))
     if divisor is not None:
@@ -128,11 +134,9 @@ def _why(config: RunConfig, key: str, value: Any, factor: int) -> str:
     if key == "rollout.n":
         return f"at most {GROUP}"
     if isinstance(was, int) and value != ceil(was / factor):
-        return (
-            f"divided by {factor}, and what a run needs at least"
-            if value > was / factor
-            else "no more than there is time for"
-        )
+        if value > was / factor:
+            return f"divided by {factor}, and what a run needs at least"
+        return "no more than there is time for"
     return _UNIT.format(factor=factor)
 
 

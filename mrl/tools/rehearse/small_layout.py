@@ -22,7 +22,8 @@ RANKS = 4
 WORKERS = {"separate": 2, "colocated": 4}
 ENGINE_TENSOR = 2  # vLLM's CPU build was seen to work with no more
 _SIZES = (1, 2, 4)
-_ACTOR, _ROLLOUT = "actor.layout", "rollout"
+_ACTOR = "actor.layout"
+_ROLLOUT = "rollout"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Ranks:
     @property
     def is_whole(self) -> bool:
         """Whether both kinds of data parallelism are whole numbers."""
-        dense, experts = self.tensor * self.pipeline * self.context, self.expert * self.expert_tensor * self.pipeline
+        dense = self.tensor * self.pipeline * self.context
+        experts = self.expert * self.expert_tensor * self.pipeline
         return self.world % dense == 0 and self.world % experts == 0
 
 
@@ -95,9 +97,13 @@ def small_layout(config: RunConfig) -> SmallLayout:
 
 def _ranks_of(d: LayoutDegrees) -> Ranks:
     return Ranks(
-        d.world_size, d.tensor_model_parallel_size, d.pipeline_model_parallel_size, d.expert_model_parallel_size,
-        d.context_parallel_size, d.expert_tensor,
-    )  # fmt: skip
+        d.world_size,
+        d.tensor_model_parallel_size,
+        d.pipeline_model_parallel_size,
+        d.expert_model_parallel_size,
+        d.context_parallel_size,
+        d.expert_tensor,
+    )
 
 
 def _small_ranks(original: Ranks) -> Ranks:
@@ -121,7 +127,8 @@ def _candidates(original: Ranks) -> Iterator[Ranks]:
 
 
 def _small_engines(config: RunConfig, world: int) -> RolloutLayout:
-    rollout, colocated = config.rollout, config.cluster.placement == "colocated"
+    rollout = config.rollout
+    colocated = config.cluster.placement == "colocated"
     room = WORKERS[config.cluster.placement]
     original = RolloutLayout(rollout.num_engines, rollout.tensor_model_parallel_size, rollout.data_parallel_size)
     if colocated and original.world_size <= config.actor.layout.world_size:
@@ -145,7 +152,9 @@ def _with_stages(d: LayoutDegrees, small: Ranks) -> tuple[dict[str, Any], int]:
     """Keys of actor.layout, and the number of layers: two a stage, one a chunk of virtual stages, uneven where they
     were.
     """
-    chunks = 2 if d.virtual_pipeline > 1 and small.pipeline > 1 else 1
+    chunks = 1
+    if d.virtual_pipeline > 1 and small.pipeline > 1:
+        chunks = 2
     keys = {
         "world_size": small.world,
         "tensor_model_parallel_size": small.tensor,
@@ -169,7 +178,9 @@ def _stages(d: LayoutDegrees, stages: int, chunks: int) -> tuple[dict[str, Any],
         "account_for_loss_in_pipeline_split": False,
         "pipeline_layers": None,
     }
-    each = 1 if chunks > 1 else 2
+    each = 2
+    if chunks > 1:
+        each = 1
     if stages == 1:
         return even, each
     if d.pipeline_layers is not None:
@@ -186,7 +197,8 @@ def _end_stages(d: LayoutDegrees, even: dict[str, Any], stages: int, chunks: int
     """The first stage is the shorter one; of two stages both are ends, of more the middle ones have two layers a
     chunk.
     """
-    first, last = d.num_layers_in_first_pipeline_stage, d.num_layers_in_last_pipeline_stage
+    first = d.num_layers_in_first_pipeline_stage
+    last = d.num_layers_in_last_pipeline_stage
     both = first is not None and last is not None
     ends = [chunks * (2 if both and stages == 2 and i else 1) for i in range(1 + both)]
     named = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
@@ -205,7 +217,8 @@ def _lost_degrees(original: Ranks, small: Ranks, d: LayoutDegrees) -> Iterator[O
 
 
 def _lost_engines(config: RunConfig, small: RolloutLayout) -> Iterator[OutOfReach]:
-    rollout, taken = config.rollout, f"engines of TP{small.tensor}" + f" x DP{small.data}" * (small.data > 1)
+    rollout = config.rollout
+    taken = f"engines of TP{small.tensor}" + f" x DP{small.data}" * (small.data > 1)
     for name, key in _ENGINE_KEYS.items():
         was = getattr(rollout, key)
         if was > 1 and getattr(small, name) == 1:

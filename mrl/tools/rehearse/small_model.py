@@ -12,9 +12,15 @@ from typing import Any
 from mrl.errors import ConfigError
 from mrl.model.hf_config import HfConfig
 
-HIDDEN, HEADS, HEAD_DIM = 128, 4, 32  # vLLM's CPU kernels compute in blocks of 32
-DENSE, EXPERT = 256, 128  # widths; an expert's divides by 4 workers of an engine into blocks of 32
-EXPERTS, CHOSEN = 8, 2
+# vLLM's CPU kernels compute in blocks of 32
+HIDDEN = 128
+HEADS = 4
+HEAD_DIM = 32
+# widths; an expert's divides by 4 workers of an engine into blocks of 32
+DENSE = 256
+EXPERT = 128
+EXPERTS = 8
+CHOSEN = 2
 _EXPERT_COUNTS = (
     "num_experts",
     "num_local_experts",
@@ -54,9 +60,14 @@ def small_hf_config(config: HfConfig, layers: int, vocab_size: int, positions: i
 
 
 def small_kv_heads(config: HfConfig) -> int:
-    """As many as heads where the model has so; else half of them, so that two heads share one."""
+    """Key-value heads of the small model: as many as heads where the large one has so, else half of them.
+
+    Then two heads share one.
+    """
     heads = config["num_attention_heads"]
-    return HEADS if (config.get("num_key_value_heads") or heads) == heads else HEADS // 2
+    if (config.get("num_key_value_heads") or heads) == heads:
+        return HEADS
+    return HEADS // 2
 
 
 def _dense(_: HfConfig) -> dict[str, Any]:
@@ -71,12 +82,15 @@ def _experts(config: HfConfig) -> dict[str, Any]:
 
 def _qwen_experts(config: HfConfig) -> dict[str, Any]:
     """The first layer is dense where any is; every second one has experts where not every one has."""
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    dense = config.get("mlp_only_layers") or []
+    step = config.get("decoder_sparse_step") or 1
     return _experts(config) | {"mlp_only_layers": [0] if dense else [], "decoder_sparse_step": min(step, 2)}
 
 
 def _qwen_shared(config: HfConfig) -> dict[str, Any]:
-    shared = {"shared_expert_intermediate_size": EXPERT} if config.get("shared_expert_intermediate_size") else {}
+    shared = {}
+    if config.get("shared_expert_intermediate_size"):
+        shared = {"shared_expert_intermediate_size": EXPERT}
     return _qwen_experts(config) | shared
 
 
@@ -93,7 +107,9 @@ def _latent(config: HfConfig) -> dict[str, Any]:
         "q_lora_rank": HEAD_DIM if config.get("q_lora_rank") else None,
         "num_key_value_heads": HEADS,
     }
-    chosen = {"n_group": EXPERTS // 2, "topk_group": CHOSEN // 2} if (config.get("n_group") or 1) > 1 else {}
+    chosen = {}
+    if (config.get("n_group") or 1) > 1:
+        chosen = {"n_group": EXPERTS // 2, "topk_group": CHOSEN // 2}
     return _glm(config) | sizes | chosen
 
 

@@ -13,7 +13,8 @@ from mrl.exercised import VARIABLE
 from mrl.tools.own_command import run_mrl, stopped_by_sigterm
 from mrl.tools.rehearse.compose import STEPS, WorkFolder
 
-TRAIN, RESUME = "train", "resume"
+TRAIN = "train"
+RESUME = "resume"
 DEADLINE_S = 900.0  # of one command; a healthy one takes one to two minutes, a few on a busy machine
 _LAST_LINES = 12
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
@@ -35,11 +36,9 @@ class Ended:
         if self.code is None:
             return f"no end after {DEADLINE_S:g} s; {_end_of(text)}"
         place = text.rfind("\nmrl train: ")
-        return (
-            text[place + 1 :].removeprefix("mrl train: ")
-            if place >= 0 and "Traceback" not in text[place:]
-            else _end_of(text)
-        )
+        if place >= 0 and "Traceback" not in text[place:]:
+            return text[place + 1 :].removeprefix("mrl train: ")
+        return _end_of(text)
 
     @property
     def line(self) -> int:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from mrl.model.hf_files import HF_FILES
 
-END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
+END = "<|im_end|>"
+START = "<|im_start|>"
+PAD = "<|endoftext|>"
 _WHOLE = (PAD, START, END, "<think>", "</think>", "system", "user", "assistant")  # one token each
 _OF_TOOLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _OWN = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")  # any of them is a tokenizer

@@ -25,7 +25,10 @@ class ReportView(View):
     """
 
     def __init__(self, folder: Path, saves: Callable[[int], bool], clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._saves, self._pace, self._process = folder, saves, Pace(APART_S, clock), None
+        self._folder = folder
+        self._saves = saves
+        self._pace = Pace(APART_S, clock)
+        self._process = None
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Begins with a report, if one is due and none is under way."""

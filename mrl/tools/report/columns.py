@@ -34,7 +34,9 @@ class Curve:
         return float(self.values[-1])
 
     def thinned(self, most: int) -> "Curve":
-        """At most `most` (2 or more) of the points, by steps: of equal stretches the smallest and the largest."""
+        """A curve of at most `most` (2 or more) of the points, by steps: the smallest and the largest of equal
+        stretches.
+        """
         if len(self) <= most:
             return self
         if (self.values == self.values[0]).all():
@@ -62,6 +64,7 @@ def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
 
 
 def _finite(steps: list[int], values: list[float]) -> Curve:
-    x, y = np.array(steps, np.int32), np.array(values, np.float64)
+    x = np.array(steps, np.int32)
+    y = np.array(values, np.float64)
     finite = np.isfinite(y)
     return Curve(x[finite], y[finite], int(finite.sum()))

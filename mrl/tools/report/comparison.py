@@ -33,7 +33,7 @@ class HeldOutTest:
     level: float
 
     def words(self) -> str:
-        """In a sentence."""
+        """The test in a sentence."""
         return f"{self.other}, {self.source}, after step {self.step}: {self.difference.words(self.level)}"
 
 
@@ -50,19 +50,19 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: `runs`, `settings`, `held_out`, `notes`."""
-        tests = [
-            {
-                "run": t.other,
-                "source": t.source,
-                "step": t.step,
-                "level": t.level,
-                "significant": t.difference.significant(t.level),
-            }
-            | {name: getattr(t.difference, name) for name in _SHOWN}
-            for t in self.tests
-        ]
+        tests = [_test_json(test) for test in self.tests]
         runs = {name: {"path": str(run.path), "steps": run.last_step} for name, run in self.runs.items()}
         return {"runs": runs, "settings": self.settings, "held_out": tests, "notes": list(self.notes)}
+
+
+def _test_json(test: HeldOutTest) -> dict[str, Any]:
+    return {
+        "run": test.other,
+        "source": test.source,
+        "step": test.step,
+        "level": test.level,
+        "significant": test.difference.significant(test.level),
+    } | {name: getattr(test.difference, name) for name in _SHOWN}
 
 
 def compare(paths: Sequence[Path]) -> Comparison:
@@ -95,7 +95,8 @@ def _settings(runs: Sequence[RunRecord]) -> dict[str, tuple[str, ...]]:
 
 def _tests(runs: dict[str, RunRecord]) -> tuple[HeldOutTest, ...]:
     names = list(runs)
-    first, found = runs[names[0]], []
+    first = runs[names[0]]
+    found = []
     for name in names[1:]:
         if step := _shared_step(first, runs[name]):
             changes = differences(first.responses(step), runs[name].responses(step))
@@ -109,7 +110,8 @@ def _shared_step(first: RunRecord, second: RunRecord) -> int | None:
 
 
 def _notes(runs: dict[str, RunRecord]) -> list[str]:
-    names, notes = list(runs), []
+    names = list(runs)
+    notes = []
     first = runs[names[0]]
     for name in names[1:]:
         run = runs[name]
@@ -142,5 +144,6 @@ def _same_start(first: RunRecord, second: RunRecord) -> bool:
     """Whether both answered the held-out prompts alike before training; true where one of them did not say."""
     if 0 not in first.validation_steps or 0 not in second.validation_steps:
         return True
-    before = [[one.output for one in run.responses(0)] for run in (first, second)]
-    return before[0] == before[1]
+    first_answers = [one.output for one in first.responses(0)]
+    second_answers = [one.output for one in second.responses(0)]
+    return first_answers == second_answers

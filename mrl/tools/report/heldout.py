@@ -62,7 +62,7 @@ class Difference:
         return self.prompts >= FEW_PROMPTS and self.p < level
 
     def words(self, level: float = LEVEL) -> str:
-        """In a sentence."""
+        """The difference in a sentence."""
         size = (
             f"{self.quantity} {self.first:.3g} to {self.second:.3g} ({self.mean:+.3g} ± {self.half_width:.2g}, "
             f"{self.prompts} prompts)"
@@ -71,7 +71,9 @@ class Difference:
             return f"{size}: too few prompts to tell from chance"
         if not self.significant(level):
             return f"{size}: no more than chance (p = {self.p:.2g})"
-        chance = "p < 0.0001" if self.p < 1e-4 else f"p = {self.p:.2g}"
+        chance = "p < 0.0001"
+        if not (self.p < 1e-4):
+            chance = f"p = {self.p:.2g}"
         return f"{size}: {'better' if self.mean > 0 else 'worse'} by more than chance ({chance})"
 
 
@@ -89,17 +91,27 @@ def _responses(lines: Sequence[str]) -> Iterator[Response]:
         try:
             row: dict[str, Any] = parse_json(line)
             yield Response(
-                str(row["data_source"]), int(row["prompt_id"]), int(row["sample_id"]), str(row["input"]),
+                str(row["data_source"]),
+                int(row["prompt_id"]),
+                int(row["sample_id"]),
+                str(row["input"]),
                 str(row["output"]),
-                str(row.get("gts")), float(row["score"]), str(row["reason"]), _acc(row.get("reward")),
-            )  # fmt: skip
+                str(row.get("gts")),
+                float(row["score"]),
+                str(row["reason"]),
+                _acc(row.get("reward")),
+            )
         except (ValueError, KeyError, TypeError, OverflowError):
             continue
 
 
 def _acc(parts: Any) -> float | None:
-    value = parts.get(ACC) if isinstance(parts, dict) else None
-    return float(value) if isinstance(value, bool | int | float) else None
+    value = None
+    if isinstance(parts, dict):
+        value = parts.get(ACC)
+    if isinstance(value, bool | int | float):
+        return float(value)
+    return None
 
 
 def quantities(*validations: Sequence[Response]) -> dict[str, str]:
@@ -117,7 +129,7 @@ def prompt_means(responses: Sequence[Response], by: Mapping[str, str]) -> dict[s
     """Mean of each prompt, by data source, of the quantity that `by` names for it.
 
     A prompt is its number and its text: other data has other prompts. As in the metrics, a failed answer has the lowest
-    `acc` of its data source and at most 0, and a prompt that an environment failed in is left out.
+    `acc` of its data source and at most 0. A prompt that an environment failed in is left out.
     """
     left_out = {_prompt(one) for one in responses if one.reason == LEFT_OUT}
     responses = [one for one in responses if _prompt(one) not in left_out]
@@ -130,10 +142,10 @@ def prompt_means(responses: Sequence[Response], by: Mapping[str, str]) -> dict[s
         right = wrong[one.data_source] if one.acc is None else one.acc
         value = right if by[one.data_source] == ACC else one.score
         by_prompt[one.data_source][one.prompt_id, one.input].append(value)
-    return {
-        source: {prompt: float(np.mean(values)) for prompt, values in prompts.items()}
-        for source, prompts in by_prompt.items()
-    }
+    means = {}
+    for source, prompts in by_prompt.items():
+        means[source] = {prompt: float(np.mean(values)) for prompt, values in prompts.items()}
+    return means
 
 
 def _prompt(response: Response) -> tuple[str, int, str]:
@@ -141,7 +153,7 @@ def _prompt(response: Response) -> tuple[str, int, str]:
 
 
 def differences(first: Sequence[Response], second: Sequence[Response]) -> dict[str, Difference]:
-    """By data source, over the prompts that both answered; none of a source that shares no two."""
+    """Compares the prompts that both answered, by data source; nothing of a source that shares fewer than two."""
     by = quantities(first, second)
     before = prompt_means(first, by)
     after = prompt_means(second, by)
@@ -156,8 +168,9 @@ def differences(first: Sequence[Response], second: Sequence[Response]) -> dict[s
 
 
 def paired(first: np.ndarray, second: np.ndarray) -> Difference:
-    """Of two values a prompt, both [prompts], two at least."""
+    """Compares two values a prompt, both [prompts], two prompts at least."""
     change = second - first
-    mean, error = float(change.mean()), float(change.std(ddof=1) / math.sqrt(len(change)))
+    mean = float(change.mean())
+    error = float(change.std(ddof=1) / math.sqrt(len(change)))
     chance = math.erfc(abs(mean) / error / math.sqrt(2)) if error else float(mean == 0)
     return Difference(len(change), float(first.mean()), float(second.mean()), mean, error, chance)

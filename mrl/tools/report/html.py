@@ -29,11 +29,11 @@ POINTS = 200_000  # of all curves of a page together, 16 bytes each as they stan
 
 def page_html(page: Page, live: str = "") -> str:
     """The file's text. `live`: its tag, where it shall ask the server that it came from for newer ones."""
-    styles, scripts = (
-        [_asset(f"uPlot-{UPLOT}.min.css"), _asset("page.css")],
-        [_asset(f"uPlot-{UPLOT}.min.js"), _asset("page.js")],
-    )
-    asks = "'self'" if live else "'none'"
+    styles = [_asset(f"uPlot-{UPLOT}.min.css"), _asset("page.css")]
+    scripts = [_asset(f"uPlot-{UPLOT}.min.js"), _asset("page.js")]
+    asks = "'none'"
+    if live:
+        asks = "'self'"
     policy = (
         f"default-src 'none'; style-src {_hashes(styles)}; script-src {_hashes(scripts)}; img-src data:; "
         f"connect-src {asks}; base-uri 'none'; form-action 'none'"
@@ -68,13 +68,12 @@ def _body(page: Page) -> list[str]:
 
 
 def _section(section: PageSection) -> str:
-    runs = [
-        (chart, [block_html(b) for b in blocks])
-        for chart, blocks in groupby(section.blocks, lambda b: isinstance(b, Chart))
-    ]
-    inside = "".join(
-        f'<div class="charts">{"".join(parts)}</div>' if chart else "".join(parts) for chart, parts in runs
-    )
+    inside = ""
+    for are_charts, blocks in groupby(section.blocks, lambda block: isinstance(block, Chart)):
+        html = "".join(block_html(block) for block in blocks)
+        if are_charts:
+            html = f'<div class="charts">{html}</div>'
+        inside += html
     return f'<section id="{escape(section.id)}"><h2>{escape(section.title)}</h2>{inside}</section>'
 
 

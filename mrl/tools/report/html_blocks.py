@@ -7,14 +7,20 @@ from mrl.tools.report.page import Bar, Block, Chart, Lanes, Pair, SampleBlock, S
 
 SHADES = 5  # of each sign; classes t-5 .. t5 of page.css
 TICKS = 4
-_LANE, _LABEL, _WIDTH, _AXIS = 22, 230, 1000, 22  # heights and widths of lanes, in units of their drawing
+# heights and widths of lanes, in units of their drawing
+_LANE = 22
+_LABEL = 230
+_WIDTH = 1000
+_AXIS = 22
 
 
 def block_html(block: Block) -> str:
-    """One block."""
+    """Writes one block as HTML."""
     match block:
         case page.Paragraph(text, tone):
-            return f'<p class="tone-{tone}">{escape(text)}</p>' if tone else f"<p>{escape(text)}</p>"
+            if tone:
+                return f'<p class="tone-{tone}">{escape(text)}</p>'
+            return f"<p>{escape(text)}</p>"
         case page.Items(texts):
             return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
         case page.Facts(rows):
@@ -39,11 +45,15 @@ def block_html(block: Block) -> str:
 
 def table_html(table: Table) -> str:
     """A table, in a box of its own that scrolls where it is wide; folded under its caption where it asks for that."""
-    caption = f"<caption>{escape(table.caption)}</caption>" if table.caption and not table.folded else ""
+    caption = ""
+    if table.caption and not table.folded:
+        caption = f"<caption>{escape(table.caption)}</caption>"
     body = "".join(f"<tr>{_cells(table, row, 'td')}</tr>" for row in table.rows)
     whole = f"<table>{caption}<thead><tr>{_cells(table, table.head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
     box = f'<div class="scroll">{whole}</div>'
-    return f"<details><summary>{escape(table.caption)}</summary>{box}</details>" if table.folded else box
+    if table.folded:
+        return f"<details><summary>{escape(table.caption)}</summary>{box}</details>"
+    return box
 
 
 def _cells(table: Table, row: tuple[str, ...], tag: str) -> str:
@@ -54,8 +64,12 @@ def _cells(table: Table, row: tuple[str, ...], tag: str) -> str:
 
 def _chart(block: Chart | Stack, note: str, wide: bool = False) -> str:
     """A place that the script draws into."""
-    unit = f' <span class="unit">{escape(block.unit)}</span>' if block.unit else ""
-    kind = "chart wide" if wide else "chart"
+    unit = ""
+    if block.unit:
+        unit = f' <span class="unit">{escape(block.unit)}</span>'
+    kind = "chart"
+    if wide:
+        kind = "chart wide"
     return (
         f'<figure class="{kind}" '
         f'id="{escape(block.id)}"><figcaption>{escape(block.title)}{unit}</figcaption>{note}</figure>'
@@ -66,14 +80,17 @@ def _chart(block: Chart | Stack, note: str, wide: bool = False) -> str:
 
 
 def _lanes(lanes: Lanes) -> str:
-    width, end = _WIDTH - _LABEL - 10, lanes.end or 1.0
+    width = _WIDTH - _LABEL - 10
+    end = lanes.end or 1.0
     height = _LANE * len(lanes.rows) + _AXIS
     parts = [_tick(tick / TICKS, width, height, f"{end * tick / TICKS:.3g} {lanes.unit}") for tick in range(TICKS + 1)]
     for number, (label, bars) in enumerate(lanes.rows):
         top = number * _LANE
         parts.append(f'<text x="0" y="{top + 15}">{escape(label)}</text>')
         parts += [_bar(bar, top, width / end, lanes.unit) for bar in bars]
-    note = f'<p class="note">{escape(lanes.note)}</p>' if lanes.note else ""
+    note = ""
+    if lanes.note:
+        note = f'<p class="note">{escape(lanes.note)}</p>'
     return (
         f'<figure class="lanes"><figcaption>{escape(lanes.title)}</figcaption>{_legend(lanes)}'
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" '
@@ -82,13 +99,15 @@ def _lanes(lanes: Lanes) -> str:
 
 
 def _tick(share: float, width: int, height: int, label: str) -> str:
-    x, anchor = _LABEL + width * share, {0.0: "start", 1.0: "end"}.get(share, "middle")
+    x = _LABEL + width * share
+    anchor = {0.0: "start", 1.0: "end"}.get(share, "middle")
     line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - _AXIS + 4}"/>'
     return f'{line}<text class="axis" text-anchor="{anchor}" x="{x:.1f}" y="{height - 4}">{escape(label)}</text>'
 
 
 def _bar(bar: Bar, top: int, scale: float, unit: str) -> str:
-    x, width = _LABEL + bar.start * scale, max((bar.stop - bar.start) * scale, 0.5)
+    x = _LABEL + bar.start * scale
+    width = max((bar.stop - bar.start) * scale, 0.5)
     where = f'x="{x:.2f}" y="{top + 2}" width="{width:.2f}" height="{_LANE - 5}"'
     title = escape(f"{bar.label}: {bar.stop - bar.start:.3g} {unit}")
     return f'<rect class="k{color_of(bar.kind)}" {where}><title>{title}</title></rect>'

@@ -42,7 +42,9 @@ class LivePage:
     """The newest page of a run directory."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._clock, self._lock = folder, clock, threading.Lock()
+        self._folder = folder
+        self._clock = clock
+        self._lock = threading.Lock()
         self._newest: Served | None = None
         self._rest_until = 0.0
 
@@ -59,7 +61,7 @@ class LivePage:
             return self._newest
 
     def _made(self) -> Page:
-        """The run's page; one that says what is amiss where there is none (yet)."""
+        """The run's page, or one that says why there is none yet."""
         try:
             return run_page(read_run(self._folder))
         except NoStepYet as error:
@@ -110,7 +112,7 @@ class LiveServer:
 
     @property
     def url(self) -> str:
-        """With the token: who has it sees the page."""
+        """The page's address with the token: who has it sees the page."""
         return f"http://{LOOPBACK}:{self.port}/?token={self.token}"
 
     def serve(self) -> None:
@@ -123,11 +125,21 @@ class LiveServer:
         self._server.server_close()
 
 
+# of every answer: no copy is kept, the token goes nowhere else, and no other page frames it
+_SAFE_HEADERS = (
+    ("Cache-Control", "no-store"),
+    ("Referrer-Policy", "no-referrer"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Content-Security-Policy", "frame-ancestors 'none'"),
+)
+
+
 def _handler(page: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
     """What answers one request: GET of `/` with the token, and nothing else."""
 
     class Handler(BaseHTTPRequestHandler):
-        server_version, sys_version = "mrl", ""
+        server_version = "mrl"
+        sys_version = ""
         timeout = IDLE_S
 
         def do_GET(self) -> None:
@@ -146,7 +158,7 @@ def _handler(page: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
             return self._answer(200, served.body, "text/html", served.tag)
 
         def _for_us(self) -> bool:
-            """Another host's name that was bent to this address (DNS rebinding) is none of ours."""
+            """Whether the request names this address; another host's name may be bent to it (DNS rebinding)."""
             port = self.server.server_address[1]
             return self.headers.get("Host") in (f"{LOOPBACK}:{port}", f"localhost:{port}")
 
@@ -154,10 +166,8 @@ def _handler(page: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("Referrer-Policy", "no-referrer")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
+            for name, value in _SAFE_HEADERS:
+                self.send_header(name, value)
             if tag:
                 self.send_header("ETag", f'"{tag}"')
             self.end_headers()

@@ -17,7 +17,9 @@ _KNOWN = (
 
 def color_of(kind: str) -> int:
     """Colour of a phase or of a part of memory: the same on every page and in every drawing."""
-    return _KNOWN.index(kind) % KINDS if kind in _KNOWN else KINDS - 1
+    if kind in _KNOWN:
+        return _KNOWN.index(kind) % KINDS
+    return KINDS - 1
 
 
 @dataclass(frozen=True)

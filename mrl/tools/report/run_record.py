@@ -23,7 +23,8 @@ from mrl.tools.report.settings import Settings, read_settings
 from mrl.train.advice import advisers
 
 _NUMBERED = re.compile(r"step-(\d+)(\.\w+)?")
-LOG_TAIL_LINES, LOG_TAIL_BYTES = 12, 200_000
+LOG_TAIL_LINES = 12
+LOG_TAIL_BYTES = 200_000
 _TROUBLE = re.compile(r"\b(ERROR|Error|error|Traceback|Exception|Killed|OutOfMemory)\b")
 
 
@@ -69,7 +70,7 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """Steps finished."""
+        """The number of steps finished."""
         return max(self.by_step, default=0)
 
     @property
@@ -90,8 +91,10 @@ class RunRecord:
 
     @cached_property
     def missing_steps(self) -> tuple[int, ...]:
-        """Steps that were done and have no line: in between, up to the newest checkpoint, or, where the last start
-        ended well, up to the last step of the run. The line of a step that a resume goes on from is in its checkpoint.
+        """Steps that were done and have no line.
+
+        They lie in between, up to the newest checkpoint or, where the last start ended well, up to the last step of the
+        run. The line of a step that a resume goes on from is in its checkpoint.
         """
         first = min((attempt.step for attempt in self.attempts), default=min(self.by_step, default=1) - 1)
         done = [self.last_step]
@@ -130,7 +133,7 @@ class RunRecord:
 
     @cached_property
     def _responses(self) -> dict[int, list[Response]]:
-        """By step, those that were asked for."""
+        """Held-out responses that were asked for so far, by step."""
         return {}
 
     def matching(self, pattern: str) -> list[str]:
@@ -161,13 +164,14 @@ class RunRecord:
 def read_run(path: Path | str) -> RunRecord:
     """Reads a run directory, whatever process writes it meanwhile.
 
-    Raises ConfigError for what is none, for a damaged metrics.jsonl and for a plan of another version; NoStepYet where
-    neither a step nor a failure is written.
+    Raises ConfigError for another folder, for a damaged metrics.jsonl and for a plan of another version. Raises
+    NoStepYet where neither a step nor a failure is written.
     """
     folder = RunDir(Path(path))
     _check_is_run(folder)
     settings = read_settings(folder.config)
-    rows, notes = read_metrics(folder.metrics), []
+    rows = read_metrics(folder.metrics)
+    notes = []
     config = _config(folder.config, notes)
     record = RunRecord(
         folder.path,
@@ -180,7 +184,9 @@ def read_run(path: Path | str) -> RunRecord:
         tuple(notes),
     )
     if not rows and not any(attempt.exit_code for attempt in record.attempts):
-        going = "it is being started" if record.running else "it ended before its first, or was not started yet"
+        going = "it ended before its first, or was not started yet"
+        if record.running:
+            going = "it is being started"
         raise NoStepYet(f"{folder.path}: no step is written yet: {going}")
     return record
 
@@ -191,7 +197,9 @@ def _check_is_run(folder: RunDir) -> None:
         raise ConfigError(f"{path} is no folder; give a run directory (trainer.run_dir, such as runs/NAME)")
     if not folder.config.is_file():
         inside = sorted(child.parent for child in path.glob(f"*/{folder.config.name}"))
-        those = f"; runs in it: {', '.join(map(str, inside[:4]))}" if inside else ""
+        those = ""
+        if inside:
+            those = f"; runs in it: {', '.join(map(str, inside[:4]))}"
         raise ConfigError(f"{path} holds no run: there is no {folder.config.name}{those}")
 
 
@@ -218,7 +226,9 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _numbered(folder: Path) -> tuple[int, ...]:
-    names = [_NUMBERED.fullmatch(file.name) for file in folder.glob("step-*")] if folder.is_dir() else []
+    names = []
+    if folder.is_dir():
+        names = [_NUMBERED.fullmatch(file.name) for file in folder.glob("step-*")]
     return tuple(sorted({int(found[1]) for found in names if found}))
 
 

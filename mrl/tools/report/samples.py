@@ -1,6 +1,6 @@
 """Training samples for people: which of a step's responses are worth a look, and their tokens as text."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -36,7 +36,7 @@ class TrainingSample:
 
     @property
     def log_probs(self) -> list[float | None]:
-        """The engine's; None of context."""
+        """Log-probs of the engine; None for context."""
         if self.sampled is None:
             return self.rollout_log_probs
         pairs = zip(self.rollout_log_probs, self.sampled, strict=True)
@@ -52,24 +52,33 @@ def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, lis
         file = folder / f"step-{step}.parquet"
         if not file.exists():
             samples = [_old_row(row) for row in read_samples(folder, step)]
-            scores, reasons = [one.score for one in samples], [one.reason for one in samples]
+            scores = [one.score for one in samples]
+            reasons = [one.reason for one in samples]
             kinds = extreme_rows(scores, [one.prompt_id for one in samples], reasons)
-            return {kind: [samples[row] for row in rows] for kind, rows in kinds.items()}
+            return _by_kind(kinds, samples)
         columns = pq.read_table(file, columns=["score", "group_id", "sample_id", "reason"])
         of_rows = [columns[name].to_pylist() for name in ("score", "group_id", "reason")]
         kinds = extreme_rows(*of_rows)
-        by_id = shown.log_probs if shown is not None and shown.step == step else {}
+        by_id = {}
+        if shown is not None and shown.step == step:
+            by_id = shown.log_probs
         # the file may have fewer rows than the step had (record.samples)
         log_probs = {row: by_id[id] for row, id in enumerate(columns["sample_id"].to_pylist()) if id in by_id}
         if log_probs:
             kinds["changed"] = sorted(log_probs.keys() - {row for rows in kinds.values() for row in rows})
         wanted = sorted({row for rows in kinds.values() for row in rows})
         found = zip(wanted, rows_of(file, np.array(wanted, np.int64)), strict=True)
-        samples = {row: _new_row(row, values) for row, values in found}
-        return {
-            kind: [replace(samples[row], old_log_probs=log_probs.get(row)) for row in rows]
-            for kind, rows in kinds.items()
-        }
+        samples = {}
+        for row, values in found:
+            samples[row] = replace(_new_row(row, values), old_log_probs=log_probs.get(row))
+        return _by_kind(kinds, samples)
+
+
+def _by_kind(
+    kinds: Mapping[str, Sequence[int]], samples: Sequence[TrainingSample] | Mapping[int, TrainingSample]
+) -> dict[str, list[TrainingSample]]:
+    """The samples of each kind, given the rows of each kind."""
+    return {kind: [samples[row] for row in rows] for kind, rows in kinds.items()}
 
 
 def _new_row(number: int, row: dict[str, Any]) -> TrainingSample:
@@ -84,22 +93,35 @@ def _old_row(row: dict[str, Any]) -> TrainingSample:
 def _sample(
     number: int, row: dict[str, Any], versions: tuple[int, ...], score: float, reason: str | None
 ) -> TrainingSample:
-    response_ids, log_probs = _ids(row["response_ids"]), [float(value) for value in row["rollout_log_probs"]]
+    response_ids = _ids(row["response_ids"])
+    log_probs = [float(value) for value in row["rollout_log_probs"]]
     if len(response_ids) != len(log_probs):
         raise ValueError(f"{len(response_ids)} tokens with {len(log_probs)} log-probs")
     return TrainingSample(
-        number, int(row["prompt_id"]), _ids(row["prompt_ids"]), response_ids, log_probs, str(row["stop_reason"]),
-        tuple(map(int, versions)), float(score), str(reason), sampled=row.get("sampled"),
+        number,
+        int(row["prompt_id"]),
+        _ids(row["prompt_ids"]),
+        response_ids,
+        log_probs,
+        str(row["stop_reason"]),
+        tuple(map(int, versions)),
+        float(score),
+        str(reason),
+        sampled=row.get("sampled"),
         turns=tuple(_turns(row.get("turns") or [], iter(row.get("calls") or []))),
-    )  # fmt: skip
+    )
 
 
 def _turns(turns: Sequence[dict[str, Any]], calls: Iterator[dict[str, Any]]) -> Iterator[str]:
     for turn in turns if len(turns) > 1 else ():
         called = [f"{call['name'] or 'no tool'} {call['reason']}" for call in islice(calls, turn["calls"])]
         said = f"{', '.join(called) or 'no call'}, from token {turn['first_token']}"
-        took = f", {turn['seconds']:.2f} s" if turn["calls"] else ""
-        reward = f", reward {turn['reward']:g}" if turn.get("reward") else ""
+        took = ""
+        if turn["calls"]:
+            took = f", {turn['seconds']:.2f} s"
+        reward = ""
+        if turn.get("reward"):
+            reward = f", reward {turn['reward']:g}"
         yield said + took + reward
 
 
@@ -130,8 +152,10 @@ def decoder(folders: Sequence[Path]) -> Decode | None:
 
 
 def text_of(ids: Sequence[int], decode: Decode | None) -> str:
-    """As text; the numbers where no tokenizer is at hand."""
-    return " ".join(map(str, ids)) if decode is None else decode(ids)
+    """Decodes token ids; the numbers where no tokenizer is at hand."""
+    if decode is None:
+        return " ".join(map(str, ids))
+    return decode(ids)
 
 
 def tokens_of(ids: Sequence[int], values: Sequence[float | None], decode: Decode | None) -> tuple[Token, ...]:
@@ -140,7 +164,8 @@ def tokens_of(ids: Sequence[int], values: Sequence[float | None], decode: Decode
     """
     if decode is None:
         return tuple(Token(f"{one} ", value) for one, value in zip(ids, values, strict=True))
-    tokens, start = [], 0
+    tokens = []
+    start = 0
     for stop in range(1, len(ids) + 1):
         text = decode(ids[start:stop])
         if _TORN in text and stop - start < _WHOLE_AFTER and stop < len(ids):

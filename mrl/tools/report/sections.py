@@ -35,33 +35,57 @@ class ChartSpec:
 
 
 CHARTS = (
-    ChartSpec("reward", "Training score", (r"critic/score/mean", r"critic/rewards/mean"), note="Mean over a step's "
-    "responses."),
-    ChartSpec("held-out", "Held-out score", (r"val-core/.*/mean@\d+",), note="With the 95 % interval over prompts."),
-    ChartSpec("kl", "KL to the old policy and to the "
-    "reference", (r"actor/ppo_kl", r"actor/kl_loss", r"actor/reward_kl_penalty")),
-    ChartSpec("entropy", "Entropy", (r"actor/entropy",)),
-    ChartSpec("clip", "Share that the band clips", (r"actor/pg_clipfrac", r"actor/pg_clipfrac_lower"), note="Healthy: "
-    "above 0, up to 0.4."),
     ChartSpec(
-        "mismatch", "Generation against training", (r"rollout_corr/k3_kl",), log=True,
+        "reward", "Training score", (r"critic/score/mean", r"critic/rewards/mean"), note="Mean over a step's responses."
+    ),
+    ChartSpec("held-out", "Held-out score", (r"val-core/.*/mean@\d+",), note="With the 95 % interval over prompts."),
+    ChartSpec(
+        "kl",
+        "KL to the old policy and to the reference",
+        (r"actor/ppo_kl", r"actor/kl_loss", r"actor/reward_kl_penalty"),
+    ),
+    ChartSpec("entropy", "Entropy", (r"actor/entropy",)),
+    ChartSpec(
+        "clip",
+        "Share that the band clips",
+        (r"actor/pg_clipfrac", r"actor/pg_clipfrac_lower"),
+        note="Healthy: above 0, up to 0.4.",
+    ),
+    ChartSpec(
+        "mismatch",
+        "Generation against training",
+        (r"rollout_corr/k3_kl",),
+        log=True,
         note="KL(rollout || actor) of the same weights. Above 1e-2 something is wrong.",
     ),
-    ChartSpec("mismatch-tokens", "Log-prob difference of sampled "
-    "tokens", (r"training/rollout_log_probs_abs_diff_(mean|max)",), log=True),
+    ChartSpec(
+        "mismatch-tokens",
+        "Log-prob difference of sampled tokens",
+        (r"training/rollout_log_probs_abs_diff_(mean|max)",),
+        log=True,
+    ),
     ChartSpec("gradient", "Gradient norm before clipping", (r"actor/grad_norm",), log=True),
-    ChartSpec("ratio", "Spread of the sequence ratio", (r"actor/log_seq_ratio_std",), note="The scale that a clip band "
-    "is to have."),
+    ChartSpec(
+        "ratio",
+        "Spread of the sequence ratio",
+        (r"actor/log_seq_ratio_std",),
+        note="The scale that a clip band is to have.",
+    ),
     ChartSpec("lengths", "Response length", (r"response_length/(mean|max|min)",)),
-    ChartSpec("cut", "Responses cut off at the "
-    "limit", (r"response_length/clip_ratio", r"val-aux/response_length/clip_ratio")),
-    ChartSpec("groups", "Groups that teach nothing", (r"train/uniform_group_share",), note="All responses of the "
-    "prompt have one score."),
+    ChartSpec(
+        "cut", "Responses cut off at the limit", (r"response_length/clip_ratio", r"val-aux/response_length/clip_ratio")
+    ),
+    ChartSpec(
+        "groups",
+        "Groups that teach nothing",
+        (r"train/uniform_group_share",),
+        note="All responses of the prompt have one score.",
+    ),
     ChartSpec("router", "Router", (r"router/drift", r"router/rollout_drift", r"router/missing_routes")),
     ChartSpec("experts", "Load of experts over the mean", (r"router/load/(max|min)",)),
     ChartSpec("rate", "Learning rate", (r"actor/lr",)),
     ChartSpec("speed", "Throughput", (r"perf/throughput",)),
-)  # fmt: skip
+)
 
 
 def run_page(run: RunRecord) -> Page:
@@ -97,7 +121,9 @@ def run_page(run: RunRecord) -> Page:
 
 
 def _stacked(sections: tuple[PageSection, ...], run: RunRecord) -> dict[str, Curve]:
-    return stacked_curves(run) if any(section.id == "steps" for section in sections) else {}
+    if any(section.id == "steps" for section in sections):
+        return stacked_curves(run)
+    return {}
 
 
 def _verdict(said: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
@@ -112,11 +138,12 @@ def _verdict(said: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
 
 def _settings(run: RunRecord) -> Iterator[Block]:
     own = run.settings.own()
-    recipe = (
-        f"the recipe {run.settings.recipe} and the schema" if run.settings.recipe else "the schema (no recipe is named)"
-    )
+    recipe = "the schema (no recipe is named)"
+    if run.settings.recipe:
+        recipe = f"the recipe {run.settings.recipe} and the schema"
     yield Paragraph(f"{len(own)} of {len(run.settings.by_key)} keys differ from what {recipe} would give.")
-    said, of_files = ([(s, usual) for s, usual in own if s.on_command_line == by_hand] for by_hand in (True, False))
+    said = [(setting, usual) for setting, usual in own if setting.on_command_line]
+    of_files = [(setting, usual) for setting, usual in own if not setting.on_command_line]
     for rows, caption, folded in (
         (said, "On the command line", False),
         (of_files, "In files", len(of_files) > FOLDED_ABOVE),
@@ -147,7 +174,9 @@ def interval_of(run: RunRecord, metric: str) -> tuple[str, str] | None:
     """The curves of the lower and the upper end of a held-out score's 95 % interval; None of another metric."""
     auxiliary = re.sub("^val-core/", "val-aux/", metric)
     ends = (f"{auxiliary}/ci95_low", f"{auxiliary}/ci95_high")
-    return ends if all(end in run.curves for end in ends) else None
+    if all(end in run.curves for end in ends):
+        return ends
+    return None
 
 
 def unit_of(name: str) -> str:
@@ -156,7 +185,9 @@ def unit_of(name: str) -> str:
         unit = metric_spec(name).unit
     except KeyError:
         return ""
-    return "" if unit == "1" else unit
+    if unit == "1":
+        return ""
+    return unit
 
 
 def summary(run: RunRecord) -> Table:

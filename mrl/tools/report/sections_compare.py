@@ -25,10 +25,13 @@ def compare_page(comparison: Comparison) -> Page:
         PageSection("identity", "What was run", (_identity(comparison),)),
     )
     return Page(
-        title=f"{names[0]} and {', '.join(names[1:])}", subtitle=f"{len(names)} runs, each held against "
-        f"{names[0]}", sections=sections,
-        curves=_all_curves(comparison), summary=_summary(comparison), headline=words,
-    )  # fmt: skip
+        title=f"{names[0]} and {', '.join(names[1:])}",
+        subtitle=f"{len(names)} runs, each held against {names[0]}",
+        sections=sections,
+        curves=_all_curves(comparison),
+        summary=_summary(comparison),
+        headline=words,
+    )
 
 
 def headline(comparison: Comparison) -> tuple[Tone, str]:
@@ -53,7 +56,9 @@ def headline(comparison: Comparison) -> tuple[Tone, str]:
 def _verdict(comparison: Comparison) -> Iterator[Block]:
     if comparison.tests:
         yield Items(tuple(test.words() for test in comparison.tests))
-        share = f", each at {comparison.tests[0].level:.2g}" if len(comparison.tests) > 1 else ""
+        share = ""
+        if len(comparison.tests) > 1:
+            share = f", each at {comparison.tests[0].level:.2g}"
         yield Paragraph(
             f"{_counted(len(comparison.tests), 'test')} paired over prompts{share}. What is told apart is these "
             "weights, not these settings: how much another trainer.seed moves a score only further runs say."
@@ -105,12 +110,16 @@ def _times(comparison: Comparison) -> Table:
         for name in ("timing_s/step", *names, "perf/throughput")
         if any(name in run.curves for run in comparison.runs.values())
     ]
-    cells = tuple((name, unit_of(name), *(_median(run, name) for run in comparison.runs.values())) for name in rows)
-    return Table(("median of", "unit", *comparison.runs), cells, tuple(range(2, 2 + len(comparison.runs))))
+    cells = []
+    for name in rows:
+        cells.append((name, unit_of(name), *(_median(run, name) for run in comparison.runs.values())))
+    return Table(("median of", "unit", *comparison.runs), tuple(cells), tuple(range(2, 2 + len(comparison.runs))))
 
 
 def _median(run: RunRecord, name: str) -> str:
-    return f"{np.median(run.curves[name].values):.3g}" if name in run.curves else "(none)"
+    if name in run.curves:
+        return f"{np.median(run.curves[name].values):.3g}"
+    return "(none)"
 
 
 def _identity(comparison: Comparison) -> Table:
@@ -129,7 +138,9 @@ def _identity(comparison: Comparison) -> Table:
 
 
 def _versions(run: RunRecord) -> str:
-    named = run.attempts[-1].versions if run.attempts else {}
+    named = {}
+    if run.attempts:
+        named = run.attempts[-1].versions
     return ", ".join(f"{name} {version}" for name, version in sorted(named.items())) or "(not written down)"
 
 
@@ -142,8 +153,13 @@ def _summary(comparison: Comparison) -> Table:
         for run in comparison.runs.values()
         for name in run.matching(pattern)
     )
-    rows = [
-        (name, *(f"{run.curves[name].last:.4g}" if name in run.curves else "" for run in comparison.runs.values()))
-        for name in found
-    ]
+    rows = []
+    for name in found:
+        rows.append((name, *(_last(run, name) for run in comparison.runs.values())))
     return Table(("metric, last", *comparison.runs), tuple(rows), tuple(range(1, 1 + len(comparison.runs))))
+
+
+def _last(run: RunRecord, name: str) -> str:
+    if name in run.curves:
+        return f"{run.curves[name].last:.4g}"
+    return ""

@@ -33,11 +33,21 @@ from mrl.units import GIB
 
 # phases in the loop's order, and who works in them
 PHASES = {
-    "gen": "engines", "reward": "driver", "record": "driver", "switch": "both", "old_log_prob": "ranks",
-    "ref": "ranks", "adv": "ranks",
-    "update_actor": "ranks", "save_checkpoint": "ranks", "pause": "engines", "settle": "engines", "reshard": "both",
-    "testing": "engines", "outside": "driver",
-}  # fmt: skip
+    "gen": "engines",
+    "reward": "driver",
+    "record": "driver",
+    "switch": "both",
+    "old_log_prob": "ranks",
+    "ref": "ranks",
+    "adv": "ranks",
+    "update_actor": "ranks",
+    "save_checkpoint": "ranks",
+    "pause": "engines",
+    "settle": "engines",
+    "reshard": "both",
+    "testing": "engines",
+    "outside": "driver",
+}
 STACKED_STEPS = 500
 LANES_OF_A_KIND = 8
 
@@ -75,12 +85,17 @@ def stacked_curves(run: RunRecord) -> dict[str, Curve]:
     steps = run.curves["timing_s/step"].steps
     chosen = steps[np.unique(np.linspace(0, len(steps) - 1, min(len(steps), STACKED_STEPS)).astype(int))]
     rows = [run.by_step[int(step)] for step in chosen]
-    of = {name: np.array([row.get(f"timing_s/{name}") or 0.0 for row in rows], np.float64) for name in _phases(run)}
-    return {f"stack/{name}": Curve(chosen, values, len(steps)) for name, values in of.items()}
+    curves = {}
+    for name in _phases(run):
+        seconds = [row.get(f"timing_s/{name}") or 0.0 for row in rows]
+        curves[f"stack/{name}"] = Curve(chosen, np.array(seconds, np.float64), len(steps))
+    return curves
 
 
 def _step_lanes(run: RunRecord, step: int, title: str) -> Lanes:
-    row, at, spans = run.by_step[step], 0.0, []
+    row = run.by_step[step]
+    at = 0.0
+    spans = []
     for name in PHASES:
         seconds = row.get(f"timing_s/{name}") or 0.0
         if seconds > 0:
@@ -150,9 +165,11 @@ def memory(run: RunRecord) -> PageSection | None:
 
 
 def _memory_blocks(run: RunRecord, planned: dict, device: dict) -> Iterator[Block]:
-    phases, rows = planned["phases"], []
+    phases = planned["phases"]
+    rows = []
     for name, phase in phases.items():
-        at, bars = 0.0, []
+        at = 0.0
+        bars = []
         for term, size in sorted(phase["terms"].items(), key=lambda t: -t[1]):
             if size:
                 bars.append(Bar(term.replace("_", " "), at, at + size / GIB, term))
@@ -217,7 +234,8 @@ def sync_proof(run: RunRecord) -> PageSection | None:
 
 def _sync_blocks(run: RunRecord, verified: Curve) -> Iterator[Block]:
     every = run.settings.text("reshard.verify_every", "?")
-    proved, unproved = int((verified.values == 1).sum()), verified.steps[verified.values != 1]
+    proved = int((verified.values == 1).sum())
+    unproved = verified.steps[verified.values != 1]
     read_back = (
         f"Read back from the engines and equal to what the ranks sent: {proved} of {len(verified)} syncs "
         f"(reshard.verify_every {every})."
@@ -229,28 +247,31 @@ def _sync_blocks(run: RunRecord, verified: Curve) -> Iterator[Block]:
             "every one, and a "
             "version is served only once all ranks agree."
         )
-    planned = run.plan["reshard"] if run.plan else {}
+    planned = {}
+    if run.plan:
+        planned = run.plan["reshard"]
     yield Facts(tuple(_sync_facts(run, planned)))
     yield Chart("sync-seconds", "Seconds of a sync", "s", (Series("reshard/seconds", "reshard/seconds"),))
 
 
 def _sync_facts(run: RunRecord, planned: dict) -> Iterator[tuple[str, str]]:
     last = run.by_step[int(run.curves["reshard/verified"].steps[-1])]
-    moved, required = last.get("reshard/bytes_moved"), last.get("reshard/bytes_required")
+    moved = last.get("reshard/bytes_moved")
+    required = last.get("reshard/bytes_required")
     if moved is not None and required:
         yield (
             "bytes",
             f"{_bytes(moved)} moved, {_bytes(required)} required ({moved / required:.3g} times the lower bound)",
         )
     if (seconds := run.curves.get("reshard/seconds")) is not None:
-        guess = (
-            f"; planned {planned['predicted_seconds']:.3g}, wire alone at least {planned['bound_seconds']:.3g}"
-            if planned
-            else ""
-        )
+        guess = ""
+        if planned:
+            guess = f"; planned {planned['predicted_seconds']:.3g}, wire alone at least {planned['bound_seconds']:.3g}"
         yield "seconds", f"median {np.median(seconds.values):.3g}, longest {seconds.values.max():.3g}{guess}"
     if (staging := last.get("reshard/peak_staging_bytes")) is not None:
-        budget = f" of a budget of {_bytes(planned['budget_bytes'])} a round" if planned else ""
+        budget = ""
+        if planned:
+            budget = f" of a budget of {_bytes(planned['budget_bytes'])} a round"
         yield "staging", f"{_bytes(staging)} at most on a rank{budget}"
     if "reshard/engines" in last:
         yield "receivers", f"{last['reshard/engines']:.0f} engines, {last['reshard/workers']:.0f} workers"
@@ -263,7 +284,9 @@ def _sync_facts(run: RunRecord, planned: dict) -> Iterator[tuple[str, str]]:
 
 def _some(numbers: Sequence[int] | np.ndarray) -> str:
     shown = ", ".join(map(str, numbers[:8]))
-    return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
+    if len(numbers) <= 8:
+        return shown
+    return f"{shown} and {len(numbers) - 8} more"
 
 
 def _bytes(size: float) -> str:
@@ -281,7 +304,8 @@ def staleness(run: RunRecord) -> PageSection | None:
     ages = run.matching(r"training/off_policy/trajectory_staleness/(mean|max|min)")
     if not ages:
         return None
-    bound, schedule = run.settings.text("trainer.max_staleness", "?"), run.settings.text("trainer.schedule", "?")
+    bound = run.settings.text("trainer.max_staleness", "?")
+    schedule = run.settings.text("trainer.schedule", "?")
     oldest = max(run.curves[name].values.max() for name in ages)
     blocks: list[Block] = [
         Paragraph(
@@ -305,7 +329,7 @@ def staleness(run: RunRecord) -> PageSection | None:
 
 
 def incidents(run: RunRecord) -> PageSection:
-    """Whatever did not go as it should, in the order of steps; and what logs say where the run ended badly."""
+    """Lists what did not go as it should, in the order of steps, and what logs say where the run ended badly."""
     rows = sorted(_incidents(run), key=lambda row: row[0])
     table = Table(("step", "what", "meaning"), tuple((str(step), what, meaning) for step, what, meaning in rows), (0,))
     blocks: list[Block] = [table] if rows else [Paragraph("None is recorded.")]
@@ -371,8 +395,12 @@ def _lost_engines(run: RunRecord) -> Iterator[tuple[int, str, str]]:
     file = RunDir(run.path).lost_engines
     losses, damaged = whole_losses(file)
     for loss in losses:
-        groups = f"{len(loss.groups)} unfinished groups" if len(loss.groups) != 1 else "1 unfinished group"
-        prompts = f": prompts {_some([group.prompt_id for group in loss.groups])}" if loss.groups else ""
+        groups = "1 unfinished group"
+        if len(loss.groups) != 1:
+            groups = f"{len(loss.groups)} unfinished groups"
+        prompts = ""
+        if loss.groups:
+            prompts = f": prompts {_some([group.prompt_id for group in loss.groups])}"
         yield loss.step, f"lost: {', '.join(loss.engines)}", f"{loss.why} ({groups}{prompts})"
     if damaged:
         meaning = "cannot be read; a run that resumes refuses the file"
@@ -381,10 +409,14 @@ def _lost_engines(run: RunRecord) -> Iterator[tuple[int, str, str]]:
 
 def _starts(run: RunRecord) -> Iterator[str]:
     for number, attempt in enumerate(run.attempts, 1):
-        again = f", with {attempt.generated_again} responses generated again" if attempt.generated_again else ""
+        again = ""
+        if attempt.generated_again:
+            again = f", with {attempt.generated_again} responses generated again"
         begun = f"Start {number}: {attempt.began} on {attempt.host}, from step {attempt.step}{again}"
         if attempt.exit_code is not None:
-            why = f": {attempt.message}" if attempt.message else ""
+            why = ""
+            if attempt.message:
+                why = f": {attempt.message}"
             yield f"{begun}; ended {attempt.ended} with exit code {attempt.exit_code}{why}"
         elif run.running and number == len(run.attempts):
             yield f"{begun}; it goes on"
@@ -396,7 +428,7 @@ def _starts(run: RunRecord) -> Iterator[str]:
 
 
 def reproducibility(run: RunRecord) -> PageSection:
-    """Hashes, seeds, versions, command."""
+    """Shows hashes, seeds, versions and the command."""
     blocks: list[Block] = [Facts(tuple(_identity(run)))]
     if run.attempts:
         blocks.append(Text(shlex.join(run.attempts[-1].command), "command of the last start"))
@@ -426,7 +458,7 @@ def _identity(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def data_fingerprint(run: RunRecord) -> str:
-    """Of the training prompts, as the newest checkpoint's manifest has it; empty without one that can be read."""
+    """The fingerprint of the training prompts in the newest checkpoint's manifest; empty where none can be read."""
     if not run.checkpoints:
         return ""
     try:

@@ -18,15 +18,18 @@ TEXT_LIMIT = 6000  # characters of a held-out response that are shown
 
 
 def samples(run: RunRecord) -> PageSection | None:
-    """Of the newest step with samples, and of the first and the last validation."""
+    """Shows samples of the newest step, and of the first and the last validation."""
     blocks = [*_training(run), *_held_out(run)]
-    return PageSection("samples", "Samples", tuple(blocks)) if blocks else None
+    if blocks:
+        return PageSection("samples", "Samples", tuple(blocks))
+    return None
 
 
 def _training(run: RunRecord) -> Iterator[Block]:
     if not run.sample_steps:
         return
-    shown, step = read_shown_rows(run.path), run.sample_steps[-1]
+    shown = read_shown_rows(run.path)
+    step = run.sample_steps[-1]
     if shown is not None and shown.step in run.sample_steps:
         step = shown.step
     try:
@@ -96,9 +99,12 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
     shown = sample.response_ids[:LONGEST]
     cut = len(sample.response_ids) - len(shown)
     facts = [
-        ("score", f"{sample.score:.4g}"), ("tokens", str(len(sample.response_ids))), ("ended by", sample.stop_reason),
-        ("weights", " then ".join(f"v{version}" for version in sample.versions)), ("prompt", str(sample.prompt_id)),
-    ]  # fmt: skip
+        ("score", f"{sample.score:.4g}"),
+        ("tokens", str(len(sample.response_ids))),
+        ("ended by", sample.stop_reason),
+        ("weights", " then ".join(f"v{version}" for version in sample.versions)),
+        ("prompt", str(sample.prompt_id)),
+    ]
     if sample.reason not in ("ok", "None"):
         facts.append(("reward", sample.reason))
     facts += [(f"turn {number}", said) for number, said in enumerate(sample.turns, start=1)]
@@ -107,9 +113,13 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
     values = _gaps(sample) if colour.meaning != "log-prob" else sample.log_probs[:LONGEST]
     values = [*values, *[None] * (len(shown) - len(values))]
     return SampleBlock(
-        f"{kind.capitalize()}: row {sample.row} of step {step}", tuple(facts), text_of(sample.prompt_ids, decode),
-        tokens_of(shown, values, decode), colour.scale, colour.meaning,
-    )  # fmt: skip
+        f"{kind.capitalize()}: row {sample.row} of step {step}",
+        tuple(facts),
+        text_of(sample.prompt_ids, decode),
+        tokens_of(shown, values, decode),
+        colour.scale,
+        colour.meaning,
+    )
 
 
 def _held_out(run: RunRecord) -> Iterator[Block]:
@@ -119,7 +129,8 @@ def _held_out(run: RunRecord) -> Iterator[Block]:
     steps = run.validation_steps
     if len(steps) < 2:
         return
-    first, last = ({_key(r): r for r in _judged(run, step)} for step in (steps[0], steps[-1]))
+    first = {_key(response): response for response in _judged(run, steps[0])}
+    last = {_key(response): response for response in _judged(run, steps[-1])}
     shared = [(first[key], last[key]) for key in first if key in last and first[key].output != last[key].output]
     if not shared:
         return
@@ -145,6 +156,8 @@ def _pair(before: Response, after: Response, first: int, last: int) -> Pair:
         f"{before.truth[:200]})"
     )
     return Pair(
-        title, before.input[:TEXT_LIMIT], (f"step {first}, score {before.score:.3g}", before.output[:TEXT_LIMIT]),
+        title,
+        before.input[:TEXT_LIMIT],
+        (f"step {first}, score {before.score:.3g}", before.output[:TEXT_LIMIT]),
         (f"step {last}, score {after.score:.3g}", after.output[:TEXT_LIMIT]),
-    )  # fmt: skip
+    )

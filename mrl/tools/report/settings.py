@@ -12,7 +12,8 @@ from mrl.config.yaml_tree import Node, dump_value, parse_yaml
 from mrl.errors import ConfigError
 from mrl.plain_files import CONFIG_BYTES, read_text, reason
 
-_DEFAULT, _RECIPE = "default", "recipe "
+_DEFAULT = "default"
+_RECIPE = "recipe "
 _LEAF = re.compile(r"(?P<indent> *)(?P<key>[^\s:#][^:]*):(?: (?P<value>.*?)  # (?P<origin>.*))?")
 
 
@@ -49,7 +50,9 @@ class Settings:
             return missing
         value = self.by_key[key].value
         plain = parse_yaml(value, key, with_lines=False).value
-        return plain if isinstance(plain, str) else value
+        if isinstance(plain, str):
+            return plain
+        return value
 
     def number(self, key: str) -> float | None:
         """The value of a key, where it is a number."""
@@ -93,7 +96,9 @@ def read_settings(path: Path) -> Settings:
 
 def _recipe(head: tuple[str, ...]) -> str | None:
     names = [line.removeprefix("recipe: ").strip() for line in head if line.startswith("recipe: ")]
-    return names[0] if names and names[0] != "none" else None
+    if names and names[0] != "none":
+        return names[0]
+    return None
 
 
 def _usual(recipe: str | None) -> dict[str, str]:
@@ -110,11 +115,9 @@ def _usual(recipe: str | None) -> dict[str, str]:
 
 def _as_resolved(text: str, fields: dict, key: str) -> str:
     """A float of the schema is written out as one, however the recipe wrote it."""
-    return (
-        dump_value(float(text))
-        if key in fields and fields[key].annotation in (float, float | None) and text != "null"
-        else text
-    )
+    if key in fields and fields[key].annotation in (float, float | None) and text != "null":
+        return dump_value(float(text))
+    return text
 
 
 def _leaves(node: Node, prefix: tuple[str, ...] = ()) -> list[tuple[str, str]]:

@@ -11,7 +11,9 @@ from mrl.tools.report.heldout import Difference, differences
 from mrl.tools.report.run_record import RunRecord
 
 Tone = Literal["good", "plain", "warn", "bad"]
-CUT_OFF, UNIFORM, FLAT_ENTROPY = 0.2, 0.5, 0.1
+CUT_OFF = 0.2
+UNIFORM = 0.5
+FLAT_ENTROPY = 0.1
 TOLD = 5  # stretches of missing steps
 _OF_OTHER_LINES = (
     "All of this page is of the lines that are there: bring metrics.jsonl back from a copy, and see what shortened it."
@@ -37,8 +39,9 @@ class _State:
 
 
 def verdict(run: RunRecord) -> Verdict:
-    """Of a run, from its whole directory."""
-    state, learnt = _state(run), held_out_changes(run)
+    """Says what became of a run, from its whole directory."""
+    state = _state(run)
+    learnt = held_out_changes(run)
     next_steps = [step for step in (state.next_step, *_cures(run)) if step]
     if not next_steps:
         next_steps = [_when_all_is_well(run, bool(learnt), any(map(_rose, learnt.values())))]
@@ -60,13 +63,17 @@ def _tone(state: _State, changes: Sequence[Difference], things_to_do: int) -> To
         return state.tone
     if any(map(_fell, changes)) or things_to_do > 1:
         return "warn"
-    return "good" if any(map(_rose, changes)) else "plain"
+    if any(map(_rose, changes)):
+        return "good"
+    return "plain"
 
 
 def held_out_changes(run: RunRecord) -> dict[str, Difference]:
-    """From the first to the last validation, by data source; nothing where there are no two."""
+    """Changes from the first to the last validation, by data source; nothing where there are no two."""
     steps = run.validation_steps
-    return differences(run.responses(steps[0]), run.responses(steps[-1])) if len(steps) > 1 else {}
+    if len(steps) > 1:
+        return differences(run.responses(steps[0]), run.responses(steps[-1]))
+    return {}
 
 
 def _state(run: RunRecord) -> _State:
@@ -78,13 +85,16 @@ def _state(run: RunRecord) -> _State:
         return _State("bad", f"Ended with exit code 0, but {lines}", _OF_OTHER_LINES)
     if run.finished:
         return _State("plain", f"Finished, {done}")
-    last = run.attempts[-1] if run.attempts else None
+    return _ended_state(run, done)
+
+
+def _ended_state(run: RunRecord, done: str) -> _State:
+    """What ended a run that did not finish, and how it goes on. `done`: its steps in words."""
     resume = f"mrl train CONFIG --resume --run-dir {run.path} goes on from {_newest(run)}"
-    match last.exit_code if last else None:
-        case None if last is None:
-            return _State(
-                "bad", f"Ended after {done}; why is not recorded", f"See logs/ in the run directory; {resume}."
-            )
+    if not run.attempts:
+        return _State("bad", f"Ended after {done}; why is not recorded", f"See logs/ in the run directory; {resume}.")
+    last = run.attempts[-1]
+    match last.exit_code:
         case None:
             return _State(
                 "bad",
@@ -127,9 +137,9 @@ def _steps_words(steps: Sequence[int]) -> str:
 
 
 def _newest(run: RunRecord) -> str:
-    return (
-        f"the checkpoint of step {run.checkpoints[-1]}" if run.checkpoints else "the start, as there is no checkpoint"
-    )
+    if run.checkpoints:
+        return f"the checkpoint of step {run.checkpoints[-1]}"
+    return "the start, as there is no checkpoint"
 
 
 def _learnt_words(run: RunRecord, learnt: dict[str, Difference]) -> str:
@@ -162,7 +172,7 @@ def _facts(run: RunRecord, learnt: dict[str, Difference]) -> Iterator[str]:
 
 
 def _duration(seconds: float) -> str:
-    """In the largest unit that gives two or more."""
+    """Seconds in words, in the largest unit that gives two or more."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
@@ -189,7 +199,8 @@ def _cures(run: RunRecord) -> Iterator[str]:
         )
     for advice in run.advice:
         yield f"Step {advice.step}: {advice.text}"
-    cut, longest = _recent(run, "response_length/clip_ratio"), run.settings.text("data.max_response_length")
+    cut = _recent(run, "response_length/clip_ratio")
+    longest = run.settings.text("data.max_response_length")
     if cut is not None and cut > CUT_OFF:
         yield (
             f"{cut:.0%} of the responses are cut off at data.max_response_length ({longest}): raise it, or see why "
@@ -217,7 +228,9 @@ def _cures(run: RunRecord) -> Iterator[str]:
 
 def _recent(run: RunRecord, name: str) -> float | None:
     curve = run.curves.get(name)
-    return None if curve is None else float(curve.values[-max(1, len(curve) // FIRST_SHARE) :].mean())
+    if curve is None:
+        return None
+    return float(curve.values[-max(1, len(curve) // FIRST_SHARE) :].mean())
 
 
 def _when_all_is_well(run: RunRecord, held_out: bool, better: bool) -> str:

@@ -45,7 +45,8 @@ def find_elements(handle: int, offset: int, length: int) -> StoredElements:
     try:
         with zipfile.ZipFile(_FileRange(handle, offset, length)) as archive:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        pickled, info = _contents(handle, offset, records["data.pkl"]), records["data/0"]
+        pickled = _contents(handle, offset, records["data.pkl"])
+        info = records["data/0"]
         if "byteorder" in records and _contents(handle, offset, records["byteorder"]) != b"little":
             raise ValueError("its bytes are big-endian")
         begin = _data_start(handle, offset, info)
@@ -53,7 +54,8 @@ def find_elements(handle: int, offset: int, length: int) -> StoredElements:
         raise ValueError(f"no archive of torch.save begins at byte {offset} ({error})") from None
     storage, first, shape = _described(pickled)
     item = ITEM_BYTES[storage]
-    start, size = begin + first * item, prod(shape) * item
+    start = begin + first * item
+    size = prod(shape) * item
     if start + size > begin + info.file_size or begin + info.file_size > offset + length:
         raise ValueError(f"it describes {size} bytes and has {info.file_size}")
     return StoredElements(start, start + size, storage, shape, (begin, begin + info.file_size), info.CRC)
@@ -95,7 +97,10 @@ class _FileRange(io.RawIOBase):
     """A range of a file as a file of its own."""
 
     def __init__(self, handle: int, offset: int, length: int):
-        self._handle, self._offset, self._length, self._at = handle, offset, length, 0
+        self._handle = handle
+        self._offset = offset
+        self._length = length
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -131,19 +136,20 @@ class ArchiveFrame:
 
     @property
     def nbytes(self) -> int:
-        """Of the elements."""
+        """Bytes of the elements."""
         return prod(self.shape) * ITEM_BYTES[self.code]
 
     def before(self) -> bytes:
-        """Up to the first element, which is aligned."""
+        """Bytes up to the first element, which is aligned."""
         small, _ = self._small
-        name, sizes = f"{_ROOT}/data/0", struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes)
+        name = f"{_ROOT}/data/0"
+        sizes = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes)
         padding = -(len(small) + _LOCAL.size + len(name) + len(sizes) + 4) % _ALIGNMENT
         extra = sizes + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         return small + _local(name, _STREAMED, 0, _LARGE, extra)
 
     def after(self, crc: int) -> bytes:
-        """From behind the last element, whose CRC-32 is `crc`. Its length does not depend on it."""
+        """Bytes behind the last element, whose CRC-32 is `crc`; their number does not depend on it."""
         small, central = self._small
         descriptor = struct.pack("<IIQQ", 0x08074B50, crc, self.nbytes, self.nbytes)
         entry = _central(
@@ -165,7 +171,8 @@ def pickle_archive(pickled: bytes) -> bytes:
 
 def _records(pickled: bytes) -> tuple[bytes, list[bytes]]:
     """The records that every archive begins with, and their entries in its directory."""
-    records, central = b"", []
+    records = b""
+    central = []
     for name, data in ((f"{_ROOT}/data.pkl", pickled), (f"{_ROOT}/byteorder", b"little"), (f"{_ROOT}/version", b"3\n")):
         central.append(_central(name, 0, crc32(data), len(data), len(records), b""))
         records += _local(name, 0, crc32(data), len(data), b"") + data
@@ -174,7 +181,8 @@ def _records(pickled: bytes) -> tuple[bytes, list[bytes]]:
 
 def _directory(central: list[bytes], at: int) -> bytes:
     """The end of an archive: the entries, which begin at byte `at`, and where they are."""
-    entries, count = b"".join(central), len(central)
+    entries = b"".join(central)
+    count = len(central)
     large = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, len(entries), at)
     locator = struct.pack("<IIQI", 0x07064B50, 0, at + len(entries), 1)
     return (
@@ -191,10 +199,12 @@ def _local(name: str, flags: int, crc: int, size: int, extra: bytes) -> bytes:
 
 
 def _central(name: str, flags: int, crc: int, size: int, at: int, extra: bytes) -> bytes:
-    version = 45 if extra else 20
+    version = 20
+    if extra:
+        version = 45
     fields = _CENTRAL.pack(
         0x02014B50, version, version, flags, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, at
-    )  # fmt: skip
+    )
     return fields + name.encode() + extra
 
 

@@ -57,9 +57,11 @@ def whole_parameters(model: ModelSpec) -> tuple[Shard, ...]:
 
 
 def written_position(shard: Shard, model: ModelSpec, separate_layers: bool) -> KeyPosition:
-    """Where it is written: homogeneous, or with `separate_layers` in Megatron's non-homogeneous way."""
+    """The position that is written: homogeneous, or with `separate_layers` in Megatron's non-homogeneous way."""
     positions = _whole_positions(shard, model)
-    return positions[1] if separate_layers and len(positions) > 1 else positions[0]
+    if separate_layers and len(positions) > 1:
+        return positions[1]
+    return positions[0]
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class GlobalTensor:
     members: Mapping[tuple[int, ...], tuple[Shard, int]]
 
     def fits(self, size: tuple[int, ...]) -> bool:
-        """Is it what a checkpoint says of the tensor's size?"""
+        """Whether a checkpoint says this size of the tensor."""
         if self.padded and len(size) == len(self.shape):
             return size[0] >= self.shape[0] and size[1:] == self.shape[1:]
         return size == (*self.lead, *self.shape)
@@ -136,12 +138,15 @@ def _whole_positions(shard: Shard, model: ModelSpec) -> list[KeyPosition]:
     match = _LAYER.fullmatch(shard.megatron_name)
     if match is None:
         return [KeyPosition(shard.megatron_name, (), (), 0, rows)]
-    layer, rest = int(match[1]), match[2]
+    layer = int(match[1])
+    rest = match[2]
     if not rest.startswith(_EXPERTS):
         stacked = KeyPosition(f"decoder.layers.{rest}", (layer,), (model.num_layers,), 0, rows)
         return [stacked, KeyPosition(f"decoder.layers.{layer}.{rest}", (), (), 0, rows)]
-    expert, leaf = int(match[3]), rest.removeprefix(_EXPERTS)
-    experts, prefix = f"{_EXPERTS}experts.", f"decoder.layers.{layer}."
+    expert = int(match[3])
+    leaf = rest.removeprefix(_EXPERTS)
+    experts = f"{_EXPERTS}experts."
+    prefix = f"decoder.layers.{layer}."
     return [
         KeyPosition(f"decoder.layers.{experts}{leaf}", (layer, expert), (model.num_layers, model.num_experts), 0, rows),
         KeyPosition(f"{prefix}{experts}{leaf}", (expert,), (model.num_experts,), 0, rows),

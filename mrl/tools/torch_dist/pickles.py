@@ -28,7 +28,8 @@ class Recorded:
 
     def __new__(cls, *arguments: Any, **_: Any) -> "Recorded":
         made = super().__new__(cls)
-        made.arguments, made.state = arguments, None
+        made.arguments = arguments
+        made.state = None
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -38,7 +39,7 @@ class Recorded:
         self.state = state
 
     def attribute(self, name: str) -> Any:
-        """Of an object that was pickled by its attributes. Raises KeyError."""
+        """An attribute of an object that was pickled by its attributes. Raises KeyError."""
         return self.state[name]
 
 
@@ -81,8 +82,8 @@ class Persistent:
 class Named:
     """An object to be pickled under the name of a class or function that is not imported here.
 
-    With neither arguments nor state it is the named thing itself; with arguments what calling it gives; with state an
-    instance that has it: a dictionary of its attributes, or whatever its class's `__setstate__` takes.
+    With neither arguments nor state it is the named thing itself, and with arguments what calling it gives. With state
+    it is an instance that has it: a dictionary of its attributes, or whatever its class's `__setstate__` takes.
     """
 
     module: str

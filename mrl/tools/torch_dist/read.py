@@ -73,11 +73,9 @@ def open_torch_dist(path: Path, hf_files: Path | None = None) -> Checkpoint:
     folder = find_torch_dist(path)
     if folder is None or not (folder / TORCH_DIST_METADATA).is_file():
         old = any((folder or path).glob("mp_rank_*"))
-        why = (
-            "it is of the older format `torch`, which is not read: save it as torch_dist"
-            if old
-            else "the save was interrupted"
-        )
+        why = "the save was interrupted"
+        if old:
+            why = "it is of the older format `torch`, which is not read: save it as torch_dist"
         raise EnvironmentFault(
             f"{(folder or path) / TORCH_DIST_METADATA}, which describes the files, is missing: {why}"
         )
@@ -91,7 +89,8 @@ def open_torch_dist(path: Path, hf_files: Path | None = None) -> Checkpoint:
     entries, blocks = _entries(weights, known)
     _check_files(folder, blocks)
     dtype = DTYPES[one_dtype(folder, {key: tensor.dtype for key, tensor in weights.items()})]
-    left_out, files = tuple(sorted(stored.keys() - weights)), ArchiveFiles(folder, blocks)
+    left_out = tuple(sorted(stored.keys() - weights))
+    files = ArchiveFiles(folder, blocks)
     checkpoint = Checkpoint(folder, hf_files, model, read_hf_config(hf_files), dtype, entries, files, None, left_out)
     _check_whole(checkpoint)
     return checkpoint
@@ -136,16 +135,21 @@ def _is(thing: Any, name: str) -> bool:
 
 
 def _size(size: Recorded) -> tuple[int, ...]:
-    """A torch.Size."""
-    return tuple(size.arguments[0]) if isinstance(size, Recorded) else tuple(size)
+    """Reads a torch.Size."""
+    if isinstance(size, Recorded):
+        return tuple(size.arguments[0])
+    return tuple(size)
 
 
 def _described(key: str, tensor: Recorded, infos: dict) -> DescribedTensor:
     properties = tensor.attribute("properties").state
     dtype = (properties["dtype"] if isinstance(properties, dict) else properties[0]).pickled_name
-    code, blocks, size = _TORCH_DTYPES.get(dtype, dtype), [], _size(tensor.attribute("size"))
+    code = _TORCH_DTYPES.get(dtype, dtype)
+    blocks = []
+    size = _size(tensor.attribute("size"))
     for chunk in tensor.attribute("chunks"):
-        offsets, sizes = _size(chunk.attribute("offsets")), _size(chunk.attribute("sizes"))
+        offsets = _size(chunk.attribute("offsets"))
+        sizes = _size(chunk.attribute("sizes"))
         info = infos[key, offsets]
         if info.get("transform_descriptors"):
             raise ValueError(f"{key} is stored through {info['transform_descriptors']}, which is not read")
@@ -163,7 +167,7 @@ def _described(key: str, tensor: Recorded, infos: dict) -> DescribedTensor:
 
 
 def _plain(key: str) -> str:
-    """Without the prefixes of wrapped models."""
+    """The key without the prefixes of wrapped models."""
     return key[_WRAPPERS.match(key).end() :]
 
 
@@ -205,7 +209,8 @@ def _check_blocks(folder: Path, weights: Mapping[str, DescribedTensor]) -> None:
 def _entries(
     weights: Mapping[str, DescribedTensor], known: Mapping[str, GlobalTensor]
 ) -> tuple[tuple[StoredTensor, ...], dict[tuple[str, str], StoredBlock]]:
-    entries, blocks = [], {}
+    entries = []
+    blocks = {}
     for key, tensor in weights.items():
         part = known[_plain(key)]
         for block in (block for block in tensor.blocks if prod(block.sizes)):  # a rank may have saved an empty one
@@ -224,9 +229,13 @@ def _check_files(folder: Path, blocks: Mapping[tuple[str, str], StoredBlock]) ->
         ends[block.file] = max(ends.get(block.file, 0), block.at + block.length)
     for name, end in sorted(ends.items()):
         file = folder / name
-        size = file.stat().st_size if file.is_file() else None
+        size = None
+        if file.is_file():
+            size = file.stat().st_size
         if size is None or size < end:
-            state = "is missing" if size is None else f"has {size} bytes, not {end}"
+            state = "is missing"
+            if size is not None:
+                state = f"has {size} bytes, not {end}"
             raise EnvironmentFault(f"{file} {state}; the checkpoint is damaged, choose another one")
 
 
@@ -300,12 +309,16 @@ class ArchiveFiles:
         buffer = memoryview(bytearray(_READ_BYTES))
         with (self.folder / file).open("rb", buffering=0) as stream:
             for key in (key for name, key in self.blocks if name == file):
-                elements, crc = self.elements(file, key), 0
+                elements = self.elements(file, key)
+                crc = 0
                 unchecked += elements.crc == 0
                 stream.seek(elements.storage[0])
-                left = elements.storage[1] - elements.storage[0] if elements.crc else 0
+                left = 0
+                if elements.crc:
+                    left = elements.storage[1] - elements.storage[0]
                 while left and (count := stream.readinto(buffer[:left])):
-                    crc, left = crc32(buffer[:count], crc), left - count
+                    crc = crc32(buffer[:count], crc)
+                    left = left - count
                 if left or crc != elements.crc:
                     raise EnvironmentFault(
                         f"{self.folder / file}: the bytes of {key} are not those that were written (CRC-32 differs); "

@@ -33,7 +33,9 @@ _CONFIG = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_NONE, _NONE_FILE = pickle_archive(write_pickle([None])), "__1_0.distcp"  # all extra states are this one
+# all extra states are this one
+_NONE = pickle_archive(write_pickle([None]))
+_NONE_FILE = "__1_0.distcp"
 _LINEAR_LAYOUT = Named("torch.serialization", "_get_layout", ("torch.strided",))
 
 
@@ -100,14 +102,16 @@ class TorchDistFiles:
         release = folder / RELEASE
         (release / _NONE_FILE).write_bytes(_NONE)
         (release / TORCH_DIST_METADATA).write_bytes(write_pickle(self._description()))
-        content = {"non_homogeneous_layers": True} if self.separate_layers else {}
+        content = {}
+        if self.separate_layers:
+            content = {"non_homogeneous_layers": True}
         common = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
         (release / "common.pt").write_bytes(pickle_archive(write_pickle(common)))
         (release / "metadata.json").write_text(json.dumps(_CONFIG))
         (folder / TORCH_DIST_TRACKER).write_text(RELEASE)
 
     def _description(self) -> Named:
-        """A `Metadata` of torch.distributed.checkpoint."""
+        """Makes a `Metadata` of torch.distributed.checkpoint."""
         tensors: dict[str, tuple[tuple[int, ...], list[Named]]] = {}
         storage: dict[Named, Named] = {}
         for file in self.files:
