@@ -104,5 +104,7 @@ def _behind_set(word: str) -> str:
     if key.startswith("~"):
         key = key.removeprefix("~")
         return f"{key}: what is left out has its default; --set {key}=null, where it may be null"
-    said = None if key in schema_keys() else in_our_words(key, value)
+    said = None
+    if key not in schema_keys():
+        said = in_our_words(key, value)
     return said or f"--set {key}={value}"

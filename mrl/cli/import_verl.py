@@ -104,7 +104,9 @@ def _import_script(script: Path | None, words: list[str], options: argparse.Name
     refused = bool(violations or out.faults)
     verdict = "refused"
     if not refused:
-        verdict = "carried with losses" if out.losses else "valid"
+        verdict = "valid"
+        if out.losses:
+            verdict = "carried with losses"
     result = {
         "script": out.name,
         "output": None if file is None else str(file),

@@ -105,7 +105,9 @@ def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
     model, stand_in = planning_model_spec(resolved.config.model.path)
     broken = [*violations(resolved, model, check_paths), *accelerator_violations(resolved)]
     broken = broken or share_violations(resolved, model)
-    batch = [] if broken else [f"batch: {describe_batch(resolved.config)}"]
+    batch = []
+    if not broken:
+        batch = [f"batch: {describe_batch(resolved.config)}"]
     return broken, [*batch, *([stand_in] if stand_in else []), *notes(resolved, model)]
 
 

@@ -111,7 +111,9 @@ def _faults(content: dict[str, Any]) -> Iterator[str]:
 
 def _in_words(kinds: tuple[type, ...]) -> str:
     *first, last = [_IN_WORDS[kind] for kind in kinds]
-    return f"{', '.join(first)} or {last}" if first else last
+    if first:
+        return f"{', '.join(first)} or {last}"
+    return last
 
 
 def not_sent(file: str, runtime_env: dict[str, Any]) -> str | None:

@@ -77,8 +77,12 @@ def check_dashboard(address: str) -> None:
         raise ConfigError(
             f"--address {address} (or RAY_API_SERVER_ADDRESS): the dashboard's address is wanted, as http://{host}:8265"
         )
-    token = _token() if os.environ.get(_MODE) == "token" else None
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    token = None
+    if os.environ.get(_MODE) == "token":
+        token = _token()
+    headers = {}
+    if token:
+        headers = {"Authorization": f"Bearer {token}"}
     try:
         with urlopen(Request(f"{address.rstrip('/')}/api/version", headers=headers), timeout=CONNECT_TIMEOUT_S) as said:
             is_ray = "ray_version" in json.loads(said.read(_LONGEST_ANSWER))

@@ -330,4 +330,6 @@ def request_places(deployment: Deployment, deterministic: bool) -> int | None:
     if needs_order:
         return None
     places = places_of(deployment.rollout.max_num_seqs)
-    return places if deployment.rollout.turns is None else CONVERSATIONS * places
+    if deployment.rollout.turns is None:
+        return places
+    return CONVERSATIONS * places

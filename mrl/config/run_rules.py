@@ -145,7 +145,9 @@ def run_dir(trainer: TrainerConfig) -> Path:
 
 def _reward_file(config: RunConfig) -> tuple[str, ...]:
     custom = config.reward.custom_reward_function
-    return () if custom is None else (custom.path,)
+    if custom is None:
+        return ()
+    return (custom.path,)
 
 
 def _loss_file(config: RunConfig) -> tuple[str, ...]:
@@ -178,13 +180,19 @@ def _index_file(config: RunConfig) -> tuple[str, ...]:
 
 def _reference_folder(config: RunConfig) -> tuple[str, ...]:
     """Of the reference model, where one is asked and is no name on the hub."""
-    path = config.ref.path if config.algorithm.needs_reference else None
-    return () if path is None or hub_name(path) is not None else (path,)
+    path = None
+    if config.algorithm.needs_reference:
+        path = config.ref.path
+    if path is None or hub_name(path) is not None:
+        return ()
+    return (path,)
 
 
 def _first_checkpoint(config: RunConfig) -> tuple[str, ...]:
     folder = config.trainer.resume_from_path
-    return () if folder is None else (folder,)
+    if folder is None:
+        return ()
+    return (folder,)
 
 
 # the user's files that a run reads where it starts, by key
@@ -210,13 +218,19 @@ def _missing(field: str, config: RunConfig, seen: bool | None) -> Iterator[Viola
     for path in _PATHS[field](config):
         if _is_there(field, path) or seen not in (None, _has_folder_here(path)):
             continue
-        named = f"{path} " if field.startswith("data.") else ""
-        what = "is no folder" if field in _FOLDERS else "is not a file that can be read"
+        named = ""
+        if field.startswith("data."):
+            named = f"{path} "
+        what = "is not a file that can be read"
+        if field in _FOLDERS:
+            what = "is no folder"
         yield Violation(field, f"{named}{what}", _from_here(path))
 
 
 def _is_there(field: str, path: str) -> bool:
-    return os.path.isdir(path) if field in _FOLDERS else _readable(path)
+    if field in _FOLDERS:
+        return os.path.isdir(path)
+    return _readable(path)
 
 
 def _has_folder_here(path: str) -> bool:
@@ -236,7 +250,9 @@ def unseen_files(config: RunConfig) -> list[str]:
     """Lines about what is named and whose folders are not on this host, so that nothing is known of it, and about
     prompts where no file of them is named.
     """
-    lines = [] if config.data.train_files else ["data.train_files names no file, and mrl train wants prompts"]
+    lines = []
+    if not config.data.train_files:
+        lines = ["data.train_files names no file, and mrl train wants prompts"]
     lost = [(field, path) for field, path in named_paths(config) if not _is_there(field, path)]
     unseen = [f"{field}: {path}" for field, path in lost if not _has_folder_here(path)]
     if unseen:
@@ -249,7 +265,9 @@ def _readable(file: str) -> bool:
 
 
 def _from_here(path: str) -> str:
-    return "" if Path(path).is_absolute() else f"a relative path starts at the current directory, {Path.cwd()}"
+    if Path(path).is_absolute():
+        return ""
+    return f"a relative path starts at the current directory, {Path.cwd()}"
 
 
 def _registered_loss(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:

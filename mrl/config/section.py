@@ -39,7 +39,9 @@ class Section(BaseModel):
         for text in value if isinstance(value, list | tuple) else (value,):
             if isinstance(text, str) and ("\0" in text or text != text.encode(errors="ignore").decode()):
                 raise ValueError("text without zero bytes and halves of characters is wanted")
-        return _at_home(value) if notes_of(field).is_path else value
+        if notes_of(field).is_path:
+            return _at_home(value)
+        return value
 
     def __getattr__(self, name: str) -> Any:
         if name in type(self).model_fields:
@@ -51,7 +53,9 @@ def _at_home(value: Any) -> Any:
     """A path, or each of a list of them, with the user's home in place of `~`; as it is where nobody knows the home."""
     if isinstance(value, list | tuple):
         return tuple(_at_home(each) for each in value)
-    return os.path.expanduser(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return os.path.expanduser(value)
+    return value
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ class Acting:
         extra_info = (row or {}).get("extra_info") or {}
         self.functions = {name_of(each): each["function"] for each in offer.schemas(extra_info)}  # by name
         self._environment = offer.environment(extra_info)
-        schemas = () if self._environment is None else offer.environments[self._environment]
+        schemas = ()
+        if self._environment is not None:
+            schemas = offer.environments[self._environment]
         self.actions = {name_of(schema) for schema in schemas}  # functions that are the environment's
         self._session: Session | None = None
 

@@ -211,7 +211,9 @@ class EnvironmentPool:
         self._closed = False
         self._sessions = 0
         self._ended_for_one: WeakSet[WorkerProcess] = WeakSet()
-        of_sessions = num_workers if spec.environments else 0
+        of_sessions = 0
+        if spec.environments:
+            of_sessions = num_workers
         self._slots = [_Slot(number < of_sessions) for number in range(of_sessions + num_workers)]
         self._described: Mapping[str, Any] = {}
         self._threads = [
@@ -307,7 +309,8 @@ class EnvironmentPool:
         finally:
             with self._changed:
                 is_abandoned = slot.is_abandoned
-                slot.at, slot.is_abandoned = None, False
+                slot.at = None
+                slot.is_abandoned = False
             if is_abandoned:
                 self.end_process(slot)
 

@@ -69,7 +69,9 @@ class Offer:
                 f"extra_info.{ENVIRONMENT} is missing; it has to be one of {', '.join(known)}, or empty"
             )
         if named is None:
-            return known[0] if known else None
+            if known:
+                return known[0]
+            return None
         if named == "" and self.rewards:
             raise UnknownChoice(
                 f"extra_info.{ENVIRONMENT} is empty, and reward.function: environment takes the reward from one; name "

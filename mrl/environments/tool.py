@@ -136,7 +136,8 @@ def _schema_of(parameter: inspect.Parameter, hints: Mapping[str, Any], tool: str
 
 def _schema(kind: Any) -> dict[str, Any] | None:
     """JSON schema of a type; None where it has none."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if isinstance(kind, type) and kind in _KINDS:
         return {"type": _KINDS[kind]}
     if origin is Literal and all(isinstance(each, str) for each in arguments):

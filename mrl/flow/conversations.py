@@ -79,7 +79,9 @@ class _Record:
 
 
 def _call(call: ToolCall, answer: CallAnswer | None, known: Collection[str]) -> TurnCall:
-    name = call.name if call.name in known else ""
+    name = ""
+    if call.name in known:
+        name = call.name
     if call.problem is not None:
         return TurnCall(name, "unread")
     if answer is None:
@@ -183,7 +185,9 @@ class Conversations:
         if not rehearses():
             return self._dialect.calls(turn, _parameters(acting))
         is_last = number >= self.spec.max_turns
-        return [] if is_last else made_up_calls(acting.functions, number, self.spec.max_calls)
+        if is_last:
+            return []
+        return made_up_calls(acting.functions, number, self.spec.max_calls)
 
     def _begun(self, request: Request, sampling: Sampling, kept: Samples | None) -> Conversation:
         spec = self.spec
@@ -193,7 +197,9 @@ class Conversations:
         if kept is None:
             return Conversation(budgets, request.max_tokens)
         tokens = int(kept.response_lengths[0])
-        border = None if request.max_tokens is None else tokens + request.max_tokens
+        border = None
+        if request.max_tokens is not None:
+            border = tokens + request.max_tokens
         acted_s = float(kept.turn_seconds.sum())
         return Conversation(budgets, border, tokens=tokens, turn=int(kept.turn_counts[0]), acted_s=acted_s)
 
@@ -240,7 +246,9 @@ class Conversations:
         if talk.state is ConversationState.HELD:
             return talk
         if talk.state is ConversationState.ENDED:
-            looked_at = calls if talk.stop is not Stop.LENGTH else ()
+            looked_at = ()
+            if talk.stop is not Stop.LENGTH:
+                looked_at = calls
             record.add(looked_at, {}, acting.functions)
             return talk
         with self._counted():
@@ -293,7 +301,9 @@ class Conversations:
 
 async def _unless_ended(task: asyncio.Task[Samples]) -> Samples | None:
     await asyncio.wait([task])
-    return None if task.cancelled() else task.result()
+    if task.cancelled():
+        return None
+    return task.result()
 
 
 def _parameters(acting: Acting) -> dict[str, Any]:
@@ -308,7 +318,9 @@ async def _with_environment(talk: Conversation, acting: Acting) -> Conversation:
     if acting.ready is None:
         return talk
     begun = await asyncio.wrap_future(acting.ready)
-    return talk.failed() if begun.failed else talk
+    if begun.failed:
+        return talk.failed()
+    return talk
 
 
 async def _added(engine: Generates, request: Request, made: Samples | None, sampling: Sampling) -> Samples:

@@ -181,7 +181,9 @@ def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:
     of_last_turn = pairs[len(pairs) - int(calls.turn_calls[-1]) :]
     made = [(name.decode(), CALL_REASONS[reason]) for name, reason in of_last_turn]
     wrong = [f"{name}: {reason}" for name, reason in made if reason not in _NO_FAILURES]
-    detail = wrong[-1] if wrong else "it did not begin"
+    detail = "it did not begin"
+    if wrong:
+        detail = wrong[-1]
     return RewardResult(question.sample_id, 0.0, {}, LEFT_OUT, detail, question.data_source)
 
 

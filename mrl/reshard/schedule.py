@@ -205,7 +205,8 @@ class _Sharing:
         """Assigns a sender to every grain, and returns the loads that follow."""
         filled = np.zeros(len(self.pools.ranks) * self.num_rounds, dtype=np.int64)
         bounds = self._bounds()
-        num_ranks, cells = self.sent.shape[1], len(TIERS) * self.num_rounds
+        num_ranks = self.sent.shape[1]
+        cells = len(TIERS) * self.num_rounds
         sent = np.zeros(cells * num_ranks, dtype=np.int64)
         received = np.zeros((len(self.starts), cells), dtype=np.int64)
         choices = []

@@ -98,7 +98,9 @@ def math_dapo(
     correct = pred == normalised(str(ground_truth))
     verdict = "match"
     if not correct:
-        verdict = "wrong" if answers else "no_answer"
+        verdict = "no_answer"
+        if answers:
+            verdict = "wrong"
     return {"score": 1.0 if correct else -1.0, "acc": float(correct), "verdict": verdict, "pred": pred}
 
 
@@ -131,7 +133,9 @@ def multiple_choice(
     correct = float(pred == truth)
     verdict = "match"
     if not correct:
-        verdict = "no_answer" if pred is None else "wrong"
+        verdict = "wrong"
+        if pred is None:
+            verdict = "no_answer"
     return {"score": correct, "acc": correct, "verdict": verdict, "pred": pred or ""}
 
 

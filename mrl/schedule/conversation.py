@@ -106,7 +106,9 @@ class Conversation:
             raise ValueError(f"a request for at most {self.max_tokens} tokens added {added}")
         after = replace(self, tokens=self.tokens + added)
         if cut_off:
-            return after.held() if after._left else after._ended(Stop.LENGTH)
+            if after._left:
+                return after.held()
+            return after._ended(Stop.LENGTH)
         if not problems:
             return after._ended(Stop.STOP)
         if self.turn >= self.budgets.turns:
@@ -152,7 +154,9 @@ class Conversation:
             acting_s=0.0,
             acted_s=self.acted_s + self.acting_s,
         )
-        return after if after.max_tokens > 0 else after.held()
+        if after.max_tokens > 0:
+            return after
+        return after.held()
 
     def held(self) -> "Conversation":
         """It is given back before its next request."""
@@ -161,7 +165,9 @@ class Conversation:
 
     def passed(self, now: float) -> "Conversation":
         """Time has passed, which counts while it acts."""
-        return self._out_of_time(now) if self.state is ConversationState.ACTING and now >= self.deadline else self
+        if self.state is ConversationState.ACTING and now >= self.deadline:
+            return self._out_of_time(now)
+        return self
 
     def _out_of_time(self, now: float) -> "Conversation":
         return replace(self, acting_s=now - self.acting_since)._ended(Stop.SECONDS)

@@ -22,7 +22,9 @@ from mrl.model.registry import TOKENIZER_BYTES
 from mrl.plain_files import read_bytes, read_settings, reason
 from mrl.units import MIB
 
-VOCABULARY, SETTINGS, TEMPLATE = "tiktoken.model", "tokenizer_config.json", "chat_template.jinja"
+VOCABULARY = "tiktoken.model"
+SETTINGS = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 TOKENIZER = "tokenizer.json"
 _VOCABULARY_BYTES = 64 * MIB
 _BEHIND_RANKS = 256  # ids that are no bytes: special tokens, and reserved ones

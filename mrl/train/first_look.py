@@ -56,14 +56,18 @@ def look(config: RunConfig) -> str | None:
         load_custom_advantage(own.path, config.algorithm.adv_estimator)
     data = config.data
     turns = turns_spec(config.rollout.turns, data)
-    offer = None if turns is None or not turns.tools.is_here else offer_of(turns.tools, config.reward)
+    offer = None
+    if not (turns is None or not turns.tools.is_here):
+        offer = offer_of(turns.tools, config.reward)
     check_goes_on(offer, config.trainer)
     here = data.model_copy(update={"train_files": _here(data.train_files), "val_files": _here(data.val_files)})
     small = _bytes(here) <= READ_WHOLE_BYTES
     if small:
         _read_untokenised(here)
     rows = [row for file in (*here.train_files, *here.val_files) if (row := _first_row(file, data)) is not None]
-    outcome = {} if config.rollout.turns is None else ONE_TURN
+    outcome = {}
+    if config.rollout.turns is not None:
+        outcome = ONE_TURN
     _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
     if here != data or not Path(config.model.path).is_dir() or not small or (turns and not offer):
         return None

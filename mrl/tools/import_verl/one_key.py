@@ -49,7 +49,9 @@ def _verls(key: str) -> str | None:
     if any(path.rpartition(".")[2] == key.rpartition(".")[2] for path, _ in schema_paths()):
         return None  # a key of ours by that name is what was meant
     ending = [whole for whole in ROWS if whole.rpartition(".")[2] == key.rpartition(".")[2]]
-    return ending[0] if len(ending) == 1 else None
+    if len(ending) == 1:
+        return ending[0]
+    return None
 
 
 def _in_a_section_of_verls(key: str) -> bool:

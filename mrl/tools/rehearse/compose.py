@@ -20,9 +20,13 @@ from mrl.tools.rehearse.small_layout import SmallLayout, small_layout
 
 STEPS = 2  # one, a save, a resume, one
 VALIDATION_ROWS = 4
-TURNS, ANSWER = 3, 24  # turns of a response, characters of an answer
+# turns of a response, characters of an answer
+TURNS = 3
+ANSWER = 24
 NOT_HERE = "a file that it names is not here, so responses are of one turn"
-START_S, CALL_S = 600.0, 300.0  # nothing may take longer than that, on a busy machine either
+# nothing may take longer than that, on a busy machine either
+START_S = 600.0
+CALL_S = 300.0
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,9 @@ def _validates(config: RunConfig) -> int | None:
 
 def _acts_on(config: RunConfig) -> tuple[str, ...] | None:
     turns = config.rollout.turns
-    return None if turns is None else (*turns.tools, *turns.environments)
+    if turns is None:
+        return None
+    return (*turns.tools, *turns.environments)
 
 
 # ---------------------------------------------------------------- marks

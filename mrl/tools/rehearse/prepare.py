@@ -55,7 +55,9 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     tokenizer = load_tokenizer(str(work.model))
     turns = turns_spec(original.rollout.turns, original.data)
     has_tools = turns is None or turns.tools.is_here
-    offer = offer_of(turns.tools, original.reward) if turns and has_tools else None
+    offer = None
+    if turns and has_tools:
+        offer = offer_of(turns.tools, original.reward)
     parameters = replace(_parameters(original), tools=offer)
     rehearsal = compose(original, work, cpus, least_prompt(tokenizer, parameters, offer), has_tools)
     model = _checkpoint(original, hf_config, tokenizer, rehearsal, work)
@@ -114,7 +116,9 @@ def _checkpoint(
 
 def _in_words(was: ModelSpec, model: ModelSpec) -> str:
     """What became of the model."""
-    experts = f", {was.num_experts} to {model.num_experts} experts" if was.is_moe else ""
+    experts = ""
+    if was.is_moe:
+        experts = f", {was.num_experts} to {model.num_experts} experts"
     latents = ""
     if was.is_latent:
         latents = f", latents of {was.kv_lora_rank} to {model.kv_lora_rank}, the size of vLLM's CPU kernel"
@@ -158,7 +162,9 @@ def _reward(rehearsal: Rehearsal, work: WorkFolder) -> tuple[Rehearsal, list[str
     custom = rehearsal.original.reward.custom_reward_function
     algorithm = original.algorithm
     missing = custom is not None and not Path(custom.path).is_file()
-    spec = None if missing else _spec(original)
+    spec = None
+    if not missing:
+        spec = _spec(original)
     if spec is not None:
         _ask(spec, original, work)
     keys = {"acc", *algorithm.gdpo_reward_keys, algorithm.filter_groups.metric} - set(_PARTS)

@@ -95,10 +95,15 @@ def _synthetic(
     start: int, count: int, data_source: str, offer: Offer | None
 ) -> Iterator[tuple[list[dict[str, str]], Row]]:
     """Of environments each in its turn."""
-    environments = [] if offer is None else list(offer.environments)
+    environments = []
+    if offer is not None:
+        environments = list(offer.environments)
     for number in range(start, start + count):
-        extra_info = {ENVIRONMENT: environments[number % len(environments)]} if environments else {}
-        question, answer = f"What is {number} + {2 * number + 1}?", str(3 * number + 1)
+        extra_info = {}
+        if environments:
+            extra_info = {ENVIRONMENT: environments[number % len(environments)]}
+        question = f"What is {number} + {2 * number + 1}?"
+        answer = str(3 * number + 1)
         yield (
             [{"role": "user", "content": question}],
             {"data_source": data_source, "ground_truth": answer, "extra_info": extra_info},

@@ -15,10 +15,16 @@ from typing import Any
 from mrl.config.schema import RunConfig, leaf
 from mrl.tools.rehearse.notes import Change
 
-LONGEST, SAMPLES = 192, 96  # tokens of a sample, samples of a step
-PROMPT, RESPONSE = 48, 32  # the least: a chat template and a few words; something to sample
+# tokens of a sample, samples of a step
+LONGEST = 192
+SAMPLES = 96
+# the least: a chat template and a few words; something to sample
+PROMPT = 48
+RESPONSE = 32
 CONVERSATION = 256  # the least of a response that has answers of tools in it
-GROUP, UPDATES = 16, 8  # the most responses a prompt, the most updates a step
+# the most responses a prompt, the most updates a step
+GROUP = 16
+UPDATES = 8
 SEQUENCES = 32  # the least that an engine works on at once
 _UNIT = "divided by {factor}"
 # token budgets, and what at least they have to hold: one longest sample (of one device)
