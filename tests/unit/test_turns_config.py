@@ -170,7 +170,7 @@ def test_what_is_looked_at_before_a_run_is_what_the_run_reads(folder):
     assert len(run) == 3
     reader = load_tokenizer(str(folder))
     assert first_look._read(reader, data, 0, offer) == run.fingerprint
-    assert first_look._read_apart(str(folder), data, 0, offer) == run.fingerprint
+    assert first_look._answered_apart(first_look._Asked(str(folder), data, 0, offer)) == run.fingerprint
     assert first_look._read(reader, data, 0, None) != run.fingerprint
     write_jsonl(folder / "rows.jsonl", [row("Go.", "1") | {"extra_info": {"environment": "chess"}}])
     with pytest.raises(DataError, match="names 'chess'"):
