@@ -7,7 +7,7 @@ import faulthandler
 import hashlib
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -242,8 +242,11 @@ class EngineWorker:
 
     conversations = None  # where responses are of several turns, once it is started
 
-    def __init__(self, settings, log_path: str, places: list[tuple[str, int]] | None = None):
-        """`places`: see Seat; of a device a worker."""
+    def __init__(
+        self, settings, log_path: str, places: list[tuple[str, int]] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        """`places`: see Seat; of a device a worker. `environment`: of the command that the user gave, for tools."""
         from mrl.vllm.engine import VllmEngine
 
         log_to(log_path)
@@ -257,6 +260,7 @@ class EngineWorker:
         folder = local_folder(settings.arguments["model"])  # this node's
         self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": folder}))
         self.outboxes = Outboxes()
+        self._environment = environment
         self._tools_log = Path(log_path).with_suffix(".tools.log")
 
     async def software(self) -> tuple[str, dict[str, str]]:
@@ -274,7 +278,9 @@ class EngineWorker:
             from mrl.flow.conversations import Conversations
 
             tokenizer = load_tokenizer(self.engine.settings.arguments["model"])
-            self.conversations = Conversations(self.engine.settings.turns, tokenizer, self._tools_log)
+            self.conversations = Conversations(
+                self.engine.settings.turns, tokenizer, self._tools_log, environment=self._environment
+            )
         return await self.engine.start(meeting)
 
     async def stopped_processes(self) -> list[str]:

@@ -70,12 +70,15 @@ class Conversations:
     """Of one engine. Raises ConfigError where the tokenizer's family, tools or environments are not known."""
 
     def __init__(
-        self, spec: TurnsSpec, tokenizer: Any, log_path: Path | None = None, clock: Callable[[], float] = time.monotonic
-    ):
-        """Starts a first process for tools and environments; what they print goes to `log_path`."""
+        self, spec: TurnsSpec, tokenizer: Any, log_path: Path | None = None,
+        clock: Callable[[], float] = time.monotonic, environment: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        """Starts a first process for tools and environments; what they print goes to `log_path`. `environment`: see
+        EnvironmentPool.
+        """
         self.spec = spec
         self._clock = clock
-        self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.timeout_s, log_path)
+        self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.timeout_s, log_path, environment=environment)
         schemas = list(self._pool.offer.all_schemas)
         try:
             self._dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": schemas})
