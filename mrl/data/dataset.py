@@ -96,7 +96,8 @@ class SetAside:
     others: int = 0  # further rows of the file with the same reason
 
     def __str__(self) -> str:
-        others = f" (and {self.others} more rows of the file)" if self.others else ""
+        rows = "row" if self.others == 1 else "rows"
+        others = f" (and {self.others} more {rows} of the file)" if self.others else ""
         return f"{self.file}, row {self.row}: {self.reason}{others}"
 
 
