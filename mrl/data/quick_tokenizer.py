@@ -86,7 +86,9 @@ class QuickTokenizer:
     ) -> list[int] | str:
         """Token ids of the conversation as the template writes it, or its text; `more`: its other names."""
         text = self._template.render(messages=conversation, tools=tools, documents=None, **{**self._named, **more})
-        return self.backend_tokenizer.encode(text, add_special_tokens=False).ids if tokenize else text
+        if tokenize:
+            return self.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return text
 
 
 def quick_tokenizer(folder: Path, arguments: Collection[str] = ()) -> QuickTokenizer | None:

@@ -98,7 +98,9 @@ def _answered(asked: _Asked, tokenizer: ChatTokenizer) -> str | None:
     """The fingerprint, where rows are read. Raises DataError, and ConfigError for a model that cannot call tools."""
     if asked.offer is not None and asked.template_arguments is not None:
         checked_dialect(asked.template_arguments, asked.offer, asked.model_path, tokenizer)
-    return _read(tokenizer, asked.data, asked.seed, asked.offer) if asked.reads else None
+    if asked.reads:
+        return _read(tokenizer, asked.data, asked.seed, asked.offer)
+    return None
 
 
 def _here(files: Sequence[str]) -> tuple[str, ...]:
@@ -135,7 +137,7 @@ def _first_row(file: str, data: DataConfig) -> dict[str, Any] | None:
 
 def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
     """Loads a function of the user's that is on this host, and asks it about a row, where there is one: with nonsense,
-    the truth, and the truth in words.
+    the truth, and the truth in words, until it has judged one.
 
     Raises where it fails on all three; a function may fail on some answers and still be right.
     """
@@ -152,10 +154,12 @@ def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
         RewardItem(number, row["data_source"], text, row["ground_truth"], row["extra_info"])
         for number, text in enumerate(texts)
     ]
+    results = []
     with RewardPool(spec, 1, reward.timeout_s) as pool:
-        results = pool.score(items)
-    if any(result.reason == OK for result in results):
-        return
+        for item in items:
+            results += pool.score([item])
+            if results[-1].reason == OK:
+                return
     try:
         check_failures(results, reward.max_failure_share)
     except DataError as error:

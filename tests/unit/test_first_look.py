@@ -17,6 +17,7 @@ from mrl.data.quick_tokenizer import quick_tokenizer
 from mrl.environments.environment_pool import check_tools
 from mrl.errors import ConfigError, DataError
 from mrl.model import planning_model_spec
+from mrl.reward.pool import RewardPool
 from mrl.train.assemble_data import load_training
 from mrl.train.first_look import look
 from mrl.vllm.requests import turns_spec
@@ -161,6 +162,17 @@ def test_a_reward_may_fail_on_some_answers_and_be_allowed_to_fail_on_all(folder)
     assert look(config_with().config) is None
     (folder / "reward.py").write_text("def compute_score(**_):\n    return None\n")
     assert look(config_with("reward.max_failure_share=1.0").config) is None
+
+
+def test_a_reward_that_has_judged_one_answer_is_asked_no_more(folder, monkeypatch):
+    """A judge may take seconds, and cost."""
+    asked = []
+    score = RewardPool.score
+    monkeypatch.setattr(RewardPool, "score", lambda pool, items: asked.extend(items) or score(pool, items))
+    assert look(config_with().config) is None and [item.response_text for item in asked] == ["nonsense"]
+    asked.clear()
+    (folder / "reward.py").write_text("def compute_score(solution_str, **_):\n    return float(int(solution_str))\n")
+    assert look(config_with().config) is None and [item.response_text for item in asked] == ["nonsense", "1"]
 
 
 def test_looking_needs_neither_torch_nor_ray(folder):
