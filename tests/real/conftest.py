@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from deadlines import TEST_S
+from world import FOUR_STEPS, PRESET, make_world, overrides, succeeded
 from xdist.scheduler import LoadScopeScheduling
 
 ROWS = {
@@ -43,6 +44,15 @@ class FileScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         name = Path(nodeid.partition("::")[0]).stem
         return ROW_OF.get(name, name)
+
+
+@pytest.fixture(scope="session")
+def four_steps(tmp_path_factory) -> tuple[Path, Path]:
+    """A world, and the directory of a run of FOUR_STEPS in it that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("four_steps")
+    world = make_world(folder / "world")
+    succeeded("train", str(PRESET), "--run-dir", str(folder / "run"), *overrides(world, **FOUR_STEPS))
+    return world, folder / "run"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log) -> FileScheduling:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from test_ahead_runs import READY_FIRST
 from test_engines_back import KINDS, assert_nothing_lost_or_twice, check_survived
 from test_lost_worker import rank_one
 from test_runs import finish, train, wait_for_step
-from world import make_world, metrics
+from world import FOUR_STEPS, make_world, metrics
 
 from mrl.record.attempts import read_attempts
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
@@ -35,47 +36,63 @@ def engine_processes(pid: int) -> dict[int, float]:
     return {p.pid: p.create_time() for p in children if "VLLM" in " ".join(p.cmdline())}
 
 
+def test_a_rank_comes_back_inside_the_run_and_changes_no_bit(four_steps, tmp_path):
+    world, whole = four_steps
+    broken = tmp_path / "broken"
+    process = train(world, broken, **FOUR_STEPS)
+    lose_a_rank(process, broken, 2, signal.SIGKILL)
+    assert_restarted(broken, 2)
+    assert_same(whole, broken)
+
+
+@long
 @pytest.mark.parametrize(
     ("settings", "killed_after", "number"),
     [
-        pytest.param({}, 2, signal.SIGKILL, id="synchronous"),
         pytest.param({}, 1, signal.SIGKILL, id="before the first checkpoint", marks=long),
-        pytest.param(
-            {"cluster__step_timeout_s": 20.0},
-            2,
-            signal.SIGSTOP,
-            id="stopped",
-            marks=long,
-        ),
-        *(pytest.param(KINDS[kind], 2, signal.SIGKILL, id=kind, marks=long) for kind in KINDS if kind != "sync"),
+        pytest.param({"cluster__step_timeout_s": 20.0}, 2, signal.SIGSTOP, id="stopped"),
+        *(pytest.param(KINDS[kind], 2, signal.SIGKILL, id=kind) for kind in KINDS if kind != "sync"),
     ],
 )
 def test_ranks_come_back_inside_the_run_and_change_no_bit(world, tmp_path, settings, killed_after, number):
-    given = {
-        "trainer__total_training_steps": STEPS, "trainer__save_freq": 2, "trainer__test_freq": 3,
-        "trainer__val_before_train": False,
-        "trainer__max_actor_ckpt_to_keep": 3, "trainer__deterministic": True,
-    }  # fmt: skip
     check_survived("ranks", settings)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    undisturbed = train(world, whole, **given, **settings)  # beside the other
-    process = train(world, broken, **given, **settings)
+    given = FOUR_STEPS | settings
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
+    undisturbed = train(world, whole, **given)  # beside the other
     try:
-        wait_for_step(process, broken, killed_after)
-        engines = engine_processes(process.pid)
-        os.kill(rank_one(psutil.Process(process.pid), broken).pid, number)
-        wait_for_restart(process, broken)
-        wait_for_step(process, broken, STEPS - 1)
-        assert engines and engine_processes(process.pid) == engines, "engines stay"
-        assert finish(process, broken) == 0, broken.with_suffix(".log").read_text()[-3000:]
+        lose_a_rank(train(world, broken, **given), broken, killed_after, number)
         assert finish(undisturbed, whole) == 0, whole.with_suffix(".log").read_text()[-3000:]
     finally:
-        for each in (process, undisturbed):
-            with suppress(ProcessLookupError):
-                os.killpg(each.pid, signal.SIGKILL)
-    (attempt,) = read_attempts(broken)
+        with suppress(ProcessLookupError):
+            os.killpg(undisturbed.pid, signal.SIGKILL)
+    assert_restarted(broken, killed_after)
+    assert_same(whole, broken)
+
+
+def lose_a_rank(process: subprocess.Popen, run_dir: Path, killed_after: int, number: signal.Signals) -> None:
+    """Sends a signal to rank 1 after a step; the run has to end well, with the engines that it began with."""
+    try:
+        wait_for_step(process, run_dir, killed_after)
+        engines = engine_processes(process.pid)
+        os.kill(rank_one(psutil.Process(process.pid), run_dir).pid, number)
+        wait_for_restart(process, run_dir)
+        wait_for_step(process, run_dir, STEPS - 1)
+        assert engines and engine_processes(process.pid) == engines, "engines stay"
+        assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def assert_restarted(run_dir: Path, killed_after: int) -> None:
+    (attempt,) = read_attempts(run_dir)
     assert len(attempt.restarted_at) == 1 and attempt.restarted_at[0] >= killed_after
-    assert metrics(broken)[-1]["trainer/restarts"] == 1
+    assert metrics(run_dir)[-1]["trainer/restarts"] == 1
+
+
+def assert_same(whole: Path, broken: Path) -> None:
+    """Every metric but those of clocks, and every bit of the last checkpoint."""
     assert metrics_difference(metrics(whole), metrics(broken)) is None
     last = Path("checkpoints") / f"step-{STEPS}"
     assert checkpoint_difference(whole / last, broken / last) is None

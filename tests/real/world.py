@@ -57,6 +57,16 @@ def overrides(world: Path, **values) -> list[str]:
     return [text for key, value in settings.items() for text in ("--set", f"{key}={json.dumps(value, default=str)}")]
 
 
+FOUR_STEPS = {
+    "trainer__total_training_steps": 4,
+    "trainer__save_freq": 2,
+    "trainer__test_freq": 3,
+    "trainer__val_before_train": False,
+    "trainer__max_actor_ckpt_to_keep": 3,
+    "trainer__deterministic": True,
+}
+
+
 @dataclass(frozen=True)
 class Done:
     """A command that has ended."""
