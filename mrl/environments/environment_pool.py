@@ -91,9 +91,14 @@ class Session:
     """An environment that one response is at. Its steps are made in the order in which they are asked for."""
 
     def __init__(
-        self, pool: "EnvironmentPool", slot: _Slot, number: int, begin: Sequence[Any], described: Mapping[str, Any],
+        self,
+        pool: "EnvironmentPool",
+        slot: _Slot,
+        number: int,
+        begin: Sequence[Any],
+        described: Mapping[str, Any],
         made: Sequence[Step] = (),
-    ):  # fmt: skip
+    ):
         """`begin`: environment, row and seed; `described`: by the worker; `made`: see EnvironmentPool.session."""
         self.parts: Mapping[str, float] = described["parts"]  # that the environment declares
         self._pool = pool

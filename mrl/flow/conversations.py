@@ -103,9 +103,13 @@ class Conversations:
     """
 
     def __init__(
-        self, spec: TurnsSpec, tokenizer: Any, log_path: Path | None = None,
-        clock: Callable[[], float] = time.monotonic, seats: int | None = None,
-    ):  # fmt: skip
+        self,
+        spec: TurnsSpec,
+        tokenizer: Any,
+        log_path: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        seats: int | None = None,
+    ):
         """Starts a first process for tools and environments; what they print goes to `log_path`. `seats`: requests that
         the engine has at most.
         """
