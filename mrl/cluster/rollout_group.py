@@ -83,7 +83,7 @@ class RolloutGroup:
         return [name for number, name in enumerate(self.names) if number // self.engine_ranks in wanted]
 
     def _make_workers(self) -> None:
-        """Of engines that are not given up; in the place of the others stays what was there."""
+        """Makes workers of engines that are not given up; in the place of the others stays what was there."""
         there = self.names_of(self.fleet.reached())
         each = enumerate(self.names)
         self.workers = [self._worker(number) if name in there else self.workers[number] for number, name in each]

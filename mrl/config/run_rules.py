@@ -179,7 +179,7 @@ def _index_file(config: RunConfig) -> tuple[str, ...]:
 
 
 def _reference_folder(config: RunConfig) -> tuple[str, ...]:
-    """Of the reference model, where one is asked and is no name on the hub."""
+    """The reference model's folder, where one is asked for and it is no name on the hub."""
     path = None
     if config.algorithm.needs_reference:
         path = config.ref.path

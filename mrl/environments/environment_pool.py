@@ -39,7 +39,7 @@ Step = tuple[str, Mapping[str, Any], int]
 
 
 def reply_digest(reply: Sequence[Any]) -> int:
-    """Of reason, text, reward, parts and end, never 0."""
+    """Digests a reply's reason, text, reward, parts and end; never 0."""
     said = json.dumps(list(reply[:5]), sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") | 1
 
@@ -76,7 +76,7 @@ class _Call(Future):
         self._abandon = abandon
 
     def cancel(self) -> bool:
-        """As of any Future: false where the call was begun."""
+        """Cancels the call as any Future: false where it was begun."""
         is_cancelled = super().cancel()
         if not is_cancelled:
             self._abandon(self)
@@ -91,9 +91,14 @@ class Session:
     """An environment that one response is at. Its steps are made in the order in which they are asked for."""
 
     def __init__(
-        self, pool: "EnvironmentPool", slot: _Slot, number: int, begin: Sequence[Any], described: Mapping[str, Any],
+        self,
+        pool: "EnvironmentPool",
+        slot: _Slot,
+        number: int,
+        begin: Sequence[Any],
+        described: Mapping[str, Any],
         made: Sequence[Step] = (),
-    ):  # fmt: skip
+    ):
         """`begin`: environment, row and seed; `described`: by the worker; `made`: see EnvironmentPool.session."""
         self.parts: Mapping[str, float] = described["parts"]  # that the environment declares
         self._pool = pool

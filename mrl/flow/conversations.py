@@ -59,7 +59,7 @@ class _Record:
 
     @classmethod
     def of(cls, kept: Samples) -> "_Record":
-        """Of a row that goes on, without the turn that it is at."""
+        """The record of a row that goes on, without the turn that it is at."""
         turns = kept.turn_calls.tolist()[:-1]
         calls = _calls_of(kept)
         ends = np.cumsum([0, *turns]).tolist()
@@ -71,7 +71,7 @@ class _Record:
         )
 
     def add(self, calls: Sequence[ToolCall], answers: Mapping[int, CallAnswer], known: Collection[str]) -> None:
-        """Of a turn, with answers of those calls that were made; `known`: names that can be called."""
+        """Records a turn, with answers of those calls that were made; `known`: names that can be called."""
         self.calls.append([_call(call, answers.get(i), known) for i, call in enumerate(calls)])
         self.rewards.append(math.fsum(answers[i].reward for i in sorted(answers)))
         for i in sorted(answers):
@@ -103,10 +103,14 @@ class Conversations:
     """
 
     def __init__(
-        self, spec: TurnsSpec, tokenizer: Any, log_path: Path | None = None,
-        clock: Callable[[], float] = time.monotonic, seats: int | None = None,
+        self,
+        spec: TurnsSpec,
+        tokenizer: Any,
+        log_path: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        seats: int | None = None,
         environment: Mapping[str, str] | None = None,
-    ):  # fmt: skip
+    ):
         """Starts a first process for tools and environments; what they print goes to `log_path`. `seats`: requests that
         the engine has at most. `environment`: see EnvironmentPool.
         """

@@ -175,7 +175,10 @@ _NO_FAILURES = (OK, "refused", "unread", "not_called")
 
 
 def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:
-    """Of a response that nobody judges, with the call that went wrong: the last one that was made in its last turn."""
+    """The result of a response that nobody judges.
+
+    Its detail is the call that went wrong: the last one that was made in its last turn.
+    """
     calls = samples.rows(slice(row, row + 1))
     pairs = list(zip(calls.call_names.tolist(), calls.call_reasons.tolist(), strict=True))
     of_last_turn = pairs[len(pairs) - int(calls.turn_calls[-1]) :]

@@ -128,9 +128,16 @@ def _sender_faults(miniature: Miniature, pipeline: int, templates: Sequence[Stre
 def _copy_of(grain: Grain, layer: int, source_name: str) -> Copy:
     """The grain as a copy of the miniature, where every layer is in chunk 0."""
     return Copy(
-        grain.hf_name.format(layer), grain.hf_box, source_name.format(layer), 0, grain.source_box,
-        grain.parameter.format(layer), grain.target_box, grain.axes, grain.dtype,
-    )  # fmt: skip
+        grain.hf_name.format(layer),
+        grain.hf_box,
+        source_name.format(layer),
+        0,
+        grain.source_box,
+        grain.parameter.format(layer),
+        grain.target_box,
+        grain.axes,
+        grain.dtype,
+    )
 
 
 def worker_faults(

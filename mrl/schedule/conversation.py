@@ -91,7 +91,7 @@ class Conversation:
 
     @property
     def deadline(self) -> float:
-        """Of the answers of this turn, by the clock of `acting_since`."""
+        """When time for the answers of this turn is up, by the clock of `acting_since`."""
         return self.acting_since + self.budgets.seconds - self.acted_s
 
     def sampled(
