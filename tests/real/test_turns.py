@@ -187,12 +187,6 @@ AHEAD = {
 }  # fmt: skip
 
 
-PARTIAL = AHEAD | {
-    "trainer__schedule": "bounded", "trainer__max_staleness": 2, "trainer__partial_rollouts": True,
-    "trainer__segment_tokens": 20, "trainer__total_training_steps": 4, "trainer__max_actor_ckpt_to_keep": 4,
-}  # fmt: skip
-
-
 def started(world: Path, run_dir: Path, schedule: dict, *more: str) -> subprocess.Popen:
     command = ["mrl", "train", str(PRESET), *given(world, run_dir, **schedule), *more]
     log = run_dir.with_suffix(".log").open("a")
@@ -222,31 +216,3 @@ def test_ahead_of_training_conversations_go_on_after_a_signal_bit_by_bit(world, 
     """The checkpoint of the signal has conversations of the step after it, whole, and what each turn called."""
     rows = stopped_and_resumed(world, tmp_path, AHEAD)
     assert [row["training/off_policy/trajectory_staleness/max"] for row in rows] == [0, 1, 1]
-
-
-@pytest.mark.long
-def test_conversations_of_several_versions_go_on_after_a_signal_bit_by_bit(world, tmp_path):
-    """Borders fall inside of them: their environments are begun anew, by other processes too."""
-    rows = stopped_and_resumed(world, tmp_path, PARTIAL)
-    assert [row["training/off_policy/trajectory_staleness/max"] for row in rows] == [0, 1, 2, 2]
-    assert rows[-1]["async/versions_per_sample"] > 1.5
-
-
-@pytest.mark.long
-def test_conversations_that_engines_hold_over_an_update_go_on_after_a_signal(world, tmp_path):
-    """Ready first: no two runs are alike. What a saved step gives back goes on, in its environment too."""
-    run_dir = tmp_path / "run"
-    schedule = {key: value for key, value in PARTIAL.items() if key != "trainer__segment_tokens"}
-    schedule |= {"trainer__order": "ready_first", "rollout__max_num_seqs": 4, "trainer__deterministic": False}
-    process = started(world, run_dir, schedule)
-    wait_for_step(process, run_dir, 2)
-    process.send_signal(signal.SIGTERM)
-    assert finish(process, run_dir) == 5, run_dir.with_suffix(".log").read_text()[-3000:]
-    process = started(world, run_dir, schedule, "--resume")
-    assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
-    rows = [row for row in metrics(run_dir) if row["training/global_step"]]
-    assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4]
-    assert max(row["async/versions_per_sample"] for row in rows) > 1, "some were held over an update, or given back"
-    for row in rows:
-        assert row["turns/ended/environment"] == 0 and row["turns/mean"] > 1
-        assert row["training/off_policy/trajectory_staleness/max"] <= 2 and row["reshard/verified"] == 1
