@@ -142,6 +142,9 @@ _FROM_VERL = (
     "* **Rewards.** A function that returns a number alone has that number as the part `acc`, as in verl: "
     "`filter_groups.metric: acc` and validation's core numbers work as they do there. `seq_reward` of verl has "
     "the overlong penalty in it and is `reward` here.",
+    "* **Code of yours** is loaded from files that a key names, and from no others: rewards, as in verl; losses "
+    "(`algorithm.policy_loss.custom`), advantages (`algorithm.custom_advantage`), tools and environments "
+    "(`rollout.turns.path`). A run says each file with its SHA-256 before anything of it runs.",
     "* **Starting again.** verl's default `resume_mode: auto` is written: a second start goes on with the run of "
     "the directory. Our own default is `disable`, which refuses a directory that holds a run unless `--resume` is"
     " given.",

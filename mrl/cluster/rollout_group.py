@@ -5,6 +5,7 @@ every step together, so that whoever is asked alone to pause, to resume or to sl
 what changes an engine is asked of all of its ranks at once, after each of them has said that it is there.
 """
 
+import os
 import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -97,7 +98,8 @@ class RolloutGroup:
         kind = ray.remote(EngineWorker).options(
             runtime_env={"env_vars": SMALL_OBJECTS | seat.environment | own}, **seat.options
         )
-        return kind.remote(settings, str(self._logs / log_file(settings.name)), seat.places)
+        log = str(self._logs / log_file(settings.name))
+        return kind.remote(settings, log, seat.places, None if settings.turns is None else dict(os.environ))
 
     def _start(self) -> dict[str, ray.ObjectRef]:
         """Starts all ranks at once."""

@@ -7,7 +7,7 @@ import faulthandler
 import hashlib
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -245,8 +245,11 @@ class EngineWorker:
 
     conversations = None  # where responses are of several turns, once it is started
 
-    def __init__(self, settings, log_path: str, places: list[tuple[str, int]] | None = None):
-        """`places`: see Seat; of a device a worker."""
+    def __init__(
+        self, settings, log_path: str, places: list[tuple[str, int]] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        """`places`: see Seat; of a device a worker. `environment`: of the command that the user gave, for tools."""
         from mrl.vllm.engine import VllmEngine
 
         log_to(log_path)
@@ -260,6 +263,7 @@ class EngineWorker:
         folder = local_folder(settings.arguments["model"])  # this node's
         self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": folder}))
         self.outboxes = Outboxes()
+        self._environment = environment
         self._tools_log = Path(log_path).with_suffix(".tools.log")
 
     async def software(self) -> tuple[str, dict[str, str]]:
@@ -277,8 +281,13 @@ class EngineWorker:
             from mrl.flow.conversations import Conversations
 
             tokenizer = load_tokenizer(self.engine.settings.arguments["model"])
-            seats = places_of(self.engine.settings.arguments["max_num_seqs"])
-            self.conversations = Conversations(self.engine.settings.turns, tokenizer, self._tools_log, seats=seats)
+            self.conversations = Conversations(
+                self.engine.settings.turns,
+                tokenizer,
+                self._tools_log,
+                seats=places_of(self.engine.settings.arguments["max_num_seqs"]),
+                environment=self._environment,
+            )
         return await self.engine.start(meeting)
 
     async def stopped_processes(self) -> list[str]:

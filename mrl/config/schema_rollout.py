@@ -98,6 +98,17 @@ class TurnsConfig(Section):
     )
     num_workers: int = key(2, "Processes of each engine that call tools, and as many that have environments.", ge=1)
     max_memory_gib: float | None = key(None, "Address space of such a process; left out: unlimited.", gt=0, unit="GiB")
+    environment: tuple[str, ...] = key(
+        (),
+        "Variables that these processes are given beside the usual ones (PATH, HOME, PYTHON*, ...), by name or "
+        "pattern: the key of a search service, say.",
+    )
+    network: bool = key(False, "Whether they may reach beyond the machine. Off needs Linux.")
+    folders: tuple[str, ...] = key(
+        (),
+        "Folders that they may write into, beside temporary ones. Needs Linux with Landlock; without it they write "
+        "wherever the user may, and their log says so.",
+    )
 
 
 class RolloutConfig(Section):

@@ -101,7 +101,9 @@ class SetAside:
 
     def __str__(self) -> str:
         others = ""
-        if self.others:
+        if self.others == 1:
+            others = " (and 1 more row of the file)"
+        elif self.others:
             others = f" (and {self.others} more rows of the file)"
         return f"{self.file}, row {self.row}: {self.reason}{others}"
 

@@ -72,7 +72,7 @@ class QuickTokenizer:
     def __init__(self, core: Tokenizer, template: Template, text: str, named: Mapping[str, str]):
         """`named`: special tokens that the template may write, by name."""
         self.chat_template = text
-        self._core = core
+        self.backend_tokenizer = core
         self._template = template
         self._named = named
 
@@ -83,10 +83,12 @@ class QuickTokenizer:
         tokenize: bool = True,
         return_dict: bool = False,
         **more: Any,
-    ) -> list[int]:
-        """Token ids of the conversation as the template writes it; `more`: its other names."""
+    ) -> list[int] | str:
+        """Token ids of the conversation as the template writes it, or its text; `more`: its other names."""
         text = self._template.render(messages=conversation, tools=tools, documents=None, **{**self._named, **more})
-        return self._core.encode(text, add_special_tokens=False).ids
+        if tokenize:
+            return self.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return text
 
 
 def quick_tokenizer(folder: Path, arguments: Collection[str] = ()) -> QuickTokenizer | None:

@@ -198,14 +198,18 @@ class EnvironmentPool:
         timeout_s: float,
         log_path: Path | None = None,
         start_timeout_s: float = 60.0,
+        environment: Mapping[str, str] | None = None,
     ):
-        """Returns when a first process is ready. Raises ConfigError where something cannot be loaded, EnvironmentFault
-        where no process starts.
+        """Returns when a first process is ready. `environment`: what processes are given some of, by default this
+        process's.
+
+        Raises ConfigError where something cannot be loaded, EnvironmentFault where no process starts.
         """
         self.spec = spec
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
         self._log = log_path.open("ab") if log_path else None
+        self._environment = environment
         self._changed = threading.Condition()
         self._shared: deque[tuple[Callable, Future]] = deque()
         self._closed = False
@@ -363,7 +367,7 @@ class EnvironmentPool:
             with self._changed:
                 if self._closed:
                     raise EnvironmentFault("the pool of tools is closed")
-                slot.process = process = WorkerProcess(self.spec, self._log, module=MODULE)
+                slot.process = process = WorkerProcess(self.spec, self._log, self._environment, module=MODULE)
             try:
                 self._described = process.wait_ready(self.start_timeout_s)
                 return process

@@ -105,14 +105,15 @@ class Conversations:
     def __init__(
         self, spec: TurnsSpec, tokenizer: Any, log_path: Path | None = None,
         clock: Callable[[], float] = time.monotonic, seats: int | None = None,
+        environment: Mapping[str, str] | None = None,
     ):  # fmt: skip
         """Starts a first process for tools and environments; what they print goes to `log_path`. `seats`: requests that
-        the engine has at most.
+        the engine has at most. `environment`: see EnvironmentPool.
         """
         self.spec = spec
         self._clock = clock
         self._gate = TurnGate(seats)
-        self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.timeout_s, log_path)
+        self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.timeout_s, log_path, environment=environment)
         schemas = list(self._pool.offer.all_schemas)
         try:
             self._dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": schemas})

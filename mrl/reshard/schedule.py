@@ -157,7 +157,7 @@ class _Sharing:
         self.quotas = self._share(self._demand())
 
     def _rounds(self, worker: int) -> np.ndarray:
-        """Of each grain that a worker receives; computed anew, which is faster than to keep those of all workers."""
+        """The round of each grain that a worker receives; computed anew, which is faster than to keep all workers'."""
         return self.streams[worker].rounds(self.starts[worker], self.num_rounds, self.lockstep)
 
     def _demand(self) -> np.ndarray:

@@ -1,6 +1,6 @@
 """First step of assembling a run: prompts and reward are read and checked. Nothing is written, nothing to undo."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from mrl.config.schema import DataConfig, RewardConfig, TrainerConfig
 from mrl.config.schema_rollout import TurnsConfig
 from mrl.data.dataset import PromptDataset, PromptParameters, SetAside, load_tokenizer
-from mrl.data.dialects import dialect_of
+from mrl.data.dialects import Dialect, dialect_of
 from mrl.data.order import PromptStream
 from mrl.environments.environment_pool import check_tools
 from mrl.environments.offer import Offer
@@ -76,17 +76,23 @@ def checked_tools(
     if spec is None:
         return None
     offer = offer_of(spec.tools, reward)
-    dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": list(offer.all_schemas)})
+    dialect = checked_dialect(spec.template_arguments, offer, model_path, tokenizer)
+    for kind, names in (("tools", spec.tools.names), ("environments", spec.tools.environments)):
+        if names:
+            print(f"{kind}: {', '.join(names)}, called in the form of {dialect.name}")
+    return offer
+
+
+def checked_dialect(template_arguments: Mapping[str, Any], offer: Offer, model_path: str, tokenizer: Any) -> Dialect:
+    """How the model's family writes calls. Raises ConfigError where that is not known, or its turns would not end."""
+    dialect = dialect_of(tokenizer, {**template_arguments, "tools": list(offer.all_schemas)})
     if dialect.end not in stop_token_ids(model_path):
         raise ConfigError(
             f"rollout.turns: the model's turns would not end with {dialect.family.frame.end}, as those of "
             f"{dialect.name} do: its id {dialect.end} is no eos_token_id of config.json or generation_config.json in "
             f"{model_path}; add it there"
         )
-    for kind, names in (("tools", spec.tools.names), ("environments", spec.tools.environments)):
-        if names:
-            print(f"{kind}: {', '.join(names)}, called in the form of {dialect.name}")
-    return offer
+    return dialect
 
 
 def offer_of(tools: ToolsSpec, reward: RewardConfig) -> Offer:

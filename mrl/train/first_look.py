@@ -11,8 +11,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from mrl.reward.pool import RewardPool, check_function
 from mrl.reward.process import PACKAGE_ROOT
 from mrl.train.assemble_data import (
     check_goes_on,
+    checked_dialect,
     load_training,
     load_validation,
     offer_of,
@@ -68,15 +69,38 @@ def look(config: RunConfig) -> str | None:
     outcome = {}
     if config.rollout.turns is not None:
         outcome = ONE_TURN
-    _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
-    if here != data or not Path(config.model.path).is_dir() or not small or (turns and not offer):
+    if rows:
+        _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
+    reads = here == data and small
+    if not Path(config.model.path).is_dir() or (turns and not offer) or not (reads or turns):
         return None
-    seed = config.trainer.seed
+    asked = _Asked(config.model.path, data, config.trainer.seed, offer, turns and turns.template_arguments, reads)
     if (tokenizer := quick_tokenizer(Path(config.model.path), data.apply_chat_template_kwargs)) is not None:
-        return _read(tokenizer, data, seed, offer)
+        return _answered(asked, tokenizer)
     if "torch" in sys.modules:
-        return _read(load_tokenizer(config.model.path), data, seed, offer)
-    return _read_apart(config.model.path, data, seed, offer)
+        return _answered(asked, load_tokenizer(config.model.path))
+    return _answered_apart(asked)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What takes a tokenizer to be told."""
+
+    model_path: str
+    data: DataConfig
+    seed: int
+    offer: Offer | None = None
+    template_arguments: Mapping[str, Any] | None = None  # of conversations; None: responses are of one turn
+    reads: bool = True  # all rows
+
+
+def _answered(asked: _Asked, tokenizer: ChatTokenizer) -> str | None:
+    """The fingerprint, where rows are read. Raises DataError, and ConfigError for a model that cannot call tools."""
+    if asked.offer is not None and asked.template_arguments is not None:
+        checked_dialect(asked.template_arguments, asked.offer, asked.model_path, tokenizer)
+    if asked.reads:
+        return _read(tokenizer, asked.data, asked.seed, asked.offer)
+    return None
 
 
 def _here(files: Sequence[str]) -> tuple[str, ...]:
@@ -113,7 +137,7 @@ def _first_row(file: str, data: DataConfig) -> dict[str, Any] | None:
 
 def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
     """Loads a function of the user's that is on this host, and asks it about a row, where there is one: with nonsense,
-    the truth, and the truth in words.
+    the truth, and the truth in words, until it has judged one.
 
     Raises where it fails on all three; a function may fail on some answers and still be right.
     """
@@ -130,21 +154,22 @@ def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
         RewardItem(number, row["data_source"], text, row["ground_truth"], row["extra_info"])
         for number, text in enumerate(texts)
     ]
+    results = []
     with RewardPool(spec, 1, reward.timeout_s) as pool:
-        results = pool.score(items)
-    if any(result.reason == OK for result in results):
-        return
+        for item in items:
+            results += pool.score([item])
+            if results[-1].reason == OK:
+                return
     try:
         check_failures(results, reward.max_failure_share)
     except DataError as error:
         raise DataError(f"asked about the first row, with the texts {', '.join(map(repr, texts))}: {error}") from None
 
 
-def _read_apart(model_path: str, data: DataConfig, seed: int, offer: Offer | None) -> str | None:
-    """Reads all rows in a process without torch. None where that process fails by itself: the run reads them again."""
+def _answered_apart(question: _Asked) -> str | None:
+    """As `_answered`, in a process without torch. None where that process fails by itself: the run asks again."""
     paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    asked = {"model_path": model_path, "data": data.model_dump(mode="json"), "seed": seed}
-    asked["offer"] = offer and asdict(offer)
+    asked = asdict(question) | {"data": question.data.model_dump(mode="json")}
     try:
         ended = subprocess.run(
             [sys.executable, "-P", "-m", "mrl.train.first_look"],
@@ -182,10 +207,10 @@ def main() -> None:
     """The process without torch: what to read comes on standard input, and the answer is one JSON object."""
     sys.modules["torch"] = None  # as if it were not installed: transformers would import all of it for a tokenizer
     asked = json.load(sys.stdin)
-    data = DataConfig.model_validate(asked["data"])
+    given = {"data": DataConfig.model_validate(asked["data"]), "offer": _offer(asked["offer"])}
+    question = _Asked(**{**asked, **given})
     try:
-        tokenizer = load_tokenizer(asked["model_path"])
-        found = {"fingerprint": _read(tokenizer, data, asked["seed"], _offer(asked["offer"]))}
+        found = {"fingerprint": _answered(question, load_tokenizer(question.model_path))}
     except _TELLING as error:
         found = {type(error).__name__: str(error)}
     print(json.dumps(found))

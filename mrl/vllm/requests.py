@@ -151,13 +151,13 @@ def turns_spec(turns: TurnsConfig | None, data: DataConfig) -> TurnsSpec | None:
     index = None
     if turns.index is not None:
         index = str(Path(turns.index).resolve())
-    given = turns.model_dump(exclude={"tools", "environments", "path", "index", "max_memory_gib"})
+    of_processes = turns.model_dump(include={"max_memory_gib", "environment", "network", "environments"})
+    given = turns.model_dump(exclude={"tools", "path", "index", "folders", *of_processes})
     thinking = {}
     if data.enable_thinking is not None:
         thinking = {THINKING: data.enable_thinking}
-    tools = ToolsSpec(
-        tuple(turns.tools), path, turns.max_memory_gib, environments=tuple(turns.environments), index=index
-    )
+    folders = tuple(str(Path(folder).resolve()) for folder in turns.folders)
+    tools = ToolsSpec(tuple(turns.tools), path, index=index, folders=folders, **of_processes)
     return TurnsSpec(tools, **given, template_arguments={**data.apply_chat_template_kwargs, **thinking})
 
 

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from combination_run import without_lost_engines
 from fault_run import MARK
 from killed_run import ROOT, RUN_S
 from stamp import facts
@@ -138,7 +137,7 @@ class Faults:
 
     def _difference(self, row: Row) -> str | None:
         runs = self._work / row.name, self._work / row.whole
-        rows = without_lost_engines(*(read_metrics(run / METRICS) for run in runs))
+        rows = (read_metrics(run / METRICS) for run in runs)
         folders = (run / "checkpoints" / f"step-{STEPS}" for run in runs)
         return metrics_difference(*rows) or checkpoint_difference(*folders)
 

@@ -3,8 +3,9 @@
     scripts/evidence/first_hour.sh [--work FOLDER] [--part steps|mistakes] [--skip STEP ...]
 
 Steps are a newcomer's, in an empty HOME: a script of verl's, a first configuration, a rehearsal, own data and reward, a
-resume, a second run beside it, a conversion, and the commands of launch/ as docs/tutorial/to_a_cluster.md has them, on
-ports of their own. Mistakes are such as can be known before Ray starts: each has to end with its exit code and its
+resume, a second run beside it, runs without a HOME, Ctrl-C, a conversion, and the commands of launch/ as
+docs/tutorial/to_a_cluster.md has them, on ports of their own, with a job and a run that have another token than the
+head. Mistakes are such as can be known before Ray starts: each has to end with its exit code and its
 words, in one message; those that took longer than LIMIT_S are named. On a machine that does other work too, the seconds
 of the processors say more than the clock's, so both are written, with the load; a mistake that took longer is made
 again, TRIES times at most, and the shortest counts. Steps and mistakes are stored each by themselves: the mistakes need
@@ -22,7 +23,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ REWARD = "reward.custom_reward_function.path"
 LOSS = "algorithm.policy_loss.custom.path"
 OWN = f"--set data.train_files=train.jsonl --set data.val_files=val.jsonl --set {REWARD}"
 CONFIG = "hour.yaml"
+# sent once the first step is saved; a shell without jobs leaves SIGINT to the run itself
+CTRL_C = (
+    "{train} --set trainer.total_training_steps=50 >stopped.log 2>&1 & run=$!; "
+    "while kill -0 $run && [ ! -d runs/stopped/checkpoints/step-1 ]; do sleep 0.2; done; "
+    "kill -INT $run; wait $run; [ $? = 5 ] && tail -n 3 stopped.log"
+)
+FILES_ELSEWHERE = "--set model.path=/models/m --set data.train_files=/t.parquet --set data.val_files=/v.parquet"
+ELSEWHERE = f"{PRESET} --run-dir /tmp/none {FILES_ELSEWHERE}"
 FILES = {
     "my_reward.py": "def compute_score(solution_str, ground_truth, **_):\n"
     "    right = float(solution_str.strip() == ground_truth)\n    return {'score': right + 0.1, 'acc': right}\n",
@@ -66,11 +75,16 @@ FILES = {
 
 @dataclass(frozen=True)
 class Step:
-    """`command`: of bash, in the work folder; those of launch/ in the checkout, as they are written."""
+    """`command`: of bash, in the work folder; those of launch/ in the checkout, as they are written.
+
+    `code`: what it has to end with; `words`: of what it says.
+    """
 
     name: str
     command: str
     of_launch: bool = False
+    code: int = 0
+    words: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -111,8 +125,13 @@ def steps() -> list[Step]:
     """In their order."""
     train = f"mrl train {CONFIG} {OWN}=my_reward.py --run-dir runs/own"
     plain = f"mrl train {CONFIG} {OWN}=plain_reward.py --run-dir runs/plain"
+    once = "--set trainer.total_training_steps=1"
+    homeless = train.replace("runs/own", "runs/without-home")
     data = "--data train.jsonl"
     starts, job, stops = launch_commands()
+    other = f"RAY_AUTH_TOKEN={'0' * 64}"
+    joining = f"RAY_ADDRESS=127.0.0.1:$PORT mrl train {PRESET} --run-dir $HOME/joining"
+    another = ["of another token"]
     return [
         Step("import a script of verl's", "mrl import-verl verl.sh --set DATA=/data -o from_verl.yaml"),
         Step("validate what was imported", "mrl validate from_verl.yaml"),
@@ -127,8 +146,13 @@ def steps() -> list[Step]:
         Step("report", "mrl report runs/own"),
         Step("compare", "mrl compare runs/own runs/plain"),
         Step("convert", "mrl convert megatron-to-hf runs/own -o exported"),
+        Step("train without HOME", f"env -u HOME {homeless} {once}"),
+        Step("train where HOME takes nothing", f"HOME=/proc {homeless} {once.replace('=1', '=2')} --resume"),
+        Step("Ctrl-C", CTRL_C.format(train=train.replace("runs/own", "runs/stopped")), words=["it goes on with: mrl"]),
         Step("start a head in an empty HOME", starts, of_launch=True),
         Step("a job of Ray's", job, of_launch=True),
+        Step("a job for a head of another token", f"{other} mrl submit {ELSEWHERE}", True, 4, another),
+        Step("a run on a head of another token", f"{other} {joining}", True, 4, another),
         Step("stop the head", stops, of_launch=True),
     ]  # fmt: skip
 
@@ -151,6 +175,8 @@ def _of_settings() -> Iterator[Mistake]:
     yield Mistake("verl's key in our section", _train("--set algorithm.policy_loss.clip_ratio=0.2"), 2, [ours])
     yield Mistake("a setting in hydra's way", _train("trainer.total_epochs=2"), 2, ["--set trainer.total_epochs=2"])
     yield Mistake("verl's key in hydra's way", _train("actor_rollout_ref.rollout.n=4"), 2, ["--set rollout.n=4"])
+    sign = _train("--set ++actor_rollout_ref.actor.optim.lr=2e-6")
+    yield Mistake("hydra's sign before a key", sign, 2, ["--set actor.optim.lr=2.0e-06"])
     yield Mistake("a key misspelt", _train("--set actor.optim.lrr=1e-6"), 2, ["did you mean lr?"])
     yield Mistake("a value of another type", _train("--set rollout.n=many"), 2, ["rollout.n", "whole number"])
     unset = ["carried with losses: data.train_files", "--set DATA=..."]
@@ -165,6 +191,9 @@ def _of_plug_ins() -> Iterator[Mistake]:
     yield Mistake("a reward that is not there", _train(f"--set {REWARD}=gone.py"), 2, not_there)
     named = _train(f"--set {REWARD}=none.py --set reward.custom_reward_function.name=score")
     yield Mistake("a function that is not in it", named, 2, ["no function 'score'", "compute_score"])
+    shared = "--set data.train_files=/shared/t.parquet --set data.val_files=/shared/v.parquet"
+    elsewhere = f"mrl validate {CONFIG} {shared} --set {REWARD}=none.py --set {REWARD[:-4]}name=score"
+    yield Mistake("the same, rows on another host", elsewhere, 2, ["no function 'score'", "compute_score"])
     raised, none = ["raised: KeyError: 'answer'"], ["NoneType 'None' where a number"]
     yield Mistake("a reward that raises", _train(f"--set {REWARD}=raises.py"), 3, raised)
     yield Mistake("a reward without a number", _train(f"--set {REWARD}=none.py"), 3, none)
@@ -184,6 +213,11 @@ def _of_data() -> Iterator[Mistake]:
 def _of_places(taken: int) -> Iterator[Mistake]:
     again = f"mrl train {CONFIG} --run-dir runs/own"
     yield Mistake("a run in a folder that has one", again, 2, ["--resume"], of_a_run=True)
+    kl = "--set algorithm.use_kl_loss=true --set algorithm.kl_loss_coef=0.001 --set ref.path=gone"
+    yield Mistake("a reference model that is not there", _train(kl), 2, ["ref.path = gone (--set): is no folder"])
+    begun = "--set trainer.resume_mode=resume_path --set trainer.resume_from_path=gone"
+    no_folder = ["trainer.resume_from_path = gone (--set): is no folder"]
+    yield Mistake("a checkpoint to begin from that is not there", _train(begun), 2, no_folder)
     yield Mistake("nothing to resume", _train("--resume"), 2, ["holds no run to resume"])
     yield Mistake("a port in use", _train(f"--set cluster.port={taken}"), 4, [f"cluster.port {taken} is in use"])
 
@@ -193,15 +227,31 @@ def _of_jobs() -> Iterator[Mistake]:
     left_out = ["model.path: tiny-world/model is not sent"]
     yield Mistake("a job's path that is not sent", f"{submit} sent.yaml --set model.path=tiny-world/model", 2, left_out)
     yield Mistake("a runtime environment of another version", f"{submit} env.yaml", 2, ["image_url", "another version"])
+    setting = f"{submit} all.yaml trainer.total_epochs=2"
+    yield Mistake("a job's setting in hydra's way", setting, 2, ["--set trainer.total_epochs=2"])
+    outside = f"mrl submit {CONFIG} --run-dir /tmp/none"
+    yield Mistake("a job outside of a checkout", outside, 2, ["launch/runtime_env.cpu.yaml is not here"])
+    yield from _of_addresses(f"{submit} all.yaml --address")
     none = ["no token of Ray's"]
     yield Mistake("a job without a token", f"{submit} all.yaml", 4, [*none, "is not there"], {"HOME": "/nonexistent"})
     yield Mistake("a job without HOME", f"{submit} all.yaml", 4, [*none, "HOME is not set"], {"HOME": None})
+
+
+def _of_addresses(submit: str) -> Iterator[Mistake]:
+    token = {"RAY_AUTH_TOKEN": "0" * 64}
+    wanted = ["the dashboard's address is wanted, as http://127.0.0.1:8265"]
+    yield Mistake("a job at the port of a head", f"{submit} 127.0.0.1:6379", 2, wanted, token)
+    nobody = ["no Ray dashboard answers at http://127.0.0.1:1"]
+    yield Mistake("a job where no head is", f"{submit} http://127.0.0.1:1", 4, nobody, token)
 
 
 def _of_heads(taken: int) -> Iterator[Mistake]:
     head, free = f"{ROOT}/launch/start_head.sh", {"PORT": str(free_port())}
     yield Mistake("a head on a port in use", head, 4, ["in use", "somebody else's"], {"PORT": str(taken)})
     yield Mistake("a head on a port of the workers'", head, 4, ["10002 to 19999"], {"PORT": "10500"})
+    yield Mistake("a head on a port that is none", head, 4, ["PORT=abc: a whole number"], {"PORT": "abc"})
+    folder = free | {"TEMP": "/proc/none"}
+    yield Mistake("a head in a folder of another's", head, 4, ["TEMP=/proc/none cannot be written"], folder)
     yield Mistake("a head without HOME", head, 4, ["HOME is not set"], free | {"HOME": None})
     yield Mistake("a head whose HOME takes nothing", head, 4, ["cannot be written"], free | {"HOME": "/proc"})
 
@@ -291,12 +341,18 @@ def shortest(mistake: Mistake, work: Path, environment: Mapping[str, str]) -> Ra
     return min(tried, key=lambda ran: ran.seconds)
 
 
-def judged(mistake: Mistake, ran: Ran) -> list[str]:
-    """What is wrong with how a mistake was told."""
-    faults = [f"no {word!r}" for word in mistake.words if word not in ran.message]
-    if ran.code != mistake.code:
-        faults.append(f"ended with {ran.code}, not {mistake.code}")
+def judged(wanted: Step | Mistake, ran: Ran) -> list[str]:
+    """What is wrong with how a step ended, or how a mistake was told."""
+    faults = [f"no {word!r}" for word in wanted.words if word not in ran.message]
+    if ran.code != wanted.code:
+        faults.append(f"ended with {ran.code}, not {wanted.code}")
     return faults + ["a traceback"] * ("Traceback" in ran.message)
+
+
+def wrong(pairs: Iterable[tuple[Step | Mistake, Ran]]) -> list[str]:
+    """Lines about those that did not end as they have to."""
+    found = [(ran, judged(wanted, ran)) for wanted, ran in pairs]
+    return [f"{ran.name}: {', '.join(faults)}: {ran.message[-1000:]}" for ran, faults in found if faults]
 
 
 def kept(ran: Ran, work: Path) -> dict[str, Any]:
@@ -353,12 +409,13 @@ def main() -> None:
     command = "scripts/evidence/first_hour.sh --part"
     if options.part != "mistakes":
         done = list(do_steps(work, options.skip))
-        refuse([f"{ran.name}: {ran.message[-1000:]}" for ran in done if ran.code])
+        told = [step for step in steps() if step.name not in options.skip]
+        refuse(wrong(zip(told, done, strict=True)))
         without = f" --skip {' '.join(map(repr, options.skip))}" if options.skip else ""
         store("steps", f"{command} steps{without}", steps_of(done, work))
     if options.part != "steps":
         pairs = list(make_mistakes(work))
-        refuse([f"{m.name}: {', '.join(bad)}: {ran.message[-1000:]}" for m, ran in pairs if (bad := judged(m, ran))])
+        refuse(wrong(pairs))
         store("mistakes", f"{command} mistakes", mistakes_of(pairs, work))
 
 

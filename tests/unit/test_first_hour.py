@@ -31,6 +31,13 @@ def test_a_mistake_is_told_by_its_code_and_words_and_no_traceback(code, message,
     assert hour.judged(MISTAKE, ran(code, message)) == faults
 
 
+def test_a_step_ends_with_its_own_code_and_words():
+    step = hour.Step("a job for another's head", "true", code=4, words=["another token"])
+    assert hour.wrong([(step, ran(4, "of another token"))]) == []
+    (line,) = hour.wrong([(step, ran(0, "succeeded"))])
+    assert "no 'another token', ended with 0, not 4: succeeded" in line
+
+
 def test_the_line_that_says_it_is_stored_and_no_folder_of_the_machine(tmp_path):
     told = ran(4, f"first\n  {tmp_path}/x: port 1 is in use\nlast")
     (row,) = hour.mistakes_of([(MISTAKE, told)], tmp_path)["rows"]
@@ -50,7 +57,7 @@ def test_a_mistake_that_took_long_is_made_again_and_the_shortest_counts(tmp_path
 
 
 def test_launchs_commands_are_steps_as_their_page_has_them():
-    of_launch = [step.command for step in hour.steps() if step.of_launch]
+    of_launch = [step.command for step in hour.steps() if step.of_launch and not step.code]
     assert of_launch == hour.launch_commands() and of_launch[0] == "launch/start_head.sh"
 
 
@@ -58,8 +65,8 @@ def test_the_stored_result_is_of_these_steps_and_mistakes():
     """Each told as it has to be; a step may be left out where the command says so."""
     stored = json.loads(hour.RESULTS.read_text(encoding="utf-8"))
     done, told = stored["steps"], stored["mistakes"]
-    wanted = [step.name for step in hour.steps() if repr(step.name) not in done["command"]]
-    assert [row["name"] for row in done["rows"]] == wanted and not any(row["code"] for row in done["rows"])
+    wanted = [(step.name, step.code) for step in hour.steps() if repr(step.name) not in done["command"]]
+    assert [(row["name"], row["code"]) for row in done["rows"]] == wanted
     known = {mistake.name: mistake for mistake in hour.mistakes(1)}
     lacking = known.keys() - {row["name"] for row in told["rows"]}
     assert all(known[name].of_a_run for name in lacking), "those of a run need one"

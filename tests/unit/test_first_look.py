@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import dialect_templates
 import pytest
 from small_model import write_model
 
@@ -12,9 +13,11 @@ from mrl.config.load import load_config
 from mrl.config.rules import seen_violations
 from mrl.config.run_rules import unseen_files
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
+from mrl.data.quick_tokenizer import quick_tokenizer
 from mrl.environments.environment_pool import check_tools
 from mrl.errors import ConfigError, DataError
 from mrl.model import planning_model_spec
+from mrl.reward.pool import RewardPool
 from mrl.train.assemble_data import load_training
 from mrl.train.first_look import look
 from mrl.vllm.requests import turns_spec
@@ -161,6 +164,17 @@ def test_a_reward_may_fail_on_some_answers_and_be_allowed_to_fail_on_all(folder)
     assert look(config_with("reward.max_failure_share=1.0").config) is None
 
 
+def test_a_reward_that_has_judged_one_answer_is_asked_no_more(folder, monkeypatch):
+    """A judge may take seconds, and cost."""
+    asked = []
+    score = RewardPool.score
+    monkeypatch.setattr(RewardPool, "score", lambda pool, items: asked.extend(items) or score(pool, items))
+    assert look(config_with().config) is None and [item.response_text for item in asked] == ["nonsense"]
+    asked.clear()
+    (folder / "reward.py").write_text("def compute_score(solution_str, **_):\n    return float(int(solution_str))\n")
+    assert look(config_with().config) is None and [item.response_text for item in asked] == ["nonsense", "1"]
+
+
 def test_looking_needs_neither_torch_nor_ray(folder):
     code = "import sys; import mrl.train.preflight; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     import subprocess
@@ -193,16 +207,48 @@ def test_tools_are_looked_for_and_loaded_as_other_plug_ins_are(folder):
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_prompts_of_a_run_with_tools_name_them_at_the_first_look_too(folder, monkeypatch, quick):
     """Else a resume would be refused for other prompts."""
-    write_model(folder / "model")
-    Path("model/chat_template.jinja").write_text("{{ tools | tojson if tools }}{{ messages[0].content }}:")
-    Path("tools.py").write_text(TOOL)
-    config = config_with(*TURNS, "model.path=model", "data.max_prompt_length=900", "data.train_batch_size=4").config
-    if not quick:
-        monkeypatch.setattr("mrl.train.first_look.quick_tokenizer", lambda *_: None)
+    config = of_a_model_that_calls(monkeypatch, quick)
     offer = check_tools(turns_spec(config.rollout.turns, config.data).tools)
     tokenizer = load_tokenizer("model")
     of_run = load_training(config.data, config.trainer.seed, tokenizer, offer).prompts.fingerprint
     assert look(config) == of_run != load_training(config.data, config.trainer.seed, tokenizer).prompts.fingerprint
+
+
+def of_a_model_that_calls(monkeypatch, quick: bool, *overrides: str):
+    """Its configuration; `quick`: its tokenizer is read without transformers."""
+    write_model(Path("model"))
+    hermes = dialect_templates.tokenizer("hermes")
+    hermes.save_pretrained("model")
+    settings = json.loads(Path("model/config.json").read_text())
+    end = hermes.convert_tokens_to_ids("<|im_end|>")
+    Path("model/config.json").write_text(json.dumps(settings | {"eos_token_id": end}))
+    Path("tools.py").write_text(TOOL)
+    if quick:
+        assert quick_tokenizer(Path("model")) is not None
+    else:
+        monkeypatch.setattr("mrl.train.first_look.quick_tokenizer", lambda *_: None)
+    lengths = ["data.max_prompt_length=900", "data.train_batch_size=4"]
+    return config_with(*TURNS, "model.path=model", *lengths, *overrides).config
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all rows", "too many rows"])
+@pytest.mark.parametrize("how", ["quick", "here", "apart"])
+def test_a_model_that_train_refuses_for_tools_is_refused_at_the_first_look_too(folder, monkeypatch, how, whole):
+    config = of_a_model_that_calls(monkeypatch, how == "quick")
+    if how == "apart":
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    if not whole:
+        monkeypatch.setattr("mrl.train.first_look.READ_WHOLE_BYTES", 0)
+    assert (look(config) is None) != whole
+    template = Path("model/chat_template.jinja")
+    said = template.read_text()
+    template.write_text(said.replace("tool_response", "result"))
+    with pytest.raises(ConfigError, match="in no form that is known"):
+        look(config)
+    template.write_text(said)
+    Path("model/config.json").write_text(Path("model/config.json").read_text().replace("eos_token_id", "other_id"))
+    with pytest.raises(ConfigError, match="no eos_token_id"):
+        look(config)
 
 
 class _Characters:

@@ -1,6 +1,7 @@
 """What `rollout.turns` may say, what a run makes of it, and what is refused before anything starts."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from test_data import row, write_jsonl
 from mrl.config.load import SchemaRefusal, load_config
 from mrl.config.rules import violations
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
+from mrl.environments.environment_pool import EnvironmentPool
 from mrl.environments.offer import Offer, name_of
 from mrl.environments.tool import Tool
 from mrl.errors import ConfigError, DataError
@@ -110,6 +112,26 @@ def test_schemas_of_tools_are_what_prompts_are_rendered_with(folder):
     assert "Finds a word in the dictionary." in text
 
 
+def test_processes_of_tools_are_given_what_is_named_and_no_more(monkeypatch, tmp_path):
+    """As those of rewards are: a variable, a folder; the usual ones are there in any case."""
+    monkeypatch.setenv("SEARCH_KEY", "open")
+    monkeypatch.setenv("OTHER_KEY", "shut")
+    (tmp_path / "own.py").write_text(
+        "import os\n\ndef shows(name: str) -> str:\n    'Shows a variable.'\n    return os.environ.get(name, 'none')\n"
+    )
+    given = f"{{tools: [shows], path: {tmp_path / 'own.py'}, environment: [SEARCH_*], network: true, folders: [notes]}}"
+    config = configured(f"rollout.turns={given}").config
+    spec = turns_spec(config.rollout.turns, config.data).tools
+    assert (spec.network, spec.folders) == (True, (str(Path("notes").resolve()),))
+    with EnvironmentPool(spec, 1, 20.0) as pool:
+        names = ("SEARCH_KEY", "OTHER_KEY")
+        assert [pool.call("shows", {"name": name}).result(60).text for name in names] == ["open", "none"]
+    with EnvironmentPool(spec, 1, 20.0, environment={**os.environ, "SEARCH_KEY": "given"}) as pool:
+        assert pool.call("shows", {"name": "SEARCH_KEY"}).result(60).text == "given", "of the command, not of the node"
+    plain = turns_spec(configured(CALCULATOR).config.rollout.turns, config.data).tools
+    assert (plain.environment, plain.network, plain.folders) == ((), False, ())
+
+
 def test_a_model_that_would_not_end_its_turns_or_cannot_write_calls_is_refused(folder):
     config = configured(CALCULATOR).config
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}))
@@ -168,7 +190,7 @@ def test_what_is_looked_at_before_a_run_is_what_the_run_reads(folder):
     assert len(run) == 3
     reader = load_tokenizer(str(folder))
     assert first_look._read(reader, data, 0, offer) == run.fingerprint
-    assert first_look._read_apart(str(folder), data, 0, offer) == run.fingerprint
+    assert first_look._answered_apart(first_look._Asked(str(folder), data, 0, offer)) == run.fingerprint
     assert first_look._read(reader, data, 0, None) != run.fingerprint
     write_jsonl(folder / "rows.jsonl", [row("Go.", "1") | {"extra_info": {"environment": "chess"}}])
     with pytest.raises(DataError, match="names 'chess'"):
