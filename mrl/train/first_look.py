@@ -167,7 +167,7 @@ def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _answered_apart(question: _Asked) -> str | None:
-    """As `_answered`, in a process without torch. None where that process fails by itself: the run asks again."""
+    """Asks `_answered` in a process without torch. None where that process fails by itself: the run asks again."""
     paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     asked = asdict(question) | {"data": question.data.model_dump(mode="json")}
     try:
