@@ -39,7 +39,7 @@ Step = tuple[str, Mapping[str, Any], int]
 
 
 def reply_digest(reply: Sequence[Any]) -> int:
-    """Of reason, text, reward, parts and end, never 0."""
+    """The digest of reason, text, reward, parts and end, never 0."""
     said = json.dumps(list(reply[:5]), sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") | 1
 

@@ -59,7 +59,7 @@ class _Record:
 
     @classmethod
     def of(cls, kept: Samples) -> "_Record":
-        """Of a row that goes on, without the turn that it is at."""
+        """The record of a row that goes on, without the turn that it is at."""
         turns = kept.turn_calls.tolist()[:-1]
         calls = _calls_of(kept)
         ends = np.cumsum([0, *turns]).tolist()

@@ -16,7 +16,7 @@ _VALUES = {"string": "1", "integer": 1, "number": 1.0, "boolean": True, "array":
 
 
 def made_up_calls(functions: Mapping[str, Schema], turn: int, most: int) -> list[ToolCall]:
-    """Of a turn, counted from 1; at most `most`. `functions`: by name, as a chat template takes them."""
+    """Calls of a turn, counted from 1; at most `most`. `functions`: by name, as a chat template takes them."""
     names = list(functions)
     first = (turn - 1) * most
     chosen = [names[number % len(names)] for number in range(first, first + min(most, len(names)))]

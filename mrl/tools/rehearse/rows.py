@@ -94,7 +94,7 @@ def _read(file: str, count: int, parameters: PromptParameters) -> Iterator[tuple
 def _synthetic(
     start: int, count: int, data_source: str, offer: Offer | None
 ) -> Iterator[tuple[list[dict[str, str]], Row]]:
-    """Of environments each in its turn."""
+    """Rows that name environments turn about."""
     environments = []
     if offer is not None:
         environments = list(offer.environments)
