@@ -219,7 +219,8 @@ def test_where_the_environment_rewards_every_row_acts_on_one(folder):
     config = configured(GAMES, REWARDED, "data.max_prompt_length=4000").config
     data = config.data.model_copy(update=files)
     offer = checked_tools(config.rollout.turns, data, config.reward, str(folder), tokenizer("hermes"))
-    for read in (first_look._read_apart, lambda path, *given: first_look._read(load_tokenizer(path), *given)):
+    apart = lambda *given: first_look._answered_apart(first_look._Asked(*given))  # noqa: E731
+    for read in (apart, lambda path, *given: first_look._read(load_tokenizer(path), *given)):
         with pytest.raises(DataError, match=r"environment is empty, and reward\.function: environment takes"):
             read(str(folder), data, 0, offer)
     own = configured(GAMES).config
