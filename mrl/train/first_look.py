@@ -69,8 +69,7 @@ def look(config: RunConfig) -> str | None:
     outcome = {}
     if config.rollout.turns is not None:
         outcome = ONE_TURN
-    if rows:
-        _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
+    _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
     reads = here == data and small
     if not Path(config.model.path).is_dir() or (turns and not offer) or not (reads or turns):
         return None
