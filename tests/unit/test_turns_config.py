@@ -205,7 +205,7 @@ def test_an_environment_that_cannot_be_begun_anew_goes_with_whole_responses_alon
     with pytest.raises(ConfigError, match="'Forgetful' is not repeatable"):
         first_look.look(configured(forgetful, *HELD).config)
     for config in (configured(forgetful).config, configured(GAMES, *HELD).config):
-        model = config.model.model_copy(update={"path": str(folder)})
+        model = config.model.model_copy(update={"path": str(folder / "elsewhere")})
         first_look.look(config.model_copy(update={"data": config.data.model_copy(update=NO_FILES), "model": model}))
 
 
