@@ -7,8 +7,8 @@ temp=${TEMP:-/tmp/ray-mrl}
 # processes of Ray's name the session's folder; workers end with their raylet. $1: a pattern of what stands before it
 mrl_left() { pgrep -u "$(id -u)" -f -- "$1[=/]${temp#/}/session_" || true; }
 [ -n "$(mrl_left "")" ] || { echo "no head of yours has its folder at $temp; TEMP names another" >&2; exit 4; }
-# the raylet first and the head last: each takes leave of the head, and all at once would wait for each other
-for kind in "raylet/raylet.*" "python.*" ""; do
+# the raylet first, the head last: its monitor takes leave of it, and would wait for one that has gone
+for kind in "raylet/raylet .*" "[.]py .*" ""; do
     mapfile -t processes < <(mrl_left "$kind")
     kill "${processes[@]}" 2>/dev/null || true
     end=$((SECONDS + ${STOP_TIMEOUT_S:-10}))

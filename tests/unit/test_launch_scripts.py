@@ -248,9 +248,9 @@ def test_a_head_is_stopped_and_nothing_else(node, tmp_path):
 
 
 def test_a_raylet_is_stopped_first_and_its_head_last(node, tmp_path):
-    """Each takes leave of the head; all at once they would wait for each other until they are killed."""
+    """What takes leave of a head that has gone waits until it is killed."""
     session, order = f"--log_dir={tmp_path}/ray/session_1/logs", tmp_path / "order"
-    names = ("gcs_server", "python monitor.py", "raylet/raylet")
+    names = ("/lib/python3.11/ray/gcs_server", "/bin/python monitor.py", "/lib/python3.11/ray/raylet/raylet")
     script = "trap 'echo $0 >>{}; exit' TERM; touch {}; sleep 60 & wait"
     processes = []
     for number, name in enumerate(names):
