@@ -4,17 +4,16 @@
 # A job that runs is stopped first, where it is to save: `ray job stop JOB`, or Ctrl-C of `mrl submit`.
 set -euo pipefail
 temp=${TEMP:-/tmp/ray-mrl}
-# processes of Ray's name the session's folder; workers end with their raylet
-mrl_left() { pgrep -u "$(id -u)" -f -- "[=/]${temp#/}/session_" || true; }
-mapfile -t processes < <(mrl_left)
-[ ${#processes[@]} -gt 0 ] || { echo "no head of yours has its folder at $temp; TEMP names another" >&2; exit 4; }
-kill "${processes[@]}" 2>/dev/null || true
-end=$((SECONDS + ${STOP_TIMEOUT_S:-20}))
-while mapfile -t processes < <(mrl_left) && [ ${#processes[@]} -gt 0 ]; do
-    if [ $SECONDS -ge $end ]; then
-        kill -KILL "${processes[@]}" 2>/dev/null || true
-        break
-    fi
-    sleep 0.2
+# processes of Ray's name the session's folder; workers end with their raylet. $1: a pattern of what stands before it
+mrl_left() { pgrep -u "$(id -u)" -f -- "$1[=/]${temp#/}/session_" || true; }
+[ -n "$(mrl_left "")" ] || { echo "no head of yours has its folder at $temp; TEMP names another" >&2; exit 4; }
+# the raylet first, the head last: its monitor takes leave of it, and would wait for one that has gone
+for kind in "raylet/raylet .*" "[.]py .*" ""; do
+    mapfile -t processes < <(mrl_left "$kind")
+    kill "${processes[@]}" 2>/dev/null || true
+    end=$((SECONDS + ${STOP_TIMEOUT_S:-10}))
+    while [ -n "$(mrl_left "$kind")" ] && [ $SECONDS -lt $end ]; do sleep 0.2; done
 done
+mapfile -t processes < <(mrl_left "")
+kill -KILL "${processes[@]}" 2>/dev/null || true
 echo "the head at $temp is stopped"

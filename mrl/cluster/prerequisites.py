@@ -29,6 +29,7 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PORT_TRIES = 100
 _MODE = "RAY_AUTH_MODE"
 _TOKEN = "RAY_AUTH_TOKEN"
+ASKED = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # of a head, which answers it to whoever may join
 _LONGEST_ANSWER = 100_000  # bytes, of a dashboard that says its version
 
 
@@ -64,6 +65,35 @@ def check_reachable(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         )
 
 
+def follow_head(address: str) -> None:
+    """Sets RAY_AUTH_MODE, where nobody has, to what the head at `address` wants.
+
+    Raises EnvironmentFault where that head takes no token of this user's: Ray itself would try for half a minute, and
+    say that nobody answers.
+    """
+    if address == "auto" or os.environ.get("RAY_USE_TLS", "0") == "1" or not _turns_away(address, None):
+        return
+    if (mode := os.environ.setdefault(_MODE, "token")) != "token":
+        raise EnvironmentFault(f"the head at {address} wants a token, and {_MODE}={mode} sends none; unset it")
+    check_token(address)
+    if _turns_away(address, _token()):
+        raise EnvironmentFault(_another_token(address, "cluster.address or RAY_ADDRESS"))
+
+
+def _turns_away(address: str, token: str | None) -> bool:
+    """Whether a head does not know who asks; one that says anything else may be joined."""
+    import grpc  # of ray[default]; here: it takes a fifth of a second, and most runs start a cluster of their own
+
+    given = (("authorization", f"Bearer {token}"),) if token else ()
+    options = (("grpc.enable_http_proxy", 0),)  # as in Ray's own channels
+    with grpc.insecure_channel(address.removeprefix("ray://"), options) as channel:
+        try:
+            channel.unary_unary(ASKED)(b"", timeout=CONNECT_TIMEOUT_S, metadata=given)
+        except grpc.RpcError as error:
+            return error.code() is grpc.StatusCode.UNAUTHENTICATED
+    return False
+
+
 def check_dashboard(address: str) -> None:
     """Raises ConfigError for what is no dashboard's address, and EnvironmentFault unless a dashboard answers there that
     takes this user's token.
@@ -88,11 +118,13 @@ def check_dashboard(address: str) -> None:
             is_ray = "ray_version" in json.loads(said.read(_LONGEST_ANSWER))
     except HTTPError as error:
         if error.code in (401, 403):
-            raise EnvironmentFault(_another_token(address, error.code)) from error
+            raise EnvironmentFault(_another_token(address, "--address")) from error
         is_ray = False
     except ValueError:  # no JSON
         is_ray = False
-    except (OSError, HTTPException) as error:
+    except HTTPException as error:
+        raise EnvironmentFault(no_dashboard(address, "no answer in HTTP")) from error
+    except OSError as error:
         raise EnvironmentFault(no_dashboard(address, str(getattr(error, "reason", error)))) from error
     if not is_ray:
         raise EnvironmentFault(f"something else than a Ray dashboard answers at {address}; give --address")
@@ -106,11 +138,11 @@ def no_dashboard(address: str, why: str) -> str:
     )
 
 
-def _another_token(address: str, code: int) -> str:
+def _another_token(address: str, key: str) -> str:
     named = _TOKEN if os.environ.get(_TOKEN) else str(_token_file())
     return (
-        f"the head at {address} is of another token ({code}), somebody else's perhaps: the one in {named} is not its "
-        "own. Copy it from the head's host, or give the --address of a head of yours"
+        f"the head at {address} is of another token, somebody else's perhaps: the one in {named} is not its own. Copy "
+        f"it from the head's host, or name a head of yours ({key})"
     )
 
 
@@ -229,8 +261,11 @@ def _home_takes_a_token() -> bool:
     file = _token_file()
     if file is None:
         return False
-    existing = next(folder for folder in (file.parent, *file.parents) if folder.exists())
-    return os.access(existing, os.W_OK | os.X_OK)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)  # as Ray does then
+    except OSError:
+        return False
+    return os.access(file.parent, os.W_OK | os.X_OK)
 
 
 def own_cpus() -> int:

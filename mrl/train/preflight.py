@@ -8,7 +8,14 @@ from pathlib import Path
 from mrl.checkpoint.manifest import check_files, read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
 from mrl.checkpoint.room import check_room, checkpoint_bytes, groups_ahead_bytes, room_note, route_bytes
-from mrl.cluster.prerequisites import check_port_free, check_reachable, check_size, own_cpus, ray_address
+from mrl.cluster.prerequisites import (
+    check_port_free,
+    check_reachable,
+    check_size,
+    follow_head,
+    own_cpus,
+    ray_address,
+)
 from mrl.config.describe import describe_layout, describe_loss
 from mrl.config.load import ResolvedConfig
 from mrl.config.model_folders import folders_of_weights, names_of_the_hub, with_model_folders
@@ -182,5 +189,6 @@ def _check_cluster(deployment: Deployment, actor: bool = True) -> None:
     address = ray_address(deployment.cluster)
     if address is not None:
         check_reachable(address)
+        follow_head(address)
     else:
         check_size(deployment, {"CPU": float(own_cpus())}, names=("CPU",), actor=actor)

@@ -3,8 +3,10 @@
 """
 
 import os
+import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -243,3 +245,32 @@ def test_a_head_is_stopped_and_nothing_else(node, tmp_path):
         for process in (head, other):
             process.kill()
             process.wait()
+
+
+def test_a_raylet_is_stopped_first_and_its_head_last(node, tmp_path):
+    """What takes leave of a head that has gone waits until it is killed."""
+    session, order = f"--log_dir={tmp_path}/ray/session_1/logs", tmp_path / "order"
+    names = ("/lib/python3.11/ray/gcs_server", "/bin/python monitor.py", "/lib/python3.11/ray/raylet/raylet")
+    script = "trap 'echo $0 >>{}; exit' TERM; touch {}; sleep 60 & wait"
+    processes = []
+    for number, name in enumerate(names):
+        ready = tmp_path / f"ready{number}"
+        processes.append(subprocess.Popen(["bash", "-c", script.format(order, ready), name, session]))
+        while not ready.exists():
+            time.sleep(0.01)
+    try:
+        done = node.run("stop_head.sh", TEMP=str(tmp_path / "ray"))
+        assert done.returncode == 0 and order.read_text().split("\n")[:-1] == list(reversed(names)), done.stderr
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_what_does_not_end_is_killed(node, tmp_path):
+    session, ready = f"--log_dir={tmp_path}/ray/session_1/logs", tmp_path / "ready"
+    deaf = subprocess.Popen(["bash", "-c", f"trap '' TERM; touch {ready}; while :; do sleep 0.1; done", "x", session])
+    while not ready.exists():
+        time.sleep(0.01)
+    done = node.run("stop_head.sh", TEMP=str(tmp_path / "ray"), STOP_TIMEOUT_S="1")
+    assert done.returncode == 0 and deaf.wait(10) == -signal.SIGKILL

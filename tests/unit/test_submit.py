@@ -8,10 +8,12 @@ import shlex
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import grpc
 import pytest
 import yaml
 
@@ -229,7 +231,7 @@ def test_a_head_is_asked_before_ray_is_imported(head, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("o" * 32 + "\n")
-    with pytest.raises(EnvironmentFault, match=r"the head at .* is of another token \(403\), somebody else's") as no:
+    with pytest.raises(EnvironmentFault, match=r"the head at .* is of another token, somebody else's") as no:
         prerequisites.check_dashboard(head)
     assert "o" * 32 not in str(no.value)
 
@@ -248,6 +250,11 @@ def test_a_head_is_asked_before_ray_is_imported(head, monkeypatch, tmp_path):
 def test_an_address_where_no_dashboard_can_be_is_told_at_once(address, kind, words):
     with pytest.raises(kind, match=words):
         prerequisites.check_dashboard(address)
+
+
+def test_a_heads_own_port_is_no_dashboard(gcs):
+    with pytest.raises(EnvironmentFault, match=r"no Ray dashboard answers at http://.* \(no answer in HTTP\)"):
+        prerequisites.check_dashboard(f"http://{gcs(None)[0]}")
 
 
 def test_a_socket_that_speaks_no_http_is_no_dashboard(monkeypatch):
@@ -349,6 +356,84 @@ def test_a_run_of_its_own_needs_no_home(monkeypatch):
     assert not prerequisites.has_token()
     prerequisites.ask_for_token_authentication()
     assert prerequisites.has_token() and len(os.environ.pop("RAY_AUTH_TOKEN")) == 64
+
+
+class Gcs(grpc.GenericRpcHandler):
+    """A head that answers whoever gives `token`, or everybody where it has none."""
+
+    def __init__(self, token):
+        self.token, self.asked = token, []
+
+    def service(self, call):
+        given = dict(call.invocation_metadata).get("authorization")
+        self.asked.append((call.method, given))
+
+        def answer(_, context):
+            if self.token is not None and given != f"Bearer {self.token}":
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.fixture
+def gcs(monkeypatch, tmp_path):
+    """Starts a head: (its address, itself). The user has a token, and no mode."""
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 32)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    servers = []
+
+    def start(token):
+        server, head = grpc.server(ThreadPoolExecutor(2)), Gcs(token)
+        server.add_generic_rpc_handlers((head,))
+        servers.append(server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        return f"127.0.0.1:{port}", head
+
+    yield start
+    for server in servers:
+        server.stop(None).wait()
+    os.environ.pop("RAY_AUTH_MODE", None)
+
+
+def test_a_run_joins_a_head_as_that_wants_it(gcs):
+    address, head = gcs("t" * 32)
+    prerequisites.follow_head(address)
+    assert os.environ["RAY_AUTH_MODE"] == "token", "Ray would send none by itself"
+    assert head.asked == [(prerequisites.ASKED, None), (prerequisites.ASKED, "Bearer " + "t" * 32)]
+
+
+def test_an_open_head_is_joined_without_a_token(gcs):
+    prerequisites.follow_head(gcs(None)[0])
+    prerequisites.follow_head("auto")
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+def test_somebody_elses_head_is_told_before_ray_tries_on_and_on(gcs, monkeypatch):
+    address, _ = gcs("o" * 32)
+    with pytest.raises(EnvironmentFault, match=f"the head at {address} is of another token, somebody else's perhaps"):
+        prerequisites.follow_head(address)
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    with pytest.raises(
+        EnvironmentFault, match=f"no token of Ray's for the head at {address}: .*auth_token is not there"
+    ):
+        prerequisites.follow_head(address)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(
+        EnvironmentFault, match=f"the head at {address} wants a token, and RAY_AUTH_MODE=disabled sends"
+    ):
+        prerequisites.follow_head(address)
+
+
+def test_a_home_that_looks_writable_and_takes_nothing_gives_no_token(monkeypatch):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/proc")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    prerequisites.ask_for_token_authentication()
+    assert len(os.environ.pop("RAY_AUTH_TOKEN")) == 64
 
 
 def test_an_unknown_key_is_told_before_anything_is_sent(monkeypatch, capsys):
