@@ -47,5 +47,5 @@ def tiny_worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tiny-world", "long-world", "tool-world"):
         (tmp_path / name / "model").mkdir(parents=True)
         (tmp_path / name / "model" / "config.json").write_text(json.dumps(TINY))
-    (tmp_path / "tool-world" / "reward.py").touch()
+    (tmp_path / "tool-world" / "reward.py").write_text("def compute_score(**_):\n    return 0.0\n")
     monkeypatch.chdir(tmp_path)
