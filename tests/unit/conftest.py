@@ -47,5 +47,16 @@ def tiny_worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tiny-world", "long-world", "tool-world"):
         (tmp_path / name / "model").mkdir(parents=True)
         (tmp_path / name / "model" / "config.json").write_text(json.dumps(TINY))
+    _make_it_call(tmp_path / "tool-world" / "model")
     (tmp_path / "tool-world" / "reward.py").write_text("def compute_score(**_):\n    return 0.0\n")
     monkeypatch.chdir(tmp_path)
+
+
+def _make_it_call(model: Path) -> None:
+    """Gives a model's folder a tokenizer whose template writes calls of tools, and turns that end as it says."""
+    from dialect_templates import tokenizer  # here: transformers with it
+
+    made = tokenizer("hermes")
+    made.save_pretrained(model)
+    ends = {"eos_token_id": made.convert_tokens_to_ids("<|im_end|>")}
+    (model / "config.json").write_text(json.dumps(TINY | ends))
