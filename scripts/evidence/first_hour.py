@@ -153,6 +153,7 @@ def steps() -> list[Step]:
         Step("a job of Ray's", job, of_launch=True),
         Step("a job for a head of another token", f"{other} mrl submit {ELSEWHERE}", True, 4, another),
         Step("a run on a head of another token", f"{other} {joining}", True, 4, another),
+        Step("a run on the head", f"{joining} {once}", of_launch=True),
         Step("stop the head", stops, of_launch=True),
     ]  # fmt: skip
 

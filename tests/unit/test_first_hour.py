@@ -57,8 +57,9 @@ def test_a_mistake_that_took_long_is_made_again_and_the_shortest_counts(tmp_path
 
 
 def test_launchs_commands_are_steps_as_their_page_has_them():
-    of_launch = [step.command for step in hour.steps() if step.of_launch and not step.code]
-    assert of_launch == hour.launch_commands() and of_launch[0] == "launch/start_head.sh"
+    of_launch = [step.command for step in hour.steps() if step.of_launch]
+    written = hour.launch_commands()
+    assert [command for command in of_launch if command in written] == written and written[0] == "launch/start_head.sh"
 
 
 def test_the_stored_result_is_of_these_steps_and_mistakes():
