@@ -88,14 +88,9 @@ class GatedDelta(MegatronModule):
         query, key, value, gate, rate, step = self._by_kind(mixed, rates)
         channels = torch.cat([x.flatten(1) for x in (query, key, value)], dim=1)
         sizes = [x[0].numel() for x in (query, key, value)]
-        query, key, value = (
-            x.unflatten(1, (-1, dim))
-            for x, dim in zip(
-                self.conv1d(channels, lengths).split(sizes, dim=1),
-                (self.key_dim, self.key_dim, self.value_dim),
-                strict=True,
-            )
-        )
+        query, key, value = self.conv1d(channels, lengths).split(sizes, dim=1)
+        value = value.unflatten(1, (-1, self.value_dim))
+        query, key = (x.unflatten(1, (-1, self.key_dim)) for x in (query, key))
         query, key = (x.repeat_interleave(self.values_a_key, dim=1) for x in (query, key))
         decay = -self.A_log.float().exp() * F.softplus(step.float() + self.dt_bias)
         out = gated_delta(query, key, value, decay, rate.sigmoid(), lengths)

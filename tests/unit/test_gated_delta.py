@@ -18,7 +18,7 @@ SIZES = dict(
     linear_num_value_heads=8,
 )  # fmt: skip
 HIDDEN, EPS = 32, 1e-6
-LENGTHS = (3, CHUNK, 1, 2 * CHUNK + 5, CHUNK - 1)
+LENGTHS = (3, CHUNK, 1, 2 * CHUNK + 6, CHUNK - 2)
 TOKENS = sum(LENGTHS)
 
 
@@ -129,6 +129,8 @@ def computed(rank: int, ranks: int, port: int, found) -> None:
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.copy_(own_part(name, judge.get_parameter(name), rank, ranks))
+    padded = torch.nn.utils.rnn.pad_sequence(x.split(LENGTHS))
+    rows = layer(padded.chunk(ranks)[rank])[0].detach()
     x, weights = (tensor.chunk(ranks)[rank][:, None] for tensor in (x, weights))
     x = x.clone().requires_grad_()
     starts = torch.tensor((0, *LENGTHS)).cumsum(0).int()
@@ -137,12 +139,12 @@ def computed(rank: int, ranks: int, port: int, found) -> None:
     (out * weights).sum().backward()
     gradients = {name: p.grad.numpy() for name, p in layer.named_parameters()} | {"input": x.grad[:, 0].numpy()}
     asks = {name for name, p in layer.named_parameters() if getattr(p, "sequence_parallel", False)}
-    found.put((rank, out[:, 0].detach().numpy(), gradients, asks))
+    found.put((rank, out[:, 0].detach().numpy(), gradients, asks, rows.numpy()))
     dist.destroy_process_group()
 
 
 def of_ranks(ranks: int) -> list:
-    """(rank, outputs, gradients, parameters that ask for a sum over tensor ranks) of each."""
+    """Of each: rank, outputs, gradients, parameters that ask for a sum over tensor ranks, outputs of a padded batch."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -166,6 +168,9 @@ def test_outputs_and_gradients_are_those_of_transformers_with_each_sequence_alon
     found, (out, gradients) = of_ranks(ranks), expected()
     outputs = torch.cat([torch.from_numpy(one[1]) for one in found])
     assert (outputs - out).abs().max() < 1e-5 * out.abs().max()
+    padded = torch.cat([torch.from_numpy(one[4]) for one in found])
+    of_rows = torch.cat([padded[:length, row] for row, length in enumerate(LENGTHS)])
+    assert (of_rows - out).abs().max() < 1e-5 * out.abs().max()
     for name, whole in gradients.items():
         parts = [torch.from_numpy(one[2][name]) for one in found]
         if name == "input":
