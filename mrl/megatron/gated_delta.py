@@ -56,7 +56,8 @@ class GatedDelta(MegatronModule):
         self.key_heads = config.linear_num_key_heads // ranks
         self.values_a_key = config.linear_num_value_heads // config.linear_num_key_heads
         self.value_heads = self.key_heads * self.values_a_key
-        keys, values = config.linear_num_key_heads * self.key_dim, config.linear_num_value_heads * self.value_dim
+        keys = config.linear_num_key_heads * self.key_dim
+        values = config.linear_num_value_heads * self.value_dim
         column = {"config": config, "init_method": config.init_method, "gather_output": False, "bias": False}
         column |= {"tp_group": pg_collection.tp}
         self.in_proj_qkvz = ColumnParallelLinear(config.hidden_size, 2 * (keys + values), **column)
@@ -78,7 +79,9 @@ class GatedDelta(MegatronModule):
         mixed, _ = self.in_proj_qkvz(hidden_states)
         rates, _ = self.in_proj_ba(hidden_states)
         length, rows = mixed.shape[:2]
-        lengths = (length,) * rows if packed_seq_params is None else lengths_of(packed_seq_params)
+        lengths = (length,) * rows
+        if packed_seq_params is not None:
+            lengths = lengths_of(packed_seq_params)
         mixed, rates = (x.transpose(0, 1).flatten(0, 1) for x in (mixed, rates))
         out = self._of_pack(mixed, rates, lengths)
         return self.out_proj(out.unflatten(0, (rows, length)).transpose(0, 1))
@@ -115,7 +118,8 @@ class _Convolution(torch.nn.Module):
 
     def forward(self, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """`x` [tokens, channels] -> as `x`."""
-        weight, place = self.weight[:, 0], _places(lengths, x.device)
+        weight = self.weight[:, 0]
+        place = _places(lengths, x.device)
         out = x * weight[:, -1]
         for back in range(1, weight.shape[1]):
             earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
@@ -177,7 +181,8 @@ def _stepwise(
 ) -> Tensor:
     """The state from chunk to chunk of all sequences at once: [chunks, heads, CHUNK, value dim]."""
     state = query.new_zeros(counts[0], query.shape[1], query.shape[3], new.shape[3])
-    outs, first = [], 0
+    outs = []
+    first = 0
     for count in counts:
         here = slice(first, first + count)
         state = state[:count]  # sequences that are over are the last ones
@@ -200,9 +205,11 @@ def _chunked(x: Tensor, chunks: Chunks) -> Tensor:
 
 @lru_cache(maxsize=64)  # every layer of a micro-batch asks, and its backward again
 def _chunks(lengths: tuple[int, ...], device: torch.device) -> Chunks:
-    total, starts = sum(lengths), np.cumsum([0, *lengths])
+    total = sum(lengths)
+    starts = np.cumsum([0, *lengths])
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    tokens, counts = [], []
+    tokens = []
+    counts = []
     for step in range(-(-max(lengths) // CHUNK)):
         rows = [row for row in order if lengths[row] > step * CHUNK]
         at = step * CHUNK + np.arange(CHUNK)
