@@ -144,7 +144,7 @@ def computed(rank: int, ranks: int, port: int, found) -> None:
 
 
 def of_ranks(ranks: int) -> list:
-    """Of each: rank, outputs, gradients, parameters that ask for a sum over tensor ranks, outputs of a padded batch."""
+    """Rank, outputs, gradients, parameters that ask for a sum over tensor ranks, outputs of a padded batch; of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
