@@ -24,7 +24,7 @@ from torch import Tensor
 from mrl.megatron.host_arrays import brought
 from mrl.megatron.packing import kept_positions
 from mrl.model.computed_sizes import ATTENTION_LENGTHS
-from mrl.platforms.packs import pack_of
+from mrl.platforms.packs import lengths_of
 
 
 class CausalAttention(torch.nn.Module):
@@ -67,7 +67,7 @@ class CausalAttention(torch.nn.Module):
         """
         if packed_seq_params is None:
             return self._padded(query, key, value)
-        return self._packed(query, key, value, _lengths(packed_seq_params))
+        return self._packed(query, key, value, lengths_of(packed_seq_params))
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         length = query.shape[0] * self.group.size()
@@ -180,11 +180,3 @@ def _sequence_order(lengths: tuple[int, ...], size: int, device: torch.device) -
 def _rank_positions(lengths: tuple[int, ...], size: int, rank: int, device: torch.device) -> Tensor:
     """Positions that a rank holds, see kept_positions."""
     return brought(kept_positions(np.array(lengths), size, rank), device)
-
-
-def _lengths(packed_seq_params) -> tuple[int, ...]:
-    starts = packed_seq_params.cu_seqlens_q_padded
-    pack = pack_of(starts)
-    if pack is not None:
-        return pack.lengths
-    return tuple(starts.diff().tolist())

@@ -33,6 +33,15 @@ def pack_of(starts: Tensor) -> Pack | None:
     return getattr(starts, _NAME, None)
 
 
+def lengths_of(packed_seq_params: Any) -> tuple[int, ...]:
+    """Tokens in memory of each sequence; read from the device where nothing was tied."""
+    starts = packed_seq_params.cu_seqlens_q_padded
+    pack = pack_of(starts)
+    if pack is not None:
+        return pack.lengths
+    return tuple(starts.diff().tolist())
+
+
 def for_attention(starts: Tensor) -> Tensor:
     """What attention is given as starts. MindSpeed's makes a list of them in every layer (core_r0.16.0:
     te/pytorch/attention/dot_product_attention/backend.py, core/context_parallel/ring_context_parallel.py), which is no

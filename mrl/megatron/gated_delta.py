@@ -1,0 +1,226 @@
+"""Gated delta attention (Qwen3-Next, Qwen3.5) in plain torch, over packs of sequences and tensor-parallel over heads.
+
+Megatron's own layer takes no packs. A head's state S [key dim, value dim] goes from token to token of one sequence and
+is zero where one begins; with decay a and rate b
+
+    S = a S;   S = S + k (b (v - S^T k))^T;   out = S^T q
+
+Tokens are computed in chunks of 64, in which the updates are one triangular system (arXiv:2412.06464). A pack is cut
+into chunks that end with their sequence, so that no chunk has two, and sequences go on together, the longest first:
+
+    pack of lengths 3, 2, 5 in chunks of 2    a a a b b c c c c c
+    chunks in the order of steps              c c | a a | b b      c c | a .      c .
+                                              step 0               step 1         step 2
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mrl.megatron.host_arrays import brought
+from mrl.platforms.packs import lengths_of
+
+CHUNK = 64
+_NORM_EPS = 1e-6  # of queries and keys, whatever the model's norms have
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A pack cut into chunks."""
+
+    tokens: Tensor  # int64 [chunks * CHUNK]: which token of the pack; behind a sequence's end the one behind the pack
+    places: Tensor  # int64 [tokens of the pack]: where in `tokens` each stands
+    counts: tuple[int, ...]  # chunks of each step, which are those of the first sequences of the step before
+
+
+class GatedDelta(MegatronModule):
+    """In the place of a layer's attention. Projections lie as in the checkpoint, head of keys by head of keys, so that
+    tensor ranks have rows one after the other; the convolution's channels are queries, keys, then values.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection=None, **_):
+        super().__init__(config)
+        ranks = pg_collection.tp.size()
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.key_heads = config.linear_num_key_heads // ranks
+        self.values_a_key = config.linear_num_value_heads // config.linear_num_key_heads
+        self.value_heads = self.key_heads * self.values_a_key
+        keys = config.linear_num_key_heads * self.key_dim
+        values = config.linear_num_value_heads * self.value_dim
+        column = {"config": config, "init_method": config.init_method, "gather_output": False, "bias": False}
+        column |= {"tp_group": pg_collection.tp}
+        self.in_proj_qkvz = ColumnParallelLinear(config.hidden_size, 2 * (keys + values), **column)
+        self.in_proj_ba = ColumnParallelLinear(config.hidden_size, 2 * config.linear_num_value_heads, **column)
+        self.out_proj = RowParallelLinear(
+            values, config.hidden_size, config=config, init_method=config.output_layer_init_method, bias=False,
+            input_is_parallel=True, skip_bias_add=True, tp_group=pg_collection.tp,
+        )  # fmt: skip
+        channels = (2 * keys + values) // ranks
+        self.conv1d = _Convolution(channels, config.linear_conv_kernel_dim, config.params_dtype)
+        self.dt_bias = _of_heads(torch.ones(self.value_heads), config.params_dtype)
+        self.A_log = _of_heads(torch.zeros(self.value_heads), config.params_dtype)
+        self.norm = _GatedNorm(self.value_dim, config)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params=None, **_):
+        """`hidden_states` [seq, batch, hidden], this rank's part of seq under sequence parallelism -> as that, and no
+        bias. Padded rows have their pads at the end, where they reach no real token.
+        """
+        mixed, _ = self.in_proj_qkvz(hidden_states)
+        rates, _ = self.in_proj_ba(hidden_states)
+        length, rows = mixed.shape[:2]
+        lengths = (length,) * rows
+        if packed_seq_params is not None:
+            lengths = lengths_of(packed_seq_params)
+        mixed, rates = (x.transpose(0, 1).flatten(0, 1) for x in (mixed, rates))
+        out = self._of_pack(mixed, rates, lengths)
+        return self.out_proj(out.unflatten(0, (rows, length)).transpose(0, 1))
+
+    def _of_pack(self, mixed: Tensor, rates: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """What this rank's heads say of each token: [tokens, heads * dim]."""
+        query, key, value, gate, rate, step = self._by_kind(mixed, rates)
+        channels = torch.cat([x.flatten(1) for x in (query, key, value)], dim=1)
+        sizes = [x[0].numel() for x in (query, key, value)]
+        query, key, value = self.conv1d(channels, lengths).split(sizes, dim=1)
+        value = value.unflatten(1, (-1, self.value_dim))
+        query, key = (x.unflatten(1, (-1, self.key_dim)) for x in (query, key))
+        query, key = (x.repeat_interleave(self.values_a_key, dim=1) for x in (query, key))
+        decay = -self.A_log.float().exp() * F.softplus(step.float() + self.dt_bias)
+        out = gated_delta(query, key, value, decay, rate.sigmoid(), lengths)
+        return self.norm(out, gate).flatten(1)
+
+    def _by_kind(self, mixed: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys, values and gates [tokens, heads, dim]; rates and steps [tokens, heads]."""
+        wide = self.values_a_key * self.value_dim
+        by_head = mixed.unflatten(1, (self.key_heads, -1))
+        query, key, value, gate = by_head.split([self.key_dim, self.key_dim, wide, wide], dim=2)
+        value, gate = (x.reshape(len(x), self.value_heads, self.value_dim) for x in (value, gate))
+        rate, step = rates.unflatten(1, (self.key_heads, -1)).split(self.values_a_key, dim=2)
+        return query, key, value, gate, rate.flatten(1), step.flatten(1)
+
+
+class _Convolution(torch.nn.Module):
+    """Each channel over the tokens before it, of its own sequence, then silu."""
+
+    def __init__(self, channels: int, kernel: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = _of_heads(torch.zeros(channels, 1, kernel), dtype)
+
+    def forward(self, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """`x` [tokens, channels] -> as `x`."""
+        weight = self.weight[:, 0]
+        place = _places(lengths, x.device)
+        out = x * weight[:, -1]
+        for back in range(1, weight.shape[1]):
+            earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
+            out = out + torch.where(place[:, None] >= back, earlier, 0) * weight[:, -1 - back]
+        return F.silu(out)
+
+
+class _GatedNorm(torch.nn.Module):
+    """RMSNorm of each head, then its gate; the weight is not zero-centred as the model's other norms are."""
+
+    def __init__(self, size: int, config: TransformerConfig):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+        # each tensor rank sees its own heads; this asks for their sum over tensor ranks
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = config.layernorm_epsilon
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        normed = self.weight * F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
+        return (normed * F.silu(gate.float())).to(x.dtype)
+
+
+def _of_heads(values: Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
+    """A parameter of which each tensor rank has its own heads."""
+    parameter = torch.nn.Parameter(values.to(dtype))
+    set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    return parameter
+
+
+def gated_delta(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, lengths: tuple[int, ...]
+) -> Tensor:
+    """What each token reads of its sequence's state: [tokens, heads, value dim], as `value`.
+
+    `query`, `key` [tokens, heads, key dim], here brought to length one. `decay`: logarithm of what the state is
+    multiplied by, and `rate`, how much of a value is written: [tokens, heads]. `lengths`: of the sequences.
+    """
+    chunks = _chunks(lengths, query.device)
+    query, key = (_unit(x.float()) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    query, key, value32, decay, rate = (
+        _chunked(x.float(), chunks) for x in (query, key, value, decay[..., None], rate[..., None])
+    )
+    decay = decay.cumsum(dim=2)  # from the chunk's beginning
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
+    between = (decay - decay.transpose(2, 3)).masked_fill(later, float("-inf")).exp()  # [.., to, from]
+    system = (key * rate) @ key.transpose(2, 3) * between
+    written = torch.cat([value32 * rate, key * rate * decay.exp()], dim=3)
+    solved = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True)
+    new, read = solved.split([value32.shape[3], key.shape[3]], dim=3)
+    scores = query @ key.transpose(2, 3) * between
+    end = decay[:, :, -1:]
+    out = _stepwise(chunks.counts, query * decay.exp(), scores, new, read, key * (end - decay).exp(), end.exp())
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, chunks.places).to(value.dtype)
+
+
+def _stepwise(
+    counts: tuple[int, ...], query: Tensor, scores: Tensor, new: Tensor, read: Tensor, key: Tensor, decay: Tensor
+) -> Tensor:
+    """The state from chunk to chunk of all sequences at once: [chunks, heads, CHUNK, value dim]."""
+    state = query.new_zeros(counts[0], query.shape[1], query.shape[3], new.shape[3])
+    outs = []
+    first = 0
+    for count in counts:
+        here = slice(first, first + count)
+        state = state[:count]  # sequences that are over are the last ones
+        value = new[here] - read[here] @ state
+        outs.append(query[here] @ state + scores[here] @ value)
+        state = state * decay[here] + key[here].transpose(2, 3) @ value
+        first += count
+    return torch.cat(outs)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + _NORM_EPS)
+
+
+def _chunked(x: Tensor, chunks: Chunks) -> Tensor:
+    """`x` [tokens, heads, dim] -> [chunks, heads, CHUNK, dim]; zeros behind each sequence, which change no state."""
+    with_zeros = F.pad(x, (0, 0, 0, 0, 0, 1))
+    return with_zeros.index_select(0, chunks.tokens).unflatten(0, (-1, CHUNK)).transpose(1, 2)
+
+
+@lru_cache(maxsize=64)  # every layer of a micro-batch asks, and its backward again
+def _chunks(lengths: tuple[int, ...], device: torch.device) -> Chunks:
+    total = sum(lengths)
+    starts = np.cumsum([0, *lengths])
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    tokens = []
+    counts = []
+    for step in range(-(-max(lengths) // CHUNK)):
+        rows = [row for row in order if lengths[row] > step * CHUNK]
+        at = step * CHUNK + np.arange(CHUNK)
+        tokens += [np.where(at < lengths[row], starts[row] + at, total) for row in rows]
+        counts.append(len(rows))
+    index = np.concatenate(tokens)
+    places = np.flatnonzero(index < total)[index[index < total].argsort()]
+    return Chunks(brought(index, device), brought(places, device), tuple(counts))
+
+
+@lru_cache(maxsize=64)
+def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [tokens]: which token of its sequence each is."""
+    return brought(np.concatenate([np.arange(length) for length in lengths]), device)

@@ -1,0 +1,188 @@
+"""Gated delta attention: the rule token by token, and transformers' layer of the same weights, packed and over two
+tensor ranks.
+"""
+
+import multiprocessing
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.megatron.gated_delta import CHUNK, GatedDelta, gated_delta
+from mrl.platforms import get_platform
+
+SIZES = dict(
+    linear_conv_kernel_dim=4, linear_key_head_dim=16, linear_value_head_dim=24, linear_num_key_heads=4,
+    linear_num_value_heads=8,
+)  # fmt: skip
+HIDDEN, EPS = 32, 1e-6
+LENGTHS = (3, CHUNK, 1, 2 * CHUNK + 6, CHUNK - 2)
+TOKENS = sum(LENGTHS)
+
+
+def token_by_token(query, key, value, decay, rate) -> Tensor:
+    """One sequence by the definition, in float64."""
+    query, key, value, decay, rate = (x.double() for x in (query, key, value, decay, rate))
+    query, key = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    state = torch.zeros(query.shape[1], query.shape[2], value.shape[2], dtype=torch.float64)
+    outs = []
+    for q, k, v, a, b in zip(query, key, value, decay, rate, strict=True):
+        state = state * a.exp()[:, None, None]
+        correction = b[:, None] * (v - torch.einsum("hkv,hk->hv", state, k))
+        state = state + torch.einsum("hk,hv->hkv", k, correction)
+        outs.append(torch.einsum("hkv,hk->hv", state, q) * query.shape[2] ** -0.5)
+    return torch.stack(outs)
+
+
+def drawn(heads: int = 3) -> tuple[Tensor, ...]:
+    random = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, TOKENS, heads, 16, generator=random)
+    value = torch.randn(TOKENS, heads, 24, generator=random)
+    rate, decay = torch.rand(2, TOKENS, heads, generator=random)
+    return query, key, value, -0.3 * decay, rate
+
+
+def test_a_pack_is_computed_sequence_by_sequence_as_the_rule_says():
+    given = drawn()
+    found = gated_delta(*given, LENGTHS)
+    parts = zip(*(x.split(LENGTHS) for x in given), strict=True)
+    expected = torch.cat([token_by_token(*part) for part in parts])
+    assert (found - expected).abs().max() < 1e-5 < expected.abs().max()
+    leaking = gated_delta(*given, (TOKENS,))  # the trap: one state for all
+    assert (leaking - expected).abs().max() > 0.1
+
+
+def test_what_else_is_in_the_pack_changes_no_bit():
+    given = drawn()
+    found = gated_delta(*given, LENGTHS).split(LENGTHS)
+    for row, length in enumerate(LENGTHS):
+        alone = gated_delta(*(x.split(LENGTHS)[row] for x in given), (length,))
+        assert torch.equal(found[row], alone)
+
+
+# ---------------------------------------------------------------- the layer
+
+
+def hugging_face():
+    """Transformers' layer with large weights, its input, and what the loss weighs each output with.
+
+    States are forgotten more slowly than it would begin with: of faster ones its own gradients are 2e-5 from float64's.
+    """
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(hidden_size=HIDDEN, num_hidden_layers=4, rms_norm_eps=EPS, **SIZES)
+    layer = Qwen3NextGatedDeltaNet(config, 0)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if parameter.dim() > 1 and name != "conv1d.weight":
+                parameter.mul_(5.0)
+            elif name in ("norm.weight", "dt_bias"):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif name == "A_log":
+                parameter.sub_(3.0)
+    return layer, torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, HIDDEN)
+
+
+def expected() -> tuple[Tensor, dict[str, Tensor]]:
+    """Each sequence alone: outputs, and gradients by name, that of the input among them."""
+    layer, x, weights = hugging_face()
+    x.requires_grad_()
+    out = torch.cat([layer(part[None])[0] for part in x.split(LENGTHS)])
+    (out * weights).sum().backward()
+    return out.detach(), {name: p.grad for name, p in layer.named_parameters()} | {"input": x.grad}
+
+
+def own_part(name: str, whole: Tensor, rank: int, ranks: int) -> Tensor:
+    """What a tensor rank has of a parameter of the checkpoint."""
+    if name == "norm.weight":
+        return whole
+    if name == "out_proj.weight":
+        return whole.chunk(ranks, dim=1)[rank]
+    if name == "conv1d.weight":
+        keys = 4 * 16
+        return torch.cat([part.chunk(ranks)[rank] for part in whole.split([keys, keys, 8 * 24])])
+    return whole.chunk(ranks)[rank]
+
+
+def computed(rank: int, ranks: int, port: int, found) -> None:
+    """Puts a rank's outputs and gradients into `found`."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.set_num_threads(1)
+    get_platform("cpu").apply_patches()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    mpu.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True,
+        perform_initialization=False, tensor_model_parallel_size=ranks, sequence_parallel=ranks > 1,
+        layernorm_epsilon=EPS, gradient_accumulation_fusion=False, **SIZES,
+    )  # fmt: skip
+    layer = GatedDelta(config, 1, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    judge, x, weights = hugging_face()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(own_part(name, judge.get_parameter(name), rank, ranks))
+    padded = torch.nn.utils.rnn.pad_sequence(x.split(LENGTHS))
+    rows = layer(padded.chunk(ranks)[rank])[0].detach()
+    x, weights = (tensor.chunk(ranks)[rank][:, None] for tensor in (x, weights))
+    x = x.clone().requires_grad_()
+    starts = torch.tensor((0, *LENGTHS)).cumsum(0).int()
+    out, bias = layer(x, packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q_padded=starts))
+    assert bias is None
+    (out * weights).sum().backward()
+    gradients = {name: p.grad.numpy() for name, p in layer.named_parameters()} | {"input": x.grad[:, 0].numpy()}
+    asks = {name for name, p in layer.named_parameters() if getattr(p, "sequence_parallel", False)}
+    found.put((rank, out[:, 0].detach().numpy(), gradients, asks, rows.numpy()))
+    dist.destroy_process_group()
+
+
+def of_ranks(ranks: int) -> list:
+    """Rank, outputs, gradients, parameters that ask for a sum over tensor ranks, outputs of a padded batch; of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")  # torch need not be imported again
+    queue = context.Queue()
+    processes = [context.Process(target=computed, args=(rank, ranks, port, queue)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    try:
+        return sorted((queue.get(timeout=120) for _ in processes), key=lambda of_rank: of_rank[0])
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_outputs_and_gradients_are_those_of_transformers_with_each_sequence_alone(ranks):
+    torch.set_num_threads(1)
+    found = of_ranks(ranks)
+    out, gradients = expected()
+    outputs = torch.cat([torch.from_numpy(one[1]) for one in found])
+    assert (outputs - out).abs().max() < 1e-5 * out.abs().max()
+    padded = torch.cat([torch.from_numpy(one[4]) for one in found])
+    of_rows = torch.cat([padded[:length, row] for row, length in enumerate(LENGTHS)])
+    assert (of_rows - out).abs().max() < 1e-5 * out.abs().max()
+    for name, whole in gradients.items():
+        parts = [torch.from_numpy(one[2][name]) for one in found]
+        if name == "input":
+            assert far(torch.cat(parts), whole) < 1e-5
+        elif name == "norm.weight":
+            assert far(sum(parts), whole) < 1e-5
+            assert all(one[3] == ({name} if ranks > 1 else set()) for one in found)
+        else:
+            for rank, part in enumerate(parts):
+                assert far(part, own_part(name, whole, rank, ranks)) < 1e-5, name
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
