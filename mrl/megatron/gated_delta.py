@@ -52,7 +52,8 @@ class GatedDelta(MegatronModule):
     def __init__(self, config: TransformerConfig, layer_number: int, pg_collection=None, **_):
         super().__init__(config)
         ranks = pg_collection.tp.size()
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.key_dim = config.linear_key_head_dim
+        self.value_dim = config.linear_value_head_dim
         self.key_heads = config.linear_num_key_heads // ranks
         self.values_a_key = config.linear_num_value_heads // config.linear_num_key_heads
         self.value_heads = self.key_heads * self.values_a_key
