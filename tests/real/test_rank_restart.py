@@ -107,17 +107,7 @@ def test_ready_first_ranks_come_back_and_nothing_is_lost_or_trained_on_twice(wor
         world, run_dir, trainer__total_training_steps=STEPS, trainer__test_freq=-1, trainer__val_before_train=False,
         **READY_FIRST,
     )  # fmt: skip
-    try:
-        wait_for_step(process, run_dir, 3)
-        engines = engine_processes(process.pid)
-        os.kill(rank_one(psutil.Process(process.pid), run_dir).pid, signal.SIGKILL)
-        wait_for_restart(process, run_dir)
-        wait_for_step(process, run_dir, STEPS - 1)
-        assert engines and engine_processes(process.pid) == engines, "engines stay"
-        assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    lose_a_rank(process, run_dir, 3, signal.SIGKILL)
     assert metrics(run_dir)[-1]["trainer/restarts"] == 1
     assert [row["training/global_step"] for row in metrics(run_dir)] == list(range(1, STEPS + 1))
     assert_nothing_lost_or_twice(run_dir, STEPS)
