@@ -1,9 +1,10 @@
 """The checkpoint's view of the weight map: names and shapes of all tensors, numbers of parameters, FLOPs of a token."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from types import MappingProxyType
 
 from mrl.model.hf_config import ModelSpec
 from mrl.model.registry import weight_map
@@ -73,6 +74,7 @@ def expert_share(model: ModelSpec) -> float:
     return experts / parameter_count(model)
 
 
+@cache
 def forward_flops_per_token(model: ModelSpec, context: float) -> float:
     """Floating-point operations (a multiply-add is two) of one token's forward pass.
 
@@ -91,7 +93,8 @@ def forward_flops_per_token(model: ModelSpec, context: float) -> float:
     return 2.0 * (matmul + scores_and_values)
 
 
-def module_flops_per_token(model: ModelSpec, context: float) -> dict[str, float]:
+@cache
+def module_flops_per_token(model: ModelSpec, context: float) -> Mapping[str, float]:
     """The part of `forward_flops_per_token` in each module that Megatron's selective recompute names."""
     by_module = dict.fromkeys(("core_attn", "mlp", "moe", "shared_experts"), 0.0)
     by_module["core_attn"] = forward_flops_per_token(model, context) - forward_flops_per_token(model, 0)
@@ -102,7 +105,7 @@ def module_flops_per_token(model: ModelSpec, context: float) -> dict[str, float]
         elif ".mlp." in weight.megatron:
             by_module["moe"] += flops
             by_module["shared_experts"] += flops * (".mlp.shared_experts." in weight.megatron)
-    return by_module
+    return MappingProxyType(by_module)
 
 
 def forward_flops(model: ModelSpec, lengths: Sequence[int], predicted: int) -> float:

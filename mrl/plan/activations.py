@@ -312,13 +312,14 @@ class Activations:
         return {}
 
     def _chunk(self, kinds: tuple[bool, ...]) -> tuple[int, int]:
-        full = [sum(self.layer(kind).values()) for kind in kinds]
+        sizes = {kind: sum(self.layer(kind).values()) for kind in set(kinds)}
+        full = [sizes[kind] for kind in kinds]
         match self.recompute.granularity:
             case None:
                 return sum(full), 0
             case "selective":
-                dropped = [self._dropped(self.layer(kind)) for kind in kinds]
-                return sum(full) - sum(dropped), max(dropped, default=0)
+                dropped = {kind: self._dropped(self.layer(kind)) for kind in sizes}
+                return sum(full) - sum(dropped[kind] for kind in kinds), max(dropped.values(), default=0)
         return self._fully_recomputed(full)
 
     def _fully_recomputed(self, full: list[int]) -> tuple[int, int]:

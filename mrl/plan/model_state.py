@@ -80,9 +80,14 @@ def key_value_heads(model: ModelSpec, tensor: int) -> int:
     return max(1, model.num_key_value_heads // tensor)
 
 
+def layers_alike(model: ModelSpec) -> bool:
+    """Whether all layers have experts, or none: then it does not matter which ones a chunk has."""
+    return len(model.moe_layers) in (0, model.num_layers)
+
+
 def layer_kinds(model: ModelSpec, layout: TrainLayout, pp: int, vp: int) -> tuple[bool, ...]:
     """Whether each layer of a model chunk has experts."""
-    if len(model.moe_layers) in (0, model.num_layers):  # all are alike: which layers these are does not matter
+    if layers_alike(model):
         return (model.is_moe,) * layout.chunk_layers[pp][vp]
     return tuple(layer in model.moe_layers for layer in layout.stage_layers(pp, vp))
 

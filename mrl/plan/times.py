@@ -64,7 +64,7 @@ def share_again(recompute: Recompute, model: ModelSpec, flops_per_token: float) 
     """Share of a forward pass of so many operations a token that is computed twice; counted are products."""
     if recompute.granularity != "selective":
         return float(recompute.granularity == "full")
-    products = module_flops_per_token(model, 0)
+    products = dict(module_flops_per_token(model, 0))
     products["core_attn"] = flops_per_token - forward_flops_per_token(model, 0)
     named = set(recompute.modules) - ({"shared_experts"} if "moe" in recompute.modules else set())
     return sum(products.get(name, 0.0) for name in named) / flops_per_token

@@ -19,7 +19,7 @@ from mrl.model.precision import BF16, Precision
 from mrl.plan.activations import Activations, MicroBatchShape, Recompute
 from mrl.plan.devices import USUAL, Assumptions, Device
 from mrl.plan.memory_phases import ActorBytes, Offload, Phase, actor_phases
-from mrl.plan.model_state import StateBytes, layer_kinds, stage_state
+from mrl.plan.model_state import StateBytes, layer_kinds, layers_alike, stage_state
 from mrl.plan.times import Overlap, PassSeconds, PassWork, micro_batch_count, update_seconds
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
@@ -222,7 +222,9 @@ def unlike_stages(model: ModelSpec, layout: TrainLayout) -> list[int]:
     """The first stage of each kind. Later ones of a kind hold the same state and have fewer micro-batches in flight."""
     first: dict[tuple, int] = {}
     for pp in range(layout.pipeline):
-        kinds = tuple(layer_kinds(model, layout, pp, vp) for vp in range(layout.virtual_pipeline))
+        kinds = layout.chunk_layers[pp]
+        if not layers_alike(model):
+            kinds = tuple(layer_kinds(model, layout, pp, vp) for vp in range(layout.virtual_pipeline))
         first.setdefault((kinds, pp == 0, pp == layout.pipeline - 1), pp)
     return list(first.values())
 

@@ -175,15 +175,19 @@ def run_back_and_on(seed, mode, engines, steps, folder):
 def test_in_order_the_bits_are_those_of_the_undisturbed_run(mode, engines, tmp_path):
     expected = World(0, IN_ORDER[mode]).steps(5)
     seen = Counter()
-    for seed in range(4):
+    wanted = ["lost", "restarted", "requests_again", "same"]
+    if mode != "sync" and engines is RestartingOne:
+        wanted.append("went back")
+    for seed in range(60):  # what is lost when is a matter of threads, too
+        if seed >= 4 and all(seen[name] for name in wanted):
+            break
         found, counted = run_back_and_on(seed, mode, engines, 5, tmp_path / str(seed))
         seen += Counter({name: counted[f"fleet/{name}"] for name in ("lost", "restarted", "requests_again")})
         seen["went back"] += counted["went back"]
         if not counted["fleet/quarantined"]:
             assert_same(found, expected)
             seen["same"] += 1
-    assert min(seen[name] for name in ("lost", "restarted", "requests_again", "same")) > 0, seen
-    assert seen["went back"] or mode == "sync" or engines is RestartingEngines, seen
+    assert all(seen[name] for name in wanted), seen
 
 
 class LostRank(Exception):

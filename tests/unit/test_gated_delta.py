@@ -148,7 +148,7 @@ def of_ranks(ranks: int) -> list:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")  # torch need not be imported again
+    context = multiprocessing.get_context("spawn")  # another test may have imported vllm here
     queue = context.Queue()
     processes = [context.Process(target=computed, args=(rank, ranks, port, queue)) for rank in range(ranks)]
     for process in processes:
