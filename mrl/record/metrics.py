@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
@@ -224,3 +225,15 @@ class PhaseTimer:
         if WHOLE in seconds:
             seconds["outside"] = 2 * seconds[WHOLE] - math.fsum(seconds.values())
         return {f"timing_s/{phase}": value for phase, value in seconds.items()}
+
+
+@dataclass
+class StepLine:
+    """What a step's line of metrics says, as it becomes known."""
+
+    phase: PhaseTimer = field(default_factory=PhaseTimer)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Later values of a metric win."""
+        self.metrics |= metrics

@@ -189,7 +189,7 @@ class _Starts:
     def _once_more(self) -> Run:
         while True:
             self._end_ranks()
-            self._stop.release()
+            self._stop.deliver_signals()
             try:
                 return self._run(self._beside_engines() or self._all_anew())
             except DamagedCheckpoint as damage:

@@ -2,11 +2,11 @@
 batches.
 
     thread   admit prompts --> assignments --> engines --> responses --> reward pool --> groups finished, or filtered
-    loop     take: a step's batch ........ train ........ settle: weights may change ... sync ... advanced: on with them
+    loop     next_batch: a step's ........ train ........ drain: weights may change ... sync ... resume: on with them
 
 Who is issued when, by which weights each token is made and which engine makes it is decided by the machines of
 mrl.schedule; here are the prompts, the engines and the rewards that they speak of by number. So every schedule is the
-same code: in the synchronous one nothing is issued for the steps after, and engines rest from `take` to `advanced`.
+same code: in the synchronous one nothing is issued for the steps after, and engines rest from `next_batch` to `resume`.
 Both threads hold `_changed` while they touch what they share, and neither while it waits for Ray.
 """
 
@@ -132,7 +132,7 @@ class Generation:
         self._unwanted += self._dispatcher.evict(number, "quarantined")
         self._forget([number])
 
-    def take(self, timer: PhaseTimer) -> Rollouts:
+    def next_batch(self, timer: PhaseTimer) -> Rollouts:
         """Waits for the step's batch: phase "gen", and "reward" while nothing but rewards is awaited.
 
         Raises what generation raised, DataError when too many rewards failed or too many groups were filtered.
@@ -205,8 +205,8 @@ class Generation:
         ready_first = self._rules.schedule.order == "ready_first"
         return [each for each in self._groups.filtered if each[0] < last or ready_first]
 
-    def settle(self, timer: PhaseTimer, saves: bool) -> None:
-        """Returns once engines may be given other weights; nothing is sent until `advanced`; phases "pause", "settle".
+    def drain(self, timer: PhaseTimer, saves: bool) -> None:
+        """Returns once engines may be given other weights; nothing is sent until `resume`; phases "pause", "settle".
 
         in_order, what was to be made by these weights is back; where rewards decide which groups are trained on, it is
         judged too. With ready_first, engines hold what they are at, and nobody waits. Where the step `saves` they give
@@ -262,7 +262,7 @@ class Generation:
         with self._sending:  # what is on its way to engines gets there
             pass
 
-    def advanced(self, state: TrainState) -> TrainState:
+    def resume(self, state: TrainState) -> TrainState:
         """Goes on by the weights of `state`, which engines hold now; returns it with all groups on their way."""
         with self._changed:
             before = dict(self._buffer.groups)

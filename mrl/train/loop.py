@@ -1,4 +1,4 @@
-"""The algorithm, on one screen: one step, its phases named as in the metrics (timing_s/PHASE).
+"""The algorithm: one step, `train_step`, its phases named as in the metrics (timing_s/PHASE).
 
     phase            takes                              gives                                 written in
     ------------------------------------------------------------------------------------------------------------
@@ -12,7 +12,7 @@
        |   until here nothing is changed and a signal ends the step; from here it runs to its end
        v
     update_actor     the step                           new weights in the actor's ranks      update.py
-    settle           what engines have under way        nothing that the sync would disturb   generation.py
+    settle           what engines have under way        nothing that the sync would disturb   generation.py (drain)
     reshard          actor, engines                     the same weights in every engine      cluster/weight_sync.py
     testing          held-out prompts, engines          validation metrics                    validation.py
     save_checkpoint  actor, state                       checkpoints/step-N, written beside    saving.py
@@ -32,9 +32,10 @@ a run consists of stands in assemble.py.
 from mrl.algo.rows import RowValues
 from mrl.cluster.job import GRACE
 from mrl.config.places import Deployment
+from mrl.data.order import DataCursor
 from mrl.errors import DataError, EnvironmentFault, Interrupted, LostWeights, MrlError
 from mrl.flow.step_batch import StepBatch
-from mrl.record.metrics import PhaseTimer
+from mrl.record.metrics import StepLine
 from mrl.remote.process_logs import processes_of
 from mrl.train.assemble import Run
 from mrl.train.reporting import memory_metrics, mfu_metrics, sample_metrics, set_failures_aside, time_metrics
@@ -91,65 +92,120 @@ def save_whole(run: Run, error: MrlError) -> None:
 
 def train_step(run: Run) -> None:
     """One step. A signal may end it until `update`, before which nothing is changed; from there it runs to its end."""
-    timer = PhaseTimer()
     step = run.state.step + 1
-    with timer("step"):
-        with timer("gen"):
-            run.placement.to_generation()
-        rollouts = run.generation.take(timer)
-        with timer("record"):
-            record_rollouts(run, step, rollouts)
-        trained, corrected, metrics = weigh_samples(run, timer, step, rollouts)
-        with timer("gen"):
+    saves = due(run.config.trainer.save_freq, step, run.total_steps)
+    line = StepLine()
+    with line.phase("step"):
+        rollouts = next_rollouts(run, line, step)
+        trained, corrected = weigh_samples(run, line, step, rollouts)
+        with line.phase("gen"):
             run.generation.before_update()
-        run.stop.hold()
-        with timer("switch"):
-            run.placement.to_update()
-        run.is_whole = False
-        with timer("update_actor"):
-            metrics |= update(trained, corrected)
-        run.state = run.state.advanced(rollouts.cursor)
-        run.is_whole = True
-        metrics = sample_metrics(run.config.data, run.state.cursor.epoch, rollouts) | rollouts.metrics | metrics
-        run.line = metrics
-        save_metrics = run.saver.finished()
-        saves = due(run.config.trainer.save_freq, step, run.total_steps)
+        run.stop.defer_signals()
+        update_actor(run, line, trained, corrected, rollouts.cursor)
+        run.line = line.metrics
+        line.add(run.saver.finished())
         if saves:
-            with timer("save_checkpoint"):
-                save_metrics |= run.saver.take(step)  # the ranks have what is saved on their devices
-        run.generation.settle(timer, saves)
-        with timer("reshard"):
-            metrics |= run.placement.to_engines(step)
-        metrics |= run.placement.seconds() | run.responder.engines.fleet.metrics()
-        metrics |= due_validation(run, timer, step) | save_metrics
-        run.state = run.generation.advanced(run.state)
-        with timer("record"):
-            metrics |= memory_metrics(run.machines)
+            copy_checkpoint(run, line, step)
+        run.generation.drain(line.phase, saves)
+        sync_engines(run, line, step)
+        if due(run.config.trainer.test_freq, step, run.total_steps):
+            validate(run, line)
+        run.state = run.generation.resume(run.state)
+        with line.phase("record"):
+            line.add(memory_metrics(run.machines))
         if saves:
-            with timer("save_checkpoint"):
-                metrics |= run.saver.write(run.state, metrics)
-    run.line = metrics | step_metrics(run, timer, rollouts, metrics["perf/update_s"])
+            write_checkpoint(run, line)
+    end_line(run, line, rollouts)
     run.record.write(step, run.line)
-    run.stop.release()
+    run.stop.deliver_signals()
 
 
-def record_rollouts(run: Run, step: int, rollouts: Rollouts) -> None:
-    """Begins to write the samples, which goes on beside what follows, and sets failed ones aside."""
-    run.run_dir.check_lock()
-    run.sample_writer.write(step, rollouts.samples, rollouts.results)
-    set_failures_aside(run.run_dir, step, rollouts)
+def next_rollouts(run: Run, line: StepLine, step: int) -> Rollouts:
+    """Waits for the step's samples and rewards. They begin to be written, beside what follows; failed ones are set
+    aside.
+    """
+    with line.phase("gen"):
+        run.placement.to_generation()
+    rollouts = run.generation.next_batch(line.phase)
+    with line.phase("record"):
+        run.run_dir.check_lock()
+        run.sample_writer.write(step, rollouts.samples, rollouts.results)
+        set_failures_aside(run.run_dir, step, rollouts)
+    line.add(sample_metrics(run.config.data, rollouts.cursor.epoch, rollouts) | rollouts.metrics)
+    return rollouts
 
 
-def step_metrics(run: Run, timer: PhaseTimer, rollouts: Rollouts, update_s: float) -> dict[str, float]:
-    """What is known once a step is over: failed writes, starts, times, and what its FLOPs are of the devices'."""
+def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tuple[StepBatch, RowValues]:
+    """What an update needs of the samples, on the ranks: log-probs of the policies, rejections and weights, advantages.
+
+    Returns the step there, and the corrections a row. Changes nothing that lasts.
+    """
     config = run.config
-    seconds = {"update": update_s, "step": timer.seconds["step"]}
-    return (
-        failed_writes(run)
-        | {"trainer/restarts": float(run.restarts)}
-        | time_metrics(config.trainer, Deployment.of(config).devices, timer, rollouts)
-        | mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds)
-    )
+    algorithm = run.config.algorithm
+    if algorithm.scores_before_update:
+        with line.phase("switch"):
+            run.placement.to_log_probs()
+    with line.phase("adv" if algorithm.on_policy else "old_log_prob"):
+        trained = StepBatch(run.actor, rollouts.samples)
+        line.add(old_log_probs(config.actor, algorithm, trained))
+        if config.record.trainer_log_probs:
+            run.run_dir.check_lock()
+            run.sample_writer.write_differences(step, trained)
+    with line.phase("record"):
+        record_shown_rows(run.run_dir, step, trained, rollouts)
+    if algorithm.needs_reference:
+        with line.phase("ref"):
+            trained.ref_log_probs()
+    with line.phase("adv"):
+        counted = compared(trained.rows.group_id, rollouts.results)
+        corrected, metrics = corrections(algorithm, trained, counted)
+        line.add(metrics | advantages(algorithm, trained, rollouts, corrected))
+    return trained, corrected
+
+
+def update_actor(run: Run, line: StepLine, trained: StepBatch, corrected: RowValues, cursor: DataCursor) -> None:
+    """Changes the weights, and says so in the state: the next step begins at `cursor`."""
+    with line.phase("switch"):
+        run.placement.to_update()
+    run.is_whole = False
+    with line.phase("update_actor"):
+        line.add(update(trained, corrected))
+    run.state = run.state.advanced(cursor)
+    run.is_whole = True
+
+
+def copy_checkpoint(run: Run, line: StepLine, step: int) -> None:
+    """Copies what is saved while the ranks have it on their devices."""
+    with line.phase("save_checkpoint"):
+        line.add(run.saver.take(step))
+
+
+def sync_engines(run: Run, line: StepLine, step: int) -> None:
+    """Brings the new weights into all engines."""
+    with line.phase("reshard"):
+        line.add(run.placement.to_engines(step))
+    line.add(run.placement.seconds() | run.responder.engines.fleet.metrics())
+
+
+def validate(run: Run, line: StepLine) -> None:
+    """Answers the held-out prompts."""
+    with line.phase("testing"):
+        line.add(held_out_metrics(run))
+
+
+def write_checkpoint(run: Run, line: StepLine) -> None:
+    """Begins to write what was copied, with the state to go on from."""
+    with line.phase("save_checkpoint"):
+        line.add(run.saver.write(run.state, line.metrics))
+
+
+def end_line(run: Run, line: StepLine, rollouts: Rollouts) -> None:
+    """Adds what is known once a step is over: failed writes, starts, times, its FLOPs over those of the devices."""
+    config = run.config
+    seconds = {"update": line.metrics["perf/update_s"], "step": line.phase.seconds["step"]}
+    line.add(failed_writes(run) | {"trainer/restarts": float(run.restarts)})
+    line.add(time_metrics(config.trainer, Deployment.of(config).devices, line.phase, rollouts))
+    line.add(mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds))
 
 
 def failed_writes(run: Run) -> dict[str, float]:
@@ -160,46 +216,9 @@ def failed_writes(run: Run) -> dict[str, float]:
     }
 
 
-def weigh_samples(
-    run: Run, timer: PhaseTimer, step: int, rollouts: Rollouts
-) -> tuple[StepBatch, RowValues, dict[str, float]]:
-    """What an update needs of the samples, on the ranks: log-probs of the policies, rejections and weights, advantages.
-
-    Returns the step there, the corrections a row, and metrics. Changes nothing that lasts.
-    """
-    config = run.config
-    algorithm = run.config.algorithm
-    if algorithm.scores_before_update:
-        with timer("switch"):
-            run.placement.to_log_probs()
-    with timer("adv" if algorithm.on_policy else "old_log_prob"):
-        trained = StepBatch(run.actor, rollouts.samples)
-        metrics = old_log_probs(config.actor, algorithm, trained)
-        if config.record.trainer_log_probs:
-            run.run_dir.check_lock()
-            run.sample_writer.write_differences(step, trained)
-    with timer("record"):
-        record_shown_rows(run.run_dir, step, trained, rollouts)
-    if algorithm.needs_reference:
-        with timer("ref"):
-            trained.ref_log_probs()
-    with timer("adv"):
-        counted = compared(trained.rows.group_id, rollouts.results)
-        corrected, correction_metrics = corrections(algorithm, trained, counted)
-        return trained, corrected, metrics | correction_metrics | advantages(algorithm, trained, rollouts, corrected)
-
-
 def due(freq: int, step: int, total_steps: int) -> bool:
     """Whether something done every `freq` steps is done after `step`, the last included; never for `freq` below 1."""
     return freq > 0 and (step % freq == 0 or step == total_steps)
-
-
-def due_validation(run: Run, timer: PhaseTimer, step: int) -> dict[str, float]:
-    """Metrics of held-out sets where they are due after `step`: phase "testing"."""
-    if not due(run.config.trainer.test_freq, step, run.total_steps):
-        return {}
-    with timer("testing"):
-        return held_out_metrics(run)
 
 
 def held_out_metrics(run: Run) -> dict[str, float]:

@@ -45,11 +45,11 @@ class StopFlag:
         self._timer: threading.Timer | None = None
         self._is_ending = False
 
-    def hold(self) -> None:
-        """Holds signals back while something is half-done: `raise_if_set` waits for `release`."""
+    def defer_signals(self) -> None:
+        """Holds signals back while something is half-done: `raise_if_set` waits for `deliver_signals`."""
         self.on_hold = True
 
-    def release(self) -> None:
+    def deliver_signals(self) -> None:
         """Lets signals through again, as nothing is half-done. Raises Interrupted if one came meanwhile."""
         self.on_hold = False
         self.raise_if_set()

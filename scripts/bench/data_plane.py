@@ -163,6 +163,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     from mrl.model import planning_model_spec
     from mrl.model.layout import TrainLayout
     from mrl.record.attempts import UnderWay
+    from mrl.record.metrics import StepLine
     from mrl.record.run_dir import RunDir, read_metrics
     from mrl.record.sinks import make_sinks
     from mrl.remote.helper_actors import on_node
@@ -286,7 +287,8 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     scorers = ScorerGroup([Channel("scorer 0", scorer)], dict.fromkeys(engines.names, 0))
     responder = Responder(engines, scorers, config.reward, record, lambda: None)
     prompts, phases = prompts_of(responses), {}
-    loop.PhaseTimer = measuring_timer(phases)
+    timer = measuring_timer(phases)
+    loop.StepLine = lambda: StepLine(timer())
     stream = SimpleNamespace(
         next_batch=lambda cursor: (prompts, cursor), batch_number=lambda cursor: 0, batch_size=len(prompts)
     )

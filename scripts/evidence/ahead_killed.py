@@ -46,7 +46,7 @@ def points(run: Run) -> dict[str, Callable[[Callable[[], None]], None]]:
 
     return {
         "answers come back": lambda kill: wrap(generation.streams, "take", after(in_second_step(kill), if_any=True)),
-        "engines stand still": lambda kill: wrap(generation, "settle", after(in_second_step(kill))),
+        "engines stand still": lambda kill: wrap(generation, "drain", after(in_second_step(kill))),
         "weights are moved": lambda kill: wrap(actor, "refs", after_call("send_weights", in_second_step(kill))),
         "weights arrive": lambda kill: wrap(engines, "refs", after_call("receive_weights", in_second_step(kill))),
         "proved, not committed": lambda kill: wrap(engines, "commit", before(in_second_step(kill))),

@@ -132,12 +132,12 @@ def run(world, steps, losses=lambda step: None, found=None):
     try:
         for step in range(steps):
             losses(step)
-            rollouts = world.generation.take(PhaseTimer())
+            rollouts = world.generation.next_batch(PhaseTimer())
             world.generation.before_update()
-            world.generation.settle(PhaseTimer(), saves=False)
+            world.generation.drain(PhaseTimer(), saves=False)
             world.engines.version += 1
             world.engines.sync(world.engines.version)
-            world.state = world.generation.advanced(world.state.advanced(rollouts.cursor))
+            world.state = world.generation.resume(world.state.advanced(rollouts.cursor))
             found.append(rollouts)
     finally:
         world.generation.close()
@@ -235,16 +235,16 @@ class GoesBack:
         return World(seed, self.overrides, state, spool=spool, engines=lambda seed: self.engines, prompts=1000)
 
     def step(self, world):
-        rollouts = world.generation.take(PhaseTimer())
+        rollouts = world.generation.next_batch(PhaseTimer())
         self.may_lose_rank("as responses are there")
         world.generation.before_update()
         saves = (world.state.step + 1) % self.saves_every == 0
-        world.generation.settle(PhaseTimer(), saves)
+        world.generation.drain(PhaseTimer(), saves)
         self.may_lose_rank("before the sync")
         self.engines.version += 1
         self.engines.sync(self.engines.version)
         self.engines.paused = False
-        world.state = world.generation.advanced(world.state.advanced(rollouts.cursor))
+        world.state = world.generation.resume(world.state.advanced(rollouts.cursor))
         self.found.append(rollouts)
         if saves:
             at = self.folder / f"step-{world.state.step}-{self.starts}"
@@ -305,13 +305,13 @@ def test_ready_first_goes_on_behind_the_tokens_that_came_back_and_trains_on_each
     for seed in range(3):
         world = Flight(seed, "requeue", engines=RestartingLive)
         world.engines.chance = 0.004
-        step = world.generation.settle
+        step = world.generation.drain
 
-        def settle(timer, saves, world=world, settle=step):
-            settle(timer, saves)
+        def drain(timer, saves, world=world, drain=step):
+            drain(timer, saves)
             world.engines.sync(world.engines.version + 1)
 
-        world.generation.settle = settle
+        world.generation.drain = drain
         world.run(STEPS)
         prompts = [prompt for _, prompt in world.trained]
         assert len(set(prompts)) == len(prompts) == STEPS * BATCH
@@ -371,12 +371,12 @@ def test_in_order_the_last_engine_is_waited_for_before_an_update_and_nobody_can_
 
     world = World(0, AHEAD["one step off"], engines=One)
     try:
-        world.generation.take(PhaseTimer())
+        world.generation.next_batch(PhaseTimer())
         world.engines.lose("engine 0")
         world.generation.before_update()
         assert world.engines.fleet.serving()["engine 0"].epoch == 1, "brought to the weights that ranks still hold"
         world.engines.lose("engine 0")
         with pytest.raises(LostWeights, match=r"no engine is left, and responses are to be made by .* of step 0"):
-            world.generation.settle(PhaseTimer(), saves=False)
+            world.generation.drain(PhaseTimer(), saves=False)
     finally:
         world.generation.close()

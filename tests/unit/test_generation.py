@@ -178,11 +178,11 @@ class World:
         self.generation.begin()
 
     def step(self):
-        rollouts = self.generation.take(PhaseTimer())
-        self.generation.settle(PhaseTimer(), saves=False)
+        rollouts = self.generation.next_batch(PhaseTimer())
+        self.generation.drain(PhaseTimer(), saves=False)
         assert not self.engines.under_way
         self.engines.version += 1
-        self.state = self.generation.advanced(self.state.advanced(rollouts.cursor))
+        self.state = self.generation.resume(self.state.advanced(rollouts.cursor))
         return rollouts
 
     def steps(self, count):

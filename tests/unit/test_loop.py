@@ -230,7 +230,7 @@ def generation_for(world, config, responder, stream, state) -> Generation:
     end_generations()
     world.under_way = []
     generation = generation_of(config, responder, stream, state)
-    begin, take = generation.begin, generation.take
+    begin, take = generation.begin, generation.next_batch
 
     def begun():
         if generation not in BEGUN:
@@ -242,7 +242,7 @@ def generation_for(world, config, responder, stream, state) -> Generation:
         world.asked.release()
         return take(timer)
 
-    generation.begin, generation.take = begun, taken
+    generation.begin, generation.next_batch = begun, taken
     return generation
 
 
@@ -511,7 +511,7 @@ def test_ranks_that_are_stuck_in_a_transfer_to_a_lost_engine_are_not_waited_for(
 @pytest.mark.parametrize("error", [DataError("rewards fail"), EnvironmentFault("no disk")])
 def test_what_is_whole_is_saved_whatever_ends_the_run_in_good_order(shared, tmp_path, monkeypatch, error):
     run = after_a_step(shared, tmp_path)
-    monkeypatch.setattr(run.generation, "take", lambda timer: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(run.generation, "next_batch", lambda timer: (_ for _ in ()).throw(error))
     monkeypatch.setattr(run.placement, "begin", lambda step: None)
     with pytest.raises(type(error)):
         loop.train(run)
@@ -528,10 +528,10 @@ def test_a_run_that_repeats_saves_no_weights_that_responses_were_not_begun_for(
     trainer = run.config.trainer.model_copy(update={"deterministic": repeats})
     run.config = run.config.model_copy(update={"trainer": trainer})
 
-    def settle(timer, saves):
+    def drain(timer, saves):
         raise concerning(LostWeights("no engine is left"), "engine 1")
 
-    monkeypatch.setattr(run.generation, "settle", settle)
+    monkeypatch.setattr(run.generation, "drain", drain)
     go_on(run, monkeypatch)
     assert run.saver.saved_step == saved
 
@@ -553,7 +553,7 @@ def test_what_is_whole_is_saved_when_the_disk_does_not_say_whose_the_run_directo
 
 def test_weights_that_gave_no_numbers_are_not_kept(shared, tmp_path, monkeypatch):
     run = after_a_step(shared, tmp_path)
-    monkeypatch.setattr(run.generation, "take", lambda timer: (_ for _ in ()).throw(NumericAbort("NaN")))
+    monkeypatch.setattr(run.generation, "next_batch", lambda timer: (_ for _ in ()).throw(NumericAbort("NaN")))
     monkeypatch.setattr(run.placement, "begin", lambda step: None)
     with pytest.raises(NumericAbort):
         loop.train(run)

@@ -136,8 +136,8 @@ def test_an_engine_that_dies_in_a_pause_is_noted_once(tmp_path):
         raise concerning(Interrupted("pause_for_update: engine 1 died"), "engine 1")
 
     world.engines.pause_for_update = dies
-    rollouts = world.generation.take(PhaseTimer())
+    rollouts = world.generation.next_batch(PhaseTimer())
     with pytest.raises(Interrupted, match="engine 1 died"):
-        world.generation.settle(PhaseTimer(), saves=False)
+        world.generation.drain(PhaseTimer(), saves=False)
     world.generation.close()
     assert rollouts and len((tmp_path / "lost").read_text().splitlines()) == 1

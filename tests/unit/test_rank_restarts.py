@@ -191,7 +191,7 @@ class Places:
 def test_engines_stay_and_all_that_knew_the_ranks_is_closed_before_others_start(monkeypatch, tmp_path):
     places = Places(monkeypatch, tmp_path)
     run = places.starts.first()
-    places.stop.hold()  # the update that was under way
+    places.stop.defer_signals()  # the update that was under way
     again = run.start_again(lost("rank 1"), 3)
     assert places.events == [
         "engines and ranks from the start", "ranks killed", "generation closed", "ranks ended", "spool closed",
@@ -337,7 +337,7 @@ def test_ranks_that_find_no_place_end_the_run_as_resumable_with_both_causes(monk
 def test_a_signal_that_came_in_the_update_ends_the_run_instead(monkeypatch, tmp_path):
     places = Places(monkeypatch, tmp_path)
     run = places.starts.first()
-    places.stop.hold()
+    places.stop.defer_signals()
     places.stop.signal = signal.SIGTERM
     with pytest.raises(Interrupted, match="SIGTERM"):
         run.start_again(lost("rank 1"), 3)

@@ -144,15 +144,15 @@ class Flight(World):
         self.trained: list[tuple[int, int]] = []  # step, prompt
 
     def step(self, saves=False):
-        rollouts = self.generation.take(PhaseTimer())
+        rollouts = self.generation.next_batch(PhaseTimer())
         samples, step = rollouts.samples.read(), self.state.step
         check_tokens(samples, step, schedule_of(self.config).max_staleness)
-        self.generation.settle(PhaseTimer(), saves)
+        self.generation.drain(PhaseTimer(), saves)
         at_rest = (len(self.engines.live), self.engines.sent)
         time.sleep(0.005)  # a sync, and validation
         assert at_rest == (len(self.engines.live), self.engines.sent)
         self.engines.version, self.engines.paused = self.engines.version + 1, False
-        self.state = self.generation.advanced(self.state.advanced(rollouts.cursor))
+        self.state = self.generation.resume(self.state.advanced(rollouts.cursor))
         self.trained += [(step, prompt) for prompt in samples.prompt_id[::N].tolist()]
         return rollouts
 

@@ -103,7 +103,7 @@ class World(AnsweringEngines):
         generation = generation_of(self.config, self.responder, self.stream)
         generation.begin()
         try:
-            return generation.take(PhaseTimer())
+            return generation.next_batch(PhaseTimer())
         finally:
             generation.close()
 

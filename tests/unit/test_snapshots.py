@@ -229,19 +229,19 @@ def test_weights_do_not_wait_for_rewards_that_decide_nothing(name, monkeypatch, 
     world.step()
     pending = 0
     for _ in range(3):
-        rollouts = world.generation.take(PhaseTimer())
+        rollouts = world.generation.next_batch(PhaseTimer())
         world.rewards.is_held = True
         deadline = time.monotonic() + 5.0
         while not world.generation._groups.awaits_rewards and time.monotonic() < deadline:
             time.sleep(0.001)
         timer = PhaseTimer()
-        settled = threading.Thread(target=world.generation.settle, args=(timer, False), daemon=True)
+        settled = threading.Thread(target=world.generation.drain, args=(timer, False), daemon=True)
         settled.start()
         settled.join(5.0)
         assert not settled.is_alive(), "weights wait for rewards"
         world.engines.version += 1
         world.engines.paused = False
-        world.state = world.generation.advanced(world.state.advanced(rollouts.cursor))
+        world.state = world.generation.resume(world.state.advanced(rollouts.cursor))
         pending += world.generation._groups.awaits_rewards
         world.rewards.is_held = False
     assert pending, "rewards were awaited while weights changed"
@@ -260,9 +260,9 @@ def test_where_rewards_decide_which_groups_are_trained_on_weights_wait_for_them(
     world = World(2, AHEAD["filtered"])
     waited = 0
     for _ in range(5):
-        rollouts = world.generation.take(PhaseTimer())
+        rollouts = world.generation.next_batch(PhaseTimer())
         world.rewards.is_held = True
-        settled = threading.Thread(target=world.generation.settle, args=(PhaseTimer(), False), daemon=True)
+        settled = threading.Thread(target=world.generation.drain, args=(PhaseTimer(), False), daemon=True)
         settled.start()
         settled.join(0.3)
         waited += settled.is_alive()
@@ -271,7 +271,7 @@ def test_where_rewards_decide_which_groups_are_trained_on_weights_wait_for_them(
         settled.join(5.0)
         assert not settled.is_alive() and not world.generation._groups.awaits_rewards
         world.engines.version += 1
-        world.state = world.generation.advanced(world.state.advanced(rollouts.cursor))
+        world.state = world.generation.resume(world.state.advanced(rollouts.cursor))
     world.generation.close()
     assert waited
 
@@ -337,12 +337,12 @@ def test_what_is_on_its_way_where_engines_never_hold_the_new_weights_is_kept_too
     world = Flight(6, name, engines=Lost if where == "settle" else LiveEngines)
     world.step()
     world.step()
-    rollouts = world.generation.take(PhaseTimer())
+    rollouts = world.generation.next_batch(PhaseTimer())
     if where == "settle":
         with pytest.raises(Interrupted, match="engine 1 died"):
-            world.generation.settle(PhaseTimer(), False)
+            world.generation.drain(PhaseTimer(), False)
     else:
-        world.generation.settle(PhaseTimer(), False)
+        world.generation.drain(PhaseTimer(), False)
     state = world.generation.given_up(world.state.advanced(rollouts.cursor))
     (folder := tmp_path / "step-3").mkdir()
     kept = read_back(folder, state.ahead.write(folder), tmp_path)
@@ -412,12 +412,12 @@ def test_a_reward_that_comes_as_its_group_becomes_too_old_is_nobodys(on_stale, m
     ready = ["trainer.schedule=bounded", "trainer.max_staleness=1", "trainer.order=ready_first"]
     world = World(0, [*ready, f"trainer.on_stale={on_stale}"])
     world.step()
-    rollouts = world.generation.take(PhaseTimer())
-    world.generation.settle(PhaseTimer(), saves=False)
+    rollouts = world.generation.next_batch(PhaseTimer())
+    world.generation.drain(PhaseTimer(), saves=False)
     world.rewards.border.set()
     assert world.rewards.collected.wait(5) and world.rewards.held
     world.engines.version += 1
-    world.state = world.generation.advanced(world.state.advanced(rollouts.cursor))
+    world.state = world.generation.resume(world.state.advanced(rollouts.cursor))
     world.rewards.over.set()
     world.steps(3)
 

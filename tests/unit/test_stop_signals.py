@@ -40,7 +40,7 @@ def test_a_second_signal_ends_the_process_with_the_code_of_a_resumable_run(inter
     codes = []
     monkeypatch.setattr(stop_signals.os, "_exit", codes.append)
     with stop_on_signals(StopFlag()) as stop:
-        stop.hold()
+        stop.defer_signals()
         os.kill(os.getpid(), number)
         assert codes == []
         os.kill(os.getpid(), number)
@@ -57,7 +57,7 @@ subprocess.Popen([sys.executable, "-c", below + "time.sleep(60)"], start_new_ses
 stop = StopFlag(grace_of_the_job())
 stop.leave_nothing = end_descendants
 with stop_on_signals(stop):
-    stop.hold()
+    stop.defer_signals()
     while True:
         time.sleep(0.05)
 """

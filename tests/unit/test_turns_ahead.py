@@ -294,14 +294,14 @@ class Flight(World):
 
     def step(self):
         """Every second one is saved: engines give back what they are at."""
-        rollouts = self.generation.take(PhaseTimer())
+        rollouts = self.generation.next_batch(PhaseTimer())
         step = self.state.step
         self.rows.append((step, rollouts.samples.read()))
         self.prompts += self.rows[-1][1].prompt_id[::N].tolist()
-        self.generation.settle(PhaseTimer(), saves=step % 2 == 1)
+        self.generation.drain(PhaseTimer(), saves=step % 2 == 1)
         self.engines.version += 1
         self.engines.gives_back = self.engines.paused = False
-        self.state = self.generation.advanced(self.state.advanced(rollouts.cursor))
+        self.state = self.generation.resume(self.state.advanced(rollouts.cursor))
 
 
 def check_conversations(rows: list[tuple[int, Samples]]) -> None:
