@@ -29,7 +29,7 @@ class MemoryHolder:
 
 
 @dataclass(frozen=True)
-class Need:
+class PhaseMemory:
     """What the plan gives each kind of process on a device in a phase, in bytes of tensors; `available`:
     what it may fill in all.
     """
@@ -39,7 +39,7 @@ class Need:
     available: int
 
     @classmethod
-    def of(cls, plan: dict[str, Any], phase: str) -> "Need":
+    def of(cls, plan: dict[str, Any], phase: str) -> "PhaseMemory":
         """`plan`: see mrl.plan.run_plan. Raises ConfigError for a phase that it does not have."""
         planned = phase_bytes(plan, phase)
         tensors = planned.holders[ENGINE] - planned.untracked  # contexts and graphs are off what is free already
@@ -53,7 +53,7 @@ class Need:
         return {kind: max(0, self.planned[kind] - size) for kind, size in live.items()}
 
 
-def shortage(need: Need, holders: Sequence[MemoryHolder]) -> str | None:
+def shortage(need: PhaseMemory, holders: Sequence[MemoryHolder]) -> str | None:
     """Why the phase has no room on the device of these processes; None when it has."""
     coming = need.to_come(holders)
     free = _free(need, holders)
@@ -64,7 +64,7 @@ def shortage(need: Need, holders: Sequence[MemoryHolder]) -> str | None:
     return f"{parts} are to come by the plan, {free / GIB:.2f} GiB are free; there hold {each}"
 
 
-def _free(need: Need, holders: Sequence[MemoryHolder]) -> int:
+def _free(need: PhaseMemory, holders: Sequence[MemoryHolder]) -> int:
     """What the device says, or, where it does not (cpu), what the plan may fill less what its processes hold."""
     said = [holder.memory.free_bytes for holder in holders if holder.memory.free_bytes is not None]
     if said:
@@ -88,7 +88,7 @@ class MemoryGate:
 
     def __call__(self, phase: str) -> None:
         """Raises Interrupted, with every device that is short and who holds how much there."""
-        need = Need.of(self._plan, phase)
+        need = PhaseMemory.of(self._plan, phase)
         shortages = {device: shortage(need, holders) for device, holders in self._holders(phase).items()}
         if short := {device: why for device, why in shortages.items() if why}:
             in_order = dict.fromkeys(node for node, _ in shortages)

@@ -29,7 +29,7 @@ from mrl.remote.calls import SETTLE_S, Late, ask, gather
 from mrl.remote.deadlines import Deadlines
 from mrl.remote.helper_actors import on_node
 from mrl.remote.process_logs import concerning, log_file, processes_of
-from mrl.schedule.engine_loads import places_of
+from mrl.schedule.engine_loads import request_limit_of
 from mrl.vllm.engine_state import ASLEEP, CONTROL_VERBS, WEIGHTS_AWAKE
 from mrl.vllm.process_watch import end_processes
 from mrl.vllm.requests import EngineSettings, VersionServed
@@ -46,7 +46,7 @@ class RolloutGroup:
         self,
         deployment: Deployment,
         settings: Sequence[EngineSettings],
-        places: int | None,
+        max_requests: int | None,
         logs: Path,
         poll: Callable[[], None] = lambda: None,
         seats: Seats | None = None,
@@ -54,13 +54,13 @@ class RolloutGroup:
     ):
         """Starts every engine. Raises EnvironmentFault when a start-up check fails.
 
-        `settings`: of each rank, engine by engine; `places`: see `request_places`; `seats`: of the engines, by default
-        on devices of their own; `before`: whose places these take, without those that were given up there.
+        `settings`: of each rank, engine by engine; `max_requests`: see `request_limit`; `seats`: of the engines, by
+        default on devices of their own; `before`: whose places these take, without those that were given up there.
         """
         self.cluster = deployment.cluster
         self.rollout = deployment.rollout
         self._deadlines = Deadlines.of_steps(deployment.cluster)
-        self.places = places
+        self.max_requests = max_requests
         self.poll = poll
         self.engine_ranks = self.rollout.data_parallel_size  # of one engine
         self.names = [each.name for each in settings]
@@ -319,7 +319,7 @@ class RolloutGroup:
         self.seats.release()
 
 
-def request_places(deployment: Deployment, deterministic: bool) -> int | None:
+def request_limit(deployment: Deployment, deterministic: bool) -> int | None:
     """Requests that a front end has at most; None: each call's are spread before the first is answered.
 
     Of conversations it has more than the engine samples at once, so that others generate while tools work: TurnGate.
@@ -331,7 +331,7 @@ def request_places(deployment: Deployment, deterministic: bool) -> int | None:
     needs_order = deterministic and not get_hosting(deployment.cluster.device).checks_batch_order
     if needs_order:
         return None
-    places = places_of(deployment.rollout.max_num_seqs)
+    limit = request_limit_of(deployment.rollout.max_num_seqs)
     if deployment.rollout.turns is None:
-        return places
-    return CONVERSATIONS * places
+        return limit
+    return CONVERSATIONS * limit

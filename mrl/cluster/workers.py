@@ -33,7 +33,7 @@ from mrl.platforms.addresses import address_environment
 from mrl.platforms.inventory import device_number
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
 from mrl.remote.process_logs import stacks_file
-from mrl.schedule.engine_loads import places_of
+from mrl.schedule.engine_loads import request_limit_of
 from mrl.vllm.engine_state import CONTROL_VERBS
 from mrl.vllm.requests import EngineReading
 
@@ -285,7 +285,7 @@ class EngineWorker:
                 self.engine.settings.turns,
                 tokenizer,
                 self._tools_log,
-                seats=places_of(self.engine.settings.arguments["max_num_seqs"]),
+                seats=request_limit_of(self.engine.settings.arguments["max_num_seqs"]),
                 environment=self._environment,
             )
         return await self.engine.start(meeting)

@@ -129,7 +129,7 @@ def stored_bytes(inputs: PlanInputs) -> int:
     """
     schedule = schedule_of(inputs.config)
     fill_up = schedule.step_limit is not None and schedule.on_exhausted == "unfiltered"
-    groups = schedule.places + (schedule.batch if fill_up else 0)
+    groups = schedule.max_groups + (schedule.batch if fill_up else 0)
     return _columns(inputs, groups * schedule.responses)
 
 

@@ -56,7 +56,7 @@ class GroupBuffer:
 
     def _room(self) -> int:
         """How many groups may be issued now."""
-        room = min(self.schedule.issue_limit(self.step) - self.taken, self.schedule.places) - len(self.groups)
+        room = min(self.schedule.issue_limit(self.step) - self.taken, self.schedule.max_groups) - len(self.groups)
         if not self._in_order:
             return room
         if self.admitted < self.step:

@@ -39,10 +39,10 @@ class Assignment:
 class Dispatcher:
     """The responses of a buffer's groups, and the engines."""
 
-    def __init__(self, buffer: GroupBuffer, engines: list[str], places: int | None = None):
-        """`places`: requests that an engine has at most; see EngineLoads."""
+    def __init__(self, buffer: GroupBuffer, engines: list[str], max_requests: int | None = None):
+        """`max_requests`: requests that an engine has at most; see EngineLoads."""
         self.buffer = buffer
-        self.loads = EngineLoads(engines, places)
+        self.loads = EngineLoads(engines, max_requests)
         self.window = buffer.schedule.concurrency  # responses under way at most; rate control may lower it
         self.is_open = True  # false: nothing is sent, so that engines become empty
         self.alone: set[int] = set()  # groups of which one is under way at a time

@@ -1,39 +1,40 @@
 """Which engine gets a request: the one that holds its prefix, or the one with the fewest tokens before it.
 
 Tokens of a request are those of its prompt, those kept, and as many as it may add: how many it will add nobody knows.
-What levels engines out is that none has more requests than it has `places`: the rest go, one by one, to whoever is done
-with some.
+What levels engines out is that none has more than `max_requests`: the rest go, one by one, to whoever is done with
+some.
 
-The choice follows from the order of requests, their lengths and what was answered before. Without `places` all requests
-are placed at once, before any is answered, so that no clock has a say in it.
+The choice follows from the order of requests, their lengths and what was answered before. Without `max_requests` all
+requests are placed at once, before any is answered, so that no clock has a say in it.
 """
 
 from collections.abc import Iterable
 from math import ceil
 
 LONGER = 1.5  # times the mean queue, beyond which an engine gets no request for the sake of a prefix that it holds
-MORE = 1.25  # times the seats of an engine: what takes a seat that comes free is there already
+MORE = 1.25  # times the slots of an engine: what takes a slot that comes free is there already
 
 
-def places_of(seats: int) -> int:
-    """Requests that an engine is given which computes `seats` at once."""
-    return ceil(MORE * seats)
+def request_limit_of(slots: int) -> int:
+    """Requests that an engine is given which computes `slots` at once."""
+    return ceil(MORE * slots)
 
 
 class EngineLoads:
     """Tokens and requests outstanding at each engine, and where each prefix is."""
 
-    def __init__(self, engines: Iterable[str], places: int | None = None):
-        """`places`: requests that an engine has at most; None: any number."""
+    def __init__(self, engines: Iterable[str], max_requests: int | None = None):
+        """`max_requests`: requests that an engine has at most; None: any number."""
         self.tokens = dict.fromkeys(engines, 0)
         self.requests = dict.fromkeys(self.tokens, 0)
-        self._places = places
+        self._max_requests = max_requests
         self._holders = dict[object, str]()
 
     @property
     def free(self) -> list[str]:
         """Engines that may get a request."""
-        return [engine for engine, requests in self.requests.items() if self._places is None or requests < self._places]
+        limit = self._max_requests
+        return [engine for engine, requests in self.requests.items() if limit is None or requests < limit]
 
     def place(self, prefix: object, tokens: int, waiting: int) -> str | None:
         """The engine for a request of so many tokens, which are counted there; None where none is free.

@@ -82,7 +82,7 @@ class Schedule:
         return None
 
     @property
-    def places(self) -> int:
+    def max_groups(self) -> int:
         """The number of groups that may exist at most."""
         admitted = self.admitted if self.buffer_groups is None else min(self.buffer_groups, self.admitted)
         return admitted + self.unit - 1
@@ -94,15 +94,15 @@ class Schedule:
 
     def bound(self) -> str:
         """The bound in one sentence, as `validate` prints it."""
-        exist = self.places * self.responses
-        seats = self.concurrency
+        exist = self.max_groups * self.responses
+        slots = self.concurrency
         idle = ""
-        if seats is not None and seats > exist:
-            idle = f", of {seats:,} that engines have room for"
+        if slots is not None and slots > exist:
+            idle = f", of {slots:,} that engines have room for"
         return (
             f"no token is older than {self.max_staleness} updates: with the weights of step s at most "
-            f"({self.max_staleness} + s + 1) x {self.batch:,} groups have been issued, and {self.places:,} exist at "
-            f"once ({exist:,} responses{idle})"
+            f"({self.max_staleness} + s + 1) x {self.batch:,} groups have been issued, and {self.max_groups:,} exist "
+            f"at once ({exist:,} responses{idle})"
         )
 
 

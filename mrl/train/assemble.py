@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from mrl.cluster.actor_group import ActorGroup
-from mrl.cluster.machines import Machines, Peak
+from mrl.cluster.hosts import Hosts, Peak
 from mrl.config.load import ResolvedConfig
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
@@ -69,7 +69,7 @@ class Run:
     saver: Saver
     sample_writer: SampleWriter
     generation: Generation
-    machines: Machines
+    hosts: Hosts
     peak: Peak
     state: TrainState  # of the weights that the ranks hold
     is_whole: bool = True  # false while an update changes them
@@ -274,8 +274,8 @@ def _ready_run(
     stack.callback(saver.close)
     sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s, config.record)
     stack.callback(sample_writer.close)
-    machines = Machines(Deployment.of(config), actor, engines)
-    peak = peak or machines.peak()
+    hosts = Hosts(Deployment.of(config), actor, engines)
+    peak = peak or hosts.peak()
     _go_on(files, data)
     record = _record(config, files, views)
     stack.callback(record.close)
@@ -295,7 +295,7 @@ def _ready_run(
         saver=saver,
         sample_writer=sample_writer,
         generation=generation,
-        machines=machines,
+        hosts=hosts,
         peak=peak,
         state=state,
     )

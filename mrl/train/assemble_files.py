@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.room import route_bytes
+from mrl.checkpoint.disk_space import route_bytes
 from mrl.checkpoint.step_folders import Newest
 from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.gates import MemoryGate
-from mrl.cluster.rollout_group import RolloutGroup, request_places
+from mrl.cluster.rollout_group import RolloutGroup, request_limit
 from mrl.cluster.seats import Seats, SharedSeats, actor_seats, shared_seats
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.places import Deployment
@@ -110,8 +110,8 @@ def start_engines(
         for engine in range(config.rollout.num_engines)
         for data_rank in range(config.rollout.data_parallel_size)
     ]
-    places = request_places(deployment, config.trainer.deterministic)
-    return RolloutGroup(deployment, settings, places, logs, poll, seats, before)
+    max_requests = request_limit(deployment, config.trainer.deterministic)
+    return RolloutGroup(deployment, settings, max_requests, logs, poll, seats, before)
 
 
 def _beside_each_other(

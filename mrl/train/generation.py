@@ -34,7 +34,7 @@ from mrl.train.generation_metrics import buffer_metrics, version_metrics
 from mrl.train.generation_rules import GenerationRules, first_rate
 from mrl.train.judged_groups import JudgedGroups, copies
 from mrl.train.kept_groups import Filtered, KeptGroups
-from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
+from mrl.train.numbered_prompts import NumberedPrompts, PromptCursor
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import (
     TRAIN,
@@ -73,14 +73,14 @@ class Generation:
         self._responder = responder
         self.streams = responder.engines.streams()
         kept = state.ahead
-        place = kept.place if kept else DrawPlace(stream.batch_number(state.cursor), state.cursor)
+        place = kept.place if kept else PromptCursor(stream.batch_number(state.cursor), state.cursor)
         self._prompts = NumberedPrompts(stream, place)
         rewards = responder.rewards.for_another()  # validation asks beside it
         self._groups = JudgedGroups(rules.judge, rewards, schedule.responses, kept)
         self._snapshot = kept  # the newest
         first = place.draw * stream.batch_size
         buffer = restored(kept.ledger, schedule) if kept else begun_at(state.step, first, schedule)
-        self._dispatcher = Dispatcher(buffer, self.streams.names, responder.engines.places)
+        self._dispatcher = Dispatcher(buffer, self.streams.names, responder.engines.max_requests)
         self._fleet = responder.engines.fleet
         self._losses = EngineLosses(rules.lost, rules.suspects, self._dispatcher, self._prompts, self._fleet)
         self._rate = first_rate(schedule, responder)

@@ -27,10 +27,10 @@ class GenerationRules:
 
 
 def first_rate(schedule: Schedule, responder: Responder) -> Rate | None:
-    """ready_first: of responses under way, at first as many as engines have places for."""
+    """ready_first: of responses under way, at first as many as engines take."""
     if schedule.order == "in_order":
         return None
     names = responder.engines.names
-    places = responder.engines.places
-    every = schedule.places * schedule.responses
-    return Rate.start(RateRules(len(names), min(every, places * len(names)) if places else every))
+    most = responder.engines.max_requests
+    every = schedule.max_groups * schedule.responses
+    return Rate.start(RateRules(len(names), min(every, most * len(names)) if most else every))

@@ -24,7 +24,7 @@ from mrl.flow.reward_texts import with_texts
 from mrl.reward.items import RewardResult, is_failure
 from mrl.schedule.groups import Group, State
 from mrl.schedule.ledger import Ledger
-from mrl.train.numbered_prompts import DrawPlace
+from mrl.train.numbered_prompts import PromptCursor
 from mrl.train.spool import Spool, SpoolFile
 
 Filtered = tuple[int, list[RewardResult]]  # number of a group whose responses do not differ, and its rewards
@@ -35,7 +35,7 @@ class KeptGroups:
     """A snapshot between two steps. It holds what it names, whatever becomes of the groups, until `release`."""
 
     ledger: Ledger
-    place: DrawPlace
+    place: PromptCursor
     groups: Mapping[int, GroupParts]  # by number; of those that have a response
     filtered: Sequence[Filtered]  # dropped, and told of by no step yet
     files: Mapping[int, SpoolFile]  # by number; of finished ones that are in the spool
@@ -45,7 +45,7 @@ class KeptGroups:
     def of(
         cls,
         ledger: Ledger,
-        place: DrawPlace,
+        place: PromptCursor,
         groups: Mapping[int, GroupParts],
         filtered: Sequence[Filtered],
         spool: Spool,
@@ -102,7 +102,7 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
         there = [group for group in ledger.groups if group_file(group.number, group.attempts) in said["files"]]
         groups = {group.number: _read(folder, said["files"], group, spool) for group in there}
     _check_tokens(folder, ledger, groups)
-    place = DrawPlace(said["draw"], DataCursor(**said["cursor"]))
+    place = PromptCursor(said["draw"], DataCursor(**said["cursor"]))
     told = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
     filtered = [(number, results) for number, results in told if not any(map(is_failure, results))]
     return KeptGroups.of(ledger, place, groups, filtered, spool)

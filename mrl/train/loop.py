@@ -52,7 +52,7 @@ def train(run: Run) -> None:
     try:
         run.placement.begin(run.state.step)
         if run.state.step == 0 and run.config.trainer.val_before_train:
-            run.record.write(0, held_out_metrics(run) | memory_metrics(run.machines))
+            run.record.write(0, held_out_metrics(run) | memory_metrics(run.hosts))
         run.generation.begin()
         while run.state.step < run.total_steps:
             train_step(run)
@@ -112,7 +112,7 @@ def train_step(run: Run) -> None:
             validate(run, line)
         run.state = run.generation.resume(run.state)
         with line.phase("record"):
-            line.add(memory_metrics(run.machines))
+            line.add(memory_metrics(run.hosts))
         if saves:
             write_checkpoint(run, line)
     end_line(run, line, rollouts)

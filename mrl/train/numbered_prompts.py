@@ -11,7 +11,7 @@ REPEAT_OFFSET = 1_000_000
 
 
 @dataclass(frozen=True)
-class DrawPlace:
+class PromptCursor:
     """Where a draw of prompts begins: the `draw`-th of the run, and its place in the data."""
 
     draw: int
@@ -21,7 +21,7 @@ class DrawPlace:
 class NumberedPrompts:
     """Prompts by number, drawn when they are first asked for."""
 
-    def __init__(self, stream: PromptStream, place: DrawPlace):
+    def __init__(self, stream: PromptStream, place: PromptCursor):
         self._stream = stream
         self._next = place
         self._begins: dict[int, DataCursor] = {}  # by draw
@@ -49,7 +49,7 @@ class NumberedPrompts:
             begin = self._next.cursor
             prompts, end = self._stream.next_batch(begin)
             self._drawn[now], self._begins[now], self._ends[now] = with_first_index(prompts), begin, end
-            self._next = DrawPlace(now + 1, end)
+            self._next = PromptCursor(now + 1, end)
 
     def after(self, number: int) -> DataCursor:
         """The place in the data behind the draw that the number is of."""
@@ -57,7 +57,7 @@ class NumberedPrompts:
         self._draw_until(draw)
         return self._ends[draw]
 
-    def forget_before(self, number: int) -> DrawPlace:
+    def forget_before(self, number: int) -> PromptCursor:
         """Where to begin so that `number` and all after it can be asked for; those before it no longer can."""
         draw = number // self._stream.batch_size
         for kept in (self._drawn, self._begins, self._ends):
@@ -65,7 +65,7 @@ class NumberedPrompts:
                 del kept[old]
         if draw not in self._begins:
             return self._next
-        return DrawPlace(draw, self._begins[draw])
+        return PromptCursor(draw, self._begins[draw])
 
 
 def with_first_index(prompts: list[Prompt]) -> list[tuple[Prompt, int]]:

@@ -5,9 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mrl.checkpoint.disk_space import (
+    check_disk_space,
+    checkpoint_bytes,
+    disk_space_note,
+    groups_ahead_bytes,
+    route_bytes,
+)
 from mrl.checkpoint.manifest import check_files, read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
-from mrl.checkpoint.room import check_room, checkpoint_bytes, groups_ahead_bytes, room_note, route_bytes
 from mrl.cluster.prerequisites import (
     check_port_free,
     check_reachable,
@@ -63,7 +69,7 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
     find_resume_point(config.trainer, RunIdentity.of(config), folder, resume)
     for key, path in folders_of_weights(config).items():
         check_checkpoint(path, model, key)
-    check_room(folder, _bytes_of_a_checkpoint(config, model))
+    check_disk_space(folder, _bytes_of_a_checkpoint(config, model))
     _check_cluster(Deployment.of(config))
     if config.cluster.port is not None:
         check_port_free(config.cluster.port)
@@ -132,7 +138,7 @@ def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
         f"loss: {describe_loss(config)}",
         f"layout: {describe_layout(config, model)}",
         *(f"note: {n}" for n in notes(resolved, model)),
-        *room_note(run_dir.path, _bytes_of_a_checkpoint(config, model), config.trainer.max_actor_ckpt_to_keep),
+        *disk_space_note(run_dir.path, _bytes_of_a_checkpoint(config, model), config.trainer.max_actor_ckpt_to_keep),
         *plan_report(config, model, run_dir.plan),
         f"logs: {run_dir.logs}/ (actor-rank-N.log, engine-N.log, reward.log); metrics: {run_dir.metrics}",
     ]

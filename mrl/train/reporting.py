@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from mrl.cluster.machines import Machines, Peak
+from mrl.cluster.hosts import Hosts, Peak
 from mrl.config.schema import AlgorithmConfig, DataConfig, TrainerConfig
 from mrl.data.samples import SampleRows
 from mrl.model import ModelSpec, forward_flops
@@ -60,9 +60,9 @@ def time_metrics(trainer: TrainerConfig, devices: int, timer: PhaseTimer, rollou
     return timer.metrics() | speed_metrics(rollouts.samples.rows, seconds, devices)
 
 
-def memory_metrics(machines: Machines) -> dict[str, float]:
+def memory_metrics(hosts: Hosts) -> dict[str, float]:
     """Memory in use on the fullest host, in GiB."""
-    return {"perf/cpu_memory_used_gb": machines.memory_used() / GIB}
+    return {"perf/cpu_memory_used_gb": hosts.memory_used() / GIB}
 
 
 def mfu_metrics(

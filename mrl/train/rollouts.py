@@ -131,7 +131,7 @@ def generate(
     """
     schedule = Schedule(len(groups), len(groups[0]), sampling.max_tokens)
     streams = engines.streams()
-    dispatcher = Dispatcher(GroupBuffer(schedule), streams.names, engines.places)
+    dispatcher = Dispatcher(GroupBuffer(schedule), streams.names, engines.max_requests)
     for group, own in zip(dispatcher.buffer.reserve(), groups, strict=True):
         group.prompt_tokens = len(own[0].prompt_ids)
         dispatcher.admit(group)

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from mrl.checkpoint.disk_space import BESIDE_TENSORS, check_disk_space
 from mrl.checkpoint.hf_folder import copy_hf_files
 from mrl.checkpoint.manifest import HF_FOLDER, Manifest, RankFiles, write_manifest
-from mrl.checkpoint.room import BESIDE_TENSORS, check_room
 from mrl.checkpoint.step_folders import discard, superseded, write_atomically
 from mrl.config.schema import LayoutConfig, TrainerConfig
 from mrl.errors import EnvironmentFault
@@ -157,7 +157,7 @@ class Saver:
         began = time.perf_counter()
         try:
             self._taken_bytes = self._actor.take_checkpoint()
-            check_room(self._folder, self._taken_bytes + BESIDE_TENSORS)
+            check_disk_space(self._folder, self._taken_bytes + BESIDE_TENSORS)
             self._taken = step
             self._taking_s = time.perf_counter() - began
         except EnvironmentFault as fault:
@@ -246,7 +246,7 @@ class Saver:
         """The whole of a save but for the ranks' copies; in a thread, so it uses only what does not change."""
         if state.ahead is not None:
             kept_bytes = state.ahead.bytes_to_write(self._saved.token_routes)
-            check_room(self._folder, self._taken_bytes + BESIDE_TENSORS + kept_bytes)
+            check_disk_space(self._folder, self._taken_bytes + BESIDE_TENSORS + kept_bytes)
         folder = self._folder / f"step-{state.step}"
         write_atomically(folder, lambda work: self._write_checkpoint(state, work, metrics), self._check)
         for old in superseded(self._folder, state.step, self._trainer.max_actor_ckpt_to_keep):

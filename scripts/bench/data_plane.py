@@ -148,7 +148,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
 
     from mrl.cluster.actor_group import put_once
     from mrl.cluster.engine_fleet import EngineFleet
-    from mrl.cluster.rollout_group import RolloutGroup, request_places
+    from mrl.cluster.rollout_group import RolloutGroup, request_limit
     from mrl.cluster.workers import EngineWorker
     from mrl.config.load import load_config
     from mrl.config.places import Deployment
@@ -267,7 +267,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
 
     engines = RolloutGroup.__new__(RolloutGroup)
     engines.cluster, engines.rollout, engines.poll = config.cluster, config.rollout, lambda: None
-    engines.places = request_places(Deployment.of(config), config.trainer.deterministic)
+    engines.max_requests = request_limit(Deployment.of(config), config.trainer.deterministic)
     environment = {"env_vars": SMALL_OBJECTS}
     kind = ray.remote(Engine).options(**on_node(far), runtime_env=environment)
     engines.workers = [kind.remote() for _ in range(ENGINES)]
@@ -306,7 +306,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
         config=config, run_dir=run_dir, val_prompts=None, total_steps=2, stop=StopFlag(), record=record,
         responder=responder, actor=actor, placement=placement, saver=SimpleNamespace(finished=dict, failed_saves=0),
         sample_writer=writer, generation=Generation(rules, responder, stream, TrainState()),
-        machines=SimpleNamespace(memory_used=lambda: 0), peak=SimpleNamespace(actor=1.0, run=1.0), state=TrainState(),
+        hosts=SimpleNamespace(memory_used=lambda: 0), peak=SimpleNamespace(actor=1.0, run=1.0), state=TrainState(),
     )  # fmt: skip
     warm(ray, actor.ranks, engines.workers)
 

@@ -155,7 +155,7 @@ def test_a_shortage_ends_the_step_with_the_holder_named_and_the_run_goes_on_wher
     """The plan of the second step's update asks for an optimizer that no device has room for."""
     with open_run(colocated(world, tmp_path / "run"), resume=False) as run:
         run.placement.begin(0)
-        run.record.write(0, held_out_metrics(run) | memory_metrics(run.machines))
+        run.record.write(0, held_out_metrics(run) | memory_metrics(run.hosts))
         train_step(run)
         gate = run.placement._gate
         gate._plan["memory"]["phases"]["train"]["terms"]["optimizer"] = 100 * GIB

@@ -19,7 +19,7 @@ from world import PRESET, make_world, metrics
 from mrl.checkpoint.manifest import check_digests, read_manifest
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.cluster.engine_fleet import EngineFleet
-from mrl.cluster.rollout_group import RolloutGroup, request_places
+from mrl.cluster.rollout_group import RolloutGroup, request_limit
 from mrl.cluster.workers import EngineWorker
 from mrl.config.load import load_config
 from mrl.config.places import Deployment
@@ -83,7 +83,7 @@ def test_responses_without_room_in_the_object_store_or_on_its_disk_are_a_stop_th
     config = load_config(PRESET, overrides=["rollout.num_engines=1"]).config
     engines = RolloutGroup.__new__(RolloutGroup)
     engines.cluster, engines.rollout, engines.poll = config.cluster, config.rollout, lambda: None
-    engines.places = request_places(Deployment.of(config), config.trainer.deterministic)
+    engines.max_requests = request_limit(Deployment.of(config), config.trainer.deterministic)
     engines.workers, engines.names, engines.engine_ranks = [ray.remote(Engine).remote()], ["engine 0"], 1
     engines.fleet = EngineFleet(engines, 60.0)
     engines.nodes = {"engine 0": ray.get_runtime_context().get_node_id()}

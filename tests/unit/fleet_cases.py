@@ -118,7 +118,7 @@ def run(case: Case) -> Fleet:
     check_numbers(fleet, case.steps)
     check_versions(fleet)
     check_counts(fleet)
-    assert fleet.largest_buffer <= case.schedule.places
+    assert fleet.largest_buffer <= case.schedule.max_groups
     assert fleet.most_under_way <= (case.schedule.concurrency or fleet.most_under_way)
     check_order(case, fleet)
     if fleet.rate:

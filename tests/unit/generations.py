@@ -53,7 +53,7 @@ class AnsweringEngines:
     """One engine that answers all that it has been sent at once; see `respond`."""
 
     names = ("engine 0",)
-    places = None
+    max_requests = None
 
     def poll(self): ...
 

@@ -68,14 +68,14 @@ class SearchedLine:
 
 
 def quick(buffer: GroupBuffer) -> Dispatcher:
-    return Dispatcher(buffer, list(ENGINES), places=5)
+    return Dispatcher(buffer, list(ENGINES), max_requests=5)
 
 
 class SearchingDispatcher(Dispatcher):
     """Counts what is in line anew for every request, and lines up all that is ahead at every event."""
 
-    def __init__(self, buffer: GroupBuffer, engines: list[str], places: int):
-        super().__init__(buffer, engines, places)
+    def __init__(self, buffer: GroupBuffer, engines: list[str], max_requests: int):
+        super().__init__(buffer, engines, max_requests)
         self._ready = SortedLine()
         self._ahead = SearchedLine()
 
@@ -96,7 +96,7 @@ class SearchingDispatcher(Dispatcher):
 
 
 def thorough(buffer: GroupBuffer) -> Dispatcher:
-    return SearchingDispatcher(buffer, list(ENGINES), places=5)
+    return SearchingDispatcher(buffer, list(ENGINES), max_requests=5)
 
 
 class Pair:

@@ -306,7 +306,7 @@ def test_validate_and_train_refuse_alike_before_anything_starts(folder, capsys, 
     (folder / "reward.py").write_text("def compute_score(**_):\n    return None\n")
     monkeypatch.setattr("mrl.train.preflight.check_checkpoint", lambda *_: None)
     monkeypatch.setattr("mrl.train.preflight.load_model_spec", lambda path: planning_model_spec(path)[0])
-    monkeypatch.setattr("mrl.train.preflight.check_room", lambda *_: None)
+    monkeypatch.setattr("mrl.train.preflight.check_disk_space", lambda *_: None)
     monkeypatch.setattr("mrl.train.preflight.with_models_at_hand", lambda resolved: resolved)
     said = {}
     for command in ("validate", "train"):

@@ -51,7 +51,7 @@ class Engines:
     """Two engines whose answers come in any order; tokens are a function of seed, place and version."""
 
     names = ("engine 0", "engine 1")
-    places = 4
+    max_requests = 4
 
     def __init__(self, seed: int):
         self._rng, self.version = random.Random(seed), 0

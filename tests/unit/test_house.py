@@ -52,7 +52,7 @@ LIGHT = (
     "algo/spec.py",
     "record/spec.py",
     *(f"checkpoint/{part}.py" for part in ("check_output", "convert", "convert_job", "manifest", "open_checkpoint")),
-    *(f"checkpoint/{part}.py" for part in ("direct_file", "planned_file", "room", "safetensors_file")),
+    *(f"checkpoint/{part}.py" for part in ("direct_file", "disk_space", "planned_file", "safetensors_file")),
     *(f"checkpoint/{part}.py" for part in ("hf_folder", "step_folders", "stored_boxes", "tensor_names", "work_folder")),
     *(f"cluster/{part}.py" for part in ("job", "prerequisites")),
     *(f"platforms/{part}.py" for part in ("hosting", "inventory", "npu_mindspeed", "patching", "versions")),

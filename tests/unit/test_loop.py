@@ -10,7 +10,7 @@ import pytest
 from generations import AnsweringEngines, generation_of
 from replicas import InMemory, Replicas
 
-from mrl.cluster.machines import Peak
+from mrl.cluster.hosts import Peak
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
@@ -263,7 +263,7 @@ def run_of(world, tmp_path, *overrides, state=TrainState()) -> Run:  # noqa: B00
         stop=stop, record=world, responder=responder, actor=world, placement=placement, saver=saver,
         sample_writer=Writer(run_dir.samples),
         generation=generation_for(world, config, responder, stream, state),
-        machines=world, peak=Peak(1e9, 2e9), state=state,
+        hosts=world, peak=Peak(1e9, 2e9), state=state,
     )  # fmt: skip
 
 

@@ -16,13 +16,13 @@ from mrl.remote.process_logs import concerning
 from mrl.schedule.suspects import Suspects, suspects
 from mrl.train.kept_groups import read_kept
 from mrl.train.lost_engines import LostEngines, Unfinished, whole_losses
-from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
+from mrl.train.numbered_prompts import NumberedPrompts, PromptCursor
 from mrl.train.resume import TrainState
 from mrl.train.spool import Spool
 
 KILLER = 4
 STREAM = PromptStream([Prompt(p, (1, p + 1), "test", "x") for p in range(1000)], BATCH, seed=0)
-FATAL = NumberedPrompts(STREAM, DrawPlace(0, TrainState().cursor))[4][0].prompt_id  # of the second step
+FATAL = NumberedPrompts(STREAM, PromptCursor(0, TrainState().cursor))[4][0].prompt_id  # of the second step
 MODES["one step off"] = AHEAD["one step off"]
 
 

@@ -9,7 +9,7 @@ from replicas import ReplicaActor
 from small_model import write_model
 
 from mrl.algo.advantages import TokenAdvantages
-from mrl.checkpoint.room import BESIDE_TENSORS, checkpoint_bytes
+from mrl.checkpoint.disk_space import BESIDE_TENSORS, checkpoint_bytes
 from mrl.cluster.prerequisites import check_object_stores
 from mrl.config.load import load_config
 from mrl.config.places import Deployment, rank_places

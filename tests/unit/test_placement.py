@@ -8,7 +8,7 @@ import pytest
 
 from mrl.cluster import engine_fleet
 from mrl.cluster.engine_fleet import EngineFleet
-from mrl.cluster.gates import MemoryHolder, Need, shortage
+from mrl.cluster.gates import MemoryHolder, PhaseMemory, shortage
 from mrl.errors import Interrupted, LostProcess
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.record.spec import metric_spec
@@ -322,7 +322,7 @@ def plan_with(actor: int, engine: int, asleep: int, available: int) -> dict:
 
 # 12 GiB for the actor, of which 10 are there; 10 for the engine's weights, and 2 that a sleeping engine keeps: 12 are
 # to come
-NEED = Need.of(plan_with(12, 12, 2, 78), "train_to_sync")
+NEED = PhaseMemory.of(plan_with(12, 12, 2, 78), "train_to_sync")
 
 
 def test_room_is_what_a_device_says_is_free_against_what_is_to_come():

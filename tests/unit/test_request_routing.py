@@ -8,7 +8,7 @@ import pytest
 from generations import SteadyFleet
 from replicas import InMemory
 
-from mrl.cluster.rollout_group import request_places
+from mrl.cluster.rollout_group import request_limit
 from mrl.config.load import load_config
 from mrl.config.places import Deployment
 from mrl.data.samples import Sample, packed
@@ -29,9 +29,9 @@ ENGINES = ("a", "b", "c")
 class Routing:
     """Requests of one call: groups of `n` responses, prompts of so many tokens each."""
 
-    def __init__(self, engines, places, prompts, n, longest=100):
+    def __init__(self, engines, max_requests, prompts, n, longest=100):
         self.buffer = GroupBuffer(Schedule(len(prompts), n, longest))
-        self.dispatcher = Dispatcher(self.buffer, list(engines), places)
+        self.dispatcher = Dispatcher(self.buffer, list(engines), max_requests)
         self.unanswered = len(prompts) * n
         for group, tokens in zip(self.buffer.reserve(), prompts, strict=True):
             group.prompt_tokens = tokens
@@ -64,16 +64,16 @@ def answered_in_any_order(routing: Routing, rng: random.Random, check=lambda und
 @pytest.mark.parametrize("seed", range(30))
 def test_every_request_is_sent_once_and_none_waits_while_an_engine_is_free(seed):
     rng = random.Random(seed)
-    n, places, engines = rng.randint(1, 6), rng.choice((1, 2, 5, None)), rng.randint(1, 3)
+    n, max_requests, engines = rng.randint(1, 6), rng.choice((1, 2, 5, None)), rng.randint(1, 3)
     prompts = [rng.randint(1, 50) for _ in range(rng.randint(1, 12))]
-    routing = Routing(ENGINES[:engines], places, prompts, n)
+    routing = Routing(ENGINES[:engines], max_requests, prompts, n)
     every = routing.unanswered
 
     def check(under_way):
         held = [sum(engine == name for _, engine in under_way) for name in ENGINES[:engines]]
         queued = routing.unanswered - len(under_way)
-        assert max(held) <= (places or every)
-        assert queued == 0 or min(held) == places
+        assert max(held) <= (max_requests or every)
+        assert queued == 0 or min(held) == max_requests
 
     assert len(answered_in_any_order(routing, rng, check)) == every
     loads = routing.dispatcher.loads
@@ -98,9 +98,9 @@ def test_responses_of_a_prompt_stay_together_and_a_lone_prompt_is_spread():
     assert [alone.count(name) for name in ENGINES] == [7, 5, 0]
 
 
-def seconds(places: int | None, lengths: list[int], seats: int) -> int:
+def seconds(max_requests: int | None, lengths: list[int], seats: int) -> int:
     """Until the last answer; an engine makes a token of each of `seats` responses a second."""
-    routing = Routing(ENGINES, places, [10] * (len(lengths) // 4), 4, longest=1000)
+    routing = Routing(ENGINES, max_requests, [10] * (len(lengths) // 4), 4, longest=1000)
     waiting, running, now = {engine: [] for engine in ENGINES}, [], 0
     wanted = dict(enumerate(lengths, start=1))
     while routing.unanswered:
@@ -127,23 +127,23 @@ def test_where_lengths_have_a_heavy_tail_engines_end_sooner_together():
 
 
 @pytest.mark.parametrize(
-    ("device", "deterministic", "places"),
+    ("device", "deterministic", "limit"),
     [("cpu", True, 10), ("cpu", False, 10), ("cuda", True, None), ("cuda", False, 10)],
 )
-def test_where_neighbours_change_bits_a_run_that_repeats_leaves_nothing_to_a_clock(device, deterministic, places):
+def test_where_neighbours_change_bits_a_run_that_repeats_leaves_nothing_to_a_clock(device, deterministic, limit):
     settings = ["rollout.max_num_seqs=8", f"cluster.device={device}"]
     config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, settings).config
-    assert request_places(Deployment.of(config), deterministic) == places
+    assert request_limit(Deployment.of(config), deterministic) == limit
     talks = load_config("parallel_configs/tiny-moe/cpu.yaml", None, [*settings, "rollout.turns={tools: [calculator]}"])
-    more = places and 4 * places
-    assert request_places(Deployment.of(talks.config), deterministic) == more, "others are sampled while tools work"
+    more = limit and 4 * limit
+    assert request_limit(Deployment.of(talks.config), deterministic) == more, "others are sampled while tools work"
 
 
 class Streams:
     """Engines that answer one request a call, the newest first."""
 
-    def __init__(self, names, places):
-        self.names, self.places = names, places
+    def __init__(self, names, max_requests):
+        self.names, self.max_requests = names, max_requests
         self.sent, self.most = [], 0
         self.fleet = SteadyFleet()
 

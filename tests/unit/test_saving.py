@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from small_model import SIZES, write_model
 
-from mrl.checkpoint import rank_load, rank_save, room
+from mrl.checkpoint import disk_space, rank_load, rank_save
 from mrl.checkpoint.manifest import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -261,7 +261,7 @@ def test_as_many_failed_saves_in_a_row_as_may_be_end_the_run(model, tmp_path, as
 
 
 def test_where_there_is_no_room_nothing_is_begun(run, monkeypatch, capsys):
-    monkeypatch.setattr(room, "free_bytes", lambda folder: 1_000_000)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 1_000_000)
     trained(run)
     run.saver.save(run.state)
     assert list(run.folder.iterdir()) == [] and run.saver.failed_saves == 1
@@ -370,21 +370,21 @@ def test_the_arithmetic_of_room_counts_every_parameter_once():
     h, heads, kv, d, vocab, experts, wide = 64, 4, 2, 16, 128, 4, 64
     layer = 2 * h + h * heads * d * 2 + h * kv * d * 2 + 2 * d + experts * h + experts * 3 * h * wide
     parameters = 2 * vocab * h + 2 * layer + h
-    assert room.checkpoint_bytes(model_spec(SIZES), "float32") - room.BESIDE_TENSORS == 12 * parameters
-    assert room.checkpoint_bytes(model_spec(SIZES), "bfloat16") - room.BESIDE_TENSORS == 14 * parameters
+    assert disk_space.checkpoint_bytes(model_spec(SIZES), "float32") - disk_space.BESIDE_TENSORS == 12 * parameters
+    assert disk_space.checkpoint_bytes(model_spec(SIZES), "bfloat16") - disk_space.BESIDE_TENSORS == 14 * parameters
 
 
 def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_anything_is_written(model, tmp_path, monkeypatch):
-    assert room.free_bytes(tmp_path / "not" / "there" / "yet") > 0
-    monkeypatch.setattr(room, "free_bytes", lambda folder: 5_000_000)
+    assert disk_space.free_bytes(tmp_path / "not" / "there" / "yet") > 0
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 5_000_000)
     with pytest.raises(EnvironmentFault, match=r"a checkpoint needs 5\.01 GB and 5\.00 MB are free; make room"):
-        room.check_room(tmp_path, 5_000_000_001)
-    room.check_room(tmp_path, 5_000_000)
-    size = room.checkpoint_bytes(model_spec(SIZES), "float32")
-    (note,) = room.room_note(tmp_path, size, kept=2)
+        disk_space.check_disk_space(tmp_path, 5_000_000_001)
+    disk_space.check_disk_space(tmp_path, 5_000_000)
+    size = disk_space.checkpoint_bytes(model_spec(SIZES), "float32")
+    (note,) = disk_space.disk_space_note(tmp_path, size, kept=2)
     assert "trainer.max_actor_ckpt_to_keep is 2, and one more" in note and "room for 0 more" in note
-    monkeypatch.setattr(room, "free_bytes", lambda folder: 10**9)
-    assert room.room_note(tmp_path, size, kept=2) == []
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 10**9)
+    assert disk_space.disk_space_note(tmp_path, size, kept=2) == []
 
 
 def test_groups_that_generation_is_ahead_with_need_room_too(model, tmp_path, monkeypatch):
@@ -392,15 +392,15 @@ def test_groups_that_generation_is_ahead_with_need_room_too(model, tmp_path, mon
     ahead = {"data": {"train_batch_size": 1, "max_prompt_length": 3, "max_response_length": 5}, "rollout": {"n": 2}}
     config = made_run(model, tmp_path, schedule="one_step_off").config
     config = RunConfig.model_validate(config.model_dump() | ahead)
-    assert room.groups_ahead_bytes(schedule_of(config), config.data, 0) == 2 * 2 * (8 * 4 + 5 * 4)
+    assert disk_space.groups_ahead_bytes(schedule_of(config), config.data, 0) == 2 * 2 * (8 * 4 + 5 * 4)
     synchronous = replace(schedule_of(config), max_staleness=0)
-    assert room.groups_ahead_bytes(synchronous, config.data, 0) == 0
+    assert disk_space.groups_ahead_bytes(synchronous, config.data, 0) == 0
 
 
 def test_a_save_that_has_no_room_for_kept_groups_is_counted_and_leaves_nothing(run, monkeypatch):
     trained(run)
-    free = room.BESIDE_TENSORS + 10**6
-    monkeypatch.setattr(room, "free_bytes", lambda folder: free)
+    free = disk_space.BESIDE_TENSORS + 10**6
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: free)
     held = []
     kept = SimpleNamespace(
         bytes_to_write=lambda route_bytes: 10**6, write=lambda work: {}, hold=lambda: held.append(1), release=held.pop

@@ -320,7 +320,7 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
         run = SimpleNamespace(
             config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, placement=placement,
             saver=saver, line={},
-            generation=SimpleNamespace(begin=lambda: done.append("begin")), machines=None,
+            generation=SimpleNamespace(begin=lambda: done.append("begin")), hosts=None,
         )  # fmt: skip
         loop.train(run)
     assert done == [

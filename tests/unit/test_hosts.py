@@ -1,4 +1,4 @@
-"""What the machines of a run can compute and hold: peaks, the share of them that a step reached, the fullest host."""
+"""What the hosts of a run can compute and hold: peaks, the share of them that a step reached, the fullest host."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 from small_model import SIZES
 
-from mrl.cluster import machines as module
-from mrl.cluster.machines import Machines, Peak, Speed, first_of_each
+from mrl.cluster import hosts as module
+from mrl.cluster.hosts import Hosts, Peak, Speed, first_of_each
 from mrl.config.load import load_config
 from mrl.config.places import Deployment
 from mrl.errors import Interrupted
@@ -106,7 +106,7 @@ class Process:
         self.host_bytes_used = SimpleNamespace(remote=lambda: None if used is None else used * GIB)
 
 
-def machines_of(monkeypatch, ranks: list[Process], engines: list[Process]) -> Machines:
+def hosts_of(monkeypatch, ranks: list[Process], engines: list[Process]) -> Hosts:
     def answered(refs, timeout_s, what):
         if None in refs.values():
             raise Interrupted(f"{what}: somebody died")
@@ -118,21 +118,21 @@ def machines_of(monkeypatch, ranks: list[Process], engines: list[Process]) -> Ma
     group = SimpleNamespace(
         workers=engines, nodes={f"engine {i}": engine.places()[0][0] for i, engine in enumerate(engines)}
     )
-    return Machines(Deployment.of(load_config(TINY).config), actor, group)
+    return Hosts(Deployment.of(load_config(TINY).config), actor, group)
 
 
 def test_the_fullest_host_counts_whoever_is_on_it(monkeypatch):
     ranks = [Process("a", 3), Process("a", 99), Process("b", 4)]  # one of each host is asked, the first
     engines = [Process("b", 98), Process("c", 9), Process("c", 97)]
-    assert machines_of(monkeypatch, ranks, engines).memory_used() == 9 * GIB
-    assert machines_of(monkeypatch, ranks, []).memory_used() == 4 * GIB
-    assert machines_of(monkeypatch, [Process("a", 1)], []).memory_used() == 2 * GIB
+    assert hosts_of(monkeypatch, ranks, engines).memory_used() == 9 * GIB
+    assert hosts_of(monkeypatch, ranks, []).memory_used() == 4 * GIB
+    assert hosts_of(monkeypatch, [Process("a", 1)], []).memory_used() == 2 * GIB
 
 
 def test_a_lost_engine_does_not_end_a_run_for_a_metric_and_a_lost_rank_does(monkeypatch):
-    assert machines_of(monkeypatch, [Process("a", 3)], [Process("c", None)]).memory_used() == 3 * GIB
+    assert hosts_of(monkeypatch, [Process("a", 3)], [Process("c", None)]).memory_used() == 3 * GIB
     with pytest.raises(Interrupted):
-        machines_of(monkeypatch, [Process("a", None)], []).memory_used()
+        hosts_of(monkeypatch, [Process("a", None)], []).memory_used()
 
 
 def test_the_first_of_each():

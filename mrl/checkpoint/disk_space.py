@@ -43,7 +43,7 @@ def groups_ahead_bytes(schedule: Schedule, data: DataConfig, token_routes: int) 
     if schedule.is_synchronous:
         return 0
     response = column_bytes(data.max_prompt_length, data.max_response_length, token_routes)
-    return schedule.places * schedule.responses * response
+    return schedule.max_groups * schedule.responses * response
 
 
 def free_bytes(folder: Path) -> int:
@@ -53,7 +53,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def check_room(folder: Path, needed: int) -> None:
+def check_disk_space(folder: Path, needed: int) -> None:
     """Raises EnvironmentFault when `needed` bytes do not fit on the disk of `folder`."""
     free = free_bytes(folder)
     if free < needed:
@@ -63,7 +63,7 @@ def check_room(folder: Path, needed: int) -> None:
         )
 
 
-def room_note(folder: Path, size: int, kept: int) -> list[str]:
+def disk_space_note(folder: Path, size: int, kept: int) -> list[str]:
     """A line for a disk that has room for one checkpoint, but not for all that the run is to keep and one more.
 
     `folder`: of the checkpoints; `size`: bytes of one; `kept`: how many the run is to keep.

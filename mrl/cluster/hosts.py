@@ -1,4 +1,4 @@
-"""The machines that a run is on: what they could compute at best, of which MFU is a share,
+"""The hosts that a run is on: what they could compute at best, of which MFU is a share,
 and how full their memory is.
 """
 
@@ -48,7 +48,7 @@ class Peak:
         return cls(sum(each), sum(each) / len(each) * max(devices, len(each)))
 
 
-class Machines:
+class Hosts:
     """Asks one process of each node."""
 
     def __init__(self, deployment: Deployment, actor: ActorGroup, engines: RolloutGroup) -> None:
