@@ -70,10 +70,11 @@ def disturbed(world: Path, run_dir: Path, sent: signal.Signals, stands_s: float 
     try:
         wait_for_step(process, run_dir, 1)
         victim = engine_core(psutil.Process(process.pid), run_dir)
-        time.sleep(0.15)
         if stands_s:
             os.kill(victim.pid, signal.SIGSTOP)
             time.sleep(stands_s)
+        else:
+            time.sleep(0.15)
         os.kill(victim.pid, sent)
         assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
         assert not psutil.pid_exists(victim.pid), "of one that was stopped, too, nothing is left"
@@ -114,7 +115,8 @@ def test_the_only_engine_is_killed_and_the_run_has_the_bits_of_the_undisturbed_o
 def test_where_the_only_engine_is_lost_after_the_update_ranks_go_back_to_weights_that_it_can_be_brought_to(
     world, undisturbed, tmp_path, kind
 ):
-    found = disturbed(world, tmp_path / "killed", signal.SIGKILL, stands_s=20.0, **KINDS[kind])
+    slow = {"rollout__max_num_seqs": 4}  # so that it is at something when it stops
+    found = disturbed(world, tmp_path / "killed", signal.SIGKILL, stands_s=20.0, **KINDS[kind] | slow)
     assert_same(found, undisturbed(kind))
     assert metrics(found)[-1]["trainer/restarts"] == 1
 

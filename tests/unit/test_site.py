@@ -45,7 +45,8 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in text.splitlines() if line.startswith("mrl ")]
 
 
-def test_every_page_of_the_tutorial_has_commands_and_they_run_in_its_order():
+def test_every_page_of_the_tutorial_has_commands_and_they_run_in_its_order(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "evidence")
     assert set(TUTORIAL) < set(WITH_COMMANDS)
     (nav,) = [
         entry["Tutorial"] for entry in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"] if "Tutorial" in entry
