@@ -4,10 +4,12 @@ Exit codes are those of mrl.errors; anything unforeseen keeps its traceback and 
 """
 
 import argparse
+import os
+import signal
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from types import ModuleType
 from typing import Any, TextIO
 
@@ -54,9 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stack.enter_context(redirect_stderr(_Plain(sys.stderr)))
         parser = make_parser()
         options, leftovers = parser.parse_known_args(arguments)
-        if options.command not in PASS_ON:
-            stack.enter_context(redirect_stdout(_Plain(sys.stdout)))
+        if options.command in PASS_ON:
+            _run(parser, options, leftovers)
+            return
+        stack.enter_context(redirect_stdout(_Answer(sys.stdout)))
         _run(parser, options, leftovers)
+        sys.stdout.flush()
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, leftovers: Sequence[str]) -> None:
@@ -91,6 +96,26 @@ class _Plain:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class _Answer(_Plain):
+    """What a command prints: it ends quietly where nobody reads on, as behind `| head`."""
+
+    def write(self, text: str) -> int:
+        with self._ends_with_its_reader():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._ends_with_its_reader():
+            self._stream.flush()
+
+    @contextmanager
+    def _ends_with_its_reader(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # else the interpreter's flush complains
+            raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 class _Version(argparse.Action):

@@ -44,6 +44,13 @@ def add(commands) -> None:
     plan.add_argument(
         "--top", type=positive, default=10, metavar="N", help="with --search: how many to list (default 10)"
     )
+    plan.add_argument(
+        "--messages",
+        type=int,
+        nargs=2,
+        metavar=("RANK", "WORKER"),
+        help="list what this rank sends to this worker in a weight sync, box by box; both count from 0",
+    )
     plan.set_defaults(run=_plan)
 
 
@@ -51,7 +58,17 @@ def _plan(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     if (options.config is None) != (options.search and options.model is not None):
         raise ConfigError("give CONFIG, or with --search a --model in its place")
-    answer, lines = (_search(options), search_lines) if options.search else (_plan_of_run(options), plan_lines)
+    if options.search and options.messages:
+        raise ConfigError("--search lists layouts, --messages one configuration's messages: give one of them")
+    if options.search:
+        answer = _search(options)
+        lines = search_lines
+    elif options.messages:
+        answer = _messages(options, *options.messages)
+        lines = message_lines
+    else:
+        answer = _plan_of_run(options)
+        lines = plan_lines
     answer["seconds"] = time.perf_counter() - start
     if options.json:
         print(json.dumps(answer))
@@ -79,6 +96,36 @@ def _plan_of_run(options: argparse.Namespace) -> dict[str, Any]:
         except OSError as error:
             raise ConfigError(f"--run-dir {options.run_dir}: cannot be written: {error.strerror}") from None
     return plan | {"notes": _notes(config, options.device, plan["device"]["name"], stand_in)}
+
+
+def _messages(options: argparse.Namespace, rank: int, worker: int) -> dict[str, Any]:
+    """All messages of a weight sync from one rank to one worker. Raises ConfigError where there are no such two."""
+    from mrl.config.rules import check
+    from mrl.model.layout import TrainLayout
+    from mrl.plan.run_plan import reshard_plan_of
+
+    resolved = _resolved(options)
+    config = resolved.config
+    model, stand_in = _model(config.model.path)
+    check(resolved, model)
+    plan = reshard_plan_of(config, model, TrainLayout.build(config.actor.layout.model_dump(), model))
+    for name, number, count in (("RANK", rank, plan.train.world_size), ("WORKER", worker, plan.rollout.world_size)):
+        if not 0 <= number < count:
+            raise ConfigError(f"--messages: {name} {number} must be from 0 to {count - 1}")
+    messages = [
+        {
+            "round": message.round,
+            "bytes": message.nbytes,
+            "boxes": [
+                {"tensor": copy.hf_name, "box": copy.hf_box.ranges, "from": copy.source_name, "to": copy.parameter}
+                for copy in message.copies
+            ],
+        }
+        for message in plan.sends(rank)
+        if message.worker == worker
+    ]
+    notes = [stand_in] if stand_in else []
+    return {"rank": rank, "worker": worker, "messages": messages, "notes": notes, "hash": plan.hash}
 
 
 def _search(options: argparse.Namespace) -> dict[str, Any]:
@@ -295,6 +342,19 @@ def _size(nbytes: int) -> str:
     if nbytes >= 1e9:
         return f"{nbytes / 1e9:.2f} GB"
     return f"{nbytes / 1e6:.3g} MB"
+
+
+def message_lines(answer: dict[str, Any]) -> Iterator[str]:
+    """A line a message, and below it one a box: its part of the checkpoint's tensor, and where it goes."""
+    messages = answer["messages"]
+    total = sum(message["bytes"] for message in messages)
+    who = f"rank {answer['rank']} to worker {answer['worker']}"
+    yield f"{len(messages)} messages from {who}, {total:,} bytes in all; plan {answer['hash'][:16]}"
+    for message in messages:
+        yield f"round {message['round']}: {message['bytes']:,} bytes"
+        for box in message["boxes"]:
+            cut = ", ".join(f"{start}:{stop}" for start, stop in box["box"])
+            yield f"  {box['tensor']}[{cut}] -> {box['to']}"
 
 
 def search_lines(result: dict[str, Any]) -> Iterator[str]:

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,6 +132,14 @@ def test_mistakes_of_the_schema_and_of_the_rules_come_in_one_answer(mrl):
 def test_what_cannot_be_judged_at_all_is_one_row_and_the_errors_own_exit_code(mrl, arguments, code, words):
     found, rows = verdict(mrl(*arguments))
     assert found == code and len(rows) == 1 and words in rows[0]["rule"]
+
+
+def test_a_command_whose_reader_has_gone_ends_as_any_other_does():
+    preset = "parallel_configs/qwen3-30b-a3b/h100-4x8.yaml"
+    command = [sys.executable, "-c", "from mrl.cli.main import main; main()", "plan", preset]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(30) == 128 + signal.SIGPIPE
 
 
 def test_checking_paths_looks_into_the_weights(mrl, tmp_path):

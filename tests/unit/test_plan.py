@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from copy import deepcopy
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -459,3 +460,35 @@ def test_what_would_make_it_fit_is_named_and_does(preset, capsys):
 def test_nothing_is_named_where_all_fits_or_nothing_helps(preset, capsys):
     assert run_json(capsys, str(preset))["memory"]["would_fit_with"] == []
     assert run_json(capsys, str(preset), "--set=rollout.cpu_kvcache_gib=500")["memory"]["would_fit_with"] == []
+
+
+def test_messages_of_a_pair_are_all_that_the_sync_sends_from_one_to_the_other(capsys):
+    """Over all ranks they are what the plan says a worker receives, and each box has its bytes."""
+    preset = str(ROOT / "parallel_configs" / "qwen3-30b-a3b" / "h100-1x8.yaml")
+    main(["plan", preset, "--json"])
+    sync = json.loads(capsys.readouterr().out)["reshard"]
+    received = 0
+    sends = None
+    for rank in range(len(sync["sent_bytes"])):
+        main(["plan", preset, "--messages", str(rank), "1", "--json"])
+        answer = json.loads(capsys.readouterr().out)
+        if answer["messages"]:
+            sends = rank
+        for message in answer["messages"]:
+            elements = sum(prod(stop - start for start, stop in box["box"]) for box in message["boxes"])
+            assert message["bytes"] == 2 * elements
+            received += message["bytes"]
+        assert answer["hash"] == sync["hash"]
+    assert received == sync["received_bytes"][1] > 0
+    main(["plan", preset, "--messages", str(sends), "1"])
+    first, second, third = capsys.readouterr().out.splitlines()[:3]
+    assert f" messages from rank {sends} to worker 1, " in first
+    assert second.startswith("round 0: ") and third.startswith("  model.")
+
+
+@pytest.mark.parametrize(("pair", "said"), [("8 0", "RANK 8 must be from 0 to 7"), ("0 -1", "WORKER -1 must be")])
+def test_a_pair_that_is_not_there_is_refused(pair, said, capsys):
+    preset = str(ROOT / "parallel_configs" / "qwen3-30b-a3b" / "h100-1x8.yaml")
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", preset, "--messages", *pair.split()])
+    assert said in capsys.readouterr().err
