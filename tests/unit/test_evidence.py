@@ -76,6 +76,28 @@ def test_the_files_of_the_architecture_page_are_there():
     assert len(named) > 15 and not [name for name in named if not (ROOT / name).exists()]
 
 
+def rows_of(title: str) -> list[list[str]]:
+    """Cells of the first table below a title of the architecture page."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    below = text.split(f"## {title}\n", 1)[1]
+    table = re.search(r"\|---\|.*\n((?:\|.*\n)+)", below)[1]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+
+
+def test_what_a_newcomer_asks_is_answered_by_three_files_at_most():
+    rows = rows_of("Where a reader finds")
+    assert len(rows) >= 12
+    for question, where in rows:
+        files = re.findall(r"`((?:mrl|docs)/[\w/]+\.\w+)`", where)
+        assert len(files) <= 3 and not [file for file in files if not (ROOT / file).exists()], question
+        assert files or "mrl " in where, question
+
+
+def test_the_words_of_the_house_are_few_and_stand_once():
+    words = [word for words, _ in rows_of("Words") for word in words.split(", ")]
+    assert len(words) == len(set(words)) and len(rows_of("Words")) <= 25
+
+
 def test_the_picture_of_the_house_is_that_of_its_imports():
     made = house.svg(the_house())
     assert (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == made, (
