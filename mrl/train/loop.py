@@ -38,9 +38,15 @@ from mrl.flow.step_batch import StepBatch
 from mrl.record.metrics import StepLine
 from mrl.remote.process_logs import processes_of
 from mrl.train.assemble import Run
-from mrl.train.reporting import memory_metrics, mfu_metrics, sample_metrics, set_failures_aside, time_metrics
+from mrl.train.reporting import (
+    memory_metrics,
+    mfu_metrics,
+    record_shown_rows,
+    sample_metrics,
+    set_failures_aside,
+    time_metrics,
+)
 from mrl.train.rollouts import Rollouts, compared
-from mrl.train.shown_rows import record_shown_rows
 from mrl.train.update import advantages, corrections, old_log_probs, update
 from mrl.train.validation import ValidationSettings, answer_and_score, record_validation
 

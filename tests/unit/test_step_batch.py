@@ -34,8 +34,8 @@ from mrl.record.run_dir import RunDir
 from mrl.record.sample_files import StepFile, read_samples
 from mrl.record.shown_rows import read_shown_rows
 from mrl.reward.items import OK, RewardResult
+from mrl.train.reporting import record_shown_rows
 from mrl.train.rollouts import Rollouts
-from mrl.train.shown_rows import record_shown_rows
 from mrl.train.update import advantages, corrections, old_log_probs
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
