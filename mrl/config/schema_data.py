@@ -187,4 +187,9 @@ class RewardConfig(Section):
         "Score of a sample whose reward raised, hung, returned NaN or died; null: the lowest of its data source "
         "in the batch, at most 0.",
     )
-    max_failure_share: float = key(0.2, "More failures than this share of a step stop the run.", ge=0, le=1)
+    max_failure_share: float = key(
+        0.2,
+        "More failures than this share of a step stop the run, and so do more responses without numbers as log-probs.",
+        ge=0,
+        le=1,
+    )

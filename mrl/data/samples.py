@@ -40,6 +40,8 @@ _ID_BYTES = 4
 _LOG_PROB_BYTES = 4
 # why a response ended: vLLM's names, then those of conversations (mrl.schedule.conversation); a row holds the index
 LEFT_OUT = "environment"  # the environment failed, and nobody judges the response: its reward's reason too
+NOT_FINITE = "not_finite"  # nobody judges the response: a log-prob of it is no number
+UNJUDGED = (LEFT_OUT, NOT_FINITE)  # reasons of rewards that nobody gave
 STOP_REASONS = ("stop", "length", "turns", "seconds", "context", "closed", LEFT_OUT)
 NAME = np.dtype("S64")  # of tools and parts, which mrl.environments keeps within
 # how a call ended; a row holds the index
@@ -300,6 +302,12 @@ class SampleRows(Columns):
             start += columns[f.name].nbytes
         return SampleRows(**columns)
 
+    def without_bad_numbers(self) -> Self:
+        """Takes rows with log-probs that are no numbers for context, which counts nowhere."""
+        if self.finite.all():
+            return self
+        return replace(self, sampled_counts=np.where(self.finite, self.sampled_lengths, 0))
+
     @property
     def truncated(self) -> np.ndarray:
         """bool [rows]: cut off at the longest length that was allowed."""
@@ -338,6 +346,12 @@ class Samples(Sequences, SampleRows):
         if self.part_counts is not None:
             counts["part"] = self.part_counts.astype(np.int64)
         return counts
+
+    def without_bad_numbers(self) -> Self:
+        own = super().without_bad_numbers()
+        if own is self:
+            return self
+        return replace(own, sampled=self.is_sampled & np.repeat(self.finite, self.response_lengths))
 
     @property
     def numbers(self) -> SampleRows:

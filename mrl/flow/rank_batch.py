@@ -85,7 +85,7 @@ class RankBatch:
     ) -> "RankBatch":
         """Fetches the rows, and of their routes this rank's part. `readers`: of routes, by node."""
         blocks = stored.fetched([block.samples for block in stored.blocks])
-        samples = stored.assembled(blocks)
+        samples = stored.assembled(blocks).without_bad_numbers()
         routes = None
         if actor.config.actor.router_replay == "R3" and actor.routing is not None:
             needed = actor.computed_tokens(cut, samples.lengths)

@@ -35,12 +35,12 @@ from mrl.remote.helper_actors import on_node
 from mrl.remote.process_logs import log_file
 from mrl.reward.items import (
     LEFT_OUT,
+    NOT_FINITE,
     OK,
     Question,
     RewardResult,
     RewardSpec,
-    is_environment_failure,
-    is_failure,
+    most_failures,
 )
 from mrl.reward.pool import RewardPool
 
@@ -114,6 +114,9 @@ class Scorer:
             outcome = {}
             if told[block] is not None:
                 outcome = told[block][row]
+            if not blocks[block].finite[row]:
+                left_out.append(_without_numbers(question, blocks[block], row))
+                continue
             if has_failed(outcome):
                 left_out.append(_left_out(question, blocks[block], row))
                 continue
@@ -188,6 +191,12 @@ def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:
     if wrong:
         detail = wrong[-1]
     return RewardResult(question.sample_id, 0.0, {}, LEFT_OUT, detail, question.data_source)
+
+
+def _without_numbers(question: Question, samples: Samples, row: int) -> RewardResult:
+    """The result of a response with log-probs that are no numbers."""
+    detail = f"of prompt {samples.prompt_id[row]} under weight version {samples.weight_version[row]}"
+    return RewardResult(question.sample_id, 0.0, {}, NOT_FINITE, detail, question.data_source)
 
 
 @dataclass
@@ -380,11 +389,7 @@ class ScorerGroup:
 
     def _failed_more_than(self, limit: int | None) -> bool:
         with self._exchange.lock:  # another thread may add some
-            return limit is not None and self._most_failed() > limit
-
-    def _most_failed(self) -> int:
-        failed = sum(map(is_failure, self._results.values()))
-        return max(failed, sum(map(is_environment_failure, self._results.values())))
+            return limit is not None and most_failures(self._results.values()) > limit
 
     def _answered(self, channel: Channel) -> bool:
         """Whether its call is finished. Raises Late where it has been under way for too long."""

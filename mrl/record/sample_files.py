@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mrl.data.samples import CALL_REASONS, LEFT_OUT, STOP_REASONS, Samples, packed, with_turns
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, UNJUDGED, Samples, packed, with_turns
 from mrl.errors import DataError, MrlError
 from mrl.plain_files import LINES_BYTES, parse_json, read_text
 from mrl.record.run_dir import json_line, step_of
@@ -165,8 +165,8 @@ class StepFile:
     def _is_judged(self) -> np.ndarray:
         """bool [rows]: false where the environment failed, and the score is none."""
         if self._lines is not None:
-            return np.array([line["reward"].get("reason") != LEFT_OUT for line in self._lines], bool)
-        return np.array([reason != LEFT_OUT for reason in self._numbers["reason"].to_pylist()], bool)
+            return np.array([line["reward"].get("reason") not in UNJUDGED for line in self._lines], bool)
+        return np.array([reason not in UNJUDGED for reason in self._numbers["reason"].to_pylist()], bool)
 
     def worst(self, count: int) -> np.ndarray:
         """int64: judged rows with the lowest scores, lowest first, in the order of the file where they are alike."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mrl.data.samples import LEFT_OUT
+from mrl.data.samples import UNJUDGED
 from mrl.plain_files import read_json
 from mrl.record.run_dir import SHOWN_ROWS, json_line, write_text
 
@@ -38,7 +38,7 @@ def extreme_rows(
     They are of different prompts as long as there are any left. None is one whose environment failed, which has no
     score.
     """
-    judged = [row for row, reason in enumerate(reasons) if reason != LEFT_OUT]
+    judged = [row for row, reason in enumerate(reasons) if reason not in UNJUDGED]
     order = sorted(judged, key=lambda row: scores[row])
     shown = {"best": _of_different(order[::-1], prompts)}
     shown["worst"] = _of_different([row for row in order if row not in shown["best"]], prompts)

@@ -4,11 +4,11 @@ This room imports the standard library only, so that a worker starts in millisec
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mrl.errors import DataError, EnvironmentFault
+from mrl.errors import DataError, EnvironmentFault, NumericAbort
 
 # how scoring one response ended
 OK = "ok"
@@ -19,6 +19,8 @@ OUT_OF_MEMORY = "out_of_memory"
 NOT_A_NUMBER = "not_a_number"
 WRONG_TYPE = "wrong_type"
 LEFT_OUT = "environment"  # nobody was asked: the environment of the response failed, and no reward is due
+NOT_FINITE = "not_finite"  # nobody was asked: the response has log-probs that are no numbers
+UNJUDGED = (LEFT_OUT, NOT_FINITE)
 FELL = "fell"  # why it did, where its process was ended for another response's; the last word of `detail`
 ANSWER_BYTES = 2**20  # of one answer of a scoring process, as JSON
 ACC = "acc"  # the part that says how right an answer is; where a function gives a number alone, that number
@@ -97,13 +99,20 @@ def failure_counts(results: Iterable[RewardResult]) -> dict[str, int]:
 
 
 def is_failure(result: RewardResult) -> bool:
-    """Whether scoring failed, which is no matter of an environment."""
-    return result.reason not in (OK, LEFT_OUT)
+    """Whether scoring failed."""
+    return result.reason not in (OK, *UNJUDGED)
 
 
 def is_environment_failure(result: RewardResult) -> bool:
     """Whether the response's own environment failed. One that fell with another's process is counted there."""
     return result.reason == LEFT_OUT and not result.detail.endswith(f": {FELL}")
+
+
+def most_failures(results: Collection[RewardResult]) -> int:
+    """The largest number of failures of one kind: of rewards, of environments, of log-probs."""
+    rewards = sum(map(is_failure, results))
+    environments = sum(map(is_environment_failure, results))
+    return max(rewards, environments, sum(result.reason == NOT_FINITE for result in results))
 
 
 def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
@@ -122,10 +131,12 @@ def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
 
 
 def check_failures(results: list[RewardResult], max_failure_share: float) -> None:
-    """Raises DataError when more than this share of the results are failures; EnvironmentFault for environments.
+    """Raises DataError when more than this share of the results are failures; EnvironmentFault for environments,
+    NumericAbort for log-probs that are no numbers.
 
     The error has counts by reason and one detail of each.
     """
+    check_numbers(results, max_failure_share)
     check_environments(results, max_failure_share)
     counts = failure_counts(results)
     failed = sum(counts.values())
@@ -140,6 +151,20 @@ def check_failures(results: list[RewardResult], max_failure_share: float) -> Non
         f"({max_failure_share:g}) allows:"
     )
     raise DataError("\n".join([head, *lines]))
+
+
+def check_numbers(results: list[RewardResult], max_failure_share: float) -> None:
+    """Raises NumericAbort when more than this share of the responses have log-probs that are no numbers.
+
+    Nothing in vLLM does: weights that are not numbers give tokens and a stop reason like any others.
+    """
+    bad = [result for result in results if result.reason == NOT_FINITE]
+    if len(bad) > max_failure_share * len(results):
+        raise NumericAbort(
+            f"{len(bad)} of {len(results)} responses have log-probs that are not finite, more than "
+            f"reward.max_failure_share ({max_failure_share:g}) allows, the first is {bad[0].detail}: the engines "
+            "computed with weights that are not numbers"
+        )
 
 
 def check_environments(results: list[RewardResult], max_failure_share: float) -> None:

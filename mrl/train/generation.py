@@ -42,7 +42,6 @@ from mrl.train.rollouts import (
     Responder,
     Rollouts,
     by_engine,
-    check_finite,
     group_metrics,
     sample_seed,
 )
@@ -442,7 +441,6 @@ class Generation:
 
     def _take_in(self, arrived: FinishedResponses) -> None:
         rows = arrived.samples.rows
-        check_finite(rows)
         columns = (rows.sample_id, rows.response_lengths, rows.truncated, rows.context_lengths)
         numbers = zip(*(column.tolist() for column in columns), strict=True)
         for row, (request, length, truncated, context) in enumerate(numbers):

@@ -13,7 +13,7 @@ from mrl.errors import DataError
 from mrl.flow.group_writer import GroupParts
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.scoring import ScorerGroup
-from mrl.reward.items import OK, RewardResult, check_failures, failure_counts, is_environment_failure
+from mrl.reward.items import OK, RewardResult, check_failures, most_failures
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.groups import Group
 from mrl.train.kept_groups import Filtered, KeptGroups
@@ -126,8 +126,8 @@ class JudgedGroups:
         return sum(not _differ(values[counted & (groups == group)]) for group in range(groups[-1] + 1))
 
     def check_failures(self, numbers: Iterable[int], filtered: Iterable[Filtered], wanted: int) -> None:
-        """Raises DataError once more rewards of a step failed than may, and EnvironmentFault once more environments
-        did.
+        """Raises DataError once more rewards of a step failed than may, EnvironmentFault once more environments
+        did, NumericAbort once more responses have log-probs that are no numbers.
 
         Counted are those of `wanted` groups, these and those that were filtered for the step.
         """
@@ -137,12 +137,11 @@ class JudgedGroups:
         for number in numbers:
             made += self.results_of(number)
         share = self._judge.reward.max_failure_share
-        environments = sum(map(is_environment_failure, made))
-        if max(sum(failure_counts(made).values()), environments) > int(share * wanted * self._responses):
+        if most_failures(made) > int(share * wanted * self._responses):
             check_failures(made, share)
 
     def check_all(self, made: list[RewardResult]) -> None:
-        """Raises DataError where too many of all rewards of a step failed."""
+        """Raises what check_failures does where too many of all rewards of a step failed."""
         check_failures(made, self._judge.reward.max_failure_share)
 
     def too_many_filtered(self, step: int, count: int) -> DataError:

@@ -17,7 +17,7 @@ from mrl.record.run_dir import RunDir
 from mrl.record.shown_rows import extreme_rows, write_shown_rows
 from mrl.record.sinks import Record
 from mrl.record.views import Rows
-from mrl.reward.items import LEFT_OUT, OK
+from mrl.reward.items import OK, UNJUDGED
 from mrl.train.advice import Adviser
 from mrl.train.rollouts import TRAIN_RESPONSES, Rollouts
 from mrl.units import GIB
@@ -26,7 +26,7 @@ from mrl.units import GIB
 def sample_metrics(data: DataConfig, epoch: int, rollouts: Rollouts) -> dict[str, float]:
     """What the step's samples say: lengths, scores, rewards after penalties."""
     scores = np.array([result.score for result in rollouts.results])
-    judged = np.array([result.reason != LEFT_OUT for result in rollouts.results], bool)
+    judged = np.array([result.reason not in UNJUDGED for result in rollouts.results], bool)
     return {
         "training/epoch": float(epoch),
         **reward_metrics(scores[judged], rollouts.rewards[judged]),

@@ -22,13 +22,15 @@ from mrl.config.schema import AlgorithmConfig, RewardConfig
 from mrl.data.batch import Prompt
 from mrl.data.order import DataCursor
 from mrl.data.samples import SampleRows
-from mrl.errors import DataError, Interrupted, NumericAbort
+from mrl.errors import DataError, Interrupted
 from mrl.flow.request_streams import FinishedResponses, RequestStreams
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.scoring import ScorerGroup
 from mrl.reward.items import (
     LEFT_OUT,
+    NOT_FINITE,
     OK,
+    UNJUDGED,
     Question,
     RewardResult,
     check_failures,
@@ -73,7 +75,6 @@ class Responder:
         """`n` responses a prompt, ordered by prompt; each goes to a scorer as it arrives.
 
         `seed(prompt, k)` is the seed of the prompt's k-th response; `label` names the phase where progress is shown.
-        Raises NumericAbort for log-probs that are not finite, in validation as in training.
         """
         groups = []
         for number, (prompt, first) in enumerate(with_first_index(prompts)):
@@ -93,7 +94,6 @@ class Responder:
             self.rewards.forward()
 
         samples = generate(self.engines, groups, sampling, score, self._look_after)
-        check_finite(samples.rows)
         return samples
 
     def _look_after(self) -> None:
@@ -104,7 +104,7 @@ class Responder:
         """Results in the order of `samples`, failed ones at the bottom of their data source where reward.failure_score
         is not set.
 
-        Raises DataError when too many failed.
+        Raises what check_failures does when too many failed.
         """
         share = self.reward_config.max_failure_share
         results = self.rewards.drain(self.poll, int(share * len(samples)))
@@ -196,30 +196,16 @@ def question(sample_id: int, prompt: Prompt) -> Question:
 def compared(group_ids: np.ndarray, results: Sequence[RewardResult]) -> np.ndarray:
     """bool [responses]: those that count in their group.
 
-    A response whose environment failed does not count. Neither does one that is alone since the others failed: there is
+    A response that nobody judged does not count. Neither does one that is alone since the others failed: there is
     nothing that it could be compared with.
     """
-    judged = np.array([result.reason != LEFT_OUT for result in results], bool)
+    judged = np.array([result.reason not in UNJUDGED for result in results], bool)
     if judged.all():
         return judged
     _, group, size = np.unique(group_ids, return_inverse=True, return_counts=True)
     left = np.bincount(group, judged, len(size))
     is_alone = (left == 1) & (size > 1)
     return judged & ~is_alone[group]
-
-
-def check_finite(rows: SampleRows) -> None:
-    """Raises NumericAbort when an engine sampled from what is no distribution.
-
-    Nothing in vLLM does: weights that are not numbers give tokens and a stop reason like any others.
-    """
-    bad = np.flatnonzero(~rows.finite)
-    if len(bad):
-        raise NumericAbort(
-            f"{len(bad)} of {len(rows)} responses have log-probs that are not finite, the first is sample "
-            f"{rows.sample_id[bad[0]]} under weight version {rows.weight_version[bad[0]]}: the engines computed with "
-            "weights that are not numbers"
-        )
 
 
 def check_not_all_empty(rows: SampleRows) -> None:
@@ -293,6 +279,10 @@ class Judge:
         left_out = [result.reason == LEFT_OUT for result in results]
         if any(left_out):
             metrics = metrics | {"turns/left_out": float(np.mean(left_out))}
+        not_finite = [result.reason == NOT_FINITE for result in results]
+        if any(not_finite):
+            metrics = metrics | {"train/not_finite_share": float(np.mean(not_finite))}
+            samples = samples.without_bad_numbers()
         rewards = self.rewards(samples.rows, results)
         if self.algorithm.overlong_buffer.enable:
             penalties = rewards - [result.score for result in results]

@@ -95,8 +95,11 @@ def _check_something_left(
     dropped = []
     cures = []
     if counted is not None and not counted.all():
-        dropped.append(f"{1 - counted.mean():.0%} of the responses are left out since environments failed")
-        cures.append("look at logs/engine-N.tools.log in the run directory")
+        dropped.append(
+            f"{1 - counted.mean():.0%} of the responses are left out, since environments failed or log-probs are no "
+            "numbers"
+        )
+        cures.append("look at logs/engine-N.tools.log and logs/engine-N.log in the run directory")
     if algorithm.overlong_filter:
         dropped.append(
             f"algorithm.overlong_filter dropped {metrics['train/overlong_filtered_share']:.0%} of the responses"

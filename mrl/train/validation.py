@@ -13,7 +13,7 @@ from mrl.data.samples import SampleRows
 from mrl.flow.response_store import ResponseStore
 from mrl.record.run_dir import RunDir
 from mrl.record.validation_metrics import ACC, PRED, REWARD, Answers, evenly_spread, validation_metrics
-from mrl.reward.items import LEFT_OUT, OK, RewardResult, failure_counts
+from mrl.reward.items import LEFT_OUT, NOT_FINITE, OK, UNJUDGED, RewardResult, failure_counts
 from mrl.train.reporting import AdvisedRecord
 from mrl.train.rollouts import Responder, sample_seed
 from mrl.vllm.requests import Sampling, validation_sampling
@@ -89,27 +89,27 @@ def answer_and_score(settings: ValidationSettings, responder: Responder, dataset
     answers = _answers(prompts, [results[g * n : (g + 1) * n] for g in range(len(prompts))])
     failed = sum(failure_counts(results).values())
     metrics = validation_metrics(answers) | {"val-aux/reward_failed": float(failed)} | _lengths(samples.rows)
-    if left_out := _left_out(results):
-        metrics["val-aux/environment_failed"] = float(left_out)
+    for reason, name in (LEFT_OUT, "environment_failed"), (NOT_FINITE, "not_finite"):
+        if count := sum(result.reason == reason for result in results):
+            metrics[f"val-aux/{name}"] = float(count)
     return Validation(metrics, prompts, samples, results)
 
 
 def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]]) -> list[Answers]:
-    """One a prompt, from its results; none of a prompt that an environment failed in.
+    """One a prompt, from its results; none of a prompt with a response that nobody judged.
 
     What is measured is decided by data source: a prompt whose responses all failed takes part too.
     """
     by_source: dict[str, list[RewardResult]] = defaultdict(list)
-    judged = [pair for pair in zip(prompts, results, strict=True) if not _left_out(pair[1])]
+    judged = [pair for pair in zip(prompts, results, strict=True) if not _any_unjudged(pair[1])]
     for prompt, scored in judged:
         by_source[prompt.data_source].extend(scored)
     measured = {source: _measured(scored) for source, scored in by_source.items()}
     return [_prompt_answers(prompt, scored, *measured[prompt.data_source]) for prompt, scored in judged]
 
 
-def _left_out(results: Sequence[RewardResult]) -> int:
-    """Counts the responses whose environment failed."""
-    return sum(result.reason == LEFT_OUT for result in results)
+def _any_unjudged(results: Sequence[RewardResult]) -> bool:
+    return any(result.reason in UNJUDGED for result in results)
 
 
 def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:

@@ -5,9 +5,18 @@ from replicas import stored
 
 from mrl.config.load import load_config
 from mrl.data.samples import Sample
-from mrl.errors import DataError, EnvironmentFault
+from mrl.errors import DataError, EnvironmentFault, NumericAbort
 from mrl.flow.group_writer import GroupParts
-from mrl.reward.items import FELL, LEFT_OUT, OK, RAISED, RewardResult, failure_counts, failures_at_the_bottom
+from mrl.reward.items import (
+    FELL,
+    LEFT_OUT,
+    NOT_FINITE,
+    OK,
+    RAISED,
+    RewardResult,
+    failure_counts,
+    failures_at_the_bottom,
+)
 from mrl.train.judged_groups import JudgedGroups
 from mrl.train.rollouts import Judge
 
@@ -41,6 +50,8 @@ def result(sample_id: int, score: float | str) -> RewardResult:
         ([1.0, 1.0, LEFT_OUT], False),  # its 0 would be another
         ([1.0, LEFT_OUT, LEFT_OUT], False),
         ([LEFT_OUT, LEFT_OUT, LEFT_OUT], False),
+        ([1.0, 0.0, NOT_FINITE], True),
+        ([1.0, 1.0, NOT_FINITE], False),
     ],
 )
 def test_a_group_differs_in_what_was_judged(scores, differs):
@@ -74,6 +85,17 @@ def test_those_that_fell_with_anothers_process_are_no_failures_of_their_own():
     made.check_all([*made.results_of(0), *made.results_of(1)])
     with pytest.raises(EnvironmentFault, match=r"failed in 2 of 6 responses.*\n  2 act: timeout$"):
         made.check_all([*made.results_of(0), result(8, LEFT_OUT), result(9, FELL), result(10, FELL)])
+
+
+def test_log_probs_that_are_no_numbers_end_the_run_beyond_the_share():
+    made = judged([1.0, 0.0, NOT_FINITE], [0.0, 1.0, LEFT_OUT], share=0.2)
+    made._any_failed = True
+    made.check_failures([0, 1], [], 2)
+    made = judged([1.0, 0.0, NOT_FINITE], [0.0, 1.0, NOT_FINITE], share=0.2)
+    made._any_failed = True
+    with pytest.raises(NumericAbort, match="2 of 6 responses have log-probs that are not finite") as ended:
+        made.check_failures([0, 1], [], 2)
+    assert ended.value.exit_code == 6
 
 
 def test_none_is_scored_at_the_bottom():

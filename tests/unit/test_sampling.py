@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from generations import AnsweringEngines, generation_of
-from replicas import InMemory
+from replicas import InMemory, scorers
 
 from mrl.config.load import available_recipes, load_config
 from mrl.config.rules import notes, violations
@@ -19,7 +19,8 @@ from mrl.errors import DataError, NumericAbort
 from mrl.model import ModelSpec
 from mrl.record.metrics import PhaseTimer
 from mrl.record.spec import metric_spec
-from mrl.reward.items import OK, RAISED, RewardResult, RewardSpec
+from mrl.reward.items import NOT_FINITE, OK, RAISED, RewardResult, RewardSpec
+from mrl.reward.pool import RewardPool
 from mrl.reward.resolve import resolve
 from mrl.reward.worker import score_one
 from mrl.train import judged_groups, kept_groups, rollouts
@@ -195,26 +196,39 @@ def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monk
     assert [sorted(drawn) for drawn in world.asked] == [[0, 1], [0, 1]] and len(set(world.seeds)) == 4 * N
 
 
+class Engines(AnsweringEngines):
+    """Of each four responses the third has a log-prob that is no number."""
+
+    def __init__(self, bad: float):
+        super().__init__()
+        self.log_probs = [(-0.5, -0.25), (-0.5, -0.25), (-0.5, bad), (-0.5, -0.25)]
+
+    def respond(self, requests):
+        given = [self.log_probs[r.sample_id % 4] for r in requests]
+        return [
+            Sample(3, 0, r.sample_id, 0, (1,), (97, 98), log_probs, "stop", 7)
+            for r, log_probs in zip(requests, given, strict=True)
+        ]
+
+
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_an_engine_that_samples_from_no_distribution_stops_training_and_validation_with_exit_6(bad):
+def test_a_response_from_no_distribution_is_left_out_and_too_many_end_the_run_with_exit_6(bad):
     """What a sync that was forgotten after a sleep would give, were it not for the fence: see test_engine_sleep."""
+    display = SimpleNamespace(progress=lambda *_: None)
+    letters = SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
 
-    class Engines(AnsweringEngines):
-        def respond(self, requests):
-            logs = [(-0.5, -0.25)] * 4
-            logs[2] = (-0.5, bad)
-            return [Sample(3, 0, r.sample_id, 0, (1,), (5, 6), logs[r.sample_id], "stop", 7) for r in requests]
+    def results(share: float) -> list[RewardResult]:
+        reward = load_config(TINY, None, [f"reward.max_failure_share={share}"]).config.reward
+        with RewardPool(RewardSpec("exact_match"), 1) as pool:
+            rewards = scorers(pool, letters)
+            responder = Responder(Engines(bad), rewards, reward, display, lambda: None)
+            samples = responder.respond([prompt(3)], 4, Sampling(1.0, 4, ()), lambda prompt, k: k, "validation")
+            return responder.collect_rewards(samples)
 
-    rewards = SimpleNamespace(submit=lambda *_: None, forward=lambda: None)
-    responder = Responder(Engines(), rewards, None, SimpleNamespace(progress=lambda *_: None), lambda: None)
-    sampling = Sampling(1.0, 4, ())
-    with pytest.raises(
-        NumericAbort, match=r"1 of 4 responses .* the first is sample 2 under weight version 7"
-    ) as stopped:
-        responder.respond([prompt(3)], 4, sampling, lambda prompt, k: k, "validation")
+    assert [result.reason for result in results(0.25)] == [OK, OK, NOT_FINITE, OK]
+    with pytest.raises(NumericAbort, match=r"of prompt 3 under weight version 7") as stopped:
+        results(0.2)
     assert stopped.value.exit_code == 6
-    bad = -0.25
-    assert len(responder.respond([prompt(3)], 4, sampling, lambda prompt, k: k, "validation")) == 4
 
 
 def test_the_metric_may_be_the_reward_after_penalties_or_a_part_of_it(monkeypatch):

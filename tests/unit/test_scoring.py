@@ -1,6 +1,7 @@
 """Responses judged where they lie: decoded there, each once, and the driver gets what it got when texts came to it."""
 
 from dataclasses import replace
+from math import nan
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from mrl.flow.scoring import scorer_places
 from mrl.remote.calls import Late
 from mrl.remote.process_logs import processes_of
 from mrl.reward.builtin_rules import environment
-from mrl.reward.items import LEFT_OUT, Question, RewardItem, RewardSpec, check_failures
+from mrl.reward.items import LEFT_OUT, NOT_FINITE, OK, Question, RewardItem, RewardSpec, check_failures
 from mrl.reward.pool import RewardPool
 
 WHOLE = ["acc", "count", "more", "pred", "why"]
@@ -94,6 +95,17 @@ def test_a_reward_function_is_told_of_turns_and_nobody_judges_where_the_environm
     told = {"won": 1.0, "turns": 2.0, "last": 0.5, "own": 7.0, "num_turns": 2.0}
     assert closed.score == stopped.score == 0.75 and closed.parts == stopped.parts == told
     assert (failed.reason, failed.score, failed.parts, failed.detail) == (LEFT_OUT, 0.0, {}, "guess: timeout")
+
+
+def test_nobody_judges_a_response_with_log_probs_that_are_no_numbers():
+    rows = stored([Sample(3, 0, i, 0, (1,), (97,), (log_prob,), "stop", 7) for i, log_prob in enumerate((-1.0, nan))])
+    with RewardPool(RewardSpec("exact_match"), 1) as pool:
+        group = scorers(pool, CHARS)
+        group.submit(rows, questions(["a", "a"]), "engine 0")
+        judged, left_out = group.drain()
+    assert (judged.reason, judged.score) == (OK, 1.0)
+    assert (left_out.reason, left_out.score) == (NOT_FINITE, 0.0)
+    assert left_out.detail == "of prompt 3 under weight version 7"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from mrl.megatron.packing import Shape, micro_batch
 from mrl.model import model_spec
 from mrl.record.metrics import length_metrics, reward_metrics, speed_metrics, turn_metrics
 from mrl.record.spec import all_metrics
-from mrl.reward.items import LEFT_OUT, OK, RewardResult
+from mrl.reward.items import LEFT_OUT, NOT_FINITE, OK, RewardResult
 from mrl.train.generation_metrics import version_metrics
 from mrl.train.reporting import mfu_metrics
 from mrl.train.rollouts import Judge, Rollouts, compared
@@ -78,9 +78,9 @@ ELSEWHERE = {
     "async/(recomputed_tokens|window|requeued_groups|groups_ahead|dropped_groups)": "engines and groups",
     "async/(dropped|kept)_response_length.*": "what the dispatcher counts: tokens that engines hold",
     "val-core/.*": "rewards",
-    "val-aux/(\\*|\\*/.*|reward_failed|environment_failed)": "rewards",
+    "val-aux/(\\*|\\*/.*|reward_failed|environment_failed|not_finite)": "rewards",
     "tools/.*": "calls",
-    "turns/left_out": "of rows",
+    "turns/left_out|train/not_finite_share": "of rows",
 }
 
 
@@ -415,6 +415,27 @@ def test_a_response_whose_environment_failed_is_in_nobodys_number(overrides):
         assert not of_row[row].any()
     if "algorithm.adv_estimator=grpo_passk" not in overrides:  # whose advantages are all above 0, and clipped here
         assert any(of_row[row].any() for row in range(8, 24))
+
+
+@BY_NAME
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_response_with_log_probs_that_are_no_numbers_is_in_nobodys_number(overrides, bad):
+    """The others have the gradients that they have beside responses of failed environments, and metrics are numbers."""
+    expected = measured(trajectories(), overrides, change=with_failures(0.0))[1]
+    samples = trajectories()
+    for row in FAILED:
+        log_probs = np.array(samples[row].rollout_log_probs)
+        log_probs[np.flatnonzero(samples[row].sampled)[0]] = bad
+        samples[row] = replace(samples[row], rollout_log_probs=log_probs)
+
+    def change(rollouts):
+        results = [replace(r, reason=NOT_FINITE) if row in FAILED else r for row, r in enumerate(rollouts.results)]
+        return replace(rollouts, results=results, samples=rollouts.samples.without_bad_numbers())
+
+    metrics, gradients = measured(samples, overrides, change=change)
+    assert all(map(math.isfinite, metrics.values()))
+    gradients.pop(b"")  # of those four
+    assert len(gradients) == 20 and all(np.array_equal(expected[key], gradients[key]) for key in gradients)
 
 
 def test_advantages_are_those_of_the_smaller_group():

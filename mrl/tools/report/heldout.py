@@ -17,7 +17,7 @@ import numpy as np
 
 from mrl.plain_files import LINES_BYTES, parse_json, read_text
 from mrl.record.validation_metrics import ACC, REWARD, Z95
-from mrl.reward.items import LEFT_OUT, OK
+from mrl.reward.items import OK, UNJUDGED
 
 LEVEL = 0.05
 FEW_PROMPTS = 12  # below it the normal distribution promises too much
@@ -129,9 +129,9 @@ def prompt_means(responses: Sequence[Response], by: Mapping[str, str]) -> dict[s
     """Mean of each prompt, by data source, of the quantity that `by` names for it.
 
     A prompt is its number and its text: other data has other prompts. As in the metrics, a failed answer has the lowest
-    `acc` of its data source and at most 0. A prompt that an environment failed in is left out.
+    `acc` of its data source and at most 0. A prompt with a response that nobody judged is left out.
     """
-    left_out = {_prompt(one) for one in responses if one.reason == LEFT_OUT}
+    left_out = {_prompt(one) for one in responses if one.reason in UNJUDGED}
     responses = [one for one in responses if _prompt(one) not in left_out]
     wrong: dict[str, float] = defaultdict(float)
     for one in responses:

@@ -7,7 +7,7 @@ from pathlib import Path
 from mrl.errors import DataError
 from mrl.record.run_dir import RunDir
 from mrl.record.shown_rows import LONGEST, read_shown_rows
-from mrl.reward.items import LEFT_OUT
+from mrl.reward.items import UNJUDGED
 from mrl.tools.report.heldout import Response
 from mrl.tools.report.page import Block, PageSection, Pair, Paragraph, SampleBlock
 from mrl.tools.report.run_record import RunRecord
@@ -143,7 +143,7 @@ def _held_out(run: RunRecord) -> Iterator[Block]:
 
 
 def _judged(run: RunRecord, step: int) -> list[Response]:
-    return [response for response in run.responses(step) if response.reason != LEFT_OUT]
+    return [response for response in run.responses(step) if response.reason not in UNJUDGED]
 
 
 def _key(response: Response) -> tuple[str, int, int, str]:
