@@ -324,8 +324,8 @@ def request_limit(deployment: Deployment, deterministic: bool) -> int | None:
 
     Of conversations it has more than the engine samples at once, so that others generate while tools work: TurnGate.
 
-    A response is a function of its request and the weights where what else an engine computes changes no bit, which
-    engines check when they start. Elsewhere who is beside whom decides the last bits, and a run that is to repeat must
+    Where what else an engine computes changes no bit, a response is a function of its request and the weights. Engines
+    check it when they start. Elsewhere who is beside whom decides the last bits, and a run that is to repeat must
     not leave that to a clock.
     """
     needs_order = deterministic and not get_hosting(deployment.cluster.device).checks_batch_order

@@ -59,9 +59,9 @@ _near_places = lru_cache(maxsize=4)(near_places)  # a plan asks several times
 def rank_places(deployment: Deployment) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
     """Places of the actor's ranks and of the engines' workers, in the order of their numbers.
 
-    Colocated, the workers of an engine stand on the devices of its node in an order in which most of what they need is
-    there already (mrl/model/nearness.py). The n-th device that a process of the engine sees is its n-th worker's.
-    Raises ConfigError when the cluster is too small.
+    Colocated, the workers of an engine stand on the devices of its node. Their order is one in which most of what they
+    need is there already (mrl/model/nearness.py). The n-th device that a process of the engine sees is its n-th
+    worker's. Raises ConfigError when the cluster is too small.
     """
     cluster = cluster_shape(deployment.cluster)
     layout = deployment.layout

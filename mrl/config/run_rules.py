@@ -247,8 +247,8 @@ def _path_rule(field: str, seen: bool | None) -> Rule:
 
 
 def unseen_files(config: RunConfig) -> list[str]:
-    """Lines about what is named and whose folders are not on this host, so that nothing is known of it, and about
-    prompts where no file of them is named.
+    """Lines about what is named in folders that are not on this host, of which nothing is known. One more where no file
+    of prompts is named.
     """
     lines = []
     if not config.data.train_files:

@@ -184,8 +184,8 @@ class WorkerCoords(NamedTuple):
 class RolloutLayout:
     """Groups of vLLM workers, numbered engine by engine, then data-parallel rank, then tensor rank.
 
-    vLLM's expert parallelism is a switch. Either experts are spread whole over all workers of an engine (`expert` =
-    tensor * data), or each expert is sliced over all of them (`expert` = 1).
+    vLLM's expert parallelism is a switch. Experts are spread whole over all workers of an engine (`expert` = tensor *
+    data), or each is sliced over all of them (`expert` = 1).
     """
 
     num_engines: int = 1

@@ -124,8 +124,8 @@ def stored_bytes(inputs: PlanInputs) -> int:
     """Bytes of all responses that exist at once, in the object stores of all nodes together, each once.
 
     They are the responses of a step, and where generation runs ahead those of the steps that it may be ahead. While
-    groups are filtered by draws, one more draw of prompts is there beside the groups that were kept, and what may fill
-    up the step.
+    groups are filtered by draws, one more draw of prompts is there beside the groups that were kept. So is what may
+    fill up the step.
     """
     schedule = schedule_of(inputs.config)
     fill_up = schedule.step_limit is not None and schedule.on_exhausted == "unfiltered"

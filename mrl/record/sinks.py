@@ -50,8 +50,8 @@ class Record:
     The JSONL line is written first and its errors are raised: a run whose record cannot be written must not go on.
 
     A view has a thread of its own. A view that raises, or is busy with one call for more than `timeout_s` seconds, is
-    logged once and left out from then on, and training continues. Training never waits for a view, except for as long
-    again when the run ends.
+    logged once. It is left out from then on, and training continues. Training never waits for a view, except for as
+    long again when the run ends.
     """
 
     def __init__(self, jsonl: JsonlSink, views: Mapping[str, View], timeout_s: float = 60.0) -> None:

@@ -159,8 +159,8 @@ def _small_plan(plan: ReshardPlan) -> ReshardPlan:
 def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tuple[ModelSpec, TrainLayout]:
     """A model of the same layout and divisibility, and the training layout for it.
 
-    It has two layers a chunk and one of each kind, two experts a rank on either side where the model has as many, and
-    two rows a shard. Heads, padding of the vocabulary and what is uneven stay.
+    It has two layers a chunk and one of each kind, and two rows a shard. On either side a rank has two experts, where
+    the model has as many. Heads, padding of the vocabulary and what is uneven stay.
     """
     kept = [_kept_layers(layers, model.moe_layers) for layers in _chunks(train)]
     layers = [layer for chunk in kept for layer in chunk]

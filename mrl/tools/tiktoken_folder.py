@@ -58,8 +58,9 @@ KIMI_IDS = {
 def convert_tokenizer(model: Path, output: Path) -> list[str]:
     """Writes the tokenizer of a model's folder into another one; returns the names of its files.
 
-    The folder appears whole or not at all. Raises ConfigError for a tokenizer of another kind or an output that exists,
-    EnvironmentFault for damaged files, where the result would give other ids than are known, and as the disk fails.
+    The folder appears whole or not at all. Raises ConfigError for a tokenizer of another kind or an output that exists.
+    Raises EnvironmentFault for damaged files, for a result that would give other ids than are known, and where the disk
+    fails.
     """
     if output.exists():
         raise ConfigError(f"{output} exists; choose another output")

@@ -126,8 +126,7 @@ class JudgedGroups:
         return sum(not _differ(values[counted & (groups == group)]) for group in range(groups[-1] + 1))
 
     def check_failures(self, numbers: Iterable[int], filtered: Iterable[Filtered], wanted: int) -> None:
-        """Raises DataError once more rewards of a step failed than may, EnvironmentFault once more environments
-        did, NumericAbort once more responses have log-probs that are no numbers.
+        """Raises what `check_failures` of mrl.reward.items does, once more of a step failed than may.
 
         Counted are those of `wanted` groups, these and those that were filtered for the step.
         """

@@ -129,8 +129,8 @@ class CommonAdapter:
     def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
         """Yields the parts of a parameter as kernels hold them.
 
-        Raises RuntimeError where the kernel pads experts, where an output layer's packed copy is not its parameter, or
-        where a copy for decoding is not the projection.
+        Raises RuntimeError where the kernel pads experts. Raises it too where an output layer's packed copy is not its
+        parameter, or a copy for decoding is not the projection.
         """
         if target.module.endswith(".kv_b_proj"):
             _check_absorbed(model, layer, target)
