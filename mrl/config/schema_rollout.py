@@ -238,8 +238,7 @@ class RolloutConfig(Section):
     restart_limit: int = key(
         3,
         "Times that an engine which is killed or stands still is started again inside the run, in 100 finished steps; "
-        "past it the others go on. 0: its loss ends the run, to be resumed; so it does where the start says that "
-        "engines are not started again.",
+        "past it the others go on. 0: its loss ends the run, to be resumed.",
         ge=0,
         advice="0 where whoever submits the run restarts it anyway.",
     )

@@ -147,9 +147,9 @@ class TrainerConfig(Section):
     restart_limit: int = key(
         3,
         "Times that ranks which are killed or stand still are started again inside the run, from the newest intact "
-        "checkpoint, in 100 finished steps; past it their loss ends the run, which can be resumed. 0: it always does, "
-        "as with placements and schedules of which the start says that ranks are not started again. Ranks that go back "
-        "since the last engine was lost behind an update count too, wherever engines are started again.",
+        "checkpoint, in 100 finished steps; past it their loss ends the run, which can be resumed. 0: it always does. "
+        "Ranks that go back since the last engine was lost behind an update count too, where engines are started "
+        "again.",
         ge=0,
         advice="0 where whoever submits the run restarts it anyway.",
     )

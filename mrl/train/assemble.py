@@ -23,7 +23,6 @@ from mrl.cluster.hosts import Hosts, Peak
 from mrl.config.load import ResolvedConfig
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
-from mrl.config.survived import limit_for_engines, restart_limit
 from mrl.data.dataset import PromptDataset
 from mrl.errors import DamagedCheckpoint, EnvironmentFault, Interrupted
 from mrl.flow.sample_writer import SampleWriter
@@ -155,9 +154,9 @@ class _Starts:
         self._has_engines = False  # false while all are started anew, too
         self._run_before: Run | None = None
         spent_at = [step for each in read_attempts(files.run_dir.path) for step in each.restarted_at]
-        self._budget = RestartBudget(
-            restart_limit("ranks", config), tuple(spent_at), files.notes.restarted, limit_for_engines(config)
-        )
+        limit = config.trainer.restart_limit
+        for_engines = limit if config.rollout.restart_limit else 0
+        self._budget = RestartBudget(limit, tuple(spent_at), files.notes.restarted, for_engines)
 
     def first(self) -> Run:
         """The run as it was opened."""

@@ -13,7 +13,6 @@ from mrl.cluster.weight_sync import WeightSync
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import OPTIMIZER
-from mrl.config.survived import ends_in_words, restart_limit
 from mrl.flow.scoring import ScorerGroup, start_scorers
 from mrl.model import load_model_spec
 from mrl.record.attempts import read_attempts
@@ -64,8 +63,6 @@ def start_processes(
     actor.read_routes_at(engines.nodes.values())
     scorers = kept.enter_context(start_scorers(config.reward, reward, config.model.path, logs, engines.nodes))
     placement = _placement(config, actor, engines, files)
-    if words := ends_in_words(config):
-        print(words, flush=True)
     if before is None:
         for each in read_attempts(files.run_dir.path):
             engines.fleet.spent_at(each.engines_restarted)
@@ -148,8 +145,7 @@ def _placement(
     config: RunConfig, actor: ActorGroup, engines: RolloutGroup, files: Files, are_fresh: bool = True
 ) -> Placement:
     plan = files.beginning.plan
-    limit = restart_limit("engines", config)
-    engines.fleet.restart(limit, config.rollout.min_engines, files.notes.engine_restarted)
+    engines.fleet.restart(config.rollout.restart_limit, config.rollout.min_engines, files.notes.engine_restarted)
     sync = WeightSync(config.model, Deployment.of(config), config.reshard, actor, engines)
     if config.cluster.placement == "separate":
         loaded = not load_model_spec(config.model.path).is_fp8

@@ -19,7 +19,6 @@ from combination_axes import PRESETS, ROOT, STEPS, as_overrides, other_layout, o
 from covering import Row
 from own_memory import OwnMemory
 
-from mrl.config.survived import survives
 from mrl.record.run_dir import METRICS, read_metrics
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
@@ -27,8 +26,7 @@ RUN_S = 900.0  # deadline of one command, beside whatever else the machine does
 GONE_S = 60.0  # for processes and files to go after their run
 PROCESSES = {"rank lost": "ray::ActorWorker", "engine lost": "VLLM::"}
 # of the process that trains, by how a run is ended; of one that does without what it lost: 0
-EXIT_CODES = {"finished": 0, "SIGTERM": 5, "SIGKILL": -signal.SIGKILL, "engine lost": 5, "rank lost": 5}
-LOST = {"engine lost": "engines", "rank lost": "ranks"}
+EXIT_CODES = {"finished": 0, "SIGTERM": 5, "SIGKILL": -signal.SIGKILL, "engine lost": 0, "rank lost": 0}
 REFUSED = (2, 3)
 NOT_REPEATED = ("ready first", "ready first, partial")  # schedules that no two runs repeat
 STALENESS = {"sync": 0, "one step off": 1}  # others: 2
@@ -71,18 +69,12 @@ class RowRun:
     def _train(self) -> None:
         end = self.row["end"]
         code = self._mrl("train", *self._arguments(self.row), "--run-dir", str(self.run), end=end)
-        wanted = 0 if self._finishes else EXIT_CODES[end]
-        self.must(code == wanted, f"{end}: exit code {code} instead of {wanted}")
+        self.must(code == EXIT_CODES[end], f"{end}: exit code {code} instead of {EXIT_CODES[end]}")
 
     @property
     def _finishes(self) -> bool:
         """Whether its first start comes to the last step, with whatever it loses on the way."""
-        if self.row["end"] not in LOST:
-            return self.row["end"] == "finished"
-        given = settings(self.row, self.world)
-        schedule = given.get("trainer.schedule", "sync")
-        order = given.get("trainer.order", "in_order")
-        return survives(LOST[self.row["end"]], self.row["placement"], schedule, order)
+        return EXIT_CODES[self.row["end"]] == 0
 
     def _arguments(self, row: Row, steps: int = STEPS) -> list[str]:
         given = as_overrides(settings(row, self.world, steps))

@@ -17,7 +17,6 @@ from test_runs import PRESET, finish, train, wait_for_step
 from world import make_world, metrics
 
 from mrl.checkpoint.manifest import read_manifest
-from mrl.config.survived import survives
 from mrl.record.attempts import read_attempts
 from mrl.record.sample_files import read_samples
 from mrl.schedule.ledger import Ledger
@@ -65,7 +64,6 @@ def undisturbed(world, tmp_path_factory):
 
 def disturbed(world: Path, run_dir: Path, sent: signal.Signals, stands_s: float = 0.0, **settings) -> Path:
     """A run whose first engine's process gets a signal in its second step, after it stood still for a while."""
-    check_survived("engines", settings)
     process = train(world, run_dir, **SETTINGS | settings)
     try:
         wait_for_step(process, run_dir, 1)
@@ -129,8 +127,6 @@ def test_an_engine_is_killed_and_later_a_rank_and_nothing_differs_or_is_lost(wor
     steps, whole, broken = 5, tmp_path / "whole", tmp_path / "broken"
     settings = SETTINGS | (KINDS | {"ready first": READY_FIRST})[kind]
     settings |= {"trainer__total_training_steps": steps, "trainer__save_freq": 2}
-    check_survived("engines", settings)
-    check_survived("ranks", settings)
     runs = [train(world, broken, **settings)]
     if kind != "ready first":
         runs.append(train(world, whole, **settings))
@@ -156,14 +152,6 @@ def test_an_engine_is_killed_and_later_a_rank_and_nothing_differs_or_is_lost(wor
 def restarts(run_dir: Path) -> int:
     """Of ranks, so far."""
     return sum(len(attempt.restarted_at) for attempt in read_attempts(run_dir))
-
-
-def check_survived(lost: str, settings: dict) -> None:
-    """Skips where a run of this kind ends with what it lost."""
-    placement = "colocated" if "preset" in settings else "separate"
-    schedule = settings.get("trainer__schedule", "sync")
-    if not survives(lost, placement, schedule, settings.get("trainer__order", "in_order")):
-        pytest.skip(f"{lost} of this schedule are not started again inside a run yet")
 
 
 @pytest.mark.long

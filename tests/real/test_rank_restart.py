@@ -11,7 +11,7 @@ import psutil
 import pytest
 from deadlines import RUN_S
 from test_ahead_runs import READY_FIRST
-from test_engines_back import KINDS, assert_nothing_lost_or_twice, check_survived
+from test_engines_back import KINDS, assert_nothing_lost_or_twice
 from test_lost_worker import rank_one
 from test_runs import finish, train, wait_for_step
 from world import FOUR_STEPS, make_world, metrics
@@ -55,7 +55,6 @@ def test_a_rank_comes_back_inside_the_run_and_changes_no_bit(four_steps, tmp_pat
     ],
 )
 def test_ranks_come_back_inside_the_run_and_change_no_bit(world, tmp_path, settings, killed_after, number):
-    check_survived("ranks", settings)
     given = FOUR_STEPS | settings
     whole = tmp_path / "whole"
     broken = tmp_path / "broken"
@@ -101,7 +100,6 @@ def assert_same(whole: Path, broken: Path) -> None:
 @long
 def test_ready_first_ranks_come_back_and_nothing_is_lost_or_trained_on_twice(world, tmp_path):
     """The checkpoint has tokens of responses that engines held when it was taken."""
-    check_survived("ranks", READY_FIRST)
     run_dir = tmp_path / "broken"
     process = train(
         world, run_dir, trainer__total_training_steps=STEPS, trainer__test_freq=-1, trainer__val_before_train=False,

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.cluster.engine_fleet import EngineFleet
-from mrl.config.survived import SURVIVED
 from mrl.errors import DamagedCheckpoint, EnvironmentFault, Interrupted, LostWeights, NumericAbort
 from mrl.record.attempts import attempt, read_attempts
 from mrl.remote.process_logs import concerning
@@ -234,10 +233,8 @@ def test_restarts_of_ranks_that_an_earlier_start_of_the_run_wrote_down_are_spent
         run.start_again(lost("rank 1"), 8)
 
 
-def test_where_restarts_are_not_proven_a_loss_ends_the_run(monkeypatch, tmp_path):
-    rows = tuple(row._replace(ranks=row.schedule != "sync") for row in SURVIVED)
-    monkeypatch.setattr("mrl.config.survived.SURVIVED", rows)
-    places = Places(monkeypatch, tmp_path)
+def test_without_restarts_a_loss_ends_the_run(monkeypatch, tmp_path):
+    places = Places(monkeypatch, tmp_path, limit=0)
     error = lost("rank 1")
     with pytest.raises(Interrupted) as raised:
         places.starts.first().start_again(error, 3)
