@@ -1,5 +1,5 @@
-"""A run under `mrl train --restarts` whose engines, ranks and driver are killed at drawn moments, and nobody touches it.
-It ends with the metrics, samples and checkpoint of the run that was left alone, bit for bit.
+"""A run under `mrl train --restarts` whose engines, ranks and driver are killed at drawn moments, which nobody touches:
+it ends with the metrics, samples and checkpoint of the run that was left alone, bit for bit.
 
 python scripts/evidence/random_kills.py --world tiny-world --work runs/kills --out docs/results/random_kills.json
 
