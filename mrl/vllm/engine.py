@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from mrl.vllm.engine_scheduler import EngineScheduler
 from mrl.vllm.engine_state import AWAKE, CACHE, FENCED, REFUSES_REQUESTS, WEIGHTS, EngineMachine, EngineState
 from mrl.vllm.engine_updates import EngineUpdates
 from mrl.vllm.forking import leave_server, start_server
-from mrl.vllm.leftovers import note, noted, noted_start, remove_all, shared_memory_below
+from mrl.vllm.leftovers import note, noted, noted_start, remove_all, rendezvous_files, shared_memory_below
 from mrl.vllm.requests import EngineReading, EngineSettings, Request, Sampling, VersionServed, log_name
 
 
@@ -72,6 +73,7 @@ class VllmEngine:
         self._newest = 0  # version that it served last
         self._prefixes = CachedPrefixes(block=1)
         self._cache = CacheUse()
+        self._rendezvous: set[Path] = set()  # files by which the workers met
         self._handles: dict[int, str] = {}  # names of requests that are here and can be ended
 
     @property
@@ -132,6 +134,7 @@ class VllmEngine:
         await self._updates.connect_slow()
         await self._stamp_version(0)
         await self._capture_routes()
+        self._rendezvous = rendezvous_files(await self._calls.workers("rendezvous"))
         self._machine.serve(0)
         self._door.open()
         self._note_files()
@@ -476,7 +479,7 @@ class VllmEngine:
 
     def _note_files(self) -> None:
         """Writes down what a kill would leave behind, for the successor to remove."""
-        note(self.settings.segments_file, self._updates.files)
+        note(self.settings.segments_file, self._updates.files | self._rendezvous)
 
     async def stop(self) -> None:
         """Ends vLLM's processes and removes what an unfinished update left behind. Legal in every state."""

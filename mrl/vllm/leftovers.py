@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -30,6 +30,11 @@ def shared_memory_below(pid: int) -> set[Path]:
             p for p in paths if p.parent == Path("/dev/shm") and (p.name.startswith("psm_") or "cpushm" in p.name)
         }
     return segments
+
+
+def rendezvous_files(places: Iterable[str]) -> set[Path]:
+    """Files among the URIs by which workers met."""
+    return {Path(place.removeprefix("file://")) for place in places if place.startswith("file://")}
 
 
 def note(file: str, own: set[Path]) -> None:

@@ -265,6 +265,10 @@ class CommonWorkerExtension(SleepingExtension):
     def answer_call(self) -> None:
         """Says that this worker is there."""
 
+    def rendezvous(self) -> str:
+        """Where the workers of this engine met, as a URI: a file, of which vLLM leaves each behind, or a port."""
+        return self.distributed_init_method
+
     def update_path(self) -> UpdatePath:
         """The path in use."""
         return self.weight_transfer_engine.path

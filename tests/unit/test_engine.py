@@ -155,3 +155,17 @@ def test_the_folder_of_sockets_is_gone_after_the_start_and_noted_for_a_kill_mean
 )
 def test_an_error_whose_text_may_say_nothing_is_told_with_its_type(error, text):
     assert described(error) == text
+
+
+def test_files_by_which_workers_met_are_removed_with_what_else_is_noted(engine, monkeypatch, tmp_path):
+    monkeypatch.setattr("mrl.vllm.engine.shared_memory_below", lambda pid: set())
+    monkeypatch.setattr(leftovers, "shared_memory_below", lambda pid: set())
+    met = tmp_path / "vllm_dist_1"
+    met.write_text("")
+    made = engine([True])
+    made._rendezvous = leftovers.rendezvous_files([f"file://{met}", f"file://{met}", "tcp://127.0.0.1:5"])
+    assert made._rendezvous == {met}
+    made._note_files()
+    made._calls.llm = None
+    asyncio.run(made.stop())
+    assert not met.exists()
