@@ -25,6 +25,8 @@ from collections.abc import Mapping
 from multiprocessing import context, forkserver
 from typing import Any
 
+from mrl.vllm.process_watch import end_with_parent
+
 IMPORTED = "mrl.vllm.forked"  # by the server: all that a core and a worker need
 PRELOADED = "LD_PRELOAD"
 THREADS = "OMP_NUM_THREADS"
@@ -55,9 +57,10 @@ class ForkedProcess(context.ForkServerProcess):
         return context.SpawnProcess._Popen(process)
 
     def run(self) -> None:
-        """What it is for, in the environment in which it was asked for."""
+        """What it is for, in the environment in which it was asked for; it ends with the process that asked."""
         if self.environment is not None:
             take_over(self.environment)
+        end_with_parent()
         super().run()
 
 
@@ -119,14 +122,16 @@ def leave_server() -> None:
 
 
 def install() -> None:
-    """vLLM's processes come from the server from here on, where this process, or one above it, has started one."""
-    if _SERVER not in os.environ:
-        return
+    """vLLM's processes come from the server from here on, where this process, or one above it, has started one.
+
+    The coordinator of data-parallel ranks always does as ForkedProcess: nobody else ends it with its engine.
+    """
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
 
-    for module in (coordinator, utils, multiproc_executor):
-        module.get_mp_context = ForkingContext
+    coordinator.get_mp_context = ForkingContext
+    if _SERVER in os.environ:
+        utils.get_mp_context = multiproc_executor.get_mp_context = ForkingContext
 
 
 def preloaded_libraries(given: str) -> str:

@@ -32,8 +32,12 @@ def world(tmp_path_factory) -> Path:
 
 def engine_processes(pid: int) -> dict[int, float]:
     """vLLM's, of the run: numbers, and when they began."""
-    children = psutil.Process(pid).children(recursive=True)
-    return {p.pid: p.create_time() for p in children if "VLLM" in " ".join(p.cmdline())}
+    found = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):  # one that has just ended
+            if "VLLM" in " ".join(child.cmdline()):
+                found[child.pid] = child.create_time()
+    return found
 
 
 def test_a_rank_comes_back_inside_the_run_and_changes_no_bit(four_steps, tmp_path):

@@ -79,8 +79,21 @@ if __name__ == "__main__":
 """
 
 
-def test_a_core_ends_with_the_actor_that_spawned_it():
-    actor = subprocess.Popen([sys.executable, "-c", ACTOR], stdout=subprocess.PIPE, text=True)
+# one that spawned the coordinator of data-parallel ranks, which watches nobody itself
+OF_RANKS = """
+import time
+from mrl.vllm.forking import ForkedProcess
+
+child = ForkedProcess(target=time.sleep, args=(60,), daemon=True)
+child.start()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("program", [ACTOR, OF_RANKS], ids=["core", "coordinator"])
+def test_what_an_actor_spawned_ends_with_it(program):
+    actor = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     core = os.pidfd_open(int(actor.stdout.readline()))
     assert not select.select([core], [], [], 0.05)[0]
     actor.kill()
