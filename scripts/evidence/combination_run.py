@@ -23,7 +23,7 @@ from mrl.record.run_dir import METRICS, read_metrics
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 RUN_S = 900.0  # deadline of one command, beside whatever else the machine does
-GONE_S = 60.0  # for processes and files to go after their run
+GONE_S = 180.0  # for processes to go: agents of Ray whose driver was killed call it for a minute
 PROCESSES = {"rank lost": "ray::ActorWorker", "engine lost": "VLLM::"}
 # of the process that trains, by how a run is ended; of one that does without what it lost: 0
 EXIT_CODES = {"finished": 0, "SIGTERM": 5, "SIGKILL": -signal.SIGKILL, "engine lost": 0, "rank lost": 0}
@@ -98,10 +98,9 @@ class RowRun:
                 process.kill()
             code = process.wait()
             self._must_be_gone(words[0], below)
-            held = memory.left()
-        if end != "SIGKILL":  # the folder of Ray of a driver that is killed stays for whoever starts again
-            held += sorted(os.listdir(temporary))
-        self.must(not held, f"mrl {words[0]} left {', '.join(held)}")
+            held = memory.left() + sorted(os.listdir(temporary))
+        # what a driver that is killed leaves is removed by whoever starts the run again
+        self.must(end == "SIGKILL" or not held, f"mrl {words[0]} left {', '.join(held)}")
         self.seconds.append([words[0], round(time.monotonic() - began, 1)])
         return code
 
