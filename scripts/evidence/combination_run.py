@@ -85,6 +85,7 @@ class RowRun:
         log = self.folder / f"{words[0]}-{len(list(self.folder.glob('*.log')))}.log"
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
+        before = set(os.listdir(temporary))
         command = [sys.executable, "-c", "from mrl.cli.main import main; main()", *words]
         began = time.monotonic()
         with log.open("w") as file, OwnMemory() as memory:
@@ -98,7 +99,7 @@ class RowRun:
                 process.kill()
             code = process.wait()
             self._must_be_gone(words[0], below)
-            held = memory.left() + sorted(os.listdir(temporary))
+            held = memory.left() + sorted(set(os.listdir(temporary)) - before)
         # what a driver that is killed leaves is removed by whoever starts the run again
         self.must(end == "SIGKILL" or not held, f"mrl {words[0]} left {', '.join(held)}")
         self.seconds.append([words[0], round(time.monotonic() - began, 1)])
