@@ -15,8 +15,8 @@ NOTED_EVERY_S = 2.0  # while an engine starts
 
 
 def shared_memory_below(pid: int) -> set[Path]:
-    """Shared memory that descendants of `pid` have mapped:
-    segments of multiprocessing and of vLLM's CPU collectives.
+    """Shared memory that descendants of `pid` have mapped: segments and semaphores of multiprocessing, segments of vLLM's
+    CPU collectives.
     """
     import psutil
 
@@ -26,10 +26,12 @@ def shared_memory_below(pid: int) -> set[Path]:
             paths = {Path(region.path) for region in child.memory_maps()}
         except psutil.Error:
             continue
-        segments |= {
-            p for p in paths if p.parent == Path("/dev/shm") and (p.name.startswith("psm_") or "cpushm" in p.name)
-        }
+        segments |= {p for p in paths if p.parent == Path("/dev/shm") and _is_ours(p.name)}
     return segments
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(("psm_", "sem.mp-")) or "cpushm" in name
 
 
 def rendezvous_files(places: Iterable[str]) -> set[Path]:
