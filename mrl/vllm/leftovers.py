@@ -15,9 +15,7 @@ NOTED_EVERY_S = 2.0  # while an engine starts
 
 
 def shared_memory_below(pid: int) -> set[Path]:
-    """Shared memory that descendants of `pid` have mapped: segments and semaphores of multiprocessing, segments of vLLM's
-    CPU collectives.
-    """
+    """Shared memory that descendants of `pid` have mapped: what multiprocessing and vLLM's CPU collectives made."""
     import psutil
 
     segments = set()
