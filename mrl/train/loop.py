@@ -200,8 +200,11 @@ def validate(run: Run, line: StepLine) -> None:
 
 
 def write_checkpoint(run: Run, line: StepLine) -> None:
-    """Begins to write what was copied, with the state to go on from."""
+    """Begins to write what was copied, with the state to go on from. The step's samples are on disk by then: who starts
+    from it after a kill does not make them again.
+    """
     with line.phase("save_checkpoint"):
+        run.sample_writer.finish()
         line.add(run.saver.write(run.state, line.metrics))
 
 

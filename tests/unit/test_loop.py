@@ -124,15 +124,22 @@ class World(AnsweringEngines):
 
 
 class Writer:
-    """Of files of samples, at once."""
+    """Of files of samples, each when it is waited for."""
 
     failed = 0
 
     def __init__(self, folder):
         self.folder = folder
+        self.under_way = []
 
     def write(self, step, samples, results):
-        write_samples(self.folder, step, [samples.read()], reward_parts(results))
+        self.finish()
+        self.under_way = [(step, samples, results)]
+
+    def finish(self):
+        for step, samples, results in self.under_way:
+            write_samples(self.folder, step, [samples.read()], reward_parts(results))
+        self.under_way = []
 
 
 BEGUN = []  # by the test that runs
@@ -274,6 +281,7 @@ def test_a_step_goes_through_its_phases_in_order_and_advances_the_state(world, t
     assert (run.state.step, run.state.cursor.index) == (1, 2)
     loop.train_step(run)
     assert [step for step, _ in world.lines] == [1, 2] and world.lines[1][1]["reshard/weight_version"] == 2
+    run.sample_writer.finish()
     assert len(read_samples(run.run_dir.samples, 2)) == 4
 
 
@@ -379,6 +387,16 @@ def test_what_is_saved_is_copied_before_the_weights_leave_for_the_engines(world,
     loop.train_step(run)
     run.saver.close()
     assert world.calls[-3:] == ["update", "take_checkpoint", "sync 1"]
+
+
+def test_the_samples_of_a_step_are_on_disk_before_its_checkpoint_is(world, tmp_path, monkeypatch):
+    """Who starts from it after a kill does not make them again."""
+    there = []
+    run = run_of(world, tmp_path, "trainer.save_freq=1")
+    monkeypatch.setattr(Saver, "_write", lambda *_: there.extend(sorted(run.run_dir.samples.iterdir())))
+    loop.train_step(run)
+    run.saver.close()
+    assert [path.name for path in there] == ["step-1.parquet"]
 
 
 @pytest.mark.parametrize("overrides", [(), (*KL_IN_REWARD, "algorithm.overlong_filter=true")])
