@@ -9,7 +9,8 @@ tokenised again. While tools work, the engine answers others. A row's environmen
 sampled. One that is held, at a border of the weights or because the engine gave it back, is a row that can go on, at
 whichever engine gets it next: its environment is brought to where it was by the calls that the row has.
 mrl.schedule.conversation decides, mrl.data.dialects reads and writes, mrl.environments acts, mrl.schedule.segments puts
-together; here they meet. Who the model talks with is a partner (partners.py).
+together; here they meet. Who the model talks with is a partner (partners.py): tools and environments, or an agent that
+speaks to the endpoint (agents.py).
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from mrl.data.samples import STOP_REASONS, Samples, with_outcome, with_turns
 from mrl.environments.acting import Acting
 from mrl.environments.environment_pool import EnvironmentPool
 from mrl.environments.tool import TurnsSpec
+from mrl.flow.agents import Agents
 from mrl.flow.call_reader import CallReader, DialectReader
 from mrl.flow.partners import Line, Partner, ToolPartner
 from mrl.flow.turn_gate import TurnGate
@@ -61,17 +63,21 @@ class Conversations:
         environment: Mapping[str, str] | None = None,
         reader: Callable[[Dialect, TurnsSpec], CallReader] = DialectReader,
     ):
-        """Starts a first process for tools and environments; what they print goes to `log_path`. `seats`: requests that
-        the engine has at most. `environment`: see EnvironmentPool. `reader`: of calls in what was sampled.
+        """Starts a first process for tools, environments or agents; what they print goes to `log_path`. `seats`:
+        requests that the engine has at most. `environment`: see EnvironmentPool. `reader`: of calls in what was
+        sampled.
         """
         self.spec = spec
         self._clock = clock
         self._gate = TurnGate(seats)
-        self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.timeout_s, log_path, environment=environment)
+        self._agents: Agents | None = None
+        self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.step_s, log_path, environment=environment)
         try:
             schemas = list(self._pool.offer.all_schemas)
             self._dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": schemas})
             self._reader = reader(self._dialect, spec)
+            if spec.tools.has_agent:
+                self._agents = Agents(spec, self._pool, self._dialect, tokenizer, clock)
         except BaseException:
             self._pool.close()
             raise
@@ -118,13 +124,15 @@ class Conversations:
             await asyncio.wait(ended)
 
     async def _whole(self, engine: Generates, request: Request, sampling: Sampling, kept: Samples | None) -> Samples:
-        partner = self._partner(request, kept)
+        partner = self._partner(request, sampling, kept)
         try:
             return await self._talked(engine, request, sampling, partner, kept)
         finally:
             partner.close()
 
-    def _partner(self, request: Request, kept: Samples | None) -> Partner:
+    def _partner(self, request: Request, sampling: Sampling, kept: Samples | None) -> Partner:
+        if self._agents is not None:
+            return self._agents.partner(request, sampling)
         acting = Acting(self._pool, request.row, request.prompt_id)
         return ToolPartner(acting, self._reader, self._dialect, self._clock, kept)
 
@@ -148,6 +156,8 @@ class Conversations:
         talk = self._begun(request, sampling, kept)
         with self._counted():
             line = await partner.begin(Line(request, kept))
+        if line is None:
+            return await self._unspoken(engine, request, sampling)
         while talk.state is ConversationState.SAMPLING:
             asked = partner.asked(talk, line)
             async with self._gate.seat(is_first=line.made is kept):
@@ -164,6 +174,12 @@ class Conversations:
         made = with_outcome(line.made, record.calls, record.rewards, record.parts, talk.acting_s)
         return _with_stop(made, Stop.LENGTH if talk.state is ConversationState.HELD else talk.stop)
 
+    async def _unspoken(self, engine: Generates, request: Request, sampling: Sampling) -> Samples:
+        """The row of a conversation that failed before it began: one token, so that it is of a version as all rows."""
+        async with self._gate.seat(is_first=True):
+            line = await _added(engine, replace(request, max_tokens=1), Line(request), sampling)
+        return _with_stop(with_outcome(line.made, [()], [0.0], {}, 0.0), Stop.ENVIRONMENT)
+
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Among those that wait for tools or environments."""
@@ -174,7 +190,9 @@ class Conversations:
             self._waiting -= 1
 
     def close(self) -> None:
-        """Ends the processes of tools and environments. Safe to call twice."""
+        """Ends the processes of tools, environments and agents. Safe to call twice."""
+        if self._agents is not None:
+            self._agents.close()
         self._pool.close()
 
 

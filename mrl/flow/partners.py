@@ -93,8 +93,8 @@ class Partner(Protocol):
 
     record: CallRecord
 
-    async def begin(self, line: Line) -> Line:
-        """What the engine is asked first."""
+    async def begin(self, line: Line) -> Line | None:
+        """What the engine is asked first; None: nothing, and the conversation has failed."""
 
     def asked(self, talk: Conversation, line: Line) -> Request:
         """The next request: all tokens so far, and what it may add."""

@@ -17,7 +17,7 @@ from mrl.environments.named import resolve_tools
 from mrl.environments.tool import ToolsSpec
 from mrl.flow.call_reader import VARIABLE, DialectReader, call_reader
 from mrl.flow.conversations import Conversations
-from mrl.tools.rehearse.compose import NOT_HERE, WorkFolder
+from mrl.tools.rehearse.compose import NO_AGENT, NOT_HERE, WorkFolder
 from mrl.tools.rehearse.made_up_calls import MadeUpCalls, made_up_calls
 from mrl.tools.rehearse.prepare import prepare
 from mrl.tools.rehearse.stages import environment
@@ -65,6 +65,15 @@ def test_calls_that_are_made_up_fit_what_is_called():
     assert [call.name for call in calls] == [*names, "calculator"]
     assert not any(tools[call.name].problem(call.arguments) for call in calls)
     assert [call.name for call in made_up_calls(functions, 1, 99)] == list(names)
+
+
+def test_an_agent_is_not_started_in_a_rehearsal_and_it_says_so(tmp_path):
+    turns = "{network: true}"
+    agent = ["rollout.endpoint=true", "rollout.agent={command: [python, agent.py]}"]
+    found, work = prepared(tmp_path / "work", turns, *agent)
+    rollout = load_config(work.config).config.rollout
+    assert (rollout.turns, rollout.endpoint, rollout.agent) == (None, False, None)
+    assert [each.why for each in found.rehearsal.out_of_reach if each.switch == "rollout.turns"] == [NO_AGENT]
 
 
 def test_a_rehearsal_hands_its_reader_of_calls_to_the_processes_of_its_run(tmp_path, monkeypatch):
