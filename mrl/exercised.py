@@ -18,11 +18,6 @@ def exercised(name: str) -> None:
         _append(Path(_FOLDER), name)
 
 
-def rehearses() -> bool:
-    """Whether this is a process of a rehearsal."""
-    return _FOLDER is not None
-
-
 def _append(folder: Path, name: str) -> None:
     """Opens the file each time: a forked process then has its own, and of a killed one no name is lost."""
     with (folder / f"{os.getpid()}.txt").open("a", encoding="utf-8") as file:

@@ -278,6 +278,7 @@ class EngineWorker:
         """Starts vLLM; returns seconds. `meeting`: see VllmEngine.start."""
         if self.engine.settings.turns is not None:
             from mrl.data.dataset import load_tokenizer
+            from mrl.flow.call_reader import call_reader
             from mrl.flow.conversations import Conversations
 
             tokenizer = load_tokenizer(self.engine.settings.arguments["model"])
@@ -287,6 +288,7 @@ class EngineWorker:
                 self._tools_log,
                 seats=request_limit_of(self.engine.settings.arguments["max_num_seqs"]),
                 environment=self._environment,
+                reader=call_reader,
             )
         return await self.engine.start(meeting)
 

@@ -285,7 +285,7 @@ def _cpu_sizes(config: RunConfig, model: ModelSpec) -> Iterator[tuple[str, int]]
 
 def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     turns = config.rollout.turns
-    if turns is None:
+    if turns is None or config.rollout.endpoint:
         return
     if not turns.tools and not turns.environments:
         known = (*SHIPPED, *BUILTIN_ENVIRONMENTS)
@@ -296,12 +296,16 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if SEARCH in turns.tools and turns.index is None and turns.path is None:
         why = "search finds passages in a file; scripts/make_search_index.py writes one"
         yield Violation("rollout.turns.index", "must be given with the tool search", why, ())
-    if turns.timeout_s >= turns.max_seconds:
+    known = tuple(BUILTIN_ENVIRONMENTS)
+    yield from _names("rollout.turns.environments", turns.environments, known, turns.path, "class")
+
+
+def _call_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    turns = config.rollout.turns
+    if turns is not None and turns.timeout_s >= turns.max_seconds:
         why = "no call that hangs would be answered by an error: its response would have ended before"
         rule = f"must be less than max_seconds = {turns.max_seconds:g}"
         yield Violation("rollout.turns.timeout_s", rule, why, (turns.max_seconds / 2,))
-    known = tuple(BUILTIN_ENVIRONMENTS)
-    yield from _names("rollout.turns.environments", turns.environments, known, turns.path, "class")
 
 
 def _rewards_environment(config: RunConfig) -> bool:
@@ -437,10 +441,15 @@ ROLLOUT_RULES = (
         lambda c, m: (c.data.max_sample_length,),
     ),
     _tools,
+    _call_in_time,
     _parts,
     RuleRow(
         "reward.function",
-        lambda c, m: _rewards_environment(c) and not (c.rollout.turns and c.rollout.turns.environments),
+        lambda c, m: (
+            _rewards_environment(c)
+            and not c.rollout.endpoint
+            and not (c.rollout.turns and c.rollout.turns.environments)
+        ),
         "must be another one without rollout.turns.environments",
         "it is the reward that a response's environment gave",
     ),

@@ -2,9 +2,9 @@
 
 All are judged: one look shows all that is wrong.
 
-Rules stand in actor_rules.py, efficiency_rules.py, loss_rules.py, rollout_rules.py, run_rules.py, override_rules.py
-and device_rules.py, each a row or a function (rule_row.py); a rule of one key stands at the key. Each is judged by
-itself: where the schema refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do
+Rules stand in actor_rules.py, efficiency_rules.py, endpoint_rules.py, loss_rules.py, rollout_rules.py, run_rules.py,
+override_rules.py and device_rules.py, each a row or a function (rule_row.py); a rule of one key stands at the key. Each
+is judged by itself: where the schema refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do
 not read that part still speak. A function ends where it reads what is refused, so it holds one rule, or rules that
 read the same keys.
 """
@@ -16,6 +16,7 @@ from typing import Any
 from mrl.config.actor_rules import ACTOR_RULES, actor_notes
 from mrl.config.device_rules import DEVICE_RULES, narrow_experts, npu_notes, version_notes
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
+from mrl.config.endpoint_rules import ENDPOINT_RULES
 from mrl.config.latent_rules import LATENT_RULES
 from mrl.config.load import ResolvedConfig, SchemaRefusal
 from mrl.config.loss_rules import LOSS_RULES, loss_notes
@@ -111,6 +112,7 @@ RULES = (
     *_KEY_RULES,
     *LOSS_RULES,
     *ROLLOUT_RULES,
+    *ENDPOINT_RULES,
     *LATENT_RULES,
     *RUN_RULES,
     *SCHEDULE_RULES,

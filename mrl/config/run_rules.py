@@ -171,6 +171,13 @@ def _tools_file(config: RunConfig) -> tuple[str, ...]:
     return (turns.path,)
 
 
+def _agent_file(config: RunConfig) -> tuple[str, ...]:
+    agent = config.rollout.agent
+    if agent is None or agent.path is None:
+        return ()
+    return (agent.path,)
+
+
 def _index_file(config: RunConfig) -> tuple[str, ...]:
     turns = config.rollout.turns
     if turns is None or turns.index is None:
@@ -204,6 +211,7 @@ _FILES: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     _ADVANTAGE: _advantage_file,
     "rollout.turns.path": _tools_file,
     "rollout.turns.index": _index_file,
+    "rollout.agent.path": _agent_file,
 }
 # and folders, model.path aside
 _FOLDERS: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {

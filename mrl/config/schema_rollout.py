@@ -92,11 +92,16 @@ class TurnsConfig(Section):
     timeout_s: float = key(
         10.0,
         "Deadline of one call; its process is then killed. A call of a tool is answered by an error; an environment "
-        "has failed, see reward.max_failure_share.",
+        "has failed, see reward.max_failure_share. Of an agent, all that it does between two requests is one call.",
         gt=0,
         unit="s",
     )
-    num_workers: int = key(2, "Processes of each engine that call tools, and as many that have environments.", ge=1)
+    num_workers: int = key(
+        2,
+        "Processes of each engine that call tools, and as many that have environments; with rollout.endpoint, agents "
+        "that run at once.",
+        ge=1,
+    )
     max_memory_gib: float | None = key(None, "Address space of such a process; left out: unlimited.", gt=0, unit="GiB")
     environment: tuple[str, ...] = key(
         (),
@@ -109,6 +114,24 @@ class TurnsConfig(Section):
         "Folders that they may write into, beside temporary ones. Needs Linux with Landlock; without it they write "
         "wherever the user may, and their log says so.",
     )
+
+
+class AgentConfig(Section):
+    """An agent of your own, started once a response: a command, or a function of a Python file."""
+
+    command: tuple[str, ...] = key(
+        (),
+        "Program and arguments. It finds address and key of the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY, "
+        "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and on its standard input, as JSON, `url`, `row` and `seconds`. An "
+        "exit status other than 0 is a failed environment.",
+    )
+    path: str | None = key(
+        None,
+        "Python file with the function, which is called with url, key, row and seconds, and has the same variables. It "
+        "may be async.",
+        is_path=True,
+    )
+    name: str = key("run", "The function.")
 
 
 class RolloutConfig(Section):
@@ -256,6 +279,13 @@ class RolloutConfig(Section):
     )
     val_kwargs: ValSamplingConfig = ValSamplingConfig()
     turns: TurnsConfig | None = None
+    endpoint: bool = key(
+        False,
+        "Each engine has a chat endpoint on loopback, in OpenAI's form and in Anthropic's, over which an agent of your "
+        "own speaks to the model; all that it brings about is one response. The agent's budgets are those of "
+        "rollout.turns.",
+    )
+    agent: AgentConfig | None = None
 
     @property
     def vllm_kwargs(self) -> dict[str, Any]:

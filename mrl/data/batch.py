@@ -21,13 +21,17 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
     acts: bool = False  # its responses act on what the row names; see mrl.environments.offer
+    messages: list[dict[str, str]] | None = None  # of which the tokens are, where an agent is told of them
 
     @property
     def acting_row(self) -> dict[str, Any] | None:
         """What an engine is told of the row; None: its tokens are enough."""
         if not self.acts:
             return None
-        return {"data_source": self.data_source, "ground_truth": self.ground_truth, "extra_info": self.extra_info}
+        row = {"data_source": self.data_source, "ground_truth": self.ground_truth, "extra_info": self.extra_info}
+        if self.messages is None:
+            return row
+        return row | {"prompt": self.messages}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,8 @@ class ChatTokenizer(Protocol):
 class ToolOffer(Protocol):
     """What the model may call; mrl.environments.offer has it."""
 
+    agent: bool  # an agent is told of rows, their messages too
+
     def schemas(self, extra_info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Schemas of what a row's responses may call. Raises ValueError for a row that names something unknown."""
 
@@ -263,7 +265,10 @@ class _Loader:
             return
         tokens = self._fit(tokens, raw)
         if tokens is not None:
-            self._keep(tokens, {"prompt_id": self.rows - 1, **rest, **({"acts": True} if acts else {})})
+            told = {"acts": True} if acts else {}
+            if acts and self.parameters.tools.agent:
+                told["messages"] = messages
+            self._keep(tokens, {"prompt_id": self.rows - 1, **rest, **told})
 
     def _acts(self, extra_info: Mapping[str, Any]) -> bool:
         """Such a row is no duplicate of another with the same prompt: an environment may begin otherwise."""

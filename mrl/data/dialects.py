@@ -17,9 +17,9 @@ found by what the tokenizer's own template writes of a conversation, not by the 
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
@@ -37,6 +37,14 @@ class ToolCall:
     name: str = ""
     arguments: Mapping[str, Any] | None = None
     problem: str | None = None
+
+
+class Said(NamedTuple):
+    """A turn as a message."""
+
+    thought: str
+    content: str
+    calls: tuple[ToolCall, ...]
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class ToolTokenizer(ChatTokenizer, Protocol):
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
+THINK = "<think>"
 THOUGHT = "</think>"
 _ANSWERS = ("first answer", "second answer")
 
@@ -82,7 +91,9 @@ class Dialect:
         self.family = family
         self.goes_on = goes_on
         self._tokenizer = tokenizer
-        self._added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token.content: number for number, token in added.items()}
+        self._ends = {number for number, token in added.items() if token.special}  # of any turn
         self._plain = _without_added_tokens(tokenizer)
         # the longest first, so that none is taken for a part of another
         self._own = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
@@ -98,17 +109,53 @@ class Dialect:
         """Id of the token that a turn with calls ends with."""
         return self._added[self.family.frame.end]
 
+    @property
+    def own_tokens(self) -> Sequence[str]:
+        """The family's own tokens, the longest first."""
+        return sorted(self._added, key=len, reverse=True)
+
     def calls(self, ids: Sequence[int], parameters: Parameters) -> list[ToolCall]:
         """What a turn calls, in order; calls that it thought of, before the last </think>, are none."""
-        ids = list(ids)
-        thought = self._added.get(THOUGHT)
-        if thought in ids:
-            ids = ids[len(ids) - ids[::-1].index(thought) :]
+        _, ids = self._without_thought(ids)
         found = []
         while self._added[OPEN] in ids:
             ids = ids[ids.index(self._added[OPEN]) + 1 :]
             found.append(self._call(self._until_closed(ids), parameters))
         return found
+
+    def said(self, ids: Sequence[int], parameters: Parameters) -> Said:
+        """A turn as a message: its thoughts, its text, in which calls that cannot be read stay, and the other calls."""
+        thought, ids = self._without_thought(ids)
+        if ids and ids[-1] in self._ends:
+            ids = ids[:-1]
+        content = ""
+        calls = []
+        while self._added[OPEN] in ids:
+            start = ids.index(self._added[OPEN])
+            inside = self._until_closed(ids[start + 1 :])
+            call = self._call(inside, parameters)
+            end = start + 1
+            if call.problem is None:
+                calls.append(call)
+                content += self._text(ids[:start])
+                end += len(inside) + 1
+            else:
+                content += self._text(ids[:end])
+            ids = ids[end:]
+        content += self._text(ids)
+        return Said(self._text(thought).replace(THINK, "").strip(), content.strip(), tuple(calls))
+
+    def _without_thought(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Tokens before the last </think>, and those behind it."""
+        ids = list(ids)
+        thought = self._added.get(THOUGHT)
+        if thought not in ids:
+            return [], ids
+        end = len(ids) - ids[::-1].index(thought)
+        return ids[: end - 1], ids[end:]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _until_closed(self, ids: list[int]) -> list[int] | None:
         """The tokens of one call; None where another call begins, or the turn ends, before this one is closed."""
@@ -142,9 +189,9 @@ class Dialect:
         for answer in answers:
             whole = answer.encode("utf-8", "replace").decode()
             parts += [(frame.before, True), (whole, False), (frame.after, True)]
-        return self._encoded([*parts, (self.goes_on, True)])
+        return self.encoded([*parts, (self.goes_on, True)])
 
-    def _encoded(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
+    def encoded(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
         """Encodes texts one behind the other; only in marked ones do tokens of the family stand for themselves."""
         ids: list[int] = []
         plain = ""

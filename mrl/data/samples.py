@@ -48,6 +48,7 @@ NAME = np.dtype("S64")  # of tools and parts, which mrl.environments keeps withi
 CALL_REASONS = (
     "ok", "refused", "raised", "timeout", "died", "out_of_memory", "wrong_type", "not_a_number", "differs", "unread",
     "not_called", "unanswered", "fell",
+    "overridden", "retry", "branch",  # what an agent asked for: sampling of another kind, a turn again, another line
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@
     environment_pool.py      EnvironmentPool: calls and sessions from any thread or event loop, a deadline a step
     offer.py                 what may be called in a run, and what of it one row names
     acting.py                who answers the calls of one response
+    agent.py                 an agent of the user's as such a process has it, for one response
 
 Main types: ToolsSpec, Tool, Environment, EnvironmentPool, Acting. Imports the standard library only, and may import
 mrl.reward, whose processes these are.

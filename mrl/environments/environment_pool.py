@@ -248,6 +248,8 @@ class EnvironmentPool:
     def offer(self) -> Offer:
         """What may be called."""
         described = self._described["environments"]
+        if self.spec.has_agent:
+            return Offer((), agent=True)
         environments = {name: tuple(each["schemas"]) for name, each in described.items()}
         unrepeatable = tuple(name for name, each in described.items() if not each["repeatable"])
         return Offer(tuple(self._described["schemas"]), environments, unrepeatable)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from mrl.environments.environment import LONGEST, Action, Environment, Reply, ToolBox, actions_of, parts_of, reply_of
-from mrl.environments.named import resolve_environments, resolve_tools
+from mrl.environments.named import resolve_agent, resolve_environments, resolve_tools
 from mrl.environments.tool import Tool, ToolsSpec
 from mrl.reward.items import NOT_A_NUMBER, OK, OUT_OF_MEMORY, RAISED, WRONG_TYPE
 from mrl.reward.worker import serve
@@ -32,7 +32,8 @@ def main(requests_fd: int, results_fd: int) -> None:
 
 
 def _loaded(spec: ToolsSpec) -> tuple[dict[str, Any], Callable[..., CallAnswer]]:
-    sessions = Sessions(resolve_tools(spec), resolve_environments(spec))
+    tools = resolve_agent(spec) if spec.has_agent else resolve_tools(spec)
+    sessions = Sessions(tools, resolve_environments(spec))
     return sessions.described, sessions.answer
 
 

@@ -1,8 +1,10 @@
 """From a ToolsSpec to tools and environments. Runs in the workers; a user's file is imported nowhere else."""
 
+import shutil
 from pathlib import Path
 from types import ModuleType
 
+from mrl.environments.agent import AGENT, agent_tool, command_of
 from mrl.environments.builtin_environments import BUILTIN_ENVIRONMENTS
 from mrl.environments.builtin_tools import BUILTIN_TOOLS
 from mrl.environments.environment import Environment
@@ -13,6 +15,7 @@ from mrl.errors import ConfigError
 from mrl.reward.resolve import load_function, load_module
 
 PATH_KEY = "rollout.turns.path"
+AGENT_KEY = "rollout.agent.path"
 SHIPPED = (*BUILTIN_TOOLS, SEARCH)  # tools
 
 
@@ -38,6 +41,18 @@ def resolve_tools(spec: ToolsSpec) -> dict[str, Tool]:
                 f"with a function of your own in {PATH_KEY}"
             )
     return found
+
+
+def resolve_agent(spec: ToolsSpec) -> dict[str, Tool]:
+    """The agent under its name. Raises ConfigError for a program that there is not, and for a file that is missing,
+    fails, or has no such function.
+    """
+    if spec.command and shutil.which(spec.command[0]) is None:
+        raise ConfigError(f"rollout.agent.command: there is no program {spec.command[0]!r} that may be run")
+    if spec.command:
+        return {AGENT: agent_tool(command_of(spec.command))}
+    module = load_module(Path(spec.path), AGENT_KEY)
+    return {AGENT: agent_tool(load_function(module, spec.agent, f"{AGENT_KEY}: {spec.path}"))}
 
 
 def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:

@@ -27,6 +27,7 @@ class Offer:
     environments: Mapping[str, Schemas] = field(default_factory=dict)
     unrepeatable: tuple[str, ...] = ()  # environments that cannot be begun anew
     rewards: bool = False  # the reward is the environment's, so that every row has to act on one
+    agent: bool = False  # an agent answers in the place of both, and brings its own tools
 
     @property
     def all_schemas(self) -> Schemas:
@@ -35,6 +36,8 @@ class Offer:
 
     def schemas(self, extra_info: Mapping[str, Any]) -> Schemas:
         """Schemas of what a row's responses may call: tools, then the environment's actions. Raises UnknownChoice."""
+        if self.agent:
+            return ()
         selected = self._selected(extra_info.get(SELECTION))
         environment = self.environment(extra_info)
         actions = ()
@@ -86,7 +89,7 @@ class Offer:
 
     def needs_row(self, extra_info: Mapping[str, Any]) -> bool:
         """Whether an engine is to be told of the row, and not of its prompt alone."""
-        return bool(self.environments) or extra_info.get(SELECTION) is not None
+        return self.agent or bool(self.environments) or extra_info.get(SELECTION) is not None
 
 
 def name_of(schema: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mrl.errors import ConfigError
 
+LONGEST_AGENT_S = 1e6  # of which no conversation takes as much
 LONGEST_NAME = 64  # bytes of the name of a tool or of a part, which travel as columns
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
@@ -39,6 +40,14 @@ class ToolsSpec:
     folders: tuple[str, ...] = ()  # that it may write into beside temporary ones
     environments: tuple[str, ...] = ()
     index: str | None = None  # of the shipped tool `search`
+    # an agent in the place of both: a command, or the function of that name in the file at `path`
+    command: tuple[str, ...] = ()
+    agent: str | None = None
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent speaks to the model, which then is told of the agent's tools."""
+        return bool(self.command) or self.agent is not None
 
     @property
     def is_here(self) -> bool:
@@ -58,6 +67,15 @@ class TurnsSpec:
     timeout_s: float
     num_workers: int
     template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, beside the tools
+    max_prompt_length: int = 0  # tokens of what an agent begins with
+    needs_reward: bool = False  # an agent has to give one
+
+    @property
+    def step_s(self) -> float:
+        """Deadline of a call in a process; an agent is one that lasts as long as its conversation."""
+        if self.tools.has_agent:
+            return LONGEST_AGENT_S
+        return self.timeout_s
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ group_writer.py, generations.py).
 
 A row is one prompt and one response. Of one that was made in several turns (conversations.py, in the engine's process)
 a column says which tokens were sampled and which are context, and context counts in nothing that is made of tokens.
+The model talks with partners (partners.py): tools and environments, or an agent (agents.py) that speaks to it over
+HTTP (endpoint.py).
 
 May import vllm, megatron, checkpoint, remote, config and what lies below them; never cluster, which uses this room.
 """

@@ -174,7 +174,7 @@ def has_failed(outcome: Mapping[str, Any]) -> bool:
     return bool(outcome) and outcome["outcome"]["stop_reason"] == LEFT_OUT
 
 
-_NO_FAILURES = (OK, "refused", "unread", "not_called")
+_NO_FAILURES = (OK, "refused", "unread", "not_called", "overridden", "retry", "branch")
 
 
 def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from mrl.record.spec import DEVIATIONS, metric_spec
 WHOLE = "step"  # the phase that all others stand in, side by side
 GENERATING = "gen"  # its time is shared among sampled tokens; every other phase's among all tokens
 _FELL = CALL_REASONS.index("fell")
+# of what an agent asked for, which is no call; and the metrics of them
+_ASKED = {CALL_REASONS.index("overridden"): "overridden", CALL_REASONS.index("retry"): "retries",
+    CALL_REASONS.index("branch"): "branches"}  # fmt: skip
 _RIGHT = (*map(CALL_REASONS.index, ("ok", "refused", "not_called")), _FELL)  # not by the tool's fault
 PER_TOKEN_PHASES = (GENERATING, "ref", "old_log_prob", "adv", "update_actor")
 
@@ -97,17 +101,28 @@ def turn_metrics(rows: SampleRows) -> dict[str, float]:
 
 
 def _call_metrics(rows: SampleRows) -> dict[str, float]:
-    """Calls, failed calls and seconds of each tool that was called, and calls that no tool was found for."""
-    names = [name.decode() for name in rows.call_names.tolist()]
+    """Calls, failed calls and seconds of each tool that was called, calls that no tool was found for, and what an agent
+    asked for.
+    """
+    calls = ~np.isin(rows.call_reasons, list(_ASKED))
+    names = [name.decode() for name in rows.call_names[calls].tolist()]
+    reasons = rows.call_reasons[calls]
+    seconds = rows.call_seconds[calls]
     metrics = {"turns/calls": len(names) / len(rows), "turns/unread_calls": float(names.count(""))}
-    metrics["turns/fell"] = float((rows.call_reasons == _FELL).sum())
-    failed = ~np.isin(rows.call_reasons, _RIGHT)
+    metrics["turns/fell"] = float((reasons == _FELL).sum())
+    failed = ~np.isin(reasons, _RIGHT)
     for name in sorted(set(names) - {""}):
         own = np.array([each == name for each in names])
         metrics[f"tools/{name}/calls"] = float(own.sum())
         metrics[f"tools/{name}/failed"] = float(failed[own].sum())
-        metrics[f"tools/{name}/seconds"] = float(rows.call_seconds[own].sum(dtype=np.float64))
-    return metrics
+        metrics[f"tools/{name}/seconds"] = float(seconds[own].sum(dtype=np.float64))
+    return metrics | _asked_metrics(rows)
+
+
+def _asked_metrics(rows: SampleRows) -> dict[str, float]:
+    """`endpoint/*`; nothing where no agent asked for anything of the kind."""
+    found = Counter(rows.call_reasons.tolist())
+    return {f"endpoint/{name}": float(found[reason]) for reason, name in _ASKED.items() if found[reason]}
 
 
 def advantage_metrics(of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:

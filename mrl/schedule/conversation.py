@@ -138,6 +138,11 @@ class Conversation:
             return self
         return replace(self, state=ConversationState.TELLING, acting_s=now - self.acting_since)
 
+    def rewound(self, tokens: int) -> "Conversation":
+        """What is told follows so many tokens, of another line of the conversation; turns and seconds are of all."""
+        self._must_be(ConversationState.TELLING)
+        return replace(self, tokens=tokens)
+
     def told(self, context: int) -> "Conversation":
         """The answers are so many tokens of context, behind the response; where they leave no room, they are not."""
         self._must_be(ConversationState.TELLING)

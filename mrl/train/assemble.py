@@ -122,7 +122,7 @@ def _start(
 ) -> Run:
     """The four steps, from the newest checkpoint that is not in `damaged`."""
     given = resolved.config
-    data = read_data(given.model.path, given.data, given.rollout.turns, given.reward, given.trainer)
+    data = read_data(given.model.path, given.data, given.rollout, given.reward, given.trainer)
     config = _with_total(given, data.total_steps)
     beginning = find_beginning(stack, config, data, resume, damaged, stop)
     files = open_files(stack, beginning, resolved.to_record(), resume, stop, plug_ins(config))

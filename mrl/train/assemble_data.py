@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mrl.config.schema import DataConfig, RewardConfig, TrainerConfig
-from mrl.config.schema_rollout import TurnsConfig
+from mrl.config.schema import DataConfig, RewardConfig, RolloutConfig, TrainerConfig
+from mrl.config.schema_rollout import AgentConfig, TurnsConfig
 from mrl.data.dataset import PromptDataset, PromptParameters, SetAside, load_tokenizer
 from mrl.data.dialects import Dialect, dialect_of
 from mrl.data.order import PromptStream
@@ -47,14 +47,14 @@ class Data:
 
 
 def read_data(
-    model_path: str, data: DataConfig, turns: TurnsConfig | None, reward: RewardConfig, trainer: TrainerConfig
+    model_path: str, data: DataConfig, rollout: RolloutConfig, reward: RewardConfig, trainer: TrainerConfig
 ) -> Data:
     """All prompts and the reward function. `model_path`: of the tokenizer.
 
     Raises DataError, and ConfigError for a reward function or tools that cannot be loaded.
     """
     tokenizer = load_tokenizer(model_path)
-    tools = checked_tools(turns, data, reward, model_path, tokenizer)
+    tools = checked_tools(rollout.turns, data, reward, model_path, tokenizer, rollout.agent)
     check_goes_on(tools, trainer)
     stream = load_training(data, trainer.seed, tokenizer, tools)
     val_prompts = load_validation(data, tokenizer, tools)
@@ -66,17 +66,26 @@ def read_data(
 
 
 def checked_tools(
-    turns: TurnsConfig | None, data: DataConfig, reward: RewardConfig, model_path: str, tokenizer: Any
+    turns: TurnsConfig | None,
+    data: DataConfig,
+    reward: RewardConfig,
+    model_path: str,
+    tokenizer: Any,
+    agent: AgentConfig | None = None,
 ) -> Offer | None:
     """What may be called, loaded in a process that is gone again; None where responses are of one turn.
 
     Raises ConfigError for what cannot be loaded, and for a model whose family's form of calls is not known.
     """
-    spec = turns_spec(turns, data)
+    spec = turns_spec(turns, data, agent)
     if spec is None:
         return None
     offer = offer_of(spec.tools, reward)
     dialect = checked_dialect(spec.template_arguments, offer, model_path, tokenizer)
+    if offer.agent:
+        print(
+            f"agent: {spec.tools.agent or ' '.join(spec.tools.command)}; tools are called in the form of {dialect.name}"
+        )
     for kind, names in (("tools", spec.tools.names), ("environments", spec.tools.environments)):
         if names:
             print(f"{kind}: {', '.join(names)}, called in the form of {dialect.name}")

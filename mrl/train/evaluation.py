@@ -55,7 +55,8 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         config = resolved.config
         source = config.model.path if checkpoint is None else str(checkpoint / HF_FOLDER)
         tokenizer = load_tokenizer(source)
-        tools = checked_tools(config.rollout.turns, config.data, config.reward, source, tokenizer)
+        rollout = config.rollout
+        tools = checked_tools(rollout.turns, config.data, config.reward, source, tokenizer, rollout.agent)
         prompts = load_validation(config.data, tokenizer, tools)
         scoring = reward_spec(config.reward, prompts.data_sources)
         check_function(scoring)

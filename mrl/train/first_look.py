@@ -56,7 +56,7 @@ def look(config: RunConfig) -> str | None:
     if (own := config.algorithm.custom_advantage) is not None and Path(own.path).is_file():
         load_custom_advantage(own.path, config.algorithm.adv_estimator)
     data = config.data
-    turns = turns_spec(config.rollout.turns, data)
+    turns = turns_spec(config.rollout.turns, data, config.rollout.agent)
     offer = None
     if not (turns is None or not turns.tools.is_here):
         offer = offer_of(turns.tools, config.reward)
@@ -199,7 +199,7 @@ def _offer(fields: dict[str, Any] | None) -> Offer | None:
     if fields is None:
         return None
     environments = {name: tuple(actions) for name, actions in fields["environments"].items()}
-    return Offer(tuple(fields["tools"]), environments, rewards=fields["rewards"])
+    return Offer(tuple(fields["tools"]), environments, rewards=fields["rewards"], agent=fields["agent"])
 
 
 def main() -> None:

@@ -159,6 +159,7 @@ def plug_ins(config: RunConfig) -> list[dict[str, str]]:
         "algorithm.policy_loss.custom.path": config.algorithm.policy_loss.custom,
         "algorithm.custom_advantage.path": config.algorithm.custom_advantage,
         "rollout.turns.path": config.rollout.turns,
+        "rollout.agent.path": config.rollout.agent,
     }
     found = []
     for key, section in named.items():

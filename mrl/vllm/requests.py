@@ -1,13 +1,13 @@
 """What an engine is started with and what it is asked: plain data for other processes, from the configuration."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mrl.config.places import rollout_layout
-from mrl.config.schema import ActorConfig, DataConfig, RolloutConfig, RunConfig
-from mrl.config.schema_rollout import TurnsConfig
+from mrl.config.schema import ActorConfig, DataConfig, RewardConfig, RolloutConfig, RunConfig
+from mrl.config.schema_rollout import AgentConfig, TurnsConfig
 from mrl.data.dataset import THINKING
 from mrl.data.routes import RouteShape
 from mrl.environments.tool import ToolsSpec, TurnsSpec
@@ -16,6 +16,7 @@ from mrl.model.hf_config import QUANTIZATION
 from mrl.model.registry import family_of
 from mrl.plain_files import TEXT_BYTES, read_settings
 from mrl.platforms.hosting import CPU_WORKER, Hosting, get_hosting
+from mrl.reward.builtin_rules import ENVIRONMENT
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,18 @@ def engine_settings(config: RunConfig, engine_id: int, logs: Path, data_rank: in
         segments_file=str(logs / f"{log_name(name)}.segments"),
         routes=RouteShape.of(model) if model.is_moe else None,
         captures_routes=_wants_routes(config.actor) and not hosting.returns_routes,
-        turns=turns_spec(config.rollout.turns, config.data),
+        turns=_rewarded(turns_spec(config.rollout.turns, config.data, config.rollout.agent), config.reward),
     )
 
 
-def turns_spec(turns: TurnsConfig | None, data: DataConfig) -> TurnsSpec | None:
+def _rewarded(turns: TurnsSpec | None, reward: RewardConfig) -> TurnsSpec | None:
+    """The spec that knows whether an agent has to give the reward."""
+    if turns is None:
+        return None
+    return replace(turns, needs_reward=reward.custom_reward_function is None and reward.function == ENVIRONMENT)
+
+
+def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig | None = None) -> TurnsSpec | None:
     """What conversations may do; None where responses are of one turn."""
     if turns is None:
         return None
@@ -158,7 +166,16 @@ def turns_spec(turns: TurnsConfig | None, data: DataConfig) -> TurnsSpec | None:
         thinking = {THINKING: data.enable_thinking}
     folders = tuple(str(Path(folder).resolve()) for folder in turns.folders)
     tools = ToolsSpec(tuple(turns.tools), path, index=index, folders=folders, **of_processes)
-    return TurnsSpec(tools, **given, template_arguments={**data.apply_chat_template_kwargs, **thinking})
+    if agent is not None:
+        tools = replace(tools, **_of_agent(agent))
+    arguments = {**data.apply_chat_template_kwargs, **thinking}
+    return TurnsSpec(tools, **given, template_arguments=arguments, max_prompt_length=data.max_prompt_length)
+
+
+def _of_agent(agent: AgentConfig) -> dict[str, Any]:
+    if agent.path is None:
+        return {"command": agent.command}
+    return {"path": str(Path(agent.path).resolve()), "agent": agent.name}
 
 
 def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ R3, PREDICTIONS = "router_replay R3", "a reward that says what was answered (pre
 COLOCATED, AHEAD = "colocated placement", "generation ahead of training"
 PENALTY, DYNAMIC, OFFLOAD = "overlong_buffer", "use_dynamic_bsz", "offload"
 READY_FIRST, TURNS = "order: ready_first", "rollout.turns"
-FAILING = "environments that fail"
+FAILING, ENDPOINT = "environments that fail", "rollout.endpoint"
 VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after one that saved"
 WRITTEN_WITH = {
     REFERENCE: {"timing_s/ref"},
@@ -42,6 +42,7 @@ WRITTEN_WITH = {
         spec.name for spec in all_metrics() if spec.name.startswith(("turns/", "tools/"))
     }  # tests/real/test_turns.py
     - {"turns/left_out"},
+    ENDPOINT: {spec.name for spec in all_metrics() if spec.name.startswith("endpoint/")},  # tests/unit/test_turns.py
     FAILING: {"turns/left_out", "val-aux/environment_failed"},  # tests/unit/test_trajectory.py, test_validation.py
 }
 

@@ -53,6 +53,67 @@ class Sum(Environment):
         right = text == self.truth
         return Reply(text, 0.5 + 0.5 * right, {"right": right}, end=right)
 '''
+AGENT = '''"""Knows of a chat endpoint alone: calls the calculator itself, asks some turns again, edits its history."""
+
+import json
+import os
+import random
+import urllib.request
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Computes.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+
+
+def ask(messages):
+    body = {"model": "policy", "messages": messages, "tools": [TOOL], "temperature": 0.5}
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        said = json.load(answer)
+    return said["choices"][0]["message"], [said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"]]
+
+
+def told(call):
+    left, _, right = json.loads(call["function"]["arguments"]).get("expression", "").partition("*")
+    text = "?"
+    if left.isdecimal() and right.isdecimal():
+        text = str(int(left) * int(right))
+    return {"role": "tool", "tool_call_id": call["id"], "content": text}
+
+
+def run(url, key, row, seconds):
+    index = row["extra_info"]["index"]
+    messages = list(row["prompt"])
+    message, used = ask(messages)
+    if index % 3 == 1:
+        message, used = ask(messages)
+    line = [used]
+    for turn in range(2):
+        messages.append(message)
+        if not message.get("tool_calls"):
+            break
+        before = len(messages)
+        messages += [told(call) for call in message["tool_calls"]]
+        message, used = ask(messages)
+        if index % 3 == 2 and turn == 0:
+            messages[before:] = [messages[before] | {"content": "17"}, *messages[before + 1 :]]
+            message, used = ask(messages)
+        line.append(used)
+    with open(os.path.join(FOLDER, f"{random.getrandbits(64)}.json"), "w") as file:
+        json.dump([row["prompt"][0]["content"], line], file)
+'''
+LAST_WORDS = '''"""Right is what was said last."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str.rsplit("assistant\\n", 1)[-1].strip() == ground_truth)
+'''
 REWARD = '''"""The environment's, where there is one."""
 
 
@@ -166,6 +227,10 @@ def test_what_the_environment_gave_is_the_reward(run):
 
 
 def test_transformers_says_of_what_was_sampled_what_the_engine_said(run, world):
+    check_log_probs(run, world)
+
+
+def check_log_probs(run: Path, world: Path) -> None:
     """Over whole rows, by the weights of the first step; what was read in between is computed as the engine did."""
     model = AutoModelForCausalLM.from_pretrained(world / "model", dtype=torch.float32).eval()
     several = 0
@@ -216,3 +281,58 @@ def test_ahead_of_training_conversations_go_on_after_a_signal_bit_by_bit(world, 
     """The checkpoint of the signal has conversations of the step after it, whole, and what each turn called."""
     rows = stopped_and_resumed(world, tmp_path, AHEAD)
     assert [row["training/off_policy/trajectory_staleness/max"] for row in rows] == [0, 1, 1]
+
+
+@pytest.fixture(scope="module", params=["sync", "one_step_off"])
+def agents_run(request, world, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "notes").mkdir()
+    (folder / "agent.py").write_text(AGENT.replace("FOLDER", repr(str(folder / "notes"))))
+    (folder / "reward.py").write_text(LAST_WORDS)
+    agent = {
+        "trainer__schedule": request.param, "rollout__endpoint": True, "rollout__agent": {"path": folder / "agent.py"},
+        "rollout__turns": {
+            "tools": [], "environments": [], "path": None, "network": True, "num_workers": 4, "timeout_s": 100,
+            "folders": [folder / "notes"], "max_turns": 6,
+        },
+        "rollout__turns__environments": [], "rollout__turns__path": None,
+        "reward__custom_reward_function__path": folder / "reward.py",
+    }  # fmt: skip
+    succeeded("train", str(PRESET), *given(world, folder / "run", **agent))
+    return folder
+
+
+@pytest.mark.long
+def test_a_strangers_agent_is_trained_over_the_endpoint(agents_run, world):
+    """Each request of the line that is trained had as many tokens as the stored row up to there, and those tokens: the
+    log-probs of what was sampled behind them are Transformers' of the row.
+    """
+    run = agents_run / "run"
+    rows = [row for row in metrics(run) if row["training/global_step"]]
+    assert [row["training/global_step"] for row in rows] == [1, 2]
+    assert rows[0]["training/rollout_log_probs_abs_diff_max"] < 1e-3  # ahead, the second step is of the weights before
+    for row in rows:
+        assert row["turns/mean"] > 1.2
+        assert row["turns/ended/closed"] + row["turns/ended/length"] + row["turns/ended/context"] == 1
+        assert row["endpoint/overridden"] >= PROMPTS * N
+    assert sum(row.get("endpoint/retries", 0) for row in rows) >= N
+    assert sum(row.get("endpoint/branches", 0) for row in rows) >= 1
+    check_log_probs(run, world)
+    noted = sorted(json.loads(file.read_text()) for file in (agents_run / "notes").glob("*.json"))
+    decode = Tokenizer.from_file(str(world / "model" / "tokenizer.json")).decode
+    stored = []
+    for row in (row for step in (1, 2) for row in read_samples(run / "samples", step)):
+        prompt = decode(row["prompt_ids"], skip_special_tokens=False)
+        assert prompt.startswith("<|im_start|>system\ncalculator<|im_end|>\n"), "the agent's tools are in it"
+        starts = [turn["first_token"] for turn in row["turns"]]
+        sampled = np.array(row["sampled"])
+        ends = [*starts[1:], len(sampled)]
+        used = [
+            [len(row["prompt_ids"]) + start, int(sampled[start:end].sum())]
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        if row["stop_reason"] == "closed":
+            stored.append([prompt.rpartition("user\n")[2].partition("<|im_end|>")[0], used])
+    assert len(stored) >= PROMPTS * N
+    for each in stored:
+        noted.remove(each)

@@ -328,6 +328,7 @@ def test_every_leaf_has_an_origin(small):
         "algorithm.policy_loss.custom",
         "algorithm.custom_advantage",
         "rollout.turns",
+        "rollout.agent",
     )
     optional = {key for key in leaves if key.startswith(tuple(f"{name}." for name in unset))}
     assert set(resolved.origins) == leaves - optional | set(unset)

@@ -39,6 +39,7 @@ EVENTS = {
     "an answer of another turn": lambda c: c.answered(7, 0, "408", 102.5),
     "context": lambda c: c.told(5),
     "context without end": lambda c: c.told(51),
+    "another line": lambda c: c.rewound(3),
     "time": lambda c: c.passed(110.9),
     "too much time": lambda c: c.passed(111.0),
     "is given back": lambda c: c.held(),
@@ -60,7 +61,7 @@ TABLE = {
     },
     State.TELLING: {
         "an answer": State.TELLING, "an answer, late": State.TELLING, "an answer of another turn": State.TELLING,
-        "context": State.SAMPLING, "context without end": Stop.CONTEXT,
+        "context": State.SAMPLING, "context without end": Stop.CONTEXT, "another line": State.TELLING,
         "time": State.TELLING, "too much time": State.TELLING, **ENDS,
     },
     State.HELD: {
@@ -110,6 +111,15 @@ def test_at_its_border_it_is_held_and_context_alone_goes_beyond():
     assert too_long.stop is Stop.CONTEXT
     far = replace(talk, budgets=replace(BUDGETS, tokens=15))
     assert far.max_tokens == 15 and far.sampled(15, 101.0, cut_off=True).stop is Stop.LENGTH
+
+
+def test_on_another_line_tokens_are_of_that_line_and_turns_and_seconds_of_all():
+    """By hand: 9 tokens in a first turn, of which a line of 4 is gone on from by 5 of context."""
+    other = TELLING.rewound(4).told(5)
+    assert (other.tokens, other.max_tokens, other.turn, other.acted_s) == (9, 51, 2, 2.0)
+    last = replace(other, turn=3).sampled(1, 104.0, [None])
+    assert last.stop is Stop.TURNS
+    assert replace(TELLING, tokens=60).rewound(4).told(51).state is State.SAMPLING
 
 
 def test_more_tokens_than_asked_for_are_refused():

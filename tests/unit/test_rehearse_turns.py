@@ -15,11 +15,12 @@ from mrl.data.dataset import load_tokenizer
 from mrl.data.samples import STOP_REASONS
 from mrl.environments.named import resolve_tools
 from mrl.environments.tool import ToolsSpec
-from mrl.flow import conversations
+from mrl.flow.call_reader import VARIABLE, DialectReader, call_reader
 from mrl.flow.conversations import Conversations
-from mrl.flow.made_up_calls import made_up_calls
-from mrl.tools.rehearse.compose import NOT_HERE, WorkFolder
+from mrl.tools.rehearse.compose import NO_AGENT, NOT_HERE, WorkFolder
+from mrl.tools.rehearse.made_up_calls import MadeUpCalls, made_up_calls
 from mrl.tools.rehearse.prepare import prepare
+from mrl.tools.rehearse.stages import environment
 from mrl.train.assemble_data import load_training, offer_of
 from mrl.vllm.requests import Request, turns_spec
 
@@ -66,9 +67,26 @@ def test_calls_that_are_made_up_fit_what_is_called():
     assert [call.name for call in made_up_calls(functions, 1, 99)] == list(names)
 
 
-def test_in_a_rehearsal_each_turn_but_the_last_calls_and_nothing_that_was_sampled_is_another(monkeypatch):
-    monkeypatch.setattr(conversations, "rehearses", lambda: True)
-    talks = Conversations(spec(max_turns=3, max_calls=1, names=("calculator", "raises")), TOKENS)
+def test_an_agent_is_not_started_in_a_rehearsal_and_it_says_so(tmp_path):
+    turns = "{network: true}"
+    agent = ["rollout.endpoint=true", "rollout.agent={command: [python, agent.py]}"]
+    found, work = prepared(tmp_path / "work", turns, *agent)
+    rollout = load_config(work.config).config.rollout
+    assert (rollout.turns, rollout.endpoint, rollout.agent) == (None, False, None)
+    assert [each.why for each in found.rehearsal.out_of_reach if each.switch == "rollout.turns"] == [NO_AGENT]
+
+
+def test_a_rehearsal_hands_its_reader_of_calls_to_the_processes_of_its_run(tmp_path, monkeypatch):
+    work = WorkFolder(tmp_path / "work")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert isinstance(call_reader(None, spec()), DialectReader)
+    monkeypatch.setenv(VARIABLE, environment(work)[VARIABLE])
+    assert isinstance(call_reader(None, spec()), MadeUpCalls)
+
+
+def test_in_a_rehearsal_each_turn_but_the_last_calls_and_nothing_that_was_sampled_is_another():
+    given = spec(max_turns=3, max_calls=1, names=("calculator", "raises"))
+    talks = Conversations(given, TOKENS, reader=MadeUpCalls)
     engine = Engine("One.", "Two.", "Three.")
 
     async def run():

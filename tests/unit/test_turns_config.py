@@ -78,6 +78,78 @@ def test_what_cannot_be_is_refused_by_key(overrides, field, rule):
         assert not [each for each in fields if "turns" in each or "trainer" in each or each in READ]
 
 
+ENDPOINT = ["rollout.endpoint=true", "rollout.agent={command: [python, agent.py]}", "rollout.turns={network: true}"]
+BROKEN_AGENTS = {
+    "no endpoint": (ENDPOINT[1:2], "rollout.agent", "must be left out without"),
+    "no agent": ([ENDPOINT[0], ENDPOINT[2]], "rollout.agent", "must be given"),
+    "no budgets": (ENDPOINT[:2], "rollout.turns", "must be given"),
+    "both kinds": (
+        [*ENDPOINT, "rollout.agent={command: [python], path: agent.py}"], "rollout.agent.command", "left out with one"
+    ),
+    "no kind": ([*ENDPOINT, "rollout.agent.command=[]"], "rollout.agent.command", "must be given where"),
+    "tools": ([*ENDPOINT, "rollout.turns.tools=[calculator]"], "rollout.turns.tools", "must be empty"),
+    "a game": ([*ENDPOINT, "rollout.turns.environments=[guess_the_number]"], "rollout.turns.environments", "be empty"),
+    "a file of tools": ([*ENDPOINT, "rollout.turns.path=tools.py"], "rollout.turns.path", "must be left out"),
+    "no network": ([*ENDPOINT, "rollout.turns.network=false"], "rollout.turns.network", "must be true"),
+    "routes": ([*ENDPOINT, "actor.router_replay=R3"], "actor.router_replay", "must not be R3"),
+    "other weights": ([*ENDPOINT, *HELD], "trainer.partial_rollouts", "must be false"),
+    "no time": ([*ENDPOINT, "rollout.turns.timeout_s=900"], "rollout.turns.timeout_s", "must be less"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "field", "rule"), BROKEN_AGENTS.values(), ids=BROKEN_AGENTS)
+def test_what_an_agent_cannot_have_is_refused_by_key_and_once(overrides, field, rule):
+    found = [(each.field, each.rule) for each in violations(configured(*overrides), MODEL)]
+    assert sum(where == field and rule in said for where, said in found) == 1
+    for legal in (ENDPOINT, [*ENDPOINT, REWARDED], [*ENDPOINT, *HELD[:2]], [*ENDPOINT, "actor.router_replay=R2"]):
+        fields = [each.field for each in violations(configured(*legal), MODEL)]
+        assert not [each for each in fields if each.startswith(("rollout.", "reward.", "trainer."))]
+
+
+def test_an_agent_is_what_processes_of_tools_are_for_and_no_tool_of_the_prompt(folder, tmp_path):
+    (tmp_path / "agent.py").write_text("def solve(url, key, row, seconds): ...\n")
+    agent = f"rollout.agent={{path: {tmp_path / 'agent.py'}, name: solve}}"
+    config = configured(*ENDPOINT, agent, REWARDED).config
+    spec = turns_spec(config.rollout.turns, config.data, config.rollout.agent)
+    assert (spec.tools.agent, spec.tools.path, spec.tools.network) == ("solve", str(tmp_path / "agent.py"), True)
+    given = (config.rollout.turns, config.data, config.reward, str(folder), tokenizer("hermes"))
+    offer = checked_tools(*given, config.rollout.agent)
+    assert offer.agent and offer.schemas({}) == () and offer.needs_row({}) and offer.rewards
+    assert prompt_parameters(config.data, offer).template_arguments() == {}
+    missing = config.rollout.agent.model_copy(update={"name": "run"})
+    with pytest.raises(ConfigError, match=r"rollout\.agent\.path: .*run"):
+        checked_tools(*given, missing)
+
+
+def test_an_agent_that_cannot_be_started_is_told_at_the_first_look(folder, tmp_path):
+    """Which `mrl validate` takes, so that it refuses what the run would."""
+    (tmp_path / "agent.py").write_text("def solve(url, key, row, seconds): ...\n")
+    own = f"rollout.agent={{path: {tmp_path / 'agent.py'}, name: {{}}}}"
+    for agent, said in (
+        ("rollout.agent={command: [no-such-program]}", "no program 'no-such-program'"),
+        (own.replace("{}", "run"), "run"),
+        (own.replace("{}", "solve"), None),
+    ):
+        config = configured(ENDPOINT[0], agent, ENDPOINT[2]).config
+        model = config.model.model_copy(update={"path": str(folder / "elsewhere")})
+        config = config.model_copy(update={"data": config.data.model_copy(update=NO_FILES), "model": model})
+        if said is None:
+            first_look.look(config)
+            continue
+        with pytest.raises(ConfigError, match=said):
+            first_look.look(config)
+
+
+def test_rows_bring_their_messages_where_an_agent_is_told_of_them(tmp_path):
+    rows = [row("Go.", "1"), row("Go.", "1")]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    for offer, expected in ((Offer((), agent=True), [[{"role": "user", "content": "Go."}]] * 2), (None, [None])):
+        parameters = PromptParameters(tools=offer, max_prompt_length=4000)
+        found = PromptDataset.load([str(tmp_path / "rows.jsonl")], tokenizer("hermes"), parameters)
+        told = [prompt.acting_row and prompt.acting_row["prompt"] for prompt in found]
+        assert told == expected
+
+
 @pytest.mark.parametrize("key", ["max_turns: 0", "max_calls: 0", "max_seconds: 0", "timeout_s: 0", "unknown: 1"])
 def test_budgets_of_nothing_and_unknown_keys_are_refused(key):
     with pytest.raises((SchemaRefusal, ConfigError)):

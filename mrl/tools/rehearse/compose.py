@@ -24,6 +24,7 @@ VALIDATION_ROWS = 4
 TURNS = 3
 ANSWER = 24
 NOT_HERE = "a file that it names is not here, so responses are of one turn"
+NO_AGENT = "random weights say nothing that an agent could use, so none is started and responses are of one turn"
 # nothing may take longer than that, on a busy machine either
 START_S = 600.0
 CALL_S = 300.0
@@ -116,7 +117,7 @@ def compose(
     changes += _turns(original) if has_tools else _no_turns(original)
     changes = [change for change in changes if change.now != change.was]
     lost += [*layout.out_of_reach, *_fewer(original, batch)]
-    lost += [] if has_tools else [OutOfReach("rollout.turns", NOT_HERE)]
+    lost += [] if has_tools else [OutOfReach("rollout.turns", _why_not(original))]
     return Rehearsal(original, _applied(original, changes), layout, batch, tuple(changes), tuple(lost))
 
 
@@ -136,8 +137,18 @@ def _fewer(original: RunConfig, batch: SmallBatch) -> Iterator[OutOfReach]:
         yield OutOfReach("actor.ppo_mini_batch_size", text)
 
 
+def _why_not(original: RunConfig) -> str:
+    """Why responses are of one turn."""
+    if original.rollout.endpoint:
+        return NO_AGENT
+    return NOT_HERE
+
+
 def _no_turns(original: RunConfig) -> Iterator[Change]:
-    yield Change("rollout.turns", original.rollout.turns.model_dump(), None, NOT_HERE)
+    why = _why_not(original)
+    yield Change("rollout.turns", original.rollout.turns.model_dump(), None, why)
+    yield Change("rollout.endpoint", original.rollout.endpoint, False, why)
+    yield Change("rollout.agent", original.rollout.agent and original.rollout.agent.model_dump(), None, why)
 
 
 def _turns(original: RunConfig) -> Iterator[Change]:

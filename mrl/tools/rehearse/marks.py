@@ -140,6 +140,8 @@ def _acts_on(config: RunConfig) -> tuple[str, ...] | None:
     turns = config.rollout.turns
     if turns is None:
         return None
+    if config.rollout.endpoint:
+        return ("agent",)
     return (*turns.tools, *turns.environments)
 
 

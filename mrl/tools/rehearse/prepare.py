@@ -54,7 +54,7 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     stand_ins = [_tokenizer(original, work)]
     tokenizer = load_tokenizer(str(work.model))
     turns = turns_spec(original.rollout.turns, original.data)
-    has_tools = turns is None or turns.tools.is_here
+    has_tools = turns is None or (turns.tools.is_here and not original.rollout.endpoint)
     offer = None
     if turns and has_tools:
         offer = offer_of(turns.tools, original.reward)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.exercised import VARIABLE
+from mrl.flow.call_reader import VARIABLE as CALL_READER
 from mrl.tools.own_command import run_mrl, stopped_by_sigterm
 from mrl.tools.rehearse.compose import STEPS, WorkFolder
+from mrl.tools.rehearse.made_up_calls import MadeUpCalls
 
 TRAIN = "train"
 RESUME = "resume"
@@ -76,9 +78,12 @@ def _run(phase: str, arguments: list[str], work: WorkFolder) -> Ended:
 
 
 def environment(work: WorkFolder) -> dict[str, str]:
-    """The caller's, without a cluster to join, without a network to ask, with one thread a process, and watched."""
+    """The caller's, without a cluster to join, without a network to ask, with one thread a process, watched, and with
+    calls made up in the model's place.
+    """
     own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     paths = [str(_PACKAGE_ROOT), *filter(None, [own.get("PYTHONPATH")])]
     own |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     own[VARIABLE] = str(work.exercised)
+    own[CALL_READER] = f"{MadeUpCalls.__module__}:{MadeUpCalls.__name__}"
     return own | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(os.pathsep.join(paths).split(os.pathsep)))}

@@ -5,14 +5,28 @@ call, one function after the other, and the last turn calls nothing. So tools, e
 answers run as in training; how a model's calls are read is looked at by tests alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.data.dialects import ToolCall
+from mrl.data.dialects import Dialect, ToolCall
+from mrl.environments.tool import TurnsSpec
 
 Schema = Mapping[str, Any]
 
 _VALUES = {"string": "1", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+
+
+class MadeUpCalls:
+    """Takes the place of mrl.flow.call_reader.DialectReader, with the same arguments."""
+
+    def __init__(self, dialect: Dialect, spec: TurnsSpec):
+        self._spec = spec
+
+    def calls(self, turn: int, ids: Sequence[int], functions: Mapping[str, Schema]) -> list[ToolCall]:
+        """Makes up what the turn calls, whatever was sampled."""
+        if turn >= self._spec.max_turns:
+            return []
+        return made_up_calls(functions, turn, self._spec.max_calls)
 
 
 def made_up_calls(functions: Mapping[str, Schema], turn: int, most: int) -> list[ToolCall]:

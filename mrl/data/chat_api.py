@@ -1,0 +1,432 @@
+"""What clients of chat endpoints send, in OpenAI's or in Anthropic's form, as one kind of request; answers in both.
+
+    POST /v1/chat/completions   {"model", "messages", "tools", "max_tokens", "stream", ...}      OpenAI
+    POST /v1/messages           {"model", "system", "messages", "tools", "max_tokens", ...}      Anthropic
+
+Text alone: a message that holds anything else is refused. Sampling that a client asks for is read, so that it can be
+counted, and used by nobody. JSON in, JSON out: no socket and no clock.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+ROLES = ("system", "user", "assistant", "tool")
+# what a client may say of sampling, with the value that asks for nothing
+SAMPLING = {
+    "temperature": None, "top_p": None, "top_k": -1, "n": 1, "stop": None, "stop_sequences": None, "logit_bias": None,
+    "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "seed": None,
+    "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "tool_choice": "auto",
+    "parallel_tool_calls": True, "thinking": None, "reasoning_effort": None,
+}  # fmt: skip
+_NOTHING = (None, [], {}, "")
+
+
+class BadRequest(ValueError):
+    """A client asked for what cannot be answered; the message says why."""
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """One call of a tool in a message of the assistant."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One message, in whichever form it came."""
+
+    role: str  # of ROLES
+    content: str
+    calls: tuple[ChatCall, ...] = ()  # of the assistant
+    call_id: str = ""  # of a tool's: the call that it answers
+    thought: str = ""  # of the assistant, before it; clients keep it or not
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What two messages have in common that say the same: clients write arguments, ids and space anew."""
+        calls = tuple((call.name, json.dumps(call.arguments, sort_keys=True)) for call in self.calls)
+        return self.role, self.content.strip(), calls
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates take it."""
+        said: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.calls:
+            functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in self.calls]
+            said["tool_calls"] = [{"type": "function", "function": each} for each in functions]
+        return said
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What a client asks: the conversation as it sees it, up to what is to be answered."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()  # in OpenAI's form, as chat templates take them
+    max_tokens: int | None = None
+    stream: bool = False
+    wants_usage: bool = False  # at the end of a stream
+    model: str = ""
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # of SAMPLING, what asks for something
+
+    def overridden(self, own: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of what is sampled otherwise than asked; `own`: values by which it is sampled."""
+        return tuple(name for name, value in self.sampling.items() if name not in own or own[name] != value)
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """What the model said, for a client."""
+
+    number: int  # of the answer in its session
+    message: ChatMessage  # which the client is expected to send back
+    is_cut: bool  # by the number of tokens
+    prompt_tokens: int
+    tokens: int
+
+
+class Api(NamedTuple):
+    """One form: how requests are read, and answers and errors written."""
+
+    parse: Callable[[Any], ChatRequest]
+    whole: Callable[[ChatAnswer, ChatRequest], dict[str, Any]]
+    events: Callable[[ChatAnswer, ChatRequest], Iterator[tuple[str, Any]]]  # of a stream: names ("" for none) and data
+    error: Callable[[int, str], dict[str, Any]]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def parse_openai(body: Any) -> ChatRequest:
+    """Reads a request for a chat completion. Raises BadRequest."""
+    _check_mapping(body)
+    if body.get("functions") is not None or body.get("function_call") is not None:
+        raise BadRequest("`functions` is the form of before tools; send `tools`")
+    messages = [_openai_message(message) for message in _list(body, "messages")]
+    tools = [_openai_tool(tool) for tool in _list(body, "tools")]
+    limit = _whole_number(body, "max_completion_tokens") or _whole_number(body, "max_tokens")
+    usage = (body.get("stream_options") or {}).get("include_usage")
+    return _checked(body, messages, tools, limit, wants_usage=bool(usage))
+
+
+def _openai_message(message: Any) -> ChatMessage:
+    _check_mapping(message)
+    role = {"developer": "system"}.get(message.get("role"), message.get("role"))
+    if role not in ROLES:
+        raise BadRequest(f"a message has the role {str(role)[:40]!r}; known: {', '.join(ROLES)}")
+    calls = [_openai_call(call) for call in _list(message, "tool_calls")]
+    return ChatMessage(role, _text(message.get("content")), tuple(calls), _word(message.get("tool_call_id")))
+
+
+def _openai_call(call: Any) -> ChatCall:
+    _check_mapping(call)
+    function = call.get("function")
+    _check_mapping(function)
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"arguments of a call are no JSON: {error}") from error
+    _check_mapping(arguments)
+    return ChatCall(_word(call.get("id")), _word(function.get("name")), arguments)
+
+
+def _openai_tool(tool: Any) -> dict[str, Any]:
+    _check_mapping(tool)
+    function = tool.get("function")
+    _check_mapping(function)
+    return _tool(function, function.get("parameters"))
+
+
+def parse_anthropic(body: Any) -> ChatRequest:
+    """Reads a request for a message. Raises BadRequest."""
+    _check_mapping(body)
+    messages = []
+    if body.get("system") not in _NOTHING:
+        messages.append(ChatMessage("system", _text(body["system"])))
+    for message in _list(body, "messages"):
+        messages += _anthropic_messages(message)
+    tools = []
+    for tool in _list(body, "tools"):
+        _check_mapping(tool)
+        tools.append(_tool(tool, tool.get("input_schema")))
+    return _checked(body, messages, tools, _whole_number(body, "max_tokens"))
+
+
+def _anthropic_messages(message: Any) -> list[ChatMessage]:
+    """What one message holds: results of tools are messages of their own, before its text."""
+    _check_mapping(message)
+    role = message.get("role")
+    if role not in ("user", "assistant"):
+        raise BadRequest(f"a message has the role {str(role)[:40]!r}; known: user, assistant")
+    content = message.get("content")
+    if isinstance(content, str) or content is None:
+        return [ChatMessage(role, content or "")]
+    blocks = _list(message, "content")
+    for block in blocks:
+        _check_mapping(block)
+    told = [
+        ChatMessage("tool", _text(block.get("content")), call_id=_word(block.get("tool_use_id")))
+        for block in blocks
+        if block.get("type") == "tool_result"
+    ]
+    calls = [_anthropic_call(block) for block in blocks if block.get("type") == "tool_use"]
+    known = ("tool_result", "tool_use", "thinking", "redacted_thinking")
+    texts = [block for block in blocks if block.get("type") not in known]
+    if told and not texts:
+        return told
+    return [*told, ChatMessage(role, _text(texts), tuple(calls))]
+
+
+def _anthropic_call(block: Mapping[str, Any]) -> ChatCall:
+    arguments = block.get("input") or {}
+    _check_mapping(arguments)
+    return ChatCall(_word(block.get("id")), _word(block.get("name")), arguments)
+
+
+def _checked(
+    body: Mapping[str, Any],
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]],
+    limit: int | None,
+    wants_usage: bool = False,
+) -> ChatRequest:
+    if not messages:
+        raise BadRequest("there is no message")
+    if messages[-1].role not in ("user", "tool"):
+        raise BadRequest(f"the last message is of the role {messages[-1].role}; it has to be of a user or of a tool")
+    said = {name: body[name] for name, nothing in SAMPLING.items() if _asks(body.get(name), nothing)}
+    if said.get("tool_choice") == {"type": "auto"}:
+        del said["tool_choice"]
+    model = body.get("model")
+    model = model if isinstance(model, str) else ""
+    stream = bool(body.get("stream"))
+    return ChatRequest(_in_order_of_calls(messages), tuple(tools), limit, stream, wants_usage, model, said)
+
+
+def _asks(value: Any, nothing: Any) -> bool:
+    return value not in _NOTHING and value != nothing
+
+
+def _in_order_of_calls(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """The messages; results of tools that follow a message with calls stand in the order of these."""
+    found: list[ChatMessage] = []
+    order: dict[str, int] = {}
+    told: list[ChatMessage] = []
+    for message in messages:
+        if message.role == "tool":
+            told.append(message)
+            continue
+        found += _sorted(told, order)
+        found.append(message)
+        told = []
+        order = {call.id: number for number, call in enumerate(message.calls)}
+    return (*found, *_sorted(told, order))
+
+
+def _sorted(told: list[ChatMessage], order: Mapping[str, int]) -> list[ChatMessage]:
+    if all(message.call_id in order for message in told):
+        return sorted(told, key=lambda message: order[message.call_id])
+    return told
+
+
+def _check_mapping(value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise BadRequest(f"{str(value)[:60]!r} stands where an object is expected")
+
+
+def _list(body: Mapping[str, Any], name: str) -> list[Any]:
+    value = body.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise BadRequest(f"`{name}` is {type(value).__name__}, expected a list")
+    return value
+
+
+def _whole_number(body: Mapping[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadRequest(f"`{name}` is {str(value)[:40]}, expected a whole number of at least 1")
+    return value
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise BadRequest(f"{str(value)[:60]!r} stands where a text is expected")
+    return value
+
+
+def _text(content: Any) -> str:
+    """The text of a content: a text, or a list of parts that are texts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"a content is {type(content).__name__}, expected a text or a list of them")
+    texts = []
+    for part in content:
+        _check_mapping(part)
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise BadRequest(f"a part of a message is of the type {str(part.get('type'))[:40]!r}; text alone is known")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool(function: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
+    """One tool in OpenAI's form, with the three keys that templates read."""
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise BadRequest("a tool has no name")
+    schema = {"type": "object"} if parameters is None else parameters
+    _check_mapping(schema)
+    properties = schema.get("properties") or {}
+    _check_mapping(properties)
+    schema = {**schema, "properties": properties}
+    said = {"name": name, "description": _word(function.get("description")), "parameters": schema}
+    return {"type": "function", "function": said}
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def openai_whole(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
+    """Writes a chat completion."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.message.content or None}
+    if answer.message.calls:
+        message["tool_calls"] = [_openai_told(call) for call in answer.message.calls]
+    elif not answer.message.content:
+        message["content"] = ""
+    if answer.message.thought:
+        message["reasoning_content"] = answer.message.thought
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _openai_finish(answer)}
+    return _openai_head(answer, request, "chat.completion") | {"choices": [choice], "usage": _openai_usage(answer)}
+
+
+def openai_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[tuple[str, Any]]:
+    """Yields the chunks of a stream: all that was said at once, then why it ended."""
+    head = _openai_head(answer, request, "chat.completion.chunk")
+    delta: dict[str, Any] = {"role": "assistant", "content": answer.message.content}
+    if answer.message.calls:
+        delta["tool_calls"] = [{"index": i, **_openai_told(call)} for i, call in enumerate(answer.message.calls)]
+    if answer.message.thought:
+        delta["reasoning_content"] = answer.message.thought
+    for part, finish in ((delta, None), ({}, _openai_finish(answer))):
+        yield "", head | {"choices": [{"index": 0, "delta": part, "logprobs": None, "finish_reason": finish}]}
+    if request.wants_usage:
+        yield "", head | {"choices": [], "usage": _openai_usage(answer)}
+    yield "", "[DONE]"
+
+
+def _openai_head(answer: ChatAnswer, request: ChatRequest, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": 0, "model": request.model}
+
+
+def _openai_told(call: ChatCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _openai_finish(answer: ChatAnswer) -> str:
+    if answer.is_cut:
+        return "length"
+    if answer.message.calls:
+        return "tool_calls"
+    return "stop"
+
+
+def _openai_usage(answer: ChatAnswer) -> dict[str, int]:
+    both = answer.prompt_tokens + answer.tokens
+    return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.tokens, "total_tokens": both}
+
+
+def openai_error(status: int, why: str) -> dict[str, Any]:
+    """Writes an error."""
+    return {"error": {"message": why, "type": _ERRORS.get(status, "api_error"), "param": None, "code": None}}
+
+
+def anthropic_whole(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
+    """Writes a message."""
+    usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens}
+    return _anthropic_head(answer, request) | {
+        "content": _anthropic_blocks(answer),
+        "stop_reason": _anthropic_finish(answer),
+        "usage": usage,
+    }
+
+
+def anthropic_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[tuple[str, Any]]:
+    """Yields the events of a stream: each block at once."""
+    begun = _anthropic_head(answer, request) | {"usage": {"input_tokens": answer.prompt_tokens, "output_tokens": 0}}
+    yield _event("message_start", message=begun)
+    for index, block in enumerate(_anthropic_blocks(answer)):
+        if block["type"] == "text":
+            empty = {"type": "text", "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
+        else:
+            empty = block | {"input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+        yield _event("content_block_start", index=index, content_block=empty)
+        yield _event("content_block_delta", index=index, delta=delta)
+        yield _event("content_block_stop", index=index)
+    ended = {"stop_reason": _anthropic_finish(answer), "stop_sequence": None}
+    yield _event("message_delta", delta=ended, usage={"output_tokens": answer.tokens})
+    yield _event("message_stop")
+
+
+def _event(kind: str, **data: Any) -> tuple[str, dict[str, Any]]:
+    return kind, {"type": kind, **data}
+
+
+def _anthropic_head(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
+    named = {"id": f"msg_{answer.number}", "type": "message", "role": "assistant", "model": request.model}
+    return named | {"content": [], "stop_reason": None, "stop_sequence": None}
+
+
+def _anthropic_blocks(answer: ChatAnswer) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if answer.message.content:
+        blocks.append({"type": "text", "text": answer.message.content})
+    calls = [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}
+        for call in answer.message.calls
+    ]
+    return blocks + calls
+
+
+def _anthropic_finish(answer: ChatAnswer) -> str:
+    if answer.is_cut:
+        return "max_tokens"
+    if answer.message.calls:
+        return "tool_use"
+    return "end_turn"
+
+
+def anthropic_error(status: int, why: str) -> dict[str, Any]:
+    """Writes an error."""
+    return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": why}}
+
+
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
+APIS = {
+    "/v1/chat/completions": Api(parse_openai, openai_whole, openai_events, openai_error),
+    "/v1/messages": Api(parse_anthropic, anthropic_whole, anthropic_events, anthropic_error),
+}

@@ -1,0 +1,323 @@
+"""An agent of the user's as the partner of a model: it asks over the chat endpoint, and what it asks is what is told.
+
+    agent's process                 endpoint                     conversation
+    messages  --POST-->             session.ask  -- queued -->   begin: the first prompt; acted: the turn's answer
+              <--the model's-----   answered     <-------------  sampled
+
+A turn ends with what the model says; all that the agent does until it asks again, or ends, is that turn's one call. Of
+its messages those that are kept stay the tokens that they are (mrl.data.chat_turns). Where it goes back to an earlier
+place, to ask a turn again or by other messages, the response goes on from there: the row that is trained is the line
+that was spoken last, and what stood behind that place is in no row. Which sampling it asked for in vain, retries and
+branches stand among the turn's calls.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from mrl.data.chat_api import BadRequest, ChatAnswer, ChatRequest
+from mrl.data.chat_text import ChatText
+from mrl.data.chat_turns import ChatPlace, KeptTurns, Move, Why
+from mrl.data.dialects import Dialect, ToolTokenizer
+from mrl.data.samples import Samples, TurnCall
+from mrl.environments.agent import AGENT
+from mrl.environments.environment import Reply
+from mrl.environments.environment_pool import CallAnswer, EnvironmentPool
+from mrl.environments.tool import TurnsSpec
+from mrl.flow.endpoint import Endpoint
+from mrl.flow.kept_tokens import going_on
+from mrl.flow.partners import CallRecord, Line, followed, sampled_turns
+from mrl.reward.items import OK, TIMEOUT
+from mrl.schedule.conversation import Conversation, ConversationState, Stop
+from mrl.schedule.segments import continuation_seed
+from mrl.vllm.requests import Request, Sampling
+
+START_S = 60.0  # that a process for an agent may take to be there
+OVER = "the conversation is over: {}"
+
+
+class Agents:
+    """The agents of one engine: its endpoint, and who may run at once."""
+
+    def __init__(
+        self,
+        spec: TurnsSpec,
+        pool: EnvironmentPool,
+        dialect: Dialect,
+        tokenizer: ToolTokenizer,
+        clock: Callable[[], float],
+    ):
+        """Takes a port. Raises EnvironmentFault where there is none."""
+        self.spec = spec
+        self.pool = pool
+        self.text = ChatText(dialect, tokenizer, spec.template_arguments)
+        self.clock = clock
+        self.endpoint = Endpoint()
+        self.free = asyncio.Semaphore(spec.num_workers)
+
+    def partner(self, request: Request, sampling: Sampling) -> "AgentPartner":
+        """The agent of one response."""
+        own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        return AgentPartner(self, request, own)
+
+    def close(self) -> None:
+        """Ends the endpoint."""
+        self.endpoint.close()
+
+
+@dataclass
+class _Asked:
+    """A request that waits for its answer."""
+
+    chat: ChatRequest
+    answer: asyncio.Future[ChatAnswer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def give(self, answer: ChatAnswer) -> None:
+        """Answers, where anybody still waits."""
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
+    def refuse(self, why: str) -> None:
+        """Answers by an error."""
+        if not self.answer.done():
+            self.answer.set_exception(BadRequest(why))
+
+
+@dataclass
+class _Spoken:
+    """A turn that is kept: the row when it had been sampled, and the calls of all turns up to it."""
+
+    row: Samples
+    calls: list[list[TurnCall]] = field(default_factory=list)
+
+
+class AgentPartner:
+    """The agent of one response, and the session that it has at the endpoint."""
+
+    def __init__(self, agents: Agents, request: Request, sampled_by: Mapping[str, float]):
+        """`sampled_by`: how the engine samples, under the names that clients have for it."""
+        self.record = CallRecord()
+        self._agents = agents
+        self._request = request
+        self._sampled_by = sampled_by
+        self._key: str | None = None
+        self._run: asyncio.Future[CallAnswer] | None = None
+        self._holds_place = False
+        self._waiting: asyncio.Queue[_Asked] = asyncio.Queue()
+        self._over: str | None = None  # why nothing is answered any more
+        self._given: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()  # the reward
+        self._kept = KeptTurns()
+        self._spoken: dict[int, _Spoken] = {}  # by the numbers of `_kept`
+        self._asked: _Asked | None = None  # what is to be answered
+        self._place: ChatPlace | None = None  # where that belongs
+        self._ids: list[int] = []  # its new messages, or its prompt, as tokens
+        self._repeats = 0  # times that something was asked again
+        self._marks: list[TurnCall] = []  # of the turn that is sampled next
+
+    # --- the endpoint's side
+
+    async def ask(self, asked: ChatRequest) -> ChatAnswer:
+        """The model's answer, once those that were asked before have theirs. Raises BadRequest."""
+        if self._over is not None:
+            raise BadRequest(OVER.format(self._over))
+        waiting = _Asked(asked)
+        self._waiting.put_nowait(waiting)
+        return await asyncio.shield(waiting.answer)
+
+    def reward(self, reply: Reply) -> None:
+        """Takes the response's reward. Raises BadRequest for a second one."""
+        if self._given.done():
+            raise BadRequest("the response has its reward")
+        self._given.set_result(reply)
+
+    # --- the conversation's side
+
+    async def begin(self, line: Line) -> Line | None:
+        """Starts the agent once it may run, and waits for what it asks first; None where it asks for nothing."""
+        agents = self._agents
+        await agents.endpoint.serve()
+        await agents.free.acquire()
+        self._holds_place = True
+        self._key = agents.endpoint.open(self)
+        told = {
+            "url": agents.endpoint.url,
+            "key": self._key,
+            "row": dict(self._request.row or {}),
+            "seconds": agents.spec.max_seconds,
+        }
+        self._run = asyncio.ensure_future(asyncio.wrap_future(agents.pool.call(AGENT, told)))
+        if await self._next(agents.clock() + START_S + agents.spec.timeout_s):
+            return Line(replace(line.request, prompt_ids=tuple(self._ids)))
+        why = f"it asked for nothing within {agents.spec.timeout_s:g} s"
+        if self._run.done():
+            why = self._run.result().text or "it ended, and had asked for nothing that could be answered"
+        self._failed(why)
+        return None
+
+    async def _next(self, deadline: float) -> bool:
+        """Waits for a request that can be answered; whether one came before the agent ended, or time was up."""
+        while True:
+            asked = asyncio.ensure_future(self._waiting.get())
+            left_s = max(0.0, deadline - self._agents.clock())
+            await asyncio.wait([asked, self._run], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                asked.cancel()
+                return False
+            self._asked = asked.result()
+            try:
+                self._place = self._kept.place(self._asked.chat)
+                self._ids = self._tokens()
+                return True
+            except (ValueError, TypeError, RecursionError) as error:  # a client's data end no run
+                self._asked.refuse(str(error))
+
+    def _tokens(self) -> list[int]:
+        """What is new of the request, as tokens: the messages behind a turn, or a prompt. Raises BadRequest."""
+        chat = self._asked.chat
+        parent = self._place.parent
+        if parent is not None:
+            turn = sampled_turns(self._spoken[parent].row)[-1]
+            return self._agents.text.follow(turn.tolist(), self._place.messages, chat.tools)
+        ids = self._agents.text.prompt(chat)
+        most = self._agents.spec.max_prompt_length
+        if len(ids) > most:
+            raise BadRequest(f"the prompt has {len(ids)} tokens, and data.max_prompt_length is {most}")
+        return ids
+
+    def asked(self, talk: Conversation, line: Line) -> Request:
+        """The next request: what is asked again by another seed, and no more tokens than the client wants."""
+        most = min(talk.max_tokens, self._asked.chat.max_tokens or talk.max_tokens)
+        request = going_on(replace(line.request, max_tokens=most), line.made)
+        is_again = self._place.move is Move.RETRIES or self._place.why is Why.ASKED_AGAIN
+        if is_again:
+            return replace(request, seed=continuation_seed(request.seed, -self._repeats))
+        return request
+
+    def sampled(self, talk: Conversation, line: Line, asked: Request) -> Conversation:
+        """The conversation after a turn, which the client is told."""
+        added = int(line.made.response_lengths[0]) - talk.tokens
+        is_cut = bool(line.made.truncated[0])
+        if is_cut and added < asked.max_tokens:
+            return self._failed("the engine gave the request back, and an agent cannot go on elsewhere", talk)
+        chat = self._asked.chat
+        self._marks += [TurnCall(name, "overridden") for name in chat.overridden(self._sampled_by)]
+        number = self._kept.said + 1
+        said = self._agents.text.said(sampled_turns(line.made)[-1].tolist(), chat.tools, number)
+        prompt = int(line.made.lengths[0]) - added
+        answer = ChatAnswer(number, said, is_cut, prompt, added)
+        self._kept = self._kept.with_turn(chat, self._place, said)
+        self._spoken.pop(self._place.replaced, None)
+        self._spoken[number] = _Spoken(line.made)
+        goes_on = bool(said.calls) or talk.turn < talk.budgets.turns
+        is_full = is_cut and added == talk.max_tokens
+        after = talk.sampled(added, self._agents.clock(), [None] * goes_on, is_full)
+        if after.state is ConversationState.ENDED:
+            self._over = after.stop
+        self._asked.give(answer)
+        return after
+
+    async def acted(self, talk: Conversation) -> Conversation:
+        """After the agent has asked again or ended, or time is up."""
+        calls = self._marks
+        self._marks = []
+        if talk.state is ConversationState.ACTING:
+            talk, reason = await self._waited(talk)
+            calls = [*calls, TurnCall(AGENT, reason, talk.acting_s)]
+        self.record.calls.append(calls)
+        self.record.rewards.append(0.0)
+        if self._kept.said in self._spoken:
+            self._spoken[self._kept.said].calls = list(self.record.calls)
+        return talk
+
+    async def _waited(self, talk: Conversation) -> tuple[Conversation, str]:
+        """The conversation, and how the agent's part of the turn ended."""
+        clock = self._agents.clock
+        timeout_s = self._agents.spec.timeout_s
+        if await self._next(min(talk.acting_since + timeout_s, talk.deadline)):
+            return talk.answered(talk.turn, 0, "", clock()), OK
+        now = clock()
+        if self._run.done():
+            ended = self._run.result()
+            acted = replace(talk, acting_s=now - talk.acting_since)
+            if ended.reason == OK:
+                return acted.closed(), OK
+            return self._failed(ended.text, acted), ended.reason
+        if now >= talk.deadline:
+            return talk.passed(now), "unanswered"
+        acted = replace(talk, acting_s=now - talk.acting_since)
+        return self._failed(f"it asked for nothing within {timeout_s:g} s", acted), TIMEOUT
+
+    def told(self, talk: Conversation, line: Line) -> tuple[Conversation, Line]:
+        """With the new messages behind the turn that they follow, or another prompt in the place of all."""
+        place = self._place
+        self._mark(place)
+        if place.parent is None:
+            self.record.calls = []
+            self.record.rewards = []
+            request = replace(line.request, prompt_ids=tuple(self._ids))
+            return talk.rewound(0).told(0), Line(request)
+        before = self._spoken[place.parent]
+        after = talk.rewound(int(before.row.response_lengths[0])).told(len(self._ids))
+        if after.stop is Stop.CONTEXT:
+            self._over = after.stop
+            self._asked.refuse(OVER.format(self._over))
+            return after, line
+        self.record.calls = list(before.calls)
+        self.record.rewards = [0.0] * len(before.calls)
+        made = followed(before.row, self._ids, 1, talk.acting_s)
+        prompt = tuple(before.row.token_ids[: int(before.row.prompt_lengths[0])].tolist())
+        return after, Line(replace(line.request, prompt_ids=prompt), made)
+
+    def _mark(self, place: ChatPlace) -> None:
+        """Notes where the client went back, among the calls of the turn that it then asks for."""
+        if place.move is Move.RETRIES:
+            self._marks.append(TurnCall(AGENT, "retry"))
+        if place.move is Move.BRANCHES:
+            self._marks.append(TurnCall(place.why, "branch"))
+        self._repeats += place.move is not Move.EXTENDS
+
+    async def ended(self, talk: Conversation) -> Conversation:
+        """The conversation with its reward, which is waited for where one is needed."""
+        self._over = self._over or talk.stop
+        self._refuse_all()
+        needed = self._agents.spec.needs_reward and talk.stop is not Stop.ENVIRONMENT
+        if needed and not self._given.done():
+            await asyncio.wait(
+                [self._given, self._run],
+                timeout=self._agents.spec.timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        if self._given.done():
+            self.record.rewards[-1] = self._given.result().reward
+            self.record.parts = dict(self._given.result().parts)
+        elif needed:
+            return self._failed("it gave no reward, and reward.function: environment takes one", talk)
+        return talk
+
+    def _failed(self, why: str, talk: Conversation | None = None) -> Conversation | None:
+        """Writes down why; the conversation has then failed."""
+        self._over = Stop.ENVIRONMENT
+        self._agents.pool.log(f"agent: {why}".replace(self._key, "[key]"))
+        if talk is not None:
+            return talk.failed()
+        return None
+
+    def _refuse_all(self) -> None:
+        """Answers what still waits."""
+        waiting = [] if self._asked is None else [self._asked]
+        while not self._waiting.empty():
+            waiting.append(self._waiting.get_nowait())
+        for each in waiting:
+            each.refuse(OVER.format(self._over))
+
+    def close(self) -> None:
+        """Ends agent and session, without waiting for it."""
+        self._over = self._over or "ended"
+        self._refuse_all()
+        if self._key is not None:
+            self._agents.endpoint.close_session(self._key)
+        if self._run is not None:
+            self._run.cancel()
+        if self._holds_place:
+            self._agents.free.release()
+            self._holds_place = False
