@@ -203,7 +203,7 @@ def _small_states(model: ModelSpec, layers: Sequence[int], tensor: int) -> dict[
         "linear_num_key_heads": tensor,
         "linear_num_value_heads": tensor * values_a_key,
         "linear_key_head_dim": 2,
-        "linear_value_head_dim": 1,
+        "linear_value_head_dim": 2,
         "linear_conv_kernel_dim": 2,
     }
 
