@@ -32,10 +32,11 @@ def install() -> None:
     """Makes vLLM register this operator instead of its own; a second time changes nothing."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
+    attend.__annotations__["layer_name"] = gdn_attention.LayerNameType  # what it is registered by
     gdn_attention.cpu_gdn_attention_core = attend
 
 
-def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: str) -> None:
+def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: Any) -> None:
     """Fills `core_attn_out` [tokens, heads, value dim] and brings the states of all sequences up to date.
 
     `mixed_qkv` [tokens, channels] before the convolution; `b` and `a` [tokens, heads], rates and steps.
