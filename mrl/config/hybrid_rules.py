@@ -57,6 +57,15 @@ HYBRID_RULES = (
         "mrl computes it there in the place of vLLM's kernel, in float32 alone",
         ("float32",),
     ),
+    *(
+        RuleRow(
+            f"rollout.engine_kwargs.vllm.{name}",
+            _hybrid(lambda c, m, name=name: on_device(c, "cpu") and name in c.rollout.vllm_kwargs),
+            "must be left out for gated delta attention on cpu",
+            "mrl keeps its states there in the engine's float32",
+        )
+        for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
+    ),
     RuleRow(
         "rollout.enable_prefix_caching",
         _hybrid(lambda c, m: c.rollout.enable_prefix_caching),

