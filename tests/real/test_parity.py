@@ -59,6 +59,7 @@ LAYOUTS = {
     "next-tp2": ("next", 2, {TP: 2}),
     "next-ep2": ("next", 2, {EP: 2}),
     "next-pp2": ("next", 2, {PP: 2}),
+    "next-pp2-vpp2": ("next", 2, {PP: 2, "virtual_pipeline_model_parallel_size": 2}),
     "dense-tp2": ("dense", 2, {TP: 2}),
     "dense-pp2": ("dense", 2, {PP: 2}),
     "moe-tp2-pp2-ep2": ("moe", 4, {TP: 2, PP: 2, EP: 2}),
