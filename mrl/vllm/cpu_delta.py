@@ -39,8 +39,13 @@ def install() -> None:
 def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: Any) -> None:
     """Fills `core_attn_out` [tokens, heads, value dim] and brings the states of all sequences up to date.
 
-    `mixed_qkv` [tokens, channels] before the convolution; `b` and `a` [tokens, heads], rates and steps.
+    `mixed_qkv` [tokens, channels] before the convolution; `b` and `a` [tokens, heads], rates and steps. Raises
+    RuntimeError for another format than float32: of bfloat16 vLLM has packed the convolution's weight.
     """
+    if mixed_qkv.dtype is not torch.float32:
+        raise RuntimeError(
+            f"gated delta attention on a CPU is computed in float32 alone, and this is {mixed_qkv.dtype}"
+        )
     from vllm.forward_context import get_forward_context
     from vllm.utils.torch_utils import _resolve_layer_name
 

@@ -92,6 +92,12 @@ def test_a_prompt_in_parts_beside_others_has_the_bits_that_it_has_alone(cuts):
     assert torch.equal(torch.cat(found), whole)
 
 
+def test_another_format_is_refused_in_one_message():
+    _, (mixed, rate, step) = drawn()
+    with pytest.raises(RuntimeError, match=r"float32 alone, and this is torch\.bfloat16"):
+        cpu_delta.attend(mixed.bfloat16(), rate, step, torch.empty(0), "layer")
+
+
 def test_slots_of_others_stay_as_they_are():
     layer, inputs = drawn()
     before = [x.clone() for x in layer.kv_cache]

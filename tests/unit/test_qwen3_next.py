@@ -155,6 +155,13 @@ def test_presets_of_accelerators_say_what_they_cannot_do():
     assert "rollout.tensor_model_parallel_size" in fields("rollout.tensor_model_parallel_size=32")
 
 
+def test_megatrons_own_checkpoints_of_a_hybrid_are_refused():
+    from mrl.tools.torch_dist.names import whole_parameters
+
+    with pytest.raises(ConfigError, match="qwen3_next models are not converted from or to Megatron's torch_dist"):
+        whole_parameters(model_spec(CONFIG))
+
+
 def test_a_layer_for_multi_token_prediction_is_no_tensor_of_the_model():
     model = model_spec(CONFIG)
     assert family_of(model).is_left_out("mtp.layers.0.mlp.gate.weight", model)
