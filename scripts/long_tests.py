@@ -34,7 +34,15 @@ PIECES = {
     "rows": ("test_rows",),
     "restarts": ("test_rank_restart", "test_engines_back"),
     "turns": ("test_turns",),
-    "runs": ("test_eval", "test_glm_run", "test_latent_run", "test_recipes", "test_submit", "test_hosted_loggers"),
+    "runs": (
+        "test_eval",
+        "test_glm_run",
+        "test_hybrid_run",
+        "test_latent_run",
+        "test_recipes",
+        "test_submit",
+        "test_hosted_loggers",
+    ),
 }
 OUTCOMES = {"failed": ("failures", "errors"), "skipped": ("skipped",)}
 

@@ -184,6 +184,12 @@ def _run(stored: StoredBox, box: Box) -> tuple[int, int]:
     return first * row, last * row
 
 
+def _is_run(box: Box, shape: Sequence[int]) -> bool:
+    """Whether the elements of a box lie one behind the other in a tensor of that shape."""
+    wide = next((dim for dim, size in enumerate(box.shape) if size > 1), len(shape))
+    return box.shape[wide + 1 :] == tuple(shape[wide + 1 :])
+
+
 def _in_local(stored: StoredBox, box: Box) -> Box:
     return box.rebase(stored.piece.hf_box, stored.piece.local_box)
 
@@ -254,15 +260,14 @@ class BoxReader:
         """Writes `box`, which lies in `stored`, into `out`. Whole rows, and a part of one, are read at once; of several
         rows all is read and cut.
         """
-        (first, last), *tail = _in_local(stored, box).ranges
-        columns = Box(tuple(tail))
+        local = _in_local(stored, box)
         shape = stored.parts[0].shape
+        if out.flags.c_contiguous and _is_run(local, shape):
+            begin = int(np.ravel_multi_index(local.origin, shape))
+            return self._read_run(stored.parts, begin, out.reshape(-1))
+        (first, last), *tail = local.ranges
+        columns = Box(tuple(tail))
         row = prod(shape[1:])
-        if out.flags.c_contiguous:
-            if columns == Box.whole(shape[1:]):
-                return self._read_run(stored.parts, first * row, out.reshape(-1))
-            if len(tail) == 1 and last - first == 1:
-                return self._read_run(stored.parts, first * row + columns.origin[0], out.reshape(-1))
         row_bytes = row * out.itemsize
         step = max(1, len(self._scratch) // row_bytes)
         scratch = self._scratch if row_bytes <= len(self._scratch) else np.empty(row_bytes, np.uint8)

@@ -16,11 +16,13 @@ def _latent(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConf
     return lambda config, model: model.is_latent and broken(config, model)
 
 
-def _on(config: RunConfig, device: str) -> bool:
+def on_device(config: RunConfig, device: str) -> bool:
+    """Whether a run is for that device; not where no device is known."""
     return leaf(config, "cluster.device") == device
 
 
-def _engine_is_old(config: RunConfig, _: ModelSpec) -> bool:
+def engine_is_old(config: RunConfig, _: ModelSpec) -> bool:
+    """Whether engines are older than those that the weight sync knows special attention of."""
     if leaf(config, "cluster.device") not in ("cpu", "cuda"):
         return False
     _, version = vllm_package(row_of(config.cluster.device).packages | config.cluster.versions)
@@ -28,7 +30,8 @@ def _engine_is_old(config: RunConfig, _: ModelSpec) -> bool:
     return generation is not None and generation.release != _GENERATION
 
 
-def _replicates_shared_experts(config: RunConfig) -> bool:
+def replicates_shared_experts(config: RunConfig) -> bool:
+    """Whether vLLM has shared experts whole on every worker of an engine, whose tokens it then cuts."""
     rollout = config.rollout
     degrees = (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.expert_parallel_size)
     return min(degrees) > 1
@@ -44,20 +47,20 @@ LATENT_RULES = (
     ),
     RuleRow(
         "cluster.device",
-        _latent(lambda c, m: _on(c, "npu")),
+        _latent(lambda c, m: on_device(c, "npu")),
         "must be cuda or cpu for latent attention",
         "vllm-ascend keeps its projections in a form that no dialect describes, and no sync could renew it",
         ("cuda", "cpu"),
     ),
     RuleRow(
         "cluster.versions",
-        _latent(_engine_is_old),
+        _latent(engine_is_old),
         "latent attention needs vLLM 0.32",
         "older engines keep copies for decoding that a sync would leave as they were",
     ),
     RuleRow(
         "actor.layout.context_parallel_size",
-        _latent(lambda c, m: not _on(c, "cpu") and c.actor.layout.context_parallel_size > 1),
+        _latent(lambda c, m: not on_device(c, "cpu") and c.actor.layout.context_parallel_size > 1),
         "must be 1 with latent attention outside cpu",
         "values are narrower than keys, which Transformer Engine's kernels for context parallelism were never seen to "
         "take in a pack",
@@ -72,7 +75,7 @@ LATENT_RULES = (
     ),
     RuleRow(
         "rollout.data_parallel_size",
-        _latent(lambda c, m: m.family == "deepseek_v3" and _replicates_shared_experts(c)),
+        _latent(lambda c, m: m.family == "deepseek_v3" and replicates_shared_experts(c)),
         "must be 1 with tensor_model_parallel_size and expert_parallel_size above 1 for this model",
         "vLLM then has shared experts whole on every worker, and the plan of the weight sync has them cut",
         (1,),
@@ -85,21 +88,23 @@ LATENT_RULES = (
     ),
     RuleRow(
         f"{_VLLM}.attention_backend",
-        _latent(lambda c, m: _on(c, "cpu") and c.rollout.vllm_kwargs.get("attention_backend", "CPU_MLA") != "CPU_MLA"),
+        _latent(
+            lambda c, m: on_device(c, "cpu") and c.rollout.vllm_kwargs.get("attention_backend", "CPU_MLA") != "CPU_MLA"
+        ),
         "must be CPU_MLA or left out for latent attention on cpu",
         "the other kernel keeps weights in a form of its own, which cannot be read back after a sync",
         ("CPU_MLA",),
     ),
     RuleRow(
         "model.path",
-        _latent(lambda c, m: _on(c, "cpu") and (m.kv_lora_rank, m.qk_rope_head_dim) != _KERNEL),
+        _latent(lambda c, m: on_device(c, "cpu") and (m.kv_lora_rank, m.qk_rope_head_dim) != _KERNEL),
         "has kv_lora_rank = {m.kv_lora_rank} and qk_rope_head_dim = {m.qk_rope_head_dim}, which must be 512 and 64 on "
         "cpu",
         "vLLM's CPU kernel of latent attention is compiled for no other sizes",
     ),
     RuleRow(
         "rollout.enable_prefix_caching",
-        _latent(lambda c, m: _on(c, "cpu") and c.rollout.enable_prefix_caching),
+        _latent(lambda c, m: on_device(c, "cpu") and c.rollout.enable_prefix_caching),
         "must be false for latent attention on cpu",
         "vLLM's CPU kernel of it has no prefix cache, and vLLM switches it off by itself",
         (False,),

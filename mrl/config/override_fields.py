@@ -141,6 +141,13 @@ def _groups(model: ModelSpec, number: int) -> tuple[Any, ...]:
     return (None,)
 
 
+def _linear_layers(model: ModelSpec) -> tuple[Any, ...]:
+    """What Megatron is told of the layers with gated delta attention; the list, as YAML has it."""
+    if not model.is_hybrid:
+        return (None,)
+    return ([int(layer in model.linear_layers) for layer in range(model.num_layers)],)
+
+
 _MODEL = (
     _with(
         Effect.FUNCTION, _DROPPED, hidden_dropout=0.0, attention_dropout=0.0, moe_input_jitter_eps=None,
@@ -166,10 +173,12 @@ _MODEL = (
         softmax_scale=lambda m: (None,) if m.is_latent else (None, m.head_dim**-0.5),
         normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=False,
         activation_func_clamp_value=None, glu_linear_offset=0.0,
-        apply_residual_connection_post_layernorm=False, layernorm_zero_centered_gamma=False,
+        apply_residual_connection_post_layernorm=False,
+        layernorm_zero_centered_gamma=lambda m: (m.zero_centered_norm,),
         rotary_interleaved=False, no_rope_freq=None, mrope_section=None,
         window_size=None, window_attn_skip_freq=None, softmax_type="vanilla",
-        qk_l2_norm=False, qk_clip=False, attention_output_gate=False, moe_apply_probs_on_input=False,
+        qk_l2_norm=False, qk_clip=False, attention_output_gate=lambda m: (m.attn_output_gate,),
+        moe_apply_probs_on_input=False,
     )
 )  # fmt: skip
 
@@ -177,7 +186,8 @@ _NEVER = (
     _with(
         Effect.BARRED, _OTHER_LAYERS,
         multi_latent_attention=lambda m: (m.is_latent,),
-        experimental_attention_variant=None, linear_attention_freq=None,
+        experimental_attention_variant=lambda m: ("gated_delta_net" if m.is_hybrid else None,),
+        linear_attention_freq=_linear_layers,
         heterogeneous_block_specs=False, hetereogenous_dist_checkpoint=False, is_hybrid_model=False,
         moe_latent_size=None, use_fused_weighted_squared_relu=False,
     )
@@ -185,8 +195,11 @@ _NEVER = (
         Effect.BARRED, _OF_OTHERS,
         dsa_indexer_n_heads=None, dsa_indexer_head_dim=None, dsa_indexer_topk=None, dsa_indexer_loss_coeff=None,
         dsa_indexer_use_sparse_loss=False,
-        linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
-        linear_num_value_heads=32,
+        linear_conv_kernel_dim=lambda m: (m.linear_conv_kernel_dim or 4,),
+        linear_key_head_dim=lambda m: (m.linear_key_head_dim or 128,),
+        linear_value_head_dim=lambda m: (m.linear_value_head_dim or 128,),
+        linear_num_key_heads=lambda m: (m.linear_num_key_heads or 16,),
+        linear_num_value_heads=lambda m: (m.linear_num_value_heads or 32,),
         mamba_state_dim=128, mamba_head_dim=64, mamba_num_groups=8, mamba_num_heads=None, use_mamba_mem_eff_path=True,
         qk_clip_alpha=0.5, qk_clip_threshold=100,
     )

@@ -17,6 +17,7 @@ from mrl.config.actor_rules import ACTOR_RULES, actor_notes
 from mrl.config.device_rules import DEVICE_RULES, narrow_experts, npu_notes, version_notes
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
 from mrl.config.endpoint_rules import ENDPOINT_RULES
+from mrl.config.hybrid_rules import HYBRID_RULES
 from mrl.config.latent_rules import LATENT_RULES
 from mrl.config.load import ResolvedConfig, SchemaRefusal
 from mrl.config.loss_rules import LOSS_RULES, loss_notes
@@ -114,6 +115,7 @@ RULES = (
     *ROLLOUT_RULES,
     *ENDPOINT_RULES,
     *LATENT_RULES,
+    *HYBRID_RULES,
     *RUN_RULES,
     *SCHEDULE_RULES,
     *OVERRIDE_RULES,

@@ -29,9 +29,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrl.megatron.host_arrays import brought
+from mrl.model.computed_sizes import DELTA_CHUNK
 from mrl.platforms.packs import lengths_of
 
-CHUNK = 64
 _NORM_EPS = 1e-6  # of queries and keys, whatever the model's norms have
 
 
@@ -39,7 +39,9 @@ _NORM_EPS = 1e-6  # of queries and keys, whatever the model's norms have
 class Chunks:
     """A pack cut into chunks."""
 
-    tokens: Tensor  # int64 [chunks * CHUNK]: which token of the pack; behind a sequence's end the one behind the pack
+    tokens: (
+        Tensor  # int64 [chunks * DELTA_CHUNK]: which token of the pack; behind a sequence's end the one behind the pack
+    )
     places: Tensor  # int64 [tokens of the pack]: where in `tokens` each stands
     counts: tuple[int, ...]  # chunks of each step, which are those of the first sequences of the step before
 
@@ -165,7 +167,7 @@ def gated_delta(
         _chunked(x.float(), chunks) for x in (query, key, value, decay[..., None], rate[..., None])
     )
     decay = decay.cumsum(dim=2)  # from the chunk's beginning
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
+    later = torch.ones(DELTA_CHUNK, DELTA_CHUNK, dtype=torch.bool, device=query.device).triu(1)
     between = (decay - decay.transpose(2, 3)).masked_fill(later, float("-inf")).exp()  # [.., to, from]
     system = (key * rate) @ key.transpose(2, 3) * between
     written = torch.cat([value32 * rate, key * rate * decay.exp()], dim=3)
@@ -180,7 +182,7 @@ def gated_delta(
 def _stepwise(
     counts: tuple[int, ...], query: Tensor, scores: Tensor, new: Tensor, read: Tensor, key: Tensor, decay: Tensor
 ) -> Tensor:
-    """The state from chunk to chunk of all sequences at once: [chunks, heads, CHUNK, value dim]."""
+    """The state from chunk to chunk of all sequences at once: [chunks, heads, DELTA_CHUNK, value dim]."""
     state = query.new_zeros(counts[0], query.shape[1], query.shape[3], new.shape[3])
     outs = []
     first = 0
@@ -199,9 +201,9 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _chunked(x: Tensor, chunks: Chunks) -> Tensor:
-    """`x` [tokens, heads, dim] -> [chunks, heads, CHUNK, dim]; zeros behind each sequence, which change no state."""
+    """`x` [tokens, heads, dim] -> [chunks, heads, DELTA_CHUNK, dim]; zeros behind each sequence change no state."""
     with_zeros = F.pad(x, (0, 0, 0, 0, 0, 1))
-    return with_zeros.index_select(0, chunks.tokens).unflatten(0, (-1, CHUNK)).transpose(1, 2)
+    return with_zeros.index_select(0, chunks.tokens).unflatten(0, (-1, DELTA_CHUNK)).transpose(1, 2)
 
 
 @lru_cache(maxsize=64)  # every layer of a micro-batch asks, and its backward again
@@ -211,9 +213,9 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> Chunks:
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     tokens = []
     counts = []
-    for step in range(-(-max(lengths) // CHUNK)):
-        rows = [row for row in order if lengths[row] > step * CHUNK]
-        at = step * CHUNK + np.arange(CHUNK)
+    for step in range(-(-max(lengths) // DELTA_CHUNK)):
+        rows = [row for row in order if lengths[row] > step * DELTA_CHUNK]
+        at = step * DELTA_CHUNK + np.arange(DELTA_CHUNK)
         tokens += [np.where(at < lengths[row], starts[row] + at, total) for row in rows]
         counts.append(len(rows))
     index = np.concatenate(tokens)

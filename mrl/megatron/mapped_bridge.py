@@ -7,19 +7,25 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from mbridge.core import LLMBridge, register_model
 from mbridge.core.safetensor_io import SafeTensorIO
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 
 from mrl.megatron.fp8_files import Bfloat16Files
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.hf_config import Yarn
+from mrl.model.megatron_shards import megatron_slice
 from mrl.model.registry import weight_map
-from mrl.model.weight_map import MEGATRON_LAYER
+from mrl.model.weight_map import MEGATRON_LAYER, Weight
 from mrl.platforms.versions import OWN_BRIDGES
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
+_FUSED = ".self_attention.linear_qkv.weight"
+_CONVOLUTION = ".self_attention.conv1d.weight"
 _NO_YARN = Yarn(1.0, 4096, 32.0, 1.0, 1.0, 0.0)  # factor 1: nothing is stretched
 
 
@@ -64,21 +70,34 @@ class MappedBridge(LLMBridge):
         experts = {}
         if m.is_moe:
             experts = _experts(m)
-        latent = {}
+        of_attention = {}
         if m.is_latent:
-            latent = _latent(m)
+            of_attention = _latent(m)
+        if m.is_hybrid:
+            of_attention = _gated_delta(m)
         return self._build_base_config(
             qk_layernorm=m.qk_norm or m.is_latent,
             add_qkv_bias=m.qkv_bias,
+            attention_output_gate=m.attn_output_gate,
+            layernorm_zero_centered_gamma=m.zero_centered_norm,
             persist_layer_norm=True,
             bias_activation_fusion=True,
             bias_dropout_fusion=True,
             **experts,
-            **latent,
+            **of_attention,
         )
 
     def _get_gptmodel_args(self) -> dict[str, Any]:
         return super()._get_gptmodel_args() | {"rotary_percent": self.model.partial_rotary_factor}
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+        """Megatron's of Transformer Engine's modules, with mrl's gated delta attention in the layers that have it."""
+        block = super()._get_transformer_layer_spec(vp_stage)
+        if not self.model.is_hybrid:
+            return block
+        from mrl.megatron.torch_spec import with_gated_delta
+
+        return with_gated_delta(block, self.config, vp_stage)
 
     def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
         """What reads a folder, which may be a reference's: the same model, perhaps in another dtype."""
@@ -86,6 +105,57 @@ class MappedBridge(LLMBridge):
         if block is None:
             return super()._get_safetensor_io(weights_path)
         return Bfloat16Files(weights_path, block)
+
+    def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[Tensor]) -> Tensor:
+        """mbridge's, but of a projection with gates, which it does not know."""
+        row = self._gated(mcore_weights_name)
+        if row is None:
+            return super()._weight_to_mcore_format(mcore_weights_name, hf_weights)
+        parts = dict(zip(row.parts, hf_weights, strict=True))
+        layout = megatron_slice(row, 1, 1)
+        whole = hf_weights[0].new_empty(layout.shape, dtype=self.dtype)
+        for block in layout.blocks:
+            whole[block.local_box.slices] = parts[block.part][block.hf_box.slices]
+        return whole
+
+    def _weight_to_hf_format(self, mcore_weights_name: str, mcore_weights: Tensor) -> tuple[list[str], list[Tensor]]:
+        """mbridge's, but of a projection with gates."""
+        row = self._gated(mcore_weights_name)
+        if row is None:
+            return super()._weight_to_hf_format(mcore_weights_name, mcore_weights)
+        parts = {part: mcore_weights.new_empty(part.shape) for part in row.parts}
+        for block in megatron_slice(row, 1, 1).blocks:
+            parts[block.part][block.hf_box.slices] = mcore_weights[block.local_box.slices]
+        return self._weight_name_mapping_mcore_to_hf(mcore_weights_name), list(parts.values())
+
+    def _weight_split_across_tp(
+        self, mcore_weights_name: str, mcore_weights: Tensor, param: Tensor, tp_split_size: int
+    ) -> list[Tensor]:
+        """mbridge's, but of channels of a convolution, whose sections are cut each by itself."""
+        if not mcore_weights_name.endswith(_CONVOLUTION):
+            return super()._weight_split_across_tp(mcore_weights_name, mcore_weights, param, tp_split_size)
+        cut = [section.chunk(tp_split_size) for section in mcore_weights.split(self._sections)]
+        return [torch.cat(parts) for parts in zip(*cut, strict=True)]
+
+    def _weight_merge_across_tp(self, mcore_weights_name: str, mcore_weights: list[Tensor], param: Tensor) -> Tensor:
+        """mbridge's, but of channels of a convolution."""
+        if not mcore_weights_name.endswith(_CONVOLUTION):
+            return super()._weight_merge_across_tp(mcore_weights_name, mcore_weights, param)
+        sizes = [size // len(mcore_weights) for size in self._sections]
+        cut = [weight.split(sizes) for weight in mcore_weights]
+        return torch.cat([torch.cat(parts) for parts in zip(*cut, strict=True)])
+
+    @property
+    def _sections(self) -> list[int]:
+        rows = weight_map(self.model).linear_layer.megatron
+        return list(next(row for row in rows if row.megatron.endswith(_CONVOLUTION)).sections)
+
+    def _gated(self, mcore_weights_name: str) -> Weight | None:
+        """The row of a fused projection whose queries bring gates along."""
+        if not (self.model.attn_output_gate and mcore_weights_name.endswith(_FUSED)):
+            return None
+        rows = weight_map(self.model).expert_layer.megatron
+        return next(row for row in rows if row.megatron.endswith(_FUSED))
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
         """Names of the checkpoint for a parameter's, whose layer and expert are numbers of the whole model."""
@@ -99,6 +169,18 @@ class MappedBridge(LLMBridge):
         wanted = MEGATRON_LAYER + plain[layer.end() :]
         row = next(row for row in weights.layer(int(layer[1])).megatron if row.megatron == wanted)
         return [part.name.format(layer=layer[1], expert=expert and expert[2]) for part in row.parts]
+
+
+def _gated_delta(m: ModelSpec) -> dict[str, Any]:
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(layer in m.linear_layers) for layer in range(m.num_layers)],
+        "linear_conv_kernel_dim": m.linear_conv_kernel_dim,
+        "linear_key_head_dim": m.linear_key_head_dim,
+        "linear_value_head_dim": m.linear_value_head_dim,
+        "linear_num_key_heads": m.linear_num_key_heads,
+        "linear_num_value_heads": m.linear_num_value_heads,
+    }
 
 
 def _experts(m: ModelSpec) -> dict[str, Any]:

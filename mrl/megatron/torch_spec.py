@@ -6,6 +6,7 @@ parameters tell Megatron how their gradients are to be summed; a wrong one leave
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,8 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from mrl.megatron.attention import CausalAttention
+from mrl.megatron.gated_delta import GatedDelta
+from mrl.model.hf_config import LayerKind
 from mrl.platforms.replicated_linear import ReplicatedLinear
 
 # Fusions and schedules that need Transformer Engine, Apex or a CUDA kernel.
@@ -49,11 +52,21 @@ CONFIG_WITHOUT_TRANSFORMER_ENGINE = {
 
 
 def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
-    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    fill = 0.0 if config.layernorm_zero_centered_gamma else 1.0
+    weight = torch.nn.Parameter(torch.full((size,), fill, dtype=config.params_dtype))
     # Under sequence parallelism each tensor rank sees its own tokens (or heads); this asks for their sum over tensor
     # ranks.
     weight.sequence_parallel = config.sequence_parallel
     return weight
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float, is_zero_centered: bool) -> Tensor:
+    """RMSNorm over the last dimension. A zero-centred weight stands for one more than it is, which would be rounded in
+    a 16-bit format, and so would the product.
+    """
+    if is_zero_centered:
+        return F.rms_norm(x.float(), (x.shape[-1],), 1.0 + weight.float(), eps).to(x.dtype)
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 class Norm(torch.nn.Module):
@@ -62,10 +75,11 @@ class Norm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_):
         super().__init__()
         self.weight = _norm_weight(hidden_size, config)
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return _normed(x, self.weight, self.eps, self.is_zero_centered)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -76,7 +90,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight = _norm_weight(input_size, config)
 
     def forward(self, x: Tensor, *args, **kwargs):
-        normed = F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.config.layernorm_epsilon)
+        config = self.config
+        normed = _normed(x, self.layer_norm_weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
         return super().forward(normed, *args, **kwargs)
 
 
@@ -162,9 +177,29 @@ class TorchSpecProvider(BackendSpecProvider):
 
 def decoder_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The layers of one model chunk of this rank."""
-    of_kind = {is_moe: _layer_spec(config, is_moe) for is_moe in (False, True)}
-    layers = [of_kind[_has_experts(config, layer)] for layer in _layers_to_build(config, vp_stage)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+    kinds = [_kind(config, layer) for layer in _layers_to_build(config, vp_stage)]
+    of_kind = {kind: _layer_spec(config, kind) for kind in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[of_kind[kind] for kind in kinds], layer_norm=Norm)
+
+
+def with_gated_delta(
+    block: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of a model chunk of this rank, as Megatron has them, with gated delta attention where it belongs.
+
+    All of its layers have experts; the norm before attention is of the kind of the one before them.
+    """
+    layers = [
+        _linear_layer(spec) if _kind(config, layer).is_linear else spec
+        for spec, layer in zip(block.layer_specs, _layers_to_build(config, vp_stage), strict=True)
+    ]
+    return replace(block, layer_specs=layers)
+
+
+def _linear_layer(spec: ModuleSpec) -> ModuleSpec:
+    norm = spec.submodules.pre_mlp_layernorm
+    submodules = replace(spec.submodules, input_layernorm=norm, self_attention=ModuleSpec(module=GatedDelta))
+    return replace(spec, submodules=submodules)
 
 
 def _layers_to_build(config: TransformerConfig, vp_stage: int | None) -> Sequence[int]:
@@ -175,27 +210,41 @@ def _layers_to_build(config: TransformerConfig, vp_stage: int | None) -> Sequenc
     return range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
 
 
-def _has_experts(config: TransformerConfig, layer: int) -> bool:
-    """`moe_layer_freq` is a list of 0 and 1 for each layer, or the step at which layers have experts."""
+def _kind(config: TransformerConfig, layer: int) -> LayerKind:
+    """`moe_layer_freq` is a list of 0 and 1 for each layer, or the step at which layers have experts;
+    `linear_attention_freq` is such a list, or None.
+    """
     freq = config.moe_layer_freq
-    return config.num_moe_experts is not None and bool(freq[layer] if isinstance(freq, list) else layer % freq == 0)
+    has_experts = bool(freq[layer] if isinstance(freq, list) else layer % freq == 0)
+    linear = config.linear_attention_freq
+    return LayerKind(config.num_moe_experts is not None and has_experts, linear is not None and bool(linear[layer]))
 
 
-def _layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
-    attention = _latent_attention_spec() if config.multi_latent_attention else _attention_spec(config)
+def _layer_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
     mlp = get_mlp_module_spec_for_backend(
-        TorchSpecProvider(), num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=is_moe
+        TorchSpecProvider(),
+        num_experts=config.num_moe_experts if kind.has_experts else None,
+        moe_grouped_gemm=kind.has_experts,
     )
+    has_fused_norm = not (kind.is_linear or config.multi_latent_attention)
     submodules = TransformerLayerSubmodules(
         # of a fused projection of queries, keys and values it belongs to that
-        input_layernorm=Norm if config.multi_latent_attention else IdentityOp,
-        self_attention=attention,
+        input_layernorm=IdentityOp if has_fused_norm else Norm,
+        self_attention=_attending_spec(config, kind),
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=Norm if is_moe else IdentityOp,
+        pre_mlp_layernorm=Norm if kind.has_experts else IdentityOp,
         mlp=mlp,
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _attending_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
+    if kind.is_linear:
+        return ModuleSpec(module=GatedDelta)
+    if config.multi_latent_attention:
+        return _latent_attention_spec()
+    return _attention_spec(config)
 
 
 def _attention_spec(config: TransformerConfig) -> ModuleSpec:

@@ -7,6 +7,7 @@ layer (`linear_qkv.layer_norm_weight`). vLLM's are those of its 0.32 models.
 
 from dataclasses import replace
 
+from mrl.model.delta_attention import delta_attention
 from mrl.model.hf_config import ModelSpec
 from mrl.model.latent_attention import latent_attention
 from mrl.model.weight_map import Part, Weight, copied
@@ -18,23 +19,25 @@ def dense_layer(m: ModelSpec) -> tuple[Weight, ...]:
 
 
 def expert_layer(
-    m: ModelSpec, shared: tuple[Weight, ...] = (), router_in_vllm: str | None = None
+    m: ModelSpec, shared: tuple[Weight, ...] = (), router_in_vllm: str | None = None, is_linear: bool = False
 ) -> tuple[Weight, ...]:
     """A layer with a router and routed experts.
 
     `shared`: weights of experts that every token uses. `router_in_vllm`: vLLM's dtype of the router where it is not
-    the engine's.
+    the engine's. `is_linear`: with gated delta attention.
     """
     gate = replace(router(m), vllm_dtype=router_in_vllm)
-    return (*layer_norms(m, "pre_mlp_layernorm.weight"), *attention(m), gate, *shared, *routed_experts(m))
+    norms = layer_norms(m, "pre_mlp_layernorm.weight", is_linear)
+    attending = delta_attention(m) if is_linear else attention(m)
+    return (*norms, *attending, gate, *shared, *routed_experts(m))
 
 
-def layer_norms(m: ModelSpec, megatron_mlp_norm: str) -> tuple[Weight, ...]:
-    """The norms before attention and before the MLP. Latent attention begins with two projections, so that its norm
-    belongs to neither.
+def layer_norms(m: ModelSpec, megatron_mlp_norm: str, is_linear: bool = False) -> tuple[Weight, ...]:
+    """The norms before attention and before the MLP. Latent and gated delta attention begin with two projections, so
+    that their norm belongs to neither.
     """
     before_attention = "self_attention.linear_qkv.layer_norm_weight"
-    if m.is_latent:
+    if m.is_latent or is_linear:
         before_attention = "input_layernorm.weight"
     return (
         copied("input_layernorm.weight", (m.hidden_size,), before_attention),
@@ -43,7 +46,9 @@ def layer_norms(m: ModelSpec, megatron_mlp_norm: str) -> tuple[Weight, ...]:
 
 
 def attention(m: ModelSpec) -> tuple[Weight, ...]:
-    """Query, key and value projections, perhaps with bias; perhaps norms on queries and keys; output projection."""
+    """Query, key and value projections, perhaps with bias or with gates of the output; perhaps norms on queries and
+    keys; output projection.
+    """
     if m.is_latent:
         return latent_attention(m)
     norms = ()
@@ -60,13 +65,14 @@ def attention(m: ModelSpec) -> tuple[Weight, ...]:
 
 
 def _qkv(m: ModelSpec, leaf: str, columns: tuple[int, ...]) -> Weight:
-    heads = {"q": m.num_attention_heads, "k": m.num_key_value_heads, "v": m.num_key_value_heads}
+    queries = m.num_attention_heads * (1 + m.attn_output_gate)
+    heads = {"q": queries, "k": m.num_key_value_heads, "v": m.num_key_value_heads}
     parts = tuple(
         Part(f"self_attn.{x}_proj.{leaf}", (n * m.head_dim, *columns), leaf == "weight") for x, n in heads.items()
     )
     megatron = f"self_attention.linear_qkv.{leaf}"
     vllm = f"self_attn.qkv_proj.{leaf}"
-    return Weight(parts, megatron, vllm, "heads", groups=m.num_key_value_heads)
+    return Weight(parts, megatron, vllm, "heads", groups=m.num_key_value_heads, is_gated=m.attn_output_gate)
 
 
 def gated_mlp(m: ModelSpec, size: int, hf: str = "mlp.", megatron: str = "mlp.") -> tuple[Weight, ...]:

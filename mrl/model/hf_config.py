@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mrl.errors import ConfigError, shown
 
@@ -25,6 +25,13 @@ class Yarn:
     beta_slow: float
     mscale: float
     mscale_all_dim: float
+
+
+class LayerKind(NamedTuple):
+    """What sets a layer of a model apart from its others: layers of one kind have the same weights."""
+
+    has_experts: bool
+    is_linear: bool = False  # gated delta attention: a state that goes from token to token, in the place of keys
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,15 @@ class ModelSpec:
     yarn: Yarn | None = field(default=None, metadata=_LATER)
     expert_groups: int = field(default=1, metadata=_LATER)  # experts are chosen from the best groups alone
     chosen_expert_groups: int = field(default=1, metadata=_LATER)
+    # gated delta attention in some layers (Qwen3-Next): their numbers, heads and sizes
+    linear_layers: tuple[int, ...] = field(default=(), metadata=_LATER)
+    linear_num_key_heads: int = field(default=0, metadata=_LATER)
+    linear_num_value_heads: int = field(default=0, metadata=_LATER)
+    linear_key_head_dim: int = field(default=0, metadata=_LATER)
+    linear_value_head_dim: int = field(default=0, metadata=_LATER)
+    linear_conv_kernel_dim: int = field(default=0, metadata=_LATER)
+    attn_output_gate: bool = field(default=False, metadata=_LATER)  # the other layers' queries bring a gate along
+    zero_centered_norm: bool = field(default=False, metadata=_LATER)  # norms multiply by one more than their weight
     # rows and columns of one scale of a checkpoint in FP8, which is read as bfloat16; exports have none
     fp8_block: tuple[int, int] | None = field(default=None, compare=False, metadata=_LATER)
 
@@ -75,6 +91,26 @@ class ModelSpec:
     @property
     def is_latent(self) -> bool:
         return self.kv_lora_rank > 0
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers have gated delta attention."""
+        return bool(self.linear_layers)
+
+    @property
+    def attending_layers(self) -> int:
+        """The number of layers with keys and values."""
+        return self.num_layers - len(self.linear_layers)
+
+    @property
+    def linear_channels(self) -> int:
+        """Queries, keys and values of gated delta attention, side by side."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """The kind of a layer by its number from 0."""
+        return LayerKind(layer in self.moe_layers, layer in self.linear_layers)
 
     @property
     def is_fp8(self) -> bool:
@@ -171,7 +207,9 @@ _MOST = {
     "num_hidden_layers": 2000, "hidden_size": 2**18, "num_attention_heads": 2**13, "num_key_value_heads": 2**13,
     "head_dim": 2**13, "vocab_size": 2**24, "intermediate_size": 2**21, "max_position_embeddings": 2**30,
     "num_experts": 2**13, "num_local_experts": 2**13, "n_routed_experts": 2**13, "num_experts_per_tok": 2**13,
-    "moe_intermediate_size": 2**20, "decoder_sparse_step": 2000,
+    "moe_intermediate_size": 2**20, "decoder_sparse_step": 2000, "full_attention_interval": 2000,
+    "linear_num_key_heads": 2**13, "linear_num_value_heads": 2**13, "linear_key_head_dim": 2**13,
+    "linear_value_head_dim": 2**13, "linear_conv_kernel_dim": 2**10,
 }  # fmt: skip
 _MOST_OR_NONE = {
     "shared_expert_intermediate_size": 2**20,
@@ -187,6 +225,7 @@ _KINDS: dict[str, type] = {
     "rope_parameters": dict,
     "rope_scaling": dict,
     "mlp_only_layers": list,
+    "layer_types": list,
     "architectures": list,
 }
 
@@ -206,9 +245,9 @@ def refuse_impossible(config: HfConfig) -> None:
             raise ConfigError(f"config.json: {key} = {shown(value)}: must be a number above 0")
         if key in _KINDS and not isinstance(value, _KINDS[key]):
             raise ConfigError(f"config.json: {key} = {shown(value)}: must be a {_KINDS[key].__name__} of JSON")
-    lists = [*(config.get("mlp_only_layers") or ()), *(config.get("architectures") or ())]
+    lists = [item for key in ("mlp_only_layers", "architectures", "layer_types") for item in config.get(key) or ()]
     if not all(isinstance(item, int | str) for item in lists):
-        raise ConfigError("config.json: mlp_only_layers or architectures holds more than numbers and names")
+        raise ConfigError("config.json: mlp_only_layers, architectures or layer_types hold more than numbers and names")
     if isinstance(config.get("rope_parameters"), dict):
         refuse_impossible(config["rope_parameters"])
 

@@ -34,6 +34,10 @@ class ModelFacts(Protocol):
     def moe_intermediate_size(self) -> int: ...
     @property
     def shared_expert_intermediate_size(self) -> int: ...  # 0: no shared expert
+    @property
+    def linear_num_key_heads(self) -> int: ...  # of gated delta attention; 0: no layer has it
+    @property
+    def attn_output_gate(self) -> bool: ...  # queries bring a gate of the output along
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -163,6 +167,7 @@ def _even(layers: int, chunks: int) -> tuple[int, ...]:
 
 _TP = "tensor_model_parallel_size"
 _PP = "pipeline_model_parallel_size"
+_CP = "context_parallel_size"
 _VPP = "virtual_pipeline_model_parallel_size"
 _EP = "expert_model_parallel_size"
 _ETP = "expert_tensor_parallel_size"
@@ -203,6 +208,24 @@ _RULES = (
         _qkv_rows_split,
         "must divide the rows of the fused query-key-value weight",
         "Megatron cuts that weight into equal slices",
+    ),
+    _Rule(
+        _TP,
+        lambda d, m: not m.attn_output_gate or m.num_key_value_heads % d.tensor_model_parallel_size == 0,
+        "must divide num_key_value_heads = {m.num_key_value_heads} where a gate weighs attention's output",
+        "Megatron gives tensor ranks that share a head all of its gates, and each its own queries",
+    ),
+    _Rule(
+        _TP,
+        lambda d, m: m.linear_num_key_heads % d.tensor_model_parallel_size == 0,
+        "must divide linear_num_key_heads = {m.linear_num_key_heads}",
+        "each tensor rank has whole heads of gated delta attention with their states",
+    ),
+    _Rule(
+        _CP,
+        lambda d, m: d.context_parallel_size == 1 or m.linear_num_key_heads == 0,
+        "must be 1 for a model with gated delta attention",
+        "its state goes from token to token, and no rank passes one on",
     ),
     _Rule(
         _TP,

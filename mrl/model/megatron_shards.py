@@ -84,12 +84,22 @@ def megatron_slice(weight: Weight, tensor: int, expert_tensor: int, index: int =
 
 
 def _head_groups(weight: Weight) -> list[tuple[Part, int, int]]:
-    """(part, first row, number of rows) for each key/value head: queries that use it, key, value.
+    """(part, first row, number of rows) for each key/value head: queries that use it, perhaps their gates, key, value.
 
     The fused rows are cut evenly: with more tensor ranks than key/value heads a slice may begin inside a group.
     """
     rows = [(part, part.shape[0] // weight.groups) for part in weight.parts]
-    return [(part, group * each, each) for group in range(weight.groups) for part, each in rows]
+    if not weight.is_gated:
+        return [(part, group * each, each) for group in range(weight.groups) for part, each in rows]
+    segments = []
+    (query, of_queries), *others = rows
+    size = others[0][1]  # rows of a head
+    for group in range(weight.groups):
+        heads = range(group * of_queries, (group + 1) * of_queries, 2 * size)
+        segments += [(query, first, size) for first in heads]
+        segments += [(query, first + size, size) for first in heads]
+        segments += [(part, group * each, each) for part, each in others]
+    return segments
 
 
 def _window(segments: list[tuple[Part, int, int]], start: int, stop: int) -> Slice:

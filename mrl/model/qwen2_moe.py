@@ -16,13 +16,15 @@ def read(config: HfConfig) -> ModelSpec:
     )
 
 
-def with_shared_expert(m: ModelSpec) -> tuple[Weight, ...]:
-    """A layer with routed experts, the shared one and the gate on its output."""
+def with_shared_expert(m: ModelSpec, is_linear: bool = False) -> tuple[Weight, ...]:
+    """A layer with routed experts, the shared one and the gate on its output. `is_linear`: with gated delta
+    attention.
+    """
     if not m.shared_expert_intermediate_size:
-        return expert_layer(m)
+        return expert_layer(m, is_linear=is_linear)
     shared = gated_mlp(m, m.shared_expert_intermediate_size, "mlp.shared_expert.", "mlp.shared_experts.")
     gate = copied("mlp.shared_expert_gate.weight", (1, m.hidden_size), "mlp.shared_experts.gate_weight", matmul=True)
-    return expert_layer(m, (*shared, gate))
+    return expert_layer(m, (*shared, gate), is_linear=is_linear)
 
 
 FAMILY = Family(

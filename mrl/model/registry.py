@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError, EnvironmentFault, MrlError
-from mrl.model import deepseek_v3, glm4_moe, glm4_moe_lite, qwen2, qwen2_moe, qwen3, qwen3_moe
+from mrl.model import deepseek_v3, glm4_moe, glm4_moe_lite, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next
 from mrl.model.hf_config import HfConfig, ModelSpec, refuse_impossible
 from mrl.model.weight_map import Family, WeightMap
 from mrl.plain_files import TEXT_BYTES, read_json, reason
 from mrl.units import MIB
 
-_MODULES = (qwen2, qwen3, qwen2_moe, qwen3_moe, glm4_moe, deepseek_v3, glm4_moe_lite)
+_MODULES = (qwen2, qwen3, qwen2_moe, qwen3_moe, glm4_moe, deepseek_v3, glm4_moe_lite, qwen3_next)
 FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 # what attends to few positions, chosen by an indexer of its own (DeepSeek-V3.2, GLM-5)
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")

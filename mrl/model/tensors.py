@@ -80,7 +80,7 @@ def forward_flops_per_token(model: ModelSpec, context: float) -> float:
 
     `context`: mean number of positions that a token attends to, itself included. It is (length + 1) / 2 for a causal
     sequence, not the whole length, since the masked half need not be computed. Counted are matrix products and
-    attention; a backward pass costs twice as much.
+    attention, of gated delta layers what a token does to the state; a backward pass costs twice as much.
     """
     weights = weight_map(model)
     # a tied output layer is a product with the embedding, which itself is a look-up
@@ -89,8 +89,8 @@ def forward_flops_per_token(model: ModelSpec, context: float) -> float:
         tied = [(weights.output, 1)]
     matmul = sum(_matmul_numel(model, weight) * layers for weight, layers in (*weights.counted, *tied))
     of_a_pair = model.num_attention_heads * (model.head_dim + model.value_head_dim)
-    scores_and_values = of_a_pair * context * model.num_layers
-    return 2.0 * (matmul + scores_and_values)
+    scores_and_values = of_a_pair * context * model.attending_layers
+    return 2.0 * (matmul + scores_and_values + _state_products(model) * len(model.linear_layers))
 
 
 @cache
@@ -106,6 +106,13 @@ def module_flops_per_token(model: ModelSpec, context: float) -> Mapping[str, flo
             by_module["moe"] += flops
             by_module["shared_experts"] += flops * (".mlp.shared_experts." in weight.megatron)
     return MappingProxyType(by_module)
+
+
+def _state_products(model: ModelSpec) -> int:
+    """Multiply-adds of a token with the state of one gated delta layer: what the key reads, what is written for it,
+    and what the query reads.
+    """
+    return 3 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
 
 
 def forward_flops(model: ModelSpec, lengths: Sequence[int], predicted: int) -> float:

@@ -18,8 +18,9 @@ _FUSED = {**{f"{x}_proj": ("qkv_proj", place) for place, x in enumerate("qkv")},
 # of latent attention, where queries have a latent; without one nothing of it is fused
 _FUSED_LATENTS = {"q_a_proj": ("fused_qkv_a_proj", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj", 1), **_FUSED_MLP}
 _VOCABULARY = ("embed_tokens", "lm_head")
-_COLUMN_PARALLEL = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
-_ROW_PARALLEL = ("o_proj", "down_proj")
+_COLUMN_PARALLEL = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "in_proj_qkvz", "in_proj_ba")
+_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
+_OF_VALUE_HEADS = ("A_log", "dt_bias")  # parameters of the layer of gated delta attention itself
 
 
 def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, transposed: bool) -> Arrays:
@@ -32,7 +33,12 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
         if ".experts." not in name:
             *path, module, leaf = name.split(".")
             fused, place = _fused(model).get(module, (module, 0))
-            local = _sliced(module, tensor, model.num_key_value_heads, tp, rollout.tensor)
+            if module == "conv1d":
+                local = _convolution(model, tensor, tp, rollout.tensor)
+            elif leaf in _OF_VALUE_HEADS:
+                local = _cut(tensor, rollout.tensor, tp)
+            else:
+                local = _sliced(module, tensor, model.num_key_value_heads, tp, rollout.tensor)
             slices[".".join([*path, fused, leaf])][place] = local
     parameters = {}
     for name, parts in slices.items():
@@ -64,6 +70,12 @@ def _sliced(module: str, tensor: np.ndarray, kv_heads: int, tp: int, size: int) 
     if module in _ROW_PARALLEL:
         return _cut(tensor, size, tp, axis=1)
     return tensor
+
+
+def _convolution(model: ModelSpec, tensor: np.ndarray, tp: int, size: int) -> np.ndarray:
+    """Channels of a worker's queries, of its keys, of its values."""
+    keys = model.linear_num_key_heads * model.linear_key_head_dim
+    return np.concatenate([_cut(part, size, tp) for part in np.split(tensor, (keys, 2 * keys))])
 
 
 def _experts(

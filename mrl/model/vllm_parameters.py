@@ -168,6 +168,8 @@ def _check_dense(model: ModelSpec, workers: int, weight: Weight, layer: int | No
         case "rows" | "columns":
             size = part.shape[1 if weight.split == "columns" else 0]
             _check_share(size, workers, part.name.format(layer=layer).removesuffix(".weight"))
+        case "sections":
+            _check_share(model.linear_num_key_heads, workers, "linear_num_key_heads")
         case "vocabulary":
             _check_share(_padded(part.shape[0]), workers, "padded vocabulary")
         case "heads":

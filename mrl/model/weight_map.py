@@ -34,21 +34,23 @@ Every word of a view is a `Block`: at TP1 and head_dim 1, k1 is row [1, 2) of k_
 [5, 6) in vLLM.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import prod
 from typing import Any, Literal
 
 from mrl.model.boxes import Box
-from mrl.model.hf_config import HfConfig, ModelSpec
+from mrl.model.hf_config import HfConfig, LayerKind, ModelSpec
 
 Split = Literal[
     "copied",  # whole on every tensor rank
     "rows",  # each part cut along its first dimension, the slices of all parts one under the other
     "columns",  # cut along the second dimension
     "heads",  # a fused query, key and value projection: see the example above
+    "sections",  # each of the sections of one part cut along its first dimension, as "rows" cuts several parts
     "vocabulary",  # rows, after padding to a multiple that each side chooses
 ]
 # names of a layer's weights begin with these
@@ -91,6 +93,10 @@ class Weight:
     split: Split
     is_expert: bool = False  # every routed expert has one
     groups: int = 0  # of "heads": number of key/value heads
+    # of "heads": the checkpoint has a gate behind each query head's rows; Megatron has those of a group behind its
+    # queries, and vLLM as the checkpoint
+    is_gated: bool = False
+    sections: tuple[int, ...] = ()  # of "sections": their rows
     dtype: str | None = None  # in the checkpoint and in Megatron, whatever the model's; None: the model's
     vllm_dtype: str | None = None  # in vLLM, where it is neither `dtype` nor the engine's
     is_constant: bool = False  # not trained: no gradient, no master weights, no moments
@@ -121,6 +127,7 @@ class Family:
     read: Callable[[HfConfig], ModelSpec]
     dense_layer: LayerOf  # a layer without experts
     expert_layer: LayerOf | None = None  # a layer with experts
+    linear_layer: LayerOf | None = None  # a layer with experts and gated delta attention
     # Both sides have a layer's weights in an order of their own: that of the first of these that a weight's checkpoint
     # name begins with, and the checkpoint's among those of one beginning.
     megatron_order: tuple[str, ...] = MEGATRON_ORDER
@@ -150,6 +157,7 @@ class WeightMap:
     embedding: Weight
     dense_layer: LayerWeights
     expert_layer: LayerWeights
+    linear_layer: LayerWeights
     final_norm: Weight
     output: Weight  # where embeddings are tied, its tensor is the embedding's
 
@@ -166,13 +174,20 @@ class WeightMap:
             _vocabulary(Part("model.embed_tokens.weight", words, matmul=False), "embedding.word_embeddings.weight"),
             _layer_weights(family, family.dense_layer(model)),
             _layer_weights(family, family.expert_layer(model) if family.expert_layer and model.is_moe else ()),
+            _layer_weights(family, family.linear_layer(model) if family.linear_layer and model.is_hybrid else ()),
             copied("model.norm.weight", hidden, "decoder.final_layernorm.weight"),
             _vocabulary(Part(output, words), "output_layer.weight"),
         )
 
     def layer(self, number: int) -> LayerWeights:
         """Weights of a layer by its global number."""
-        if number in self.model.moe_layers:
+        return self.of_kind(self.model.layer_kind(number))
+
+    def of_kind(self, kind: LayerKind) -> LayerWeights:
+        """Weights of a layer of a kind."""
+        if kind.is_linear:
+            return self.linear_layer
+        if kind.has_experts:
             return self.expert_layer
         return self.dense_layer
 
@@ -186,9 +201,8 @@ class WeightMap:
     @cached_property
     def layers(self) -> tuple[tuple[LayerWeights, int], ...]:
         """Each kind of layer with the number of layers of that kind; no kind that the model has not."""
-        with_experts = len(self.model.moe_layers)
-        kinds = ((self.dense_layer, self.model.num_layers - with_experts), (self.expert_layer, with_experts))
-        return tuple((kind, count) for kind, count in kinds if count)
+        counts = Counter(self.model.layer_kind(layer) for layer in range(self.model.num_layers))
+        return tuple((self.of_kind(kind), counts[kind]) for kind in sorted(counts))
 
     @cached_property
     def counted(self) -> tuple[tuple[Weight, int], ...]:
@@ -276,13 +290,17 @@ class Slice:
 
 
 def even_slice(weight: Weight, ranks: int, index: int) -> Slice:
-    """Part `index` of `ranks` of a weight that Megatron and vLLM cut alike: "copied", "rows" or "columns"."""
+    """Part `index` of `ranks` of a weight that Megatron and vLLM cut alike: any but "heads" and "vocabulary"."""
     part = weight.parts[0]
     match weight.split:
         case "copied":
             return stacked([(part, 0, part.shape[0]) for part in weight.parts])
         case "rows":
             return stacked([(part, *share(part.shape[0], ranks, index)) for part in weight.parts])
+        case "sections":
+            starts = accumulate(weight.sections[:-1], initial=0)
+            cuts = [(start, share(rows, ranks, index)) for start, rows in zip(starts, weight.sections, strict=True)]
+            return stacked([(part, start + first, start + stop) for start, (first, stop) in cuts])
         case "columns":
             box = Box(((0, part.shape[0]), share(part.shape[1], ranks, index)))
             return Slice(box.shape, (Block(part, box, Box.whole(box.shape)),))

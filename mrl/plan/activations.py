@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from mrl.model import ModelSpec
-from mrl.model.computed_sizes import ATTENTION_LENGTHS, LOGIT_CHUNK
+from mrl.model.computed_sizes import ATTENTION_LENGTHS, DELTA_CHUNK, LOGIT_CHUNK
+from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
 from mrl.plan.model_state import key_value_heads, layer_kinds
@@ -26,6 +27,8 @@ _F32 = 4
 _INT64 = 8
 # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
 _PER_PREDICTED_TOKEN = 78
+# bytes of a value head: its rate, decay and step as they are made, and what norms and lengths were divided by
+_OF_A_RATE = 10 * _F32
 
 # what a module of Megatron's recompute_modules drops, in the terms below
 _DROPPED = {
@@ -157,7 +160,7 @@ class Activations:
         if self.model.is_latent:
             return self._latent_attention()
         m, (queries, groups), s = self.model, self._heads, self.tokens
-        rows = (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
+        rows = (m.num_attention_heads * (1 + m.attn_output_gate) + 2 * m.num_key_value_heads) * m.head_dim
         # with fewer of them than ranks, the whole projection is gathered on each
         if m.num_key_value_heads >= self.layout.tensor:
             rows //= self.layout.tensor
@@ -171,6 +174,32 @@ class Activations:
             "core attention": (self.attended * (queries + groups) + s * queries) * m.head_dim * self.bytes,
             "attention internals": self.attended * queries * _F32
             + (self._plain_attention(queries, groups) if self.kernels == "torch" else 0),
+        } | self._output_gate(queries)
+
+    def _output_gate(self, queries: int) -> dict[str, int]:
+        """The gate's sigmoid, and what it leaves of the output."""
+        if not self.model.attn_output_gate:
+            return {}
+        return {"output gate": self.tokens * queries * self.model.head_dim * (_F32 + self.bytes)}
+
+    def _linear_attention(self) -> dict[str, int]:
+        """Gated delta attention, which is plain torch with all kernels (mrl/megatron/gated_delta.py).
+
+        The convolution keeps its input moved on by each place of its kernel, and its output before silu. Queries, keys,
+        gates and outputs are float32, and so is all that comes of chunks, to which each sequence is padded.
+        """
+        m = self.model
+        heads = m.linear_num_value_heads // self.layout.tensor
+        channels = m.linear_channels // self.layout.tensor
+        convolution = self.tokens * (m.linear_conv_kernel_dim + 1) * channels * self.bytes
+        of_head = 2 * m.linear_key_head_dim * _F32 + m.linear_value_head_dim * 3 * (_F32 + self.bytes)
+        chunks = -(-self.micro.length // DELTA_CHUNK)
+        chunked = self.micro.rows * chunks * DELTA_CHUNK
+        return {
+            "attention norm": self._norm() + self._hidden(),
+            "convolution": convolution,
+            "linear heads": self.tokens * heads * (of_head + _OF_A_RATE),
+            "linear states": chunked * delta_float32(m) // self.layout.tensor * _F32,
         }
 
     def _latent_attention(self) -> dict[str, int]:
@@ -282,36 +311,32 @@ class Activations:
             return gathered + inner + self._hidden() + self.sharded * self.bytes
         return gathered + inner
 
-    def layer(self, is_moe: bool) -> dict[str, int]:
+    def layer(self, kind: LayerKind) -> dict[str, int]:
         """One layer without recomputation, by term."""
-        if is_moe:
-            return self._moe_layer
-        return self._dense_layer
+        if kind not in self._layers:
+            attending = self._linear_attention() if kind.is_linear else self._attention()
+            self._layers[kind] = attending | (self._moe() if kind.has_experts else self._mlp())
+        return self._layers[kind]
 
     @cached_property
-    def _moe_layer(self) -> dict[str, int]:
-        return self._attention() | self._moe()
-
-    @cached_property
-    def _dense_layer(self) -> dict[str, int]:
-        return self._attention() | self._mlp()
+    def _layers(self) -> dict[LayerKind, dict[str, int]]:
+        return {}
 
     # ---------------------------------------------------------------- a chunk of layers
 
-    def chunk(self, kinds: tuple[bool, ...]) -> tuple[int, int]:
-        """(bytes kept by one micro-batch in these layers, bytes that come back for a moment while they are recomputed).
-
-        `kinds`: of each layer, whether it has experts.
+    def chunk(self, kinds: tuple[LayerKind, ...]) -> tuple[int, int]:
+        """(bytes kept by one micro-batch in layers of these kinds, bytes that come back for a moment while they are
+        recomputed).
         """
         if kinds not in self._chunks:
             self._chunks[kinds] = self._chunk(kinds)
         return self._chunks[kinds]
 
     @cached_property
-    def _chunks(self) -> dict[tuple[bool, ...], tuple[int, int]]:
+    def _chunks(self) -> dict[tuple[LayerKind, ...], tuple[int, int]]:
         return {}
 
-    def _chunk(self, kinds: tuple[bool, ...]) -> tuple[int, int]:
+    def _chunk(self, kinds: tuple[LayerKind, ...]) -> tuple[int, int]:
         sizes = {kind: sum(self.layer(kind).values()) for kind in set(kinds)}
         full = [sizes[kind] for kind in kinds]
         match self.recompute.granularity:
@@ -378,6 +403,9 @@ class Activations:
             sizes.append(round(self.expert_tokens * max(m.hidden_size, inner)))
         if len(m.moe_layers) < m.num_layers:
             sizes.append(s * 2 * m.intermediate_size // self.layout.tensor)
+        if m.is_hybrid:
+            of_head = (m.linear_key_head_dim + m.linear_value_head_dim) * _F32 // self.bytes
+            sizes.append(s * m.linear_num_value_heads // self.layout.tensor * of_head)
         return 2 * max(sizes) * self.bytes
 
     # ---------------------------------------------------------------- a pipeline stage
@@ -404,6 +432,18 @@ class Activations:
         if pp != self.layout.pipeline - 1:
             return layer
         return max(layer, self._logit_chunks() + (self.tokens + self.predicted) * self.model.hidden_size * self.bytes)
+
+
+def delta_float32(m: ModelSpec) -> int:
+    """Float32 elements that chunks of gated delta attention keep of a token in one layer, over all tensor ranks.
+
+    Of a value head: queries and keys, each as they come and as states take them, keys by their rate twice, and what is
+    solved and written; five rows of a matrix between the chunk's tokens; a share of the state before the chunk.
+    """
+    keys = m.linear_key_head_dim
+    values = m.linear_value_head_dim
+    of_head = 7 * keys + 3 * values + 5 * DELTA_CHUNK + -(-keys * values // DELTA_CHUNK)
+    return m.linear_num_value_heads * of_head
 
 
 def in_flight(layout: TrainLayout, pp: int, micro_batches: int) -> list[int]:

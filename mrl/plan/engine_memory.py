@@ -52,7 +52,8 @@ def engine_memory(
     """
     weights = worker_weights(model, rollout) * dtype_bytes
     working = _working_set(model, rollout, dtype_bytes, batched_tokens, max_num_seqs)
-    return _with_cache(model, rollout, dtype_bytes, weights, working, max(0, share - weights - working))
+    cache = max(0, share - weights - working)
+    return _with_cache(model, rollout, dtype_bytes, weights, working, cache, max_num_seqs)
 
 
 def engine_memory_with_cache(
@@ -60,27 +61,45 @@ def engine_memory_with_cache(
 ) -> EngineMemory:
     """Memory of an engine where the bytes of the cache are given, as on a CPU."""
     working = _working_set(model, rollout, dtype_bytes, passes["batched_tokens"], passes["max_num_seqs"])
-    return _with_cache(model, rollout, dtype_bytes, worker_weights(model, rollout) * dtype_bytes, working, cache)
+    weights = worker_weights(model, rollout) * dtype_bytes
+    return _with_cache(model, rollout, dtype_bytes, weights, working, cache, passes["max_num_seqs"])
 
 
 def _with_cache(
-    model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, weights: int, working: int, cache: int
+    model: ModelSpec,
+    rollout: RolloutLayout,
+    dtype_bytes: int,
+    weights: int,
+    working: int,
+    cache: int,
+    max_num_seqs: int,
 ) -> EngineMemory:
     per_token = cache_bytes_per_token(model, rollout.tensor, dtype_bytes)
-    tokens = cache // per_token // BLOCK * BLOCK * rollout.data
+    states = max_num_seqs * state_bytes_per_sequence(model, rollout.tensor, dtype_bytes)
+    tokens = max(0, cache - states) // per_token // BLOCK * BLOCK * rollout.data
     rotated = model.qk_rope_head_dim or model.head_dim
     buffers = model.max_position_embeddings * rotated * dtype_bytes
     return EngineMemory(weights, working, cache, tokens, _largest_module(model, rollout) * dtype_bytes, buffers)
 
 
 def cache_bytes_per_token(model: ModelSpec, tensor: int, dtype_bytes: int) -> int:
-    """Keys and values of one token in all layers, on one of `tensor` workers.
+    """Keys and values of one token in all layers that have them, on one of `tensor` workers.
 
     Of latent attention the latent and the rotated part of the key, which every worker has whole.
     """
     if model.is_latent:
         return model.num_layers * (model.kv_lora_rank + model.qk_rope_head_dim) * dtype_bytes
-    return model.num_layers * 2 * key_value_heads(model, tensor) * model.head_dim * dtype_bytes
+    return model.attending_layers * 2 * key_value_heads(model, tensor) * model.head_dim * dtype_bytes
+
+
+def state_bytes_per_sequence(model: ModelSpec, tensor: int, dtype_bytes: int) -> int:
+    """What all gated delta layers keep of one sequence, however long it is, on one of `tensor` workers.
+
+    A state for each value head, and the tokens that the next convolution reaches back to.
+    """
+    state = model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+    reached = model.linear_channels * max(0, model.linear_conv_kernel_dim - 1)
+    return len(model.linear_layers) * (state + reached) // tensor * dtype_bytes
 
 
 @cache

@@ -14,7 +14,7 @@ tokens of all its data-parallel ranks are gathered and their results scattered, 
 from dataclasses import dataclass, fields
 
 from mrl.model import expert_share
-from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
+from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token, state_bytes_per_sequence
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
 from mrl.plan.step_work import mean_flops_per_token, mean_lengths
 
@@ -44,7 +44,9 @@ def decode_step(inputs: PlanInputs, engine: EngineMemory, sequences: float, cont
     rollout = inputs.rollout
     device = inputs.device
     assumed = inputs.assumptions
-    cache = sequences * context * cache_bytes_per_token(inputs.model, rollout.tensor, inputs.engine_element_bytes)
+    of_a_model = (inputs.model, rollout.tensor, inputs.engine_element_bytes)
+    states = 2 * state_bytes_per_sequence(*of_a_model)  # read and written
+    cache = sequences * (context * cache_bytes_per_token(*of_a_model) + states)
     read = engine.weights * _weights_read(inputs, sequences) + cache
     computed = sequences * mean_flops_per_token(inputs.model, mean_lengths(inputs.config, assumed)) / rollout.tensor
     return DecodeStep(

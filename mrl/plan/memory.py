@@ -7,6 +7,7 @@ from typing import Any
 
 from mrl.config.places import Deployment, rank_places
 from mrl.config.schema import RunConfig
+from mrl.model.hf_config import LayerKind
 from mrl.plan.activations import Activations, Kernels, MicroBatchShape
 from mrl.plan.engine_memory import GRAPHS, EngineMemory, cache_bytes_per_token
 from mrl.plan.host_memory import host_section
@@ -53,7 +54,7 @@ def memory_section(inputs: PlanInputs) -> dict[str, Any]:
         and host["fits"],
         "layers": kernels_of(inputs),
         "recompute": str(recompute_of(inputs.config)),
-        "activation_terms_of_a_layer": activations_of(inputs, batch.micro).layer(inputs.model.is_moe),
+        "activation_terms_of_a_layer": activations_of(inputs, batch.micro).layer(LayerKind(inputs.model.is_moe)),
         "kv_cache": cache,
         "host": host,
     }

@@ -14,6 +14,7 @@ from functools import cache
 from math import lcm
 
 from mrl.model import ModelSpec
+from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import last_stage_weights, megatron_slice
 from mrl.model.precision import BF16, Precision
@@ -81,15 +82,15 @@ def key_value_heads(model: ModelSpec, tensor: int) -> int:
 
 
 def layers_alike(model: ModelSpec) -> bool:
-    """Whether all layers have experts, or none: then it does not matter which ones a chunk has."""
-    return len(model.moe_layers) in (0, model.num_layers)
+    """Whether all layers are of one kind: then it does not matter which ones a chunk has."""
+    return len(model.moe_layers) in (0, model.num_layers) and not model.is_hybrid
 
 
-def layer_kinds(model: ModelSpec, layout: TrainLayout, pp: int, vp: int) -> tuple[bool, ...]:
-    """Whether each layer of a model chunk has experts."""
+def layer_kinds(model: ModelSpec, layout: TrainLayout, pp: int, vp: int) -> tuple[LayerKind, ...]:
+    """The kind of each layer of a model chunk."""
     if layers_alike(model):
-        return (model.is_moe,) * layout.chunk_layers[pp][vp]
-    return tuple(layer in model.moe_layers for layer in layout.stage_layers(pp, vp))
+        return (LayerKind(model.is_moe),) * layout.chunk_layers[pp][vp]
+    return tuple(model.layer_kind(layer) for layer in layout.stage_layers(pp, vp))
 
 
 def _ends(model: ModelSpec, pipeline: int, pp: int) -> tuple[Weight, ...]:
@@ -113,11 +114,9 @@ def stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
 
 
 @cache
-def _layer_numel(model: ModelSpec, has_experts: bool, tensor: int, expert: int, expert_tensor: int) -> BufferNumel:
+def _layer_numel(model: ModelSpec, kind: LayerKind, tensor: int, expert: int, expert_tensor: int) -> BufferNumel:
     """Elements of one layer on one rank."""
-    weights = weight_map(model)
-    layer = weights.expert_layer if has_experts else weights.dense_layer
-    return _aligned(layer.megatron, tensor, expert_tensor, model.num_experts // expert)
+    return _aligned(weight_map(model).of_kind(kind).megatron, tensor, expert_tensor, model.num_experts // expert)
 
 
 @cache

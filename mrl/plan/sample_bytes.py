@@ -117,7 +117,8 @@ def _recorded(inputs: PlanInputs, rows: int, pp: int) -> int:
 
 
 def _moe_layers(model: ModelSpec, train: TrainLayout, pp: int) -> int:
-    return sum(sum(layer_kinds(model, train, pp, vp)) for vp in range(train.virtual_pipeline))
+    chunks = (layer_kinds(model, train, pp, vp) for vp in range(train.virtual_pipeline))
+    return sum(kind.has_experts for chunk in chunks for kind in chunk)
 
 
 def stored_bytes(inputs: PlanInputs) -> int:

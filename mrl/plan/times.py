@@ -17,7 +17,7 @@ from functools import cache
 from mrl.config.schema import RunConfig
 from mrl.model import ModelSpec, forward_flops_per_token, module_flops_per_token
 from mrl.model.layout import TrainLayout
-from mrl.plan.activations import MicroBatchShape, Recompute
+from mrl.plan.activations import MicroBatchShape, Recompute, delta_float32
 from mrl.plan.devices import Assumptions, Device
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
 from mrl.plan.generation_times import generation_seconds
@@ -311,13 +311,15 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
 def _traffic(m: ModelSpec, expert_tensor: int) -> tuple[float, float]:
     """Bytes that a token moves through memory in a forward pass: (beside experts, of experts). Counted are reads and
     writes of what layers keep apart. Norms and residuals are sixteen times the hidden size. Queries, keys, values and
-    attention's output count six times. Of an expert, its tokens are sorted, read, written and put back, and the halves
-    of its gate are written and read.
+    attention's output count six times; what gated delta layers compute in float32 is written and read. Of an expert,
+    its tokens are sorted, read, written and put back, and the halves of its gate are written and read.
     """
     heads = (2 * m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
+    attending = m.attending_layers * 6 * heads
+    linear = len(m.linear_layers) * (3 * m.linear_channels + 2 * delta_float32(m) * _F32 // _BF16)
     sparse = len(m.moe_layers)
     dense = (m.num_layers - sparse) * 6 * m.intermediate_size
-    beside = _BF16 * (m.num_layers * (16 * m.hidden_size + 6 * heads) + dense)
+    beside = _BF16 * (m.num_layers * 16 * m.hidden_size + attending + linear + dense)
     width = 0
     if m.is_moe:
         width = expert_tensor * m.hidden_size + m.moe_intermediate_size

@@ -55,6 +55,7 @@ OWN_BRIDGES = {
     "deepseek_v3": "it names max_position_embeddings, which megatron-core 0.16.1 has not, reads no float32 files, and "
     "never sets groups of experts: tokens would go to other experts than the checkpoint's, without an error",
     "glm4_moe_lite": "it has none",
+    "qwen3_next": "it has none",
 }
 _LOOSE = {
     "ray": "2.60.0",

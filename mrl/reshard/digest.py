@@ -47,9 +47,9 @@ class _Tables(NamedTuple):
 def partial_digest(block: torch.Tensor, hf_name: str, origin: tuple[int, ...]) -> int:
     """The share of `block` in the digest of tensor `hf_name`, in [0, 2^64).
 
-    `block`: one- or two-dimensional, in Hugging Face orientation (strides do not matter) and in the engine's dtype. Its
-    first element stands at `origin` of the whole tensor. Raises ValueError for other ranks or an origin of another
-    length.
+    `block`: one- or two-dimensional, or with single places between the first dimension and the last, in Hugging Face
+    orientation (strides do not matter) and in the engine's dtype. Its first element stands at `origin` of the whole
+    tensor. Raises ValueError for other shapes or an origin of another length.
     """
     return combine(lane_sums(block, origin).tolist(), hf_name)
 
@@ -70,14 +70,16 @@ def lane_sums(block: torch.Tensor, origin: tuple[int, ...]) -> torch.Tensor:
 
 
 def _as_matrix(block: torch.Tensor, origin: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, int]]:
-    if block.dim() not in (1, 2) or len(origin) != block.dim():
+    """Dimensions between the first and the last are left out, of which each must have one place."""
+    is_flat = set(block.shape[1:-1]) <= {1} and not any(origin[1:-1])
+    if not block.dim() or len(origin) != block.dim() or not is_flat:
         raise ValueError(
-            f"a block of shape {tuple(block.shape)} at {tuple(origin)}: only one- and "
-            "two-dimensional tensors have a digest"
+            f"a block of shape {tuple(block.shape)} at {tuple(origin)}: only vectors, matrices and convolutions of "
+            "single channels have a digest"
         )
     if block.dim() == 1:
         return (block[None], (0, *origin))
-    return (block, origin)
+    return (block.reshape(block.shape[0], block.shape[-1]), (origin[0], origin[-1]))
 
 
 def lane_sums_of_each(

@@ -31,10 +31,28 @@ def target_faults(parameters: Sequence[TargetParameter], copies: Iterable[Copy])
     for copy in copies:
         arriving[copy.parameter, copy.hf_name].append(copy)
     for parameter in parameters:
+        pieces: dict[str, list[TargetPiece]] = defaultdict(list)
         for piece in parameter.pieces:
-            yield from _piece_faults(parameter.name, piece, arriving.pop((parameter.name, piece.hf_name), []))
+            pieces[piece.hf_name].append(piece)
+        for hf_name, of_tensor in pieces.items():
+            yield from _tensor_faults(parameter.name, of_tensor, arriving.pop((parameter.name, hf_name), []))
     for name, hf_name in arriving:
         yield f"{name} receives {hf_name}, which does not belong there"
+
+
+def _tensor_faults(name: str, pieces: Sequence[TargetPiece], copies: Sequence[Copy]) -> Iterator[str]:
+    """Faults of what arrives of one tensor, of which a parameter may hold several pieces. A copy that lies in none of
+    them counts as one of the first.
+    """
+    if len(pieces) == 1:
+        yield from _piece_faults(name, pieces[0], copies)
+        return
+    of_piece: list[list[Copy]] = [[] for _ in pieces]
+    for copy in copies:
+        within = (number for number, piece in enumerate(pieces) if piece.hf_box.contains(copy.hf_box))
+        of_piece[next(within, 0)].append(copy)
+    for piece, own in zip(pieces, of_piece, strict=True):
+        yield from _piece_faults(name, piece, own)
 
 
 def _piece_faults(name: str, piece: TargetPiece, copies: Sequence[Copy]) -> Iterator[str]:

@@ -5,12 +5,13 @@ workers have. The rehearsal carries out the same layouts on a shrunken model. Th
 own, so that no mistake hides, and every worker is compared with what its engine's own loader makes of full tensors.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import inf, lcm
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -162,7 +163,7 @@ def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tupl
     It has two layers a chunk and one of each kind, and two rows a shard. On either side a rank has two experts, where
     the model has as many. Heads, padding of the vocabulary and what is uneven stay.
     """
-    kept = [_kept_layers(layers, model.moe_layers) for layers in _chunks(train)]
+    kept = [_kept_layers(layers, model) for layers in _chunks(train)]
     layers = [layer for chunk in kept for layer in chunk]
     counts = iter(len(chunk) for chunk in kept)
     by_chunk = [[next(counts) for _ in range(train.pipeline)] for _ in range(train.virtual_pipeline)]
@@ -180,6 +181,7 @@ def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tupl
         else 0,
         num_experts=_few_experts(model.num_experts, train.expert, rollout.expert) if model.is_moe else 0,
         **_small_latents(model),
+        **_small_states(model, layers, lcm(train.tensor, rollout.tensor)),
     )
     return small, replace(train, chunk_layers=tuple(zip(*by_chunk, strict=True)))
 
@@ -191,9 +193,24 @@ def _small_latents(model: ModelSpec) -> dict[str, int]:
     return {"kv_lora_rank": 3, "q_lora_rank": min(model.q_lora_rank, 3), "qk_rope_head_dim": 1, "v_head_dim": 2}
 
 
-def _kept_layers(layers: range, moe_layers: Collection[int]) -> list[int]:
-    """First and last layer of a chunk, and one of the kind that neither is."""
-    of_each_kind = {layer in moe_layers: layer for layer in (*layers, *layers[:1])}.values()
+def _small_states(model: ModelSpec, layers: Sequence[int], tensor: int) -> dict[str, Any]:
+    """Heads and sizes of gated delta attention in the kept `layers`; values a key stay as many."""
+    if not model.is_hybrid:
+        return {}
+    values_a_key = model.linear_num_value_heads // model.linear_num_key_heads
+    return {
+        "linear_layers": tuple(number for number, layer in enumerate(layers) if layer in model.linear_layers),
+        "linear_num_key_heads": tensor,
+        "linear_num_value_heads": tensor * values_a_key,
+        "linear_key_head_dim": 2,
+        "linear_value_head_dim": 2,
+        "linear_conv_kernel_dim": 2,
+    }
+
+
+def _kept_layers(layers: range, model: ModelSpec) -> list[int]:
+    """First and last layer of a chunk, and one of each kind that neither is."""
+    of_each_kind = {model.layer_kind(layer): layer for layer in (*layers, *layers[:1])}.values()
     return sorted({*layers[:1], *layers[-1:], *of_each_kind})
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from mrl.model import ModelSpec
 from mrl.model.boxes import Box
+from mrl.model.hf_config import LayerKind
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.megatron_shards import Shard, source_shards
 from mrl.model.vllm_parameters import Dialect, TargetParameter, target_parameters
@@ -83,16 +84,17 @@ class Miniature:
 
     model: ModelSpec
     train: TrainLayout
-    kinds: tuple[bool, ...]  # has experts, for each layer
+    kinds: tuple[LayerKind, ...]  # of each layer
 
     @classmethod
     def of(cls, model: ModelSpec, train: TrainLayout) -> "Miniature":
         """The miniature of a model and its layout."""
-        kinds = tuple(dict.fromkeys(layer in model.moe_layers for layer in range(model.num_layers)))
-        moe_layers = tuple(layer for layer, has_experts in enumerate(kinds) if has_experts)
+        kinds = tuple(dict.fromkeys(model.layer_kind(layer) for layer in range(model.num_layers)))
+        moe_layers = tuple(layer for layer, kind in enumerate(kinds) if kind.has_experts)
+        linear_layers = tuple(layer for layer, kind in enumerate(kinds) if kind.is_linear)
         stages = ((len(kinds),), (0,))[: train.pipeline]
         return cls(
-            replace(model, num_layers=len(kinds), moe_layers=moe_layers),
+            replace(model, num_layers=len(kinds), moe_layers=moe_layers, linear_layers=linear_layers),
             replace(train, pipeline=len(stages), virtual_pipeline=1, chunk_layers=stages),
             kinds,
         )
@@ -114,11 +116,11 @@ class Miniature:
         return holder.offset
 
 
-def segments(model: ModelSpec, train: TrainLayout, kinds: tuple[bool, ...]) -> tuple[Segment, ...]:
+def segments(model: ModelSpec, train: TrainLayout, kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
     """All parts, stage after stage. Blocks are numbered: before the layers, each layer kind, after the layers."""
     stage_size = train.world_size // train.pipeline
     layers = [
-        Segment(1 + kinds.index(layer in model.moe_layers), layer, local, stage, stage * stage_size, chunk)
+        Segment(1 + kinds.index(model.layer_kind(layer)), layer, local, stage, stage * stage_size, chunk)
         for stage in range(train.pipeline)
         for chunk in range(train.virtual_pipeline)
         for local, layer in enumerate(train.stage_layers(stage, chunk))

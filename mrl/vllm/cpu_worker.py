@@ -60,6 +60,10 @@ class CpuWorker(CPUWorker):
             from mrl.vllm.cpu_latent import install
 
             install()
+        if self.model_config.is_hybrid:
+            from mrl.vllm.cpu_delta import install
+
+            install()
         note_baseline()
         super().load_model(*arguments, **named)
 

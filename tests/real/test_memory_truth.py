@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from padded import collate
 from ranks import ROOT, run_ranks
-from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
+from tiny_models import save, tiny_dense, tiny_moe, tiny_next, tiny_shared
 
 from mrl.data.samples import Sample
 from mrl.model import load_model_spec
@@ -44,6 +44,9 @@ LAYOUTS = {
     "moe-cp2": ("moe", 2, {CP: 2}, "bfloat16", {}),
     "dense-cp2-padded": ("dense", 2, {CP: 2}, "float32", {}),
     "shared-tp2": ("shared", 2, {TP: 2}, "bfloat16", {}),
+    "next-tp1": ("next", 1, {}, "float32", {}),
+    "next-tp1-half-full-recompute": ("next", 1, {}, "bfloat16", FULL),
+    "next-tp2": ("next", 2, {TP: 2}, "bfloat16", {}),
     "dense-tp2": ("dense", 2, {TP: 2}, "float32", {}),
     "dense-pp2": ("dense", 2, {PP: 2}, "bfloat16", {}),
     "moe-tp2-pp2-ep2": ("moe", 4, {TP: 2, PP: 2, EP: 2}, "bfloat16", {}),
@@ -63,7 +66,7 @@ STATE_BOUND, ACTIVATION_BOUND = 0.02, 0.10
 def truth(tmp_path_factory) -> dict[str, list[dict]]:
     """What each rank of each layout held, and where the models are."""
     out = tmp_path_factory.mktemp("memory")
-    models = {"moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared}
+    models = {"moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "next": tiny_next}
     paths = {name: str(save(make(), out / name)) for name, make in models.items()}
     np.savez(out / "batch.npz", **_batch())
     for world in (1, 2, 4):

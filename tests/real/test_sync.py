@@ -17,7 +17,7 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import in_dtype, save, tiny_dense, tiny_glm, tiny_latent, tiny_moe, tiny_shared
+from tiny_models import in_dtype, save, tiny_dense, tiny_glm, tiny_latent, tiny_moe, tiny_next, tiny_shared
 from transformers import AutoModelForCausalLM
 
 from mrl.cluster.actor_group import ActorGroup
@@ -121,6 +121,31 @@ CASES |= {
         fresh=True,
     ),
 }
+_NEXT = dict(enable_prefix_caching=False)  # states have none
+CASES |= {
+    "fp32-next": Case(
+        "next",
+        "float32",
+        _NEXT,
+        {
+            "tp2pp2ep2": dict(
+                tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2
+            ),
+        },
+        fresh=True,
+    ),
+    "fp32-next-to-tp2": Case(
+        "next",
+        "float32",
+        dict(tensor_model_parallel_size=2, **_NEXT),
+        {
+            "ep4": dict(expert_model_parallel_size=4),
+            "tp2etp2": dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=2),
+            "pp2uneven-ep2": dict(expert_model_parallel_size=2, **PP_UNEVEN),
+        },
+        fresh=True,
+    ),
+}
 # Left out of continuous integration, four processes of vLLM and more each: a fresh engine is held against a synced one
 # in the first two cases, and every box of shared experts, biases and data-parallel ranks against vLLM's own loader in
 # test_reshard_target.
@@ -128,7 +153,7 @@ LONG = (
     "fp32-moe-to-dp2-with-expert-parallelism", "bf16-moe-to-two-engines-of-dp2",
     "fp32-moe-to-tp2dp2-with-expert-parallelism",
     "fp32-shared-experts-and-qkv-bias-to-tp2", "bf16-glm-to-tp2-and-a-fresh-engine",
-    "fp32-latent", "fp32-latent-to-tp2",
+    "fp32-latent", "fp32-latent-to-tp2", "fp32-next", "fp32-next-to-tp2",
 )  # fmt: skip
 # vLLM's CPU attention has heads of 32 and more, and its kernels want multiples of 32 on each worker
 MODELS = {
@@ -137,6 +162,7 @@ MODELS = {
     "shared": lambda: tiny_shared(num_attention_heads=2, shared_expert_intermediate_size=128),
     "glm": tiny_glm,
     "latent": tiny_latent,
+    "next": lambda: tiny_next(shared_expert_intermediate_size=128),
 }
 
 
@@ -213,6 +239,7 @@ def world(request, tmp_path_factory, ranks) -> Iterator[World]:
             said = answers(groups[1]) if case.fresh else None
             if case.model == "latent":
                 assert any(name.endswith(".W_UV") for name in truth) and any(name.endswith(".W_UK_T") for name in truth)
+            if case.model in ("latent", "next"):
                 # vLLM's CPU kernels computed it wrongly, and no sync would show it
                 assert far_from_hugging_face(groups[1], start) < 1e-5
             yield World(case, start, groups[0], ranks, truth, said)

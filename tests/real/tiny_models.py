@@ -19,6 +19,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 _COMMON = {
@@ -135,6 +137,35 @@ def tiny_latent(**changes) -> PreTrainedModel:
     }
     model = _uneven(DeepseekV3ForCausalLM, DeepseekV3Config(**(sizes | changes)))
     _move_constants(model)
+    return model
+
+
+def tiny_next(**changes) -> PreTrainedModel:
+    """Qwen3-Next: every second layer with gated delta attention, of two values a key, the others with a gate on their
+    output; a gated shared expert, zero-centred norms, a quarter of each head rotated.
+
+    States are forgotten more slowly than they would begin with: of faster ones transformers' own gradients are 2e-5
+    from float64's. `changes`: to its configuration.
+    """
+    sizes = _COMMON | {
+        "vocab_size": 127,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+    }
+    model = _uneven(Qwen3NextForCausalLM, Qwen3NextConfig(**(sizes | changes)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(3.0)
     return model
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
 from test_checkpoints import change_description
-from tiny_models import in_dtype, save, tiny_dense, tiny_glm, tiny_latent, tiny_moe, tiny_qwen2, tiny_shared
+from tiny_models import in_dtype, save, tiny_dense, tiny_glm, tiny_latent, tiny_moe, tiny_next, tiny_qwen2, tiny_shared
 
 import mrl.checkpoint.convert
 import mrl.checkpoint.convert_job
@@ -40,7 +40,7 @@ from mrl.model.megatron_shards import Piece, source_shards
 
 FAMILIES = {
     "qwen3_moe": tiny_moe, "qwen2_moe": tiny_shared, "qwen3": tiny_dense, "qwen2": tiny_qwen2,
-    "deepseek_v3": tiny_latent,
+    "deepseek_v3": tiny_latent, "qwen3_next": tiny_next,
 }  # fmt: skip
 LAYOUTS = {
     "one rank": "tp=1", "tp2 pp2 ep2": "tp=2,pp=2,ep=2", "tp4, fewer key heads": "tp=4", "vpp2": "pp=2,vpp=2",
@@ -89,7 +89,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 CASES = [
     *(("qwen3_moe", LAYOUTS[name]) for name in LAYOUTS), ("qwen2_moe", "tp=2,pp=2,ep=2"), ("half", "tp=2,pp=2,ep=2"),
     *(("qwen3", DENSE[name]) for name in DENSE), ("qwen2", DENSE["tp2 pp2"]),
-    ("half glm4_moe", "tp=2,pp=2,ep=2"), ("deepseek_v3", "tp=2,pp=2,ep=2"),
+    ("half glm4_moe", "tp=2,pp=2,ep=2"), ("deepseek_v3", "tp=2,pp=2,ep=2"), ("qwen3_next", "tp=2,pp=2,ep=2"),
 ]  # fmt: skip
 
 
@@ -114,6 +114,7 @@ def test_there_and_back_gives_the_same_bytes_whatever_the_layout(models, tmp_pat
         ("qwen2_moe", "tp=4,etp=2,ep=2"),
         ("half", "pp=2,vpp=2"),
         ("half glm4_moe", "tp=2,pp=2,ep=2"),
+        ("qwen3_next", "tp=2,pp=2,ep=2"),
     ],
 )
 def test_each_rank_is_stored_what_megatron_has_there(models, tmp_path, model, layout):

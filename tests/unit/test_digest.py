@@ -221,9 +221,25 @@ def test_boxes_of_several_tensors_in_the_engines_dtype_are_those_taken_alone(sha
     ]
 
 
-@pytest.mark.parametrize(("shape", "origin"), [((2, 2, 2), (0, 0, 0)), ((2, 2), (0,)), ((), ())])
-def test_other_ranks_are_refused(shape, origin):
-    with pytest.raises(ValueError, match="dimensional"):
+def test_a_convolution_of_single_channels_is_the_matrix_without_the_dimension_between():
+    kernel = noise(24, 1, 4)
+    assert whole(kernel) == whole(kernel[:, 0])
+    parts = [partial_digest(kernel[rows], "a.weight", (rows.start, 0, 0)) for rows in (slice(0, 7), slice(7, 24))]
+    columns = [
+        partial_digest(kernel[..., :3], "a.weight", (0, 0, 0)),
+        partial_digest(kernel[..., 3:], "a.weight", (0, 0, 3)),
+    ]
+    assert add(parts) == add(columns) == whole(kernel)
+    swapped = kernel.clone()
+    swapped[[3, 5]] = swapped[[5, 3]]
+    assert whole(swapped) != whole(kernel)
+
+
+@pytest.mark.parametrize(
+    ("shape", "origin"), [((2, 2, 2), (0, 0, 0)), ((2, 1, 2), (0, 1, 0)), ((2, 2), (0,)), ((), ())]
+)
+def test_other_shapes_are_refused(shape, origin):
+    with pytest.raises(ValueError, match="single channels"):
         partial_digest(torch.zeros(shape), "a.weight", origin)
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.megatron.gated_delta import CHUNK, GatedDelta, gated_delta
+from mrl.megatron.gated_delta import GatedDelta, gated_delta
+from mrl.model.computed_sizes import DELTA_CHUNK
 from mrl.platforms import get_platform
 
 SIZES = dict(
@@ -18,7 +19,7 @@ SIZES = dict(
     linear_num_value_heads=8,
 )  # fmt: skip
 HIDDEN, EPS = 32, 1e-6
-LENGTHS = (3, CHUNK, 1, 2 * CHUNK + 6, CHUNK - 2)
+LENGTHS = (3, DELTA_CHUNK, 1, 2 * DELTA_CHUNK + 6, DELTA_CHUNK - 2)
 TOKENS = sum(LENGTHS)
 
 

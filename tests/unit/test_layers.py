@@ -11,6 +11,7 @@ import pytest
 from test_memory_host import inputs_of
 
 from mrl.errors import EnvironmentFault
+from mrl.model.hf_config import LayerKind
 from mrl.plan.memory import activations_of, actor_bytes, memory_section
 from mrl.plan.plan_inputs import batch_plan
 from mrl.platforms.inventory import CUDA_MAJOR
@@ -117,7 +118,7 @@ def test_the_plan_counts_with_the_layers_that_the_run_would_have(preset):
             activations_of(inputs, batch_plan(inputs.config, inputs.train).micro),
         )
     assert [found[allowed][0] for allowed in ("false", "true")] == ["transformer_engine", "torch"]
-    one, other = (sum(found[allowed][1].layer(True).values()) for allowed in ("false", "true"))
+    one, other = (sum(found[allowed][1].layer(LayerKind(True)).values()) for allowed in ("false", "true"))
     assert other > one
 
 

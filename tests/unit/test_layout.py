@@ -27,6 +27,8 @@ class Facts:
     num_experts: int = 128
     moe_intermediate_size: int = 768
     shared_expert_intermediate_size: int = 0
+    linear_num_key_heads: int = 0
+    attn_output_gate: bool = False
 
     def with_layers(self, n: int) -> "Facts":
         return replace(self, num_layers=n, moe_layers=tuple(range(n)))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mrl.model import known_spec, model_spec
+from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout
 from mrl.plan.activations import Activations, MicroBatchShape, Recompute, in_flight
 
@@ -37,7 +38,7 @@ def activations(model, micro=MICRO, **degrees) -> Activations:
 
 def test_a_dense_layer_by_hand():
     """32 tokens, hidden 100, 4 query and 2 key/value heads of 10, MLP 300, bf16 with fused kernels."""
-    terms = activations(DENSE).layer(is_moe=False)
+    terms = activations(DENSE).layer(LayerKind(False))
     # input and scale, then what the projection reads
     assert terms["attention norm"] == 32 * (100 * 2 + 4) + 32 * 100 * 2
     projection, norms, rotary = 32 * 80 * 2, 32 * (60 * 2 + 6 * 4), 4 * 32 * 10 * 2
@@ -51,7 +52,7 @@ def test_an_expert_layer_by_hand():
     """8,192 tokens of the 30B model on TP4 with sequence parallelism and EP8: 2,048 tokens a rank,
     each to 8 experts.
     """
-    terms = activations(known_spec("Qwen3-30B-A3B"), BIG, world_size=8, **{TP: 4, EP: 8}).layer(is_moe=True)
+    terms = activations(known_spec("Qwen3-30B-A3B"), BIG, world_size=8, **{TP: 4, EP: 8}).layer(LayerKind(True))
     assert terms["expert input"] == 2048 * 8 * 2048 * 2
     assert terms["expert projection"] == 2048 * 8 * 2 * 768 * 2
     assert terms["expert activation"] == 2048 * 8 * (768 * 2 + 4)
@@ -62,7 +63,7 @@ def test_an_expert_layer_by_hand():
 
 def test_slices_of_an_expert_all_see_its_tokens():
     whole, sliced = (activations(known_spec("Qwen3-30B-A3B"), BIG, world_size=8, **{EP: 2, ETP: etp}) for etp in (1, 2))
-    assert sliced.layer(True)["expert input"] == 2 * whole.layer(True)["expert input"]
+    assert sliced.layer(LayerKind(True))["expert input"] == 2 * whole.layer(LayerKind(True))["expert input"]
     assert sliced.expert_tokens == 2 * whole.expert_tokens
 
 
@@ -88,7 +89,7 @@ def test_recomputing_more_keeps_less(name):
     selective = replace(none, recompute=Recompute("selective"))
     most = replace(none, recompute=Recompute("selective", modules=("core_attn", "mlp", "moe")))
     full = replace(none, recompute=Recompute("full"))
-    kept = [a.chunk((a.model.is_moe,) * a.model.num_layers)[0] for a in (none, selective, most, full)]
+    kept = [a.chunk((LayerKind(a.model.is_moe),) * a.model.num_layers)[0] for a in (none, selective, most, full)]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == 4
     assert kept[-1] == none.model.num_layers * 8192 * none.model.hidden_size * 2  # the input of every layer
@@ -96,15 +97,15 @@ def test_recomputing_more_keeps_less(name):
 
 def test_recomputing_in_larger_groups_keeps_fewer_inputs_and_brings_more_back():
     one, four = (replace(activations(DENSE), recompute=Recompute("full", num_layers=n)) for n in (1, 4))
-    assert one.chunk((False,) * 8)[0] == 4 * four.chunk((False,) * 8)[0]
-    assert four.chunk((False,) * 8)[1] == 4 * one.chunk((False,) * 8)[1]
+    assert one.chunk((LayerKind(False),) * 8)[0] == 4 * four.chunk((LayerKind(False),) * 8)[0]
+    assert four.chunk((LayerKind(False),) * 8)[1] == 4 * one.chunk((LayerKind(False),) * 8)[1]
 
 
 @pytest.mark.parametrize("axis", [TP, CP])
 def test_cutting_the_sequence_over_ranks_divides_a_layer(axis):
     model = known_spec("Qwen3-30B-A3B")
     whole, halved = activations(model, BIG), activations(model, BIG, **{axis: 2})
-    ratio = sum(whole.layer(True).values()) / sum(halved.layer(True).values())
+    ratio = sum(whole.layer(LayerKind(True)).values()) / sum(halved.layer(LayerKind(True)).values())
     assert ratio == pytest.approx(2, rel=0.01)
     assert halved.embedding() <= whole.embedding() * (9 / 8 if axis == TP else 1 / 2)
 
@@ -112,14 +113,16 @@ def test_cutting_the_sequence_over_ranks_divides_a_layer(axis):
 def test_the_fused_kernels_keep_less_than_plain_torch():
     fused = activations(known_spec("Qwen3-30B-A3B"), BIG)
     plain = replace(fused, kernels="torch")
-    terms = fused.layer(True)
-    assert all(terms[name] <= size for name, size in plain.layer(True).items())
-    assert sum(terms.values()) < 0.8 * sum(plain.layer(True).values())
+    terms = fused.layer(LayerKind(True))
+    assert all(terms[name] <= size for name, size in plain.layer(LayerKind(True)).items())
+    assert sum(terms.values()) < 0.8 * sum(plain.layer(LayerKind(True)).values())
 
 
 def test_with_more_tensor_ranks_than_key_value_heads_each_gathers_the_whole_projection():
     model = known_spec("Qwen3-30B-A3B")  # 32 query heads, 4 key/value heads of 128
-    four, eight = (activations(model, BIG, world_size=8, **{TP: tp}).layer(True)["query, key, value"] for tp in (4, 8))
+    four, eight = (
+        activations(model, BIG, world_size=8, **{TP: tp}).layer(LayerKind(True))["query, key, value"] for tp in (4, 8)
+    )
     gathered = 8192 * 40 * 128 * 2
     assert eight > gathered > four
 
@@ -145,10 +148,11 @@ def test_plain_attention_orders_its_outputs_and_under_context_parallelism_gather
     """32 tokens in 2 sequences of 16, 4 query and 2 key/value heads of 10, bf16."""
     one, two = (replace(activations(DENSE, **degrees), kernels="torch") for degrees in ({}, {CP: 2}))
     # outputs, and a copy of the values
-    assert one.layer(False)["attention internals"] == 32 * 4 * 4 + 32 * 40 * 2 + 32 * 20 * 2
+    assert one.layer(LayerKind(False))["attention internals"] == 32 * 4 * 4 + 32 * 40 * 2 + 32 * 20 * 2
     mask = 8 * 16 * 2  # own positions x all positions of a sequence; the two are alike and share it
     assert (
-        two.layer(False)["attention internals"] == 16 * 4 * 4 + 16 * 40 * 2 + (2 * 32 - 16) * 20 * 2 + mask + 2 * 32 * 8
+        two.layer(LayerKind(False))["attention internals"]
+        == 16 * 4 * 4 + 16 * 40 * 2 + (2 * 32 - 16) * 20 * 2 + mask + 2 * 32 * 8
     )
 
 
@@ -156,14 +160,15 @@ def test_plain_attention_counts_the_pads_of_short_sequences():
     """2 sequences of 20 tokens are padded to 24 each: queries, keys, values, outputs and their sums,
     but not the ordered outputs.
     """
-    layer = replace(activations(DENSE), kernels="torch", micro=replace(MICRO, length=20)).layer(False)
+    layer = replace(activations(DENSE), kernels="torch", micro=replace(MICRO, length=20)).layer(LayerKind(False))
     assert layer["core attention"] == (48 * (40 + 20) + 40 * 40) * 2
     assert layer["attention internals"] == 48 * 4 * 4 + (48 * 40 + 48 * 20) * 2
 
 
 def test_padded_rows_share_their_rotary_factors():
     packed, padded = (
-        activations(DENSE, replace(MICRO, packed=packed)).layer(False)["query, key, value"] for packed in (True, False)
+        activations(DENSE, replace(MICRO, packed=packed)).layer(LayerKind(False))["query, key, value"]
+        for packed in (True, False)
     )
     assert packed - padded == 4 * (32 - 16) * 10 * 2
 
@@ -174,5 +179,5 @@ def test_an_activation_that_is_made_again_keeps_what_it_is_made_from():
     none = activations(model, BIG)
     again = replace(none, recompute=Recompute("selective", modules=("moe_act",)))
     routed = 8192 * model.num_experts_per_tok
-    dropped = none.chunk((True,))[0] - again.chunk((True,))[0]
+    dropped = none.chunk((LayerKind(True),))[0] - again.chunk((LayerKind(True),))[0]
     assert dropped == routed * (model.moe_intermediate_size * 2 + 4)  # bf16, and a float32 probability

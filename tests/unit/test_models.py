@@ -45,6 +45,11 @@ TINY_LATENT = {
     "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "num_mtp_layers": 0,
 }  # fmt: skip
 TINY_LITE = {k: v for k, v in TINY_LATENT.items() if k not in ("first_k_dense_replace", "num_mtp_layers")}
+TINY_NEXT = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
 CASES = {
     "qwen2 tied": ("Qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2 untied": ("Qwen2", "qwen2", {"tie_word_embeddings": False}),
@@ -57,6 +62,8 @@ CASES = {
     "deepseek_v3": ("DeepseekV3", "deepseek_v3", TINY_LATENT),
     "deepseek_v3, queries without a latent": ("DeepseekV3", "deepseek_v3", {**TINY_LATENT, "q_lora_rank": None}),
     "glm4_moe_lite": ("Glm4MoeLite", "glm4_moe_lite", TINY_LITE),
+    "qwen3_next": ("Qwen3Next", "qwen3_next", TINY_NEXT),
+    "qwen3_next, other layers": ("Qwen3Next", "qwen3_next", {**TINY_NEXT, "full_attention_interval": 2}),
     "qwen3_moe, all layers sparse": (
         "Qwen3Moe",
         "qwen3_moe",

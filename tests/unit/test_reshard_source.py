@@ -68,6 +68,19 @@ MODELS = {
         },
         router_score="sigmoid",
     ),
+    "qwen3_next": ModelSpec(
+        **BASE
+        | EXPERTS
+        | {"family": "qwen3_next", "qkv_bias": False, "qk_norm": True, "shared_expert_intermediate_size": 8},
+        linear_layers=(0, 2),
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=2,
+        linear_value_head_dim=3,
+        linear_conv_kernel_dim=4,
+        attn_output_gate=True,
+        zero_centered_norm=True,
+    ),
     "mixed": ModelSpec(
         **BASE
         | EXPERTS
@@ -193,6 +206,9 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
     if "linear_qkv" in name and "layer_norm" not in name:
         q, k, v = (hf[f"{at}self_attn.{part}_proj.{name.rsplit('.', 1)[1]}"] for part in "qkv")
         kv = model.num_key_value_heads
+        if model.attn_output_gate:  # behind each query its gate; in Megatron behind the queries of a group their gates
+            by_head = q.reshape(kv, model.num_attention_heads // kv, 2, model.head_dim, -1)
+            q = by_head.transpose(0, 2, 1, 3, 4).reshape(q.shape)
         per_group = [np.concatenate([a, b, c]) for a, b, c in zip(*(np.split(x, kv) for x in (q, k, v)), strict=True)]
         return np.split(np.concatenate(per_group), layout.tensor)[tp]
     if ".experts." in name:
@@ -200,7 +216,7 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
         expert = coords.ep * (model.num_experts // layout.expert) + int(name.rsplit("weight", 1)[1])
         return gated(hf, f"{at}mlp.experts.{expert}.", name, layout.expert_tensor, coords.etp)
     if "linear_fc" in name and "layer_norm" not in name:
-        of_family = "shared_expert." if model.family == "qwen2_moe" else "shared_experts."
+        of_family = "shared_expert." if model.family in ("qwen2_moe", "qwen3_next") else "shared_experts."
         shared = of_family if "shared_experts" in name else ""
         return gated(hf, f"{at}mlp.{shared}", name, layout.tensor, tp)
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -210,6 +226,8 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
             (padded_vocab_size(model.vocab_size, layout.tensor) - len(words), model.hidden_size), words.dtype
         )
         return np.split(np.concatenate([words, padding]), layout.tensor)[tp]
+    if f"{at}linear_attn.norm.weight" in hf and ".self_attention." in name:
+        return delta_parameter(model, hf, f"{at}linear_attn.", name.split(".self_attention.")[1], layout.tensor, tp)
     if name.endswith("linear_proj.weight"):
         return np.split(hf[f"{at}self_attn.o_proj.weight"], layout.tensor, axis=1)[tp]
     up = {"linear_q_proj": "q_proj", "linear_q_up_proj": "q_b_proj", "linear_kv_up_proj": "kv_b_proj"}
@@ -278,6 +296,19 @@ def test_tagged_parameters_are_what_megatrons_split_gives(seed):
             )
 
 
+def delta_parameter(model: ModelSpec, hf: dict, at: str, name: str, tensor: int, tp: int) -> np.ndarray:
+    """Of gated delta attention: heads one after the other, and of the convolution queries, keys and values apart."""
+    whole = hf[at + name]
+    if name == "norm.weight":
+        return whole
+    if name == "out_proj.weight":
+        return np.split(whole, tensor, axis=1)[tp]
+    if name == "conv1d.weight":
+        keys = model.linear_num_key_heads * model.linear_key_head_dim
+        return np.concatenate([np.split(part, tensor)[tp] for part in np.split(whole, [keys, 2 * keys])])
+    return np.split(whole, tensor)[tp]
+
+
 @cache
 def bridge_of(model: ModelSpec, ours: bool):
     """mbridge's bridge of a family, or ours in its registry, without its Megatron state:
@@ -309,8 +340,12 @@ def bridge_of(model: ModelSpec, ours: bool):
     return bridge
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["mbridge's", "ours"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+OF_BOTH = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    ("family", "ours"), [*((family, ours) for family in OF_BOTH for ours in (False, True)), ("qwen3_next", True)]
+)
 def test_names_and_contents_are_mbridges_and_those_of_our_bridge(family, ours):
     model = MODELS[family]
     import torch

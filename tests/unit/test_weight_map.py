@@ -51,6 +51,20 @@ def test_the_example_of_the_docstring(ranks, megatron, vllm):
     assert [heads(worker_slice(weight, ranks, index)) for index in range(ranks)] == vllm
 
 
+@pytest.mark.parametrize(
+    ("ranks", "megatron", "vllm"),
+    [
+        (1, ["q0 q2 q1 q3 k0 v0 q4 q6 q5 q7 k1 v1"], ["q0 q1 q2 q3 q4 q5 q6 q7 k0 k1 v0 v1"]),
+        (2, ["q0 q2 q1 q3 k0 v0", "q4 q6 q5 q7 k1 v1"], ["q0 q1 q2 q3 k0 v0", "q4 q5 q6 q7 k1 v1"]),
+    ],
+)
+def test_a_gate_stands_behind_its_query_and_in_megatron_behind_the_queries_of_its_group(ranks, megatron, vllm):
+    """Odd rows of the projection are gates."""
+    weight = qkv(replace(EXAMPLE, attn_output_gate=True))
+    assert [heads(megatron_slice(weight, ranks, 1, index)) for index in range(ranks)] == megatron
+    assert [heads(worker_slice(weight, ranks, index)) for index in range(ranks)] == vllm
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_each_side_has_every_weight_of_a_layer_under_a_name_of_its_own(name):
     for layer, _ in weight_map(MODELS[name]).layers:

@@ -34,18 +34,19 @@ def write_checkpoint(
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     model = model_spec(config)
     rng = np.random.default_rng(seed)
-    tensors = {spec.name: _random(spec, rng) for spec in tensor_specs(model)}
+    tensors = {spec.name: _random(spec, rng, model.zero_centered_norm) for spec in tensor_specs(model)}
     _make_ends_likely(tensors, model, ends, response)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return model
 
 
-def _random(spec: TensorSpec, rng: np.random.Generator) -> np.ndarray:
+def _random(spec: TensorSpec, rng: np.random.Generator, zero_centered_norm: bool) -> np.ndarray:
     if "norm" in spec.name:
-        return np.ones(spec.shape, np.float32)
+        is_plain = not zero_centered_norm or ".linear_attn." in spec.name
+        return np.full(spec.shape, 1.0 if is_plain else 0.0, np.float32)
     if len(spec.shape) == 1:  # biases
         return rng.normal(0.0, 0.02, spec.shape).astype(np.float32)
-    adds_to_stream = spec.name.endswith(("o_proj.weight", "down_proj.weight"))
+    adds_to_stream = spec.name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
     scale = (_QUIET if adds_to_stream else 1.0) / sqrt(spec.shape[-1])
     return (rng.standard_normal(spec.shape, np.float32) * np.float32(scale)).astype(np.float32)
 

@@ -9,7 +9,7 @@ from typing import Any
 from mrl.config.override_rules import MINDSPEED_FIELDS
 from mrl.config.schema import RunConfig, leaf
 from mrl.errors import MrlError
-from mrl.model import planning_model_spec
+from mrl.model import ModelSpec, planning_model_spec
 from mrl.tools.rehearse.notes import Change, OutOfReach
 
 _TRANSFORMER = "model.override_transformer_config"
@@ -127,24 +127,25 @@ def _engine_switches(config: RunConfig) -> Iterator[tuple[Change, str]]:
     if rollout.enable_chunked_prefill:
         change = Change("rollout.enable_chunked_prefill", True, None, "on a CPU")
         yield change, "vLLM's CPU build dies of a prompt that is computed in parts"
-    if rollout.enable_prefix_caching and _is_latent(config.model.path):
+    model = _model(config.model.path)
+    if rollout.enable_prefix_caching and model is not None and model.is_latent:
         change = Change("rollout.enable_prefix_caching", True, False, "on a CPU")
         yield change, "vLLM's CPU kernel of latent attention has no prefix cache"
+    if config.rollout_dtype != "float32" and model is not None and model.is_hybrid:
+        change = Change("rollout.dtype", rollout.dtype, "float32", "on a CPU")
+        yield change, "engines on a CPU compute gated delta attention in float32 alone"
     if hosted := [name for name in config.trainer.logger if name not in LOGGERS]:
         kept = tuple(name for name in config.trainer.logger if name in LOGGERS)
         change = Change("trainer.logger", config.trainer.logger, kept, "no account is written to")
         yield change, f"{', '.join(hosted)}: a rehearsal writes to no account of yours"
 
 
-def _is_latent(path: str) -> bool:
-    """Whether the model has latent attention; false for one that is neither here nor known.
-
-    What is refused of such a model is refused elsewhere.
-    """
+def _model(path: str) -> ModelSpec | None:
+    """None for a model that is neither here nor known. What is refused of such a one is refused elsewhere."""
     try:
-        return planning_model_spec(path)[0].is_latent
+        return planning_model_spec(path)[0]
     except MrlError:
-        return False
+        return None
 
 
 def _not_read(config: RunConfig) -> Iterator[OutOfReach]:

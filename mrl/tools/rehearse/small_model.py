@@ -113,11 +113,22 @@ def _latent(config: HfConfig) -> dict[str, Any]:
     return _glm(config) | sizes | chosen
 
 
+def _hybrid(config: HfConfig) -> dict[str, Any]:
+    """Every second layer attends with keys, so that two layers have both kinds. Heads of gated delta attention have the
+    least size that vLLM's kernel takes.
+    """
+    values = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": HEADS}
+    kinds = {"full_attention_interval": 2, "linear_num_value_heads": HEADS * values}
+    return _qwen_shared(config) | sizes | kinds
+
+
 SMALL_FORMS: dict[str, SmallForm] = {
     "qwen2": _dense,
     "qwen3": _dense,
     "qwen2_moe": _qwen_shared,
     "qwen3_moe": _qwen_experts,
+    "qwen3_next": _hybrid,
     "glm4_moe": _glm,
     "deepseek_v3": _latent,
     "glm4_moe_lite": _latent,

@@ -46,10 +46,11 @@ class KeyPosition:
 def whole_parameters(model: ModelSpec) -> tuple[Shard, ...]:
     """The parameters of a rank that has all of them; layers and experts have their global numbers.
 
-    Raises ConfigError for a model with constants, whose place in torch_dist files is not known here.
+    Raises ConfigError for a model with constants or with gated delta attention, whose place in torch_dist files is not
+    known here.
     """
     shards = source_shards(model, TrainLayout.build({"world_size": 1}, model), 0)
-    if any(shard.is_constant for shard in shards):
+    if model.is_hybrid or any(shard.is_constant for shard in shards):
         raise ConfigError(
             f"{model.family} models are not converted from or to Megatron's torch_dist format; use Hugging Face files"
         )

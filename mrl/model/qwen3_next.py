@@ -1,0 +1,105 @@
+"""Qwen3-Next: gated delta attention in three layers of four, attention whose output a gate weighs in the fourth; routed
+experts beside a gated shared one in all.
+
+Norms are zero-centred: they multiply by one more than their weight. A quarter of each head turns with the position.
+Checkpoints also have a layer for multi-token prediction (`mtp.`), which transformers and vLLM's model leave out, and
+so does training.
+"""
+
+from typing import Any
+
+from mrl.errors import ConfigError
+from mrl.model.decoder_weights import dense_layer
+from mrl.model.delta_attention import MEGATRON_DELTA_ATTENTION, VLLM_DELTA_ATTENTION
+from mrl.model.hf_config import (
+    HfConfig,
+    ModelSpec,
+    common,
+    experts,
+    head_dim_from_hidden,
+    partial_rotary_factor,
+    refuse_unless,
+    required,
+)
+from mrl.model.qwen2_moe import with_shared_expert
+from mrl.model.weight_map import MEGATRON_ORDER, VLLM_ATTENTION, VLLM_NORMS, Family
+
+_SIZES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+_LINEAR = "linear_attention"
+_FULL = "full_attention"
+# what vLLM or transformers would compute otherwise, and its plain value
+_PLAIN = {
+    "attn_output_gate": True,
+    "output_gate_type": "silu",
+    "layer_scale": False,
+    "qkv_bias": False,
+    "decoder_sparse_step": 1,
+    "is_causal": True,
+}
+
+
+def read(config: HfConfig) -> ModelSpec:
+    for key, plain in _PLAIN.items():
+        refuse_unless(key, config.get(key, plain), plain)
+    # a dense layer could be cut over tensor ranks without their sequences
+    refuse_unless("mlp_only_layers", config.get("mlp_only_layers") or [], [])
+    sizes: dict[str, Any] = {name: required(config, name) for name in _SIZES}
+    if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
+        whole = f"a multiple of linear_num_key_heads = {sizes['linear_num_key_heads']}"
+        refuse_unless("linear_num_value_heads", sizes["linear_num_value_heads"], whole)
+    return ModelSpec(
+        **common(config),
+        **experts(config),
+        **sizes,
+        head_dim=head_dim_from_hidden(config),
+        qkv_bias=False,
+        qk_norm=True,
+        shared_expert_intermediate_size=required(config, "shared_expert_intermediate_size"),
+        partial_rotary_factor=partial_rotary_factor(config, 0.25),
+        linear_layers=_linear_layers(config),
+        attn_output_gate=True,
+        zero_centered_norm=True,
+    )
+
+
+def _linear_layers(config: HfConfig) -> tuple[int, ...]:
+    """Numbers of the layers with gated delta attention: listed, or all but every fourth."""
+    count = required(config, "num_hidden_layers")
+    every = config.get("full_attention_interval") or 4
+    kinds = config.get("layer_types") or [_FULL if (n + 1) % every == 0 else _LINEAR for n in range(count)]
+    if len(kinds) != count or set(kinds) != {_LINEAR, _FULL}:
+        raise ConfigError(
+            f"config.json: layer_types must name {_LINEAR} or {_FULL} for each of {count} layers, and both of them"
+        )
+    return tuple(number for number, kind in enumerate(kinds) if kind == _LINEAR)
+
+
+def is_left_out(name: str, m: ModelSpec) -> bool:
+    """Tensors of the layer for multi-token prediction."""
+    return name.startswith("mtp.")
+
+
+FAMILY = Family(
+    "Qwen3NextForCausalLM",
+    "qwen3_next",
+    read,
+    dense_layer,
+    with_shared_expert,
+    lambda m: with_shared_expert(m, is_linear=True),
+    megatron_order=("input_layernorm.", *MEGATRON_DELTA_ATTENTION, *MEGATRON_ORDER),
+    vllm_order=(
+        *VLLM_DELTA_ATTENTION,
+        *VLLM_ATTENTION,
+        "mlp.gate.",
+        "mlp.shared_expert_gate.",
+        "mlp.",
+        *VLLM_NORMS,
+    ),
+    is_left_out=is_left_out,
+)
