@@ -303,11 +303,11 @@ class SampleRows(Columns):
             start += columns[f.name].nbytes
         return SampleRows(**columns)
 
-    def without_bad_numbers(self) -> Self:
-        """Takes rows with log-probs that are no numbers for context, which counts nowhere."""
-        if self.finite.all():
+    def as_context(self, rows: np.ndarray) -> Self:
+        """Takes rows for context, which counts nowhere; `rows`: bool [rows]."""
+        if not rows.any():
             return self
-        return replace(self, sampled_counts=np.where(self.finite, self.sampled_lengths, 0))
+        return replace(self, sampled_counts=np.where(rows, 0, self.sampled_lengths))
 
     @property
     def truncated(self) -> np.ndarray:
@@ -348,11 +348,11 @@ class Samples(Sequences, SampleRows):
             counts["part"] = self.part_counts.astype(np.int64)
         return counts
 
-    def without_bad_numbers(self) -> Self:
-        own = super().without_bad_numbers()
+    def as_context(self, rows: np.ndarray) -> Self:
+        own = super().as_context(rows)
         if own is self:
             return self
-        return replace(own, sampled=self.is_sampled & np.repeat(self.finite, self.response_lengths))
+        return replace(own, sampled=self.is_sampled & ~np.repeat(rows, self.response_lengths))
 
     @property
     def numbers(self) -> SampleRows:

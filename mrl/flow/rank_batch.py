@@ -85,7 +85,9 @@ class RankBatch:
     ) -> "RankBatch":
         """Fetches the rows, and of their routes this rank's part. `readers`: of routes, by node."""
         blocks = stored.fetched([block.samples for block in stored.blocks])
-        samples = stored.assembled(blocks).without_bad_numbers()
+        samples = stored.assembled(blocks)
+        left_out = (stored.rows.sampled_lengths == 0) & (samples.sampled_lengths > 0)  # for log-probs without numbers
+        samples = samples.as_context(left_out)
         routes = None
         if actor.config.actor.router_replay == "R3" and actor.routing is not None:
             needed = actor.computed_tokens(cut, samples.lengths)

@@ -125,9 +125,9 @@ class ResponseStore:
         """The responses under other ids. Those in the blocks stay as they were."""
         return replace(self, rows=replace(self.rows, group_id=group_id, sample_id=sample_id))
 
-    def without_bad_numbers(self) -> "ResponseStore":
-        """The responses, those with log-probs that are no numbers as context. Those in the blocks stay as they were."""
-        return replace(self, rows=self.rows.without_bad_numbers())
+    def as_context(self, rows: np.ndarray) -> "ResponseStore":
+        """The responses, some as context, which counts nowhere. Those in the blocks stay as they were."""
+        return replace(self, rows=self.rows.as_context(rows))
 
     def read(self, with_routes: bool = False) -> Samples:
         """The responses under the ids of `rows`, with routes if so asked: what of them is on another node is fetched to

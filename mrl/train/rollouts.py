@@ -282,7 +282,7 @@ class Judge:
         not_finite = [result.reason == NOT_FINITE for result in results]
         if any(not_finite):
             metrics = metrics | {"train/not_finite_share": float(np.mean(not_finite))}
-            samples = samples.without_bad_numbers()
+            samples = samples.as_context(np.array(not_finite))
         rewards = self.rewards(samples.rows, results)
         if self.algorithm.overlong_buffer.enable:
             penalties = rewards - [result.score for result in results]

@@ -191,7 +191,7 @@ def test_a_stopped_run_says_what_is_saved_and_the_command_that_goes_on(tmp_path,
         (["+rollout.temprature=1"], ["unknown key; did you mean"]),
         (["critic.optim.lr=1e-5"], ["verl's critic.optim.lr has no key here: not applicable, there is no critic"]),
         (["data.custom_cls.path=a.py"], ["verl's data.custom_cls.path has no key here: unsupported"]),
-        (["rollout.agent.num_workers=8"], ["verl's actor_rollout_ref.rollout.agent.num_workers has no key here"]),
+        (["rollout.agent.num_workers=8"], ["unknown key; did you mean rollout.turns.num_workers?"]),
         (["reward.functoin=math"], ["did you mean function?"]),
     ],
 )

@@ -563,7 +563,7 @@ def test_a_run_is_ended_by_a_beat_that_found_the_loss(tmp_path, world):
     RunDir.open(tmp_path, "", resume=True, clock=world)
     run.lock._lost = run.lock._loss()
     stop = StopFlag()
-    stop.hold()
+    stop.defer_signals()
     with pytest.raises(LostLock):
         _poll(run, stop)
 
