@@ -33,8 +33,9 @@ def world(tmp_path_factory) -> Path:
     return put_model(make_world(tmp_path_factory.mktemp("world")), tiny_latent)
 
 
-def test_twenty_steps_train_and_go_on_from_the_tenth_bit_by_bit(world, tmp_path):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+def after_twenty_steps(world: Path, folder: Path) -> tuple[dict, dict]:
+    """Weights before and after twenty steps, which are the same bit by bit with a stop at the tenth."""
+    whole, stopped = folder / "whole", folder / "stopped"
     assert finish(train(world, whole, **SETTINGS, trainer__total_training_steps=20), whole) == 0
     assert finish(train(world, stopped, **SETTINGS, trainer__total_training_steps=10), stopped) == 0
     assert finish(train(world, stopped, "--resume", **SETTINGS, trainer__total_training_steps=20), stopped) == 0
@@ -46,9 +47,14 @@ def test_twenty_steps_train_and_go_on_from_the_tenth_bit_by_bit(world, tmp_path)
     ends = (run / "checkpoints" / "step-20" for run in (whole, stopped))
     assert checkpoint_difference(*ends) is None
 
-    succeeded("convert", "megatron-to-hf", str(whole), "-o", str(tmp_path / "hf"))
-    before, after = (load_file(next(folder.glob("*.safetensors"))) for folder in (world / "model", tmp_path / "hf"))
+    succeeded("convert", "megatron-to-hf", str(whole), "-o", str(folder / "hf"))
+    before, after = (load_file(next(each.glob("*.safetensors"))) for each in (world / "model", folder / "hf"))
     assert before.keys() == after.keys()
+    return before, after
+
+
+def test_twenty_steps_train_and_go_on_from_the_tenth_bit_by_bit(world, tmp_path):
+    before, after = after_twenty_steps(world, tmp_path)
     still = {name for name in before if before[name].equal(after[name])}
     constants = {name for name in before if name.endswith(CONSTANTS)}
     assert constants and constants <= still
