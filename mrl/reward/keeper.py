@@ -43,6 +43,7 @@ def main(requests_fd: int, results_fd: int) -> None:
     status = _keep(child, wake, output)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
+    _copy(output)  # before a search that whoever waits for the end may cut short
     _end_descendants()
     _copy(output)
     _end_as(status)
