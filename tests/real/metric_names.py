@@ -15,6 +15,7 @@ COLOCATED, AHEAD = "colocated placement", "generation ahead of training"
 PENALTY, DYNAMIC, OFFLOAD = "overlong_buffer", "use_dynamic_bsz", "offload"
 READY_FIRST, TURNS = "order: ready_first", "rollout.turns"
 FAILING, ENDPOINT = "environments that fail", "rollout.endpoint"
+BAD_NUMBERS = "log-probs that are no numbers"
 VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after one that saved"
 WRITTEN_WITH = {
     REFERENCE: {"timing_s/ref"},
@@ -27,7 +28,7 @@ WRITTEN_WITH = {
     R3: {"router/missing_routes", "router/rollout_drift"},
     COLOCATED: {spec.name for spec in all_metrics() if spec.name.startswith("switch/")},
     VALIDATION: {"timing_s/testing", *(spec.name for spec in all_metrics() if spec.name.startswith("val-"))}
-    - {"val-core/*/maj@*", "val-aux/environment_failed"},
+    - {"val-core/*/maj@*", "val-aux/environment_failed", "val-aux/not_finite"},
     PREDICTIONS: {"val-core/*/maj@*"},  # tests/unit/test_validation.py
     SAVING: {"timing_s/save_checkpoint"},
     STEPS_AFTER_SAVING: {"perf/checkpoint_write_s"},
@@ -44,6 +45,7 @@ WRITTEN_WITH = {
     - {"turns/left_out"},
     ENDPOINT: {spec.name for spec in all_metrics() if spec.name.startswith("endpoint/")},  # tests/unit/test_turns.py
     FAILING: {"turns/left_out", "val-aux/environment_failed"},  # tests/unit/test_trajectory.py, test_validation.py
+    BAD_NUMBERS: {"train/not_finite_share", "val-aux/not_finite"},  # tests/unit/test_sampling.py, test_trajectory.py
 }
 
 
