@@ -50,7 +50,7 @@ class ChatMessage:
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """What two messages have in common that say the same: clients write arguments, ids and space anew."""
-        calls = tuple((call.name, json.dumps(call.arguments, sort_keys=True)) for call in self.calls)
+        calls = tuple((call.name, json.dumps(_plain(call.arguments), sort_keys=True)) for call in self.calls)
         return self.role, self.content.strip(), calls
 
     @property
@@ -61,6 +61,17 @@ class ChatMessage:
             functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in self.calls]
             said["tool_calls"] = [{"type": "function", "function": each} for each in functions]
         return said
+
+
+def _plain(value: Any) -> Any:
+    """JSON with whole numbers as such: a client in JavaScript writes 1.0 as 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value
 
 
 @dataclass(frozen=True)
@@ -111,14 +122,17 @@ def parse_openai(body: Any) -> ChatRequest:
     messages = [_openai_message(message) for message in _list(body, "messages")]
     tools = [_openai_tool(tool) for tool in _list(body, "tools")]
     limit = _whole_number(body, "max_completion_tokens") or _whole_number(body, "max_tokens")
-    usage = (body.get("stream_options") or {}).get("include_usage")
-    return _checked(body, messages, tools, limit, wants_usage=bool(usage))
+    options = body.get("stream_options") or {}
+    _check_mapping(options)
+    return _checked(body, messages, tools, limit, wants_usage=bool(options.get("include_usage")))
 
 
 def _openai_message(message: Any) -> ChatMessage:
     _check_mapping(message)
-    role = {"developer": "system"}.get(message.get("role"), message.get("role"))
-    if role not in ROLES:
+    role = message.get("role")
+    if role == "developer":
+        role = "system"
+    if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"a message has the role {str(role)[:40]!r}; known: {', '.join(ROLES)}")
     calls = [_openai_call(call) for call in _list(message, "tool_calls")]
     return ChatMessage(role, _text(message.get("content")), tuple(calls), _word(message.get("tool_call_id")))

@@ -67,9 +67,13 @@ def variables(url: str, key: str) -> dict[str, str]:
         "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
+        **{name: _beside_ours(os.environ.get(name, "")) for name in ("NO_PROXY", "no_proxy")},
     }
+
+
+def _beside_ours(hosts: str) -> str:
+    """Hosts that no proxy is asked for: those given, and the endpoint's."""
+    return ",".join([*filter(None, [hosts]), "127.0.0.1", "localhost"])
 
 
 @contextmanager

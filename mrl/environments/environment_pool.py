@@ -344,6 +344,8 @@ class EnvironmentPool:
             return CallAnswer(DIED, "")
         try:
             reason, text, *rest = self.ask(process, "step", None, name, arguments)
+            if self.spec.has_agent:  # with all that it started, and before another agent's key is in there
+                self.end_process(slot)
         except WorkerFailure as failure:
             self.end_process(slot)
             reason = failure.reason

@@ -159,9 +159,12 @@ class AgentPartner:
         while True:
             asked = asyncio.ensure_future(self._waiting.get())
             left_s = max(0.0, deadline - self._agents.clock())
-            await asyncio.wait([asked, self._run], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.wait([asked, self._run], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not asked.done():
+                    asked.cancel()
             if not asked.done():
-                asked.cancel()
                 return False
             self._asked = asked.result()
             try:

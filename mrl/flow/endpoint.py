@@ -151,7 +151,7 @@ def _event(name: str, data: Any) -> str:
     """One event of a stream."""
     text = data
     if not isinstance(data, str):
-        text = json.dumps(data, ensure_ascii=False)
+        text = json.dumps(data)
     named = ""
     if name:
         named = f"event: {name}\n"

@@ -65,6 +65,7 @@ def train(run: Run) -> None:
     except (Interrupted, DataError, EnvironmentFault) as error:  # weights that a NumericAbort is about are not kept
         save_whole(run, error)
         raise
+    run.sample_writer.finish()
     run.saver.save_last(run.state, run.line)
 
 
@@ -91,6 +92,7 @@ def save_whole(run: Run, error: MrlError) -> None:
         print(f"error: step {run.state.step} is not saved: the ranks still wait for what is lost", flush=True)
         return
     try:
+        run.sample_writer.finish()
         run.saver.save_last(run.generation.given_up(run.state), run.line)
     except Interrupted as another:
         print(f"error: step {run.state.step} is not saved: {another}", flush=True)

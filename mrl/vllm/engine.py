@@ -99,6 +99,7 @@ class VllmEngine:
             await self._start(meeting)
             if self.settings.check_order:
                 await self._check_order()
+        self._note_files()
         return time.monotonic() - began
 
     async def _start(self, meeting: tuple[str, int] | None) -> None:
@@ -137,7 +138,6 @@ class VllmEngine:
         self._rendezvous = rendezvous_files(await self._calls.workers("rendezvous"))
         self._machine.serve(0)
         self._door.open()
-        self._note_files()
 
     async def generate(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[Samples]:
         """Yields responses as they finish, those that finish together as rows of one batch.

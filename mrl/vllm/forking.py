@@ -126,12 +126,15 @@ def install() -> None:
 
     The coordinator of data-parallel ranks always does as ForkedProcess: nobody else ends it with its engine.
     """
-    from vllm.v1.engine import coordinator, utils
-    from vllm.v1.executor import multiproc_executor
+    from vllm.v1.engine import coordinator
 
     coordinator.get_mp_context = ForkingContext
-    if _SERVER in os.environ:
-        utils.get_mp_context = multiproc_executor.get_mp_context = ForkingContext
+    if _SERVER not in os.environ:
+        return
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    utils.get_mp_context = multiproc_executor.get_mp_context = ForkingContext
 
 
 def preloaded_libraries(given: str) -> str:

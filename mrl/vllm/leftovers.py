@@ -47,7 +47,7 @@ def note(file: str, own: set[Path]) -> None:
 def noted(file: str) -> set[Path]:
     """Reads the file; nothing when there is none."""
     if Path(file).exists():
-        return set(map(Path, Path(file).read_text().split()))
+        return set(map(Path, Path(file).read_text().splitlines()))
     return set()
 
 
@@ -57,7 +57,8 @@ def remove_all(paths: set[Path]) -> None:
         if path.name.startswith(BUCKET_FOLDER):
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def new_folder() -> Path:

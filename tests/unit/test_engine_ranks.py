@@ -48,6 +48,8 @@ def core():
     """A process with one below it, and the number of that one."""
     process = subprocess.Popen([sys.executable, "-c", CORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     process.worker = int(process.stdout.readline())
+    while not psutil.Process(process.worker).cmdline():  # between fork and exec there is none
+        time.sleep(0.01)
     yield process
     for pid in (process.worker, process.pid):
         try:

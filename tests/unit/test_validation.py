@@ -319,7 +319,7 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
         placement = Separate(SimpleNamespace(take_checkpoint=None, write_checkpoint=None), sync)
         run = SimpleNamespace(
             config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, placement=placement,
-            saver=saver, line={},
+            saver=saver, line={}, sample_writer=SimpleNamespace(finish=lambda: None),
             generation=SimpleNamespace(begin=lambda: done.append("begin")), hosts=None,
         )  # fmt: skip
         loop.train(run)
