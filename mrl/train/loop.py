@@ -29,6 +29,8 @@ until a rank fetches those that it trains on. The driver holds prompts, numbers 
 a run consists of stands in assemble.py.
 """
 
+from contextlib import suppress
+
 from mrl.algo.rows import RowValues
 from mrl.cluster.job import GRACE
 from mrl.config.places import Deployment
@@ -65,8 +67,10 @@ def train(run: Run) -> None:
     except (Interrupted, DataError, EnvironmentFault) as error:  # weights that a NumericAbort is about are not kept
         save_whole(run, error)
         raise
-    run.sample_writer.finish()
-    run.saver.save_last(run.state, run.line)
+    try:
+        run.sample_writer.finish()
+    finally:
+        run.saver.save_last(run.state, run.line)
 
 
 def save_whole(run: Run, error: MrlError) -> None:
@@ -92,7 +96,8 @@ def save_whole(run: Run, error: MrlError) -> None:
         print(f"error: step {run.state.step} is not saved: the ranks still wait for what is lost", flush=True)
         return
     try:
-        run.sample_writer.finish()
+        with suppress(Interrupted):  # samples that are lost are no reason to lose the weights
+            run.sample_writer.finish()
         run.saver.save_last(run.generation.given_up(run.state), run.line)
     except Interrupted as another:
         print(f"error: step {run.state.step} is not saved: {another}", flush=True)
