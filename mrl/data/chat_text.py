@@ -83,7 +83,12 @@ class ChatText:
     ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]], dict[str, str]]:
         """Messages and tools with a character in the place of each token of the family's own in their texts; and which
         of these characters stands for which.
+
+        Raises BadRequest for names in a tool's schema that a template could write as such a token, between its <>.
         """
+        for name in _names(tools):
+            if f"<{name}>" in self._dialect.own_tokens:
+                raise BadRequest(f"a tool's schema has the name {name!r}, and <{name}> is a token of the model's own")
         said = [[message.for_template for message in messages], list(tools)]
         texts = json.dumps(said, ensure_ascii=False)
         tokens = [token for token in self._dialect.own_tokens if token in texts]
@@ -91,6 +96,16 @@ class ChatText:
         own = {next(free): token for token in tokens}
         marked = _with_stand_ins(said, own)
         return marked[0], marked[1], own
+
+
+def _names(value: Any) -> Iterator[str]:
+    """All names of mappings in a value of JSON."""
+    if isinstance(value, Mapping):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _names(each)
 
 
 def _read_as(properties: Mapping[str, Any]) -> dict[str, dict[str, str]]:

@@ -171,3 +171,14 @@ def test_a_template_that_refuses_says_so():
         text.prompt(asked)
     with pytest.raises(BadRequest):
         text.follow([], [ChatMessage("system", "s"), ChatMessage("user", "u")], ())
+
+
+def test_a_name_in_a_schema_that_a_template_could_write_as_a_token_is_refused(family):
+    """Qwen3-Coder's template writes unknown names of a schema between <>, which are then the template's own."""
+    for token in family.dialect.own_tokens:
+        if token[0] + token[-1] != "<>":
+            continue
+        schema = {"type": "object", "properties": {"q": {"type": "string", token[1:-1]: ["x"]}}}
+        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": schema}}
+        with pytest.raises(BadRequest, match="is a token of the model's own"):
+            family.text.prompt(ChatRequest((ChatMessage("user", "u"),), (tool,)))
