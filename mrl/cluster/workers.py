@@ -286,7 +286,7 @@ class EngineWorker:
                 self.engine.settings.turns,
                 tokenizer,
                 self._tools_log,
-                seats=request_limit_of(self.engine.settings.arguments["max_num_seqs"]),
+                slots=request_limit_of(self.engine.settings.arguments["max_num_seqs"]),
                 environment=self._environment,
                 reader=call_reader,
             )

@@ -86,12 +86,13 @@ class ChatText:
 
         Raises BadRequest for names in a tool's schema that a template could write as such a token, between its <>.
         """
+        own_tokens = self._dialect.own_tokens
         for name in _names(tools):
-            if f"<{name}>" in self._dialect.own_tokens:
+            if f"<{name}>" in own_tokens:
                 raise BadRequest(f"a tool's schema has the name {name!r}, and <{name}> is a token of the model's own")
         said = [[message.for_template for message in messages], list(tools)]
         texts = json.dumps(said, ensure_ascii=False)
-        tokens = [token for token in self._dialect.own_tokens if token in texts]
+        tokens = [token for token in own_tokens if token in texts]
         free = (chr(number) for number in count(_FIRST_STAND_IN) if chr(number) not in texts)
         own = {next(free): token for token in tokens}
         marked = _with_stand_ins(said, own)

@@ -59,17 +59,17 @@ class Conversations:
         tokenizer: Any,
         log_path: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
-        seats: int | None = None,
+        slots: int | None = None,
         environment: Mapping[str, str] | None = None,
         reader: Callable[[Dialect, TurnsSpec], CallReader] = DialectReader,
     ):
-        """Starts a first process for tools, environments or agents; what they print goes to `log_path`. `seats`:
+        """Starts a first process for tools, environments or agents; what they print goes to `log_path`. `slots`:
         requests that the engine has at most. `environment`: see EnvironmentPool. `reader`: of calls in what was
         sampled.
         """
         self.spec = spec
         self._clock = clock
-        self._gate = TurnGate(seats)
+        self._gate = TurnGate(slots)
         self._agents: Agents | None = None
         self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.step_s, log_path, environment=environment)
         try:
@@ -160,7 +160,7 @@ class Conversations:
             return await self._unspoken(engine, request, sampling)
         while talk.state is ConversationState.SAMPLING:
             asked = partner.asked(talk, line)
-            async with self._gate.seat(is_first=line.made is kept):
+            async with self._gate.slot(is_first=line.made is kept):
                 line = await _added(engine, asked, line, sampling)
             talk = partner.sampled(talk, line, asked)
             with self._counted():
@@ -176,7 +176,7 @@ class Conversations:
 
     async def _unspoken(self, engine: Generates, request: Request, sampling: Sampling) -> Samples:
         """The row of a conversation that failed before it began: one token, so that it is of a version as all rows."""
-        async with self._gate.seat(is_first=True):
+        async with self._gate.slot(is_first=True):
             line = await _added(engine, replace(request, max_tokens=1), Line(request), sampling)
         return _with_stop(with_outcome(line.made, [()], [0.0], {}, 0.0), Stop.ENVIRONMENT)
 

@@ -4,7 +4,7 @@
                                                                          ended <-- whatever ended it
 
 A partner moves the conversation (mrl.schedule.conversation) by what it did, keeps the record of its calls, and appends
-what the model reads next. The loop, seats of the engine and what becomes of a row are of mrl.flow.conversations.
+what the model reads next. The loop, slots of the engine and what becomes of a row are of mrl.flow.conversations.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """How many conversations an engine samples at once; those that tools work for are none of them.
 
-An example of 2 seats: a, b, c and d begin. a and b sample. a calls a tool, and c samples meanwhile. a's answer comes
-while both seats are taken and d waits: a is next, since its prefix is in the engine's cache.
+An example of 2 slots: a, b, c and d begin. a and b sample. a calls a tool, and c samples meanwhile. a's answer comes
+while both slots are taken and d waits: a is next, since its prefix is in the engine's cache.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from contextlib import asynccontextmanager
 class TurnGate:
     """Seats for requests of one engine; later turns go first, then who came first."""
 
-    def __init__(self, seats: int | None):
+    def __init__(self, slots: int | None):
         """None: any number."""
-        self._free = seats
+        self._free = slots
         self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
 
     @asynccontextmanager
-    async def seat(self, is_first: bool) -> AsyncIterator[None]:
+    async def slot(self, is_first: bool) -> AsyncIterator[None]:
         """Waits for one. `is_first`: nothing of the conversation has been sampled by this engine."""
         if self._free is None:
             yield
@@ -46,7 +46,7 @@ class TurnGate:
             raise
 
     def _give(self) -> None:
-        """The seat goes to the next who still waits."""
+        """The slot goes to the next who still waits."""
         while self._waiting:
             *_, turn = heapq.heappop(self._waiting)
             if not turn.done():

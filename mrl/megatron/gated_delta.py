@@ -39,9 +39,8 @@ _NORM_EPS = 1e-6  # of queries and keys, whatever the model's norms have
 class Chunks:
     """A pack cut into chunks."""
 
-    tokens: (
-        Tensor  # int64 [chunks * DELTA_CHUNK]: which token of the pack; behind a sequence's end the one behind the pack
-    )
+    # int64 [chunks * DELTA_CHUNK]: which token of the pack; behind a sequence's end the one behind the pack
+    tokens: Tensor
     places: Tensor  # int64 [tokens of the pack]: where in `tokens` each stands
     counts: tuple[int, ...]  # chunks of each step, which are those of the first sequences of the step before
 

@@ -14,13 +14,14 @@ import tool_functions
 from dialect_templates import CODER, tokenizer
 
 from mrl.data.dialects import dialect_of
-from mrl.data.samples import CALL_REASONS, LEFT_OUT, STOP_REASONS, Sample, Samples, packed
+from mrl.data.samples import CALL_REASONS, LEFT_OUT, STOP_REASONS, UNJUDGED, Sample, Samples, packed
 from mrl.environments.tool import ToolsSpec, TurnsSpec
 from mrl.errors import ConfigError
 from mrl.flow.conversations import Conversations
 from mrl.flow.scoring import outcomes
 from mrl.reward.builtin_rules import environment
 from mrl.reward.items import LEFT_OUT as REWARD_LEFT_OUT
+from mrl.reward.items import UNJUDGED as REWARD_UNJUDGED
 from mrl.schedule.conversation import Stop
 from mrl.schedule.segments import check_routes, continuation_seed
 from mrl.vllm.requests import Request, Sampling
@@ -463,8 +464,8 @@ class Counting(Engine):
 
 
 def test_while_tools_work_others_are_sampled_and_a_turn_of_one_that_has_begun_goes_first():
-    """2 seats: 0 and 1, others while tools work for those; answered, they go before 19, which waited longer."""
-    talks = Conversations(spec(), TOKENS, seats=2)
+    """2 slots: 0 and 1, others while tools work for those; answered, they go before 19, which waited longer."""
+    talks = Conversations(spec(), TOKENS, slots=2)
     engine = Counting(called("sleeps", seconds=0.01), "Done.")
 
     async def run() -> int:
@@ -481,7 +482,7 @@ def test_while_tools_work_others_are_sampled_and_a_turn_of_one_that_has_begun_go
 
 
 def test_one_that_is_ended_while_it_waits_for_a_seat_is_never_sampled():
-    talks = Conversations(spec(), TOKENS, seats=1)
+    talks = Conversations(spec(), TOKENS, slots=1)
     engine = Counting("It is 408.")
 
     async def run() -> dict[int, Samples]:
@@ -531,5 +532,5 @@ def test_an_engine_that_fails_ends_all_of_it(talks):
 
 def test_reasons_of_conversations_are_reasons_of_rows():
     assert {stop.value for stop in Stop} == set(STOP_REASONS)
-    assert LEFT_OUT == REWARD_LEFT_OUT
+    assert LEFT_OUT == REWARD_LEFT_OUT and UNJUDGED == REWARD_UNJUDGED
     assert dialect_of(TOKENS, {}).end == SAMPLING.stop_token_ids[0]
