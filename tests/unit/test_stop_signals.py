@@ -130,11 +130,12 @@ def test_a_step_is_saved_where_the_last_saves_time_fits_into_the_grace(monkeypat
     saved = []
     run = SimpleNamespace(
         is_whole=True, stop=stop, state=SimpleNamespace(step=3), line={},
-        saver=SimpleNamespace(last_s=last_s, saved_step=2, save_last=lambda state, line: saved.append(state)),
+        sample_writer=SimpleNamespace(finish=lambda: saved.append("samples")),
+        saver=SimpleNamespace(last_s=last_s, saved_step=2, save_last=lambda state, line: saved.append("weights")),
         actor=SimpleNamespace(are_free=lambda within_s: True),
         generation=SimpleNamespace(given_up=lambda state: state),
         config=SimpleNamespace(reshard=SimpleNamespace(timeout_s=1.0)),
     )  # fmt: skip
     loop.save_whole(run, Interrupted("stopped by SIGTERM"))
-    assert bool(saved) is is_saved
+    assert saved == (["samples", "weights"] if is_saved else [])
     assert ("the last save took 100.0 s" in capsys.readouterr().out) is not is_saved
