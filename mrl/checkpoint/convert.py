@@ -31,12 +31,16 @@ from mrl.checkpoint.manifest import (
 )
 from mrl.checkpoint.open_checkpoint import Checkpoint, of_role, open_hf, open_ours, weight_role, whole_tensor
 from mrl.checkpoint.planned_file import PlannedFile, Safetensors, entry_bytes, file_portions, planned_file
+from mrl.checkpoint.vision_tower import FILE as VISION_FILE
+from mrl.checkpoint.vision_tower import Whole, copy_tower
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, tensor_specs
 from mrl.model.hf_config import MTP_KEYS, without_quantization
 from mrl.model.hf_files import INDEX, check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
+from mrl.model.registry import own_config
+from mrl.model.wrapped import with_text_config
 
 NO_OPTIMIZER = {"step": None, "num_updates": 0, "lr": None, "scheduler": None}
 
@@ -60,24 +64,31 @@ class ExpectedModel:
             check_same_architecture(f"{self.config}: model.path", self.path, source.model)
 
 
-def write_hf(source: Checkpoint, output: str | Path, options: Options | None = None) -> ConversionReport:
+def write_hf(
+    source: Checkpoint, output: str | Path, options: Options | None = None, whole: Whole | None = None
+) -> ConversionReport:
     """Writes safetensors files with index, configuration and tokenizer. The folder appears whole or not at all.
 
-    Raises EnvironmentFault for a damaged source, ConfigError for an output that is in the way or cannot be written.
+    `whole`: of the model around a text model; its form is written, with its vision tower. Without it the text model is
+    written by itself. Raises EnvironmentFault for a damaged source, ConfigError for an output that is in the way or
+    cannot be written.
     """
-    files = hf_plan(source.model, source.dtype)
+    files = hf_plan(source.model, source.dtype, whole)
+    container = Safetensors(source.dtype, whole.shapes if whole else {})
 
     def finish(folder: Path, _: FileFacts) -> FileFacts:
         copied = copy_hf_files(source.hf_files, folder)
-        made = {"config.json": _config_of_export(source), INDEX: _index(files, source.dtype)}
+        if whole is not None:
+            copied |= copy_tower(whole, folder)
+        made = {"config.json": _config_of_export(source, whole), INDEX: _index(files, source.dtype, whole)}
         for name, data in made.items():
             (folder / name).write_bytes(data)
         return copied | {name: facts_of(data) for name, data in made.items()}
 
-    report = run_conversion(
-        source, Target(files, Safetensors(source.dtype), False, finish, open_hf), Path(output), options
+    report = run_conversion(source, Target(files, container, False, finish, open_hf), Path(output), options)
+    return replace(
+        report, left_out_layers=source.model.left_out_layers, of_vision_tower=len(whole.tower) if whole else 0
     )
-    return replace(report, left_out_layers=source.model.left_out_layers)
 
 
 def write_layout(
@@ -108,11 +119,13 @@ def write_layout(
     )
 
 
-def hf_plan(model: ModelSpec, dtype: str) -> tuple[PlannedFile, ...]:
-    """`model-NNNNN.safetensors`, tensors in the order of the layers."""
-    portions = file_portions(
-        [whole_tensor(spec.name, spec.shape, role=weight_role(spec)) for spec in tensor_specs(model)], dtype
-    )
+def hf_plan(model: ModelSpec, dtype: str, whole: Whole | None = None) -> tuple[PlannedFile, ...]:
+    """`model-NNNNN.safetensors`, tensors in the order of the layers. `whole`: whose form they have."""
+    if whole is None:
+        entries = [whole_tensor(spec.name, spec.shape, role=weight_role(spec)) for spec in tensor_specs(model)]
+    else:
+        entries = whole.entries
+    portions = file_portions(entries, dtype)
     return tuple(planned_file(f"model-{n:05d}.safetensors", 0, portion) for n, portion in enumerate(portions, 1))
 
 
@@ -188,20 +201,31 @@ def _only_weights(source: Checkpoint, roles: tuple[str, ...]) -> bool:
     return not {MASTER, EXP_AVG}.intersection(roles) or source.manifest is None
 
 
-def _config_of_export(source: Checkpoint) -> bytes:
+def _config_of_export(source: Checkpoint, whole: Whole | None) -> bytes:
     """config.json of an export, without layers and code that the export does not have.
 
     It names the dtype of the weights: as `dtype` since transformers 4.56, as `torch_dtype` before.
     """
-    data = without_quantization(json.loads((source.hf_files / "config.json").read_text()))
+    if whole is not None:
+        of_whole = whole.checkpoint.hf_config
+        return json.dumps(with_text_config(of_whole, _of_export(of_whole["text_config"], source)), indent=2).encode()
+    data = own_config(without_quantization(json.loads((source.hf_files / "config.json").read_text())))
+    return json.dumps(_of_export(data, source), indent=2).encode()
+
+
+def _of_export(config: Mapping[str, Any], source: Checkpoint) -> dict[str, Any]:
+    data = dict(config)
     data.pop("auto_map", None)
     keys = [key for key in ("dtype", "torch_dtype") if key in data] or ["torch_dtype"]
     left_out = [key for key in MTP_KEYS if key in data and source.model.left_out_layers]
-    return json.dumps(data | dict.fromkeys(keys, source.dtype) | dict.fromkeys(left_out, 0), indent=2).encode()
+    return data | dict.fromkeys(keys, source.dtype) | dict.fromkeys(left_out, 0)
 
 
-def _index(files: tuple[PlannedFile, ...], dtype: str) -> bytes:
+def _index(files: tuple[PlannedFile, ...], dtype: str, whole: Whole | None) -> bytes:
     weight_map = {entry.key: file.name for file in files for entry in file.entries}
     total = sum(entry_bytes(entry, dtype) for file in files for entry in file.entries)
+    if whole is not None:
+        weight_map |= dict.fromkeys(whole.tower, VISION_FILE)
+        total += whole.tower_bytes
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(index, indent=2).encode()

@@ -69,6 +69,7 @@ class ConversionReport:
     left_out: tuple[str, ...]
     unchecked: int  # stored tensors of a torch_dist source without a checksum: damage in them cannot be seen
     left_out_layers: int = 0  # for multi-token prediction, which the written config.json does not name any more
+    of_vision_tower: int = 0  # tensors of another checkpoint's vision tower, copied as they are
 
 
 @dataclass(frozen=True)

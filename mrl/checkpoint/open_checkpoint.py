@@ -24,6 +24,7 @@ from mrl.checkpoint.manifest import (
     check_files,
     read_manifest,
 )
+from mrl.checkpoint.rounding_reader import RoundingReader
 from mrl.checkpoint.safetensors_file import ITEM_BYTES
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.checkpoint.stored_boxes import Boxes, BoxReader, TensorFiles
@@ -33,6 +34,8 @@ from mrl.model.boxes import Box
 from mrl.model.hf_config import without_quantization
 from mrl.model.hf_files import FP8, TensorBytes, check_checkpoint, read_safetensors_header, scale_of, weight_files
 from mrl.model.megatron_shards import Piece, Shard
+from mrl.model.registry import family_of
+from mrl.model.wrapped import inner_tensors
 from mrl.plain_files import read_text, reason
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> the configuration's
@@ -58,6 +61,7 @@ class Checkpoint:
     manifest: Manifest | None
     left_out: tuple[str, ...]  # tensors that no conversion carries: those that a model computes itself, random states
     scales: Mapping[str, str] = field(default_factory=dict)  # of each matrix in FP8: the file that has its scales
+    rounded: frozenset[str] = frozenset()  # tensors in float32 that are read as bfloat16
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -75,6 +79,8 @@ class Checkpoint:
         """Opens a reader of the checkpoint's tensors; whoever takes it closes it."""
         if self.scales:
             return Fp8Reader(self.folder, self.entries, self.files, self.scales, self.model.fp8_block)
+        if self.rounded:
+            return RoundingReader(self.folder, self.entries, self.files, self.rounded)
         return BoxReader(self.folder, self.entries, self.files)
 
 
@@ -133,17 +139,50 @@ def open_hf(folder: Path) -> Checkpoint:
     files = SafetensorsFiles(folder)
     stored = files.read_headers(file.name for file in weight_files(folder))
     file_of = {key: file for file, key in stored}
-    entries = tuple(
-        whole_tensor(spec.name, spec.shape, file_of[spec.name], weight_role(spec)) for spec in tensor_specs(model)
-    )
+    entries = tuple(_hf_entries(files, stored, model))
     codes = {entry.key: files.find(entry.file, entry.key).dtype for entry in entries if entry.role == WEIGHT}
+    rounded = _rounded(codes, family_of(model).rounded)
     scales = {name: file_of[scale_of(name)] for name, code in codes.items() if code == FP8}
-    dtype = DTYPES[one_dtype(folder, codes | dict.fromkeys(scales, CODES["bfloat16"]))]
+    dtype = DTYPES[one_dtype(folder, codes | dict.fromkeys([*scales, *rounded], CODES["bfloat16"]))]
     left_out = tuple(name for name in _left_out(stored, entries) if name.removesuffix(scale_of("")) not in scales)
     hf_config = without_quantization(read_hf_config(folder))
-    checkpoint = Checkpoint(folder, folder, model, hf_config, dtype, entries, files, None, left_out, scales)
+    checkpoint = Checkpoint(folder, folder, model, hf_config, dtype, entries, files, None, left_out, scales, rounded)
     _check_locations(checkpoint)
     return checkpoint
+
+
+def _hf_entries(
+    files: SafetensorsFiles, stored: Iterable[tuple[str, str]], model: ModelSpec
+) -> Iterable[StoredTensor]:
+    """Stored tensors of the model, in the order of its layers. `stored`: (file, key) of all."""
+    specs = {spec.name: spec for spec in tensor_specs(model)}
+    if not family_of(model).wrapper:
+        file_of = {key: file for file, key in stored}
+        return (whole_tensor(name, spec.shape, file_of[name], weight_role(spec)) for name, spec in specs.items())
+    entry_of: dict[str, StoredTensor] = {}
+    for file, key in stored:
+        entry = _around(file, key, files.find(file, key).shape)
+        entry_of |= {piece.hf_name: entry for piece in entry.pieces}
+    return dict.fromkeys(entry_of[name] for name in specs)
+
+
+def _around(file: str, key: str, shape: tuple[int, ...]) -> StoredTensor:
+    """A stored tensor with those of the text model in it; where they are several, its axes but the last are one."""
+    inner = tuple(inner_tensors(key, shape))
+    if len(inner) == 1:
+        return StoredTensor(file, key, WEIGHT, shape, None, whole_tensor(inner[0].name, shape).pieces)
+    columns = (0, shape[-1])
+    pieces = tuple(
+        Piece(each.name, Box.whole(each.shape), Box(((each.first, each.first + each.rows), columns))) for each in inner
+    )
+    return StoredTensor(file, key, WEIGHT, (prod(shape[:-1]), shape[-1]), None, pieces)
+
+
+def _rounded(codes: Mapping[str, str], ends: tuple[str, ...]) -> frozenset[str]:
+    """Tensors in float32 of a folder in bfloat16 that are read as bfloat16. `ends`: of names that may be such."""
+    if set(codes.values()) != {CODES["float32"], CODES["bfloat16"]}:
+        return frozenset()
+    return frozenset(key for key, code in codes.items() if code == CODES["float32"] and key.endswith(ends))
 
 
 def whole_tensor(name: str, shape: tuple[int, ...], file: str = "", role: str = WEIGHT) -> StoredTensor:
@@ -276,7 +315,7 @@ def _check_locations(checkpoint: Checkpoint) -> None:
     """Every entry is in its file, with the dtype and the bytes that it describes."""
     for entry in checkpoint.entries:
         location = checkpoint.files.find(entry.file, entry.key)
-        code = FP8 if entry.key in checkpoint.scales else code_of(entry.role, checkpoint.dtype)
+        code = _stored_code(checkpoint, entry)
         elements = entry.flat[1] - entry.flat[0] if entry.flat else prod(entry.shape)
         size = elements * ITEM_BYTES[code]
         if location is not None and (location.dtype, prod(location.shape), location.stop - location.start) == (
@@ -292,6 +331,15 @@ def _check_locations(checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder / entry.file}: {entry.key} is described as {code} of {size} bytes and the file has "
             f"{in_file}; manifest and file do not belong together, choose another checkpoint"
         )
+
+
+def _stored_code(checkpoint: Checkpoint, entry: StoredTensor) -> str:
+    """Safetensors' dtype that an entry has to have in its file."""
+    if entry.key in checkpoint.scales:
+        return FP8
+    if entry.key in checkpoint.rounded:
+        return CODES["float32"]
+    return code_of(entry.role, checkpoint.dtype)
 
 
 def _check_names(checkpoint: Checkpoint) -> None:

@@ -1,8 +1,8 @@
 """One file that a conversion writes: which tensors in which order, decided before the first byte, and writing them."""
 
 import errno
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -79,10 +79,14 @@ class Safetensors:
     """All descriptions first, then all tensors."""
 
     dtype: str
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by key, where the file says another
     checksums: ClassVar[bool] = False
 
     def head(self, file: PlannedFile) -> bytes:
-        tensors = ((e.key, code_of(e.role, self.dtype), e.shape, entry_bytes(e, self.dtype)) for e in file.entries)
+        tensors = (
+            (e.key, code_of(e.role, self.dtype), self.shapes.get(e.key, e.shape), entry_bytes(e, self.dtype))
+            for e in file.entries
+        )
         return safetensors_header(tensors, {"format": "pt"})
 
     def before(self, entry: StoredTensor) -> bytes:

@@ -39,6 +39,13 @@ def add(commands) -> None:
     conversions = convert.add_subparsers(dest="conversion", metavar="WHICH")
     to_hf = conversions.add_parser("megatron-to-hf", help="write a saved step as a Hugging Face checkpoint")
     _add_megatron_source(to_hf)
+    to_hf.add_argument(
+        "--vision-from",
+        type=Path,
+        metavar="FOLDER",
+        help="a checkpoint of the model around a text model (Qwen3.5): write its form, with its vision tower byte for "
+        "byte; without it the text model is written by itself",
+    )
     _add_common(to_hf, _megatron_to_hf)
     from_hf = conversions.add_parser("hf-to-megatron", help="write Hugging Face weights as a checkpoint at a layout")
     from_hf.add_argument("checkpoint", help="folder with config.json, safetensors files and tokenizer")
@@ -104,8 +111,13 @@ def _add_common(parser: argparse.ArgumentParser, run) -> None:
 
 def _megatron_to_hf(options: argparse.Namespace) -> None:
     from mrl.checkpoint.convert import write_hf
+    from mrl.checkpoint.vision_tower import open_whole
 
-    _print_report(options, write_hf(_open_megatron(options), options.output, _job_options(options)))
+    source = _open_megatron(options)
+    whole = None
+    if options.vision_from is not None:
+        whole = open_whole(options.vision_from, source)
+    _print_report(options, write_hf(source, options.output, _job_options(options), whole))
 
 
 def _hf_to_megatron(options: argparse.Namespace) -> None:
@@ -207,6 +219,8 @@ def _print_report(options: argparse.Namespace, report) -> None:
             f"note: the model's layers for multi-token prediction ({report.left_out_layers}) are not trained and stay "
             "behind; config.json names none"
         )
+    if report.of_vision_tower:
+        print(f"note: {report.of_vision_tower} tensors of the vision tower are copied as they are")
     if report.unchecked:
         print(f"note: {report.unchecked} tensors carry no checksum; damage in them cannot be seen")
     print(f"wrote {report.tensors} tensors to {options.output} ({rate}{resumed}){verified}")

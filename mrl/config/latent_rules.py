@@ -40,10 +40,9 @@ def replicates_shared_experts(config: RunConfig) -> bool:
 LATENT_RULES = (
     RuleRow(
         f"{_VLLM}.load_format",
-        lambda c, m: m.is_fp8 and "load_format" in c.rollout.vllm_kwargs,
-        "must be left out for a checkpoint in FP8",
-        "its engines get the bfloat16 weights that are trained by the first sync, and what vLLM would load is another "
-        "model",
+        lambda c, m: m.loads_by_sync and "load_format" in c.rollout.vllm_kwargs,
+        "must be left out for a checkpoint in FP8 or with a vision tower",
+        "its engines get the weights that are trained by the first sync, and what vLLM would load is another model",
     ),
     RuleRow(
         "cluster.device",
@@ -82,9 +81,10 @@ LATENT_RULES = (
     ),
     RuleRow(
         f"{_VLLM}.hf_overrides",
-        _latent(lambda c, m: bool(c.rollout.vllm_kwargs.get("hf_overrides"))),
+        lambda c, m: (m.is_latent or m.is_wrapped) and bool(c.rollout.vllm_kwargs.get("hf_overrides")),
         "must be left out for this model",
-        "mrl itself says there what the checkpoint's config.json may lack of its routers",
+        "mrl itself says there what the checkpoint's config.json may lack of its routers, or that the text model alone "
+        "is meant",
     ),
     RuleRow(
         f"{_VLLM}.attention_backend",

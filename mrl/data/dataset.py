@@ -1,8 +1,8 @@
 """Validated, tokenised prompts in verl's schema, with a report of every row that was set aside.
 
 Schema: `data_source` (`reward_fn_key`) str; the prompt (`prompt_key`), a list of {role, content} or one string, which
-is a single user message; `reward_model` {ground_truth, style}; `extra_info`, an optional mapping. Other columns are not
-read.
+is a single user message; `reward_model` {ground_truth, style}; `extra_info`, an optional mapping. Rows with something in
+`images` or `videos` are refused; other columns are not read.
 At the end: the tokenizer.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from mrl.data.batch import Prompt
 from mrl.data.order import epoch_counts, permutation
 from mrl.data.prompt_store import PromptStore, SeenPrompts
-from mrl.data.row_files import RawRow, read_rows
+from mrl.data.row_files import OTHER_THAN_TEXT, RawRow, read_rows
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 
 EXAMPLES = 10
@@ -346,6 +346,8 @@ def parse_row(
     if raw.problem:
         raise BadRow(raw.problem)
     row = raw.value
+    if seen := next((name for name in OTHER_THAN_TEXT if _has_some(row.get(name))), None):
+        raise BadRow(f"{seen} is not empty: prompts are of text alone, leave such rows out")
     if not isinstance(row[source_key], str):
         raise BadRow(f"{source_key} is {_kind(row[source_key])}, expected a string")
     reward_model = row["reward_model"]
@@ -367,10 +369,25 @@ def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
     if not isinstance(prompt, list) or not prompt:
         raise BadRow(f"{key} is {_kind(prompt)}, expected a string or a list of {{role, content}}")
     for message in prompt:
+        if kind := _other_kind(message):
+            raise BadRow(f"{key} holds a part of the type {kind[:40]!r}: prompts are of text alone")
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise BadRow(f"{key} holds a message that is not {{role: text, content: text}}: {str(message)[:200]}")
     # parquet gives every struct field to every message; a null one was not written
     return [{k: v for k, v in message.items() if v is not None} for message in prompt]
+
+
+def _has_some(value: Any) -> bool:
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def _other_kind(message: Any) -> str:
+    """The type of a message's first part that is not text, such as image_url; empty where there is none."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return ""
+    kinds = (str(part.get("type")) for part in content if isinstance(part, dict))
+    return next((kind for kind in kinds if kind != "text"), "")
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:

@@ -18,6 +18,8 @@ ROWS_AT_ONCE = 1024
 ROW_BYTES = 16 * MIB  # of a line of JSON; the longest prompts have a few
 BATCH_BYTES = 256 * MIB
 ARRAY_BYTES = 2048 * MIB  # of a JSON array, which is held whole
+OTHER_THAN_TEXT = ("images", "videos")  # columns in which verl's rows have what is no text
+_READ_TOO = ("extra_info", *OTHER_THAN_TEXT)  # where they are there
 BUFFER_BYTES = MIB  # of each column, so that a file of one large row group is not read whole
 
 
@@ -101,7 +103,7 @@ def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
             problem = missing_columns(names, expected)
             if problem:
                 raise DataError(f"{path}: {problem}")
-            columns = [name for name in names if name in (*expected, "extra_info")] if expected else names
+            columns = [name for name in names if name in (*expected, *_READ_TOO)] if expected else names
             row = 0
             for group in range(parquet.num_row_groups):  # one reader over all groups keeps what it read of them
                 at_once = _rows_at_once(parquet.metadata.row_group(group))

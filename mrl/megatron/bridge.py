@@ -85,7 +85,7 @@ class MBridge:
         self._bridge.set_extra_args(**torch_spec.CONFIG_WITHOUT_TRANSFORMER_ENGINE | overrides)
         self._bridge.has_vp_stage = True  # mbridge sets it in the method that is replaced here
         self._bridge._get_transformer_layer_spec = lambda vp_stage=None: torch_spec.decoder_block_spec(
-            self._bridge.config, vp_stage
+            self._bridge.config, vp_stage, self.model.linear_by_kind
         )
 
     def build_model(self) -> list[torch.nn.Module]:

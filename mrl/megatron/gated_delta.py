@@ -46,12 +46,17 @@ class Chunks:
 
 
 class GatedDelta(MegatronModule):
-    """In the place of a layer's attention. Projections lie as in the checkpoint, head of keys by head of keys, so that
-    tensor ranks have rows one after the other; the convolution's channels are queries, keys, then values.
+    """In the place of a layer's attention.
+
+    Projections lie as in the checkpoint. Qwen3-Next's are head of keys by head of keys, so that tensor ranks have rows
+    one after the other. Qwen3.5's are kind by kind, and so are those of a rank: its queries, its keys, its values,
+    their gates. The convolution's channels are queries, keys, then values.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection=None, **_):
+    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection=None, by_kind: bool = False, **_):
+        """`by_kind`: how projections lie."""
         super().__init__(config)
+        self.by_kind = by_kind
         ranks = pg_collection.tp.size()
         self.key_dim = config.linear_key_head_dim
         self.value_dim = config.linear_value_head_dim
@@ -103,12 +108,25 @@ class GatedDelta(MegatronModule):
 
     def _by_kind(self, mixed: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys, values and gates [tokens, heads, dim]; rates and steps [tokens, heads]."""
+        if self.by_kind:
+            return self._of_all_heads(mixed, rates)
         wide = self.values_a_key * self.value_dim
         by_head = mixed.unflatten(1, (self.key_heads, -1))
         query, key, value, gate = by_head.split([self.key_dim, self.key_dim, wide, wide], dim=2)
         value, gate = (x.reshape(len(x), self.value_heads, self.value_dim) for x in (value, gate))
         rate, step = rates.unflatten(1, (self.key_heads, -1)).split(self.values_a_key, dim=2)
         return query, key, value, gate, rate.flatten(1), step.flatten(1)
+
+
+    def _of_all_heads(self, mixed: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
+        """As `_by_kind`, where one kind follows the other."""
+        keys = self.key_heads * self.key_dim
+        values = self.value_heads * self.value_dim
+        query, key, value, gate = mixed.split([keys, keys, values, values], dim=1)
+        query, key = (x.unflatten(1, (-1, self.key_dim)) for x in (query, key))
+        value, gate = (x.unflatten(1, (-1, self.value_dim)) for x in (value, gate))
+        rate, step = rates.chunk(2, dim=1)
+        return query, key, value, gate, rate, step
 
 
 class _Convolution(torch.nn.Module):

@@ -15,17 +15,16 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from mrl.megatron.fp8_files import Bfloat16Files
+from mrl.megatron.wrapped_files import WrappedFiles
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.hf_config import Yarn
 from mrl.model.megatron_shards import megatron_slice
-from mrl.model.registry import weight_map
+from mrl.model.registry import family_of, weight_map
 from mrl.model.weight_map import MEGATRON_LAYER, Weight
 from mrl.platforms.versions import OWN_BRIDGES
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
-_FUSED = ".self_attention.linear_qkv.weight"
-_CONVOLUTION = ".self_attention.conv1d.weight"
 _NO_YARN = Yarn(1.0, 4096, 32.0, 1.0, 1.0, 0.0)  # factor 1: nothing is stretched
 
 
@@ -97,18 +96,20 @@ class MappedBridge(LLMBridge):
             return block
         from mrl.megatron.torch_spec import with_gated_delta
 
-        return with_gated_delta(block, self.config, vp_stage)
+        return with_gated_delta(block, self.config, vp_stage, self.model.linear_by_kind)
 
     def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
         """What reads a folder, which may be a reference's: the same model, perhaps in another dtype."""
+        if family_of(self.model).wrapper:
+            return WrappedFiles(weights_path)
         block = load_model_spec(weights_path).fp8_block
         if block is None:
             return super()._get_safetensor_io(weights_path)
         return Bfloat16Files(weights_path, block)
 
     def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[Tensor]) -> Tensor:
-        """mbridge's, but of a projection with gates, which it does not know."""
-        row = self._gated(mcore_weights_name)
+        """mbridge's, but of projections that are joined otherwise than it knows."""
+        row = self._joined(mcore_weights_name)
         if row is None:
             return super()._weight_to_mcore_format(mcore_weights_name, hf_weights)
         parts = dict(zip(row.parts, hf_weights, strict=True))
@@ -119,8 +120,8 @@ class MappedBridge(LLMBridge):
         return whole
 
     def _weight_to_hf_format(self, mcore_weights_name: str, mcore_weights: Tensor) -> tuple[list[str], list[Tensor]]:
-        """mbridge's, but of a projection with gates."""
-        row = self._gated(mcore_weights_name)
+        """mbridge's, but of projections that are joined otherwise than it knows."""
+        row = self._joined(mcore_weights_name)
         if row is None:
             return super()._weight_to_hf_format(mcore_weights_name, mcore_weights)
         parts = {part: mcore_weights.new_empty(part.shape) for part in row.parts}
@@ -131,43 +132,54 @@ class MappedBridge(LLMBridge):
     def _weight_split_across_tp(
         self, mcore_weights_name: str, mcore_weights: Tensor, param: Tensor, tp_split_size: int
     ) -> list[Tensor]:
-        """mbridge's, but of channels of a convolution, whose sections are cut each by itself."""
-        if not mcore_weights_name.endswith(_CONVOLUTION):
+        """mbridge's, but of sections, which are cut each by itself."""
+        sections = self._sections(mcore_weights_name)
+        if not sections:
             return super()._weight_split_across_tp(mcore_weights_name, mcore_weights, param, tp_split_size)
-        cut = [section.chunk(tp_split_size) for section in mcore_weights.split(self._sections)]
+        cut = [section.chunk(tp_split_size) for section in mcore_weights.split(sections)]
         return [torch.cat(parts) for parts in zip(*cut, strict=True)]
 
     def _weight_merge_across_tp(self, mcore_weights_name: str, mcore_weights: list[Tensor], param: Tensor) -> Tensor:
-        """mbridge's, but of channels of a convolution."""
-        if not mcore_weights_name.endswith(_CONVOLUTION):
+        """mbridge's, but of sections."""
+        sections = self._sections(mcore_weights_name)
+        if not sections:
             return super()._weight_merge_across_tp(mcore_weights_name, mcore_weights, param)
-        sizes = [size // len(mcore_weights) for size in self._sections]
+        sizes = [size // len(mcore_weights) for size in sections]
         cut = [weight.split(sizes) for weight in mcore_weights]
         return torch.cat([torch.cat(parts) for parts in zip(*cut, strict=True)])
 
-    @property
-    def _sections(self) -> list[int]:
-        rows = weight_map(self.model).linear_layer.megatron
-        return list(next(row for row in rows if row.megatron.endswith(_CONVOLUTION)).sections)
+    def _sections(self, mcore_weights_name: str) -> list[int]:
+        """Rows of each section of a weight that has such; empty for others."""
+        row = self._row(mcore_weights_name)
+        if row is None:
+            return []
+        return list(row.sections)
 
-    def _gated(self, mcore_weights_name: str) -> Weight | None:
-        """The row of a fused projection whose queries bring gates along."""
-        if not (self.model.attn_output_gate and mcore_weights_name.endswith(_FUSED)):
+    def _joined(self, mcore_weights_name: str) -> Weight | None:
+        """The row of a projection whose queries bring gates along, or of parts that are joined section by section."""
+        row = self._row(mcore_weights_name)
+        if row is not None and (row.is_gated or (row.sections and len(row.parts) > 1)):
+            return row
+        return None
+
+    def _row(self, mcore_weights_name: str) -> Weight | None:
+        """The row of a layer's parameter, whose layer and expert are numbers of the whole model."""
+        layer = _LAYER.match(mcore_weights_name)
+        if layer is None:
             return None
-        rows = weight_map(self.model).expert_layer.megatron
-        return next(row for row in rows if row.megatron.endswith(_FUSED))
+        plain = _EXPERT.sub(r"\1{expert}", mcore_weights_name)
+        wanted = MEGATRON_LAYER + plain[layer.end() :]
+        return next(row for row in weight_map(self.model).layer(int(layer[1])).megatron if row.megatron == wanted)
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
         """Names of the checkpoint for a parameter's, whose layer and expert are numbers of the whole model."""
         weights = weight_map(self.model)
-        layer = _LAYER.match(mcore_weights_name)
-        if layer is None:
+        row = self._row(mcore_weights_name)
+        if row is None:
             rows = (weights.embedding, weights.final_norm, weights.output)
             return [row.parts[0].name for row in rows if row.megatron == mcore_weights_name]
+        layer = _LAYER.match(mcore_weights_name)
         expert = _EXPERT.search(mcore_weights_name)
-        plain = _EXPERT.sub(r"\1{expert}", mcore_weights_name)
-        wanted = MEGATRON_LAYER + plain[layer.end() :]
-        row = next(row for row in weights.layer(int(layer[1])).megatron if row.megatron == wanted)
         return [part.name.format(layer=layer[1], expert=expert and expert[2]) for part in row.parts]
 
 

@@ -175,31 +175,36 @@ class TorchSpecProvider(BackendSpecProvider):
         return None
 
 
-def decoder_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of one model chunk of this rank."""
+def decoder_block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, by_kind: bool = False
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk of this rank. `by_kind`: how projections of gated delta attention lie."""
     kinds = [_kind(config, layer) for layer in _layers_to_build(config, vp_stage)]
-    of_kind = {kind: _layer_spec(config, kind) for kind in set(kinds)}
+    of_kind = {kind: _layer_spec(config, kind, by_kind) for kind in set(kinds)}
     return TransformerBlockSubmodules(layer_specs=[of_kind[kind] for kind in kinds], layer_norm=Norm)
 
 
 def with_gated_delta(
-    block: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None = None
+    block: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None = None, by_kind: bool = False
 ) -> TransformerBlockSubmodules:
     """The layers of a model chunk of this rank, as Megatron has them, with gated delta attention where it belongs.
 
-    All of its layers have experts; the norm before attention is of the kind of the one before them.
+    The norm before it is of the kind of the one behind the layers. `by_kind`: how its projections lie.
     """
     layers = [
-        _linear_layer(spec) if _kind(config, layer).is_linear else spec
+        _linear_layer(spec, block.layer_norm, by_kind) if _kind(config, layer).is_linear else spec
         for spec, layer in zip(block.layer_specs, _layers_to_build(config, vp_stage), strict=True)
     ]
     return replace(block, layer_specs=layers)
 
 
-def _linear_layer(spec: ModuleSpec) -> ModuleSpec:
-    norm = spec.submodules.pre_mlp_layernorm
-    submodules = replace(spec.submodules, input_layernorm=norm, self_attention=ModuleSpec(module=GatedDelta))
+def _linear_layer(spec: ModuleSpec, norm: type, by_kind: bool) -> ModuleSpec:
+    submodules = replace(spec.submodules, input_layernorm=norm, self_attention=_gated_delta_spec(by_kind))
     return replace(spec, submodules=submodules)
+
+
+def _gated_delta_spec(by_kind: bool) -> ModuleSpec:
+    return ModuleSpec(module=GatedDelta, params={"by_kind": by_kind})
 
 
 def _layers_to_build(config: TransformerConfig, vp_stage: int | None) -> Sequence[int]:
@@ -220,7 +225,7 @@ def _kind(config: TransformerConfig, layer: int) -> LayerKind:
     return LayerKind(config.num_moe_experts is not None and has_experts, linear is not None and bool(linear[layer]))
 
 
-def _layer_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, kind: LayerKind, by_kind: bool) -> ModuleSpec:
     mlp = get_mlp_module_spec_for_backend(
         TorchSpecProvider(),
         num_experts=config.num_moe_experts if kind.has_experts else None,
@@ -230,7 +235,7 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
     submodules = TransformerLayerSubmodules(
         # of a fused projection of queries, keys and values it belongs to that
         input_layernorm=IdentityOp if has_fused_norm else Norm,
-        self_attention=_attending_spec(config, kind),
+        self_attention=_attending_spec(config, kind, by_kind),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=Norm if kind.has_experts else IdentityOp,
         mlp=mlp,
@@ -239,9 +244,9 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
-def _attending_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
+def _attending_spec(config: TransformerConfig, kind: LayerKind, by_kind: bool) -> ModuleSpec:
     if kind.is_linear:
-        return ModuleSpec(module=GatedDelta)
+        return _gated_delta_spec(by_kind)
     if config.multi_latent_attention:
         return _latent_attention_spec()
     return _attention_spec(config)

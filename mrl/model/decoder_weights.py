@@ -13,9 +13,10 @@ from mrl.model.latent_attention import latent_attention
 from mrl.model.weight_map import Part, Weight, copied
 
 
-def dense_layer(m: ModelSpec) -> tuple[Weight, ...]:
-    """A layer with one MLP."""
-    return (*layer_norms(m, "mlp.linear_fc1.layer_norm_weight"), *attention(m), *gated_mlp(m, m.intermediate_size))
+def dense_layer(m: ModelSpec, is_linear: bool = False) -> tuple[Weight, ...]:
+    """A layer with one MLP. `is_linear`: with gated delta attention."""
+    norms = layer_norms(m, "mlp.linear_fc1.layer_norm_weight", is_linear)
+    return (*norms, *_attending(m, is_linear), *gated_mlp(m, m.intermediate_size))
 
 
 def expert_layer(
@@ -28,8 +29,13 @@ def expert_layer(
     """
     gate = replace(router(m), vllm_dtype=router_in_vllm)
     norms = layer_norms(m, "pre_mlp_layernorm.weight", is_linear)
-    attending = delta_attention(m) if is_linear else attention(m)
-    return (*norms, *attending, gate, *shared, *routed_experts(m))
+    return (*norms, *_attending(m, is_linear), gate, *shared, *routed_experts(m))
+
+
+def _attending(m: ModelSpec, is_linear: bool) -> tuple[Weight, ...]:
+    if is_linear:
+        return delta_attention(m)
+    return attention(m)
 
 
 def layer_norms(m: ModelSpec, megatron_mlp_norm: str, is_linear: bool = False) -> tuple[Weight, ...]:

@@ -1,10 +1,15 @@
-"""Rows of the weight map for gated delta attention (arXiv:2412.06464) as Qwen3-Next has it.
+"""Rows of the weight map for gated delta attention (arXiv:2412.06464) as Qwen3-Next and Qwen3.5 have it.
 
-Projections are fused in the checkpoint already, head of keys by head of keys, and Megatron and vLLM cut them by these
-heads. Channels of the convolution are queries, keys, then values; each of the three is cut by itself.
+Qwen3-Next's projections are fused in the checkpoint already, head of keys by head of keys, and Megatron and vLLM cut
+them by these heads. Qwen3.5's lie there kind by kind, in four tensors of which Megatron and vLLM make two; each kind is
+cut by itself. So are the channels of the convolution: queries, keys, then values.
 
-    in_proj_qkvz   of a key head: its query, its key, its values, their gates
-    in_proj_ba     of a key head: rates of its values (b), steps of their decay (a)
+                   Qwen3-Next                                      Qwen3.5
+    in_proj_qkvz   of a key head: its query, its key, its values,  in_proj_qkv: all queries, all keys, all values;
+                   their gates                                     in_proj_z: all gates
+    in_proj_ba     of a key head: rates of its values (b), steps   in_proj_b: all rates; in_proj_a: all steps
+                   of their decay (a)
+
     conv1d         channels of all queries, of all keys, of all values
     A_log, dt_bias one number of each value head
     norm           of a value head, one for all; unlike the model's other norms its weight is not zero-centred
@@ -12,11 +17,19 @@ heads. Channels of the convolution are queries, keys, then values; each of the t
 Megatron's names are those of mrl/megatron/gated_delta.py. vLLM has A_log in float32, whatever the model's dtype.
 """
 
+from collections.abc import Mapping
+
 from mrl.model.hf_config import ModelSpec
 from mrl.model.weight_map import Part, Weight, copied
 
 # vLLM and Megatron register the parameters of this attention so
-VLLM_DELTA_ATTENTION = ("linear_attn.",)
+VLLM_DELTA_ATTENTION = (
+    "linear_attn.dt_bias",
+    "linear_attn.A_log",
+    "linear_attn.conv1d.",
+    "linear_attn.in_proj",
+    "linear_attn.",
+)
 MEGATRON_DELTA_ATTENTION = (
     "linear_attn.dt_bias",
     "linear_attn.A_log",
@@ -32,7 +45,6 @@ def delta_attention(m: ModelSpec) -> tuple[Weight, ...]:
     """The weights of a layer's gated delta attention."""
     keys = m.linear_num_key_heads * m.linear_key_head_dim
     values = m.linear_num_value_heads * m.linear_value_head_dim
-    rates = 2 * m.linear_num_value_heads
     convolution = Part(f"{_HF}conv1d.weight", (m.linear_channels, 1, m.linear_conv_kernel_dim))
     of_three = (keys, keys, values)
     out = Part(f"{_HF}out_proj.weight", (m.hidden_size, values))
@@ -40,11 +52,31 @@ def delta_attention(m: ModelSpec) -> tuple[Weight, ...]:
         _of_heads(m, "dt_bias"),
         _of_heads(m, "A_log", vllm_dtype="float32"),
         Weight((convolution,), f"{_MEGATRON}conv1d.weight", convolution.name, "sections", sections=of_three),
-        _by_head("in_proj_qkvz.weight", (2 * (keys + values), m.hidden_size)),
-        _by_head("in_proj_ba.weight", (rates, m.hidden_size)),
+        *_projections(m, keys, values),
         copied(f"{_HF}norm.weight", (m.linear_value_head_dim,), f"{_MEGATRON}norm.weight"),
         Weight((out,), f"{_MEGATRON}out_proj.weight", out.name, "columns"),
     )
+
+
+def _projections(m: ModelSpec, keys: int, values: int) -> tuple[Weight, Weight]:
+    """What is made of the hidden state: queries, keys, values and gates; rates and steps. `keys`, `values`: rows."""
+    heads = m.linear_num_value_heads
+    if m.linear_by_kind:
+        kinds = {"qkv": 2 * keys + values, "z": values}
+        return (
+            _by_kind(m, "in_proj_qkvz.weight", kinds, (keys, keys, values, values)),
+            _by_kind(m, "in_proj_ba.weight", {"b": heads, "a": heads}, (heads, heads)),
+        )
+    return (
+        _by_head("in_proj_qkvz.weight", (2 * (keys + values), m.hidden_size)),
+        _by_head("in_proj_ba.weight", (2 * heads, m.hidden_size)),
+    )
+
+
+def _by_kind(m: ModelSpec, name: str, rows: Mapping[str, int], sections: tuple[int, ...]) -> Weight:
+    """`rows`: of each tensor in the checkpoint, by the end of its name."""
+    parts = tuple(Part(f"{_HF}in_proj_{kind}.weight", (count, m.hidden_size)) for kind, count in rows.items())
+    return Weight(parts, _MEGATRON + name, _HF + name, "sections", sections=sections)
 
 
 def _by_head(name: str, shape: tuple[int, ...]) -> Weight:

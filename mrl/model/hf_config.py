@@ -12,7 +12,8 @@ _YARN_FIXED = {"attention_factor": None, "truncate": True}
 # Of fields that came with a later family: `described` leaves them out of models that do not need them.
 _LATER = {"only_where_set": True}
 QUANTIZATION = "quantization_config"  # how a checkpoint's weights are stored in fewer bits than they are trained in
-MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # one thing: layers for multi-token prediction
+# one thing: layers for multi-token prediction
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,22 @@ class ModelSpec:
     yarn: Yarn | None = field(default=None, metadata=_LATER)
     expert_groups: int = field(default=1, metadata=_LATER)  # experts are chosen from the best groups alone
     chosen_expert_groups: int = field(default=1, metadata=_LATER)
-    # gated delta attention in some layers (Qwen3-Next): their numbers, heads and sizes
+    # gated delta attention in some layers (Qwen3-Next, Qwen3.5): their numbers, heads and sizes
     linear_layers: tuple[int, ...] = field(default=(), metadata=_LATER)
     linear_num_key_heads: int = field(default=0, metadata=_LATER)
     linear_num_value_heads: int = field(default=0, metadata=_LATER)
     linear_key_head_dim: int = field(default=0, metadata=_LATER)
     linear_value_head_dim: int = field(default=0, metadata=_LATER)
     linear_conv_kernel_dim: int = field(default=0, metadata=_LATER)
+    # its projections lie as queries, keys, values, gates of all heads, not head of keys by head of keys
+    linear_by_kind: bool = field(default=False, metadata=_LATER)
+    linear_state_dtype: str | None = field(default=None, metadata=_LATER)  # in engines, where it is not the engine's
     attn_output_gate: bool = field(default=False, metadata=_LATER)  # the other layers' queries bring a gate along
     zero_centered_norm: bool = field(default=False, metadata=_LATER)  # norms multiply by one more than their weight
     # rows and columns of one scale of a checkpoint in FP8, which is read as bfloat16; exports have none
     fp8_block: tuple[int, int] | None = field(default=None, compare=False, metadata=_LATER)
+    # the checkpoint is of a model that also reads images (mrl/model/wrapped.py), of which this is the text model
+    is_wrapped: bool = field(default=False, compare=False, metadata=_LATER)
 
     @property
     def is_moe(self) -> bool:
@@ -116,6 +122,11 @@ class ModelSpec:
     def is_fp8(self) -> bool:
         """Whether the checkpoint's matrices are in FP8. They are read as bfloat16, which vLLM's own loader does not."""
         return self.fp8_block is not None
+
+    @property
+    def loads_by_sync(self) -> bool:
+        """Whether no engine can load the checkpoint's files as the model that is trained: it gets weights by a sync."""
+        return self.is_fp8 or self.is_wrapped
 
     @property
     def qk_nope_head_dim(self) -> int:
@@ -224,6 +235,7 @@ _KINDS: dict[str, type] = {
     "torch_dtype": str,
     "rope_parameters": dict,
     "rope_scaling": dict,
+    "text_config": dict,
     "mlp_only_layers": list,
     "layer_types": list,
     "architectures": list,
@@ -248,8 +260,9 @@ def refuse_impossible(config: HfConfig) -> None:
     lists = [item for key in ("mlp_only_layers", "architectures", "layer_types") for item in config.get(key) or ()]
     if not all(isinstance(item, int | str) for item in lists):
         raise ConfigError("config.json: mlp_only_layers, architectures or layer_types hold more than numbers and names")
-    if isinstance(config.get("rope_parameters"), dict):
-        refuse_impossible(config["rope_parameters"])
+    for inner in ("rope_parameters", "text_config"):
+        if isinstance(config.get(inner), dict):
+            refuse_impossible(config[inner])
 
 
 def common(config: HfConfig) -> dict[str, Any]:

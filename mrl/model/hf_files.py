@@ -4,13 +4,14 @@ no pickle.
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, load_model_spec, tensor_specs
 from mrl.model.registry import family_of
+from mrl.model.wrapped import inner_tensors
 from mrl.plain_files import open_regular, parse_json, read_json
 
 _HEADER_LIMIT = 100 * 1024**2  # bytes; the format's own bound
@@ -142,7 +143,7 @@ def check_checkpoint(path: str | Path, model: ModelSpec, key: str = "model.path"
     """Raises EnvironmentFault when the files do not hold exactly the tensors that config.json promises; `key`: of the
     configuration, that names them.
     """
-    tensors = checkpoint_tensors(path)
+    tensors = _under_their_names(path, checkpoint_tensors(path), model)
     wanted = {spec.name: spec.shape for spec in tensor_specs(model)}
     scales = {scale_of(name) for name in wanted if name in tensors and tensors[name].dtype == FP8}
     stored = {name: tensor.shape for name, tensor in tensors.items() if name not in scales}
@@ -162,6 +163,24 @@ def check_checkpoint(path: str | Path, model: ModelSpec, key: str = "model.path"
             f"{key} {path}: the weights are not those of the {model.family} model that config.json describes "
             f"({len(problems)} differences): {shown}{' ...' if len(problems) > _SHOWN else ''}"
         )
+
+
+def _under_their_names(
+    path: str | Path, tensors: dict[str, TensorBytes], model: ModelSpec
+) -> dict[str, TensorBytes]:
+    """Tensors of the text model where another one is around it; of other families as they are.
+
+    Raises EnvironmentFault for one that is there in both forms.
+    """
+    if not family_of(model).wrapper:
+        return tensors
+    found: dict[str, TensorBytes] = {}
+    for key, stored in tensors.items():
+        for inner in inner_tensors(key, stored.shape):
+            if inner.name in found:
+                raise EnvironmentFault(f"{path}: {inner.name} is there twice, once of them as {key}; take one away")
+            found[inner.name] = replace(stored, shape=inner.shape)
+    return found
 
 
 def _eight_bit_problems(

@@ -276,6 +276,12 @@ _RULES = (
         "Megatron refuses to train one without it",
     ),
     _Rule(
+        "sequence_parallel",
+        lambda d, m: d.uses_sequence_parallel or m.linear_num_key_heads == 0 or d.tensor_model_parallel_size == 1,
+        "must be on for gated delta attention with tensor_model_parallel_size > 1",
+        "its norm is one for all heads, and only then does Megatron sum its gradient over tensor ranks",
+    ),
+    _Rule(
         _VPP,
         lambda d, m: d.virtual_pipeline == 1 or d.pipeline_model_parallel_size > 1,
         "needs pipeline_model_parallel_size > 1",

@@ -42,30 +42,39 @@ _PLAIN = {
     "decoder_sparse_step": 1,
     "is_causal": True,
 }
+_SAME = {"swish": "silu"}  # two names of one function
 
 
 def read(config: HfConfig) -> ModelSpec:
+    return ModelSpec(
+        **hybrid(config),
+        **experts(config),
+        shared_expert_intermediate_size=required(config, "shared_expert_intermediate_size"),
+    )
+
+
+def hybrid(config: HfConfig) -> dict[str, Any]:
+    """The fields of ModelSpec that hybrids of gated delta and gated attention read alike."""
     for key, plain in _PLAIN.items():
-        refuse_unless(key, config.get(key, plain), plain)
-    # a dense layer could be cut over tensor ranks without their sequences
+        value = config.get(key, plain)
+        refuse_unless(key, _SAME.get(value, value) if isinstance(value, str) else value, plain)
+    # layers of one kind of attention have one kind of MLP in the weight map
     refuse_unless("mlp_only_layers", config.get("mlp_only_layers") or [], [])
     sizes: dict[str, Any] = {name: required(config, name) for name in _SIZES}
     if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
         whole = f"a multiple of linear_num_key_heads = {sizes['linear_num_key_heads']}"
         refuse_unless("linear_num_value_heads", sizes["linear_num_value_heads"], whole)
-    return ModelSpec(
+    return {
         **common(config),
-        **experts(config),
         **sizes,
-        head_dim=head_dim_from_hidden(config),
-        qkv_bias=False,
-        qk_norm=True,
-        shared_expert_intermediate_size=required(config, "shared_expert_intermediate_size"),
-        partial_rotary_factor=partial_rotary_factor(config, 0.25),
-        linear_layers=_linear_layers(config),
-        attn_output_gate=True,
-        zero_centered_norm=True,
-    )
+        "head_dim": head_dim_from_hidden(config),
+        "qkv_bias": False,
+        "qk_norm": True,
+        "partial_rotary_factor": partial_rotary_factor(config, 0.25),
+        "linear_layers": _linear_layers(config),
+        "attn_output_gate": True,
+        "zero_centered_norm": True,
+    }
 
 
 def _linear_layers(config: HfConfig) -> tuple[int, ...]:

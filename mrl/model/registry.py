@@ -14,14 +14,30 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError, EnvironmentFault, MrlError
-from mrl.model import deepseek_v3, glm4_moe, glm4_moe_lite, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next
+from mrl.model import (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+    wrapped,
+)
 from mrl.model.hf_config import HfConfig, ModelSpec, refuse_impossible
 from mrl.model.weight_map import Family, WeightMap
 from mrl.plain_files import TEXT_BYTES, read_json, reason
 from mrl.units import MIB
 
-_MODULES = (qwen2, qwen3, qwen2_moe, qwen3_moe, glm4_moe, deepseek_v3, glm4_moe_lite, qwen3_next)
+_MODULES = (
+    qwen2, qwen3, qwen2_moe, qwen3_moe, glm4_moe, deepseek_v3, glm4_moe_lite, qwen3_next, qwen3_5, qwen3_5_moe,
+)  # fmt: skip
 FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
+# models that also read images -> the family inside
+_WRAPPERS = {family.wrapper: family for family in FAMILIES.values() if family.wrapper}
 # what attends to few positions, chosen by an indexer of its own (DeepSeek-V3.2, GLM-5)
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 TOKENIZER_BYTES = 64 * MIB  # of tokenizer_config.json, which may list thousands of special tokens
@@ -32,7 +48,10 @@ _OTHER_WEIGHTS = ("vl", "omni", "embedding", "reranker", "awq", "gptq", "gguf", 
 # Releases of Qwen3 that have the shape of the first ones, and more positions: a part of their names -> positions.
 _MORE_POSITIONS = {"2507": 262_144}
 # Names that leave something out and can still mean one model only.
-_SHORT = {"qwen330b": "Qwen3-30B-A3B", "qwen3235b": "Qwen3-235B-A22B", "kimik2base": "Kimi-K2-Instruct"}
+_SHORT = {
+    "qwen330b": "Qwen3-30B-A3B", "qwen3235b": "Qwen3-235B-A22B", "kimik2base": "Kimi-K2-Instruct",
+    "qwen3635ba3b": "Qwen3.5-35B-A3B", "qwen3627b": "Qwen3.5-27B",
+}  # fmt: skip
 # Names that begin as a known one's and mean another model.
 _OTHER_MODELS = ("deepseekv32",)
 
@@ -88,9 +107,25 @@ def model_spec(config: HfConfig) -> ModelSpec:
             f"config.json: {sparse[0]} attends through a sparse indexer, which is not supported; supported: "
             f"{_supported()}"
         )
+    if wrapper := wrapper_of(config):
+        return replace(wrapper.read(own_config(config)), is_wrapped=True)
     if family is None:
         raise ConfigError(f"config.json: architectures = {names} is not supported; supported: {_supported()}")
     return family.read(config)
+
+
+def wrapper_of(config: HfConfig) -> Family | None:
+    """The family of the text model inside a model that also reads images; None for a text model by itself."""
+    names = config.get("architectures") or []
+    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
+
+
+def own_config(config: HfConfig) -> HfConfig:
+    """The config.json of the text model by itself. Raises ConfigError as `model_spec` does."""
+    family = wrapper_of(config)
+    if family is None:
+        return config
+    return wrapped.text_config(config, family.architecture)
 
 
 def load_model_spec(path: str | Path) -> ModelSpec:
@@ -192,4 +227,4 @@ def _plain(name: str) -> str:
 
 
 def _supported() -> str:
-    return ", ".join(FAMILIES)
+    return ", ".join((*FAMILIES, *_WRAPPERS))

@@ -14,11 +14,21 @@ from mrl.model.layout import RolloutLayout
 Arrays = dict[str, np.ndarray]
 # packed_modules_mapping: a module of the checkpoint -> the fused module, and its place there
 _FUSED_MLP = {f"{x}_proj": ("gate_up_proj", place) for place, x in enumerate(("gate", "up"))}
+# of gated delta attention whose projections lie kind by kind
+_FUSED_KINDS = {
+    "in_proj_qkv": ("in_proj_qkvz", 0),
+    "in_proj_z": ("in_proj_qkvz", 1),
+    "in_proj_b": ("in_proj_ba", 0),
+    "in_proj_a": ("in_proj_ba", 1),
+}
 _FUSED = {**{f"{x}_proj": ("qkv_proj", place) for place, x in enumerate("qkv")}, **_FUSED_MLP}
 # of latent attention, where queries have a latent; without one nothing of it is fused
 _FUSED_LATENTS = {"q_a_proj": ("fused_qkv_a_proj", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj", 1), **_FUSED_MLP}
 _VOCABULARY = ("embed_tokens", "lm_head")
-_COLUMN_PARALLEL = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "in_proj_qkvz", "in_proj_ba")
+_COLUMN_PARALLEL = (
+    "q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b",
+    "in_proj_a",
+)  # fmt: skip
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 _OF_VALUE_HEADS = ("A_log", "dt_bias")  # parameters of the layer of gated delta attention itself
 
@@ -33,8 +43,8 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
         if ".experts." not in name:
             *path, module, leaf = name.split(".")
             fused, place = _fused(model).get(module, (module, 0))
-            if module == "conv1d":
-                local = _convolution(model, tensor, tp, rollout.tensor)
+            if module in ("conv1d", "in_proj_qkv"):
+                local = _of_three(model, tensor, tp, rollout.tensor)
             elif leaf in _OF_VALUE_HEADS:
                 local = _cut(tensor, rollout.tensor, tp)
             else:
@@ -50,7 +60,7 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
 
 def _fused(model: ModelSpec) -> dict[str, tuple[str, int]]:
     if not model.is_latent:
-        return _FUSED
+        return {**_FUSED, **_FUSED_KINDS}
     if model.q_lora_rank:
         return _FUSED_LATENTS
     return _FUSED_MLP
@@ -72,8 +82,8 @@ def _sliced(module: str, tensor: np.ndarray, kv_heads: int, tp: int, size: int) 
     return tensor
 
 
-def _convolution(model: ModelSpec, tensor: np.ndarray, tp: int, size: int) -> np.ndarray:
-    """Channels of a worker's queries, of its keys, of its values."""
+def _of_three(model: ModelSpec, tensor: np.ndarray, tp: int, size: int) -> np.ndarray:
+    """Rows of a worker's queries, of its keys, of its values."""
     keys = model.linear_num_key_heads * model.linear_key_head_dim
     return np.concatenate([_cut(part, size, tp) for part in np.split(tensor, (keys, 2 * keys))])
 

@@ -38,7 +38,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import groupby
 from math import prod
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ Split = Literal[
     "rows",  # each part cut along its first dimension, the slices of all parts one under the other
     "columns",  # cut along the second dimension
     "heads",  # a fused query, key and value projection: see the example above
-    "sections",  # each of the sections of one part cut along its first dimension, as "rows" cuts several parts
+    "sections",  # each of the sections of the parts cut along its first dimension, as "rows" cuts the parts themselves
     "vocabulary",  # rows, after padding to a multiple that each side chooses
 ]
 # names of a layer's weights begin with these
@@ -96,7 +96,7 @@ class Weight:
     # of "heads": the checkpoint has a gate behind each query head's rows; Megatron has those of a group behind its
     # queries, and vLLM as the checkpoint
     is_gated: bool = False
-    sections: tuple[int, ...] = ()  # of "sections": their rows
+    sections: tuple[int, ...] = ()  # of "sections": their rows; none reaches from one part into the next
     dtype: str | None = None  # in the checkpoint and in Megatron, whatever the model's; None: the model's
     vllm_dtype: str | None = None  # in vLLM, where it is neither `dtype` nor the engine's
     is_constant: bool = False  # not trained: no gradient, no master weights, no moments
@@ -127,7 +127,7 @@ class Family:
     read: Callable[[HfConfig], ModelSpec]
     dense_layer: LayerOf  # a layer without experts
     expert_layer: LayerOf | None = None  # a layer with experts
-    linear_layer: LayerOf | None = None  # a layer with experts and gated delta attention
+    linear_layer: LayerOf | None = None  # a layer with gated delta attention, with or without experts as all of them
     # Both sides have a layer's weights in an order of their own: that of the first of these that a weight's checkpoint
     # name begins with, and the checkpoint's among those of one beginning.
     megatron_order: tuple[str, ...] = MEGATRON_ORDER
@@ -136,6 +136,11 @@ class Family:
     is_left_out: Callable[[str, ModelSpec], bool] = _nothing
     # of config.json what vLLM reads, and what transformers does not write: no engine may take another default for it
     engine_keys: Callable[[ModelSpec], dict[str, Any]] = _no_keys
+    # in `architectures` of a model that also reads images and has this one inside (mrl/model/wrapped.py)
+    wrapper: str = ""
+    # Ends of names that official folders have in float32 beside bfloat16: they are read in the model's dtype, as
+    # transformers reads them.
+    rounded: tuple[str, ...] = ()
     # official folders carry code beside the weights (`auto_map`) for what `read` reads: it is neither run nor copied
     has_code_beside: bool = False
 
@@ -298,13 +303,29 @@ def even_slice(weight: Weight, ranks: int, index: int) -> Slice:
         case "rows":
             return stacked([(part, *share(part.shape[0], ranks, index)) for part in weight.parts])
         case "sections":
-            starts = accumulate(weight.sections[:-1], initial=0)
-            cuts = [(start, share(rows, ranks, index)) for start, rows in zip(starts, weight.sections, strict=True)]
-            return stacked([(part, start + first, start + stop) for start, (first, stop) in cuts])
+            return stacked([_share_of_section(*section, ranks, index) for section in _sections(weight)])
         case "columns":
             box = Box(((0, part.shape[0]), share(part.shape[1], ranks, index)))
             return Slice(box.shape, (Block(part, box, Box.whole(box.shape)),))
     raise ValueError(f"{weight.megatron}: Megatron and vLLM cut {weight.split!r} each in its own way")
+
+
+def _sections(weight: Weight) -> Iterator[tuple[Part, int, int]]:
+    """(part, first row, rows) of each section."""
+    parts = iter(weight.parts)
+    part = next(parts)
+    first = 0
+    for rows in weight.sections:
+        if first == part.shape[0]:
+            part = next(parts)
+            first = 0
+        yield part, first, rows
+        first += rows
+
+
+def _share_of_section(part: Part, first: int, rows: int, ranks: int, index: int) -> tuple[Part, int, int]:
+    start, stop = share(rows, ranks, index)
+    return part, first + start, first + stop
 
 
 def stacked(segments: Sequence[tuple[Part, int, int]], rows: int | None = None) -> Slice:

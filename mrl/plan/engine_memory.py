@@ -95,11 +95,15 @@ def cache_bytes_per_token(model: ModelSpec, tensor: int, dtype_bytes: int) -> in
 def state_bytes_per_sequence(model: ModelSpec, tensor: int, dtype_bytes: int) -> int:
     """What all gated delta layers keep of one sequence, however long it is, on one of `tensor` workers.
 
-    A state for each value head, and the tokens that the next convolution reaches back to.
+    A state for each value head, which some models have in a dtype of its own, and the tokens that the next convolution
+    reaches back to.
     """
+    state_bytes = dtype_bytes
+    if model.linear_state_dtype == "float32":
+        state_bytes = _F32
     state = model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
     reached = model.linear_channels * max(0, model.linear_conv_kernel_dim - 1)
-    return len(model.linear_layers) * (state + reached) // tensor * dtype_bytes
+    return len(model.linear_layers) * (state * state_bytes + reached * dtype_bytes) // tensor
 
 
 @cache

@@ -56,6 +56,8 @@ OWN_BRIDGES = {
     "never sets groups of experts: tokens would go to other experts than the checkpoint's, without an error",
     "glm4_moe_lite": "it has none",
     "qwen3_next": "it has none",
+    "qwen3_5_text": "it has none",
+    "qwen3_5_moe_text": "it has none",
 }
 _LOOSE = {
     "ray": "2.60.0",

@@ -105,7 +105,7 @@ def _stored_otherwise(model_path: str, checkpoint: Path | None) -> Checkpoint | 
     """What is evaluated, where engines cannot load it as it is; None where they can."""
     if checkpoint is not None:
         return open_saved(checkpoint)
-    if load_model_spec(model_path).is_fp8:
+    if load_model_spec(model_path).loads_by_sync:
         return open_hf(Path(model_path))
     return None
 

@@ -16,6 +16,7 @@ What touches vLLM's private parts comes in as an `Adapter`, one per generation (
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -42,6 +43,7 @@ from mrl.vllm.process_watch import end_with_parent
 from mrl.vllm.read_back import held_digests
 
 BACKEND = "mrl"
+_BESIDE_IMAGES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")  # text models, by their architecture
 
 
 def register() -> None:
@@ -57,6 +59,16 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, adapter_module(), "TransferEngine")
+    if importlib.util.find_spec("torchvision") is None:
+        _register_text_models()
+
+
+def _register_text_models() -> None:
+    """Makes vLLM import text models that stand beside others of images from where that can be done."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture in _BESIDE_IMAGES:
+        ModelRegistry.register_model(architecture, f"mrl.vllm.text_models:{architecture}")
 
 
 def adapter_module() -> str:

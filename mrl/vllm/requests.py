@@ -13,7 +13,7 @@ from mrl.data.routes import RouteShape
 from mrl.environments.tool import ToolsSpec, TurnsSpec
 from mrl.model import ModelSpec, load_model_spec, tensor_specs
 from mrl.model.hf_config import QUANTIZATION
-from mrl.model.registry import family_of
+from mrl.model.registry import family_of, own_config
 from mrl.plain_files import TEXT_BYTES, read_settings
 from mrl.platforms.hosting import CPU_WORKER, Hosting, get_hosting
 from mrl.reward.builtin_rules import ENVIRONMENT
@@ -220,13 +220,14 @@ def _of_model(model: ModelSpec, device: str) -> dict[str, Any]:
     """Arguments that follow from the model.
 
     vLLM has two kernels of latent attention on CPU, and takes one that keeps weights in a form of its own where it can.
-    Of a checkpoint in FP8 an engine is the bfloat16 model that is trained, and gets its weights by a sync alone.
+    Of a checkpoint in FP8 an engine is the bfloat16 model that is trained, and of one that also reads images the text
+    model: it gets its weights by a sync alone.
     """
     keys = family_of(model).engine_keys(model)
     if model.is_fp8:
         keys = keys | {QUANTIZATION: None}
     arguments: dict[str, Any] = {"hf_overrides": keys} if keys else {}
-    if model.is_fp8:
+    if model.loads_by_sync:
         arguments["load_format"] = "dummy"
     if model.is_latent and device == "cpu":
         arguments["attention_backend"] = "CPU_MLA"
@@ -264,6 +265,6 @@ def stop_token_ids(model_path: str) -> tuple[int, ...]:
     for name in ("config.json", "generation_config.json"):
         path = Path(model_path) / name
         if path.exists():
-            ids = read_settings(path, TEXT_BYTES).get("eos_token_id")
+            ids = own_config(read_settings(path, TEXT_BYTES)).get("eos_token_id")
             stop_ids |= set(ids if isinstance(ids, list) else [ids] if ids is not None else [])
     return tuple(sorted(stop_ids))

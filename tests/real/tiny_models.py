@@ -15,6 +15,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -161,7 +165,44 @@ def tiny_next(**changes) -> PreTrainedModel:
         "linear_value_head_dim": 32,
         "linear_conv_kernel_dim": 4,
     }
-    model = _uneven(Qwen3NextForCausalLM, Qwen3NextConfig(**(sizes | changes)))
+    return _slower(_uneven(Qwen3NextForCausalLM, Qwen3NextConfig(**(sizes | changes))))
+
+
+_KINDS = {
+    "vocab_size": 127,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "mamba_ssm_dtype": "float32",
+    # three sections of the four angles of a head of 32, a quarter of which turns
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    },
+}  # fmt: skip
+
+
+def tiny_kinds(**changes) -> PreTrainedModel:
+    """Qwen3.5, dense, as a text model: Qwen3-Next's layers, whose linear projections lie kind by kind, without experts.
+
+    `changes`: to its configuration.
+    """
+    return _slower(_uneven(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**(_COMMON | _KINDS | changes))))
+
+
+def tiny_kinds_moe(**changes) -> PreTrainedModel:
+    """Qwen3.5-MoE as a text model. `changes`: to its configuration."""
+    experts = {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96,
+    }  # fmt: skip
+    sizes = {name: size for name, size in _COMMON.items() if name != "intermediate_size"}
+    return _slower(_uneven(Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**(sizes | _KINDS | experts | changes))))
+
+
+def _slower(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):

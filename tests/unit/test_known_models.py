@@ -19,6 +19,8 @@ PUBLISHED = {
     "DeepSeek-R1-Distill-Qwen-14B": (14.8, 14.8), "DeepSeek-R1-Distill-Qwen-32B": (32.8, 32.8),
     # arXiv:2412.19437, arXiv:2502.16982 (16 B of 3 B active), arXiv:2507.20534
     "DeepSeek-V3": (671, 37.5), "Moonlight-16B-A3B": (16, 2.9), "Kimi-K2-Instruct": (1026, 32.9),
+    # of the text models, without vision towers; 3 and 17 active ones on the cards
+    "Qwen3.5-35B-A3B": (34.7, 3.5), "Qwen3.5-397B-A17B": (396, 17), "Qwen3.5-27B": (26.9, 26.9),
     "Qwen3-Next-80B-A3B": (80, 3.9),  # 79.7 on the card; 3 active ones without the vocabulary matrices
 }  # fmt: skip
 
@@ -46,6 +48,9 @@ def test_every_known_model_has_the_published_number_of_parameters():
         ("Qwen/Qwen2.5-Math-7B-Instruct", "Qwen2.5-Math-7B"),
         ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "Qwen1.5-MoE-A2.7B"),
         ("Qwen/Qwen2.5-Math-72B", None),
+        ("Qwen/Qwen3.5-35B-A3B-Base", "Qwen3.5-35B-A3B"),
+        ("Qwen/Qwen3.6-35B-A3B", "Qwen3.5-35B-A3B"),
+        ("Qwen/Qwen3.5-35B-A3B-FP8", None),
         ("Qwen/Qwen3-30B-A3B-FP8", None),
         ("Qwen/Qwen3-VL-30B-A3B-Instruct", None),
         ("Qwen/Qwen2.5-VL-7B-Instruct", None),

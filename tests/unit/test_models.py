@@ -50,6 +50,10 @@ TINY_NEXT = {
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
     "linear_value_head_dim": 10, "linear_conv_kernel_dim": 3,
 }  # fmt: skip
+TINY_KINDS = {key: TINY_NEXT[key] for key in TINY_NEXT if key.startswith("linear_") or key == "head_dim"}
+TINY_KINDS_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
 CASES = {
     "qwen2 tied": ("Qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2 untied": ("Qwen2", "qwen2", {"tie_word_embeddings": False}),
@@ -63,6 +67,8 @@ CASES = {
     "deepseek_v3, queries without a latent": ("DeepseekV3", "deepseek_v3", {**TINY_LATENT, "q_lora_rank": None}),
     "glm4_moe_lite": ("Glm4MoeLite", "glm4_moe_lite", TINY_LITE),
     "qwen3_next": ("Qwen3Next", "qwen3_next", TINY_NEXT),
+    "qwen3_5": ("Qwen3_5Text", "qwen3_5_text", {**TINY_KINDS, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("Qwen3_5MoeText", "qwen3_5_moe_text", {**TINY_KINDS, **TINY_KINDS_EXPERTS}),
     "qwen3_next, other layers": ("Qwen3Next", "qwen3_next", {**TINY_NEXT, "full_attention_interval": 2}),
     "qwen3_moe, all layers sparse": (
         "Qwen3Moe",
@@ -135,7 +141,7 @@ def transformers_model(prefix: str, keys: dict):
         **known, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
     )
     with torch.device("meta"):
-        model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+        model = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config)
     written = json.loads(config.to_json_string(use_diff=False))
     return {**written, "architectures": [type(model).__name__]}, checkpoint_shapes(model, config.tie_word_embeddings)
 

@@ -30,6 +30,16 @@ BASE = {
     "dtype": "float32",
 }
 EXPERTS = {"moe_layers": (0, 1, 2, 3), "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+DELTA = {
+    "linear_layers": (0, 2),
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 2,
+    "linear_value_head_dim": 3,
+    "linear_conv_kernel_dim": 4,
+    "attn_output_gate": True,
+    "zero_centered_norm": True,
+}
 MODELS = {
     "qwen2": ModelSpec(**BASE | {"family": "qwen2", "qkv_bias": True, "qk_norm": False, "tie_word_embeddings": True}),
     "qwen3": ModelSpec(**BASE | {"family": "qwen3", "qkv_bias": False, "qk_norm": True}),
@@ -72,14 +82,19 @@ MODELS = {
         **BASE
         | EXPERTS
         | {"family": "qwen3_next", "qkv_bias": False, "qk_norm": True, "shared_expert_intermediate_size": 8},
-        linear_layers=(0, 2),
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=2,
-        linear_value_head_dim=3,
-        linear_conv_kernel_dim=4,
-        attn_output_gate=True,
-        zero_centered_norm=True,
+        **DELTA,
+    ),
+    "qwen3_5_text": ModelSpec(
+        **BASE | {"family": "qwen3_5_text", "qkv_bias": False, "qk_norm": True, "tie_word_embeddings": True},
+        **DELTA,
+        linear_by_kind=True,
+    ),
+    "qwen3_5_moe_text": ModelSpec(
+        **BASE
+        | EXPERTS
+        | {"family": "qwen3_5_moe_text", "qkv_bias": False, "qk_norm": True, "shared_expert_intermediate_size": 8},
+        **DELTA,
+        linear_by_kind=True,
     ),
     "mixed": ModelSpec(
         **BASE
@@ -216,7 +231,7 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
         expert = coords.ep * (model.num_experts // layout.expert) + int(name.rsplit("weight", 1)[1])
         return gated(hf, f"{at}mlp.experts.{expert}.", name, layout.expert_tensor, coords.etp)
     if "linear_fc" in name and "layer_norm" not in name:
-        of_family = "shared_expert." if model.family in ("qwen2_moe", "qwen3_next") else "shared_experts."
+        of_family = "shared_expert." if model.family.startswith("qwen") else "shared_experts."
         shared = of_family if "shared_experts" in name else ""
         return gated(hf, f"{at}mlp.{shared}", name, layout.tensor, tp)
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -298,13 +313,19 @@ def test_tagged_parameters_are_what_megatrons_split_gives(seed):
 
 def delta_parameter(model: ModelSpec, hf: dict, at: str, name: str, tensor: int, tp: int) -> np.ndarray:
     """Of gated delta attention: heads one after the other, and of the convolution queries, keys and values apart."""
+    keys = model.linear_num_key_heads * model.linear_key_head_dim
+    if model.linear_by_kind and name.startswith("in_proj"):  # each kind cut by itself
+        if name == "in_proj_ba.weight":
+            kinds = [hf[f"{at}in_proj_b.weight"], hf[f"{at}in_proj_a.weight"]]
+        else:
+            kinds = [*np.split(hf[f"{at}in_proj_qkv.weight"], [keys, 2 * keys]), hf[f"{at}in_proj_z.weight"]]
+        return np.concatenate([np.split(kind, tensor)[tp] for kind in kinds])
     whole = hf[at + name]
     if name == "norm.weight":
         return whole
     if name == "out_proj.weight":
         return np.split(whole, tensor, axis=1)[tp]
     if name == "conv1d.weight":
-        keys = model.linear_num_key_heads * model.linear_key_head_dim
         return np.concatenate([np.split(part, tensor)[tp] for part in np.split(whole, [keys, 2 * keys])])
     return np.split(whole, tensor)[tp]
 
@@ -340,11 +361,12 @@ def bridge_of(model: ModelSpec, ours: bool):
     return bridge
 
 
+OURS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # which mbridge has not
 OF_BOTH = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
-    ("family", "ours"), [*((family, ours) for family in OF_BOTH for ours in (False, True)), ("qwen3_next", True)]
+    ("family", "ours"), [*((family, ours) for family in OF_BOTH for ours in (False, True)), *((family, True) for family in OURS)]
 )
 def test_names_and_contents_are_mbridges_and_those_of_our_bridge(family, ours):
     model = MODELS[family]

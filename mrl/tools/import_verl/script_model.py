@@ -23,10 +23,6 @@ _OTHERS = (
         r"omni|[-_.]vl|vl[-_.]|internvl|minicpm|glm-?4\.?(1|5)v|paligemma|geo3k",
         "a model that also reads images or sound",
     ),
-    (
-        r"qwen3\.5|qwen3\.6",
-        "Qwen3.5 or later (gated delta attention, its projections in another form than Qwen3-Next's)",
-    ),
     (r"kimi[-_]?linear", "Kimi-Linear (linear attention beside latent attention)"),
     (r"deepseek[-_]?v(3[._]2|4)", "DeepSeek-V3.2 or later (attention through a sparse indexer)"),
     (r"deepseek[-_]?v2", "DeepSeek-V2 (latent attention with softmax routers)"),

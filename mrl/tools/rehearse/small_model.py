@@ -11,6 +11,7 @@ from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.model.hf_config import HfConfig
+from mrl.model.registry import own_config
 
 # vLLM's CPU kernels compute in blocks of 32
 HIDDEN = 128
@@ -34,10 +35,11 @@ SmallForm = Callable[[HfConfig], dict[str, Any]]
 
 
 def small_hf_config(config: HfConfig, layers: int, vocab_size: int, positions: int) -> dict[str, Any]:
-    """`config` in small, float32.
+    """`config` in small, float32; of a model that also reads images the text model alone.
 
     `positions`: tokens of the longest sample. Raises ConfigError for a family that has no small form.
     """
+    config = own_config(config)
     form = SMALL_FORMS.get(_SAME_MODEL.get(config.get("model_type"), config.get("model_type")))
     if form is None:
         raise ConfigError(
@@ -120,7 +122,11 @@ def _hybrid(config: HfConfig) -> dict[str, Any]:
     values = config["linear_num_value_heads"] // config["linear_num_key_heads"]
     sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": HEADS}
     kinds = {"full_attention_interval": 2, "linear_num_value_heads": HEADS * values}
-    return _qwen_shared(config) | sizes | kinds
+    return sizes | kinds
+
+
+def _expert_hybrid(config: HfConfig) -> dict[str, Any]:
+    return _qwen_shared(config) | _hybrid(config)
 
 
 SMALL_FORMS: dict[str, SmallForm] = {
@@ -128,7 +134,9 @@ SMALL_FORMS: dict[str, SmallForm] = {
     "qwen3": _dense,
     "qwen2_moe": _qwen_shared,
     "qwen3_moe": _qwen_experts,
-    "qwen3_next": _hybrid,
+    "qwen3_next": _expert_hybrid,
+    "qwen3_5_text": _hybrid,
+    "qwen3_5_moe_text": _expert_hybrid,
     "glm4_moe": _glm,
     "deepseek_v3": _latent,
     "glm4_moe_lite": _latent,

@@ -1,0 +1,92 @@
+"""The vision tower of a model around the text model that was trained: kept byte for byte beside new weights."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.checkpoint.manifest import FileFacts, StoredTensor
+from mrl.checkpoint.open_checkpoint import Checkpoint, open_hf
+from mrl.checkpoint.planned_file import BLOCK_BYTES
+from mrl.checkpoint.safetensors_file import safetensors_header, write_blocks
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.model.hf_files import TensorBytes, check_same_architecture, read_safetensors_header, weight_files
+from mrl.model.wrapped import VISION_TOWER
+
+FILE = "model-vision.safetensors"
+_OPTION = "--vision-from"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint of the model around the text model, in whose form weights are written."""
+
+    checkpoint: Checkpoint
+    tower: dict[str, tuple[Path, TensorBytes]]  # of each of its tensors: the file, and where it lies there
+
+    @property
+    def entries(self) -> list[StoredTensor]:
+        """The text model's tensors as the files have them."""
+        return list(self.checkpoint.entries)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes that the files say, by key."""
+        files = self.checkpoint.files
+        return {entry.key: files.find(entry.file, entry.key).shape for entry in self.entries}
+
+    @property
+    def tower_bytes(self) -> int:
+        """Bytes of the tower's tensors."""
+        return sum(tensor.stop - tensor.start for _, tensor in self.tower.values())
+
+
+def open_whole(folder: Path, source: Checkpoint) -> Whole:
+    """The checkpoint in `folder`, which has to be of the same text model as `source`.
+
+    Raises ConfigError for one without a vision tower, of another architecture or dtype, and as `open_hf` does.
+    """
+    checkpoint = open_hf(folder)
+    check_same_architecture(_OPTION, folder, source.model)
+    if checkpoint.dtype != source.dtype:
+        raise ConfigError(
+            f"{_OPTION} {folder}: weights are {checkpoint.dtype}, those to be written {source.dtype}; give a checkpoint "
+            "of the same dtype"
+        )
+    tower = {}
+    for file in weight_files(folder):
+        header = read_safetensors_header(file)
+        tower |= {name: (file, tensor) for name, tensor in header.items() if name.startswith(VISION_TOWER)}
+    if not tower or not checkpoint.model.is_wrapped:
+        raise ConfigError(f"{_OPTION} {folder}: it has no vision tower; leave the option out")
+    return Whole(checkpoint, tower)
+
+
+def copy_tower(whole: Whole, folder: Path) -> FileFacts:
+    """Writes the tower's tensors into a file of `folder`; its size and digest.
+
+    Raises OSError as the disk does, EnvironmentFault for a file that was cut short meanwhile.
+    """
+    return {FILE: write_blocks(folder / FILE, _blocks(whole), digest=True, durable=True)}
+
+
+def _blocks(whole: Whole) -> Iterator[bytes]:
+    described = (
+        (name, tensor.dtype, tensor.shape, tensor.stop - tensor.start) for name, (_, tensor) in whole.tower.items()
+    )
+    yield safetensors_header(described, {"format": "pt"})
+    for file, tensor in whole.tower.values():
+        with file.open("rb") as stream:
+            yield from _read(stream, tensor)
+
+
+def _read(stream: Any, tensor: TensorBytes) -> Iterator[bytes]:
+    stream.seek(tensor.start, os.SEEK_SET)
+    left = tensor.stop - tensor.start
+    while left:
+        block = stream.read(min(left, BLOCK_BYTES))
+        if not block:
+            raise EnvironmentFault(f"{stream.name} ended early: it is being changed, or was cut short")
+        yield block
+        left -= len(block)

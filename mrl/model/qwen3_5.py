@@ -1,0 +1,66 @@
+"""Qwen3.5 and Qwen3.6 as text models, dense: Qwen3-Next's layers with one MLP in the place of experts, and projections
+of gated delta attention that lie kind by kind.
+
+Their checkpoints are of models that also read images (mrl/model/wrapped.py). Those give an image's tokens three
+positions each; a text's three are equal, of which multimodal rotation makes the plain one, whatever its sections.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from mrl.model.decoder_weights import dense_layer
+from mrl.model.delta_attention import MEGATRON_DELTA_ATTENTION, VLLM_DELTA_ATTENTION
+from mrl.model.hf_config import HfConfig, ModelSpec, refuse_unless
+from mrl.model.qwen3_next import hybrid
+from mrl.model.weight_map import MEGATRON_ORDER, VLLM_ATTENTION, VLLM_NORMS, Family
+from mrl.model.wrapped import VISION_TOWER
+
+FLOAT32 = "float32"
+_ARCHITECTURE = "Qwen3_5ForCausalLM"
+
+
+def read(config: HfConfig) -> ModelSpec:
+    return ModelSpec(**of_kinds(config, FAMILY.model_type))
+
+
+def of_kinds(config: HfConfig, model_type: str) -> dict[str, Any]:
+    """The fields of ModelSpec that dense models and those with experts read alike.
+
+    vLLM keeps states in `mamba_ssm_dtype`, whatever its own dtype.
+    """
+    refuse_unless("model_type", config.get("model_type"), model_type)
+    refuse_unless("mamba_ssm_dtype", config.get("mamba_ssm_dtype", FLOAT32), FLOAT32)
+    return {
+        **hybrid(config),
+        "linear_by_kind": True,
+        "linear_state_dtype": config.get("mamba_ssm_dtype"),
+        "left_out_layers": config.get("mtp_num_hidden_layers") or 0,
+    }
+
+
+def is_left_out(name: str, m: ModelSpec) -> bool:
+    """Tensors of the vision tower and of the layer for multi-token prediction."""
+    return name.startswith((VISION_TOWER, "mtp."))
+
+
+def engines_of(architecture: str) -> Callable[[ModelSpec], dict[str, Any]]:
+    """What engines are told: they are of the text model alone, whose architecture this is."""
+    return lambda m: {"architectures": [architecture]} if m.is_wrapped else {}
+
+
+# official folders of Qwen3.5 have these in float32, those of Qwen3.6 have not
+PRECISE = (".linear_attn.A_log", ".linear_attn.norm.weight")
+
+FAMILY = Family(
+    _ARCHITECTURE,
+    "qwen3_5_text",
+    read,
+    dense_layer,
+    linear_layer=lambda m: dense_layer(m, is_linear=True),
+    megatron_order=("input_layernorm.", *MEGATRON_DELTA_ATTENTION, *MEGATRON_ORDER),
+    vllm_order=(*VLLM_DELTA_ATTENTION, *VLLM_ATTENTION, "mlp.", *VLLM_NORMS),
+    is_left_out=is_left_out,
+    engine_keys=engines_of(_ARCHITECTURE),
+    wrapper="Qwen3_5ForConditionalGeneration",
+    rounded=PRECISE,
+)
