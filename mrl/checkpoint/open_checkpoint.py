@@ -151,9 +151,7 @@ def open_hf(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def _hf_entries(
-    files: SafetensorsFiles, stored: Iterable[tuple[str, str]], model: ModelSpec
-) -> Iterable[StoredTensor]:
+def _hf_entries(files: SafetensorsFiles, stored: Iterable[tuple[str, str]], model: ModelSpec) -> Iterable[StoredTensor]:
     """Stored tensors of the model, in the order of its layers. `stored`: (file, key) of all."""
     specs = {spec.name: spec for spec in tensor_specs(model)}
     if not family_of(model).wrapper:

@@ -51,8 +51,8 @@ def open_whole(folder: Path, source: Checkpoint) -> Whole:
     check_same_architecture(_OPTION, folder, source.model)
     if checkpoint.dtype != source.dtype:
         raise ConfigError(
-            f"{_OPTION} {folder}: weights are {checkpoint.dtype}, those to be written {source.dtype}; give a checkpoint "
-            "of the same dtype"
+            f"{_OPTION} {folder}: weights are {checkpoint.dtype}, those to be written {source.dtype}; give a "
+            "checkpoint of the same dtype"
         )
     tower = {}
     for file in weight_files(folder):

@@ -1,8 +1,8 @@
 """Validated, tokenised prompts in verl's schema, with a report of every row that was set aside.
 
 Schema: `data_source` (`reward_fn_key`) str; the prompt (`prompt_key`), a list of {role, content} or one string, which
-is a single user message; `reward_model` {ground_truth, style}; `extra_info`, an optional mapping. Rows with something in
-`images` or `videos` are refused; other columns are not read.
+is a single user message; `reward_model` {ground_truth, style}; `extra_info`, an optional mapping. Rows with something
+in `images` or `videos` are refused; other columns are not read.
 At the end: the tokenizer.
 """
 

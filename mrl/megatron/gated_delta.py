@@ -117,7 +117,6 @@ class GatedDelta(MegatronModule):
         rate, step = rates.unflatten(1, (self.key_heads, -1)).split(self.values_a_key, dim=2)
         return query, key, value, gate, rate.flatten(1), step.flatten(1)
 
-
     def _of_all_heads(self, mixed: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
         """As `_by_kind`, where one kind follows the other."""
         keys = self.key_heads * self.key_dim

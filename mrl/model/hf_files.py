@@ -165,9 +165,7 @@ def check_checkpoint(path: str | Path, model: ModelSpec, key: str = "model.path"
         )
 
 
-def _under_their_names(
-    path: str | Path, tensors: dict[str, TensorBytes], model: ModelSpec
-) -> dict[str, TensorBytes]:
+def _under_their_names(path: str | Path, tensors: dict[str, TensorBytes], model: ModelSpec) -> dict[str, TensorBytes]:
     """Tensors of the text model where another one is around it; of other families as they are.
 
     Raises EnvironmentFault for one that is there in both forms.

@@ -16,7 +16,10 @@ def read(config: HfConfig) -> ModelSpec:
     # transformers always has them sum to one, vLLM asks the key
     refuse_unless("norm_topk_prob", config.get("norm_topk_prob", True), True)
     # no layer is dense
-    of_experts: dict[str, Any] = {"norm_topk_prob": True, "intermediate_size": required(config, "moe_intermediate_size")}
+    of_experts: dict[str, Any] = {
+        "norm_topk_prob": True,
+        "intermediate_size": required(config, "moe_intermediate_size"),
+    }
     config = {**of_experts, **config}
     return ModelSpec(
         **of_kinds(config, FAMILY.model_type),

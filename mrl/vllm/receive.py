@@ -59,12 +59,13 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, adapter_module(), "TransferEngine")
-    if importlib.util.find_spec("torchvision") is None:
-        _register_text_models()
+    register_text_models()
 
 
-def _register_text_models() -> None:
-    """Makes vLLM import text models that stand beside others of images from where that can be done."""
+def register_text_models() -> None:
+    """Makes vLLM import text models that stand beside those of images from where it needs no torchvision."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
     from vllm.model_executor.models.registry import ModelRegistry
 
     for architecture in _BESIDE_IMAGES:

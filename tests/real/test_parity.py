@@ -14,7 +14,17 @@ import torch
 from padded import PaddedBatch, collate
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import save, tiny_dense, tiny_glm, tiny_latent, tiny_moe, tiny_next, tiny_shared
+from tiny_models import (
+    save,
+    tiny_dense,
+    tiny_glm,
+    tiny_kinds,
+    tiny_kinds_moe,
+    tiny_latent,
+    tiny_moe,
+    tiny_next,
+    tiny_shared,
+)
 from torch import Tensor
 
 from mrl.data.samples import Sample
@@ -30,7 +40,7 @@ TP, PP, CP, EP, ETP = (
 )
 MODELS = {
     "moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "glm": tiny_glm, "latent": tiny_latent,
-    "next": tiny_next,
+    "next": tiny_next, "kinds": tiny_kinds, "kinds-moe": tiny_kinds_moe,
 }  # fmt: skip
 # name -> (model, ranks, degrees); data parallelism is what remains of the ranks
 LAYOUTS = {
@@ -40,6 +50,8 @@ LAYOUTS = {
     "glm-tp1": ("glm", 1, {}),
     "latent-tp1": ("latent", 1, {}),
     "next-tp1": ("next", 1, {}),
+    "kinds-tp1": ("kinds", 1, {}),
+    "kinds-moe-tp1": ("kinds-moe", 1, {}),
     "moe-tp2": ("moe", 2, {TP: 2}),
     "moe-tp2-whole-optimizer": ("moe", 2, {TP: 2}),
     "moe-tp2-etp2": ("moe", 2, {TP: 2, ETP: 2}),
@@ -60,12 +72,16 @@ LAYOUTS = {
     "next-ep2": ("next", 2, {EP: 2}),
     "next-pp2": ("next", 2, {PP: 2}),
     "next-pp2-vpp2": ("next", 2, {PP: 2, "virtual_pipeline_model_parallel_size": 2}),
+    "kinds-tp2": ("kinds", 2, {TP: 2}),
+    "kinds-moe-ep2": ("kinds-moe", 2, {EP: 2}),
+    "kinds-pp2": ("kinds", 2, {PP: 2}),
     "dense-tp2": ("dense", 2, {TP: 2}),
     "dense-pp2": ("dense", 2, {PP: 2}),
     "moe-tp2-pp2-ep2": ("moe", 4, {TP: 2, PP: 2, EP: 2}),
     "moe-tp2-ep2-etp2": ("moe", 4, {TP: 2, EP: 2, ETP: 2}),
     "latent-tp2-pp2-ep2": ("latent", 4, {TP: 2, PP: 2, EP: 2}),
     "next-tp2-pp2-ep2": ("next", 4, {TP: 2, PP: 2, EP: 2}),
+    "kinds-moe-tp2-pp2-ep2": ("kinds-moe", 4, {TP: 2, PP: 2, EP: 2}),
     "moe-cp2": ("moe", 2, {CP: 2}),
     "shared-cp2-ep2": ("shared", 2, {CP: 2, EP: 2}),
     "dense-tp2-cp2": ("dense", 4, {TP: 2, CP: 2}),

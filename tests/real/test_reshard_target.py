@@ -44,6 +44,16 @@ LATENT = {
     "qk_rope_head_dim": 8, "v_head_dim": 4, "norm_topk_prob": True, "q_lora_rank": None, "num_nextn_predict_layers": 0,
     "topk_method": "noaux_tc",
 }  # fmt: skip
+KINDS = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": False,
+}
 MODELS = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen2-tied": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
@@ -85,6 +95,14 @@ MODELS = {
         "linear_key_head_dim": 4,
         "linear_value_head_dim": 6,
         "linear_conv_kernel_dim": 4,
+    },
+    "qwen3.5": KINDS | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
+    "qwen3.5-moe": KINDS
+    | EXPERTS
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": 16,
     },
     "qwen3-moe-mixed": EXPERTS
     | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32, "decoder_sparse_step": 2},
@@ -148,6 +166,9 @@ def built(folder: Path, layout: RolloutLayout, worker: int) -> torch.nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    from mrl.vllm.receive import register_text_models
+
+    register_text_models()
     parallel = ParallelConfig(enable_expert_parallel=layout.expert > 1)
     # checked against this machine when given
     parallel.tensor_parallel_size, parallel.data_parallel_size = layout.tensor, layout.data
@@ -245,7 +266,8 @@ def folder(request, tmp_path) -> Path:
 def test_every_worker_of_every_layout_holds_what_vllms_loader_puts_there(folder):
     text = (folder / "config.json").read_text()
     layouts = MOE if "_experts" in text else DENSE
-    if "deepseek_v3" in text or "qwen3_next" in text:  # refused: vLLM has shared experts whole on every worker then
+    # refused: vLLM has shared experts whole on every worker then
+    if any(name in text for name in ("deepseek_v3", "qwen3_next", "qwen3_5_moe")):
         layouts = [layout for layout in layouts if min(layout.tensor, layout.data, layout.expert) == 1]
     found = {str(layout): differences(folder, layout, "cpu") for layout in layouts}
     assert {layout: faults for layout, faults in found.items() if faults} == {}

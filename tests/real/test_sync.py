@@ -17,7 +17,18 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import in_dtype, save, tiny_dense, tiny_glm, tiny_latent, tiny_moe, tiny_next, tiny_shared
+from tiny_models import (
+    in_dtype,
+    save,
+    tiny_dense,
+    tiny_glm,
+    tiny_kinds,
+    tiny_kinds_moe,
+    tiny_latent,
+    tiny_moe,
+    tiny_next,
+    tiny_shared,
+)
 from transformers import AutoModelForCausalLM
 
 from mrl.cluster.actor_group import ActorGroup
@@ -146,6 +157,16 @@ CASES |= {
         fresh=True,
     ),
 }
+CASES |= {
+    "fp32-kinds-to-tp2": replace(CASES["fp32-next-to-tp2"], model="kinds-moe"),
+    "fp32-dense-kinds": Case(
+        "kinds",
+        "float32",
+        _NEXT,
+        {"tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)},
+        fresh=True,
+    ),
+}
 # Left out of continuous integration, four processes of vLLM and more each: a fresh engine is held against a synced one
 # in the first two cases, and every box of shared experts, biases and data-parallel ranks against vLLM's own loader in
 # test_reshard_target.
@@ -154,6 +175,7 @@ LONG = (
     "fp32-moe-to-tp2dp2-with-expert-parallelism",
     "fp32-shared-experts-and-qkv-bias-to-tp2", "bf16-glm-to-tp2-and-a-fresh-engine",
     "fp32-latent", "fp32-latent-to-tp2", "fp32-next", "fp32-next-to-tp2",
+    "fp32-kinds-to-tp2", "fp32-dense-kinds",
 )  # fmt: skip
 # vLLM's CPU attention has heads of 32 and more, and its kernels want multiples of 32 on each worker
 MODELS = {
@@ -163,6 +185,8 @@ MODELS = {
     "glm": tiny_glm,
     "latent": tiny_latent,
     "next": lambda: tiny_next(shared_expert_intermediate_size=128),
+    "kinds": tiny_kinds,
+    "kinds-moe": lambda: tiny_kinds_moe(shared_expert_intermediate_size=128),
 }
 
 
@@ -239,7 +263,7 @@ def world(request, tmp_path_factory, ranks) -> Iterator[World]:
             said = answers(groups[1]) if case.fresh else None
             if case.model == "latent":
                 assert any(name.endswith(".W_UV") for name in truth) and any(name.endswith(".W_UK_T") for name in truth)
-            if case.model in ("latent", "next"):
+            if case.model in ("latent", "next", "kinds", "kinds-moe"):
                 # vLLM's CPU kernels computed it wrongly, and no sync would show it
                 assert far_from_hugging_face(groups[1], start) < 1e-5
             yield World(case, start, groups[0], ranks, truth, said)

@@ -435,7 +435,6 @@ def test_a_feature_that_is_switched_off_is_not_missed(word):
         ("openai/gpt-oss-20b", "gpt-oss"),
         ("zai-org/GLM-4-9B-0414", "GLM-4"),
         ("XiaomiMiMo/MiMo-7B-RL", "MiMo"),
-        ("Qwen/Qwen3.5-35B-A3B", "Qwen3.5"),
         ("deepseek-ai/deepseek-llm-7b-chat", "Llama"),
     ],
 )
@@ -446,7 +445,13 @@ def test_a_family_that_is_not_here_is_named(path, family):
 
 
 @pytest.mark.parametrize(
-    "path", ["moonshotai/Moonlight-16B-A3B", "deepseek-ai/DeepSeek-V3-0324", "Qwen/Qwen3-Next-80B-A3B-Instruct"]
+    "path",
+    [
+        "moonshotai/Moonlight-16B-A3B",
+        "deepseek-ai/DeepSeek-V3-0324",
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        "Qwen/Qwen3.5-35B-A3B",
+    ],
 )
 def test_other_attention_that_is_known_by_name_is_here(path):
     out = import_overrides([f"actor_rollout_ref.model.path={path}", "model_engine=megatron"])

@@ -5,6 +5,7 @@ and where Megatron's split puts it.
 import random
 import warnings
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -365,9 +366,7 @@ OURS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # which mbridge has n
 OF_BOTH = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
-@pytest.mark.parametrize(
-    ("family", "ours"), [*((family, ours) for family in OF_BOTH for ours in (False, True)), *((family, True) for family in OURS)]
-)
+@pytest.mark.parametrize(("family", "ours"), [*product(OF_BOTH, (False, True)), *product(OURS, (True,))])
 def test_names_and_contents_are_mbridges_and_those_of_our_bridge(family, ours):
     model = MODELS[family]
     import torch
