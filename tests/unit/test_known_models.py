@@ -20,7 +20,7 @@ PUBLISHED = {
     # arXiv:2412.19437, arXiv:2502.16982 (16 B of 3 B active), arXiv:2507.20534
     "DeepSeek-V3": (671, 37.5), "Moonlight-16B-A3B": (16, 2.9), "Kimi-K2-Instruct": (1026, 32.9),
     # of the text models, without vision towers; 3 and 17 active ones on the cards
-    "Qwen3.5-35B-A3B": (34.7, 3.5), "Qwen3.5-397B-A17B": (396, 17), "Qwen3.5-27B": (26.9, 26.9),
+    "Qwen3.5-35B-A3B": (34.7, 3.5), "Qwen3.5-397B-A17B": (396, 17.3), "Qwen3.5-27B": (26.9, 26.9),
     "Qwen3-Next-80B-A3B": (80, 3.9),  # 79.7 on the card; 3 active ones without the vocabulary matrices
 }  # fmt: skip
 
