@@ -73,8 +73,11 @@ def write_hf(
     written by itself. Raises EnvironmentFault for a damaged source, ConfigError for an output that is in the way or
     cannot be written.
     """
-    files = hf_plan(source.model, source.dtype, whole)
-    container = Safetensors(source.dtype, whole.shapes if whole else {})
+    files = hf_plan(source.model, source.dtype)
+    container = Safetensors(source.dtype)
+    if whole is not None:
+        files = _in_files(whole.entries, source.dtype)
+        container = Safetensors(source.dtype, whole.shapes)
 
     def finish(folder: Path, _: FileFacts) -> FileFacts:
         copied = copy_hf_files(source.hf_files, folder)
@@ -119,12 +122,13 @@ def write_layout(
     )
 
 
-def hf_plan(model: ModelSpec, dtype: str, whole: Whole | None = None) -> tuple[PlannedFile, ...]:
-    """`model-NNNNN.safetensors`, tensors in the order of the layers. `whole`: whose form they have."""
-    if whole is None:
-        entries = [whole_tensor(spec.name, spec.shape, role=weight_role(spec)) for spec in tensor_specs(model)]
-    else:
-        entries = whole.entries
+def hf_plan(model: ModelSpec, dtype: str) -> tuple[PlannedFile, ...]:
+    """`model-NNNNN.safetensors`, tensors in the order of the layers."""
+    entries = [whole_tensor(spec.name, spec.shape, role=weight_role(spec)) for spec in tensor_specs(model)]
+    return _in_files(entries, dtype)
+
+
+def _in_files(entries: list[StoredTensor], dtype: str) -> tuple[PlannedFile, ...]:
     portions = file_portions(entries, dtype)
     return tuple(planned_file(f"model-{n:05d}.safetensors", 0, portion) for n, portion in enumerate(portions, 1))
 

@@ -186,11 +186,11 @@ _KINDS = {
 
 
 def tiny_kinds(**changes) -> PreTrainedModel:
-    """Qwen3.5, dense, as a text model: Qwen3-Next's layers, whose linear projections lie kind by kind, without experts.
-
-    `changes`: to its configuration.
+    """Qwen3.5, dense, as a text model: Qwen3-Next's layers, whose linear projections lie kind by kind, without experts;
+    embeddings are tied, as its small sizes have them. `changes`: to its configuration.
     """
-    return _slower(_uneven(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**(_COMMON | _KINDS | changes))))
+    sizes = _COMMON | _KINDS | {"tie_word_embeddings": True}
+    return _slower(_uneven(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**(sizes | changes))))
 
 
 def tiny_kinds_moe(**changes) -> PreTrainedModel:
