@@ -163,24 +163,29 @@ class MappedBridge(LLMBridge):
         return None
 
     def _row(self, mcore_weights_name: str) -> Weight | None:
-        """The row of a layer's parameter, whose layer and expert are numbers of the whole model."""
-        layer = _LAYER.match(mcore_weights_name)
-        if layer is None:
-            return None
-        plain = _EXPERT.sub(r"\1{expert}", mcore_weights_name)
-        wanted = MEGATRON_LAYER + plain[layer.end() :]
-        return next(row for row in weight_map(self.model).layer(int(layer[1])).megatron if row.megatron == wanted)
+        """The row of a layer's parameter. mbridge counts layers here from the first of a stage, so that their number
+        says nothing of their kind.
+        """
+        wanted = _in_any_layer(mcore_weights_name)
+        rows = (row for kind, _ in weight_map(self.model).layers for row in kind.megatron)
+        return next((row for row in rows if row.megatron == wanted), None)
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
         """Names of the checkpoint for a parameter's, whose layer and expert are numbers of the whole model."""
         weights = weight_map(self.model)
-        row = self._row(mcore_weights_name)
-        if row is None:
+        layer = _LAYER.match(mcore_weights_name)
+        if layer is None:
             rows = (weights.embedding, weights.final_norm, weights.output)
             return [row.parts[0].name for row in rows if row.megatron == mcore_weights_name]
-        layer = _LAYER.match(mcore_weights_name)
         expert = _EXPERT.search(mcore_weights_name)
+        wanted = _in_any_layer(mcore_weights_name)
+        row = next(row for row in weights.layer(int(layer[1])).megatron if row.megatron == wanted)
         return [part.name.format(layer=layer[1], expert=expert and expert[2]) for part in row.parts]
+
+
+def _in_any_layer(mcore_weights_name: str) -> str:
+    """A parameter's name as the weight map has it."""
+    return _LAYER.sub(MEGATRON_LAYER, _EXPERT.sub(r"\1{expert}", mcore_weights_name), count=1)
 
 
 def _gated_delta(m: ModelSpec) -> dict[str, Any]:

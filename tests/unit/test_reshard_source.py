@@ -389,6 +389,15 @@ def test_names_and_contents_are_mbridges_and_those_of_our_bridge(family, ours):
         np.testing.assert_array_equal(assembled(shard, hf), theirs.numpy(), err_msg=f"{name} on rank {rank}")
 
 
+def test_a_layers_number_in_its_stage_says_nothing_of_its_kind():
+    """mbridge loads by such numbers: layer 1 of a stage may have what layer 1 of the model has not."""
+    bridge = bridge_of(MODELS["qwen3_5_moe_text"], True)
+    for layer in range(4):
+        at = f"decoder.layers.{layer}.self_attention."
+        assert bridge._sections(f"{at}conv1d.weight") and bridge._joined(f"{at}in_proj_qkvz.weight")
+        assert bridge._joined(f"{at}linear_qkv.weight").is_gated and not bridge._sections(f"{at}linear_proj.weight")
+
+
 def global_name(model: ModelSpec, layout: TrainLayout, rank: int, shard: Shard) -> str:
     """The name with global layer and expert numbers, as mbridge makes it before it looks a name up."""
     name = shard.megatron_name
