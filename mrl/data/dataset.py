@@ -383,10 +383,9 @@ def _has_some(value: Any) -> bool:
 
 def _other_kind(message: Any) -> str:
     """The type of a message's first part that is not text, such as image_url; empty where there is none."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return ""
-    kinds = (str(part.get("type")) for part in content if isinstance(part, dict))
+    kinds = (str(part.get("type")) for part in message["content"] if isinstance(part, dict))
     return next((kind for kind in kinds if kind != "text"), "")
 
 

@@ -118,7 +118,7 @@ class GatedDelta(MegatronModule):
         return query, key, value, gate, rate.flatten(1), step.flatten(1)
 
     def _of_all_heads(self, mixed: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
-        """As `_by_kind`, where one kind follows the other."""
+        """What `_by_kind` returns, of projections that lie kind by kind."""
         keys = self.key_heads * self.key_dim
         values = self.value_heads * self.value_dim
         query, key, value, gate = mixed.split([keys, keys, values, values], dim=1)

@@ -33,8 +33,17 @@ from mrl.plain_files import TEXT_BYTES, read_json, reason
 from mrl.units import MIB
 
 _MODULES = (
-    qwen2, qwen3, qwen2_moe, qwen3_moe, glm4_moe, deepseek_v3, glm4_moe_lite, qwen3_next, qwen3_5, qwen3_5_moe,
-)  # fmt: skip
+    qwen2,
+    qwen3,
+    qwen2_moe,
+    qwen3_moe,
+    glm4_moe,
+    deepseek_v3,
+    glm4_moe_lite,
+    qwen3_next,
+    qwen3_5,
+    qwen3_5_moe,
+)
 FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 # models that also read images -> the family inside
 _WRAPPERS = {family.wrapper: family for family in FAMILIES.values() if family.wrapper}
@@ -49,9 +58,12 @@ _OTHER_WEIGHTS = ("vl", "omni", "embedding", "reranker", "awq", "gptq", "gguf", 
 _MORE_POSITIONS = {"2507": 262_144}
 # Names that leave something out and can still mean one model only.
 _SHORT = {
-    "qwen330b": "Qwen3-30B-A3B", "qwen3235b": "Qwen3-235B-A22B", "kimik2base": "Kimi-K2-Instruct",
-    "qwen3635ba3b": "Qwen3.5-35B-A3B", "qwen3627b": "Qwen3.5-27B",
-}  # fmt: skip
+    "qwen330b": "Qwen3-30B-A3B",
+    "qwen3235b": "Qwen3-235B-A22B",
+    "kimik2base": "Kimi-K2-Instruct",
+    "qwen3635ba3b": "Qwen3.5-35B-A3B",
+    "qwen3627b": "Qwen3.5-27B",
+}
 # Names that begin as a known one's and mean another model.
 _OTHER_MODELS = ("deepseekv32",)
 

@@ -26,9 +26,17 @@ _FUSED = {**{f"{x}_proj": ("qkv_proj", place) for place, x in enumerate("qkv")},
 _FUSED_LATENTS = {"q_a_proj": ("fused_qkv_a_proj", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj", 1), **_FUSED_MLP}
 _VOCABULARY = ("embed_tokens", "lm_head")
 _COLUMN_PARALLEL = (
-    "q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b",
+    "q_proj",
+    "q_b_proj",
+    "kv_b_proj",
+    "gate_proj",
+    "up_proj",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "in_proj_z",
+    "in_proj_b",
     "in_proj_a",
-)  # fmt: skip
+)
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 _OF_VALUE_HEADS = ("A_log", "dt_bias")  # parameters of the layer of gated delta attention itself
 
