@@ -9,6 +9,7 @@ from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import AlgorithmConfig, RolloutConfig, RunConfig, leaf
 from mrl.environments.builtin_environments import BUILTIN_ENVIRONMENTS
 from mrl.environments.named import SHIPPED
+from mrl.environments.python_tool import PYTHON
 from mrl.environments.search_tool import SEARCH
 from mrl.errors import ConfigError, Violation, nearest
 from mrl.model import ModelSpec
@@ -308,6 +309,14 @@ def _call_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield Violation("rollout.turns.timeout_s", rule, why, (turns.max_seconds / 2,))
 
 
+def _program_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    turns = config.rollout.turns
+    if turns is not None and PYTHON in turns.tools and turns.python.max_seconds >= turns.timeout_s:
+        why = "a program that hangs would not be ended by itself, but with the process that calls tools"
+        rule = f"must be less than timeout_s = {turns.timeout_s:g}"
+        yield Violation("rollout.turns.python.max_seconds", rule, why, (turns.timeout_s / 2,))
+
+
 def _rewards_environment(config: RunConfig) -> bool:
     return config.reward.custom_reward_function is None and config.reward.function == ENVIRONMENT
 
@@ -442,6 +451,7 @@ ROLLOUT_RULES = (
     ),
     _tools,
     _call_in_time,
+    _program_in_time,
     _parts,
     RuleRow(
         "reward.function",

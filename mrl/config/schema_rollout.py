@@ -41,6 +41,22 @@ class ValSamplingConfig(Section):
     )
 
 
+class PythonConfig(Section):
+    """Limits of one program that the shipped tool python runs."""
+
+    max_seconds: float = key(5.0, "From its start to its end; it is then ended.", gt=0, unit="s")
+    max_memory_gib: float = key(1.0, "Address space.", gt=0, unit="GiB")
+    max_files_mib: float = key(
+        16.0, "All files of its folder together, which lives as long as it does.", gt=0, unit="MiB"
+    )
+    unconfined: bool = key(
+        False,
+        "Whether programs run where the machine cannot confine them (Linux with Landlock and seccomp does; `mrl doctor` "
+        "says): with network, files and processes of the user. Where it is false such a machine is refused.",
+        advice="false: it is what a model writes that runs.",
+    )
+
+
 class TurnsConfig(Section):
     """Tools and environments that the model may act on while it answers: a response is then a conversation of several
     turns.
@@ -48,7 +64,7 @@ class TurnsConfig(Section):
 
     tools: tuple[str, ...] = key(
         (),
-        "Tools by name: shipped ones (calculator, search), and functions of the file under path.",
+        "Tools by name: shipped ones (calculator, python, search), and functions of the file under path.",
         advice="Few, each with a docstring that says when to call it: it is what the model reads.",
     )
     environments: tuple[str, ...] = key(
@@ -67,6 +83,7 @@ class TurnsConfig(Section):
         "File that the shipped tool search finds passages in; scripts/make_search_index.py writes it from JSON lines.",
         is_path=True,
     )
+    python: PythonConfig = PythonConfig()
     max_turns: int = key(
         8,
         "Turns of a response, the last of which may call nothing more.",

@@ -4,6 +4,9 @@
     environment.py           Environment, which is begun for a response, acted on by calls, ended; tools as one of them
     builtin_tools.py         tools that are shipped: calculator
     search_tool.py           the shipped tool search, over an index in SQLite
+    python_tool.py           the shipped tool python: a program in a process and a folder of its own, watched
+    sandbox.py               that process: what it gives up before it runs the program
+    system_calls.py          the system calls that are left to it
     builtin_environments.py  environments that are shipped: guess_the_number
     named.py                 names, of shipped ones or of a user's file, to them; that file runs in the worker alone
     verl_tools.py            what stands in for verl's decorator of tools in such a file

@@ -8,6 +8,8 @@ from mrl.environments.agent import AGENT, agent_tool, command_of
 from mrl.environments.builtin_environments import BUILTIN_ENVIRONMENTS
 from mrl.environments.builtin_tools import BUILTIN_TOOLS
 from mrl.environments.environment import Environment
+from mrl.environments.python_tool import PYTHON, python_tool
+from mrl.environments.sandbox import PythonLimits
 from mrl.environments.search_tool import SEARCH, search_tool
 from mrl.environments.tool import Tool, ToolsSpec
 from mrl.environments.verl_tools import FUNCTIONS, stand_in
@@ -16,7 +18,7 @@ from mrl.reward.resolve import load_function, load_module
 
 PATH_KEY = "rollout.turns.path"
 AGENT_KEY = "rollout.agent.path"
-SHIPPED = (*BUILTIN_TOOLS, SEARCH)  # tools
+SHIPPED = (*BUILTIN_TOOLS, SEARCH, PYTHON)  # tools
 
 
 def resolve_tools(spec: ToolsSpec) -> dict[str, Tool]:
@@ -33,6 +35,8 @@ def resolve_tools(spec: ToolsSpec) -> dict[str, Tool]:
             found[name] = BUILTIN_TOOLS[name]
         elif name == SEARCH and spec.index is not None and not hasattr(module, name):
             found[name] = search_tool(spec.index)
+        elif name == PYTHON and not hasattr(module, name):
+            found[name] = python_tool(PythonLimits(**spec.python))
         elif module is not None:
             found[name] = Tool.of(load_function(module, name, f"{PATH_KEY}: {spec.path}"), name)
         else:

@@ -40,6 +40,7 @@ class ToolsSpec:
     folders: tuple[str, ...] = ()  # that it may write into beside temporary ones
     environments: tuple[str, ...] = ()
     index: str | None = None  # of the shipped tool `search`
+    python: Mapping[str, Any] = field(default_factory=dict)  # limits of the shipped tool `python`, by name
     # an agent in the place of both: a command, or the function of that name in the file at `path`
     command: tuple[str, ...] = ()
     agent: str | None = None

@@ -160,12 +160,13 @@ def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig |
     if turns.index is not None:
         index = str(Path(turns.index).resolve())
     of_processes = turns.model_dump(include={"max_memory_gib", "environment", "network", "environments"})
-    given = turns.model_dump(exclude={"tools", "path", "index", "folders", *of_processes})
+    given = turns.model_dump(exclude={"tools", "path", "index", "folders", "python", *of_processes})
     thinking = {}
     if data.enable_thinking is not None:
         thinking = {THINKING: data.enable_thinking}
     folders = tuple(str(Path(folder).resolve()) for folder in turns.folders)
-    tools = ToolsSpec(tuple(turns.tools), path, index=index, folders=folders, **of_processes)
+    python = turns.python.model_dump()
+    tools = ToolsSpec(tuple(turns.tools), path, index=index, folders=folders, python=python, **of_processes)
     if agent is not None:
         tools = replace(tools, **_of_agent(agent))
     arguments = {**data.apply_chat_template_kwargs, **thinking}
