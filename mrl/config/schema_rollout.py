@@ -69,7 +69,7 @@ class TurnsConfig(Section):
     )
     environments: tuple[str, ...] = key(
         (),
-        "Environments by name: shipped ones (guess_the_number), and classes of the file under path. A row names its "
+        "Environments by name: shipped ones (guess_the_number, verl_tools), and classes of the file under path. A row names its "
         "own in extra_info.environment where there are several.",
     )
     path: str | None = key(
@@ -81,6 +81,11 @@ class TurnsConfig(Section):
     index: str | None = key(
         None,
         "File that the shipped tool search finds passages in; scripts/make_search_index.py writes it from JSON lines.",
+        is_path=True,
+    )
+    tool_config_path: str | None = key(
+        None,
+        "verl's file of tools, classes of its BaseTool, which the shipped environment verl_tools is made of.",
         is_path=True,
     )
     python: PythonConfig = PythonConfig()

@@ -12,6 +12,8 @@ from mrl.environments.python_tool import PYTHON, python_tool
 from mrl.environments.sandbox import PythonLimits
 from mrl.environments.search_tool import SEARCH, search_tool
 from mrl.environments.tool import Tool, ToolsSpec
+from mrl.environments.verl_environment import verl_environment
+from mrl.environments.verl_tool_config import VERL_TOOLS
 from mrl.environments.verl_tools import FUNCTIONS, stand_in
 from mrl.errors import ConfigError
 from mrl.reward.resolve import load_function, load_module
@@ -19,6 +21,7 @@ from mrl.reward.resolve import load_function, load_module
 PATH_KEY = "rollout.turns.path"
 AGENT_KEY = "rollout.agent.path"
 SHIPPED = (*BUILTIN_TOOLS, SEARCH, PYTHON)  # tools
+SHIPPED_ENVIRONMENTS = (*BUILTIN_ENVIRONMENTS, VERL_TOOLS)
 
 
 def resolve_tools(spec: ToolsSpec) -> dict[str, Tool]:
@@ -71,11 +74,13 @@ def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:
     for name in spec.environments:
         if name in BUILTIN_ENVIRONMENTS and not hasattr(module, name):
             found[name] = BUILTIN_ENVIRONMENTS[name]
+        elif name == VERL_TOOLS and spec.tool_config is not None and not hasattr(module, name):
+            found[name] = verl_environment(spec.tool_config, PythonLimits(**spec.python))
         elif module is not None:
             found[name] = _environment(module, name, f"{PATH_KEY}: {spec.path}")
         else:
             raise ConfigError(
-                f"rollout.turns.environments: {name!r} is not shipped; shipped: {', '.join(BUILTIN_ENVIRONMENTS)}. "
+                f"rollout.turns.environments: {name!r} is not shipped; shipped: {', '.join(SHIPPED_ENVIRONMENTS)}. "
                 f"Name the file with a class of your own in {PATH_KEY}"
             )
     return found

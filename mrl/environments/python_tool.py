@@ -59,15 +59,8 @@ class Ended(Exception):
 
 
 def python_tool(limits: PythonLimits) -> Tool:
-    """The tool. Raises ConfigError where this machine cannot confine a program, unless it may run unconfined."""
-    why = None
-    if not limits.unconfined:
-        why = fault()
-    if why is not None:
-        raise ConfigError(
-            f"rollout.turns.tools: python would run what a model writes, and this machine cannot confine it: {why}. "
-            f"Leave it out, or set {UNCONFINED_KEY} to true, which lets it do whatever the user may"
-        )
+    """The tool. Raises ConfigError where programs would not be confined, and have to be."""
+    refuse_unconfined("rollout.turns.tools: python", limits)
 
     def python(code: str) -> str:
         """Runs a Python program, and says what it prints.
@@ -78,6 +71,18 @@ def python_tool(limits: PythonLimits) -> Tool:
         return run_program(code, limits)
 
     return Tool.of(python, PYTHON)
+
+
+def refuse_unconfined(who: str, limits: PythonLimits) -> None:
+    """Raises ConfigError where this machine cannot confine a program, unless it may run unconfined."""
+    why = None
+    if not limits.unconfined:
+        why = fault()
+    if why is not None:
+        raise ConfigError(
+            f"{who} would run what a model writes, and this machine cannot confine it: {why}. Leave it out, or set "
+            f"{UNCONFINED_KEY} to true, which lets it do whatever the user may"
+        )
 
 
 def fault() -> str | None:

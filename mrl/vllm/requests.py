@@ -149,6 +149,9 @@ def _rewarded(turns: TurnsSpec | None, reward: RewardConfig) -> TurnsSpec | None
     return replace(turns, needs_reward=reward.custom_reward_function is None and reward.function == ENVIRONMENT)
 
 
+_OF_FILES = ("path", "index", "tool_config_path")
+
+
 def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig | None = None) -> TurnsSpec | None:
     """What conversations may do; None where responses are of one turn."""
     if turns is None:
@@ -159,14 +162,18 @@ def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig |
     index = None
     if turns.index is not None:
         index = str(Path(turns.index).resolve())
+    tool_config = None
+    if turns.tool_config_path is not None:
+        tool_config = str(Path(turns.tool_config_path).resolve())
     of_processes = turns.model_dump(include={"max_memory_gib", "environment", "network", "environments"})
-    given = turns.model_dump(exclude={"tools", "path", "index", "folders", "python", *of_processes})
+    given = turns.model_dump(exclude={*_OF_FILES, "tools", "folders", "python", *of_processes})
     thinking = {}
     if data.enable_thinking is not None:
         thinking = {THINKING: data.enable_thinking}
     folders = tuple(str(Path(folder).resolve()) for folder in turns.folders)
     python = turns.python.model_dump()
     tools = ToolsSpec(tuple(turns.tools), path, index=index, folders=folders, python=python, **of_processes)
+    tools = replace(tools, tool_config=tool_config)
     if agent is not None:
         tools = replace(tools, **_of_agent(agent))
     arguments = {**data.apply_chat_template_kwargs, **thinking}

@@ -103,7 +103,7 @@ ROWS: dict[str, KeyRow] = {
     "data.return_full_prompt": _implied("prompts are kept as chats and as token ids"),
     "data.custom_cls.": _missing("data sets are parquet or JSONL in verl's schema", None),
     "data.trust_remote_code": _missing("code of a checkpoint is never run", False),
-    "data.tool_config_path": _missing(_AGENT, None),
+    "data.tool_config_path": _SPECIAL,
     "data.function_tool_path": _SPECIAL,
     **{
         f"data.{name}": _nothing(_IMAGES)
