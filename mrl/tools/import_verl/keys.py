@@ -57,7 +57,6 @@ _SPECIAL = KeyRow("special")
 _FSDP = "FSDP only"
 _SAMPLE = "as many prompts as in verl, other ones: drawn after unusable rows are out, of each file its share"
 _SERVERS = "no reward model runs here; rewards are functions"
-_AGENT = "tools of verl's classes: write each as an action of an environment (docs/tools.md)"
 _PROFILER = "profilers are not part of the configuration"
 _IMAGES = "text only"
 _BRIDGE = "weights are always read from model.path through the bridge"
