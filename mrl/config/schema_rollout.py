@@ -51,8 +51,8 @@ class PythonConfig(Section):
     )
     unconfined: bool = key(
         False,
-        "Whether programs run where the machine cannot confine them (Linux with Landlock and seccomp does; `mrl doctor` "
-        "says): with network, files and processes of the user. Where it is false such a machine is refused.",
+        "Whether programs run where the machine cannot confine them, with network, files and processes of the user; "
+        "where it is false such a machine is refused. Linux with Landlock and seccomp can; `mrl doctor` says.",
         advice="false: it is what a model writes that runs.",
     )
 
@@ -69,8 +69,8 @@ class TurnsConfig(Section):
     )
     environments: tuple[str, ...] = key(
         (),
-        "Environments by name: shipped ones (guess_the_number, verl_tools), and classes of the file under path. A row names its "
-        "own in extra_info.environment where there are several.",
+        "Environments by name: shipped ones (guess_the_number, verl_tools), and classes of the file under path. A row "
+        "names its own in extra_info.environment where there are several.",
     )
     path: str | None = key(
         None,

@@ -34,7 +34,7 @@ _KEPT = LONGEST // 2 - 100  # bytes of output at either end
 _START = f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); from mrl.environments.sandbox import main; del "
 _START += "sys.path[0]; main()"
 # no variable but these: no thread may be started, and libraries would
-_ENVIRONMENT = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+_ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _PROBE = """
 import os, socket
 

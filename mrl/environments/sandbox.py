@@ -109,7 +109,7 @@ def _places(version: int) -> dict[str, int]:
     read = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     read |= {f"{sys.base_prefix}/lib", *_LIBRARIES}
     places = {place: _READ_FILE | (_READ_FOLDER if os.path.isdir(place) else 0) for place in read}
-    places |= {device: _READ_FILE for device in _DEVICES}
+    places |= dict.fromkeys(_DEVICES, _READ_FILE)
     places["/dev/null"] |= _WRITE_FILE
     places[os.getcwd()] = _READ_FILE | _READ_FOLDER | _WRITE_FILE | _MAKE_FILE
     if version >= 3:

@@ -54,7 +54,9 @@ class ToolsSpec:
     @property
     def is_here(self) -> bool:
         """Whether the files that it names are on this host."""
-        return all(Path(path).expanduser().exists() for path in (self.path, self.index, self.tool_config) if path is not None)
+        return all(
+            Path(path).expanduser().exists() for path in (self.path, self.index, self.tool_config) if path is not None
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,15 @@ from typing import Any, ClassVar
 from mrl.environments.environment import MOST_PARTS, Action, Environment, Reply
 from mrl.environments.python_tool import Ended, refuse_unconfined, run_program
 from mrl.environments.sandbox import PythonLimits
-from mrl.environments.verl_tool_config import CONFIG_KEY, GSM8K, SANDBOX, ToolEntry, problem_of, read_tool_config, root_of
+from mrl.environments.verl_tool_config import (
+    CONFIG_KEY,
+    GSM8K,
+    SANDBOX,
+    ToolEntry,
+    problem_of,
+    read_tool_config,
+    root_of,
+)
 from mrl.environments.verl_tools import STOOD_IN, stand_in
 from mrl.errors import ConfigError
 

@@ -1,5 +1,5 @@
-"""Trains a few steps through each of the agents in scripts/evidence/agents, which know nothing of mrl, and says what came
-of it: scripts/evidence/agents.sh starts it.
+"""Trains a few steps through each of the agents in scripts/evidence/agents, which know nothing of mrl, and says what
+came of it: scripts/evidence/agents.sh starts it.
 
     python scripts/evidence/agents.py --world tool-world --verifiers VENV/bin/python --work runs/agents [--out FILE]
 """

@@ -102,7 +102,9 @@ def test_verls_judge_of_gsm8k_has_a_stand_in(tmp_path):
     row = {"extra_info": {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}}}
     with EnvironmentPool(spec(path), 1, 30.0) as pool:
         session = pool.session(VERL_TOOLS, row, 0)
-        replies = [session.step("calc_gsm8k_reward", {"answer": each}).result(60) for each in ("7", "72", "#### 72", "")]
+        replies = [
+            session.step("calc_gsm8k_reward", {"answer": each}).result(60) for each in ("7", "72", "#### 72", "")
+        ]
     assert [(each.text, each.reward) for each in replies] == [
         ("Current parsed answer='#### 7' reward=0.0", -0.05), ("Current parsed answer='#### 72' reward=1.0", 0.0),
         ("Current parsed answer='#### 72' reward=1.0", -0.05), ("Current parsed answer='#### ' reward=0.0", -0.05),

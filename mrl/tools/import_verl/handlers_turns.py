@@ -29,8 +29,8 @@ _LIMITS = {
     "max_tool_response_length": ("max_answer_characters", 256),
 }
 _NO_TOOLS = (
-    "multi-turn rollouts have tools that are typed functions here, or classes of verl's, in a file that is not named or "
-    "not at hand: set rollout.turns.tools and rollout.turns.path, or rollout.turns.tool_config_path (docs/tools.md)"
+    "multi-turn rollouts have tools that are typed functions here, or classes of verl's, in a file that is not named "
+    "or not at hand: set rollout.turns.tools and rollout.turns.path, or rollout.turns.tool_config_path (docs/tools.md)"
 )
 
 
