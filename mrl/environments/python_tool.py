@@ -54,7 +54,7 @@ for name, act, *arguments in (
 """
 
 
-class Ended(Exception):
+class ProgramEnded(Exception):
     """The program was ended, or ended itself, in a way that leaves no answer."""
 
 
@@ -89,7 +89,7 @@ def fault() -> str | None:
     """Why this machine cannot confine a program, found by one that tries what it must not; None: it can."""
     try:
         said = run_program(_PROBE, PythonLimits(max_seconds=60.0))
-    except (Ended, OSError) as error:
+    except (ProgramEnded, OSError) as error:
         return str(error)
     if said == NOTHING:
         return None
@@ -100,7 +100,7 @@ NOTHING = "(it printed nothing)"
 
 
 def run_program(code: str, limits: PythonLimits) -> str:
-    """What the program printed, errors too. Raises Ended where it took too much, or ended by a signal."""
+    """What the program printed, errors too. Raises ProgramEnded where it took too much, or ended by a signal."""
     with _folder() as folder:
         (folder / CODE).write_bytes(code.encode("utf-8", "replace"))
         process = subprocess.Popen(
@@ -214,11 +214,11 @@ def _answer(said: str, status: int, why: str | None) -> str:
     if why is None and status < 0:
         why = f"it was ended by {signal.Signals(-status).name}"
     if why is None and status == UNFIT:
-        raise Ended(said.strip())
+        raise ProgramEnded(said.strip())
     if why is not None:
         if said:
             why = f"{why}; it had printed:\n{said}"
-        raise Ended(why)
+        raise ProgramEnded(why)
     if status and not said:
         return f"(it printed nothing, and ended by status {status})"
     return said or NOTHING

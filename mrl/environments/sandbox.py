@@ -14,12 +14,11 @@ import math
 import os
 import platform
 import resource
+import runpy
 import sys
 import sysconfig
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 
 from mrl.environments.system_calls import rules
 from mrl.reward.confine import filter_calls, keep_files, landlock_version
@@ -53,12 +52,11 @@ class PythonLimits:
 def main() -> None:
     """Runs the program in the working directory; the limits are the one argument, as JSON."""
     limits = PythonLimits(**json.loads(sys.argv[1]))
-    source = Path(CODE).read_bytes()
     fault = give_up(limits)
     if fault is not None and not limits.unconfined:
         print(fault, flush=True)
         os._exit(UNFIT)
-    run(source)
+    run()
 
 
 def give_up(limits: PythonLimits) -> str | None:
@@ -118,19 +116,17 @@ def _places(version: int) -> dict[str, int]:
     return {place: access for place, access in places.items() if os.path.exists(place)}
 
 
-def run(source: bytes) -> None:
-    """Runs it as `__main__`; what it raises is printed as Python does, without this file's own lines, and ends it by 1.
+def run() -> None:
+    """Runs it as `__main__`; what it raises is printed as Python does, its own lines alone, and ends it by 1.
 
     An exit status of its own stays.
     """
-    module = ModuleType("__main__")
-    sys.modules["__main__"] = module
     sys.argv[:] = [CODE]
     try:
-        exec(compile(source, CODE, "exec"), vars(module))
-    except SystemExit:
-        raise
-    except BaseException as error:
-        own = error.__traceback__
-        traceback.print_exception(error.with_traceback(own and own.tb_next))
+        runpy.run_path(CODE, run_name="__main__")
+    except Exception as error:
+        lines = error.__traceback__
+        while lines is not None and lines.tb_frame.f_code.co_filename != CODE:
+            lines = lines.tb_next
+        traceback.print_exception(error.with_traceback(lines))
         sys.exit(1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mrl.environments.environment import MOST_PARTS, Action, Environment, Reply
-from mrl.environments.python_tool import Ended, refuse_unconfined, run_program
+from mrl.environments.python_tool import ProgramEnded, refuse_unconfined, run_program
 from mrl.environments.sandbox import PythonLimits
 from mrl.environments.verl_tool_config import (
     CONFIG_KEY,
@@ -229,7 +229,7 @@ def _sandbox(limits: PythonLimits) -> type:
         async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any):
             try:
                 return ToolResponse(text=run_program(str(parameters.get("code", "")), limits)), 0.0, {}
-            except Ended as error:
+            except ProgramEnded as error:
                 return ToolResponse(text=f"Error: {error}"), 0.0, {}
 
     return SandboxFusionTool

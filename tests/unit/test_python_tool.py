@@ -15,7 +15,7 @@ from mrl.config.rules import violations
 from mrl.environments import python_tool, system_calls
 from mrl.environments.environment import LONGEST
 from mrl.environments.environment_pool import EnvironmentPool, check_tools
-from mrl.environments.python_tool import NOTHING, Ended, fault, run_program
+from mrl.environments.python_tool import NOTHING, ProgramEnded, fault, run_program
 from mrl.environments.sandbox import PythonLimits
 from mrl.environments.tool import ToolsSpec
 from mrl.errors import ConfigError
@@ -86,18 +86,24 @@ ATTACKS = {
     "takes memory": ("bytearray(2**30)", "MemoryError"),
     "writes a large file": (
         "open('a', 'wb').write(bytes(2**24))",
-        Ended("its files came to more than 8 MiB"),
+        ProgramEnded("its files came to more than 8 MiB"),
     ),
     "fills the disk": (
         "for i in range(99): open(str(i), 'wb').write(bytes(2**20))\ntime.sleep(9)",
-        Ended("its files came to more than 8 MiB"),
+        ProgramEnded("its files came to more than 8 MiB"),
     ),
     "makes files without end": (
         "import itertools\nfor i in itertools.count(): open(str(i), 'w').close()",
-        Ended("it made more than 256 files"),
+        ProgramEnded("it made more than 256 files"),
     ),
-    "ends by a signal": ("print('so far'); os.kill(os.getpid(), 9)", Ended("it was ended by SIGKILL; it had printed")),
-    "breaks the interpreter": ("ctypes.string_at(0)", Ended("it was ended by SIGSEGV")),
+    "ends by a signal": (
+        "print('so far'); os.kill(os.getpid(), 9)",
+        ProgramEnded("it was ended by SIGKILL; it had printed"),
+    ),
+        "print('so far'); os.kill(os.getpid(), 9)",
+        ProgramEnded("it was ended by SIGKILL; it had printed"),
+    ),
+    "breaks the interpreter": ("ctypes.string_at(0)", ProgramEnded("it was ended by SIGSEGV")),
 }
 IMPORTS = "import ctypes, fcntl, os, resource, socket, subprocess, threading, time\n"
 
@@ -130,8 +136,8 @@ def test_what_a_program_tries_is_refused_and_leaves_nothing(name, here):
         folder.mkdir(parents=True)
         (folder / file).write_text("secret")
     code = IMPORTS + code.format(run=str(run), other=str(other))
-    if isinstance(expected, Ended):
-        with pytest.raises(Ended, match=re.escape(str(expected))):
+    if isinstance(expected, ProgramEnded):
+        with pytest.raises(ProgramEnded, match=re.escape(str(expected))):
             run_program(code, LIMITS)
     else:
         said = run_program(code, LIMITS)
@@ -145,7 +151,7 @@ def test_what_a_program_tries_is_refused_and_leaves_nothing(name, here):
 @pytest.mark.parametrize("code", ["while True: pass", "import os, time; os.close(1); os.close(2); time.sleep(60)"])
 def test_a_program_that_hangs_is_ended(code, here):
     began = time.monotonic()
-    with pytest.raises(Ended, match="it had not ended after 1 s"):
+    with pytest.raises(ProgramEnded, match="it had not ended after 1 s"):
         run_program(code, SHORT)
     assert time.monotonic() - began < 10 and not left_of(here) and not os.listdir(here / "scratch")
 
@@ -165,7 +171,7 @@ def test_the_pool_ends_a_program_with_its_process_and_removes_its_folder(tmp_pat
     pool = EnvironmentPool(ToolsSpec(("python",), python=limits), 1, 3600.0)
     assert pool.call("python", {"code": "print(1 + 1)"}).result(60)[:2] == ("ok", "2\n")
     assert pool.call("python", {"code": "import os; os.abort()"}).result(60)[:2] == (
-        "raised", "Error: python: Ended: it was ended by SIGABRT",
+        "raised", "Error: python: ProgramEnded: it was ended by SIGABRT",
     )  # fmt: skip
     hanging = pool.call("python", {"code": "import time; time.sleep(3600)"})
     end = time.monotonic() + 20
