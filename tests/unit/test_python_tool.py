@@ -100,9 +100,6 @@ ATTACKS = {
         "print('so far'); os.kill(os.getpid(), 9)",
         ProgramEnded("it was ended by SIGKILL; it had printed"),
     ),
-        "print('so far'); os.kill(os.getpid(), 9)",
-        ProgramEnded("it was ended by SIGKILL; it had printed"),
-    ),
     "breaks the interpreter": ("ctypes.string_at(0)", ProgramEnded("it was ended by SIGSEGV")),
 }
 IMPORTS = "import ctypes, fcntl, os, resource, socket, subprocess, threading, time\n"
