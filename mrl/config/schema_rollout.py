@@ -69,8 +69,8 @@ class TurnsConfig(Section):
     )
     environments: tuple[str, ...] = key(
         (),
-        "Environments by name: shipped ones (guess_the_number, verl_tools), and classes of the file under path. A row "
-        "names its own in extra_info.environment where there are several.",
+        "Environments by name: shipped ones (guess_the_number, textarena, verl_tools), and classes of the file under "
+        "path. A row names its own in extra_info.environment where there are several.",
     )
     path: str | None = key(
         None,

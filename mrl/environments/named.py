@@ -11,6 +11,7 @@ from mrl.environments.environment import Environment
 from mrl.environments.python_tool import PYTHON, python_tool
 from mrl.environments.sandbox import PythonLimits
 from mrl.environments.search_tool import SEARCH, search_tool
+from mrl.environments.text_arena import TEXTARENA, load_textarena
 from mrl.environments.tool import Tool, ToolsSpec
 from mrl.environments.verl_environment import verl_environment
 from mrl.environments.verl_tool_config import VERL_TOOLS
@@ -73,6 +74,8 @@ def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:
     found = {}
     for name in spec.environments:
         if name in BUILTIN_ENVIRONMENTS and not hasattr(module, name):
+            if name == TEXTARENA:
+                load_textarena()
             found[name] = BUILTIN_ENVIRONMENTS[name]
         elif name == VERL_TOOLS and spec.tool_config is not None and not hasattr(module, name):
             found[name] = verl_environment(spec.tool_config, PythonLimits(**spec.python))
