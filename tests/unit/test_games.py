@@ -1,4 +1,4 @@
-"""Games of textarena and problems of reasoning-gym: by a stand-in of each, and by the packages where they are installed."""
+"""Games of textarena and problems of reasoning-gym: by a stand-in of each, and by the packages where they are here."""
 
 import json
 import random
@@ -50,9 +50,9 @@ def dice(monkeypatch):
     monkeypatch.setitem(sys.modules, "textarena", package)
 
 
-def begun(seed: int, **extra_info) -> TextArena:
+def begun(number: int, **extra_info) -> TextArena:
     game = TextArena()
-    game.reset({"extra_info": {"game": "Dice-v0-raw", **extra_info}}, seed)
+    game.reset({"extra_info": {"game": "Dice-v0-raw", **extra_info}}, number)
     return game
 
 
