@@ -13,6 +13,7 @@
     verl_tools.py            what stands in for verl's modules in such a file: its decorator of tools, and
     verl_base_tool.py        its base class of tools and their schemas
     verl_tool_config.py      verl's file of tools, read
+    verl_stand_ins.py        what stands in for verl's own classes of tools
     verl_environment.py      the shipped environment verl_tools: such classes, an action a tool
     environment_worker.py    the process: JSON lines in, JSON lines out
     environment_pool.py      EnvironmentPool: calls and sessions from any thread or event loop, a deadline a step

@@ -78,7 +78,7 @@ def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:
                 load_textarena()
             found[name] = BUILTIN_ENVIRONMENTS[name]
         elif name == VERL_TOOLS and spec.tool_config is not None and not hasattr(module, name):
-            found[name] = verl_environment(spec.tool_config, PythonLimits(**spec.python))
+            found[name] = verl_environment(spec.tool_config, PythonLimits(**spec.python), spec.network)
         elif module is not None:
             found[name] = _environment(module, name, f"{PATH_KEY}: {spec.path}")
         else:

@@ -9,21 +9,21 @@ tool raises is what the model reads, as with every tool.
 import asyncio
 import importlib
 import inspect
-import re
 import sys
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mrl.environments.environment import MOST_PARTS, Action, Environment, Reply
-from mrl.environments.python_tool import ProgramEnded, refuse_unconfined, run_program
 from mrl.environments.sandbox import PythonLimits
+from mrl.environments.verl_stand_ins import gsm8k_class, sandbox_class, search_class
 from mrl.environments.verl_tool_config import (
     CONFIG_KEY,
     GSM8K,
     SANDBOX,
+    SEARCH_R1,
     ToolEntry,
     problem_of,
     read_tool_config,
@@ -109,13 +109,17 @@ def _text(answer: Any) -> Any:
     return answer
 
 
-def verl_environment(path: str, limits: PythonLimits) -> type[Environment]:
-    """The environment of the tools in verl's file. Raises ConfigError for what cannot be had, by its class's name."""
+def verl_environment(path: str, limits: PythonLimits, network: bool) -> type[Environment]:
+    """The environment of the tools in verl's file. Raises ConfigError for what cannot be had, by its class's name.
+
+    `limits`: of programs, `network`: whether tools have one; of what stands in for classes of verl's own.
+    """
+    own = {GSM8K: gsm8k_class, SANDBOX: lambda: sandbox_class(limits), SEARCH_R1: lambda: search_class(network)}
     tools = {}
     schemas = {}
     for entry in read_tool_config(Path(path)):
         where = f"{CONFIG_KEY}: {path}: {entry.class_name}"
-        tool = _made(entry, Path(path), limits, where)
+        tool = _made(entry, Path(path), own, where)
         name, schema = _schema(tool, where)
         if name in tools:
             raise ConfigError(f"{where}: a second tool is called {name}: nobody could say which is meant")
@@ -126,12 +130,12 @@ def verl_environment(path: str, limits: PythonLimits) -> type[Environment]:
     return type("VerlTools", (VerlTools,), {"tools": tools, "schemas": schemas})
 
 
-def _made(entry: ToolEntry, path: Path, limits: PythonLimits, where: str) -> Any:
+def _made(entry: ToolEntry, path: Path, own: Mapping[str, Callable[[], type]], where: str) -> Any:
     """The tool of an entry."""
     stand_in()
     from verl.tools.schemas import OpenAIFunctionToolSchema
 
-    kind = _class(entry, path, limits, where)
+    kind = _class(entry, path, own, where)
     try:
         schema = entry.schema and OpenAIFunctionToolSchema.model_validate(entry.schema)
         return kind(config=dict(entry.config), tool_schema=schema or None)
@@ -141,14 +145,12 @@ def _made(entry: ToolEntry, path: Path, limits: PythonLimits, where: str) -> Any
         raise ConfigError(f"{where}: it cannot be made: {type(error).__name__}: {error}") from error
 
 
-def _class(entry: ToolEntry, path: Path, limits: PythonLimits, where: str) -> Any:
+def _class(entry: ToolEntry, path: Path, own: Mapping[str, Callable[[], type]], where: str) -> Any:
     if not hasattr(sys.modules["verl"], "__version__"):
         if problem := problem_of(entry, path):
             raise ConfigError(f"{where}: {problem}; write it as an environment of your own (docs/tools.md)")
-        if entry.class_name == GSM8K:
-            return _gsm8k()
-        if entry.class_name == SANDBOX:
-            return _sandbox(limits)
+        if entry.class_name in own:
+            return _stood_in(own[entry.class_name], where)
     module_name, _, name = entry.class_name.rpartition(".")
     root = root_of(entry, path)
     if root is not None:
@@ -159,6 +161,13 @@ def _class(entry: ToolEntry, path: Path, limits: PythonLimits, where: str) -> An
         raise ConfigError(f"{where}: {_missing(error)}") from error
     except Exception as error:
         raise ConfigError(f"{where}: importing it failed: {type(error).__name__}: {error}") from error
+
+
+def _stood_in(make: Callable[[], type], where: str) -> type:
+    try:
+        return make()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _missing(error: ModuleNotFoundError) -> str:
@@ -182,54 +191,3 @@ def _schema(tool: Any, where: str) -> tuple[str, dict[str, Any]]:
     parameters = {"type": "object", "properties": properties, "required": required}
     own = {"name": function["name"], "description": function["description"], "parameters": parameters}
     return function["name"], {"type": "function", "function": own}
-
-
-def _gsm8k() -> type:
-    """Stands in for verl's tool that says whether an answer to a problem of GSM8K is right."""
-    from mrl.environments.verl_base_tool import BaseTool, ToolResponse
-
-    class Gsm8kTool(BaseTool):
-        def __init__(self, config: dict, tool_schema: Any):
-            super().__init__(config, tool_schema)
-            self._at: dict[str, list] = {}  # instance -> the right answer, the best reward so far
-
-        async def create(self, instance_id: str | None = None, ground_truth: str | None = None, **_: Any):
-            self._at[instance_id] = [ground_truth, 0.0]
-            return instance_id, ToolResponse()
-
-        async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any):
-            answer = str(parameters.get("answer", ""))
-            if not answer.startswith("#### "):
-                answer = f"#### {answer}"
-            right, before = self._at[instance_id]
-            numbers = [each for each in re.findall(r"-?[0-9.,]+", answer[-300:]) if each != "."]
-            reward = float(bool(numbers) and numbers[-1] == right)
-            self._at[instance_id][1] = reward
-            penalty = 0.0
-            if reward <= before:
-                penalty = -0.05
-            return ToolResponse(text=f"Current parsed {answer=} {reward=}"), penalty, {}
-
-        async def calc_reward(self, instance_id: str, **_: Any) -> float:
-            return self._at[instance_id][1]
-
-        async def release(self, instance_id: str, **_: Any) -> None:
-            del self._at[instance_id]
-
-    return Gsm8kTool
-
-
-def _sandbox(limits: PythonLimits) -> type:
-    """Stands in for verl's tool that has a server run a program: it runs here, as with the tool python."""
-    from mrl.environments.verl_base_tool import BaseTool, ToolResponse
-
-    refuse_unconfined(f"{CONFIG_KEY}: {SANDBOX}", limits)
-
-    class SandboxFusionTool(BaseTool):
-        async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any):
-            try:
-                return ToolResponse(text=run_program(str(parameters.get("code", "")), limits)), 0.0, {}
-            except ProgramEnded as error:
-                return ToolResponse(text=f"Error: {error}"), 0.0, {}
-
-    return SandboxFusionTool

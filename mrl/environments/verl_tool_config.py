@@ -12,7 +12,8 @@ VERL_TOOLS = "verl_tools"  # the environment that they are
 CONFIG_KEY = "rollout.turns.tool_config_path"
 GSM8K = "verl.tools.gsm8k_tool.Gsm8kTool"
 SANDBOX = "verl.tools.sandbox_fusion_tools.SandboxFusionTool"
-STAND_INS = (GSM8K, SANDBOX)  # classes of verl's own that have one
+SEARCH_R1 = "verl.tools.search_tool.SearchTool"
+STAND_INS = (GSM8K, SANDBOX, SEARCH_R1)  # classes of verl's own that have one
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,23 @@
 """verl's classes of tools without verl: its file of them, their lives, and what of them is refused by name."""
 
+import json
 import shutil
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
 from test_import_verl import from_overrides
 
-from mrl.environments.environment_pool import EnvironmentPool, check_tools
+from mrl.environments.environment_pool import EnvironmentPool
 from mrl.environments.offer import name_of
 from mrl.environments.python_tool import fault
+from mrl.environments.sandbox import PythonLimits
 from mrl.environments.tool import ToolsSpec
-from mrl.environments.verl_tool_config import GSM8K, SANDBOX, VERL_TOOLS, read_tool_config
+from mrl.environments.verl_environment import verl_environment
+from mrl.environments.verl_tool_config import GSM8K, SANDBOX, SEARCH_R1, VERL_TOOLS, read_tool_config
 from mrl.errors import ConfigError
 
 SCHEMA = {
@@ -122,12 +128,50 @@ def test_verls_sandbox_is_the_one_of_the_tool_python(tmp_path):
         assert "PermissionError" in refused.text and not refused.failed
 
 
+class Service(BaseHTTPRequestHandler):
+    """Finds for each query what it asks for, as Search-R1's service answers."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        found = [
+            [{"document": {"contents": f"{each}\nof {asked['topk']}"}, "score": 1}] * 2 for each in asked["queries"]
+        ]
+        body = json.dumps({"result": found}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        """Says nothing."""
+
+
+def test_verls_search_asks_its_service_and_answers_in_its_words(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        config = {"type": "native", "retrieval_service_url": f"http://127.0.0.1:{server.server_port}/", "topk": 2}
+        parameters = {"type": "object", "properties": {"query_list": {"type": "array"}}, "required": ["query_list"]}
+        function = {"name": "search", "description": "Finds.", "parameters": parameters}
+        schema = {"type": "function", "function": function}
+        path = written(tmp_path, {"class_name": SEARCH_R1, "config": config, "tool_schema": schema})
+        with EnvironmentPool(spec(path, network=True), 1, 30.0) as pool:
+            session = pool.session(VERL_TOOLS, {"extra_info": {}}, 0)
+            answers = [session.step("search", {"query_list": each}).result(60).text for each in (["a", "b"], [])]
+        server.shutdown()
+    one = "Doc 1 (Title: {0})\nof 2\n\nDoc 2 (Title: {0})\nof 2"
+    assert json.loads(answers[0]) == {"result": one.format("a") + "\n---\n" + one.format("b")}
+    assert "'query_list' is missing" in answers[1]
+    values, lost = imported(f"tool_config_path={path}")
+    assert not lost and values["rollout.turns.network"] is True
+
+
 NEEDS = "from verl.tools.base_tool import BaseTool\nfrom verl.utils.dataset import helper\nclass A(BaseTool): ...\n"
 REFUSED = {
     "no file": (None, "No such file"),
     "no list": ("tool: 1", "has no list `tools`"),
     "no class": ("tools: [{config: {}}]", "tool 1 has no class_name"),
-    "of verl": ("tools: [{class_name: verl.tools.search_tool.SearchTool, config: {type: native}}]", "has no stand-in"),
+    "of verl": ("tools: [{class_name: verl.tools.geo3k_tool.Geo3kTool, config: {type: native}}]", "has no stand-in"),
+    "without a network": (f"tools: [{{class_name: {SEARCH_R1}, config: {{type: native}}}}]", "network to true"),
     "of MCP": ("tools: [{class_name: a.B, config: {type: mcp}}]", "is of type mcp"),
     "nowhere": ("tools: [{class_name: nowhere.B, config: {}}]", "no file of the module nowhere"),
     "no such class": ("tools: [{class_name: mine.classes.Nobody}]", "has no attribute 'Nobody'"),
@@ -142,8 +186,19 @@ REFUSED = {
 }
 
 
+@pytest.fixture
+def apart(monkeypatch):
+    """What a worker loads is not left in this process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = dict(sys.modules)
+    yield
+    for name in sys.modules.keys() - before.keys():
+        if name.partition(".")[0] in ("verl", "mine", "needs", "plain"):
+            del sys.modules[name]
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_had_is_refused_by_name(name, tmp_path):
+def test_what_cannot_be_had_is_refused_by_name(name, tmp_path, apart):
     text, why = REFUSED[name]
     path = Path(written(tmp_path, file="tools.yaml"))
     (tmp_path / "needs.py").write_text(NEEDS)
@@ -152,7 +207,7 @@ def test_what_cannot_be_had_is_refused_by_name(name, tmp_path):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=why) as refused:
-        check_tools(spec(str(path)))
+        verl_environment(str(path), PythonLimits(), network=False)
     assert str(path) in str(refused.value)
 
 
@@ -177,7 +232,7 @@ def test_the_file_is_carried_over_where_its_classes_can_be_had(entry, tmp_path):
 
 
 def test_a_class_that_cannot_be_had_is_a_loss_by_name(tmp_path):
-    path = written(tmp_path, {"class_name": "verl.tools.search_tool.SearchTool", "config": {"type": "native"}})
+    path = written(tmp_path, {"class_name": "verl.tools.geo3k_tool.Geo3kTool", "config": {"type": "native"}})
     values, lost = imported(f"tool_config_path={path}")
     ((key, why),) = lost
-    assert not values and key == "enable" and "verl.tools.search_tool.SearchTool" in why
+    assert not values and key == "enable" and "verl.tools.geo3k_tool.Geo3kTool" in why

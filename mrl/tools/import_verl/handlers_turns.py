@@ -8,7 +8,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
-from mrl.environments.verl_tool_config import VERL_TOOLS, problem_of, read_tool_config
+from mrl.environments.verl_tool_config import SEARCH_R1, VERL_TOOLS, problem_of, read_tool_config
 from mrl.errors import ConfigError
 from mrl.plain_files import TEXT_BYTES, read_text
 from mrl.tools.import_verl.handlers_algorithm import Handler
@@ -50,6 +50,8 @@ def _enable(o: Override, out: Import, settings: VerlSettings) -> None:
         key = "rollout.turns.tool_config_path"
         out.put("renamed", o.key, key, classes, "several turns, with the tools of that file", o.line)
         out.put("implied", "", "rollout.turns.environments", [VERL_TOOLS], f"the tools of {classes}")
+        if any(entry.class_name == SEARCH_R1 for entry in read_tool_config(Path(classes))):
+            out.put("implied", "", "rollout.turns.network", True, "SearchTool asks a service")
     for name, (ours, default) in _LIMITS.items():
         if settings.given(MULTI + name) is None:
             why = f"verl's {name} is {default} where nothing is said"
