@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRESET = ROOT / "parallel_configs" / "tool-moe" / "cpu.yaml"
 AGENTS = Path(__file__).resolve().parent / "agents"
 PROMPTS = 4
-N = 4
+N = 2
 LIMIT_S = 900  # of one run
 KEPT = ("turns/mean", "turns/context_tokens", "critic/score/mean", "training/rollout_log_probs_abs_diff_max")
 
