@@ -23,6 +23,7 @@ AGENTS = Path(__file__).resolve().parent / "agents"
 PROMPTS = 4
 N = 2
 LIMIT_S = 900  # of one run
+CACHE = Path.home() / ".cache" / "verifiers"  # that verifiers makes its folders in, which an agent may not by itself
 KEPT = ("turns/mean", "turns/context_tokens", "critic/score/mean", "training/rollout_log_probs_abs_diff_max")
 
 
@@ -65,11 +66,12 @@ def trained(world: Path, folder: Path, agent: dict[str, Any], steps: int) -> int
         "actor.ppo_micro_batch_size_per_gpu": 8, "trainer.total_training_steps": steps, "trainer.save_freq": -1,
         "trainer.test_freq": -1, "trainer.val_before_train": False, "trainer.logger": ["console"],
         "rollout.endpoint": True, "rollout.agent": agent, "rollout.turns.tools": [], "rollout.turns.network": True,
-        "rollout.turns.num_workers": 4, "rollout.turns.timeout_s": 100,
+        "rollout.turns.num_workers": 4, "rollout.turns.timeout_s": 100, "rollout.turns.folders": [str(CACHE)],
     }  # fmt: skip
     words = ["train", str(PRESET), "--run-dir", str(folder)]
     words += [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    for needed in (folder.parent, CACHE):
+        needed.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", "from mrl.cli.main import main; main()", *words]
     with folder.with_suffix(".log").open("w") as log:
         return subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=LIMIT_S).returncode
