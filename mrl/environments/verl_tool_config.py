@@ -63,6 +63,19 @@ def problem_of(entry: ToolEntry, path: Path) -> str | None:
     return f"there is no file of the module {name.rpartition('.')[0]} beside {path.name}, nor in a folder above it"
 
 
+def files_of(path: Path) -> list[Path]:
+    """The file itself and the modules that run for it, each once. Raises ConfigError as read_tool_config does."""
+    files = {path.resolve(): None}
+    for entry in read_tool_config(path):
+        root = root_of(entry, path)
+        if root is not None:
+            file = root.joinpath(*entry.class_name.split(".")[:-1]).with_suffix(".py")
+            if not file.is_file():
+                file = file.with_suffix("") / "__init__.py"
+            files[file] = None
+    return list(files)
+
+
 def root_of(entry: ToolEntry, path: Path) -> Path | None:
     """The folder that its module's name starts at: the file's own, or the nearest above. None where there is none."""
     module = Path(*entry.class_name.split(".")[:-1])

@@ -1,5 +1,6 @@
 """verl's classes of tools without verl: its file of them, their lives, and what of them is refused by name."""
 
+import hashlib
 import json
 import shutil
 import sys
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from test_import_verl import from_overrides
 
+from mrl.config.load import load_config
 from mrl.environments.environment_pool import EnvironmentPool
 from mrl.environments.offer import name_of
 from mrl.environments.python_tool import fault
@@ -19,6 +21,7 @@ from mrl.environments.tool import ToolsSpec
 from mrl.environments.verl_environment import verl_environment
 from mrl.environments.verl_tool_config import GSM8K, SANDBOX, SEARCH_R1, VERL_TOOLS, read_tool_config
 from mrl.errors import ConfigError
+from mrl.train.preflight import plug_in_lines, plug_ins
 
 SCHEMA = {
     "type": "function",
@@ -184,6 +187,17 @@ REFUSED = {
     "two of a name": ("tools: [{class_name: mine.classes.Old}, {class_name: mine.classes.Pictures}]", "second tool"),
     "no YAML": ("tools: [", "tools.yaml"),
 }
+
+
+def test_files_that_run_for_it_are_named_with_their_digest(tmp_path):
+    path = written(tmp_path, counter(tmp_path), OLD, {"class_name": GSM8K})
+    turns = f"rollout.turns={{environments: [verl_tools], tool_config_path: {path}}}"
+    found = plug_ins(load_config("parallel_configs/tiny-moe/cpu.yaml", None, [turns]).config)
+    named = [(each["key"].rpartition(".")[2], each["path"]) for each in found if "turns" in each["key"]]
+    files = (Path(path), tmp_path / "mine" / "classes.py")
+    assert named == [("tool_config_path", str(file.resolve())) for file in files]
+    digest = hashlib.sha256(files[1].read_bytes()).hexdigest()
+    assert found[-1]["sha256"] == digest and digest in plug_in_lines(found)[-1]
 
 
 @pytest.fixture
