@@ -87,7 +87,9 @@ def results(folder: Path, steps: int) -> dict[str, Any]:
         ended = {name.rpartition("/")[2]: row[name] for name in row if name.startswith("turns/ended/") and row[name]}
         endpoint = {name: row[name] for name in row if name.startswith("endpoint/")}
         told.append({name: row[name] for name in KEPT} | {"ended": ended, "updates": row["actor/updates"]} | endpoint)
-    return {"rows": told, "largest_log_prob_difference": max(each[KEPT[-1]] for each in told)}
+    lost = folder.with_suffix(".log").read_text(encoding="utf-8").count(" is lost: ")
+    largest = max(each[KEPT[-1]] for each in told)
+    return {"rows": told, "largest_log_prob_difference": largest, "engines_lost": lost}
 
 
 if __name__ == "__main__":

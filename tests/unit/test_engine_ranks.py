@@ -127,6 +127,21 @@ def test_a_worker_that_dies_while_vllm_is_well_is_the_lost_one(core):
     assert "sleep(60)" in settled(watch)
 
 
+def test_tools_and_agents_that_end_are_no_loss_of_the_engine(core):
+    """Their keeper is below the engine's process before vLLM is, and ends with a tool that hangs, or an agent."""
+    below = "'mrl.reward.keeper'; import subprocess; subprocess.run(['sleep', '50'])"
+    keeper = subprocess.Popen([sys.executable, "-c", below], start_new_session=True)
+    while not psutil.Process(keeper.pid).children() or not psutil.Process(keeper.pid).children()[0].cmdline():
+        time.sleep(0.01)
+    watch = ProcessWatch(lambda: False)
+    os.killpg(keeper.pid, signal.SIGKILL)
+    keeper.wait()
+    time.sleep(0.2)
+    assert not watch.has_seen and watch.lost is None
+    os.kill(core.worker, signal.SIGKILL)
+    assert "sleep(60)" in settled(watch)
+
+
 def test_a_core_that_dies_first_is_the_lost_one_whatever_vllm_says_then(core):
     watch = ProcessWatch(lambda: True)
     os.kill(core.pid, signal.SIGKILL)
