@@ -49,6 +49,7 @@ _GRANTED, _OFFSET, _NBYTES, _READY, _PLAN = range(5)  # words of one (half, rank
 _WORDS = 8  # a cache line
 _PAGE = 4096
 _NOTE = 2048  # bytes in front, for what an arena elsewhere needs to be found
+_THERE = -1  # a rank that has given up no update yet
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 
@@ -100,10 +101,11 @@ class Arena:
             os.close(file)
             raise
         self._file = os.fdopen(file, "rb", buffering=0)
-        self._met: set[int] = set()  # sides that were there
         words = np.frombuffer(self._map, np.int64, (control - _NOTE) // 8, _NOTE)
         self.stops = words[: 1 + ranks]  # update that the worker (first) and each rank gave up
         self.words = words[1 + ranks :].reshape(2, ranks, _WORDS)
+        if not create:
+            self.stops[side] = _THERE
         self.note = np.frombuffer(self._map, np.uint8, _NOTE)
         self.data = (
             torch.frombuffer(self._map, dtype=torch.uint8, offset=start)
@@ -126,10 +128,8 @@ class Arena:
     def has_left(self, side: int) -> bool:
         """Whether the process of that side was there and has ended."""
         answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock_of(side))
-        if struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK:
-            self._met.add(side)
-            return False
-        return side in self._met or side == 0
+        was_there = side == 0 or self.stops[side] != 0
+        return was_there and struct.unpack(_FLOCK, answer)[0] == fcntl.F_UNLCK
 
     def publish(self) -> None:
         """Gives the file the name under which the ranks look for it."""
