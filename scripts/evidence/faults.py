@@ -127,7 +127,7 @@ class Faults:
     def _result(self, row: Row) -> dict[str, Any]:
         whole = json.loads((self._work / f"{row.whole}.json").read_text())
         own = json.loads((self._work / f"{row.name}.json").read_text())
-        step = sum(at < own["sent"] for at in own["lines"])  # lines before; the step that is under way
+        step = sum(at <= own["sent"] for at in own["lines"])  # lines before; the step that is under way
         usual_s = duration(whole, step)
         return asdict(row) | {
             "steps": row.steps,
