@@ -12,7 +12,6 @@ nobody can read.
 import argparse
 import json
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from own_memory import OwnMemory
 from random_kills import LOOK_S, PRESET, ROOT, finished, title
 from stamp import facts
 
@@ -59,9 +59,12 @@ def main() -> int:
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     folder = work / "run"
-    process = start(options.world.resolve(), poisoned(options.world / "data" / "train.parquet", work), folder, options)
-    soak = Soak(process, folder, random.Random(options.seed))
-    soak.watch()
+    data = poisoned(options.world / "data" / "train.parquet", work)
+    with OwnMemory() as memory:
+        process = start(options.world.resolve(), data, folder, options, memory)
+        soak = Soak(process, folder, random.Random(options.seed), memory)
+        soak.watch()
+    (work / "held.json").write_text(json.dumps(soak.held))
     if process.returncode:
         print(f"exit code {process.returncode}: {folder}.log", file=sys.stderr)
         return 1
@@ -82,7 +85,7 @@ def poisoned(data: Path, work: Path) -> Path:
     return path
 
 
-def start(world: Path, data: Path, folder: Path, options: argparse.Namespace) -> subprocess.Popen:
+def start(world: Path, data: Path, folder: Path, options: argparse.Namespace, memory: OwnMemory) -> subprocess.Popen:
     """Starts a supervised run; what it prints goes to FOLDER.log."""
     reward = Path(__file__).with_name("soak_reward.py")
     given = [
@@ -98,19 +101,21 @@ def start(world: Path, data: Path, folder: Path, options: argparse.Namespace) ->
     words += [word for text in given for word in ("--set", text)]
     command = [sys.executable, "-c", "from mrl.cli.main import main; main()", *words]
     with folder.with_suffix(".log").open("w") as log:
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(memory.command(command), cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
 
 class Soak:
     """Disturbs a run until it ends, and notes after each step what it holds."""
 
-    def __init__(self, process: subprocess.Popen, folder: Path, drawn: random.Random) -> None:
+    def __init__(self, process: subprocess.Popen, folder: Path, drawn: random.Random, memory: OwnMemory) -> None:
         self.faults: Counter[str] = Counter()
         self.held: dict[int, dict[str, float]] = {}  # by step
         self._process = process
         self._supervisor = psutil.Process(process.pid)
         self._folder = folder
         self._drawn = drawn
+        self._memory = memory
+        self._others = set(temporary())  # folders of others
         self._stopped: tuple[psutil.Process, float] | None = None  # and when it goes on
 
     def watch(self) -> None:
@@ -126,7 +131,7 @@ class Soak:
             self._continue_stopped(now)
             step = finished(self._folder)
             if step and step not in self.held:
-                self.held[step] = held_by(self._supervisor)
+                self.held[step] = self._held()
             if now > next_fault and step:
                 next_fault = now + EVERY_S
                 self._disturb(now)
@@ -146,6 +151,23 @@ class Soak:
             if number == signal.SIGSTOP:
                 self._stopped = (victim, now + STOPPED_S)
 
+    def _held(self) -> dict[str, float]:
+        """What the run holds: bytes of memory by kind of process, and all together; handles, processes, folders."""
+        held: Counter[str] = Counter()
+        for each in [self._supervisor, *self._supervisor.children(recursive=True)]:
+            with suppress(psutil.Error):
+                memory = each.memory_full_info().pss
+                held["memory"] += memory
+                held[f"memory of {each.name()}"] += memory
+                held["handles"] += each.num_fds()
+                held["processes"] += 1
+        held["shared_memory"] = sum(path.stat().st_size for path in self._memory.folder.rglob("*") if path.is_file())
+        own = set(temporary()) - self._others
+        # Ray has a log of each process that it started
+        below = [path for folder in own for path in Path(folder).rglob("*") if path.is_dir()]
+        held["temporary_folders"] = len(own) + len(below)
+        return dict(held)
+
     def _continue_stopped(self, now: float) -> None:
         if self._stopped and now > self._stopped[1]:
             with suppress(psutil.NoSuchProcess):
@@ -153,17 +175,9 @@ class Soak:
             self._stopped = None
 
 
-def held_by(supervisor: psutil.Process) -> dict[str, float]:
-    """What all processes of the run hold."""
-    held = {"memory": 0.0, "handles": 0.0, "processes": 0.0}
-    for each in [supervisor, *supervisor.children(recursive=True)]:
-        with suppress(psutil.Error):
-            of_one = {"memory": each.memory_full_info().pss, "handles": each.num_fds(), "processes": 1}
-            for name, count in of_one.items():
-                held[name] += count
-    held["shared_memory"] = shutil.disk_usage("/dev/shm").used
-    held["temporary_files"] = sum(1 for _ in Path("/tmp").glob("mrl-*/**/*"))
-    return held
+def temporary() -> list[str]:
+    """Folders of mrl among the temporary files."""
+    return [str(path) for path in Path("/tmp").glob("mrl-*")]
 
 
 def results(soak: Soak, folder: Path, steps: int) -> dict[str, Any]:
@@ -204,9 +218,9 @@ def growth(held: dict[int, dict[str, float]], steps: int) -> dict[str, float]:
     late = [held[step] for step in sorted(held) if step > steps - LAST]
     halves = late[: len(late) // 2], late[len(late) // 2 :]
     found = {}
-    for name in late[0]:
+    for name in ("memory", "handles", "processes", "shared_memory", "temporary_folders"):
         before, after = (statistics.median(each[name] for each in half) for half in halves)
-        found[name] = round(after / before, 4) if before else after
+        found[name] = round(after / before, 4)
     return found
 
 
