@@ -201,7 +201,8 @@ class RolloutGroup:
         """Asks all ranks of all engines, or of some, whether they live. Raises Late naming those that do not answer,
         Interrupted those that died.
         """
-        self._answers(self.refs("check_there", engines=engines), PREPARE_S, f"{what}, asking who is there")
+        limit_s = min(PREPARE_S, self._deadlines.of("check_there"))
+        self._answers(self.refs("check_there", engines=engines), limit_s, f"{what}, asking who is there")
 
     def _in_time(self, refs: dict[str, ray.ObjectRef], phase: str) -> dict[str, Any]:
         """Waits for answers as long as calls of this phase may take."""

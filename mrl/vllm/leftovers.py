@@ -38,9 +38,13 @@ def rendezvous_files(places: Iterable[str]) -> set[Path]:
 
 
 def note(file: str, own: set[Path]) -> None:
-    """Writes down what a kill would leave behind: `own`, and what processes below this one have mapped."""
+    """Writes down what a kill would leave behind: `own`, and what processes below this one have mapped.
+
+    What was noted and is still there stays: who had mapped it may have died meanwhile.
+    """
+    there = {path for path in noted(file) if path.exists()}
     part = Path(f"{file}.part")
-    part.write_text("\n".join(map(str, shared_memory_below(os.getpid()) | own)))
+    part.write_text("\n".join(map(str, shared_memory_below(os.getpid()) | own | there)))
     part.replace(file)
 
 

@@ -142,6 +142,23 @@ def test_the_folder_of_sockets_is_gone_after_the_start_and_noted_for_a_kill_mean
     assert not folder.exists() and leftovers.SOCKETS not in os.environ
 
 
+def test_what_a_process_that_died_had_mapped_stays_noted_until_it_is_gone(monkeypatch, tmp_path):
+    lock, other = tmp_path / "sem.mp-lock", tmp_path / "psm_other"
+    lock.touch()
+    other.touch()
+    mapped = {lock}
+    monkeypatch.setattr(leftovers, "shared_memory_below", lambda _: mapped)
+    file = str(tmp_path / "segments")
+    leftovers.note(file, set())
+    mapped = {other}  # the next note is written after its process has died
+    leftovers.note(file, set())
+    assert leftovers.noted(file) == {lock, other}
+    leftovers.remove_all(leftovers.noted(file))
+    mapped = set()
+    leftovers.note(file, set())
+    assert leftovers.noted(file) == set()
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [
