@@ -4,8 +4,10 @@ vLLM is a stand-in.
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -140,6 +142,22 @@ def test_the_folder_of_sockets_is_gone_after_the_start_and_noted_for_a_kill_mean
             time.sleep(0.01)
         assert leftovers.noted(file) == {folder, made}
     assert not folder.exists() and leftovers.SOCKETS not in os.environ
+
+
+def test_a_semaphore_that_a_process_below_made_is_found():
+    """Its maker has it mapped by the name that it had before it was there."""
+    made = (
+        "import multiprocessing as m, time; lock = m.get_context('spawn').Lock(); print(lock._semlock.name, flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{made}; time.sleep(60)"], stdout=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            path = Path(f"/dev/shm/sem.{child.stdout.readline().strip().removeprefix('/')}")
+            assert path.exists() and path in leftovers.shared_memory_below(os.getpid())
+        finally:
+            child.kill()
+    leftovers.remove_all({path})
 
 
 def test_what_a_process_that_died_had_mapped_stays_noted_until_it_is_gone(monkeypatch, tmp_path):
