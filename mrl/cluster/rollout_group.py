@@ -77,6 +77,11 @@ class RolloutGroup:
         self._software = self.refs("software")
         self._starting = self._start()
 
+    @property
+    def have_loaded(self) -> bool:
+        """Whether all of them start with the weights of the checkpoint, and none waits for a sync."""
+        return not any(settings.awaits_weights for settings in self._settings)
+
     def names_of(self, engines: Iterable[int]) -> list[str]:
         """Names of all ranks of these engines."""
         wanted = set(engines)

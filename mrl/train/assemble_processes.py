@@ -14,7 +14,6 @@ from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import OPTIMIZER
 from mrl.flow.scoring import ScorerGroup, start_scorers
-from mrl.model import load_model_spec
 from mrl.record.attempts import read_attempts
 from mrl.remote.process_logs import with_log_tails
 from mrl.reward.items import RewardSpec
@@ -94,16 +93,17 @@ def start_engines(
     poll: Callable[[], None] = lambda: None,
     seats: Seats | None = None,
     before: RolloutGroup | None = None,
+    by_sync: bool = False,
 ) -> RolloutGroup:
     """The engines of a configuration, starting; logs are in `folder`/logs. `seats`: by default on devices of their own;
-    `before`: see RolloutGroup.
+    `before`: see RolloutGroup; `by_sync`: they read no weights, and answer nothing until a sync brought some.
 
     Raises EnvironmentFault when a start-up check fails.
     """
     deployment = Deployment.of(config)
     logs = folder / "logs"
     settings = [
-        engine_settings(config, engine, logs, data_rank)
+        engine_settings(config, engine, logs, data_rank, by_sync)
         for engine in range(config.rollout.num_engines)
         for data_rank in range(config.rollout.data_parallel_size)
     ]
@@ -111,12 +111,22 @@ def start_engines(
     return RolloutGroup(deployment, settings, max_requests, logs, poll, seats, before)
 
 
+def first_sync_brings_all(config: RunConfig) -> bool:
+    """Whether engines of a run may start without weights, since the first sync brings every one and proves it.
+
+    It does on the fast path. Its plan covers every tensor of the weight map, whatever the family. An engine that has a
+    parameter beside the plan refuses to take part, what is derived from parameters is made anew and compared, and
+    digests of what engines then hold decide. The slow path has no digests.
+    """
+    return config.reshard.path == "fast"
+
+
 def _beside_each_other(
     kept: ExitStack, own: ExitStack, config: RunConfig, files: Files, before: RolloutGroup | None
 ) -> tuple[RolloutGroup, ActorGroup]:
     """Starts engines while ranks load."""
     folder = files.run_dir.path
-    engines = start_engines(config, folder, files.poll, before=before)
+    engines = start_engines(config, folder, files.poll, before=before, by_sync=first_sync_brings_all(config))
     kept.callback(engines.stop)
     actor = ActorGroup(config, folder, files.beginning.checkpoint, files.poll)
     own.callback(actor.stop)
@@ -132,7 +142,7 @@ def _on_shared_devices(
     vLLM measures what is free of a device, and a model that comes onto it meanwhile would be counted as its own.
     """
     folder = files.run_dir.path
-    engines = start_engines(config, folder, files.poll, seats.engines, before)
+    engines = start_engines(config, folder, files.poll, seats.engines, before, first_sync_brings_all(config))
     kept.callback(engines.stop)
     engines.wait_started()
     engines.call("sleep")
@@ -148,8 +158,7 @@ def _placement(
     engines.fleet.restart(config.rollout.restart_limit, config.rollout.min_engines, files.notes.engine_restarted)
     sync = WeightSync(config.model, Deployment.of(config), config.reshard, actor, engines)
     if config.cluster.placement == "separate":
-        loaded = not load_model_spec(config.model.path).is_fp8
-        return Separate(actor, sync, are_fresh and loaded)
+        return Separate(actor, sync, are_fresh and engines.have_loaded)
     gate = MemoryGate(plan, actor, engines, config.cluster.step_timeout_s)
     beside_log_probs = plan["memory"]["phases"].get("rollout_to_log_prob", {}).get("terms", ())
     return Colocated(actor, engines, sync, gate, prefetched=[OPTIMIZER] if OPTIMIZER in beside_log_probs else [])

@@ -90,6 +90,8 @@ class VllmEngine:
     async def start(self, meeting: tuple[str, int] | None = None) -> float:
         """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails.
 
+        An engine that loaded no weights refuses to generate from here on, until a sync brought some.
+
         `meeting`: address and port where the data-parallel ranks of the engine meet, at the first one. It returns when
         all have.
         """
@@ -99,6 +101,9 @@ class VllmEngine:
             await self._start(meeting)
             if self.settings.check_order:
                 await self._check_order()
+        if self.settings.awaits_weights:
+            self._door.shut()
+            self._machine.await_weights()
         self._note_files()
         return time.monotonic() - began
 
