@@ -75,6 +75,7 @@ class RolloutGroup:
             self.fleet.stand_for(before.fleet)
         self._make_workers()
         self._software = self.refs("software")
+        self._placed = self.refs("places")  # before they start, when they answer nothing
         self._starting = self._start()
 
     @property
@@ -245,7 +246,7 @@ class RolloutGroup:
         """Ray's id of the node, and the device on it, of each worker of each rank, by the rank's name; of engines that
         were given up those of before.
         """
-        found = self._answers(self.refs("places"), self.cluster.start_timeout_s, "asking where engines are")
+        found = self._answers(self._placed, self.cluster.start_timeout_s, "asking where engines are")
         known = self._places_before | found
         return {name: known[name] for name in self.names if name in known}
 

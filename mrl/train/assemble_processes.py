@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mrl.cluster.actor_group import ActorGroup
@@ -51,16 +52,22 @@ def start_processes(
     """
     logs = files.run_dir.logs
     kept.enter_context(with_log_tails(logs))
+    judging: list[ScorerGroup] = []
+
+    def start_judging(engines: RolloutGroup) -> None:
+        started = start_scorers(config.reward, reward, config.model.path, logs, engines.nodes)
+        judging.append(kept.enter_context(started))
+
     if config.cluster.placement == "separate":
         seats = None
-        engines, actor = _beside_each_other(kept, own, config, files, before)
+        engines, actor = _beside_each_other(kept, own, config, files, before, start_judging)
     else:
         shared = shared_seats(Deployment.of(config))
         kept.callback(shared.release)
         seats = shared.ranks
-        engines, actor = _on_shared_devices(kept, own, config, files, shared, before)
+        engines, actor = _on_shared_devices(kept, own, config, files, shared, before, start_judging)
     actor.read_routes_at(engines.nodes.values())
-    scorers = kept.enter_context(start_scorers(config.reward, reward, config.model.path, logs, engines.nodes))
+    (scorers,) = judging
     placement = _placement(config, actor, engines, files)
     if before is None:
         for each in read_attempts(files.run_dir.path):
@@ -122,20 +129,32 @@ def first_sync_brings_all(config: RunConfig) -> bool:
 
 
 def _beside_each_other(
-    kept: ExitStack, own: ExitStack, config: RunConfig, files: Files, before: RolloutGroup | None
+    kept: ExitStack,
+    own: ExitStack,
+    config: RunConfig,
+    files: Files,
+    before: RolloutGroup | None,
+    start_judging: Callable[[RolloutGroup], None],
 ) -> tuple[RolloutGroup, ActorGroup]:
-    """Starts engines while ranks load."""
+    """Starts engines while ranks load, and meanwhile scorers."""
     folder = files.run_dir.path
     engines = start_engines(config, folder, files.poll, before=before, by_sync=first_sync_brings_all(config))
     kept.callback(engines.stop)
-    actor = ActorGroup(config, folder, files.beginning.checkpoint, files.poll)
+    checkpoint = files.beginning.checkpoint
+    actor = ActorGroup(config, folder, checkpoint, files.poll, meanwhile=partial(start_judging, engines))
     own.callback(actor.stop)
     engines.wait_started()
     return engines, actor
 
 
 def _on_shared_devices(
-    kept: ExitStack, own: ExitStack, config: RunConfig, files: Files, seats: SharedSeats, before: RolloutGroup | None
+    kept: ExitStack,
+    own: ExitStack,
+    config: RunConfig,
+    files: Files,
+    seats: SharedSeats,
+    before: RolloutGroup | None,
+    start_judging: Callable[[RolloutGroup], None],
 ) -> tuple[RolloutGroup, ActorGroup]:
     """Starts engines first, which then sleep.
 
@@ -144,6 +163,7 @@ def _on_shared_devices(
     folder = files.run_dir.path
     engines = start_engines(config, folder, files.poll, seats.engines, before, first_sync_brings_all(config))
     kept.callback(engines.stop)
+    start_judging(engines)
     engines.wait_started()
     engines.call("sleep")
     actor = ActorGroup(config, folder, files.beginning.checkpoint, files.poll, seats=seats.ranks)

@@ -336,7 +336,7 @@ def engines_get_the_ranks_weights_bit_for_bit(world: World, config: RunConfig, l
     )
     if world.truth is not None:
         assert all(held == weights_of(world.truth) for held in first), layout
-        assert all(held == world.truth for held in world.engines.fingerprints()), "tables and scales are those of a load"
+        assert all(held == world.truth for held in world.engines.fingerprints()), "tables and scales too"
         assert answers(world.engines) == world.said, layout
 
     world.actor.call("scale_weights", FACTOR)

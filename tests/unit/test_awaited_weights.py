@@ -1,4 +1,4 @@
-"""Engines that wait for their first sync: what they are started with, what their parameters hold, and who may start so."""
+"""Engines that wait for their first sync: what their parameters hold until then, and who may start so."""
 
 from pathlib import Path
 

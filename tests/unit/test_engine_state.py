@@ -185,7 +185,7 @@ def test_an_engine_that_loaded_nothing_serves_nothing_until_weights_came():
     assert made.holds_weights
 
 
-@pytest.mark.parametrize("verb", ["sleep", "give_up", "agree_on_sync", "receive_weights", "begin_update", "fingerprints"])
+@pytest.mark.parametrize("verb", ["sleep", "give_up", "agree_on_sync", "receive_weights", "begin_update"])
 def test_an_engine_that_loaded_nothing_does_what_brings_it_weights(verb):
     made = machine("serve")
     made.await_weights()
