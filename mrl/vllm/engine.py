@@ -29,6 +29,7 @@ from mrl.vllm.cached_prefixes import CachedPrefixes
 from mrl.vllm.completions import (
     ABORTED,
     Spans,
+    bits_of,
     engine_input,
     nothing_of,
     sample_of,
@@ -279,7 +280,7 @@ class VllmEngine:
             done = Samples.joined([batch async for batch in self.generate(order, sampling)])
             runs.append(done.rows(np.argsort(done.sample_id)))
             await self._scheduler.drop_cache()
-        if differing := sum(_bits(runs[0], i) != _bits(runs[1], i) for i in range(len(requests))):
+        if differing := sum(bits_of(runs[0], i) != bits_of(runs[1], i) for i in range(len(requests))):
             raise EnvironmentFault(
                 f"{self.settings.name}: {differing} of {len(requests)} prompts gave other bits in another order"
                 f"{' and beside other prompts of the other ranks' if self.settings.data_ranks > 1 else ''}; "
@@ -497,9 +498,3 @@ class VllmEngine:
         if self._calls.llm is not None:
             self._calls.llm.shutdown()
         remove_all(segments)  # vLLM's workers are killed before they give back what they shared with each other
-
-
-def _bits(samples: Samples, row: int) -> bytes:
-    """A response's tokens and log-probabilities."""
-    one = samples.rows(slice(row, row + 1))
-    return one.token_ids.tobytes() + one.rollout_log_probs.tobytes()
