@@ -62,7 +62,7 @@ def start(tree: Tree, name: str, preset: str) -> dict[str, Any]:
             timeout=LIMIT_S)  # fmt: skip
     if done.returncode:
         raise SystemExit(f"the run ended with {done.returncode}:\n{(tree.out / f'{name}.log').read_text()[-3000:]}")
-    return told(read(marks, began), began) | {"load": round(load, 2)}
+    return told(read(marks, began)) | {"load": round(load, 2)}
 
 
 def _environment(code: Path, marks: Path) -> dict[str, str]:
@@ -83,7 +83,7 @@ def read(marks: Path, began: float) -> list[Mark]:
     return sorted(found, key=lambda mark: mark.began)
 
 
-def told(marks: list[Mark], began: float) -> dict[str, Any]:
+def told(marks: list[Mark]) -> dict[str, Any]:
     """Seconds to the first answer and to the end of the first step, and of each part."""
     checked = max((mark.ended for mark in marks if mark.name == CHECKED), default=0.0)
     answers = [mark.ended for mark in marks if mark.name == ANSWER and mark.ended > checked]
@@ -124,7 +124,7 @@ def measure(before: str | None, rounds: int, preset: str) -> dict[str, Any]:
         for number in range(rounds):
             for side, tree in sides.items():
                 runs.setdefault(side, []).append(start(tree, f"run-{number}", preset))
-    result = {side: medians(found) for side, found in runs.items()}
+    result: dict[str, Any] = {side: medians(found) for side, found in runs.items()}
     if before is None:
         return result
     ratios = {
