@@ -99,7 +99,8 @@ class EngineMachine:
         self._name = name
         self.state = FENCED
         self.version: int | None = None  # that AWAKE serves and PAUSED holds; None in every other state
-        self.holds_weights = False  # somebody's, and whole: false from a sleep to the next whole update
+        # numbers that can be read back, whoever's they are: false from a sleep to the next whole update
+        self.holds_weights = False
         self.has_received = False  # a whole update since it held a version
 
     def check(self, verb: str) -> None:
@@ -141,10 +142,9 @@ class EngineMachine:
         self.has_received = False
 
     def await_weights(self) -> None:
-        """FENCED, holding nothing of anybody: what a start ends with where vLLM loaded no weights."""
+        """FENCED, holding numbers of nobody: what a start ends with where vLLM loaded no weights."""
         self.state = FENCED
         self.version = None
-        self.holds_weights = False
         self.has_received = False
 
     def die(self) -> None:

@@ -214,8 +214,14 @@ class AwaitedWeights(BaseModelLoader):
         """Does nothing: there is nothing to read."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Fills all parameters; vLLM makes of them what kernels read, as after any load."""
+        """Fills all parameters, padding of a vocabulary with zeros; vLLM makes of them what kernels read, as after any
+        load.
+        """
         fill(model.parameters())
+        for layer in model.modules():
+            rows = getattr(layer, "shard_indices", None)
+            if rows is not None and not rows.num_added_elements:
+                layer.weight.data[rows.num_org_elements :] = 0
 
 
 class CommonTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
