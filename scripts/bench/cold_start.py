@@ -6,7 +6,8 @@ python scripts/bench/cold_start.py [--before COMMIT] [--rounds 3] [--colocated] 
 With --before that commit and the working tree start in turn, so that both meet the same machine. Needs tiny-world/
 (scripts/make_tiny_world.py). An answer has at most four tokens, and the first one is whole when it is counted. Parts
 are told by scripts/bench/cold_marks/sitecustomize.py: when each began, after the command, and how long it took;
-parts of several processes overlap.
+parts of several processes overlap. `processor_s`: of all processes of the run until its first step is written down,
+which others on the machine change less than seconds.
 """
 
 import argparse
@@ -17,11 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -33,6 +36,8 @@ ANSWER = "VllmEngine._complete"
 CHECKED = "VllmEngine._check_order"  # what is answered before its end is the start-up check's
 STEP = "train_step"
 LIMIT_S = 600
+LOOK_S = 0.1
+SECONDS = ("first_answer_s", "first_step_s", "processor_s")
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,27 @@ def start(tree: Tree, name: str, preset: str) -> dict[str, Any]:
     load = os.getloadavg()[0]
     began = time.time()
     with (tree.out / f"{name}.log").open("wb") as log:
-        done = subprocess.run(command, cwd=tree.code, env=_environment(tree.code, marks), stdout=log, stderr=log,
-            timeout=LIMIT_S)  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"the run ended with {done.returncode}:\n{(tree.out / f'{name}.log').read_text()[-3000:]}")
-    return told(read(marks, began)) | {"load": round(load, 2)}
+        run = subprocess.Popen(command, cwd=tree.code, env=_environment(tree.code, marks), stdout=log, stderr=log)
+        used = processor_seconds(psutil.Process(run.pid), folder / "metrics.jsonl")
+        code = run.wait(LIMIT_S)
+    if code:
+        raise SystemExit(f"the run ended with {code}:\n{(tree.out / f'{name}.log').read_text()[-3000:]}")
+    return told(read(marks, began)) | {"processor_s": used, "load": round(load, 2)}
+
+
+def processor_seconds(run: psutil.Process, written: Path) -> float:
+    """Of the process and all below it, until something is written there or it ends."""
+    used: dict[int, float] = {}
+    until = time.monotonic() + LIMIT_S
+    while run.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
+        for process in (run, *run.children(recursive=True)):
+            with suppress(psutil.Error):
+                spent = process.cpu_times()
+                used[process.pid] = spent.user + spent.system
+        if written.exists() and written.stat().st_size:
+            break
+        time.sleep(LOOK_S)
+    return sum(used.values())
 
 
 def _environment(code: Path, marks: Path) -> dict[str, str]:
@@ -108,7 +129,7 @@ def parts(marks: list[Mark]) -> dict[str, dict[str, float]]:
 def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Of one side: medians over its starts, the spread, and the parts of the middle one."""
     middle = sorted(runs, key=lambda run: run["first_step_s"])[len(runs) // 2]
-    seconds = {key: [run[key] for run in runs] for key in ("first_answer_s", "first_step_s")}
+    seconds = {key: [run[key] for run in runs] for key in SECONDS}
     return {
         **{key: round(median(values), 2) for key, values in seconds.items()},
         "all": {key: [round(value, 2) for value in values] for key, values in seconds.items()},
@@ -129,7 +150,7 @@ def measure(before: str | None, rounds: int, preset: str) -> dict[str, Any]:
         return result
     ratios = {
         key: round(median(b[key] / a[key] for a, b in zip(runs["after"], runs["before"], strict=True)), 2)
-        for key in ("first_answer_s", "first_step_s")
+        for key in SECONDS
     }
     return result | {"times_faster": ratios, "before_commit": commit_of(before)}
 
@@ -159,7 +180,7 @@ def show(result: dict[str, Any]) -> None:
         if side not in result:
             continue
         told = result[side]
-        print(f"{side}: first answer {told['first_answer_s']:.1f} s, first step {told['first_step_s']:.1f} s")
+        print(f"{side}: {', '.join(f'{key} {told[key]:.1f}' for key in SECONDS)}")
         for name, part in told["parts"].items():
             print(f"  {part['began']:7.2f} {part['seconds']:7.2f} s  {name} ({part['processes']:g})")
     if "times_faster" in result:
