@@ -400,6 +400,6 @@ def test_ranks_of_an_engine_meet_at_its_first_one(group):
     made, asked = group(2)
     assert list(made._start()) == made.names
     assert [number for number, method, *_ in asked if method == "meeting_point"] == [0, 2]
-    starts = [(number, *answered) for number, method, _, *answered in asked if method == "start"]
+    starts = [(number, *given[1:]) for number, method, *given in asked if method == "start"]
     first, second = (tuple(f"where engine {engine} rank {rank} is" for rank in range(2)) for engine in range(2))
     assert starts == [(0, *first), (1, *first), (2, *second), (3, *second)], "it answers nothing while it starts"
