@@ -278,6 +278,7 @@ def group(monkeypatch):
         made.cluster, made.engine_ranks = SimpleNamespace(step_timeout_s=1.0), ranks
         made._deadlines = Deadlines(3600.0, is_set=False)
         made.names = [rank_name(*divmod(number, ranks), ranks) for number in range(2 * ranks)]
+        made._placed = {name: f"where {name} is" for name in made.names}
         made.workers = [Actor(number) for number in range(2 * ranks)]
         made.fleet = EngineFleet(made, 60.0)
         return made, asked
@@ -414,4 +415,6 @@ def test_ranks_of_an_engine_meet_at_its_first_one(group):
     made, asked = group(2)
     assert list(made._start()) == made.names
     assert [number for number, method, *_ in asked if method == "meeting_point"] == [0, 2]
-    assert [number for number, method, *_ in asked if method == "start"] == [0, 1, 2, 3]
+    starts = [(number, *given[1:]) for number, method, *given in asked if method == "start"]
+    first, second = (tuple(f"where engine {engine} rank {rank} is" for rank in range(2)) for engine in range(2))
+    assert starts == [(0, *first), (1, *first), (2, *second), (3, *second)], "it answers nothing while it starts"
