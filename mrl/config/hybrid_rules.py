@@ -60,9 +60,9 @@ HYBRID_RULES = (
     *(
         RuleRow(
             f"rollout.engine_kwargs.vllm.{name}",
-            _hybrid(lambda c, m, name=name: on_device(c, "cpu") and name in c.rollout.vllm_kwargs),
-            "must be left out for gated delta attention on cpu",
-            "mrl keeps its states there in the engine's float32",
+            _hybrid(lambda c, m, name=name: name in c.rollout.vllm_kwargs),
+            "must be left out for gated delta attention",
+            "the plan counts its states in the engine's dtype",
         )
         for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
     ),

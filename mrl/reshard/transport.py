@@ -17,6 +17,7 @@ from mrl.units import round_up
 
 _SPINS = 50
 _NAP_S = 1e-4
+_CHECK_S = 0.25
 _ALIGN = 64  # bytes: a cache line
 
 
@@ -80,18 +81,26 @@ class ReceivingEnd(Protocol):
         """Gives memory and connections back. Safe to call twice."""
 
 
-def wait_until(arrived: Callable[[], bool], timeout_s: float, what: str) -> None:
+def wait_until(
+    arrived: Callable[[], bool], timeout_s: float, what: str, check_peer: Callable[[], None] = lambda: None
+) -> None:
     """Polls; sleeps between looks, because a core that waits is taken from a core that packs.
 
+    `check_peer` is called a few times a second, and raises where nothing will arrive any more.
     Raises TransferError with `what`.
     """
     for _ in range(_SPINS):
         if arrived():
             return
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
+    checked = began
     while not arrived():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > began + timeout_s:
             raise TransferError(f"{what} within {timeout_s:g} s")
+        if now > checked + _CHECK_S:
+            checked = now
+            check_peer()
         time.sleep(_NAP_S)
 
 

@@ -6,14 +6,19 @@ message there and marks it ready, the worker unpacks and grants the half for the
 seen it looks at that afterwards, also on processors that reorder. The arena is touched when it is made, and its file's
 name goes as soon as everybody has it open.
 
+Each side holds a lock on a byte of the file, which the kernel takes from a process that ends: who waits for another
+sees that it is gone.
+
 In device memory that is opened by others (`DeviceReceiver`, `DeviceSender`) only the data lies on the device; the
 control words stay in a file of the host.
 """
 
+import fcntl
 import json
 import mmap
 import os
 import re
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -44,6 +49,8 @@ _GRANTED, _OFFSET, _NBYTES, _READY, _PLAN = range(5)  # words of one (half, rank
 _WORDS = 8  # a cache line
 _PAGE = 4096
 _NOTE = 2048  # bytes in front, for what an arena elsewhere needs to be found
+_THERE = -1  # a rank that has given up no update yet
+_FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 
 def arena_path(setup: SyncSetup, worker: int) -> Path:
@@ -64,9 +71,13 @@ def arena_files(setup: SyncSetup, worker: int) -> list[Path]:
 
 
 class Arena:
-    """A mapped file: control words of every (half, rank), who gave up, and the data."""
+    """A mapped file: control words of every (half, rank), who gave up, and the data.
 
-    def __init__(self, path: Path, ranks: int, half_bytes: int, create: bool):
+    `side` is whose arena this object is: 0 the worker's, which makes the file, and 1 + i that of the i-th rank.
+    """
+
+    def __init__(self, path: Path, ranks: int, half_bytes: int, side: int):
+        create = side == 0
         self.path = path
         self.half_bytes = half_bytes
         self._pinned: Callable[[], None] | None = None
@@ -85,11 +96,16 @@ class Arena:
             if create:
                 populate = getattr(mmap, "MAP_POPULATE", 0)
             self._map = mmap.mmap(file, start + 2 * half_bytes, flags=mmap.MAP_SHARED | populate)
-        finally:
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock_of(side))
+        except BaseException:
             os.close(file)
+            raise
+        self._file = os.fdopen(file, "rb", buffering=0)
         words = np.frombuffer(self._map, np.int64, (control - _NOTE) // 8, _NOTE)
         self.stops = words[: 1 + ranks]  # update that the worker (first) and each rank gave up
         self.words = words[1 + ranks :].reshape(2, ranks, _WORDS)
+        if not create:
+            self.stops[side] = _THERE
         self.note = np.frombuffer(self._map, np.uint8, _NOTE)
         self.data = (
             torch.frombuffer(self._map, dtype=torch.uint8, offset=start)
@@ -109,9 +125,20 @@ class Arena:
         if undo is not None:
             undo()
 
+    def has_left(self, side: int) -> bool:
+        """Whether the process of that side was there and has ended."""
+        answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock_of(side))
+        was_there = side == 0 or self.stops[side] != 0
+        return was_there and struct.unpack(_FLOCK, answer)[0] == fcntl.F_UNLCK
+
     def publish(self) -> None:
         """Gives the file the name under which the ranks look for it."""
         self.path.with_name(self.path.name + ".part").rename(self.path)
+
+
+def _lock_of(side: int) -> bytes:
+    """A lock of one byte, which belongs to who opened the file and is no other thread's or child's."""
+    return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, side, 1, 0)
 
 
 def _allocate(file: int, size: int, path: Path) -> None:
@@ -145,7 +172,7 @@ class SharedMemoryReceiver:
 
     def _make(self, path: Path, half: int) -> Arena:
         self._device_data = None
-        return Arena(path, len(self._ranks), half, create=True)
+        return Arena(path, len(self._ranks), half, side=0)
 
     @property
     def _data(self) -> Tensor:
@@ -185,14 +212,18 @@ class SharedMemoryReceiver:
     def _take(self, message: Message) -> Tensor:
         words = self._words(self._half_of[message.round], message)
         who = f"rank {message.source}, round {message.round} of update {self._update} for worker {self._worker}"
-        stop = 1 + self._ranks.index(message.source)
+        side = 1 + self._ranks.index(message.source)
 
         def ready() -> bool:
-            if self._arena.stops[stop] == self._update:
+            if self._arena.stops[side] == self._update:
                 raise TransferError(f"{who}: the rank {GAVE_UP}")
             return words[_READY] != 0
 
-        wait_until(ready, self._timeout, f"{who}: nothing came")
+        def check_rank() -> None:
+            if self._arena.has_left(side):
+                raise TransferError(f"{who}: the rank {GAVE_UP}, its process has ended")
+
+        wait_until(ready, self._timeout, f"{who}: nothing came", check_rank)
         memory_fence()
         arrived = words[_READY], words[_NBYTES], words[_PLAN]
         if arrived != (sequence_number(self._update, message), message.nbytes, self._plan_word):
@@ -248,15 +279,15 @@ class SharedMemorySender:
         half = largest_round(received_rounds(setup.plan(), worker, ranks))
         path = self._path(setup, worker)
         wait_until(path.exists, self._timeout, f"worker {worker} did not make its arena {path.name}")
-        self._arenas[worker], self._data[worker] = self._find(path, len(ranks), half)
-        self._arenas[worker].pin(self._transfer)
         self._index[worker] = ranks.index(self._rank)
+        self._arenas[worker], self._data[worker] = self._find(path, len(ranks), half, 1 + self._index[worker])
+        self._arenas[worker].pin(self._transfer)
 
     def _path(self, setup: SyncSetup, worker: int) -> Path:
         return arena_path(setup, worker)
 
-    def _find(self, path: Path, ranks: int, half: int) -> tuple[Arena, Tensor]:
-        arena = Arena(path, ranks, half, create=False)
+    def _find(self, path: Path, ranks: int, half: int, side: int) -> tuple[Arena, Tensor]:
+        arena = Arena(path, ranks, half, side)
         return arena, arena.data
 
     def begin(self, update: int, messages: Sequence[Message]) -> None:
@@ -266,7 +297,10 @@ class SharedMemorySender:
     def slot(self, message: Message) -> Tensor:
         who = f"worker {message.worker}, round {message.round} of update {self._update}"
         wait_until(
-            lambda: self._is_granted(message), self._timeout, f"{who}: rank {self._rank} got no room for its message"
+            lambda: self._is_granted(message),
+            self._timeout,
+            f"{who}: rank {self._rank} got no room for its message",
+            lambda: self._check_worker(message),
         )
         memory_fence()
         words = self._granted_words(message)
@@ -293,6 +327,10 @@ class SharedMemorySender:
             raise TransferError(f"worker {message.worker} {GAVE_UP} update {self._update}")
         return sequence_number(self._update, message) in self._words(message)[:, _GRANTED]
 
+    def _check_worker(self, message: Message) -> None:
+        if self._arenas[message.worker].has_left(0):
+            raise TransferError(f"worker {message.worker} {GAVE_UP} update {self._update}: its process has ended")
+
     def _granted_words(self, message: Message) -> np.ndarray:
         words = self._words(message)
         return words[int(np.flatnonzero(words[:, _GRANTED] == sequence_number(self._update, message))[0])]
@@ -316,7 +354,7 @@ class SharedMemorySender:
 
     def _wait_taken(self, message: Message) -> None:
         what = f"worker {message.worker} did not take round {message.round} of update {self._update}"
-        wait_until(lambda: not self._is_granted(message), self._timeout, what)
+        wait_until(lambda: not self._is_granted(message), self._timeout, what, lambda: self._check_worker(message))
 
     def abandon(self) -> None:
         for worker, arena in self._arenas.items():
@@ -337,7 +375,7 @@ class DeviceReceiver(SharedMemoryReceiver):
 
     def _make(self, path: Path, half: int) -> Arena:
         self._device_data = self._transfer.arena(2 * half)
-        arena = Arena(_device_path(path), len(self._ranks), 0, create=True)
+        arena = Arena(_device_path(path), len(self._ranks), 0, side=0)
         arena.half_bytes = half
         note = json.dumps(self._transfer.share_memory(self._device_data)).encode()
         if len(note) >= arena.note.size:
@@ -361,8 +399,8 @@ class DeviceSender(SharedMemorySender):
 
     kind = "ipc"
 
-    def _find(self, path: Path, ranks: int, half: int) -> tuple[Arena, Tensor]:
-        arena = Arena(path, ranks, 0, create=False)
+    def _find(self, path: Path, ranks: int, half: int, side: int) -> tuple[Arena, Tensor]:
+        arena = Arena(path, ranks, 0, side)
         handle = json.loads(arena.note.tobytes().rstrip(b"\0"))
         return arena, self._transfer.open_memory(handle)
 

@@ -21,7 +21,7 @@ from mrl.errors import DamagedCheckpoint
 from mrl.flow.group_writer import GroupParts
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.reward_texts import with_texts
-from mrl.reward.items import RewardResult, is_failure
+from mrl.reward.items import NOT_FINITE, RewardResult, is_failure
 from mrl.schedule.groups import Group, State
 from mrl.schedule.ledger import Ledger
 from mrl.train.numbered_prompts import PromptCursor
@@ -92,26 +92,42 @@ def _said(results: Sequence[RewardResult]) -> list[dict[str, Any]]:
 def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups:
     """Reads what `write` wrote, group by group; tokens go into the object store of this node.
 
-    Rewards that failed are left out: they are asked for again. Groups that were filtered by such rewards are left out
-    too. Raises DamagedCheckpoint for a file that is not what was written, or not what the ledger counts.
+    Rewards that failed are left out: they are asked for again. Groups with log-probs that are no numbers begin anew,
+    since they would end the resumed run as they ended this one. Groups that were filtered by either are left out too.
+    Raises DamagedCheckpoint for a file that is not what was written, or not what the ledger counts.
     """
     ledger = Ledger.from_json(said["ledger"])
     if "results" in said:
         ledger, groups = _read_old(folder, said, ledger)
     else:
         there = [group for group in ledger.groups if group_file(group.number, group.attempts) in said["files"]]
-        groups = {group.number: _read(folder, said["files"], group, spool) for group in there}
+        read = {group.number: _read(folder, said["files"], group, spool) for group in there}
+        groups = {number: parts for number, parts in read.items() if parts is not None}
+        again = read.keys() - groups.keys()
+        ledger = replace(ledger, groups=tuple(_anew(g) if g.number in again else g for g in ledger.groups))
     _check_tokens(folder, ledger, groups)
     place = PromptCursor(said["draw"], DataCursor(**said["cursor"]))
     told = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
-    filtered = [(number, results) for number, results in told if not any(map(is_failure, results))]
+    filtered = [(number, results) for number, results in told if not any(map(_misleads, results))]
     return KeptGroups.of(ledger, place, groups, filtered, spool)
 
 
-def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) -> GroupParts:
+def _misleads(result: RewardResult) -> bool:
+    return is_failure(result) or result.reason == NOT_FINITE
+
+
+def _anew(group: Group) -> Group:
+    """The group without tokens, for the step that it was issued for."""
+    return replace(group.anew(), begun=group.begun)
+
+
+def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) -> GroupParts | None:
+    """What is known of the group; None where it has log-probs that are no numbers."""
     name = group_file(group.number, group.attempts)
     check_digest(folder, name, files)
     record = read_group(folder / name)
+    if record.samples is not None and not record.samples.finite.all():
+        return None
     judged = {index: result for index, result in record.results.items() if not is_failure(result)}
     if len(judged) < len(record.results):  # what kept rewards from being given may be over
         group.state = State.RUNNING

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mrl.platforms.hosting import BUCKET_FOLDER
 
+SHARED = "/dev/shm"
 SOCKETS = "VLLM_RPC_BASE_PATH"  # where vLLM puts the files of sockets
 NOTED_EVERY_S = 2.0  # while an engine starts
 
@@ -18,14 +19,24 @@ def shared_memory_below(pid: int) -> set[Path]:
     """Shared memory that descendants of `pid` have mapped: what multiprocessing and vLLM's CPU collectives made."""
     import psutil
 
+    ours = {}
+    with suppress(OSError):
+        ours = {path.stat().st_ino: path for path in Path(SHARED).iterdir() if _is_ours(path.name)}
     segments = set()
     for child in psutil.Process(pid).children(recursive=True):
-        try:
-            paths = {Path(region.path) for region in child.memory_maps()}
-        except psutil.Error:
-            continue
-        segments |= {p for p in paths if p.parent == Path("/dev/shm") and _is_ours(p.name)}
+        segments |= {ours[inode] for inode in _shared_inodes(child.pid) & ours.keys()}
     return segments
+
+
+def _shared_inodes(pid: int) -> set[int]:
+    """Files of shared memory that a process has mapped: by their inodes, since a semaphore was made by another name.
+
+    Empty for a process that has ended.
+    """
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        return {int(line.split(None, 5)[4]) for line in lines if f" {SHARED}/" in line}
+    return set()
 
 
 def _is_ours(name: str) -> bool:
@@ -38,9 +49,13 @@ def rendezvous_files(places: Iterable[str]) -> set[Path]:
 
 
 def note(file: str, own: set[Path]) -> None:
-    """Writes down what a kill would leave behind: `own`, and what processes below this one have mapped."""
+    """Writes down what a kill would leave behind: `own`, and what processes below this one have mapped.
+
+    What was noted and is still there stays: who had mapped it may have died meanwhile.
+    """
+    there = {path for path in noted(file) if path.exists()}
     part = Path(f"{file}.part")
-    part.write_text("\n".join(map(str, shared_memory_below(os.getpid()) | own)))
+    part.write_text("\n".join(map(str, shared_memory_below(os.getpid()) | own | there)))
     part.replace(file)
 
 
@@ -107,6 +122,6 @@ def remove_noted(logs: Path) -> None:
 
 def memory_folder() -> str | None:
     """Where files are memory, on hosts that have such a place."""
-    if Path("/dev/shm").is_dir():
-        return "/dev/shm"
+    if Path(SHARED).is_dir():
+        return SHARED
     return None

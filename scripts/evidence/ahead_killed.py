@@ -50,7 +50,7 @@ def points(run: Run) -> dict[str, Callable[[Callable[[], None]], None]]:
         "weights are moved": lambda kill: wrap(actor, "refs", after_call("send_weights", in_second_step(kill))),
         "weights arrive": lambda kill: wrap(engines, "refs", after_call("receive_weights", in_second_step(kill))),
         "proved, not committed": lambda kill: wrap(engines, "commit", before(in_second_step(kill))),
-        "ranks update": lambda kill: wrap(loop, "update", before(lambda: Timer(AMID_S, in_second_step(kill)).start())),
+        "ranks update": lambda kill: wrap(loop, "update", before(amid(in_second_step(kill)))),
         "a checkpoint is written": lambda kill: wrap(
             actor, "refs", after_call("write_checkpoint", in_second_step(kill))
         ),
@@ -75,6 +75,11 @@ def after(then: Callable[[], None], if_any: bool = False) -> Wrapper:
         return wrapped
 
     return wrapper
+
+
+def amid(then: Callable[[], None]) -> Callable[[], None]:
+    """Calls `then` a little later."""
+    return lambda: Timer(AMID_S, then).start()
 
 
 def before(first: Callable[[], None]) -> Wrapper:

@@ -29,6 +29,7 @@ from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 PRESETS = ROOT / "parallel_configs" / "tiny-moe"
 STEPS = 5
+STEPS_OF_TWO = 40  # of a run that goes on with the other engine: until the lost one is back
 DEADLINE_S = 10  # of engines, where one is stopped
 RANKS_DEADLINE_S = 20
 LOOK_S = 0.02
@@ -43,6 +44,10 @@ class Row:
     signal: str = "SIGKILL"
     engines: int = 1
     schedule: str = "sync"
+
+    @property
+    def steps(self) -> int:
+        return STEPS_OF_TWO if self.engines > 1 else STEPS
 
     @property
     def name(self) -> str:
@@ -114,7 +119,6 @@ class Faults:
     def results(self) -> dict[str, Any]:
         """All rows, each with the undisturbed run's figures beside."""
         return {
-            "steps": STEPS,
             "deadline_s": DEADLINE_S,
             "ranks_deadline_s": RANKS_DEADLINE_S,
             "rows": [*map(self._result, ROWS)],
@@ -123,9 +127,10 @@ class Faults:
     def _result(self, row: Row) -> dict[str, Any]:
         whole = json.loads((self._work / f"{row.whole}.json").read_text())
         own = json.loads((self._work / f"{row.name}.json").read_text())
-        step = sum(at < own["sent"] for at in own["lines"])  # lines before; the step that is under way
+        step = sum(at <= own["sent"] for at in own["lines"])  # lines before; the step that is under way
         usual_s = duration(whole, step)
         return asdict(row) | {
+            "steps": row.steps,
             "noticed_s": round(own["noticed"] - own["sent"], 2),
             "back_s": round(own["back"] - own["sent"], 2),
             "stood_s": round(duration(own, step) - usual_s, 2),
@@ -138,7 +143,7 @@ class Faults:
     def _difference(self, row: Row) -> str | None:
         runs = self._work / row.name, self._work / row.whole
         rows = (read_metrics(run / METRICS) for run in runs)
-        folders = (run / "checkpoints" / f"step-{STEPS}" for run in runs)
+        folders = (run / "checkpoints" / f"step-{row.steps}" for run in runs)
         return metrics_difference(*rows) or checkpoint_difference(*folders)
 
     def _run(self, row: Row, name: str, disturbed: bool) -> dict[str, Any]:
@@ -200,7 +205,7 @@ def settings(row: Row, world: Path, run_dir: Path) -> list[str]:
     given = [
         f"model.path={world / 'model'}", f"data.train_files={data / 'train.parquet'}", "data.val_files=[]",
         "data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "actor.optim.lr_warmup_steps=1",
-        f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2",
+        f"trainer.total_training_steps={row.steps}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2",
         "trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.deterministic=true",
         f"trainer.schedule={row.schedule}", "trainer.logger=[console]", f"trainer.run_dir={run_dir}",
         f"rollout.generate_timeout_s={DEADLINE_S}", f"cluster.step_timeout_s={RANKS_DEADLINE_S}",

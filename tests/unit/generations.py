@@ -1,7 +1,7 @@
 """Builds what a run generates with, for tests: engines that answer at once, files of groups written at once."""
 
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from types import SimpleNamespace
 
 from replicas import stored
@@ -20,6 +20,13 @@ from mrl.train.spool import Spool
 from mrl.vllm.requests import Sampling
 
 MADE_BY = Fingerprint("data", "model")
+
+_FOLDERS = TemporaryDirectory(prefix="mrl-tests-")  # goes with the process
+
+
+def new_folder() -> Path:
+    """An empty folder of its own."""
+    return Path(mkdtemp(dir=_FOLDERS.name))
 
 
 class Files:
@@ -100,14 +107,14 @@ class _Streams:
 
 def generation_of(config, responder, stream, state=None, spool=None, lost=None) -> Generation:
     """As a run has it, sampling at temperature 1."""
-    lost = lost or LostEngines(Path(mkdtemp()) / "lost")
+    lost = lost or LostEngines(new_folder() / "lost")
     rules = GenerationRules(
         schedule_of(config),
         Judge(config.algorithm, config.reward, config.data.max_response_length),
         Sampling(1.0, config.data.max_response_length, ()),
         config.trainer.seed,
         MADE_BY,
-        spool or Spool(Path(mkdtemp()) / "spool", Files()),
+        spool or Spool(new_folder() / "spool", Files()),
         lost,
         lost.suspects(),
     )

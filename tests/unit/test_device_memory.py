@@ -177,7 +177,7 @@ def test_host_memory_of_a_sync_is_registered_with_the_device_until_it_is_closed(
     """
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    arena = transport_shm.Arena(tmp_path / "arena", ranks=1, half_bytes=4096, create=True)
+    arena = transport_shm.Arena(tmp_path / "arena", ranks=1, half_bytes=4096, side=0)
     arena.pin(CudaTransfer())
     assert runtime.registered == {arena.data.data_ptr(): 2 * 4096}
     arena.unpin()

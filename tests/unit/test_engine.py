@@ -4,8 +4,10 @@ vLLM is a stand-in.
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,6 +59,40 @@ def engine(monkeypatch, tmp_path):
         return made
 
     return make
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+def test_an_engine_that_loaded_no_weights_answers_nothing_until_some_were_committed(engine, monkeypatch, awaits):
+    made = engine([True])
+    made.settings.awaits_weights = awaits
+    checked = []
+
+    async def started(meeting) -> None:
+        made._machine.serve(0)
+        made._door.open()
+
+    async def check_order() -> None:
+        checked.append(made.version)
+
+    made.settings.check_order = True
+    monkeypatch.setattr(made, "_start", started)
+    monkeypatch.setattr(made, "_check_order", check_order)
+
+    async def run() -> int | None:
+        await made.start()
+        version = made.version
+        if awaits:
+            with pytest.raises(RuntimeError, match="engine 3 is FENCED and refuses generate"):
+                await anext(made.generate([], None))
+            with pytest.raises(RuntimeError, match="engine 3 refuses commit: no whole update has reached it"):
+                await made.commit(0)
+            await update_fast(made)
+            await made.commit(0)
+        return version
+
+    version = asyncio.run(run())
+    assert checked == [0], "the start-up check needs numbers, whoever's they are"
+    assert version == (None if awaits else 0) and made.version == 0
 
 
 async def update_fast(engine: VllmEngine) -> None:
@@ -140,6 +176,39 @@ def test_the_folder_of_sockets_is_gone_after_the_start_and_noted_for_a_kill_mean
             time.sleep(0.01)
         assert leftovers.noted(file) == {folder, made}
     assert not folder.exists() and leftovers.SOCKETS not in os.environ
+
+
+def test_a_semaphore_that_a_process_below_made_is_found():
+    """Its maker has it mapped by the name that it had before it was there."""
+    made = (
+        "import multiprocessing as m, time; lock = m.get_context('spawn').Lock(); print(lock._semlock.name, flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{made}; time.sleep(60)"], stdout=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            path = Path(f"/dev/shm/sem.{child.stdout.readline().strip().removeprefix('/')}")
+            assert path.exists() and path in leftovers.shared_memory_below(os.getpid())
+        finally:
+            child.kill()
+    leftovers.remove_all({path})
+
+
+def test_what_a_process_that_died_had_mapped_stays_noted_until_it_is_gone(monkeypatch, tmp_path):
+    lock, other = tmp_path / "sem.mp-lock", tmp_path / "psm_other"
+    lock.touch()
+    other.touch()
+    mapped = {lock}
+    monkeypatch.setattr(leftovers, "shared_memory_below", lambda _: mapped)
+    file = str(tmp_path / "segments")
+    leftovers.note(file, set())
+    mapped = {other}  # the next note is written after its process has died
+    leftovers.note(file, set())
+    assert leftovers.noted(file) == {lock, other}
+    leftovers.remove_all(leftovers.noted(file))
+    mapped = set()
+    leftovers.note(file, set())
+    assert leftovers.noted(file) == set()
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,11 @@ import random
 import time
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
-from tempfile import mkdtemp
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from generations import Files, SteadyFleet, generation_of
+from generations import Files, SteadyFleet, generation_of, new_folder
 from replicas import InMemory
 
 from mrl.checkpoint.group_files import read_group
@@ -173,7 +171,7 @@ class World:
         responder = Responder(self.engines, self.rewards, self.config.reward, Display(), lambda: None, mend)
         self.state = state or TrainState()
         self.engines.version = self.state.step
-        self.spool = spool or Spool(Path(mkdtemp()) / "spool", Files())
+        self.spool = spool or Spool(new_folder() / "spool", Files())
         self.generation = generation_of(self.config, responder, stream, self.state, self.spool, lost)
         self.generation.begin()
 

@@ -38,6 +38,7 @@ from mrl.plan.engine_memory import state_bytes_per_sequence
 from mrl.reshard.plan import plan_reshard
 from mrl.reshard.proof import rehearse
 from mrl.tools.rehearse.small_model import small_hf_config
+from mrl.vllm.engine_state import AWAITED
 from mrl.vllm.requests import _of_model, stop_token_ids
 
 DENSE = {
@@ -289,7 +290,7 @@ def test_engines_have_each_kind_of_a_projection_cut_by_itself():
 def test_engines_are_of_the_text_model_and_get_its_weights_by_a_sync(folders):
     assert _of_model(model_spec(MOE), "cpu") == {}
     given = _of_model(model_spec(WHOLE), "cpu")
-    assert given == {"hf_overrides": {"architectures": ["Qwen3_5MoeForCausalLM"]}, "load_format": "dummy"}
+    assert given == {"hf_overrides": {"architectures": ["Qwen3_5MoeForCausalLM"]}, "load_format": AWAITED}
 
 
 def test_a_responses_end_is_that_of_the_text_model(tmp_path):

@@ -17,13 +17,14 @@ from test_ready_first import STEPS, Flight, LiveEngines
 
 from mrl.checkpoint.group_files import GroupRecord, group_file, read_group, write_group
 from mrl.checkpoint.manifest import file_facts
+from mrl.data.order import DataCursor
 from mrl.data.samples import Sample, packed
 from mrl.errors import DamagedCheckpoint, DataError, Interrupted, LostLock
 from mrl.flow.engine_progress import EngineProgress
 from mrl.flow.group_writer import GroupParts
 from mrl.record.metrics import PhaseTimer
 from mrl.remote.process_logs import concerning
-from mrl.reward.items import OK, RAISED, RewardResult
+from mrl.reward.items import NOT_FINITE, OK, RAISED, RewardResult
 from mrl.schedule.groups import State
 from mrl.train.kept_groups import read_kept
 from mrl.train.lost_engines import LostEngines
@@ -177,6 +178,34 @@ def test_a_record_that_is_not_what_the_ledger_counts_is_a_damaged_checkpoint(cha
             rewritten(folder, said, file, replace(record, results={}))
     with pytest.raises(DamagedCheckpoint, match=rf"\[{finished['number']}\] is not what its ledger counts"):
         read_back(folder, said, tmp_path)
+
+
+def without_numbers(record):
+    """The record, one of its responses with log-probs that are no numbers, as an engine's fault leaves it."""
+    finite = record.samples.finite.copy()
+    finite[0] = False
+    index = int(record.samples.sample_id[0])
+    results = {**record.results, index: replace(record.results[index], reason=NOT_FINITE)}
+    return replace(record, samples=replace(record.samples, finite=finite), results=results)
+
+
+@pytest.mark.parametrize("name", ["patient", "one step off"])
+def test_a_group_with_log_probs_that_are_no_numbers_begins_anew(name, tmp_path):
+    """Its step would be given up again, and every resume from there."""
+    folder, said = saved(tmp_path, name)
+    finished = next(group for group in said["ledger"]["groups"] if group["state"] == "finished")
+    number = finished["number"]
+    file = group_file(number, finished["attempts"])
+    rewritten(folder, said, file, without_numbers(read_group(folder / file)))
+    said["filtered"] = [[99, [vars(RewardResult(1, 0.0, {}, NOT_FINITE))]], [7, [vars(RewardResult(2, 1.0, {}, OK))]]]
+    kept = read_back(folder, said, tmp_path)
+    group = next(group for group in kept.ledger.groups if group.number == number)
+    assert number not in kept.groups and not group.tokens and group.attempts == finished["attempts"] + 1
+    assert [number for number, _ in kept.filtered] == [7]
+    again = STARTS[name](9, TrainState(2, DataCursor(**said["cursor"]), kept), spool=kept.spool)
+    for _ in range(3):
+        again.step()
+    again.generation.close()
 
 
 def as_before(folder, said):
