@@ -19,6 +19,16 @@ A response of several turns has context between what was sampled: answers of too
 Context has no log-prob: 0 stands in the column, and nobody reads it. Where no response has context the columns of turns
 are not there; where another one has, such a response is one turn.
 
+A response whose agent went back has branches (mrl.schedule.branches). They are one row, of one outcome and one length,
+and each is a sequence of its own to a model: it begins with a prompt, and what it has in common with one before is
+context.
+
+    token_ids               7 8 1 2 5 3 | 7 8 1 2 6 4      3 was said to 5; then the agent went back, and said 6
+    sampled                     T T F T   F F F F F T
+    a number a branch       branch_starts 0 4   branch_prompts 0 2     of response tokens, 7 8 at the second among them
+
+Where no row has several the columns of branches are not there.
+
 `SampleRows` are numbers a response, all that a driver keeps; `Sequences` are what a model computes; `Samples` are both;
 a `TrainBatch` (mrl.data.batch) is sequences with what a loss takes of each token. A column says in its field what it
 has a number of, so `rows` and `joined` are written once for all of them. A response becomes a row where it was
@@ -48,7 +58,8 @@ NAME = np.dtype("S64")  # of tools and parts, which mrl.environments keeps withi
 CALL_REASONS = (
     "ok", "refused", "raised", "timeout", "died", "out_of_memory", "wrong_type", "not_a_number", "differs", "unread",
     "not_called", "unanswered", "fell",
-    "overridden", "retry", "branch",  # what an agent asked for: sampling of another kind, a turn again, another line
+    "overridden", "retry", "branch",  # what an agent asked for: sampling of another kind, a turn again, another branch
+    "untrained",  # a branch that an agent left, and that has no room in the row
 )  # fmt: skip
 
 
@@ -113,15 +124,49 @@ class Columns:
 
     prompt_lengths: np.ndarray  # each has these two: one number a row
     response_lengths: np.ndarray
+    branch_counts: np.ndarray | None  # and these three, of branches
+    branch_starts: np.ndarray | None
+    branch_prompts: np.ndarray | None
 
     @property
     def lengths(self) -> np.ndarray:
         """int64 [rows]: tokens of each row, prompt and response."""
         return self.prompt_lengths + self.response_lengths
 
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """int64 [branches]: tokens of each sequence that a model computes by itself; a row without branches is one."""
+        if self.branch_counts is None:
+            return self.lengths
+        lengths = self._branch_lengths
+        lengths[self._first_branches] += self.prompt_lengths
+        return lengths
+
+    @property
+    def longest_responses(self) -> np.ndarray:
+        """int64 [rows]: tokens behind the prompt of each row's longest branch."""
+        if self.branch_counts is None or not len(self):
+            return self.response_lengths
+        return np.maximum.reduceat(self._branch_lengths - self.branch_prompts, self._first_branches)
+
+    @property
+    def _first_branches(self) -> np.ndarray:
+        counts = self.branch_counts.astype(np.int64)
+        return np.cumsum(counts) - counts
+
+    @property
+    def _branch_lengths(self) -> np.ndarray:
+        """int64 [branches]: response tokens of each."""
+        ends = np.append(self.branch_starts[1:], 0).astype(np.int64)
+        ends[np.cumsum(self.branch_counts) - 1] = self.response_lengths
+        return ends - self.branch_starts
+
     def counts(self) -> dict[str, np.ndarray]:
         """int64 [rows] by kind: how many numbers each row has in a column of that kind."""
-        return {"row": np.ones_like(self.prompt_lengths)}
+        counts = {"row": np.ones_like(self.prompt_lengths)}
+        if self.branch_counts is not None:
+            counts["branch"] = self.branch_counts.astype(np.int64)
+        return counts
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -167,9 +212,10 @@ def _joined(arrays: list[np.ndarray | None], which: Any, parts: Sequence[Columns
         return None
     if which.name == "routes":
         return _with_missing(arrays, [int(part.counts()["token"].sum()) for part in parts])
-    if which.name in ONE_TURN:
+    usual = {**ONE_TURN, **ONE_BRANCH}
+    if which.name in usual:
         pairs = zip(parts, arrays, strict=True)
-        arrays = [ONE_TURN[which.name](part) if array is None else array for part, array in pairs]
+        arrays = [usual[which.name](part) if array is None else array for part, array in pairs]
     return np.concatenate(arrays)
 
 
@@ -213,6 +259,9 @@ class Sequences(Columns):
     # [tokens, MoE layers, topk]; see mrl.data.routes
     routes: np.ndarray | None = field(default=None, kw_only=True, **of("token"))
     sampled: np.ndarray | None = field(default=None, kw_only=True, **of("response token", np.bool_))  # None: all are
+    branch_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # see SampleRows
+    branch_starts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
+    branch_prompts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
 
     @property
     def is_sampled(self) -> np.ndarray:
@@ -233,6 +282,22 @@ class Sequences(Columns):
         """Each row's response, int32 [response_length], a view."""
         ends = np.cumsum(self.lengths)
         return (self.token_ids[start:end] for start, end in zip(ends - self.response_lengths, ends, strict=True))
+
+    def spoken_last(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Prompt and response of each row's last branch, int32, views: what people and reward functions read."""
+        rows = zip(self.prompts(), self.responses(), strict=True)
+        if self.branch_counts is None:
+            return rows
+        last = np.cumsum(self.branch_counts) - 1
+        starts = self.branch_starts[last].tolist()
+        own = zip(rows, starts, self.branch_prompts[last].tolist(), strict=True)
+        return (
+            (response[start : start + length], response[start + length :]) if length else (prompt, response)
+            for (prompt, response), start, length in own
+        )
+
+
+_MAY_BE_ABSENT = ("sampled_counts", "branch_counts")  # of SampleRows, with all columns behind it
 
 
 @dataclass(frozen=True)
@@ -257,6 +322,12 @@ class SampleRows(Columns):
     call_names: np.ndarray | None = field(default=None, kw_only=True, **of("call", NAME))  # see TurnCall
     call_reasons: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.uint8))  # index: CALL_REASONS
     call_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.float32))
+    # of rows with several branches; None: 1 each
+    branch_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))
+    # response token that the branch begins with
+    branch_starts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
+    # response tokens that are its prompt; 0 of a row's first
+    branch_prompts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
 
     def counts(self) -> dict[str, np.ndarray]:
         counts = super().counts() | {"span": self.span_counts.astype(np.int64)}
@@ -279,7 +350,7 @@ class SampleRows(Columns):
     def to_bytes(self) -> bytes:
         """All columns, packed: some 80 bytes of a row alone, some 30 a row of many.
 
-        Those of turns come last, so that their absence is an earlier end.
+        Those of turns come behind the others, and those of branches last, so that their absence is an earlier end.
         """
         given = [f for f in fields(SampleRows) if getattr(self, f.name) is not None]
         columns = (np.ascontiguousarray(getattr(self, f.name), f.metadata["dtype"]) for f in given)
@@ -294,11 +365,11 @@ class SampleRows(Columns):
         columns = {}
         start = 16
         for f in fields(SampleRows):
-            if f.default is None and start == len(told) and "call_counts" not in columns:
+            if f.name in _MAY_BE_ABSENT and start == len(told):
                 break
             count = {"span": spans, "row": rows}.get(f.metadata["of"])
-            if count is None:  # of calls, whose counts stand before them
-                count = int(columns["call_counts"].sum())
+            if count is None:  # of calls or branches, whose counts stand before them
+                count = int(columns[f"{f.metadata['of']}_counts"].sum())
             columns[f.name] = np.frombuffer(told, f.metadata["dtype"], count, start)
             start += columns[f.name].nbytes
         return SampleRows(**columns)
@@ -382,6 +453,14 @@ ONE_TURN: dict[str, Callable[[Any], np.ndarray]] = {
     "part_counts": lambda rows: np.zeros(len(rows), np.int32),
     "part_names": lambda rows: np.zeros(0, NAME),
     "part_values": lambda rows: np.zeros(0, np.float32),
+}
+
+
+# of rows without the columns of branches; they are added to such rows alone as are joined to others that have them
+ONE_BRANCH: dict[str, Callable[[Any], np.ndarray]] = {
+    "branch_counts": lambda rows: np.ones(len(rows), np.int32),
+    "branch_starts": lambda rows: np.zeros(len(rows), np.int32),
+    "branch_prompts": lambda rows: np.zeros(len(rows), np.int32),
 }
 
 

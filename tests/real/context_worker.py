@@ -32,6 +32,7 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
             report[name] = _updated(actor, given)
             if name == "plain":
                 report |= _log_probs(actor, replace(given, advantages=None))
+                report |= _cut_apart(actor, given, TrainBatch(**np.load(case["cut"])))
             actor.close()
         weights = {name: report[name].pop("weights") for name in batches}
         report["same"] = {name: _same(weights["plain"], own) for name, own in weights.items()}
@@ -68,6 +69,25 @@ def _log_probs(actor: MegatronActor, batch: TrainBatch) -> dict:
         "sampled": int(batch.sampled[batch.places_of(results[0].rows)].sum()),
         "entropy_apart": abs(results[0].entropy[0] - results[1].entropy[0]),
     }
+
+
+def _cut_apart(actor: MegatronActor, batch: TrainBatch, cut: TrainBatch) -> dict:
+    """How far gradients of rows that are cut into branches are from those of whole ones; and of the same rows with
+    branches taken for one sequence.
+    """
+    blind = replace(cut, branch_counts=None, branch_starts=None, branch_prompts=None)
+    whole, parts, wrong = (_gradients(actor, each) for each in (batch, cut, blind))
+    norm = float(whole.norm())
+    return {
+        "gradient_norm": norm,
+        "cut_gradient_error": float((parts - whole).norm()) / norm,
+        "blind_gradient_error": float((wrong - whole).norm()) / norm,
+    }
+
+
+def _gradients(actor: MegatronActor, batch: TrainBatch) -> torch.Tensor:
+    actor.gradients(batch)
+    return torch.cat([p.main_grad.double().flatten() for chunk in actor.chunks for p in chunk.parameters()])
 
 
 def _updated(actor: MegatronActor, batch: TrainBatch) -> dict:
