@@ -22,7 +22,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mrl.data.samples import CALL_REASONS, ONE_BRANCH, STOP_REASONS, UNJUDGED, Samples, packed, with_turns
+from mrl.data.columns import ONE_BRANCH
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, UNJUDGED, Samples, packed, with_turns
 from mrl.errors import DataError, MrlError
 from mrl.plain_files import LINES_BYTES, parse_json, read_text
 from mrl.record.run_dir import json_line, step_of

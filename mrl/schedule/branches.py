@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mrl.data.samples import ONE_BRANCH, Samples, with_turns
+from mrl.data.columns import ONE_BRANCH
+from mrl.data.samples import Samples, with_turns
 from mrl.errors import DataError
 from mrl.schedule.segments import merged_spans
 

@@ -10,9 +10,9 @@ from trajectories import trajectories
 import mrl.cli.samples as samples_command
 from mrl.cli.main import main
 from mrl.data.batch import TrainBatch
+from mrl.data.columns import ONE_BRANCH, ONE_TURN
 from mrl.data.routes import MISSING
 from mrl.data.samples import (
-    ONE_TURN,
     Sample,
     SampleRows,
     Samples,
@@ -61,7 +61,7 @@ def test_without_turns_there_is_no_column_of_theirs_and_no_byte_more():
     rows = packed([ONE])
     assert not rows.arrays.keys() & ONE_TURN.keys() and rows.is_sampled.all()
     assert rows.sampled_lengths is rows.response_lengths
-    mandatory = [f for f in fields(SampleRows) if f.name not in ONE_TURN]
+    mandatory = [f for f in fields(SampleRows) if f.name not in {**ONE_TURN, **ONE_BRANCH}]
     size = sum(np.dtype(f.metadata["dtype"]).itemsize for f in mandatory)
     assert len(zlib.decompress(rows.numbers.to_bytes())) == 16 + size
 
