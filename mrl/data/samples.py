@@ -43,8 +43,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from mrl.data.columns import NAME, ONE_TURN, Columns, all_sampled, of, with_missing_routes
 from mrl.data.routes import is_missing
+from mrl.data.row_columns import NAME, ONE_BRANCH, ONE_TURN, Columns, all_sampled, of, with_missing_routes
 from mrl.errors import DataError
 
 _ID_BYTES = 4
@@ -301,6 +301,12 @@ def with_turns(samples: Samples) -> Samples:
     """Adds all columns of turns; rows that had none are one turn each."""
     absent = [name for name in ONE_TURN if getattr(samples, name) is None]
     return replace(samples, **{name: ONE_TURN[name](samples) for name in absent})
+
+
+def with_branches(samples: Samples) -> Samples:
+    """Adds the columns of branches; rows that had none are one branch each."""
+    absent = [name for name in ONE_BRANCH if getattr(samples, name) is None]
+    return replace(samples, **{name: ONE_BRANCH[name](samples) for name in absent})
 
 
 def with_outcome(

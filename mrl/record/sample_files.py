@@ -13,7 +13,7 @@ Older runs have `step-N.jsonl`, which `read_samples` reads alike.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mrl.data.columns import ONE_BRANCH
-from mrl.data.samples import CALL_REASONS, STOP_REASONS, UNJUDGED, Samples, packed, with_turns
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, UNJUDGED, Samples, packed, with_branches, with_turns
 from mrl.errors import DataError, MrlError
 from mrl.plain_files import LINES_BYTES, parse_json, read_text
 from mrl.record.run_dir import json_line, step_of
@@ -282,8 +281,7 @@ def _table_of_turns(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Tabl
 
 
 def _table_of_branches(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
-    absent = [name for name in ONE_BRANCH if getattr(samples, name) is None]
-    samples = replace(samples, **{name: ONE_BRANCH[name](samples) for name in absent})
+    samples = with_branches(samples)
     branches = {"first_token": pa.array(samples.branch_starts), "prompt_tokens": pa.array(samples.branch_prompts)}
     table = _table_of_turns(samples, rewards)
     return table.append_column("branches", _structs(branches, samples.branch_counts))

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mrl.data.columns import ONE_BRANCH
-from mrl.data.samples import Samples, with_turns
+from mrl.data.samples import Samples, with_branches, with_turns
 from mrl.errors import DataError
 from mrl.schedule.segments import merged_spans
 
@@ -43,7 +42,7 @@ def as_one_row(branches: Sequence[Branch]) -> Samples:
         raise DataError(f"the first branch of sample {first.row.sample_id[0]} shares turns with one that is not there")
     made = with_turns(first.row)
     if later:
-        made = replace(made, **{name: usual(made) for name, usual in ONE_BRANCH.items()})
+        made = with_branches(made)
     for branch in later:
         made = _with_another(made, branch)
     return made

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from mrl.data.batch import TrainBatch
-from mrl.data.columns import positions
+from mrl.data.row_columns import positions
 from mrl.data.samples import Sample, packed
 
 

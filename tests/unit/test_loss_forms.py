@@ -14,7 +14,7 @@ from mrl.algo.losses import TOKEN_LOSSES, LossInputs, PolicyLossParameters, load
 from mrl.algo.selection import SELECTIONS, Means, covariance, select
 from mrl.config.load import load_config
 from mrl.config.rules import violations
-from mrl.data.columns import positions
+from mrl.data.row_columns import positions
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.record.metrics import reduce_parts

@@ -10,8 +10,8 @@ from trajectories import trajectories
 import mrl.cli.samples as samples_command
 from mrl.cli.main import main
 from mrl.data.batch import TrainBatch
-from mrl.data.columns import ONE_BRANCH, ONE_TURN
 from mrl.data.routes import MISSING
+from mrl.data.row_columns import ONE_BRANCH, ONE_TURN
 from mrl.data.samples import (
     Sample,
     SampleRows,
