@@ -29,10 +29,11 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
             config = RunConfig.model_validate(case["config"])
             actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, meetings))
             meetings += 1
+            if name == "plain":
+                report |= _cut_apart(actor, given, TrainBatch(**np.load(case["cut"])))
             report[name] = _updated(actor, given)
             if name == "plain":
                 report |= _log_probs(actor, replace(given, advantages=None))
-                report |= _cut_apart(actor, given, TrainBatch(**np.load(case["cut"])))
             actor.close()
         weights = {name: report[name].pop("weights") for name in batches}
         report["same"] = {name: _same(weights["plain"], own) for name, own in weights.items()}
@@ -73,7 +74,7 @@ def _log_probs(actor: MegatronActor, batch: TrainBatch) -> dict:
 
 def _cut_apart(actor: MegatronActor, batch: TrainBatch, cut: TrainBatch) -> dict:
     """How far gradients of rows that are cut into branches are from those of whole ones; and of the same rows with
-    branches taken for one sequence.
+    branches taken for one sequence. Every ratio is 1, so that none is clipped.
     """
     blind = replace(cut, branch_counts=None, branch_starts=None, branch_prompts=None)
     whole, parts, wrong = (_gradients(actor, each) for each in (batch, cut, blind))
@@ -86,7 +87,7 @@ def _cut_apart(actor: MegatronActor, batch: TrainBatch, cut: TrainBatch) -> dict
 
 
 def _gradients(actor: MegatronActor, batch: TrainBatch) -> torch.Tensor:
-    actor.gradients(batch)
+    actor.gradients(replace(batch, old_log_probs=None))
     return torch.cat([p.main_grad.double().flatten() for chunk in actor.chunks for p in chunk.parameters()])
 
 

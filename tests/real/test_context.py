@@ -70,7 +70,7 @@ def test_on_policy_the_updates_own_log_probs_are_those_of_what_was_sampled(repor
 
 def _cut(batch: TrainBatch) -> TrainBatch:
     """The same trajectories: after each turn but the last the agent goes back, and on behind it with what it heard."""
-    rows = [as_one_row(_branches(sample)) for sample in _samples()]
+    rows = [as_one_row(_branches(sample)) for sample in _samples(np.random.default_rng(7))]
     cut = TrainBatch.of(Samples.joined(rows), 1.0)
     assert cut.branch_counts.tolist() == [1 + i % 3 for i in range(ROWS)]
     values = {}
@@ -93,8 +93,8 @@ def _branches(sample: Sample) -> list[Branch]:
     return found
 
 
-def _samples() -> list[Sample]:
-    rng, samples = np.random.default_rng(7), []
+def _samples(rng: np.random.Generator) -> list[Sample]:
+    samples = []
     for i in range(ROWS):
         sampled = [turn % 2 == 0 for turn in range(1 + 2 * (i % 3)) for _ in range(int(rng.integers(1, 6)))]
         ids = rng.integers(1, 127, 4 + len(sampled)).tolist()
@@ -104,8 +104,8 @@ def _samples() -> list[Sample]:
 
 
 def _batch(on_policy: bool) -> TrainBatch:
-    rng = np.random.default_rng(8)
-    batch = TrainBatch.of(packed(_samples()), 1.0)
+    rng = np.random.default_rng(7)
+    batch = TrainBatch.of(packed(_samples(rng)), 1.0)
     tokens = len(batch.rollout_log_probs)
     advantages = np.where(batch.sampled, np.repeat(rng.choice([-1.0, 1.0], ROWS), batch.response_lengths), 0.0)
     batch = replace(batch, advantages=advantages.astype(np.float32), loss_weights=np.ones(tokens, np.float32))
