@@ -400,3 +400,20 @@ def test_ranks_of_an_engine_meet_at_its_first_one(group):
     assert list(made._start()) == made.names
     assert [number for number, method, *_ in asked if method == "meeting_point"] == [0, 2]
     assert [number for number, method, *_ in asked if method == "start"] == [0, 1, 2, 3]
+
+
+def test_engines_with_turns_are_told_where_the_users_command_was_given(monkeypatch, tmp_path):
+    made = []
+    kind = SimpleNamespace(remote=lambda *told: made.append(told))
+    monkeypatch.setattr(rollout_group.ray, "remote", lambda cls: SimpleNamespace(options=lambda **given: kind))
+    monkeypatch.chdir(tmp_path)
+    group = RolloutGroup.__new__(RolloutGroup)
+    group._settings = [SimpleNamespace(name="engine 0", turns=turns) for turns in (None, "some")]
+    group.seats = SimpleNamespace(seats=[SimpleNamespace(environment={}, options={}, places=None)] * 2)
+    group.cluster, group.names, group._logs = SimpleNamespace(device="cpu"), ["engine 0", "engine 1"], tmp_path
+    group.rollout = SimpleNamespace(tensor_model_parallel_size=1, cpu_kvcache_gib=1)
+    group._worker(0)
+    group._worker(1)
+    assert len(made[0]) == 3 and made[1][3:] == (dict(os.environ), str(tmp_path))
+    parameters = list(inspect.signature(EngineWorker.__init__).parameters)
+    assert parameters[4:6] == ["environment", "folder"]
