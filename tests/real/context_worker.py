@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from parity_worker import exported_gradients
 from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
@@ -25,12 +26,14 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
             "plain": batch, "noise": _spoilt(batch, 5.0), "nan": _spoilt(batch, math.nan), "let in": _let_in(batch)
         }  # fmt: skip
         report: dict = {}
+        config = RunConfig.model_validate(case["config"])
+        actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, meetings))
+        meetings += 1
+        report |= _cut_apart(actor, batch, TrainBatch(**np.load(case["cut"])))
+        actor.close()
         for name, given in batches.items():
-            config = RunConfig.model_validate(case["config"])
             actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, meetings))
             meetings += 1
-            if name == "plain":
-                report |= _cut_apart(actor, given, TrainBatch(**np.load(case["cut"])))
             report[name] = _updated(actor, given)
             if name == "plain":
                 report |= _log_probs(actor, replace(given, advantages=None))
@@ -88,7 +91,7 @@ def _cut_apart(actor: MegatronActor, batch: TrainBatch, cut: TrainBatch) -> dict
 
 def _gradients(actor: MegatronActor, batch: TrainBatch) -> torch.Tensor:
     actor.gradients(replace(batch, old_log_probs=None))
-    return torch.cat([p.main_grad.double().flatten() for chunk in actor.chunks for p in chunk.parameters()])
+    return torch.cat([tensor.double().flatten() for _, tensor in sorted(exported_gradients(actor).items())])
 
 
 def _updated(actor: MegatronActor, batch: TrainBatch) -> dict:
