@@ -311,6 +311,7 @@ def agents_run(request, world, tmp_path_factory) -> Path:
         },
         "rollout__turns__environments": [], "rollout__turns__path": None,
         "reward__custom_reward_function__path": folder / "reward.py",
+        "data__max_response_length": 200,  # so that a branch has room beside the last
     }  # fmt: skip
     succeeded("train", str(PRESET), *given(world, folder / "run", **agent))
     return folder
