@@ -311,7 +311,7 @@ def agents_run(request, world, tmp_path_factory) -> Path:
         },
         "rollout__turns__environments": [], "rollout__turns__path": None,
         "reward__custom_reward_function__path": folder / "reward.py",
-        "data__max_response_length": 104,  # all that the model has positions for: a branch may have room beside the last
+        "data__max_response_length": 104,  # all that the model has positions for: branches have room
     }  # fmt: skip
     succeeded("train", str(PRESET), *given(world, folder / "run", **agent))
     return folder
