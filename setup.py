@@ -26,6 +26,8 @@ EXTRAS = {
         "transformers==5.5.4", *TRAIN, *MATH,
     ],
     "math": MATH,  # the rule `math`, where none of the rows above is wanted
+    # The environment textarena and the rule reasoning_gym. textarena wants chess, which is under the GPL: in no image.
+    "games": ["reasoning-gym==0.1.25", "textarena==0.7.4"],
     # Loggers of trainer.logger. MLflow's client alone, with what its sqlite store needs; its server is somebody else's.
     "wandb": ["wandb==0.31.0"],
     "mlflow": ["mlflow-skinny==3.17.2", "SQLAlchemy==2.1.9", "alembic==1.20.1"],

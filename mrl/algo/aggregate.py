@@ -6,12 +6,11 @@ mini-batch's loss, in value and in gradient, however the batch is cut or ordered
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from mrl.algo.plain import Denominators, FloatParts
 from mrl.algo.spec import AGGREGATIONS
 from mrl.errors import ConfigError
 
@@ -19,31 +18,10 @@ Numerator = Callable[[Tensor, Tensor, float], Tensor]
 NUMERATORS: dict[str, Numerator] = {}
 
 MetricParts = dict[str, tuple[Tensor, Tensor]]  # name -> (sum of value x weight, sum of weight), 0-dim and detached
-FloatParts = dict[str, tuple[float, float]]  # the same as plain numbers; of what is no mean: (value, 1)
 
 # both moments add up over parts, a standard deviation would not; mrl.record makes it of them
 LOG_SEQ_RATIO = "actor/log_seq_ratio_mean"
 LOG_SEQ_RATIO_SQUARE = "actor/log_seq_ratio_square_mean"
-
-
-@dataclass(frozen=True)
-class Denominators:
-    """Response tokens, and sequences with at least one response token, of a whole mini-batch over all ranks."""
-
-    tokens: int
-    sequences: int
-
-    @classmethod
-    def counted(cls, trained: np.ndarray) -> "Denominators":
-        """Counts tokens and sequences, given the number of trained tokens of each sequence."""
-        return cls(tokens=int(trained.sum()), sequences=int((trained > 0).sum()))
-
-    def __add__(self, other: "Denominators") -> "Denominators":
-        return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)
-
-    def of(self, loss_agg_mode: str) -> int:
-        """The count that divides this aggregation."""
-        return getattr(self, AGGREGATIONS[loss_agg_mode].denominator)
 
 
 def _aggregation(name: str) -> Callable[[Numerator], Numerator]:

@@ -6,8 +6,8 @@ A loss of one's own is one function under `@register_loss(name)`, in a file that
 algorithm.policy_loss.custom; it has the signature of those below.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from mrl.algo.aggregate import (
     LOG_SEQ_RATIO,
     LOG_SEQ_RATIO_SQUARE,
-    Denominators,
     MetricParts,
     aggregate,
     local_weight,
@@ -24,35 +23,13 @@ from mrl.algo.aggregate import (
     sequence_mean,
 )
 from mrl.algo.own_functions import load_registered
+from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.algo.spec import KL_TYPES, LOG_RATIO_LIMIT, ON_POLICY
 from mrl.errors import ConfigError
 from mrl.exercised import exercised
 
 SEQUENCE_LOG_RATIO_MAX = 10.0
 CUSTOM_LOSS_KEY = "algorithm.policy_loss.custom.path"
-
-
-@dataclass(frozen=True)
-class PolicyLossParameters:
-    """Which loss, and its constants; names are those of the configuration."""
-
-    loss_mode: str = "gspo"
-    loss_agg_mode: str = "seq-mean-token-mean"
-    clip_ratio_low: float = 3e-4
-    clip_ratio_high: float = 4e-4
-    clip_ratio_c: float = 10.0
-    loss_scale_factor: float | None = None
-    entropy_coeff: float = 0.0
-    kl_loss_coef: float = 0.0
-    kl_loss_type: str = "low_var_kl"
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-    clip_cov_ratio: float = 2e-4
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
-    kl_cov_ratio: float = 2e-4
-    ppo_kl_coef: float = 0.1
-    custom: Mapping[str, float] = field(default_factory=dict)  # constants of a user's loss
 
 
 @dataclass(frozen=True)

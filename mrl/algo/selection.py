@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mrl.algo.losses import PolicyLossParameters
+from mrl.algo.plain import PolicyLossParameters
 from mrl.algo.rows import places, total
 
 

@@ -48,10 +48,11 @@ class ActorGroup:
         poll: Callable[[], None] = lambda: None,
         worker: type[ActorWorker] = ActorWorker,
         seats: Seats | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ):
         """Starts every rank and loads the model. Raises what the ranks raise, with the rank's name.
 
-        `seats`: of the ranks, by default on devices of their own.
+        `seats`: of the ranks, by default on devices of their own; `meanwhile`: done while they load.
         """
         self.config = config
         self.poll = poll
@@ -70,12 +71,12 @@ class ActorGroup:
             for rank, seat in enumerate(self.seats.seats)
         ]
         try:
-            self._start(checkpoint, run_dir)
+            self._start(checkpoint, run_dir, meanwhile)
         except BaseException:
             self.stop()  # nobody else has them
             raise
 
-    def _start(self, checkpoint: Path | None, run_dir: Path) -> None:
+    def _start(self, checkpoint: Path | None, run_dir: Path, meanwhile: Callable[[], None]) -> None:
         limit = self.config.cluster.start_timeout_s
         check_same(gather(self.refs("software"), limit, "starting the actor", self.poll))
         with marked(run_dir) as mark:
@@ -85,7 +86,9 @@ class ActorGroup:
         port = self.config.cluster.port
         if port is None:
             port = gather({"rank 0": self.workers[0].free_port.remote()}, limit, "starting the actor")["rank 0"]
-        self.pids = self.call("start", address, port, str(checkpoint) if checkpoint else None, timeout_s=limit)
+        starting = self.refs("start", address, port, str(checkpoint) if checkpoint else None)
+        meanwhile()
+        self.pids = list(self._answers(starting, limit, "start", lambda: None).values())
         asked = {"rank 0": self.workers[0].do.remote("kernels")}
         print(f"actor: {gather(asked, limit, 'asking the actor what it computes with')['rank 0']}")
 

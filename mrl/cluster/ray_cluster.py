@@ -72,6 +72,8 @@ def _start_own(stack: ExitStack) -> None:
 
 
 def _init_own(folder: Path) -> None:
+    # Ray would start a process for each CPU, wait for them and never use one: all of a run have environments of theirs
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     ray.init(
         address="local",
         num_cpus=own_cpus(),

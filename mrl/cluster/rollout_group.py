@@ -75,7 +75,13 @@ class RolloutGroup:
             self.fleet.stand_for(before.fleet)
         self._make_workers()
         self._software = self.refs("software")
+        self._placed = self.refs("places")  # before they start: meanwhile they answer nothing
         self._starting = self._start()
+
+    @property
+    def have_loaded(self) -> bool:
+        """Whether all of them start with the weights of the checkpoint, and none waits for a sync."""
+        return not any(settings.awaits_weights for settings in self._settings)
 
     def names_of(self, engines: Iterable[int]) -> list[str]:
         """Names of all ranks of these engines."""
@@ -104,18 +110,21 @@ class RolloutGroup:
         return kind.remote(settings, log, seat.places, dict(os.environ), str(Path.cwd()))
 
     def _start(self) -> dict[str, ray.ObjectRef]:
-        """Starts all ranks at once."""
+        """Starts all ranks at once, once they have said where they are."""
         starts: dict[str, ray.ObjectRef] = {}
         for engine in sorted(self.fleet.reached()):
-            starts |= self._start_of(engine)
+            starts |= self._start_of(engine, [self._placed[name] for name in self.names_of([engine])])
         return starts
 
-    def _start_of(self, engine: int) -> dict[str, ray.ObjectRef]:
-        """Starts the ranks of one engine with the address where they meet, which is at their first one."""
-        if self.engine_ranks == 1:
-            return self.refs("start", engines=[engine])
-        meeting = self.workers[engine * self.engine_ranks].meeting_point.remote()
-        return self.refs("start", meeting, engines=[engine])
+    def _start_of(self, engine: int, answered: Sequence[ray.ObjectRef] = ()) -> dict[str, ray.ObjectRef]:
+        """Starts the ranks of one engine with the address where they meet, which is at their first one.
+
+        `answered`: what they are to answer before.
+        """
+        meeting = None
+        if self.engine_ranks > 1:
+            meeting = self.workers[engine * self.engine_ranks].meeting_point.remote()
+        return self.refs("start", meeting, *answered, engines=[engine])
 
     def start_again(self, engine: int) -> dict[str, ray.ObjectRef]:
         """Starts an engine that was ended, on the same seats; answers to come once it serves, by name."""
@@ -243,7 +252,7 @@ class RolloutGroup:
         """Ray's id of the node, and the device on it, of each worker of each rank, by the rank's name; of engines that
         were given up those of before.
         """
-        found = self._answers(self.refs("places"), self.cluster.start_timeout_s, "asking where engines are")
+        found = self._answers(self._placed, self.cluster.start_timeout_s, "asking where engines are")
         known = self._places_before | found
         return {name: known[name] for name in self.names if name in known}
 

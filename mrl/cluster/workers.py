@@ -30,6 +30,7 @@ from mrl.megatron.cut import ReplicaCut
 from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
 from mrl.platforms.addresses import address_environment
+from mrl.platforms.imports import many_imports
 from mrl.platforms.inventory import device_number
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
 from mrl.remote.process_logs import stacks_file
@@ -113,7 +114,8 @@ class ActorWorker:
         self.config = self.config.model_copy(
             update={"model": model.model_copy(update={"override_transformer_config": own})}
         )
-        from mrl.megatron.actor import MegatronActor
+        with many_imports():
+            from mrl.megatron.actor import MegatronActor
 
         note_baseline()
         self.actor = MegatronActor(
@@ -262,8 +264,8 @@ class EngineWorker:
             # where vLLM begins to look for ports; its workers listen seconds later, when one of the kernel's may be
             # taken
             os.environ.setdefault("VLLM_PORT", str(free_port()))
-        folder = local_folder(settings.arguments["model"])  # this node's
-        self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": folder}))
+        model = local_folder(settings.arguments["model"])  # this node's
+        self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": model}))
         self.outboxes = Outboxes()
         self._environment = environment
         self._folder = folder
@@ -277,8 +279,12 @@ class EngineWorker:
         """Address and port on this host where the ranks of an engine can meet."""
         return ray.util.get_node_ip_address(), free_port()
 
-    async def start(self, meeting: tuple[str, int] | None = None) -> float:
-        """Starts vLLM; returns seconds. `meeting`: see VllmEngine.start."""
+    async def start(self, meeting: tuple[str, int] | None = None, *_answered: Any) -> float:
+        """Starts vLLM; returns seconds. `meeting`: see VllmEngine.start.
+
+        `_answered`: what it was asked before; Ray begins no call whose arguments are not there, and this one lets
+        nothing else be answered.
+        """
         if self.engine.settings.turns is not None:
             from mrl.data.dataset import load_tokenizer
             from mrl.flow.call_reader import call_reader

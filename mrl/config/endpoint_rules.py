@@ -40,7 +40,7 @@ def _own_tools(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     for name in ("tools", "environments"):
         if getattr(turns, name):
             yield Violation(f"rollout.turns.{name}", "must be empty with rollout.endpoint: true", why, ((),))
-    for name in ("path", "index"):
+    for name in ("path", "index", "tool_config_path"):
         if getattr(turns, name) is not None:
             yield Violation(f"rollout.turns.{name}", "must be left out with rollout.endpoint: true", why, (None,))
     if not turns.network:

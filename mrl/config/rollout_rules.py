@@ -8,8 +8,10 @@ from mrl.config.places import Deployment
 from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import AlgorithmConfig, RolloutConfig, RunConfig, leaf
 from mrl.environments.builtin_environments import BUILTIN_ENVIRONMENTS
-from mrl.environments.named import SHIPPED
+from mrl.environments.named import SHIPPED, SHIPPED_ENVIRONMENTS
+from mrl.environments.python_tool import PYTHON
 from mrl.environments.search_tool import SEARCH
+from mrl.environments.verl_tool_config import CONFIG_KEY, VERL_TOOLS
 from mrl.errors import ConfigError, Violation, nearest
 from mrl.model import ModelSpec
 from mrl.model.device_grid import ClusterShape, engine_places
@@ -288,7 +290,7 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if turns is None or config.rollout.endpoint:
         return
     if not turns.tools and not turns.environments:
-        known = (*SHIPPED, *BUILTIN_ENVIRONMENTS)
+        known = (*SHIPPED, *SHIPPED_ENVIRONMENTS)
         yield Violation(
             "rollout.turns.tools", "must name a tool where there is no environment", "there is nothing to call", known
         )
@@ -296,7 +298,10 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if SEARCH in turns.tools and turns.index is None and turns.path is None:
         why = "search finds passages in a file; scripts/make_search_index.py writes one"
         yield Violation("rollout.turns.index", "must be given with the tool search", why, ())
-    known = tuple(BUILTIN_ENVIRONMENTS)
+    if VERL_TOOLS in turns.environments and turns.tool_config_path is None and turns.path is None:
+        why = "verl_tools is made of verl's file of tools"
+        yield Violation(CONFIG_KEY, "must be given with the environment verl_tools", why, ())
+    known = SHIPPED_ENVIRONMENTS
     yield from _names("rollout.turns.environments", turns.environments, known, turns.path, "class")
 
 
@@ -306,6 +311,14 @@ def _call_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         why = "no call that hangs would be answered by an error: its response would have ended before"
         rule = f"must be less than max_seconds = {turns.max_seconds:g}"
         yield Violation("rollout.turns.timeout_s", rule, why, (turns.max_seconds / 2,))
+
+
+def _program_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    turns = config.rollout.turns
+    if turns is not None and PYTHON in turns.tools and turns.python.max_seconds >= turns.timeout_s:
+        why = "a program that hangs would not be ended by itself, but with the process that calls tools"
+        rule = f"must be less than timeout_s = {turns.timeout_s:g}"
+        yield Violation("rollout.turns.python.max_seconds", rule, why, (turns.timeout_s / 2,))
 
 
 def _rewards_environment(config: RunConfig) -> bool:
@@ -442,6 +455,7 @@ ROLLOUT_RULES = (
     ),
     _tools,
     _call_in_time,
+    _program_in_time,
     _parts,
     RuleRow(
         "reward.function",

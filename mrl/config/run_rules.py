@@ -185,6 +185,13 @@ def _index_file(config: RunConfig) -> tuple[str, ...]:
     return (turns.index,)
 
 
+def _tool_config_file(config: RunConfig) -> tuple[str, ...]:
+    turns = config.rollout.turns
+    if turns is None or turns.tool_config_path is None:
+        return ()
+    return (turns.tool_config_path,)
+
+
 def _reference_folder(config: RunConfig) -> tuple[str, ...]:
     """The reference model's folder, where one is asked for and it is no name on the hub."""
     path = None
@@ -211,6 +218,7 @@ _FILES: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     _ADVANTAGE: _advantage_file,
     "rollout.turns.path": _tools_file,
     "rollout.turns.index": _index_file,
+    "rollout.turns.tool_config_path": _tool_config_file,
     "rollout.agent.path": _agent_file,
 }
 # and folders, model.path aside

@@ -41,6 +41,22 @@ class ValSamplingConfig(Section):
     )
 
 
+class PythonConfig(Section):
+    """Limits of one program that the shipped tool python runs."""
+
+    max_seconds: float = key(5.0, "From its start to its end; it is then ended.", gt=0, unit="s")
+    max_memory_gib: float = key(1.0, "Address space.", gt=0, unit="GiB")
+    max_files_mib: float = key(
+        16.0, "All files of its folder together, which lives as long as it does.", gt=0, unit="MiB"
+    )
+    unconfined: bool = key(
+        False,
+        "Whether programs run where the machine cannot confine them, with network, files and processes of the user; "
+        "where it is false such a machine is refused. Linux with Landlock and seccomp can; `mrl doctor` says.",
+        advice="false: it is what a model writes that runs.",
+    )
+
+
 class TurnsConfig(Section):
     """Tools and environments that the model may act on while it answers: a response is then a conversation of several
     turns.
@@ -48,13 +64,13 @@ class TurnsConfig(Section):
 
     tools: tuple[str, ...] = key(
         (),
-        "Tools by name: shipped ones (calculator, search), and functions of the file under path.",
+        "Tools by name: shipped ones (calculator, python, search), and functions of the file under path.",
         advice="Few, each with a docstring that says when to call it: it is what the model reads.",
     )
     environments: tuple[str, ...] = key(
         (),
-        "Environments by name: shipped ones (guess_the_number), and classes of the file under path. A row names its "
-        "own in extra_info.environment where there are several.",
+        "Environments by name: shipped ones (guess_the_number, textarena, verl_tools), and classes of the file under "
+        "path. A row names its own in extra_info.environment where there are several.",
     )
     path: str | None = key(
         None,
@@ -67,6 +83,12 @@ class TurnsConfig(Section):
         "File that the shipped tool search finds passages in; scripts/make_search_index.py writes it from JSON lines.",
         is_path=True,
     )
+    tool_config_path: str | None = key(
+        None,
+        "verl's file of tools, classes of its BaseTool, which the shipped environment verl_tools is made of.",
+        is_path=True,
+    )
+    python: PythonConfig = PythonConfig()
     max_turns: int = key(
         8,
         "Turns of a response, the last of which may call nothing more.",

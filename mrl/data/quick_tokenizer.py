@@ -1,4 +1,4 @@
-"""A model's tokenizer read without transformers, whose import takes seconds: for a look at prompts before a run.
+"""A model's tokenizer read without transformers, whose import takes seconds: for prompts, and for texts of responses.
 
 Only where transformers would give the same tokens: those of tokenizer.json as it stands, under a chat template in one
 piece and settings that are known. Anything else is left to transformers.
@@ -26,6 +26,7 @@ _WITHOUT_EFFECT = (  # on the tokens of a prompt
     "add_bos_token", "add_eos_token", "backend", "clean_up_tokenization_spaces", "errors", "is_local",
     "local_files_only", "model_input_names", "model_max_length", "padding_side", "truncation_side",
 )  # fmt: skip
+_CLEANS = "clean_up_tokenization_spaces"  # changes texts: of these only where it is said to be off
 _MUST_BE_OFF = ("add_prefix_space", "split_special_tokens")
 _KNOWN = {*_NAMED, *_EXTRA, *_WITHOUT_EFFECT, *_MUST_BE_OFF, "added_tokens_decoder", "chat_template", "tokenizer_class"}
 # of transformers' own apply_chat_template, which are no variables of a template
@@ -63,11 +64,12 @@ _QWEN_PARTS = {
         ],
     },
 }
+_QWEN_DECODER = "ByteLevel"
 _QWEN_MODEL = {"type": "BPE", "dropout": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
 
 
 class QuickTokenizer:
-    """What is needed of a tokenizer to make prompts."""
+    """What is needed of a tokenizer to make prompts, and to read responses."""
 
     def __init__(self, core: Tokenizer, template: Template, text: str, named: Mapping[str, str]):
         """`named`: special tokens that the template may write, by name."""
@@ -89,6 +91,10 @@ class QuickTokenizer:
         if tokenize:
             return self.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return text
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """Text of the tokens; where `quick_decoder` made it, the one that transformers gives."""
+        return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 def quick_tokenizer(folder: Path, arguments: Collection[str] = ()) -> QuickTokenizer | None:
@@ -118,6 +124,22 @@ def quick_tokenizer(folder: Path, arguments: Collection[str] = ()) -> QuickToken
         return QuickTokenizer(tokenizer, _environment().from_string(text), text, named)
     except Exception:  # a damaged file, and what the Rust half raises of one: transformers says what is wrong with it
         return None
+
+
+def quick_decoder(folder: Path) -> QuickTokenizer | None:
+    """Makes a tokenizer for texts of responses; None as `quick_tokenizer`, and where transformers might clean texts up
+    or put tokens together otherwise.
+    """
+    if (made := quick_tokenizer(folder)) is None:
+        return None
+    settings = read_json(folder / "tokenizer_config.json", _SETTINGS_BYTES, strict=False)
+    decoder = read_json(folder / "tokenizer.json", _TOKENIZER_BYTES, strict=False).get("decoder") or {}
+    family = read_json(folder / "config.json", _SETTINGS_BYTES, strict=False)["model_type"]
+    if settings.get(_CLEANS) is not False:
+        return None
+    if _is_of_qwens_class(settings, family) and decoder.get("type") != _QWEN_DECODER:
+        return None
+    return made
 
 
 def _is_plain(settings: dict[str, Any], core: dict[str, Any], family: str) -> bool:

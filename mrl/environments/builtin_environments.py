@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mrl.environments.environment import Environment, Reply
+from mrl.environments.text_arena import TEXTARENA, TextArena
 
 
 class GuessTheNumber(Environment):
@@ -44,4 +45,4 @@ class GuessTheNumber(Environment):
         return Reply(f"The hidden number is {way} than {number}.", 0.0, parts)
 
 
-BUILTIN_ENVIRONMENTS: dict[str, type[Environment]] = {"guess_the_number": GuessTheNumber}
+BUILTIN_ENVIRONMENTS: dict[str, type[Environment]] = {"guess_the_number": GuessTheNumber, TEXTARENA: TextArena}

@@ -57,6 +57,8 @@ class Environment:
     """Base of environments; an instance is of one response."""
 
     actions: ClassVar[tuple[str, ...]] = ()  # names of methods that the model may call
+    # by name, as chat templates take them: of actions that are no methods, which `step` answers
+    schemas: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     # whether replies follow from row, seed and actions alone: where its process dies it is begun anew, brought to where
     # it was by the same actions, and acted on again, once
     repeatable: ClassVar[bool] = False
@@ -89,9 +91,9 @@ class ToolBox(Environment):
 
 def actions_of(kind: type[Environment], name: str) -> dict[str, Tool]:
     """The actions of an environment, as tools. Raises ConfigError for one that says too little of itself."""
-    if not kind.actions:
+    if not kind.actions and not kind.schemas:
         raise ConfigError(f"environment {name!r} has no actions: name in `actions` the methods that the model may call")
-    found = {}
+    found = {action: Tool(kind.step, schema) for action, schema in kind.schemas.items()}
     for action in kind.actions:
         method = getattr(kind, action, None)
         if not callable(method):

@@ -8,15 +8,21 @@ from mrl.environments.agent import AGENT, agent_tool, command_of
 from mrl.environments.builtin_environments import BUILTIN_ENVIRONMENTS
 from mrl.environments.builtin_tools import BUILTIN_TOOLS
 from mrl.environments.environment import Environment
+from mrl.environments.python_tool import PYTHON, python_tool
+from mrl.environments.sandbox import PythonLimits
 from mrl.environments.search_tool import SEARCH, search_tool
+from mrl.environments.text_arena import TEXTARENA, load_textarena
 from mrl.environments.tool import Tool, ToolsSpec
+from mrl.environments.verl_environment import verl_environment
+from mrl.environments.verl_tool_config import VERL_TOOLS
 from mrl.environments.verl_tools import FUNCTIONS, stand_in
 from mrl.errors import ConfigError
 from mrl.reward.resolve import load_function, load_module
 
 PATH_KEY = "rollout.turns.path"
 AGENT_KEY = "rollout.agent.path"
-SHIPPED = (*BUILTIN_TOOLS, SEARCH)  # tools
+SHIPPED = (*BUILTIN_TOOLS, SEARCH, PYTHON)  # tools
+SHIPPED_ENVIRONMENTS = (*BUILTIN_ENVIRONMENTS, VERL_TOOLS)
 
 
 def resolve_tools(spec: ToolsSpec) -> dict[str, Tool]:
@@ -33,6 +39,8 @@ def resolve_tools(spec: ToolsSpec) -> dict[str, Tool]:
             found[name] = BUILTIN_TOOLS[name]
         elif name == SEARCH and spec.index is not None and not hasattr(module, name):
             found[name] = search_tool(spec.index)
+        elif name == PYTHON and not hasattr(module, name):
+            found[name] = python_tool(PythonLimits(**spec.python))
         elif module is not None:
             found[name] = Tool.of(load_function(module, name, f"{PATH_KEY}: {spec.path}"), name)
         else:
@@ -66,12 +74,16 @@ def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:
     found = {}
     for name in spec.environments:
         if name in BUILTIN_ENVIRONMENTS and not hasattr(module, name):
+            if name == TEXTARENA:
+                load_textarena()
             found[name] = BUILTIN_ENVIRONMENTS[name]
+        elif name == VERL_TOOLS and spec.tool_config is not None and not hasattr(module, name):
+            found[name] = verl_environment(spec.tool_config, PythonLimits(**spec.python), spec.network)
         elif module is not None:
             found[name] = _environment(module, name, f"{PATH_KEY}: {spec.path}")
         else:
             raise ConfigError(
-                f"rollout.turns.environments: {name!r} is not shipped; shipped: {', '.join(BUILTIN_ENVIRONMENTS)}. "
+                f"rollout.turns.environments: {name!r} is not shipped; shipped: {', '.join(SHIPPED_ENVIRONMENTS)}. "
                 f"Name the file with a class of your own in {PATH_KEY}"
             )
     return found

@@ -40,6 +40,8 @@ class ToolsSpec:
     folders: tuple[str, ...] = ()  # that it may write into beside temporary ones
     environments: tuple[str, ...] = ()
     index: str | None = None  # of the shipped tool `search`
+    python: Mapping[str, Any] = field(default_factory=dict)  # limits of the shipped tool `python`, by name
+    tool_config: str | None = None  # verl's file of tools, of the environment `verl_tools`
     # an agent in the place of both: a command, or the function of that name in the file at `path`
     command: tuple[str, ...] = ()
     agent: str | None = None
@@ -52,7 +54,9 @@ class ToolsSpec:
     @property
     def is_here(self) -> bool:
         """Whether the files that it names are on this host."""
-        return all(Path(path).expanduser().exists() for path in (self.path, self.index) if path is not None)
+        return all(
+            Path(path).expanduser().exists() for path in (self.path, self.index, self.tool_config) if path is not None
+        )
 
 
 @dataclass(frozen=True)

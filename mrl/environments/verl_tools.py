@@ -1,4 +1,5 @@
-"""Files of tools that were written for verl import its decorator: where verl is not installed, this stands in for it.
+"""Files that were written for verl import its decorator of tools, or its base class: where verl is not installed, names
+of these modules stand in for it.
 
 The decorator leaves a function as it is and notes it under the name that it was given.
 """
@@ -6,23 +7,37 @@ The decorator leaves a function as it is and notes it under the name that it was
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # of this process, by name
-_MODULES = ("verl", "verl.tools", "verl.tools.function_tool")
+# modules of verl's whose names stand in mrl.environments.verl_base_tool, which is loaded when one is asked for
+_OF_CLASSES = ("verl.tools.base_tool", "verl.tools.schemas", "verl.utils.rollout_trace")
+STOOD_IN = ("verl", "verl.tools", "verl.utils", "verl.tools.function_tool", *_OF_CLASSES)
 
 
 def stand_in() -> None:
-    """Makes `from verl.tools.function_tool import function_tool` possible; nothing where verl is there."""
+    """Makes imports of what stands in possible; nothing where verl is there."""
     if "verl" in sys.modules or importlib.util.find_spec("verl") is not None:
         return
-    for name in _MODULES:
-        sys.modules[name] = ModuleType(name, "Stands in for verl's, which is not installed.")
-    for name in _MODULES[1:]:
+    for name in STOOD_IN:
+        module = ModuleType(name, "Stands in for verl's, which is not installed.")
+        sys.modules[name] = module
+        if name in ("verl", "verl.tools", "verl.utils"):
+            module.__path__ = []  # a package, so that what is missing in it is missed by its name
+    for name in STOOD_IN[1:]:
         parent, _, own = name.rpartition(".")
         setattr(sys.modules[parent], own, sys.modules[name])
-    sys.modules[_MODULES[-1]].function_tool = function_tool
+    sys.modules["verl.tools.function_tool"].function_tool = function_tool
+    for name in _OF_CLASSES:
+        sys.modules[name].__getattr__ = _of_classes
+
+
+def _of_classes(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(import_module("mrl.environments.verl_base_tool"), name)
 
 
 def function_tool(named: str | Callable[..., Any] | None = None, *, name: str | None = None, schema: Any = None) -> Any:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mrl.algo.advantages import TokenAdvantages
-from mrl.algo.aggregate import Denominators, FloatParts
 from mrl.algo.correction import CorrectionParameters, correct, mismatch_of_rows, without_truncated
-from mrl.algo.losses import kl_in_reward
+from mrl.algo.plain import Denominators, FloatParts
 from mrl.algo.rows import RowValues, in_chunks, moments, row_sums
 from mrl.algo.selection import Candidates, Means, candidates, chosen, largest
 from mrl.data.batch import TrainBatch
@@ -147,6 +146,8 @@ class RankBatch:
         lengths = self._lengths
         of_rows: RowValues = {}
         if algorithm.use_kl_in_reward:
+            from mrl.algo.losses import kl_in_reward  # brings torch, which the driver has no use for
+
             control = algorithm.kl_ctrl.kl_coef
             penalties = kl_in_reward(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty, control)
             self._penalties = np.where(batch.is_sampled, penalties, 0.0)

@@ -25,6 +25,7 @@ import ray
 from mrl.config.schema import RewardConfig
 from mrl.data.batch import Prompt
 from mrl.data.dataset import load_tokenizer
+from mrl.data.quick_tokenizer import quick_decoder
 from mrl.data.samples import CALL_REASONS, STOP_REASONS, Samples, with_turns
 from mrl.flow.generations import write_generations
 from mrl.flow.response_store import SMALL_OBJECTS, ResponseStore
@@ -452,5 +453,10 @@ def _actor(model: str, node: str) -> ray.actor.ActorHandle:
     return (
         ray.remote(Scorer)
         .options(**on_node(node), max_restarts=0, runtime_env={"env_vars": SMALL_OBJECTS})
-        .remote(lambda: load_tokenizer(local_folder(model)))
+        .remote(lambda: _decoder(local_folder(model)))
     )
+
+
+def _decoder(folder: str) -> Any:
+    """What decodes responses. Raises what `load_tokenizer` raises."""
+    return quick_decoder(Path(folder)) or load_tokenizer(folder)

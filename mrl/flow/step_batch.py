@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mrl.algo.advantages import TokenAdvantages
-from mrl.algo.aggregate import Denominators
+from mrl.algo.plain import Denominators
 from mrl.algo.rows import RowValues
 from mrl.algo.selection import Means
 from mrl.config.schema import RunConfig

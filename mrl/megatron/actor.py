@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
 
-from mrl.algo.aggregate import Denominators, FloatParts, merge, to_floats
+from mrl.algo.aggregate import merge, to_floats
+from mrl.algo.plain import Denominators, FloatParts
 from mrl.algo.rows import row_sums
 from mrl.algo.selection import select
 from mrl.config.schema import RunConfig

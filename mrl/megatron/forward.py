@@ -18,8 +18,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mrl.algo.aggregate import Denominators, MetricParts
-from mrl.algo.losses import LossInputs, LossOutput, PolicyLossParameters, policy_loss
+from mrl.algo.aggregate import MetricParts
+from mrl.algo.losses import LossInputs, LossOutput, policy_loss
+from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.exercised import exercised
 from mrl.megatron.host_arrays import brought
 from mrl.megatron.logprob import lean_log_probs

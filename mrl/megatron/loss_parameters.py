@@ -1,6 +1,6 @@
 """The policy loss that a configuration asks for."""
 
-from mrl.algo.losses import PolicyLossParameters, load_custom_loss
+from mrl.algo.plain import PolicyLossParameters
 from mrl.config.schema import AlgorithmConfig
 
 
@@ -8,6 +8,8 @@ def loss_parameters(algorithm: AlgorithmConfig) -> PolicyLossParameters:
     """The loss's name and constants. A user's own loss is loaded, which may raise ConfigError."""
     loss = algorithm.policy_loss
     if loss.custom is not None:
+        from mrl.algo.losses import load_custom_loss  # brings torch, which a driver has no other use for
+
         load_custom_loss(loss.custom.path, loss.loss_mode)
     return PolicyLossParameters(
         loss_mode=loss.loss_mode,

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mrl.algo.aggregate import FloatParts
+from mrl.algo.plain import FloatParts
 from mrl.data.routes import is_missing
 from mrl.exercised import exercised
 from mrl.megatron.packing import MicroBatch

@@ -4,7 +4,8 @@ torch must not be.
 `torch_platforms` computes on a device, `hosting` starts processes for it, `inventory` looks for it on this host,
 `versions` says which packages it needs, `transfer` moves weights between its processes, `process_memory` counts what
 one of them holds; `cpu_patches` is the table of what is replaced in torch and Megatron. Imports nothing of mrl but
-errors and units. Without torch: this module, hosting, inventory, versions, patching, process_memory and npu_mindspeed.
+errors and units. Without torch: this module, hosting, inventory, versions, imports, patching, process_memory and
+npu_mindspeed.
 """
 
 from collections.abc import Mapping

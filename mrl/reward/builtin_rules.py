@@ -9,6 +9,7 @@ from typing import Any
 from mrl.reward.answers import boxed, conclusion
 from mrl.reward.latex import clean
 from mrl.reward.math_verifier import math
+from mrl.reward.reasoning_rule import REASONING, SOURCE, reasoning_gym
 
 Score = float | dict[str, Any]
 RewardFunction = Callable[..., Score]
@@ -186,6 +187,7 @@ RULES: dict[str, RewardFunction] = {
     "think_format": think_format,
     "boxed_format": boxed_format,
     ENVIRONMENT: environment,
+    REASONING: reasoning_gym,
 }
 
 # What `auto` uses for a data_source that is not itself a rule's name; the keys are those in verl's prepared files and
@@ -198,7 +200,7 @@ RULE_OF_DATA_SOURCE: dict[str, str] = {
     "math_dapo_reasoning": "math_dapo",
 }
 # aime2024, aime_2025, dianjin/cflue_mcq, ...
-RULE_OF_PREFIX: dict[str, str] = {"aime": "math_dapo", "dianjin": "multiple_choice"}
+RULE_OF_PREFIX: dict[str, str] = {"aime": "math_dapo", "dianjin": "multiple_choice", SOURCE: REASONING}
 
 
 def rule_name(data_source: str) -> str:

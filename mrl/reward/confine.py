@@ -63,9 +63,18 @@ def without_network() -> bool:
     There is no way back.
     """
     numbers = _SYSTEM_CALLS.get(platform.machine())
-    if sys.platform != "linux" or numbers is None:
+    if numbers is None:
         return False
-    rules = _rules(*numbers)
+    return filter_calls(_rules(*numbers))
+
+
+def filter_calls(rules: bytes) -> bool:
+    """Puts a filter of system calls (seccomp(2)) over this process and all that it starts; whether it could.
+
+    `rules`: classic BPF, eight bytes an instruction. There is no way back.
+    """
+    if sys.platform != "linux":
+        return False
     program = ctypes.create_string_buffer(rules)
     described = struct.pack("HL", len(rules) // 8, ctypes.addressof(program))
     libc = ctypes.CDLL(None)
@@ -78,29 +87,43 @@ def without_writing(folders: tuple[str, ...]) -> bool:
     """Refuses this process, and all that it starts, every change to files but below temporary folders, /dev and
     `folders`; whether it could. There is no way back.
     """
-    libc = ctypes.CDLL(None)
-    version = 0
-    if sys.platform == "linux":
-        version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
-    if version < 1:
-        return False
+    version = landlock_version()
     writes = _WRITES | sum(access for since, access in _LATER_WRITES if version >= since)
-    attributes = struct.pack("Q", writes)
+    places = {tempfile.gettempdir(), "/dev", *folders}
+    return keep_files(writes, {folder: writes for folder in places if os.path.isdir(folder)})
+
+
+def landlock_version() -> int:
+    """Version of Landlock that this host has; below 1: none."""
+    if sys.platform != "linux":
+        return 0
+    return ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
+
+
+def keep_files(refused: int, allowed: Mapping[str, int]) -> bool:
+    """Refuses this process, and all that it starts, kinds of access to files (landlock(7)); whether it could.
+
+    `refused`: bits that this version of Landlock knows. `allowed`: bits that stay at, and below, a path that is there.
+    There is no way back.
+    """
+    if landlock_version() < 1:
+        return False
+    libc = ctypes.CDLL(None)
+    attributes = struct.pack("Q", refused)
     rules = libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     if rules < 0:
         return False
-    for folder in {tempfile.gettempdir(), "/dev", *folders}:
-        if os.path.isdir(folder):
-            handle = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-            libc.syscall(_ADD_RULE, rules, _BENEATH, struct.pack("=Qi", writes, handle), 0)
-            os.close(handle)
+    for place, access in allowed.items():
+        handle = os.open(place, os.O_PATH | os.O_CLOEXEC)
+        libc.syscall(_ADD_RULE, rules, _BENEATH, struct.pack("=Qi", access, handle), 0)
+        os.close(handle)
     done = libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and libc.syscall(_RESTRICT_SELF, rules, 0) == 0
     os.close(rules)
     return done
 
 
 def _rules(audit: int, socket: int) -> bytes:
-    """A filter of system calls (seccomp(2)): (code, jump if so, jump if not, number) one after another."""
+    """Instructions of a filter: (code, jump if so, jump if not, number) one after another."""
     lines = [
         (_LOAD, 0, 0, 4),  # the processor's kind; a program of another kind has other numbers
         (_EQUAL, 0, 7, audit),

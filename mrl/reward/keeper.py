@@ -2,6 +2,7 @@
 
     python -m mrl.reward.keeper REQUESTS RESULTS MODULE    forks; the child serves, as `main` of the module does
 
+What the child leaves in a folder that the variable MRL_SCRATCH names goes with it.
 Whatever descends from the child becomes the keeper's when its own parent ends, also in a session of its own; Linux
 knows such keepers, elsewhere the child's session alone is ended. Standard library and this room only.
 """
@@ -11,9 +12,11 @@ import ctypes
 import os
 import resource
 import select
+import shutil
 import signal
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +25,7 @@ READ_BYTES = 65536
 NOTICE = b"\n[the log is full: what the reward function prints from here on is not kept]\n"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+SCRATCH = "MRL_SCRATCH"  # variable: a folder that a child may make, and that its keeper removes at the end
 
 
 def main(requests_fd: int, results_fd: int) -> None:
@@ -31,6 +35,8 @@ def main(requests_fd: int, results_fd: int) -> None:
     ask_kernel(PR_SET_PDEATHSIG, signal.SIGTERM)
     output, printed = os.pipe()
     keeper = os.getpid()
+    scratch = Path(tempfile.gettempdir()) / f"mrl-scratch-{os.urandom(8).hex()}"
+    os.environ[SCRATCH] = str(scratch)
     child = os.fork()
     if child == 0:
         _begin_child(keeper, printed)
@@ -46,6 +52,8 @@ def main(requests_fd: int, results_fd: int) -> None:
     _copy(output)  # before a search that whoever waits for the end may cut short
     _end_descendants()
     _copy(output)
+    with contextlib.suppress(OSError, RecursionError):
+        shutil.rmtree(scratch)
     _end_as(status)
 
 

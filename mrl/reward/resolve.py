@@ -14,6 +14,7 @@ from mrl.errors import ConfigError
 from mrl.reward.builtin_rules import RULE_OF_DATA_SOURCE, RULE_OF_PREFIX, RULES, RewardFunction, Score, rule_name
 from mrl.reward.items import ACC, RewardSpec
 from mrl.reward.math_verifier import load_math_verify
+from mrl.reward.reasoning_rule import REASONING, load_reasoning_gym
 
 AUTO = "auto"
 MATH = "math"
@@ -27,11 +28,12 @@ def resolve(spec: RewardSpec) -> RewardFunction:
     math-verify is needed and missing.
     """
     function = _main_function(spec)
-    if MATH in _rules_used(spec):
-        try:
-            load_math_verify()  # now, and not within the first sample's deadline
-        except ImportError as error:
-            raise ConfigError(f"reward.function: {error}") from error
+    for rule, load in ((MATH, load_math_verify), (REASONING, load_reasoning_gym)):
+        if rule in _rules_used(spec):
+            try:
+                load()  # now, and not within the first sample's deadline
+            except ImportError as error:
+                raise ConfigError(f"reward.function: {error}") from error
     for name in spec.bonus_rules:
         _known_rule(name, "reward.bonus_rules")
     if spec.bonus_rules:

@@ -10,6 +10,7 @@ from mrl.config.schema_rollout import AgentConfig, TurnsConfig
 from mrl.data.dataset import PromptDataset, PromptParameters, SetAside, load_tokenizer
 from mrl.data.dialects import Dialect, dialect_of
 from mrl.data.order import PromptStream
+from mrl.data.quick_tokenizer import quick_tokenizer
 from mrl.environments.environment_pool import check_tools
 from mrl.environments.offer import Offer
 from mrl.environments.tool import ToolsSpec
@@ -53,7 +54,7 @@ def read_data(
 
     Raises DataError, and ConfigError for a reward function or tools that cannot be loaded.
     """
-    tokenizer = load_tokenizer(model_path)
+    tokenizer = prompt_tokenizer(model_path, data)
     tools = checked_tools(rollout.turns, data, reward, model_path, tokenizer, rollout.agent)
     check_goes_on(tools, trainer)
     stream = load_training(data, trainer.seed, tokenizer, tools)
@@ -63,6 +64,14 @@ def read_data(
     check_function(scoring)
     total_steps = trainer.total_training_steps or trainer.total_epochs * stream.steps_per_epoch
     return Data(stream, val_prompts, scoring, total_steps)
+
+
+def prompt_tokenizer(model_path: str, data: DataConfig) -> Any:
+    """What makes prompts: without transformers where that gives the same tokens.
+
+    Raises what `load_tokenizer` raises.
+    """
+    return quick_tokenizer(Path(model_path), data.apply_chat_template_kwargs) or load_tokenizer(model_path)
 
 
 def checked_tools(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mrl.cluster.actor_group import ActorGroup
@@ -14,7 +15,6 @@ from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import OPTIMIZER
 from mrl.flow.scoring import ScorerGroup, start_scorers
-from mrl.model import load_model_spec
 from mrl.record.attempts import read_attempts
 from mrl.remote.process_logs import with_log_tails
 from mrl.reward.items import RewardSpec
@@ -52,16 +52,22 @@ def start_processes(
     """
     logs = files.run_dir.logs
     kept.enter_context(with_log_tails(logs))
+    judging: list[ScorerGroup] = []
+
+    def start_judging(engines: RolloutGroup) -> None:
+        started = start_scorers(config.reward, reward, config.model.path, logs, engines.nodes)
+        judging.append(kept.enter_context(started))
+
     if config.cluster.placement == "separate":
         seats = None
-        engines, actor = _beside_each_other(kept, own, config, files, before)
+        engines, actor = _beside_each_other(kept, own, config, files, before, start_judging)
     else:
         shared = shared_seats(Deployment.of(config))
         kept.callback(shared.release)
         seats = shared.ranks
-        engines, actor = _on_shared_devices(kept, own, config, files, shared, before)
+        engines, actor = _on_shared_devices(kept, own, config, files, shared, before, start_judging)
     actor.read_routes_at(engines.nodes.values())
-    scorers = kept.enter_context(start_scorers(config.reward, reward, config.model.path, logs, engines.nodes))
+    (scorers,) = judging
     placement = _placement(config, actor, engines, files)
     if before is None:
         for each in read_attempts(files.run_dir.path):
@@ -94,16 +100,17 @@ def start_engines(
     poll: Callable[[], None] = lambda: None,
     seats: Seats | None = None,
     before: RolloutGroup | None = None,
+    by_sync: bool = False,
 ) -> RolloutGroup:
     """The engines of a configuration, starting; logs are in `folder`/logs. `seats`: by default on devices of their own;
-    `before`: see RolloutGroup.
+    `before`: see RolloutGroup; `by_sync`: they read no weights, and answer nothing until a sync brought some.
 
     Raises EnvironmentFault when a start-up check fails.
     """
     deployment = Deployment.of(config)
     logs = folder / "logs"
     settings = [
-        engine_settings(config, engine, logs, data_rank)
+        engine_settings(config, engine, logs, data_rank, by_sync)
         for engine in range(config.rollout.num_engines)
         for data_rank in range(config.rollout.data_parallel_size)
     ]
@@ -111,29 +118,52 @@ def start_engines(
     return RolloutGroup(deployment, settings, max_requests, logs, poll, seats, before)
 
 
+def first_sync_brings_all(config: RunConfig) -> bool:
+    """Whether engines of a run may start without weights, since the first sync brings every one and proves it.
+
+    It does on the fast path. Its plan covers every tensor of the weight map, whatever the family. An engine that has a
+    parameter beside the plan refuses to take part, what is derived from parameters is made anew and compared, and
+    digests of what engines then hold decide. The slow path has no digests.
+    """
+    return config.reshard.path == "fast"
+
+
 def _beside_each_other(
-    kept: ExitStack, own: ExitStack, config: RunConfig, files: Files, before: RolloutGroup | None
+    kept: ExitStack,
+    own: ExitStack,
+    config: RunConfig,
+    files: Files,
+    before: RolloutGroup | None,
+    start_judging: Callable[[RolloutGroup], None],
 ) -> tuple[RolloutGroup, ActorGroup]:
-    """Starts engines while ranks load."""
+    """Starts engines while ranks load, and meanwhile scorers."""
     folder = files.run_dir.path
-    engines = start_engines(config, folder, files.poll, before=before)
+    engines = start_engines(config, folder, files.poll, before=before, by_sync=first_sync_brings_all(config))
     kept.callback(engines.stop)
-    actor = ActorGroup(config, folder, files.beginning.checkpoint, files.poll)
+    checkpoint = files.beginning.checkpoint
+    actor = ActorGroup(config, folder, checkpoint, files.poll, meanwhile=partial(start_judging, engines))
     own.callback(actor.stop)
     engines.wait_started()
     return engines, actor
 
 
 def _on_shared_devices(
-    kept: ExitStack, own: ExitStack, config: RunConfig, files: Files, seats: SharedSeats, before: RolloutGroup | None
+    kept: ExitStack,
+    own: ExitStack,
+    config: RunConfig,
+    files: Files,
+    seats: SharedSeats,
+    before: RolloutGroup | None,
+    start_judging: Callable[[RolloutGroup], None],
 ) -> tuple[RolloutGroup, ActorGroup]:
     """Starts engines first, which then sleep.
 
     vLLM measures what is free of a device, and a model that comes onto it meanwhile would be counted as its own.
     """
     folder = files.run_dir.path
-    engines = start_engines(config, folder, files.poll, seats.engines, before)
+    engines = start_engines(config, folder, files.poll, seats.engines, before, first_sync_brings_all(config))
     kept.callback(engines.stop)
+    start_judging(engines)
     engines.wait_started()
     engines.call("sleep")
     actor = ActorGroup(config, folder, files.beginning.checkpoint, files.poll, seats=seats.ranks)
@@ -148,8 +178,7 @@ def _placement(
     engines.fleet.restart(config.rollout.restart_limit, config.rollout.min_engines, files.notes.engine_restarted)
     sync = WeightSync(config.model, Deployment.of(config), config.reshard, actor, engines)
     if config.cluster.placement == "separate":
-        loaded = not load_model_spec(config.model.path).is_fp8
-        return Separate(actor, sync, are_fresh and loaded)
+        return Separate(actor, sync, are_fresh and engines.have_loaded)
     gate = MemoryGate(plan, actor, engines, config.cluster.step_timeout_s)
     beside_log_probs = plan["memory"]["phases"].get("rollout_to_log_prob", {}).get("terms", ())
     return Colocated(actor, engines, sync, gate, prefetched=[OPTIMIZER] if OPTIMIZER in beside_log_probs else [])

@@ -18,7 +18,7 @@ from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.config.load import ResolvedConfig
 from mrl.config.places import Deployment
 from mrl.config.schema import ValSamplingConfig
-from mrl.data.dataset import PromptDataset, load_tokenizer
+from mrl.data.dataset import PromptDataset
 from mrl.errors import ConfigError
 from mrl.flow.scoring import start_scorers
 from mrl.model import load_model_spec
@@ -27,7 +27,7 @@ from mrl.record.console import PlainConsole
 from mrl.record.run_dir import json_line, write_text
 from mrl.remote.process_logs import with_log_tails
 from mrl.reward.pool import check_function
-from mrl.train.assemble_data import checked_tools, load_validation, reward_spec
+from mrl.train.assemble_data import checked_tools, load_validation, prompt_tokenizer, reward_spec
 from mrl.train.assemble_files import leave_nothing
 from mrl.train.assemble_processes import start_engines
 from mrl.train.rollouts import Responder
@@ -54,7 +54,7 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
     with _folder(output), ExitStack() as stack:
         config = resolved.config
         source = config.model.path if checkpoint is None else str(checkpoint / HF_FOLDER)
-        tokenizer = load_tokenizer(source)
+        tokenizer = prompt_tokenizer(source, config.data)
         rollout = config.rollout
         tools = checked_tools(rollout.turns, config.data, config.reward, source, tokenizer, rollout.agent)
         prompts = load_validation(config.data, tokenizer, tools)

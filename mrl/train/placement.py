@@ -87,8 +87,8 @@ class Separate:
     """Engines and ranks have devices of their own."""
 
     def __init__(self, actor: ActorGroup, sync: WeightSync, are_fresh: bool = True) -> None:
-        """`are_fresh`: engines hold the weights of step 0, which they have loaded themselves; they cannot where a
-        checkpoint is in FP8.
+        """`are_fresh`: engines hold the weights of step 0, which they have loaded themselves; false where they wait for
+        a sync.
         """
         self._actor = actor
         self._sync = sync

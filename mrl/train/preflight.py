@@ -30,6 +30,7 @@ from mrl.config.rules import check, notes
 from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
+from mrl.environments.verl_tool_config import CONFIG_KEY, files_of
 from mrl.errors import ConfigError, InvalidConfig
 from mrl.model import ModelSpec, known_name, load_model_spec, model_spec, planning_model_spec
 from mrl.model.hf_files import check_checkpoint
@@ -161,11 +162,13 @@ def plug_ins(config: RunConfig) -> list[dict[str, str]]:
         "rollout.turns.path": config.rollout.turns,
         "rollout.agent.path": config.rollout.agent,
     }
+    files = [(key, Path(each.path)) for key, each in named.items() if each is not None and each.path is not None]
+    turns = config.rollout.turns
+    if turns is not None and turns.tool_config_path is not None:
+        files += [(CONFIG_KEY, file) for file in files_of(Path(turns.tool_config_path))]
     found = []
-    for key, section in named.items():
-        if section is None or section.path is None:
-            continue
-        path = Path(section.path).resolve()
+    for key, file in files:
+        path = file.resolve()
         try:
             digest = hashlib.sha256(read_bytes(path, TEXT_BYTES)).hexdigest()
         except (OSError, ValueError) as error:

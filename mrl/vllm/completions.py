@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mrl.data.routes import ASKED
-from mrl.data.samples import Sample
+from mrl.data.samples import Sample, Samples
 from mrl.vllm.requests import Request, Sampling
 
 ABORTED = "abort"  # vLLM's stop reason
@@ -132,3 +132,9 @@ def unstamped_spans(begun: int, newest: int) -> Spans:
             f"it was begun by weight version {begun} and ended by {newest}, and which tokens are whose is not known"
         )
     return ((0, begun),)
+
+
+def bits_of(samples: Samples, row: int) -> bytes:
+    """A response's tokens and log-probabilities."""
+    one = samples.rows(slice(row, row + 1))
+    return one.token_ids.tobytes() + one.rollout_log_probs.tobytes()

@@ -20,6 +20,7 @@ import numpy as np
 
 from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import EnvironmentFault, Interrupted
+from mrl.platforms.imports import many_imports
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import VllmGeneration
 from mrl.vllm.admission import Admission, TurnedBack
@@ -28,6 +29,7 @@ from mrl.vllm.cached_prefixes import CachedPrefixes
 from mrl.vllm.completions import (
     ABORTED,
     Spans,
+    bits_of,
     engine_input,
     nothing_of,
     sample_of,
@@ -90,6 +92,8 @@ class VllmEngine:
     async def start(self, meeting: tuple[str, int] | None = None) -> float:
         """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails.
 
+        An engine that loaded no weights refuses to generate from here on, until a sync brought some.
+
         `meeting`: address and port where the data-parallel ranks of the engine meet, at the first one. It returns when
         all have.
         """
@@ -99,17 +103,21 @@ class VllmEngine:
             await self._start(meeting)
             if self.settings.check_order:
                 await self._check_order()
+        if self.settings.awaits_weights:
+            self._door.shut()
+            self._machine.await_weights()
         self._note_files()
         return time.monotonic() - began
 
     async def _start(self, meeting: tuple[str, int] | None) -> None:
         if self.settings.is_on_cpu:
             start_server()
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with many_imports():
+            from vllm.config.weight_transfer import WeightTransferConfig
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        from mrl.vllm.receive import BACKEND, adapter_module, installed_generation
+            from mrl.vllm.receive import BACKEND, adapter_module, installed_generation
 
         self._generation = installed_generation()
         met = {}
@@ -272,7 +280,7 @@ class VllmEngine:
             done = Samples.joined([batch async for batch in self.generate(order, sampling)])
             runs.append(done.rows(np.argsort(done.sample_id)))
             await self._scheduler.drop_cache()
-        if differing := sum(_bits(runs[0], i) != _bits(runs[1], i) for i in range(len(requests))):
+        if differing := sum(bits_of(runs[0], i) != bits_of(runs[1], i) for i in range(len(requests))):
             raise EnvironmentFault(
                 f"{self.settings.name}: {differing} of {len(requests)} prompts gave other bits in another order"
                 f"{' and beside other prompts of the other ranks' if self.settings.data_ranks > 1 else ''}; "
@@ -490,9 +498,3 @@ class VllmEngine:
         if self._calls.llm is not None:
             self._calls.llm.shutdown()
         remove_all(segments)  # vLLM's workers are killed before they give back what they shared with each other
-
-
-def _bits(samples: Samples, row: int) -> bytes:
-    """A response's tokens and log-probabilities."""
-    one = samples.rows(slice(row, row + 1))
-    return one.token_ids.tobytes() + one.rollout_log_probs.tobytes()

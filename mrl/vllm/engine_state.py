@@ -20,6 +20,7 @@
   from. In all three requests are refused: they would wait for a sync that nobody may have asked for.
 * Given up, whatever it was at: its requests are ended and it has no version; it lacks what memory it lacked. So it
   can be handed to other ranks.
+* An engine that loaded no weights of its own is FENCED from its start on.
 * DEAD: vLLM's processes below it are gone.
 
 Facts behind it: vLLM takes a weight update into a sleeping engine and crashes (issue 57853 of vllm-project/vllm),
@@ -48,6 +49,8 @@ class EngineState(Enum):
 # the parts of its memory, by vLLM's names
 WEIGHTS = "weights"
 CACHE = "kv_cache"
+
+AWAITED = "mrl-awaited"  # load format of an engine that gets its weights by a sync alone; see awaited_weights.py
 
 AWAKE, PAUSED, HOLDING, ASLEEP, WEIGHTS_AWAKE, FENCED, DEAD = EngineState
 
@@ -96,7 +99,8 @@ class EngineMachine:
         self._name = name
         self.state = FENCED
         self.version: int | None = None  # that AWAKE serves and PAUSED holds; None in every other state
-        self.holds_weights = False  # somebody's, and whole: false from a sleep to the next whole update
+        # numbers that can be read back, whoever's they are: false from a sleep to the next whole update
+        self.holds_weights = False
         self.has_received = False  # a whole update since it held a version
 
     def check(self, verb: str) -> None:
@@ -135,6 +139,12 @@ class EngineMachine:
         self.state = AWAKE
         self.version = version
         self.holds_weights = True
+        self.has_received = False
+
+    def await_weights(self) -> None:
+        """FENCED, holding numbers of nobody: what a start ends with where vLLM loaded no weights."""
+        self.state = FENCED
+        self.version = None
         self.has_received = False
 
     def die(self) -> None:

@@ -76,7 +76,7 @@ class EngineUpdates:
     async def agree_on_fast(self, setup: dict[str, Any], plan_hash: str, holds_weights: bool) -> int:
         """Agrees on the plan of weight syncs and checks vLLM's parameters against it; returns bytes of weights.
 
-        `holds_weights`: the engine holds whole weights, so that reading them back can be tried.
+        `holds_weights`: the engine holds whole weights, somebody's or none's, so that reading them back can be tried.
         Raises EnvironmentFault: another plan, or parameters that are not as the plan has them, by name.
         """
         from mrl.reshard.setup import SyncSetup

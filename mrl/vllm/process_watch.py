@@ -13,12 +13,13 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import psutil
 
-_HELPER = "resource_tracker"  # of multiprocessing, which computes nothing
+# of multiprocessing, which computes nothing, and above tools and agents, which end and die as they may
+_HELPERS = ("resource_tracker", "mrl.reward.keeper")
 _ENDING = "end_with_parent"
 _SAME_S = 1.0  # between two looks at the start of one process: clocks are set
 GONE_S = 10.0  # for a killed process to leave
@@ -71,6 +72,17 @@ def _command(process: psutil.Process) -> str:
     return " ".join([os.path.basename(program), *arguments])[:60].strip()  # a title is padded to what stood there
 
 
+def _below(process: psutil.Process) -> Iterator[tuple[psutil.Process, str]]:
+    """All that are below a process, with their commands; helpers are left out, and what is below them."""
+    with suppress(psutil.Error):
+        for child in process.children():
+            with suppress(psutil.Error):
+                command = _command(child)
+                if not any(name in command for name in _HELPERS):
+                    yield child, command
+                    yield from _below(child)
+
+
 def end_with_parent() -> None:
     """Ends this process, a core of vLLM, as soon as the one that spawned it is gone. Twice is once.
 
@@ -109,11 +121,9 @@ class ProcessWatch:
         started = (*psutil.Process().children(), *multiprocessing.active_children())
         self._cores = {child.pid for child in started}
         watched = {}
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error, ProcessLookupError):
-                command = _command(process)
-                if _HELPER not in command:
-                    watched[os.pidfd_open(process.pid)] = (process.pid, command)
+        for process, command in _below(psutil.Process()):
+            with suppress(ProcessLookupError):
+                watched[os.pidfd_open(process.pid)] = (process.pid, command)
         threading.Thread(target=self._wait, args=(watched,), daemon=True, name="ProcessWatch").start()
 
     def _wait(self, watched: Mapping[int, tuple[int, str]]) -> None:

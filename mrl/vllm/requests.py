@@ -17,6 +17,9 @@ from mrl.model.registry import family_of
 from mrl.plain_files import TEXT_BYTES, read_settings
 from mrl.platforms.hosting import CPU_WORKER, Hosting, get_hosting
 from mrl.reward.builtin_rules import ENVIRONMENT
+from mrl.vllm.engine_state import AWAITED
+
+_RANDOM = "dummy"  # vLLM's own load format for weights of nobody
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,11 @@ class EngineSettings:
         return self.arguments["tensor_parallel_size"]
 
     @property
+    def awaits_weights(self) -> bool:
+        """Whether it starts without weights of anybody, also where the user asked vLLM itself for that."""
+        return self.arguments.get("load_format") in (AWAITED, _RANDOM)
+
+    @property
     def is_on_cpu(self) -> bool:
         """Whether its workers are the CPU's."""
         return self.arguments.get("worker_cls") == CPU_WORKER
@@ -123,15 +131,24 @@ def log_name(name: str) -> str:
     return name.replace(" ", "-")
 
 
-def engine_settings(config: RunConfig, engine_id: int, logs: Path, data_rank: int = 0) -> EngineSettings:
-    """Settings of one engine, or of one data-parallel rank of it. `logs` is the run's folder for logs."""
+def engine_settings(
+    config: RunConfig, engine_id: int, logs: Path, data_rank: int = 0, by_sync: bool = False
+) -> EngineSettings:
+    """Settings of one engine, or of one data-parallel rank of it. `logs` is the run's folder for logs; `by_sync`: it
+    loads no weights, which a sync brings.
+
+    A `load_format` of the user's own is taken as it is.
+    """
     hosting = get_hosting(config.cluster.device)
     model = load_model_spec(config.model.path)
     name = rank_name(engine_id, data_rank, config.rollout.data_parallel_size)
+    loading = {}
+    if by_sync:
+        loading = {"load_format": AWAITED}
     return EngineSettings(
         engine_id=engine_id,
         data_rank=data_rank,
-        arguments=_of_model(model, config.cluster.device) | _arguments(config, hosting, data_rank),
+        arguments=loading | _of_model(model, config.cluster.device) | _arguments(config, hosting, data_rank),
         check_order=hosting.checks_batch_order,
         vocab_size=model.vocab_size,
         expected=tuple((tensor.name, tensor.shape) for tensor in tensor_specs(model)),
@@ -149,6 +166,9 @@ def _rewarded(turns: TurnsSpec | None, reward: RewardConfig) -> TurnsSpec | None
     return replace(turns, needs_reward=reward.custom_reward_function is None and reward.function == ENVIRONMENT)
 
 
+_OF_FILES = ("path", "index", "tool_config_path")
+
+
 def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig | None = None) -> TurnsSpec | None:
     """What conversations may do; None where responses are of one turn."""
     if turns is None:
@@ -159,13 +179,18 @@ def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig |
     index = None
     if turns.index is not None:
         index = str(Path(turns.index).resolve())
+    tool_config = None
+    if turns.tool_config_path is not None:
+        tool_config = str(Path(turns.tool_config_path).resolve())
     of_processes = turns.model_dump(include={"max_memory_gib", "environment", "network", "environments"})
-    given = turns.model_dump(exclude={"tools", "path", "index", "folders", *of_processes})
+    given = turns.model_dump(exclude={*_OF_FILES, "tools", "folders", "python", *of_processes})
     thinking = {}
     if data.enable_thinking is not None:
         thinking = {THINKING: data.enable_thinking}
     folders = tuple(str(Path(folder).resolve()) for folder in turns.folders)
-    tools = ToolsSpec(tuple(turns.tools), path, index=index, folders=folders, **of_processes)
+    python = turns.python.model_dump()
+    tools = ToolsSpec(tuple(turns.tools), path, index=index, folders=folders, python=python, **of_processes)
+    tools = replace(tools, tool_config=tool_config)
     if agent is not None:
         tools = replace(tools, **_of_agent(agent))
     arguments = {**data.apply_chat_template_kwargs, **thinking}
@@ -227,7 +252,7 @@ def _of_model(model: ModelSpec, device: str) -> dict[str, Any]:
         keys = keys | {QUANTIZATION: None}
     arguments: dict[str, Any] = {"hf_overrides": keys} if keys else {}
     if model.is_fp8:
-        arguments["load_format"] = "dummy"
+        arguments["load_format"] = AWAITED
     if model.is_latent and device == "cpu":
         arguments["attention_backend"] = "CPU_MLA"
     return arguments

@@ -16,8 +16,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
@@ -29,6 +31,8 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from mrl.errors import described
 from mrl.model.vllm_parameters import TargetParameter
+from mrl.vllm.awaited_weights import fill
+from mrl.vllm.engine_state import AWAITED
 from mrl.vllm.handshake import EngineDegrees
 from mrl.vllm.load_layout import leaf_of, weight_bytes
 from mrl.vllm.read_back import through_identity, unpacked, what_reading_shows
@@ -200,6 +204,24 @@ def _refresh_tied_head(model: nn.Module) -> None:
         return
     if any(layer is not head and layer._parameters.get("weight") is head.weight for layer in model.modules()):
         head.quant_method.process_weights_after_loading(head)
+
+
+@register_model_loader(AWAITED)
+class AwaitedWeights(BaseModelLoader):
+    """vLLM's way to a model whose weights a sync will bring: buffers stay as they were made, and nothing is read."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Does nothing: there is nothing to read."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Fills all parameters, padding of a vocabulary with zeros; vLLM makes of them what kernels read, as after any
+        load.
+        """
+        fill(model.parameters())
+        for layer in model.modules():
+            rows = getattr(layer, "shard_indices", None)
+            if rows is not None and not rows.num_added_elements:
+                layer.weight.data[rows.num_org_elements :] = 0
 
 
 class CommonTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):

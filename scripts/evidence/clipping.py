@@ -21,7 +21,8 @@ import torch
 
 from mrl.algo.advantages import AdvantageInputs, response_advantages
 from mrl.algo.aggregate import count, to_floats
-from mrl.algo.losses import LossInputs, PolicyLossParameters, policy_loss
+from mrl.algo.losses import LossInputs, policy_loss
+from mrl.algo.plain import PolicyLossParameters
 from mrl.algo.rows import row_sums
 from mrl.cluster.prerequisites import free_port
 from mrl.config.load import load_config

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mrl.algo.aggregate import FloatParts, merge
+from mrl.algo.aggregate import merge
+from mrl.algo.plain import FloatParts
 from mrl.algo.rows import on_tokens
 from mrl.cluster.prerequisites import free_port
 from mrl.config.schema import RunConfig

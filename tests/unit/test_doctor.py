@@ -127,6 +127,8 @@ FAULTS = {
         "install the driver"),
     "few open files": (replace(CPU, open_files=1024), "open files", "failure", "ulimit -n 65535"),
     "some open files": (replace(NPU, open_files=32768), "open files", "warning", "ulimit -n 65535"),
+    "programs that nothing confines": (replace(CPU, sandbox_fault="the kernel has no Landlock"), "sandbox", "warning",
+        "rollout.turns.python.unconfined"),
     "few processes": (replace(CPU, processes=1024), "processes", "failure", "ulimit -u"),
     "some processes": (replace(CUDA, processes=4096), "processes", "warning", "ulimit -u"),
     "vllm-ascend missing": (without(NPU, "vllm-ascend"), "vllm-ascend pairing", "failure", "pip install vllm-ascend=="),

@@ -61,6 +61,40 @@ def engine(monkeypatch, tmp_path):
     return make
 
 
+@pytest.mark.parametrize("awaits", [True, False])
+def test_an_engine_that_loaded_no_weights_answers_nothing_until_some_were_committed(engine, monkeypatch, awaits):
+    made = engine([True])
+    made.settings.awaits_weights = awaits
+    checked = []
+
+    async def started(meeting) -> None:
+        made._machine.serve(0)
+        made._door.open()
+
+    async def check_order() -> None:
+        checked.append(made.version)
+
+    made.settings.check_order = True
+    monkeypatch.setattr(made, "_start", started)
+    monkeypatch.setattr(made, "_check_order", check_order)
+
+    async def run() -> int | None:
+        await made.start()
+        version = made.version
+        if awaits:
+            with pytest.raises(RuntimeError, match="engine 3 is FENCED and refuses generate"):
+                await anext(made.generate([], None))
+            with pytest.raises(RuntimeError, match="engine 3 refuses commit: no whole update has reached it"):
+                await made.commit(0)
+            await update_fast(made)
+            await made.commit(0)
+        return version
+
+    version = asyncio.run(run())
+    assert checked == [0], "the start-up check needs numbers, whoever's they are"
+    assert version == (None if awaits else 0) and made.version == 0
+
+
 async def update_fast(engine: VllmEngine) -> None:
     await engine.receive_weights(4, True)
 

@@ -127,6 +127,21 @@ def test_a_worker_that_dies_while_vllm_is_well_is_the_lost_one(core):
     assert "sleep(60)" in settled(watch)
 
 
+def test_tools_and_agents_that_end_are_no_loss_of_the_engine(core):
+    """Their keeper is below the engine's process before vLLM is, and ends with a tool that hangs, or an agent."""
+    below = "'mrl.reward.keeper'; import subprocess; subprocess.run(['sleep', '50'])"
+    keeper = subprocess.Popen([sys.executable, "-c", below], start_new_session=True)
+    while not psutil.Process(keeper.pid).children() or not psutil.Process(keeper.pid).children()[0].cmdline():
+        time.sleep(0.01)
+    watch = ProcessWatch(lambda: False)
+    os.killpg(keeper.pid, signal.SIGKILL)
+    keeper.wait()
+    time.sleep(0.2)
+    assert not watch.has_seen and watch.lost is None
+    os.kill(core.worker, signal.SIGKILL)
+    assert "sleep(60)" in settled(watch)
+
+
 def test_a_core_that_dies_first_is_the_lost_one_whatever_vllm_says_then(core):
     watch = ProcessWatch(lambda: True)
     os.kill(core.pid, signal.SIGKILL)
@@ -263,6 +278,7 @@ def group(monkeypatch):
         made.cluster, made.engine_ranks = SimpleNamespace(step_timeout_s=1.0), ranks
         made._deadlines = Deadlines(3600.0, is_set=False)
         made.names = [rank_name(*divmod(number, ranks), ranks) for number in range(2 * ranks)]
+        made._placed = {name: f"where {name} is" for name in made.names}
         made.workers = [Actor(number) for number in range(2 * ranks)]
         made.fleet = EngineFleet(made, 60.0)
         return made, asked
@@ -399,7 +415,9 @@ def test_ranks_of_an_engine_meet_at_its_first_one(group):
     made, asked = group(2)
     assert list(made._start()) == made.names
     assert [number for number, method, *_ in asked if method == "meeting_point"] == [0, 2]
-    assert [number for number, method, *_ in asked if method == "start"] == [0, 1, 2, 3]
+    starts = [(number, *given[1:]) for number, method, *given in asked if method == "start"]
+    first, second = (tuple(f"where engine {engine} rank {rank} is" for rank in range(2)) for engine in range(2))
+    assert starts == [(0, *first), (1, *first), (2, *second), (3, *second)], "it answers nothing while it starts"
 
 
 def test_engines_with_turns_are_told_where_the_users_command_was_given(monkeypatch, tmp_path):
@@ -415,5 +433,11 @@ def test_engines_with_turns_are_told_where_the_users_command_was_given(monkeypat
     group._worker(0)
     group._worker(1)
     assert len(made[0]) == 3 and made[1][3:] == (dict(os.environ), str(tmp_path))
-    parameters = list(inspect.signature(EngineWorker.__init__).parameters)
-    assert parameters[4:6] == ["environment", "folder"]
+    monkeypatch.setenv("VLLM_PORT", "1")
+    monkeypatch.setattr("mrl.vllm.engine.VllmEngine", lambda settings: None)
+    given = {"log_to": None, "address_environment": {}, "local_folder": "the model's", "replace": None}
+    for name, value in given.items():
+        monkeypatch.setattr(f"mrl.cluster.workers.{name}", lambda *_, value=value, **__: value)
+    monkeypatch.setattr(rollout_group.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    worker = EngineWorker(SimpleNamespace(arguments={"model": "m"}), *made[1][1:])
+    assert (worker._environment, worker._folder) == made[1][3:]

@@ -172,5 +172,25 @@ def test_a_fresh_engine_serves_nothing():
             made.check(verb)
 
 
+def test_an_engine_that_loaded_nothing_serves_nothing_until_weights_came():
+    made = machine("serve")
+    made.await_weights()
+    assert (made.state, made.version) == (FENCED, None)
+    assert made.holds_weights, "numbers of nobody can be read back as well"
+    for verb in ("generate", "commit"):
+        with pytest.raises(RuntimeError):
+            made.check(verb)
+    made.enter("receive_weights")
+    made.received()
+    made.check("commit")
+
+
+@pytest.mark.parametrize("verb", ["sleep", "give_up", "agree_on_sync", "receive_weights", "begin_update"])
+def test_an_engine_that_loaded_nothing_does_what_brings_it_weights(verb):
+    made = machine("serve")
+    made.await_weights()
+    made.enter(verb)
+
+
 def test_requests_are_refused_without_memory_or_without_a_version_that_is_promised():
     assert {ASLEEP, WEIGHTS_AWAKE, FENCED} == REFUSES_REQUESTS

@@ -14,8 +14,8 @@ import torch
 
 from mrl import exercised as module
 from mrl.algo.advantages import AdvantageInputs, TokenAdvantages, response_advantages
-from mrl.algo.aggregate import Denominators
-from mrl.algo.losses import LossInputs, PolicyLossParameters, policy_loss
+from mrl.algo.losses import LossInputs, policy_loss
+from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.exercised import VARIABLE, exercised
 from mrl.record.spec import metric_spec
 

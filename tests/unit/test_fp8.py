@@ -35,6 +35,7 @@ from mrl.model.fp8 import bfloat16_words
 from mrl.model.hf_files import check_checkpoint
 from mrl.train.evaluation import _stored_otherwise
 from mrl.units import MIB
+from mrl.vllm.engine_state import AWAITED
 from mrl.vllm.requests import _of_model
 
 
@@ -232,7 +233,7 @@ def test_megatron_is_given_the_same_bits(stored):
 
 def test_an_engine_is_the_bfloat16_model_and_waits_for_its_weights(stored, plain):
     of_fp8, of_plain = (_of_model(load_model_spec(folder), "cpu") for folder in (stored[0], plain))
-    assert of_fp8.pop("load_format") == "dummy" and "load_format" not in of_plain
+    assert of_fp8.pop("load_format") == AWAITED and "load_format" not in of_plain
     assert of_fp8["hf_overrides"].pop("quantization_config", "missing") is None
     assert of_fp8 == of_plain
 

@@ -193,6 +193,11 @@ def test_light_rooms_do_not_import_heavy_packages_inside_functions_either():
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_driver_and_its_writers_do_without_what_takes_seconds_to_import():
+    loaded = loaded_by("mrl.train.rank_restarts") | loaded_by("mrl.flow.sample_writer") | loaded_by("mrl.flow.scoring")
+    assert not [n for n in loaded if n.split(".")[0] in ("torch", "transformers", "megatron", "mbridge", "vllm")]
+
+
 def test_the_receiving_side_can_be_imported_in_an_engine_process():
     loaded = loaded_by("mrl.vllm.receive")
     assert not [

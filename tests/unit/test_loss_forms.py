@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.algo.aggregate import Denominators, to_floats
-from mrl.algo.losses import TOKEN_LOSSES, LossInputs, PolicyLossParameters, load_custom_loss, policy_loss, register_loss
+from mrl.algo.aggregate import to_floats
+from mrl.algo.losses import TOKEN_LOSSES, LossInputs, load_custom_loss, policy_loss, register_loss
+from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.algo.selection import SELECTIONS, Means, covariance, select
 from mrl.config.load import load_config
 from mrl.config.rules import violations

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrl.algo.aggregate import NUMERATORS, Denominators, aggregate, count, merge, to_floats
-from mrl.algo.losses import ESTIMATORS, TOKEN_LOSSES, LossInputs, PolicyLossParameters, kl_per_token, policy_loss
+from mrl.algo.aggregate import NUMERATORS, aggregate, count, merge, to_floats
+from mrl.algo.losses import ESTIMATORS, TOKEN_LOSSES, LossInputs, kl_per_token, policy_loss
+from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.algo.spec import AGGREGATIONS, KL_TYPES, LOSSES
 from mrl.errors import ConfigError
 from mrl.record.metrics import reduce_parts

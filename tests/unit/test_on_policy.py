@@ -15,8 +15,9 @@ from small_model import SIZES as TINY_SIZES
 from test_routing import Router
 from test_step_batch import PROMPTS, SIZES, Noisy, rollouts_of, samples
 
-from mrl.algo.aggregate import Denominators, to_floats
-from mrl.algo.losses import TOKEN_LOSSES, LossInputs, PolicyLossParameters, policy_loss
+from mrl.algo.aggregate import to_floats
+from mrl.algo.losses import TOKEN_LOSSES, LossInputs, policy_loss
+from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.algo.selection import SELECTIONS
 from mrl.algo.spec import LOSSES, ON_POLICY
 from mrl.config.load import load_config

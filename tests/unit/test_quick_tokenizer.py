@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from mrl.data.dataset import load_tokenizer
-from mrl.data.quick_tokenizer import quick_tokenizer
+from mrl.data.quick_tokenizer import quick_decoder, quick_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = (
@@ -52,6 +52,16 @@ def assert_same(folder: Path, **more) -> None:
     for messages in conversations():
         found = quick.apply_chat_template(messages, **arguments)
         assert found == list(usual.apply_chat_template(messages, **arguments)), messages
+
+
+def assert_same_texts(folder: Path) -> None:
+    """Of any tokens: whole texts, halves of characters, special ones."""
+    quick, usual = quick_decoder(folder), load_tokenizer(str(folder))
+    rng = random.Random(3)
+    drawn = [rng.choices(range(len(usual)), k=rng.randrange(20)) for _ in range(300)]
+    for ids in [*drawn, *(usual.encode(text) for text in TEXTS)]:
+        for skip in (True, False):
+            assert quick.decode(ids, skip_special_tokens=skip) == usual.decode(ids, skip_special_tokens=skip), ids
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +193,26 @@ def test_it_takes_no_import_of_transformers(tmp_path):
         "sys.exit(bool({'transformers', 'torch', 'huggingface_hub'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}).returncode == 0
+
+
+def test_texts_of_the_tiny_world(tmp_path):
+    world.make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    assert_same_texts(tmp_path)
+
+
+def test_texts_of_qwens_class(qwen, tmp_path):
+    assert_same_texts(with_settings(qwen, tmp_path, clean_up_tokenization_spaces=False))
+
+
+@pytest.mark.parametrize("cleans", [True, None])
+def test_texts_that_might_be_cleaned_up_are_left_to_transformers(qwen, tmp_path, cleans):
+    folder = with_settings(qwen, tmp_path, clean_up_tokenization_spaces=cleans)
+    assert quick_decoder(folder) is None and quick_tokenizer(folder) is not None
+
+
+def test_texts_by_another_decoder_than_the_classs_own_are_left_to_transformers(qwen, tmp_path):
+    folder = with_settings(qwen, tmp_path, clean_up_tokenization_spaces=False)
+    core = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(core | {"decoder": {"type": "Fuse"}}))
+    assert quick_decoder(folder) is None

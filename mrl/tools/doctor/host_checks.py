@@ -40,6 +40,7 @@ def host_checks(machine: Machine) -> Iterator[Finding]:
     yield from (_disk(folder, free) for folder, free in machine.disk_gib.items())
     yield _environment(machine)
     yield _driver(machine)
+    yield _sandbox(machine)
 
 
 def _devices(machine: Machine) -> Finding:
@@ -154,6 +155,13 @@ def _driver(machine: Machine) -> Finding:
     if fault := driver_fault(machine.devices, machine.environment):
         return (failure if fault.breaks else warning)("driver", fault.found, fault.cure)
     return ok("driver", machine.devices.driver if machine.device != "cpu" else "none needed")
+
+
+def _sandbox(machine: Machine) -> Finding:
+    if machine.sandbox_fault is None:
+        return ok("sandbox", "programs of a model can be confined")
+    cure = "do without the tool python here, or see rollout.turns.python.unconfined"
+    return warning("sandbox", machine.sandbox_fault, cure)
 
 
 def cluster_checks(machine: Machine) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from mrl.environments.python_tool import fault as sandbox_fault
 from mrl.platforms.device_state import DeviceState, read_device_state
 from mrl.platforms.hosting import BUCKET_FOLDER
 from mrl.platforms.inventory import HostDevices, Rdma, find_devices, find_rdma
@@ -48,6 +49,7 @@ class Machine:
     processes: float = float("inf")  # soft limit of processes and threads of this user, inf for none
     state: DeviceState = field(default_factory=DeviceState)  # of GPUs
     nnodes: int = 1  # of the run that this host is meant for
+    sandbox_fault: str | None = None  # why what a model writes cannot be confined
 
 
 def read_machine(device: str, ports: Iterable[int], nnodes: int = 1) -> Machine:
@@ -74,6 +76,7 @@ def read_machine(device: str, ports: Iterable[int], nnodes: int = 1) -> Machine:
         processes=float("inf") if processes == resource.RLIM_INFINITY else processes,
         state=read_device_state(device),
         nnodes=nnodes,
+        sandbox_fault=sandbox_fault(),
     )
 
 

@@ -1,12 +1,15 @@
 """Keys of verl's that are about responses of several turns.
 
-What is carried are tools that are functions: a file of theirs that is at hand is read, not run, for their names.
+What is carried are tools that are functions, or classes of verl's: a file of theirs that is at hand is read, not run,
+for their names.
 """
 
 import ast
 from pathlib import Path
 from typing import Any
 
+from mrl.environments.verl_tool_config import SEARCH_R1, VERL_TOOLS, problem_of, read_tool_config
+from mrl.errors import ConfigError
 from mrl.plain_files import TEXT_BYTES, read_text
 from mrl.tools.import_verl.handlers_algorithm import Handler
 from mrl.tools.import_verl.keys import R
@@ -16,6 +19,7 @@ from mrl.tools.import_verl.verl_command import Override, VerlSettings
 MULTI = R + "multi_turn."
 ENABLE = MULTI + "enable"
 FUNCTIONS = (MULTI + "function_tool_path", "data.function_tool_path")
+CLASSES = (MULTI + "tool_config_path", "data.tool_config_path")
 DECORATOR = "function_tool"
 UNLIMITED = 1000  # turns: verl's None, which the length of the response bounds
 # verl's keys, ours, and verl's default
@@ -25,8 +29,8 @@ _LIMITS = {
     "max_tool_response_length": ("max_answer_characters", 256),
 }
 _NO_TOOLS = (
-    "multi-turn rollouts have tools that are typed functions here, in a file that is not named or not at hand: set "
-    "rollout.turns.tools and rollout.turns.path, and write what remembers as an environment (docs/tools.md)"
+    "multi-turn rollouts have tools that are typed functions here, or classes of verl's, in a file that is not named "
+    "or not at hand: set rollout.turns.tools and rollout.turns.path, or rollout.turns.tool_config_path (docs/tools.md)"
 )
 
 
@@ -35,11 +39,19 @@ def _enable(o: Override, out: Import, settings: VerlSettings) -> None:
         out.leave("implied", o.key, o.value, "without rollout.turns a response is of one turn", o.line)
         return
     path, names = _functions(settings)
-    if not names:
-        out.leave("unsupported", o.key, o.value, _NO_TOOLS, o.line)
+    classes, problem = _classes(settings)
+    if problem or not (names or classes):
+        out.leave("unsupported", o.key, o.value, problem or _NO_TOOLS, o.line)
         return
-    out.put("renamed", o.key, "rollout.turns.path", path, "several turns, with the tools of that file", o.line)
-    out.put("implied", "", "rollout.turns.tools", names, f"the functions of {path} under @{DECORATOR}")
+    if names:
+        out.put("renamed", o.key, "rollout.turns.path", path, "several turns, with the tools of that file", o.line)
+        out.put("implied", "", "rollout.turns.tools", names, f"the functions of {path} under @{DECORATOR}")
+    if classes:
+        key = "rollout.turns.tool_config_path"
+        out.put("renamed", o.key, key, classes, "several turns, with the tools of that file", o.line)
+        out.put("implied", "", "rollout.turns.environments", [VERL_TOOLS], f"the tools of {classes}")
+        if any(entry.class_name == SEARCH_R1 for entry in read_tool_config(Path(classes))):
+            out.put("implied", "", "rollout.turns.network", True, "SearchTool asks a service")
     for name, (ours, default) in _LIMITS.items():
         if settings.given(MULTI + name) is None:
             why = f"verl's {name} is {default} where nothing is said"
@@ -53,6 +65,25 @@ def _functions(settings: VerlSettings) -> tuple[str, list[str]]:
         if isinstance(path, str) and Path(path).is_file():
             return path, tool_names(read_text(Path(path), TEXT_BYTES))
     return "", []
+
+
+def _classes(settings: VerlSettings) -> tuple[str, str]:
+    """verl's file of classes, and what is wrong with one of them; empty where it is not here, or nothing is wrong."""
+    for key in CLASSES:
+        path = settings.given(key)
+        if isinstance(path, str) and Path(path).is_file():
+            try:
+                problems = [problem_of(entry, Path(path)) for entry in read_tool_config(Path(path))]
+            except ConfigError as error:
+                return path, str(error)
+            return path, next(filter(None, problems), "")
+    return "", ""
+
+
+def _is_carried(settings: VerlSettings) -> bool:
+    """Whether the script has several turns, with tools that there are here."""
+    classes, problem = _classes(settings)
+    return bool(settings.given(ENABLE)) and not problem and bool(classes or _functions(settings)[1])
 
 
 def tool_names(source: str) -> list[str]:
@@ -88,27 +119,29 @@ def _name(own: str, mark: ast.expr) -> str | None:
 def _turns(o: Override, out: Import, settings: VerlSettings) -> None:
     """Carries over the keys that stand beside the switch."""
     name = o.key.removeprefix(MULTI)
-    if not settings.given(ENABLE) or not _functions(settings)[1]:
+    if not _is_carried(settings):
         out.leave("not_applicable", o.key, o.value, "goes with multi_turn.enable", o.line)
     elif name in _LIMITS and o.value is not None:
         out.put("renamed", o.key, f"rollout.turns.{_LIMITS[name][0]}", o.value, line=o.line)
-    elif name in _LIMITS or o.key in FUNCTIONS:
+    elif name in _LIMITS or o.key in FUNCTIONS or (o.key in CLASSES and _classes(settings)[0]):
         out.leave("implied", o.key, o.value, "goes with multi_turn.enable", o.line)
     elif name == "format":
         out.leave("implied", o.key, o.value, "the form of calls is that of the model's chat template", o.line)
     elif (name, o.value) in (("tool_response_truncate_side", "middle"), ("max_user_turns", None)):
         out.leave("implied", o.key, o.value, "so it is here", o.line)
-    elif name in ("tool_response_truncate_side", "max_user_turns", "tool_config_path", "interaction_config_path"):
+    elif o.key in CLASSES:
+        out.leave("unsupported", o.key, o.value, _NOT_HERE, o.line)
+    elif name in _UNSUPPORTED:
         out.leave("unsupported", o.key, o.value, _UNSUPPORTED[name], o.line)
     else:
         out.leave("not_applicable", o.key, o.value, "of how verl renders conversations", o.line)
 
 
+_NOT_HERE = "tools of verl's classes, in a file that is not at hand: set rollout.turns.tool_config_path"
 _UNSUPPORTED = {
     "tool_response_truncate_side": "a long answer is cut in the middle",
     "max_user_turns": "turns are counted by what the model says (rollout.turns.max_turns)",
-    "tool_config_path": "tools of verl's classes: write each as an action of an environment (docs/tools.md)",
     "interaction_config_path": "interactions of verl's classes: write each as an environment (docs/tools.md)",
 }
 
-TURN_HANDLERS: dict[str, Handler] = {ENABLE: _enable, MULTI: _turns, FUNCTIONS[1]: _turns}
+TURN_HANDLERS: dict[str, Handler] = {ENABLE: _enable, MULTI: _turns, FUNCTIONS[1]: _turns, CLASSES[1]: _turns}

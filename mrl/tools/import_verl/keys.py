@@ -57,7 +57,6 @@ _SPECIAL = KeyRow("special")
 _FSDP = "FSDP only"
 _SAMPLE = "as many prompts as in verl, other ones: drawn after unusable rows are out, of each file its share"
 _SERVERS = "no reward model runs here; rewards are functions"
-_AGENT = "tools of verl's classes: write each as an action of an environment (docs/tools.md)"
 _PROFILER = "profilers are not part of the configuration"
 _IMAGES = "text only"
 _BRIDGE = "weights are always read from model.path through the bridge"
@@ -103,7 +102,7 @@ ROWS: dict[str, KeyRow] = {
     "data.return_full_prompt": _implied("prompts are kept as chats and as token ids"),
     "data.custom_cls.": _missing("data sets are parquet or JSONL in verl's schema", None),
     "data.trust_remote_code": _missing("code of a checkpoint is never run", False),
-    "data.tool_config_path": _missing(_AGENT, None),
+    "data.tool_config_path": _SPECIAL,
     "data.function_tool_path": _SPECIAL,
     **{
         f"data.{name}": _nothing(_IMAGES)

@@ -156,7 +156,7 @@ def _turns(original: RunConfig) -> Iterator[Change]:
     turns = original.rollout.turns
     if turns is None:
         return
-    for name in ("path", "index"):
+    for name in ("path", "index", "tool_config_path"):
         was = getattr(turns, name)
         yield Change(f"rollout.turns.{name}", was, was and str(Path(was).expanduser().resolve()), "absolute")
     for name, most in (("max_turns", TURNS), ("max_answer_characters", ANSWER), ("num_workers", 1)):

@@ -1,0 +1,53 @@
+"""What is said of losses without torch, whose import takes a second and which drivers and writers do not use."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mrl.algo.spec import AGGREGATIONS
+
+FloatParts = dict[str, tuple[float, float]]  # MetricParts as plain numbers; of what is no mean: (value, 1)
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Response tokens, and sequences with at least one response token, of a whole mini-batch over all ranks."""
+
+    tokens: int
+    sequences: int
+
+    @classmethod
+    def counted(cls, trained: np.ndarray) -> "Denominators":
+        """Counts tokens and sequences, given the number of trained tokens of each sequence."""
+        return cls(tokens=int(trained.sum()), sequences=int((trained > 0).sum()))
+
+    def __add__(self, other: "Denominators") -> "Denominators":
+        return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)
+
+    def of(self, loss_agg_mode: str) -> int:
+        """The count that divides this aggregation."""
+        return getattr(self, AGGREGATIONS[loss_agg_mode].denominator)
+
+
+@dataclass(frozen=True)
+class PolicyLossParameters:
+    """Which loss, and its constants; names are those of the configuration."""
+
+    loss_mode: str = "gspo"
+    loss_agg_mode: str = "seq-mean-token-mean"
+    clip_ratio_low: float = 3e-4
+    clip_ratio_high: float = 4e-4
+    clip_ratio_c: float = 10.0
+    loss_scale_factor: float | None = None
+    entropy_coeff: float = 0.0
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "low_var_kl"
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    clip_cov_ratio: float = 2e-4
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 2e-4
+    ppo_kl_coef: float = 0.1
+    custom: Mapping[str, float] = field(default_factory=dict)  # constants of a user's loss

@@ -1,0 +1,224 @@
+"""The shipped tool `python`: a program of the model's, run by itself and thrown away.
+
+Each call has a process and a folder of its own (mrl.environments.sandbox). It is watched from here: time, and what the
+folder holds. What it prints is the answer; where it was ended, the call is answered by why.
+"""
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from mrl.environments.environment import LONGEST
+from mrl.environments.sandbox import CODE, MIB, UNFIT, PythonLimits
+from mrl.environments.tool import Tool
+from mrl.errors import ConfigError
+from mrl.reward.keeper import SCRATCH
+from mrl.reward.process import PACKAGE_ROOT
+
+PYTHON = "python"
+MOST_FILES = 256
+UNCONFINED_KEY = "rollout.turns.python.unconfined"
+_LOOK_S = 0.05  # between two looks at the folder
+_READ_BYTES = 65536
+_KEPT = LONGEST // 2 - 100  # bytes of output at either end
+_START = f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); from mrl.environments.sandbox import main; del "
+_START += "sys.path[0]; main()"
+# no variable but these: no thread may be started, and libraries would
+_ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_PROBE = """
+import os, socket
+
+def is_refused(act, *arguments):
+    try:
+        act(*arguments)
+    except PermissionError:
+        return True
+    return False
+
+for name, act, *arguments in (
+    ("a process", os.fork), ("a socket", socket.socket), ("another folder", os.listdir, "/"),
+    ("a signal", os.kill, os.getppid(), 0),
+):
+    if not is_refused(act, *arguments):
+        print(f"{name} is not refused")
+"""
+
+
+class ProgramEnded(Exception):
+    """The program was ended, or ended itself, in a way that leaves no answer."""
+
+
+def python_tool(limits: PythonLimits) -> Tool:
+    """The tool. Raises ConfigError where programs would not be confined, and have to be."""
+    refuse_unconfined("rollout.turns.tools: python", limits)
+
+    def python(code: str) -> str:
+        """Runs a Python program, and says what it prints.
+
+        Args:
+            code: the whole program; it has no network, no other process, and forgets all when it has ended
+        """
+        return run_program(code, limits)
+
+    return Tool.of(python, PYTHON)
+
+
+def refuse_unconfined(who: str, limits: PythonLimits) -> None:
+    """Raises ConfigError where this machine cannot confine a program, unless it may run unconfined."""
+    why = None
+    if not limits.unconfined:
+        why = fault()
+    if why is not None:
+        raise ConfigError(
+            f"{who} would run what a model writes, and this machine cannot confine it: {why}. Leave it out, or set "
+            f"{UNCONFINED_KEY} to true, which lets it do whatever the user may"
+        )
+
+
+def fault() -> str | None:
+    """Why this machine cannot confine a program, found by one that tries what it must not; None: it can."""
+    try:
+        said = run_program(_PROBE, PythonLimits(max_seconds=60.0))
+    except (ProgramEnded, OSError) as error:
+        return str(error)
+    if said == NOTHING:
+        return None
+    return said.strip()
+
+
+NOTHING = "(it printed nothing)"
+
+
+def run_program(code: str, limits: PythonLimits) -> str:
+    """What the program printed, errors too. Raises ProgramEnded where it took too much, or ended by a signal."""
+    with _folder() as folder:
+        (folder / CODE).write_bytes(code.encode("utf-8", "replace"))
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", "-u", "-X", "utf8", "-c", _START, json.dumps(asdict(limits))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=_ENVIRONMENT,
+            cwd=folder,
+        )
+        output = _Output()
+        try:
+            why = _watched(process, folder, limits, output)
+        finally:
+            status = _end(process)
+    return _answer(output.text, status, why)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder for one call; where this process is killed meanwhile, its keeper removes it."""
+    scratch = os.environ.get(SCRATCH)
+    if scratch is not None:
+        os.makedirs(scratch, mode=0o700, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix="mrl-python-", dir=scratch)
+    try:
+        yield Path(folder)
+    finally:
+        with suppress(OSError, RecursionError):
+            shutil.rmtree(folder)
+
+
+class _Output:
+    """What was printed: both ends of it, whatever lies between."""
+
+    def __init__(self):
+        self._head = b""
+        self._tail = b""
+        self._left_out = 0  # bytes
+
+    def add(self, data: bytes) -> None:
+        """Takes what was printed next."""
+        room = _KEPT - len(self._head)
+        self._head += data[:room]
+        self._tail += data[room:]
+        beyond = max(0, len(self._tail) - _KEPT)
+        self._left_out += beyond
+        self._tail = self._tail[beyond:]
+
+    @property
+    def text(self) -> str:
+        """All that is kept, and how much is not."""
+        between = b""
+        if self._left_out:
+            between = f"\n[{self._left_out} bytes are left out]\n".encode()
+        return (self._head + between + self._tail).decode("utf-8", "replace")
+
+
+def _watched(process: subprocess.Popen, folder: Path, limits: PythonLimits, output: _Output) -> str | None:
+    """Takes output until the program has ended; why it has to be ended, None where it did by itself."""
+    end = time.monotonic() + limits.max_seconds
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    printing = True
+    while True:
+        if printing and poll.poll(_LOOK_S * 1000):
+            data = os.read(process.stdout.fileno(), _READ_BYTES)
+            output.add(data)
+            printing = bool(data)
+        elif not printing:  # it may go on without
+            time.sleep(_LOOK_S / 10)
+        if why := _too_much(folder, limits):
+            return why
+        if not printing and _has_ended(process):
+            return None
+        if time.monotonic() > end:
+            return f"it had not ended after {limits.max_seconds:g} s"
+
+
+def _has_ended(process: subprocess.Popen) -> bool:
+    """Whether it has, without reaping it: until then its number is nobody else's."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _too_much(folder: Path, limits: PythonLimits) -> str | None:
+    """What is too much of what the folder holds."""
+    with os.scandir(folder) as entries:
+        files = list(entries)
+    if len(files) > MOST_FILES:
+        return f"it made more than {MOST_FILES} files"
+    held = 0
+    for each in files:
+        with suppress(OSError):
+            known = each.stat(follow_symlinks=False)
+            held += max(known.st_size, known.st_blocks * 512)
+    if held > limits.max_files_mib * MIB:
+        return f"its files came to more than {limits.max_files_mib:g} MiB"
+    return None
+
+
+def _end(process: subprocess.Popen) -> int:
+    """Ends it with its group, which an unconfined program may have filled; its status, below 0 for a signal."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.stdout.close()
+    return process.wait()
+
+
+def _answer(said: str, status: int, why: str | None) -> str:
+    if why is None and status < 0:
+        why = f"it was ended by {signal.Signals(-status).name}"
+    if why is None and status == UNFIT:
+        raise ProgramEnded(said.strip())
+    if why is not None:
+        if said:
+            why = f"{why}; it had printed:\n{said}"
+        raise ProgramEnded(why)
+    if status and not said:
+        return f"(it printed nothing, and ended by status {status})"
+    return said or NOTHING

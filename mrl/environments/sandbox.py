@@ -1,0 +1,132 @@
+"""The process that runs one program of a model's: it gives up all but that, and then runs it.
+
+    python -c "from mrl.environments.sandbox import main; main()" LIMITS      in the program's folder, where it lies
+
+What is given up: files but the libraries' (read) and its own folder's (written, never removed), by Landlock; every call
+that is not in mrl.environments.system_calls, by seccomp; rights of root; memory, processor, size of files, by limits.
+As one process of one thread is left, limits of that process are limits of all. No namespace is needed for it, so that
+it holds in containers too. Standard library and mrl.reward.confine only.
+"""
+
+import ctypes
+import json
+import math
+import os
+import platform
+import resource
+import runpy
+import sys
+import sysconfig
+import traceback
+from dataclasses import dataclass
+
+from mrl.environments.system_calls import rules
+from mrl.reward.confine import filter_calls, keep_files, landlock_version
+
+CODE = "program.py"
+UNFIT = 97  # exit status: what it was to give up stayed
+MIB = 2**20
+_OPEN_FILES = 64
+# of Landlock, and the version since which it knows more kinds of access
+_WRITE_FILE = 1 << 1
+_READ_FILE = 1 << 2
+_READ_FOLDER = 1 << 3
+_MAKE_FILE = 1 << 8
+_CUT_FILE = 1 << 14
+_KINDS = ((1, 13), (2, 14), (3, 15), (5, 16))
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache")
+_CAPABILITIES = 0x20080522  # version 3 of capset(2)
+
+
+@dataclass(frozen=True)
+class PythonLimits:
+    """What one program may take; names are those of `rollout.turns.python`."""
+
+    max_seconds: float = 5.0
+    max_memory_gib: float = 1.0
+    max_files_mib: float = 16.0
+    unconfined: bool = False
+
+
+def main() -> None:
+    """Runs the program in the working directory; the limits are the one argument, as JSON."""
+    limits = PythonLimits(**json.loads(sys.argv[1]))
+    fault = give_up(limits)
+    if fault is not None and not limits.unconfined:
+        print(fault, flush=True)
+        os._exit(UNFIT)
+    run()
+
+
+def give_up(limits: PythonLimits) -> str | None:
+    """Gives up what the program is not to have; what is wrong where something stays. There is no way back."""
+    _limit(limits)
+    if sys.platform != "linux":
+        return "it needs Linux"
+    calls = rules(platform.machine(), os.getpid())
+    if calls is None:
+        return f"system calls of the processor {platform.machine()} are not known here"
+    version = landlock_version()
+    if version < 1:
+        return "the kernel has no Landlock, or it is off (CONFIG_SECURITY_LANDLOCK and lsm=landlock,...)"
+    _drop_rights()
+    if not keep_files((1 << max(bits for since, bits in _KINDS if version >= since)) - 1, _places(version)):
+        return "Landlock does not take files from a process"
+    if not filter_calls(calls):
+        return "seccomp does not take system calls from a process"
+    return None
+
+
+def _limit(limits: PythonLimits) -> None:
+    """Hard ones, each at most what it is already."""
+    seconds = math.ceil(limits.max_seconds)
+    for kind, most in (
+        (resource.RLIMIT_CPU, seconds),  # where nobody watches any more
+        (resource.RLIMIT_AS, int(limits.max_memory_gib * 1024 * MIB)),
+        (resource.RLIMIT_FSIZE, int(limits.max_files_mib * MIB)),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        own = resource.getrlimit(kind)[1]
+        if own != resource.RLIM_INFINITY:
+            most = min(most, own)
+        resource.setrlimit(kind, (most, most))
+
+
+def _drop_rights() -> None:
+    """Gives up rights of root; a process without them has none to give up."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0)
+    none = (ctypes.c_uint32 * 6)()
+    ctypes.CDLL(None).capset(header, none)
+
+
+def _places(version: int) -> dict[str, int]:
+    """What stays by path: libraries to be read, the folder to be read and written."""
+    paths = sysconfig.get_paths()
+    read = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    read |= {f"{sys.base_prefix}/lib", *_LIBRARIES}
+    places = {place: _READ_FILE | (_READ_FOLDER if os.path.isdir(place) else 0) for place in read}
+    places |= dict.fromkeys(_DEVICES, _READ_FILE)
+    places["/dev/null"] |= _WRITE_FILE
+    places[os.getcwd()] = _READ_FILE | _READ_FOLDER | _WRITE_FILE | _MAKE_FILE
+    if version >= 3:
+        places[os.getcwd()] |= _CUT_FILE
+        places["/dev/null"] |= _CUT_FILE
+    return {place: access for place, access in places.items() if os.path.exists(place)}
+
+
+def run() -> None:
+    """Runs it as `__main__`; what it raises is printed as Python does, its own lines alone, and ends it by 1.
+
+    An exit status of its own stays.
+    """
+    sys.argv[:] = [CODE]
+    try:
+        runpy.run_path(CODE, run_name="__main__")
+    except Exception as error:
+        lines = error.__traceback__
+        while lines is not None and lines.tb_frame.f_code.co_filename != CODE:
+            lines = lines.tb_next
+        traceback.print_exception(error.with_traceback(lines))
+        sys.exit(1)

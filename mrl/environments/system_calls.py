@@ -1,0 +1,124 @@
+"""Which system calls a sandboxed program may make: those of one process of one thread that computes, prints, and reads
+and writes files. Everything else is refused, what later kernels add too.
+
+So there is no socket, no other process or thread, no program that is started, no memory or signal of others, no file
+that is removed, renamed or without a name, and nothing of those that would reach around limits of this one process.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+
+# by machine: the audit number of its calls, and the column of ALLOWED
+MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+# name: number on x86_64 and on aarch64; None where there is none
+ALLOWED: dict[str, tuple[int, int | None]] = {
+    # descriptors that are open, and new ones of no file
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "pread64": (17, 67),
+    "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66), "preadv": (295, 69), "pwritev": (296, 70),
+    "preadv2": (327, 286), "pwritev2": (328, 287), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
+    "flock": (73, 32), "fsync": (74, 82), "fdatasync": (75, 83), "ftruncate": (77, 46), "fadvise64": (221, 223),
+    "sendfile": (40, 71), "copy_file_range": (326, 285), "fstatfs": (138, 44), "close_range": (436, 436),
+    "getdents": (78, None), "getdents64": (217, 61), "pipe": (22, None), "pipe2": (293, 59), "poll": (7, None),
+    "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "epoll_create": (213, None),
+    "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
+    "eventfd2": (290, 19),
+    # files by name: Landlock says which may be opened
+    "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291), "statfs": (137, 43),
+    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "creat": (85, None),
+    "readlink": (89, None), "readlinkat": (267, 78), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
+    "umask": (95, 166),
+    # memory
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
+    "msync": (26, 227), "madvise": (28, 233),
+    # signals and timers of its own
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "pause": (34, None),
+    "getitimer": (36, 102), "setitimer": (38, 103), "alarm": (37, None), "restart_syscall": (219, 128),
+    # time, chance, and what it may know of itself
+    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getrandom": (318, 278), "uname": (63, 160),
+    "sysinfo": (99, 179), "getrusage": (98, 165), "getrlimit": (97, 163), "setrlimit": (160, 164),
+    "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getpgrp": (111, None), "getpgid": (121, 155),
+    "getsid": (124, 156), "getuid": (102, 174), "getgid": (104, 176), "geteuid": (107, 175), "getegid": (108, 177),
+    "getresuid": (118, 148), "getresgid": (120, 150), "getgroups": (115, 158), "getpriority": (140, 141),
+    "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
+    # threads that it does not have, and its end
+    "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293), "wait4": (61, 260), "exit": (60, 93),
+    "exit_group": (231, 94),
+}  # fmt: skip
+# name: numbers, the argument that is looked at, and the values that it may have
+CHECKED: dict[str, tuple[tuple[int, int | None], int, tuple[int, ...]]] = {
+    # cmd: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, locks, F_DUPFD_CLOEXEC; with F_SETOWN it would signal others
+    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 5, 6, 7, 1030)),
+    # request: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+    "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+    "prlimit64": ((302, 261), 0, (0,)),  # of itself
+}
+# name: numbers, the argument that flags are in
+OPENING: dict[str, tuple[tuple[int, int | None], int]] = {"open": ((2, None), 1), "openat": ((257, 56), 2)}
+SIGNALS = {"kill": (62, 129), "tgkill": (234, 131)}  # to this process
+_O_TMPFILE = 0o20000000  # a file without a name, which nobody would find
+
+_LOAD = 0x20
+_EQUAL = 0x15
+_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_DENY = 0x00050000 | 13  # EACCES
+
+# code, where it goes on if so and if not (None: the next instruction), number
+Line = tuple[int, str | None, str | None, int]
+
+
+def rules(machine: str, process: int) -> bytes | None:
+    """The filter for this process, as mrl.reward.confine.filter_calls takes it; None where calls are not known."""
+    if machine not in MACHINES:
+        return None
+    audit, column = MACHINES[machine]
+    blocks: dict[str, list[Line]] = {"start": [(_LOAD, None, None, 4), (_EQUAL, None, "deny", audit)]}
+    blocks["start"] += [(_LOAD, None, None, 0), *_by_number(column)]
+    for name, (_, argument, values) in CHECKED.items():
+        blocks[name] = _one_of(argument, values)
+    for name in SIGNALS:
+        blocks[name] = _one_of(0, (process,))
+    for name, (_, argument) in OPENING.items():
+        blocks[name] = [_argument(argument), (_ANY_BIT, "deny", "allow", _O_TMPFILE)]
+    blocks["allow"] = [(_RETURN, None, None, _ALLOW)]
+    blocks["deny"] = [(_RETURN, None, None, _DENY)]
+    return _assembled(blocks)
+
+
+def _by_number(column: int) -> Iterator[Line]:
+    """Compares the number of the call, which is loaded."""
+    looked_at = {name: numbers for name, (numbers, *_) in (CHECKED | OPENING).items()} | SIGNALS
+    for name, numbers in looked_at.items():
+        if numbers[column] is not None:
+            yield _EQUAL, name, None, numbers[column]
+    for numbers in ALLOWED.values():
+        if numbers[column] is not None:
+            yield _EQUAL, "allow", None, numbers[column]
+    yield _RETURN, None, None, _DENY
+
+
+def _one_of(argument: int, values: Sequence[int]) -> list[Line]:
+    tests: list[Line] = [(_EQUAL, "allow", None, value) for value in values]
+    return [_argument(argument), *tests, (_RETURN, None, None, _DENY)]
+
+
+def _argument(number: int) -> Line:
+    """Loads the lower half of an argument; both machines store that first."""
+    return _LOAD, None, None, 16 + 8 * number
+
+
+def _assembled(blocks: dict[str, list[Line]]) -> bytes:
+    """Instructions one after another, names of blocks as jumps over so many."""
+    begins = {}
+    lines: list[Line] = []
+    for name, block in blocks.items():
+        begins[name] = len(lines)
+        lines += block
+    packed = []
+    for at, (code, so, otherwise, number) in enumerate(lines):
+        jumps = [0 if name is None else begins[name] - at - 1 for name in (so, otherwise)]
+        packed.append(struct.pack("HBBI", code, *jumps, number))
+    return b"".join(packed)

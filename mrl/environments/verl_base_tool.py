@@ -1,0 +1,94 @@
+"""What stands in for verl's base class of tools and its schemas (verl.tools.base_tool, verl.tools.schemas of January
+2026): the same names with the same fields and signatures, and as little behind them as a subclass needs.
+"""
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel
+
+
+class OpenAIFunctionPropertySchema(BaseModel):
+    """A parameter."""
+
+    type: str
+    description: str | None = None
+    enum: list[str] | None = None
+
+
+class OpenAIFunctionParametersSchema(BaseModel):
+    """All parameters."""
+
+    type: str = "object"
+    properties: dict[str, OpenAIFunctionPropertySchema] = {}
+    required: list[str] = []
+
+
+class OpenAIFunctionSchema(BaseModel):
+    """A function."""
+
+    name: str
+    description: str
+    parameters: OpenAIFunctionParametersSchema = OpenAIFunctionParametersSchema()
+    strict: bool = False
+
+
+class OpenAIFunctionToolSchema(BaseModel):
+    """A tool."""
+
+    type: str
+    function: OpenAIFunctionSchema
+
+
+class ToolResponse(BaseModel):
+    """What a tool answers."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    def is_empty(self) -> bool:
+        """Whether it says nothing."""
+        return not (self.text or self.image or self.video)
+
+    def is_text_only(self) -> bool:
+        """Whether it is a text, and nothing else."""
+        return bool(self.text) and not (self.image or self.video)
+
+
+class BaseTool:
+    """A tool; an instance of it is what one response is at."""
+
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
+        self.config = config
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        if self.tool_schema is None:
+            raise ValueError(f"{type(self).__name__} has no tool_schema, neither in its file nor of its own")
+        self.name = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
+        """The schema; a class may have one of its own."""
+        return getattr(self, "tool_schema", None)
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begins an instance."""
+        return instance_id or uuid.uuid4().hex, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict]:
+        """Answers a call, with its reward and metrics."""
+        return ToolResponse(text=""), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """The reward of an instance as it stands."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Ends an instance."""
+
+
+def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands in for the decorator that traces calls; traces nothing."""
+    return function

@@ -1,0 +1,193 @@
+"""verl's classes of tools (`BaseTool`) as one environment, an action a tool.
+
+An instance of a tool is begun with its first call of a response and released at the response's end, as verl's base
+class says; verl's own loop of agents begins one a call. A row's `extra_info.tools_kwargs` is given to it by verl's
+names. The reward of a call is the reply's, and `calc_reward` is asked after it for a part of the tool's name. What a
+tool raises is what the model reads, as with every tool.
+"""
+
+import asyncio
+import importlib
+import inspect
+import sys
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mrl.environments.environment import MOST_PARTS, Action, Environment, Reply
+from mrl.environments.sandbox import PythonLimits
+from mrl.environments.verl_stand_ins import gsm8k_class, sandbox_class, search_class
+from mrl.environments.verl_tool_config import (
+    CONFIG_KEY,
+    GSM8K,
+    SANDBOX,
+    SEARCH_R1,
+    ToolEntry,
+    problem_of,
+    read_tool_config,
+    root_of,
+)
+from mrl.environments.verl_tools import STOOD_IN, stand_in
+from mrl.errors import ConfigError
+
+_TYPES = ("string", "integer", "number", "boolean", "array", "object")
+
+
+class VerlTools(Environment):
+    """All tools of a file."""
+
+    tools: ClassVar[Mapping[str, Any]] = {}  # by name, of this process
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> None:
+        """Notes what the row gives each tool."""
+        self._given = row["extra_info"].get("tools_kwargs") or {}
+        self._instances: dict[str, str] = {}
+
+    def step(self, action: Action) -> Reply:
+        """Answers a call."""
+        return _run(self._called(action.name, dict(action.arguments)))
+
+    def close(self) -> None:
+        """Releases what was begun."""
+        _run(self._released())
+
+    async def _called(self, name: str, arguments: dict[str, Any]) -> Reply:
+        tool = self.tools[name]
+        try:
+            if name not in self._instances:
+                self._instances[name] = await _begun(tool, self._kwargs(name, "create_kwargs"))
+            instance = self._instances[name]
+            answer, reward, *_ = await tool.execute(instance, arguments, **self._kwargs(name, "execute_kwargs"))
+            so_far = await tool.calc_reward(instance, **self._kwargs(name, "calc_reward_kwargs"))
+        except Exception as error:  # whatever a tool does: its call is answered by it
+            traceback.print_exc()
+            return Reply(f"Error: {name}: {type(error).__name__}: {error}")
+        parts = {}
+        if isinstance(so_far, bool | int | float):
+            parts[name] = so_far
+        return Reply(_text(answer), reward or 0.0, parts)
+
+    async def _released(self) -> None:
+        for name, instance in self._instances.items():
+            await self.tools[name].release(instance, **self._kwargs(name, "release_kwargs"))
+
+    def _kwargs(self, name: str, of: str) -> dict[str, Any]:
+        return dict((self._given.get(name) or {}).get(of) or {})
+
+
+_loops: list[asyncio.AbstractEventLoop] = []  # of this process: what a tool keeps may be bound to it
+
+
+def _run(called: Any) -> Any:
+    if not _loops:
+        _loops.append(asyncio.new_event_loop())
+    return _loops[0].run_until_complete(called)
+
+
+async def _begun(tool: Any, given: dict[str, Any]) -> str:
+    """Begins an instance. Classes take what the row gives by its names, newer ones as `create_kwargs` too."""
+    given = {"create_kwargs": dict(given), **given}
+    parameters = inspect.signature(tool.create).parameters
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        given = {name: value for name, value in given.items() if name in parameters}
+    begun = await tool.create(uuid.uuid4().hex, **given)
+    if isinstance(begun, tuple):
+        return begun[0]
+    return begun
+
+
+def _text(answer: Any) -> Any:
+    """What the model reads. Raises TypeError for pictures."""
+    if getattr(answer, "image", None) or getattr(answer, "video", None):
+        raise TypeError("it answers by a picture, and a text is all that is read here")
+    if hasattr(answer, "text"):
+        return answer.text or ""
+    if isinstance(answer, dict) and set(answer) == {"text"}:
+        return answer["text"]
+    return answer
+
+
+def verl_environment(path: str, limits: PythonLimits, network: bool) -> type[Environment]:
+    """The environment of the tools in verl's file. Raises ConfigError for what cannot be had, by its class's name.
+
+    `limits`: of programs, `network`: whether tools have one; of what stands in for classes of verl's own.
+    """
+    own = {GSM8K: gsm8k_class, SANDBOX: lambda: sandbox_class(limits), SEARCH_R1: lambda: search_class(network)}
+    tools = {}
+    schemas = {}
+    for entry in read_tool_config(Path(path)):
+        where = f"{CONFIG_KEY}: {path}: {entry.class_name}"
+        tool = _made(entry, Path(path), own, where)
+        name, schema = _schema(tool, where)
+        if name in tools:
+            raise ConfigError(f"{where}: a second tool is called {name}: nobody could say which is meant")
+        tools[name] = tool
+        schemas[name] = schema
+    if len(tools) > MOST_PARTS:
+        raise ConfigError(f"{CONFIG_KEY}: {path} has {len(tools)} tools; at most {MOST_PARTS} are taken")
+    return type("VerlTools", (VerlTools,), {"tools": tools, "schemas": schemas})
+
+
+def _made(entry: ToolEntry, path: Path, own: Mapping[str, Callable[[], type]], where: str) -> Any:
+    """The tool of an entry."""
+    stand_in()
+    from verl.tools.schemas import OpenAIFunctionToolSchema
+
+    kind = _class(entry, path, own, where)
+    try:
+        schema = entry.schema and OpenAIFunctionToolSchema.model_validate(entry.schema)
+        return kind(config=dict(entry.config), tool_schema=schema or None)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a user's class does
+        raise ConfigError(f"{where}: it cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _class(entry: ToolEntry, path: Path, own: Mapping[str, Callable[[], type]], where: str) -> Any:
+    if not hasattr(sys.modules["verl"], "__version__"):
+        if problem := problem_of(entry, path):
+            raise ConfigError(f"{where}: {problem}; write it as an environment of your own (docs/tools.md)")
+        if entry.class_name in own:
+            return _stood_in(own[entry.class_name], where)
+    module_name, _, name = entry.class_name.rpartition(".")
+    root = root_of(entry, path)
+    if root is not None:
+        sys.path.append(str(root))
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{where}: {_missing(error)}") from error
+    except Exception as error:
+        raise ConfigError(f"{where}: importing it failed: {type(error).__name__}: {error}") from error
+
+
+def _stood_in(make: Callable[[], type], where: str) -> type:
+    try:
+        return make()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    if str(error.name).partition(".")[0] != "verl":
+        return f"its module needs {error.name}, which is not installed"
+    return (
+        f"its module needs {error.name} of verl, which is not installed; what stands in for verl is "
+        f"{', '.join(each for each in STOOD_IN if each.count('.') == 2)}"
+    )
+
+
+def _schema(tool: Any, where: str) -> tuple[str, dict[str, Any]]:
+    """The name of a tool, and its schema as chat templates take it."""
+    function = tool.tool_schema.model_dump(exclude_none=True)["function"]
+    properties = {}
+    for name, given in function["parameters"]["properties"].items():
+        if given["type"] not in _TYPES:
+            raise ConfigError(f"{where}: parameter {name!r} is of type {given['type']!r}, which no call has here")
+        properties[name] = given
+    required = list(function["parameters"]["required"])
+    parameters = {"type": "object", "properties": properties, "required": required}
+    own = {"name": function["name"], "description": function["description"], "parameters": parameters}
+    return function["name"], {"type": "function", "function": own}

@@ -1,0 +1,252 @@
+"""verl's classes of tools without verl: its file of them, their lives, and what of them is refused by name."""
+
+import hashlib
+import json
+import shutil
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from test_import_verl import from_overrides
+
+from mrl.config.load import load_config
+from mrl.environments.environment_pool import EnvironmentPool
+from mrl.environments.offer import name_of
+from mrl.environments.python_tool import fault
+from mrl.environments.sandbox import PythonLimits
+from mrl.environments.tool import ToolsSpec
+from mrl.environments.verl_environment import verl_environment
+from mrl.environments.verl_tool_config import GSM8K, SANDBOX, SEARCH_R1, VERL_TOOLS, read_tool_config
+from mrl.errors import ConfigError
+from mrl.train.preflight import plug_in_lines, plug_ins
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "count",
+        "description": "Counts on.",
+        "parameters": {
+            "type": "object",
+            "properties": {"by": {"type": "integer", "description": "how far"}},
+            "required": ["by"],
+        },
+    },
+}
+ANSWER = {
+    "type": "function",
+    "function": {
+        "name": "calc_gsm8k_reward",
+        "description": "Judges.",
+        "parameters": {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]},
+    },
+}
+CODE = {
+    "type": "function",
+    "function": {
+        "name": "code_interpreter",
+        "description": "Runs.",
+        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    },
+}
+
+
+def written(folder: Path, *tools: dict, file: str = "config/tools.yaml") -> str:
+    """verl's file of these tools, with the classes of tests in a package of the folder."""
+    (folder / "mine").mkdir(exist_ok=True)
+    shutil.copy(Path(__file__).with_name("verl_classes.py"), folder / "mine" / "classes.py")
+    path = folder / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump({"tools": list(tools)}))
+    return str(path)
+
+
+def spec(path: str, **more) -> ToolsSpec:
+    return ToolsSpec((), environments=(VERL_TOOLS,), tool_config=path, **more)
+
+
+def counter(folder: Path) -> dict:
+    config = {"type": "native", "most": 100, "log": str(folder / "released.txt")}
+    return {"class_name": "mine.classes.Counter", "config": config, "tool_schema": SCHEMA}
+
+
+OLD = {"class_name": "mine.classes.Old", "config": {}}
+SMALL = {"tools_kwargs": {"count": {"create_kwargs": {"start": 3}, "execute_kwargs": {"factor": 2}}, "shout": None}}
+LARGE = {"tools_kwargs": {"count": {"create_kwargs": {"start": 90}}}}
+
+
+def test_an_instance_lives_as_long_as_its_response_and_is_told_of_the_row(tmp_path):
+    path = written(tmp_path, counter(tmp_path), OLD)
+    with EnvironmentPool(spec(path), 1, 30.0) as pool:
+        assert [name_of(schema) for schema in pool.offer.environments[VERL_TOOLS]] == ["count", "shout"]
+        assert pool.offer.environments[VERL_TOOLS][0] == SCHEMA
+        small, large = (pool.session(VERL_TOOLS, {"extra_info": each}, 0) for each in (SMALL, LARGE))
+        first = small.step("count", {"by": 1}).result(60)
+        assert first[:4] == ("ok", "at 5", 0.25, {"count": 5.0})
+        assert large.step("count", {"by": 2}).result(60).text == "at 92"
+        assert small.step("count", {"by": 1}).result(60)[1:4] == ("at 7", 0.25, {"count": 7.0})
+        assert small.step("shout", {"word": "ah"}).result(60)[:4] == ("ok", "AH", 0.0, {"shout": 0.0})
+        assert small.step("count", {"by": "a"}).result(60).reason == "refused"
+        failed = large.step("count", {"by": 50}).result(60)
+        assert failed[:3] == ("ok", "Error: count: ValueError: too far", 0.0), "a tool that raises costs its call"
+        assert not failed.failed
+        small.close()
+        large.close()
+        pool.session(VERL_TOOLS, {"extra_info": {}}, 0).ready.result(60)
+    assert (tmp_path / "released.txt").read_text().split() == ["7", "142"]
+
+
+def test_a_picture_is_a_failure_and_no_answer(tmp_path):
+    path = written(tmp_path, OLD | {"class_name": "mine.classes.Pictures"})
+    with EnvironmentPool(spec(path), 1, 30.0) as pool:
+        answer = pool.session(VERL_TOOLS, {"extra_info": {}}, 0).step("shout", {"word": "a"}).result(60)
+    assert answer.failed and "picture" in answer.text
+
+
+def test_verls_judge_of_gsm8k_has_a_stand_in(tmp_path):
+    """Texts and rewards are those of verl's class: a second answer that is no better costs 0.05."""
+    path = written(tmp_path, {"class_name": GSM8K, "config": {"type": "native"}, "tool_schema": ANSWER})
+    row = {"extra_info": {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}}}
+    with EnvironmentPool(spec(path), 1, 30.0) as pool:
+        session = pool.session(VERL_TOOLS, row, 0)
+        replies = [
+            session.step("calc_gsm8k_reward", {"answer": each}).result(60) for each in ("7", "72", "#### 72", "")
+        ]
+    assert [(each.text, each.reward) for each in replies] == [
+        ("Current parsed answer='#### 7' reward=0.0", -0.05), ("Current parsed answer='#### 72' reward=1.0", 0.0),
+        ("Current parsed answer='#### 72' reward=1.0", -0.05), ("Current parsed answer='#### ' reward=0.0", -0.05),
+    ]  # fmt: skip
+    assert [each.parts["calc_gsm8k_reward"] for each in replies] == [0.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.skipif(bool(fault()), reason="this machine cannot confine a program")
+def test_verls_sandbox_is_the_one_of_the_tool_python(tmp_path):
+    path = written(tmp_path, {"class_name": SANDBOX, "config": {"sandbox_fusion_url": "x"}, "tool_schema": CODE})
+    with EnvironmentPool(spec(path, python={"max_seconds": 10.0}), 1, 30.0) as pool:
+        session = pool.session(VERL_TOOLS, {"extra_info": {}}, 0)
+        assert session.step("code_interpreter", {"code": "print(6*7)"}).result(60).text == "42\n"
+        refused = session.step("code_interpreter", {"code": "import os; os.fork()"}).result(60)
+        assert "PermissionError" in refused.text and not refused.failed
+
+
+class Service(BaseHTTPRequestHandler):
+    """Finds for each query what it asks for, as Search-R1's service answers."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        found = [
+            [{"document": {"contents": f"{each}\nof {asked['topk']}"}, "score": 1}] * 2 for each in asked["queries"]
+        ]
+        body = json.dumps({"result": found}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        """Says nothing."""
+
+
+def test_verls_search_asks_its_service_and_answers_in_its_words(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        config = {"type": "native", "retrieval_service_url": f"http://127.0.0.1:{server.server_port}/", "topk": 2}
+        parameters = {"type": "object", "properties": {"query_list": {"type": "array"}}, "required": ["query_list"]}
+        function = {"name": "search", "description": "Finds.", "parameters": parameters}
+        schema = {"type": "function", "function": function}
+        path = written(tmp_path, {"class_name": SEARCH_R1, "config": config, "tool_schema": schema})
+        with EnvironmentPool(spec(path, network=True), 1, 30.0) as pool:
+            session = pool.session(VERL_TOOLS, {"extra_info": {}}, 0)
+            answers = [session.step("search", {"query_list": each}).result(60).text for each in (["a", "b"], [])]
+        server.shutdown()
+    one = "Doc 1 (Title: {0})\nof 2\n\nDoc 2 (Title: {0})\nof 2"
+    assert json.loads(answers[0]) == {"result": one.format("a") + "\n---\n" + one.format("b")}
+    assert "'query_list' is missing" in answers[1]
+    values, lost = imported(f"tool_config_path={path}")
+    assert not lost and values["rollout.turns.network"] is True
+
+
+NEEDS = "from verl.tools.base_tool import BaseTool\nfrom verl.utils.dataset import helper\nclass A(BaseTool): ...\n"
+REFUSED = {
+    "no file": (None, "No such file"),
+    "no list": ("tool: 1", "has no list `tools`"),
+    "no class": ("tools: [{config: {}}]", "tool 1 has no class_name"),
+    "of verl": ("tools: [{class_name: verl.tools.geo3k_tool.Geo3kTool, config: {type: native}}]", "has no stand-in"),
+    "without a network": (f"tools: [{{class_name: {SEARCH_R1}, config: {{type: native}}}}]", "network to true"),
+    "of MCP": ("tools: [{class_name: a.B, config: {type: mcp}}]", "is of type mcp"),
+    "nowhere": ("tools: [{class_name: nowhere.B, config: {}}]", "no file of the module nowhere"),
+    "no such class": ("tools: [{class_name: mine.classes.Nobody}]", "has no attribute 'Nobody'"),
+    "needs verl": ("tools: [{class_name: needs.A, config: {}}]", "needs verl.utils.dataset of verl"),
+    "no schema": ("tools: [{class_name: plain.A, config: {}}]", "has no tool_schema"),
+    "odd schema": (
+        yaml.safe_dump({"tools": [{"class_name": "mine.classes.Old", "tool_schema": SCHEMA | {"function": 1}}]}),
+        "it cannot be made",
+    ),
+    "two of a name": ("tools: [{class_name: mine.classes.Old}, {class_name: mine.classes.Pictures}]", "second tool"),
+    "no YAML": ("tools: [", "tools.yaml"),
+}
+
+
+def test_files_that_run_for_it_are_named_with_their_digest(tmp_path):
+    path = written(tmp_path, counter(tmp_path), OLD, {"class_name": GSM8K})
+    turns = f"rollout.turns={{environments: [verl_tools], tool_config_path: {path}}}"
+    found = plug_ins(load_config("parallel_configs/tiny-moe/cpu.yaml", None, [turns]).config)
+    named = [(each["key"].rpartition(".")[2], each["path"]) for each in found if "turns" in each["key"]]
+    files = (Path(path), tmp_path / "mine" / "classes.py")
+    assert named == [("tool_config_path", str(file.resolve())) for file in files]
+    digest = hashlib.sha256(files[1].read_bytes()).hexdigest()
+    assert found[-1]["sha256"] == digest and digest in plug_in_lines(found)[-1]
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """What a worker loads is not left in this process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = dict(sys.modules)
+    yield
+    for name in sys.modules.keys() - before.keys():
+        if name.partition(".")[0] in ("verl", "mine", "needs", "plain"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_had_is_refused_by_name(name, tmp_path, apart):
+    text, why = REFUSED[name]
+    path = Path(written(tmp_path, file="tools.yaml"))
+    (tmp_path / "needs.py").write_text(NEEDS)
+    (tmp_path / "plain.py").write_text("from verl.tools.base_tool import BaseTool\nclass A(BaseTool): ...\n")
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=why) as refused:
+        verl_environment(str(path), PythonLimits(), network=False)
+    assert str(path) in str(refused.value)
+
+
+MULTI = "actor_rollout_ref.rollout.multi_turn."
+
+
+def imported(*words: str):
+    out = from_overrides(f"{MULTI}enable=True", *(f"{MULTI}{word}" for word in words))
+    lost = [(each.key.removeprefix(MULTI), each.why) for each in out.of("unsupported") if "turn" in each.key]
+    return {key: value for key, value in out.values.items() if "turns" in key}, lost
+
+
+@pytest.mark.parametrize("entry", [counter(Path()), {"class_name": GSM8K, "config": {}, "tool_schema": ANSWER}])
+def test_the_file_is_carried_over_where_its_classes_can_be_had(entry, tmp_path):
+    path = written(tmp_path, entry)
+    values, lost = imported(f"tool_config_path={path}", "max_parallel_calls=2", "format=hermes")
+    assert not lost and values == {
+        "rollout.turns.tool_config_path": path, "rollout.turns.environments": [VERL_TOOLS],
+        "rollout.turns.max_calls": 2, "rollout.turns.max_turns": 1000, "rollout.turns.max_answer_characters": 256,
+    }  # fmt: skip
+    assert read_tool_config(Path(path))[0].class_name == entry["class_name"]
+
+
+def test_a_class_that_cannot_be_had_is_a_loss_by_name(tmp_path):
+    path = written(tmp_path, {"class_name": "verl.tools.geo3k_tool.Geo3kTool", "config": {"type": "native"}})
+    values, lost = imported(f"tool_config_path={path}")
+    ((key, why),) = lost
+    assert not values and key == "enable" and "verl.tools.geo3k_tool.Geo3kTool" in why

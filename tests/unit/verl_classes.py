@@ -1,0 +1,61 @@
+"""A user's file that was written for verl: classes of its BaseTool."""
+
+import asyncio
+from typing import Any
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+RELEASED = "released.txt"
+
+
+class Counter(BaseTool):
+    """Counts from what the row gives, and says what it has released."""
+
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self._at: dict[str, int] = {}
+
+    async def create(self, instance_id: str | None = None, start: int = 0, **kwargs) -> tuple[str, ToolResponse]:
+        assert kwargs["create_kwargs"]["start"] == start, "newer classes find it there"
+        self._at[instance_id] = start
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+        await asyncio.sleep(0)
+        self._at[instance_id] += parameters["by"] * kwargs.get("factor", 1)
+        if self._at[instance_id] > self.config["most"]:
+            raise ValueError("too far")
+        return ToolResponse(text=f"at {self._at[instance_id]}"), 0.25, {"steps": 1}
+
+    async def calc_reward(self, instance_id: str, **kwargs) -> float:
+        return float(self._at[instance_id])
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        with open(self.config["log"], "a") as file:
+            file.write(f"{self._at.pop(instance_id)}\n")
+
+
+class Old(BaseTool):
+    """Of the days when create gave the number alone, and execute a text; it brings its own schema."""
+
+    def get_openai_tool_schema(self):
+        parameters = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
+        function = {"name": "shout", "description": "Shouts.", "parameters": parameters}
+        return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
+    async def create(self, instance_id=None, loud=False):
+        self.loud = loud
+        return instance_id
+
+    async def execute(self, instance_id, parameters):
+        return parameters["word"].upper() + "!" * self.loud, None, {}
+
+
+class Pictures(Old):
+    """Answers by what is no text."""
+
+    async def execute(self, instance_id, parameters):
+        return ToolResponse(text="see", image=[b"a"]), 0.0, {}
