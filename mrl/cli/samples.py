@@ -138,7 +138,8 @@ def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str], by
 
 
 def _turns(row: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]:
-    """Lines on each turn: what was sampled, its calls, and the context that they brought.
+    """Lines on each turn: what was sampled, its calls, and the context that they brought; and where another branch
+    begins, of which that context is no part.
 
     A response without turns counts as one turn.
     """
@@ -146,6 +147,7 @@ def _turns(row: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]
     ids = row["response_ids"]
     sampled = row.get("sampled") or [True] * len(ids)
     calls = iter(row.get("calls") or [])
+    begins = [branch["first_token"] for branch in row.get("branches") or []][1:]
     ends = [turn["first_token"] for turn in turns[1:]] + [len(ids)]
     lines = []
     for number, (turn, end) in enumerate(zip(turns, ends, strict=True), start=1):
@@ -155,8 +157,11 @@ def _turns(row: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]
             reward = f", reward {turn['reward']:g}"
         lines += [f"--- turn {number}: {turn['stop_reason']}{reward}", decode([ids[i] for i in own if sampled[i]])]
         lines += [_call(call) for call in islice(calls, turn["calls"])]
-        context = [ids[i] for i in own if not sampled[i]]
+        branch = next((begin for begin in begins if begin in own), end)
+        context = [ids[i] for i in own if not sampled[i] and i < branch]
         lines += [f"--- context of turn {number}, after {turn['seconds']:.2f} s", decode(context)] if context else []
+        if branch < end:
+            lines += [f"--- branch {begins.index(branch) + 2} begins with", decode(ids[branch:end])]
     return lines
 
 

@@ -105,7 +105,9 @@ class RolloutGroup:
             runtime_env={"env_vars": SMALL_OBJECTS | seat.environment | own}, **seat.options
         )
         log = str(self._logs / log_file(settings.name))
-        return kind.remote(settings, log, seat.places, None if settings.turns is None else dict(os.environ))
+        if settings.turns is None:
+            return kind.remote(settings, log, seat.places)
+        return kind.remote(settings, log, seat.places, dict(os.environ), str(Path.cwd()))
 
     def _start(self) -> dict[str, ray.ObjectRef]:
         """Starts all ranks at once, once they have said where they are."""

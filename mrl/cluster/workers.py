@@ -249,9 +249,11 @@ class EngineWorker:
 
     def __init__(
         self, settings, log_path: str, places: list[tuple[str, int]] | None = None,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None, folder: str | None = None,
     ):  # fmt: skip
-        """`places`: see Seat; of a device a worker. `environment`: of the command that the user gave, for tools."""
+        """`places`: see Seat; of a device a worker. `environment` and `folder`: of the command that the user gave, for
+        tools and agents.
+        """
         from mrl.vllm.engine import VllmEngine
 
         log_to(log_path)
@@ -262,10 +264,11 @@ class EngineWorker:
             # where vLLM begins to look for ports; its workers listen seconds later, when one of the kernel's may be
             # taken
             os.environ.setdefault("VLLM_PORT", str(free_port()))
-        folder = local_folder(settings.arguments["model"])  # this node's
-        self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": folder}))
+        model = local_folder(settings.arguments["model"])  # this node's
+        self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": model}))
         self.outboxes = Outboxes()
         self._environment = environment
+        self._folder = folder
         self._tools_log = Path(log_path).with_suffix(".tools.log")
 
     async def software(self) -> tuple[str, dict[str, str]]:
@@ -294,6 +297,7 @@ class EngineWorker:
                 self._tools_log,
                 slots=request_limit_of(self.engine.settings.arguments["max_num_seqs"]),
                 environment=self._environment,
+                folder=self._folder,
                 reader=call_reader,
             )
         return await self.engine.start(meeting)

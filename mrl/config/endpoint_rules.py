@@ -61,4 +61,12 @@ ENDPOINT_RULES = (
         "where an agent goes back to an earlier place, routes of what it kept have not been seen to be whole",
         ("disabled", "R2"),
     ),
+    RuleRow(
+        "actor.use_remove_padding",
+        lambda c, m: c.rollout.endpoint and not c.actor.use_remove_padding,
+        "must be true with rollout.endpoint: true",
+        "a response whose agent goes back is several sequences, and padded to one length they would take a multiple of "
+        "its memory",
+        (True,),
+    ),
 )

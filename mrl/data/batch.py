@@ -6,7 +6,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mrl.data.routes import RoutesHere
-from mrl.data.samples import Sequences, of, positions
+from mrl.data.row_columns import of, positions
+from mrl.data.samples import Sequences
 
 Array = TypeVar("Array")  # np.ndarray on the host, a tensor on the device
 

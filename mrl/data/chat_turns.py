@@ -96,6 +96,21 @@ class KeptTurns:
         kept = tuple(each for each in self.turns if each.number != place.replaced)
         return replace(self, turns=(*kept, turn), said=turn.number)
 
+    @property
+    def leaves(self) -> list[int]:
+        """Numbers of the turns that nothing follows, in order: the ends of all branches."""
+        return [turn.number for turn in self.turns if not self._has_children(turn.number)]
+
+    def path(self, number: int) -> list[int]:
+        """Numbers of the turns that lead to one from the beginning, itself included."""
+        parents = {turn.number: turn.parent for turn in self.turns}
+        path = []
+        at: int | None = number
+        while at is not None:
+            path.insert(0, at)
+            at = parents[at]
+        return path
+
     def _deepest(self, asked: ChatRequest, parent: int | None, known: int) -> tuple[int | None, int]:
         """The last turn that the request has whole, by the longest way, then the newest; and how many messages it has
         up to there.

@@ -16,6 +16,7 @@ found by what the tokenizer's own template writes of a conversation, not by the 
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -267,7 +268,7 @@ def _goes_on(frame: Frame, before: str, after: str) -> str | None:
 def _read_json(text: str, parameters: Parameters) -> ToolCall:
     """Reads a call of the form {"name": ..., "arguments": {...}}."""
     try:
-        said = json.loads(text, parse_constant=_no_constant)
+        said = _json_of(text)
     except (ValueError, RecursionError) as error:
         return ToolCall(problem=f"it is no JSON ({str(error) or type(error).__name__})")
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
@@ -278,8 +279,20 @@ def _read_json(text: str, parameters: Parameters) -> ToolCall:
     return ToolCall(said["name"], arguments)
 
 
+def _json_of(text: str) -> Any:
+    """The value of a text of JSON. Raises ValueError for numbers that JSON cannot write, and RecursionError."""
+    return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+
+
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no value")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:60]} is no value: it is beyond all floating-point numbers")
+    return value
 
 
 _FUNCTION = re.compile(r"<function=([^<>\n]+)>\n?(.*?)\n?</function>", re.DOTALL)
@@ -315,7 +328,7 @@ def _of_pairs(name: str, text: str, pair: re.Pattern[str], parameters: Parameter
             return ToolCall(problem=f"it names {key!r} twice")
         kind = parameters.get(name, {}).get(key, {}).get("type", "string")
         try:
-            arguments[key] = value if kind == "string" else json.loads(value, parse_constant=_no_constant)
+            arguments[key] = value if kind == "string" else _json_of(value)
         except (ValueError, RecursionError):
             return ToolCall(problem=f"{key!r} is no {kind}: {value[:60]!r}")
     return ToolCall(name, arguments)

@@ -19,6 +19,16 @@ A response of several turns has context between what was sampled: answers of too
 Context has no log-prob: 0 stands in the column, and nobody reads it. Where no response has context the columns of turns
 are not there; where another one has, such a response is one turn.
 
+A response whose agent went back has branches (mrl.schedule.branches). They are one row, of one outcome and one length,
+and each is a sequence of its own to a model: it begins with a prompt, and what it has in common with one before is
+context.
+
+    token_ids               7 8 1 2 5 3 | 7 8 1 2 6 4      3 was said to 5; then the agent went back, and said 6
+    sampled                     T T F T   F F F F F T
+    a number a branch       branch_starts 0 4   branch_prompts 0 2     of response tokens, 7 8 at the second among them
+
+Where no row has several the columns of branches are not there.
+
 `SampleRows` are numbers a response, all that a driver keeps; `Sequences` are what a model computes; `Samples` are both;
 a `TrainBatch` (mrl.data.batch) is sequences with what a loss takes of each token. A column says in its field what it
 has a number of, so `rows` and `joined` are written once for all of them. A response becomes a row where it was
@@ -27,13 +37,14 @@ generated (`packed`); the same columns travel to training and stand in the files
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
 
-from mrl.data.routes import end_to_end, is_missing, missing_in
+from mrl.data.routes import is_missing
+from mrl.data.row_columns import NAME, ONE_BRANCH, ONE_TURN, Columns, all_sampled, of, with_missing_routes
 from mrl.errors import DataError
 
 _ID_BYTES = 4
@@ -43,12 +54,12 @@ LEFT_OUT = "environment"  # the environment failed, and nobody judges the respon
 NOT_FINITE = "not_finite"  # nobody judges the response: a log-prob of it is no number
 UNJUDGED = (LEFT_OUT, NOT_FINITE)  # reasons of rewards that nobody gave
 STOP_REASONS = ("stop", "length", "turns", "seconds", "context", "closed", LEFT_OUT)
-NAME = np.dtype("S64")  # of tools and parts, which mrl.environments keeps within
 # how a call ended; a row holds the index
 CALL_REASONS = (
     "ok", "refused", "raised", "timeout", "died", "out_of_memory", "wrong_type", "not_a_number", "differs", "unread",
     "not_called", "unanswered", "fell",
-    "overridden", "retry", "branch",  # what an agent asked for: sampling of another kind, a turn again, another line
+    "overridden", "retry", "branch",  # what an agent asked for: sampling of another kind, a turn again, another branch
+    "untrained",  # a branch that an agent left, and that has no room in the row
 )  # fmt: skip
 
 
@@ -103,105 +114,6 @@ def column_bytes(prompt_tokens: int, response_tokens: int, route_bytes: int = 0)
     return (prompt_tokens + response_tokens) * (_ID_BYTES + route_bytes) + response_tokens * _LOG_PROB_BYTES
 
 
-def of(what: str, dtype: type | None = None) -> dict[str, Any]:
-    """Marks a field as one number, or one sub-array, for each row, token, response token, span or turn."""
-    return {"metadata": {"of": what, "dtype": dtype}}
-
-
-class Columns:
-    """What every dataclass of columns can do."""
-
-    prompt_lengths: np.ndarray  # each has these two: one number a row
-    response_lengths: np.ndarray
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [rows]: tokens of each row, prompt and response."""
-        return self.prompt_lengths + self.response_lengths
-
-    def counts(self) -> dict[str, np.ndarray]:
-        """int64 [rows] by kind: how many numbers each row has in a column of that kind."""
-        return {"row": np.ones_like(self.prompt_lengths)}
-
-    def __len__(self) -> int:
-        return len(self.prompt_lengths)
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The columns that there are, by name; `type(self)(**arrays)` is the same again."""
-        return {f.name: array for f in fields(self) if (array := getattr(self, f.name)) is not None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all columns."""
-        return sum(array.nbytes for array in self.arrays.values())
-
-    def rows(self, index: np.ndarray | slice) -> Self:
-        """The given rows alone. Of consecutive ones (a slice) the columns are views, else copies."""
-        counts = self.counts()
-        if isinstance(index, slice) and index.step in (None, 1):
-            chosen = {what: _span(each, index) for what, each in counts.items()}
-        else:
-            numbers = np.arange(len(self))[index]
-            chosen = {what: positions(each, numbers) for what, each in counts.items()}
-        return replace(self, **{f.name: array[chosen[f.metadata["of"]]] for f, array in self._filled()})
-
-    def _filled(self) -> list[tuple[Any, np.ndarray]]:
-        return [(f, array) for f in fields(self) if (array := getattr(self, f.name)) is not None]
-
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """The rows of all parts, in their order. Raises ValueError where there is no part."""
-        if not parts:
-            raise ValueError("no parts to join")
-        columns = {}
-        for column in fields(cls):
-            of_parts = [getattr(part, column.name) for part in parts]
-            columns[column.name] = _joined(of_parts, column, parts)
-        return cls(**columns)
-
-
-def _joined(arrays: list[np.ndarray | None], which: Any, parts: Sequence[Columns]) -> np.ndarray | None:
-    """One column of all parts. None where all are; else missing routes, or one turn a row, stand for one that is."""
-    if all(array is None for array in arrays):
-        return None
-    if which.name == "routes":
-        return _with_missing(arrays, [int(part.counts()["token"].sum()) for part in parts])
-    if which.name in ONE_TURN:
-        pairs = zip(parts, arrays, strict=True)
-        arrays = [ONE_TURN[which.name](part) if array is None else array for part, array in pairs]
-    return np.concatenate(arrays)
-
-
-def _with_missing(routes: Sequence[np.ndarray | None], tokens: Sequence[int]) -> np.ndarray | None:
-    """Routes of so many tokens each, end to end; missing ones of those that are None. None where all are."""
-    known = next((each for each in routes if each is not None), None)
-    if known is None:
-        return None
-    code = missing_in(known.dtype)
-    filled = []
-    for each, count in zip(routes, tokens, strict=True):
-        if each is None:
-            each = np.full((count, *known.shape[1:]), code, known.dtype)
-        filled.append(each)
-    return end_to_end(filled)
-
-
-def positions(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """int64: where the numbers of `rows` stand in a flat column that has `counts` [all rows] of each row."""
-    picked = counts[rows]
-    starts = np.cumsum(counts) - counts
-    ends = np.cumsum(picked)
-    return np.repeat(starts[rows] - (ends - picked), picked) + np.arange(int(picked.sum()))
-
-
-def _span(counts: np.ndarray, rows: slice) -> slice:
-    """Where consecutive rows stand in a flat column."""
-    first, last, _ = rows.indices(len(counts))
-    ends = np.concatenate([[0], np.cumsum(counts)])
-    return slice(int(ends[first]), int(ends[max(first, last)]))
-
-
 @dataclass(frozen=True)
 class Sequences(Columns):
     """Prompts and responses as a model computes them."""
@@ -213,12 +125,15 @@ class Sequences(Columns):
     # [tokens, MoE layers, topk]; see mrl.data.routes
     routes: np.ndarray | None = field(default=None, kw_only=True, **of("token"))
     sampled: np.ndarray | None = field(default=None, kw_only=True, **of("response token", np.bool_))  # None: all are
+    branch_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))  # see SampleRows
+    branch_starts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
+    branch_prompts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
 
     @property
     def is_sampled(self) -> np.ndarray:
         """bool [response tokens]: false of context."""
         if self.sampled is None:
-            return _all_sampled(self)
+            return all_sampled(self)
         return self.sampled
 
     def counts(self) -> dict[str, np.ndarray]:
@@ -233,6 +148,22 @@ class Sequences(Columns):
         """Each row's response, int32 [response_length], a view."""
         ends = np.cumsum(self.lengths)
         return (self.token_ids[start:end] for start, end in zip(ends - self.response_lengths, ends, strict=True))
+
+    def spoken_last(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Prompt and response of each row's last branch, int32, views: what people and reward functions read."""
+        rows = zip(self.prompts(), self.responses(), strict=True)
+        if self.branch_counts is None:
+            return rows
+        last = np.cumsum(self.branch_counts) - 1
+        starts = self.branch_starts[last].tolist()
+        own = zip(rows, starts, self.branch_prompts[last].tolist(), strict=True)
+        return (
+            (response[start : start + length], response[start + length :]) if length else (prompt, response)
+            for (prompt, response), start, length in own
+        )
+
+
+_MAY_BE_ABSENT = ("sampled_counts", "branch_counts")  # of SampleRows, with all columns behind it
 
 
 @dataclass(frozen=True)
@@ -257,6 +188,12 @@ class SampleRows(Columns):
     call_names: np.ndarray | None = field(default=None, kw_only=True, **of("call", NAME))  # see TurnCall
     call_reasons: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.uint8))  # index: CALL_REASONS
     call_seconds: np.ndarray | None = field(default=None, kw_only=True, **of("call", np.float32))
+    # of rows with several branches; None: 1 each
+    branch_counts: np.ndarray | None = field(default=None, kw_only=True, **of("row", np.int32))
+    # response token that the branch begins with
+    branch_starts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
+    # response tokens that are its prompt; 0 of a row's first
+    branch_prompts: np.ndarray | None = field(default=None, kw_only=True, **of("branch", np.int32))
 
     def counts(self) -> dict[str, np.ndarray]:
         counts = super().counts() | {"span": self.span_counts.astype(np.int64)}
@@ -279,7 +216,7 @@ class SampleRows(Columns):
     def to_bytes(self) -> bytes:
         """All columns, packed: some 80 bytes of a row alone, some 30 a row of many.
 
-        Those of turns come last, so that their absence is an earlier end.
+        Those of turns come behind the others, and those of branches last, so that their absence is an earlier end.
         """
         given = [f for f in fields(SampleRows) if getattr(self, f.name) is not None]
         columns = (np.ascontiguousarray(getattr(self, f.name), f.metadata["dtype"]) for f in given)
@@ -294,11 +231,11 @@ class SampleRows(Columns):
         columns = {}
         start = 16
         for f in fields(SampleRows):
-            if f.default is None and start == len(told) and "call_counts" not in columns:
+            if f.name in _MAY_BE_ABSENT and start == len(told):
                 break
             count = {"span": spans, "row": rows}.get(f.metadata["of"])
-            if count is None:  # of calls, whose counts stand before them
-                count = int(columns["call_counts"].sum())
+            if count is None:  # of calls or branches, whose counts stand before them
+                count = int(columns[f"{f.metadata['of']}_counts"].sum())
             columns[f.name] = np.frombuffer(told, f.metadata["dtype"], count, start)
             start += columns[f.name].nbytes
         return SampleRows(**columns)
@@ -360,35 +297,16 @@ class Samples(Sequences, SampleRows):
         return SampleRows(**{f.name: getattr(self, f.name) for f in fields(SampleRows)})
 
 
-def _all_sampled(rows: Sequences) -> np.ndarray:
-    return np.ones(len(rows.rollout_log_probs), bool)
-
-
-# of rows without the columns of turns: what stands in those of one turn each, in which all is sampled
-ONE_TURN: dict[str, Callable[[Any], np.ndarray]] = {
-    "sampled": _all_sampled,
-    "sampled_counts": lambda rows: rows.response_lengths,
-    "turn_counts": lambda rows: np.ones(len(rows), np.int32),
-    "turn_starts": lambda rows: np.zeros(len(rows), np.int32),
-    "turn_stops": lambda rows: rows.stop_reason,
-    "turn_calls": lambda rows: np.zeros(len(rows), np.int32),
-    "turn_seconds": lambda rows: np.zeros(len(rows), np.float32),
-    "turn_rewards": lambda rows: np.zeros(len(rows), np.float32),
-    "call_counts": lambda rows: np.zeros(len(rows), np.int32),
-    "call_names": lambda rows: np.zeros(0, NAME),
-    "call_reasons": lambda rows: np.zeros(0, np.uint8),
-    "call_seconds": lambda rows: np.zeros(0, np.float32),
-    "call_replies": lambda rows: np.zeros(0, np.uint64),
-    "part_counts": lambda rows: np.zeros(len(rows), np.int32),
-    "part_names": lambda rows: np.zeros(0, NAME),
-    "part_values": lambda rows: np.zeros(0, np.float32),
-}
-
-
 def with_turns(samples: Samples) -> Samples:
     """Adds all columns of turns; rows that had none are one turn each."""
     absent = [name for name in ONE_TURN if getattr(samples, name) is None]
     return replace(samples, **{name: ONE_TURN[name](samples) for name in absent})
+
+
+def with_branches(samples: Samples) -> Samples:
+    """Adds the columns of branches; rows that had none are one branch each."""
+    absent = [name for name in ONE_BRANCH if getattr(samples, name) is None]
+    return replace(samples, **{name: ONE_BRANCH[name](samples) for name in absent})
 
 
 def with_outcome(
@@ -457,7 +375,7 @@ def packed(samples: Sequence[Sample]) -> Samples:
         **_turns_of(samples),
     }
     arrays = {f.name: np.asarray(given[f.name], f.metadata["dtype"]) for f in fields(Samples) if f.name in given}
-    routes = _with_missing([sample.routes for sample in samples], np.add(prompts, responses).tolist())
+    routes = with_missing_routes([sample.routes for sample in samples], np.add(prompts, responses).tolist())
     return Samples(**arrays, routes=routes)
 
 

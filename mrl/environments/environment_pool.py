@@ -204,9 +204,10 @@ class EnvironmentPool:
         log_path: Path | None = None,
         start_timeout_s: float = 60.0,
         environment: Mapping[str, str] | None = None,
+        folder: str | None = None,
     ):
-        """Returns when a first process is ready. `environment`: what processes are given some of, by default this
-        process's.
+        """Returns when a first process is ready. `environment`: what processes are given some of; `folder`: where they
+        work; by default this process's.
 
         Raises ConfigError where something cannot be loaded, EnvironmentFault where no process starts.
         """
@@ -215,6 +216,7 @@ class EnvironmentPool:
         self.start_timeout_s = start_timeout_s
         self._log = log_path.open("ab") if log_path else None
         self._environment = environment
+        self._folder = folder
         self._changed = threading.Condition()
         self._shared: deque[tuple[Callable, Future]] = deque()
         self._closed = False
@@ -376,7 +378,9 @@ class EnvironmentPool:
             with self._changed:
                 if self._closed:
                     raise EnvironmentFault("the pool of tools is closed")
-                slot.process = process = WorkerProcess(self.spec, self._log, self._environment, module=MODULE)
+                slot.process = process = WorkerProcess(
+                    self.spec, self._log, self._environment, self._folder, module=MODULE
+                )
             try:
                 self._described = process.wait_ready(self.start_timeout_s)
                 return process

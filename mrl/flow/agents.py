@@ -6,9 +6,9 @@
 
 A turn ends with what the model says; all that the agent does until it asks again, or ends, is that turn's one call. Of
 its messages those that are kept stay the tokens that they are (mrl.data.chat_turns). Where it goes back to an earlier
-place, to ask a turn again or by other messages, the response goes on from there: the row that is trained is the line
-that was spoken last, and what stood behind that place is in no row. Which sampling it asked for in vain, retries and
-branches stand among the turn's calls.
+place the response goes on from there. A turn that is asked again is replaced. By other messages a branch begins: the
+row that is trained has all branches (mrl.schedule.branches), as far as they have room in it, the newest first. Which
+sampling it asked for in vain, retries and branches stand among the turn's calls.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 
 from mrl.data.chat_api import BadRequest, ChatAnswer, ChatRequest
 from mrl.data.chat_text import ChatText
-from mrl.data.chat_turns import ChatPlace, KeptTurns, Move, Why
+from mrl.data.chat_turns import ChatPlace, Move, Why
 from mrl.data.dialects import Dialect, ToolTokenizer
-from mrl.data.samples import Samples, TurnCall
+from mrl.data.samples import Samples, TurnCall, with_turns
 from mrl.environments.agent import AGENT
 from mrl.environments.environment import Reply
 from mrl.environments.environment_pool import CallAnswer, EnvironmentPool
@@ -27,7 +27,9 @@ from mrl.environments.tool import TurnsSpec
 from mrl.flow.endpoint import Endpoint
 from mrl.flow.kept_tokens import going_on
 from mrl.flow.partners import CallRecord, Line, followed, sampled_turns
+from mrl.flow.spoken_turns import SpokenTurns
 from mrl.reward.items import OK, TIMEOUT
+from mrl.schedule.branches import as_one_row
 from mrl.schedule.conversation import Conversation, ConversationState, Stop
 from mrl.schedule.segments import continuation_seed
 from mrl.vllm.requests import Request, Sampling
@@ -72,6 +74,11 @@ class _Asked:
     chat: ChatRequest
     answer: asyncio.Future[ChatAnswer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return self.answer.cancelled()
+
     def give(self, answer: ChatAnswer) -> None:
         """Answers, where anybody still waits."""
         if not self.answer.done():
@@ -81,14 +88,6 @@ class _Asked:
         """Answers by an error."""
         if not self.answer.done():
             self.answer.set_exception(BadRequest(why))
-
-
-@dataclass
-class _Spoken:
-    """A turn that is kept: the row when it had been sampled, and the calls of all turns up to it."""
-
-    row: Samples
-    calls: list[list[TurnCall]] = field(default_factory=list)
 
 
 class AgentPartner:
@@ -106,23 +105,26 @@ class AgentPartner:
         self._waiting: asyncio.Queue[_Asked] = asyncio.Queue()
         self._over: str | None = None  # why nothing is answered any more
         self._given: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()  # the reward
-        self._kept = KeptTurns()
-        self._spoken: dict[int, _Spoken] = {}  # by the numbers of `_kept`
+        self._spoken = SpokenTurns()
         self._asked: _Asked | None = None  # what is to be answered
         self._place: ChatPlace | None = None  # where that belongs
         self._ids: list[int] = []  # its new messages, or its prompt, as tokens
         self._repeats = 0  # times that something was asked again
         self._marks: list[TurnCall] = []  # of the turn that is sampled next
+        self._before: Line | None = None  # the response before what is asked
 
     # --- the endpoint's side
 
     async def ask(self, asked: ChatRequest) -> ChatAnswer:
-        """The model's answer, once those that were asked before have theirs. Raises BadRequest."""
+        """The model's answer, once those that were asked before have theirs. Raises BadRequest.
+
+        Cancelled, it is sampled for nobody, or no further.
+        """
         if self._over is not None:
             raise BadRequest(OVER.format(self._over))
         waiting = _Asked(asked)
         self._waiting.put_nowait(waiting)
-        return await asyncio.shield(waiting.answer)
+        return await waiting.answer  # which is cancelled with who waits for it
 
     def reward(self, reply: Reply) -> None:
         """Takes the response's reward. Raises BadRequest for a second one."""
@@ -132,9 +134,15 @@ class AgentPartner:
 
     # --- the conversation's side
 
+    @property
+    def leaves(self) -> asyncio.Future:
+        """Is done once the client has hung up whose request is sampled."""
+        return self._asked.answer
+
     async def begin(self, line: Line) -> Line | None:
         """Starts the agent once it may run, and waits for what it asks first; None where it asks for nothing."""
         agents = self._agents
+        self._before = line
         await agents.endpoint.serve()
         await agents.free.acquire()
         self._holds_place = True
@@ -167,8 +175,10 @@ class AgentPartner:
             if not asked.done():
                 return False
             self._asked = asked.result()
+            if self._asked.is_gone:
+                continue
             try:
-                self._place = self._kept.place(self._asked.chat)
+                self._place = self._spoken.place(self._asked.chat)
                 self._ids = self._tokens()
                 return True
             except (ValueError, TypeError, RecursionError) as error:  # a client's data end no run
@@ -204,13 +214,11 @@ class AgentPartner:
             return self._failed("the engine gave the request back, and an agent cannot go on elsewhere", talk)
         chat = self._asked.chat
         self._marks += [TurnCall(name, "overridden") for name in chat.overridden(self._sampled_by)]
-        number = self._kept.said + 1
+        number = self._spoken.said + 1
         said = self._agents.text.said(sampled_turns(line.made)[-1].tolist(), chat.tools, number)
         prompt = int(line.made.lengths[0]) - added
         answer = ChatAnswer(number, said, is_cut, prompt, added)
-        self._kept = self._kept.with_turn(chat, self._place, said)
-        self._spoken.pop(self._place.replaced, None)
-        self._spoken[number] = _Spoken(line.made)
+        self._spoken.add(chat, self._place, said, line.made)
         goes_on = bool(said.calls) or talk.turn < talk.budgets.turns
         is_full = is_cut and added == talk.max_tokens
         after = talk.sampled(added, self._agents.clock(), [None] * goes_on, is_full)
@@ -218,6 +226,18 @@ class AgentPartner:
             self._over = after.stop
         self._asked.give(answer)
         return after
+
+    def left(self, talk: Conversation) -> tuple[Conversation, Line]:
+        """The response as it was before the request; what the agent does next belongs to the turn before."""
+        self.record.calls = []
+        self._marks = []
+        if self._spoken.said:
+            *self.record.calls, self._marks = self._spoken.newest.calls
+        self.record.rewards = [0.0] * len(self.record.calls)
+        after = talk.left(self._agents.clock())
+        if after.state is ConversationState.ENDED:
+            self._over = after.stop
+        return after, self._before
 
     async def acted(self, talk: Conversation) -> Conversation:
         """After the agent has asked again or ended, or time is up."""
@@ -228,8 +248,9 @@ class AgentPartner:
             calls = [*calls, TurnCall(AGENT, reason, talk.acting_s)]
         self.record.calls.append(calls)
         self.record.rewards.append(0.0)
-        if self._kept.said in self._spoken:
-            self._spoken[self._kept.said].calls = list(self.record.calls)
+        if talk.stop is not Stop.ENVIRONMENT and self._spoken.said:
+            self._spoken.newest.calls = list(self.record.calls)
+            self._spoken.newest.seconds = sum(call.seconds for call in calls)
         return talk
 
     async def _waited(self, talk: Conversation) -> tuple[Conversation, str]:
@@ -254,6 +275,7 @@ class AgentPartner:
         """With the new messages behind the turn that they follow, or another prompt in the place of all."""
         place = self._place
         self._mark(place)
+        self._before = line
         if place.parent is None:
             self.record.calls = []
             self.record.rewards = []
@@ -267,7 +289,7 @@ class AgentPartner:
             return after, line
         self.record.calls = list(before.calls)
         self.record.rewards = [0.0] * len(before.calls)
-        made = followed(before.row, self._ids, 1, talk.acting_s)
+        made = followed(before.row, self._ids, 1, before.seconds)
         prompt = tuple(before.row.token_ids[: int(before.row.prompt_lengths[0])].tolist())
         return after, Line(replace(line.request, prompt_ids=prompt), made)
 
@@ -297,6 +319,18 @@ class AgentPartner:
             return self._failed("it gave no reward, and reward.function: environment takes one", talk)
         return talk
 
+    def whole(self, talk: Conversation, line: Line) -> Samples:
+        """The row of all branches; of a response that failed, and that nobody trains on, the last alone."""
+        if talk.stop is Stop.ENVIRONMENT:
+            self.record.completed(int(with_turns(line.made).turn_counts[0]))
+            return line.made
+        branches, left_out = self._spoken.branches(talk.budgets.tokens)
+        reward = self.record.rewards[-1]
+        self.record.calls = [list(of_turn) for each in branches for of_turn in each.calls]
+        self.record.calls[-1] += [TurnCall(AGENT, "untrained")] * left_out
+        self.record.rewards = [*[0.0] * (len(self.record.calls) - 1), reward]
+        return as_one_row([replace(each.branch, row=_after(each.branch.row, each.seconds)) for each in branches])
+
     def _failed(self, why: str, talk: Conversation | None = None) -> Conversation | None:
         """Writes down why; the conversation has then failed."""
         self._over = Stop.ENVIRONMENT
@@ -324,3 +358,11 @@ class AgentPartner:
         if self._holds_place:
             self._agents.free.release()
             self._holds_place = False
+
+
+def _after(row: Samples, seconds: float) -> Samples:
+    """The row with the seconds that the agent took after its last turn."""
+    row = with_turns(row)
+    times = row.turn_seconds.copy()
+    times[-1] = seconds
+    return replace(row, turn_seconds=times)

@@ -15,7 +15,7 @@ speaks to the endpoint (agents.py).
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mrl.data.dialects import Dialect, dialect_of
-from mrl.data.samples import STOP_REASONS, Samples, with_outcome, with_turns
+from mrl.data.samples import STOP_REASONS, Samples, with_outcome
 from mrl.environments.acting import Acting
 from mrl.environments.environment_pool import EnvironmentPool
 from mrl.environments.tool import TurnsSpec
@@ -61,17 +61,20 @@ class Conversations:
         clock: Callable[[], float] = time.monotonic,
         slots: int | None = None,
         environment: Mapping[str, str] | None = None,
+        folder: str | None = None,
         reader: Callable[[Dialect, TurnsSpec], CallReader] = DialectReader,
     ):
         """Starts a first process for tools, environments or agents; what they print goes to `log_path`. `slots`:
-        requests that the engine has at most. `environment`: see EnvironmentPool. `reader`: of calls in what was
-        sampled.
+        requests that the engine has at most. `environment`, `folder`: see EnvironmentPool. `reader`: of calls in what
+        was sampled.
         """
         self.spec = spec
         self._clock = clock
         self._gate = TurnGate(slots)
         self._agents: Agents | None = None
-        self._pool = EnvironmentPool(spec.tools, spec.num_workers, spec.step_s, log_path, environment=environment)
+        self._pool = EnvironmentPool(
+            spec.tools, spec.num_workers, spec.step_s, log_path, environment=environment, folder=folder
+        )
         try:
             schemas = list(self._pool.offer.all_schemas)
             self._dialect = dialect_of(tokenizer, {**spec.template_arguments, "tools": schemas})
@@ -161,17 +164,23 @@ class Conversations:
         while talk.state is ConversationState.SAMPLING:
             asked = partner.asked(talk, line)
             async with self._gate.slot(is_first=line.made is kept):
-                line = await _added(engine, asked, line, sampling)
-            talk = partner.sampled(talk, line, asked)
+                more = await _unless_left(_added(engine, asked, line, sampling), partner.leaves)
+            if more is None:
+                talk, line = partner.left(talk)
+            else:
+                line = more
+                talk = partner.sampled(talk, line, asked)
             with self._counted():
                 talk = await partner.acted(talk)
             if talk.state is ConversationState.TELLING:
                 talk, line = partner.told(talk, line)
         with self._counted():
             talk = await partner.ended(talk)
+        if line.made is None:
+            return await self._unspoken(engine, request, sampling)
+        made = partner.whole(talk, line)
         record = partner.record
-        record.completed(int(with_turns(line.made).turn_counts[0]))  # the turn that it is at may have called nothing
-        made = with_outcome(line.made, record.calls, record.rewards, record.parts, talk.acting_s)
+        made = with_outcome(made, record.calls, record.rewards, record.parts, talk.acting_s)
         return _with_stop(made, Stop.LENGTH if talk.state is ConversationState.HELD else talk.stop)
 
     async def _unspoken(self, engine: Generates, request: Request, sampling: Sampling) -> Samples:
@@ -198,6 +207,23 @@ class Conversations:
 
 async def _unless_ended(task: asyncio.Task[Samples]) -> Samples | None:
     await asyncio.wait([task])
+    if task.cancelled():
+        return None
+    return task.result()
+
+
+async def _unless_left(added: Coroutine[Any, Any, Line], leaves: asyncio.Future | None) -> Line | None:
+    """What is added, None where nobody waits for it any more: the engine is then asked for nothing more."""
+    if leaves is None:
+        return await added
+    task = asyncio.ensure_future(added)
+    try:
+        if not leaves.done():
+            await asyncio.wait([task, leaves], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
     if task.cancelled():
         return None
     return task.result()

@@ -33,7 +33,7 @@ class ChatSession(Protocol):
     """Whose conversation a key stands for."""
 
     async def ask(self, asked: ChatRequest) -> ChatAnswer:
-        """The model's answer. Raises BadRequest."""
+        """The model's answer. Cancelled where nobody waits for it any more. Raises BadRequest."""
 
     def reward(self, reply: Reply) -> None:
         """Takes the response's reward. Raises BadRequest where it has one."""
@@ -73,7 +73,8 @@ class Endpoint:
                 app.router.add_post(path, _handler(api))
             app.router.add_post(REWARD_PATH, _rewarded)
             app.router.add_get("/v1/models", _models)
-            runner = web.AppRunner(app, access_log=None, handle_signals=False)
+            # who hangs up is waited for no longer
+            runner = web.AppRunner(app, access_log=None, handle_signals=False, handler_cancellation=True)
             await runner.setup()
             self._server = await asyncio.get_running_loop().create_server(runner.server, sock=self._socket)
 

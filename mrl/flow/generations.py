@@ -53,12 +53,14 @@ def _rows(
 def _some_rows(
     tokenizer: Any, prompts: Sequence[Prompt], stored: ResponseStore, results: Sequence[RewardResult]
 ) -> Iterator[dict[str, Any]]:
-    """`input` and `output` keep special tokens, `gts` is the truth, as verl names it."""
+    """`input` and `output` keep special tokens, `gts` is the truth, as verl names it; both are of what was spoken
+    last.
+    """
     samples = stored.read()
     columns = (samples.group_id, samples.seed, samples.stop_reason, samples.weight_version)
     numbers = zip(*(column.tolist() for column in columns), strict=True)
-    parts = zip(numbers, samples.prompts(), samples.responses(), results, strict=True)
-    for (group, seed, reason, version), prompt, response, result in parts:
+    parts = zip(numbers, samples.spoken_last(), results, strict=True)
+    for (group, seed, reason, version), (prompt, response), result in parts:
         yield {
             "data_source": prompts[group].data_source,
             "prompt_id": prompts[group].prompt_id,

@@ -93,6 +93,10 @@ class Partner(Protocol):
 
     record: CallRecord
 
+    @property
+    def leaves(self) -> asyncio.Future | None:
+        """Is done once nobody waits for what is sampled; None: that is not known, and all is sampled."""
+
     async def begin(self, line: Line) -> Line | None:
         """What the engine is asked first; None: nothing, and the conversation has failed."""
 
@@ -101,6 +105,9 @@ class Partner(Protocol):
 
     def sampled(self, talk: Conversation, line: Line, asked: Request) -> Conversation:
         """The conversation after the engine has answered `asked`, of which `line` has the tokens."""
+
+    def left(self, talk: Conversation) -> tuple[Conversation, Line]:
+        """The conversation after nobody waited for what was asked, and the response without it."""
 
     async def acted(self, talk: Conversation) -> Conversation:
         """After what was called has been done, or time is up; the turn is recorded once it has ended."""
@@ -111,12 +118,17 @@ class Partner(Protocol):
     async def ended(self, talk: Conversation) -> Conversation:
         """The conversation, with another reason where the partner has failed whatever ended it."""
 
+    def whole(self, talk: Conversation, line: Line) -> Samples:
+        """All that was said as one row, of whose turns the record then is."""
+
     def close(self) -> None:
         """Ends what was begun for the response, without waiting for it."""
 
 
 class ToolPartner:
     """Tools, and the row's environment, which begins while the first turn is sampled."""
+
+    leaves = None
 
     def __init__(
         self,
@@ -171,6 +183,10 @@ class ToolPartner:
         added = int(line.made.response_lengths[0]) - talk.tokens
         problems = [call.problem for call in self._calls]
         return talk.sampled(added, self._clock(), problems, bool(line.made.truncated[0]))
+
+    def left(self, talk: Conversation) -> tuple[Conversation, Line]:
+        """Raises RuntimeError: tools wait for whatever is sampled."""
+        raise RuntimeError("tools do not leave a conversation")
 
     async def acted(self, talk: Conversation) -> Conversation:
         """After all open calls are made and answered."""
@@ -234,6 +250,11 @@ class ToolPartner:
         if begun.failed:
             return talk.failed()
         return talk
+
+    def whole(self, talk: Conversation, line: Line) -> Samples:
+        """The row as it is; the turn that it is at may have called nothing."""
+        self.record.completed(int(with_turns(line.made).turn_counts[0]))
+        return line.made
 
     def close(self) -> None:
         """Ends the environment."""

@@ -28,7 +28,8 @@ class _Writer:
 
     def write(self, step: int, samples: ResponseStore, results: Sequence[RewardResult]) -> None:
         turns = samples.rows.turn_counts is not None
-        write_samples(self._folder, step, _pieces(samples), reward_parts(results), turns)
+        branches = samples.rows.branch_counts is not None
+        write_samples(self._folder, step, _pieces(samples), reward_parts(results), turns, branches)
         keep_within(self._folder, self._max_bytes)
 
     def write_differences(

@@ -108,7 +108,7 @@ class Scorer:
 
         Returns results that are there, each once, and apart from them their long texts.
         """
-        responses = [list(block.responses()) for block in blocks]
+        responses = [[response for _, response in block.spoken_last()] for block in blocks]
         told = [None if block.turn_counts is None else list(outcomes(block)) for block in blocks]
         left_out = []
         for block, row, question in asked:
@@ -175,7 +175,7 @@ def has_failed(outcome: Mapping[str, Any]) -> bool:
     return bool(outcome) and outcome["outcome"]["stop_reason"] == LEFT_OUT
 
 
-_NO_FAILURES = (OK, "refused", "unread", "not_called", "overridden", "retry", "branch")
+_NO_FAILURES = (OK, "refused", "unread", "not_called", "overridden", "retry", "branch", "untrained")
 
 
 def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:

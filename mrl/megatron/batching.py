@@ -281,6 +281,8 @@ def check_batch(batch: TrainBatch, model: ModelSpec, moe_layers: int) -> None:
     if int(batch.prompt_lengths.min()) < 1:
         row = int(batch.prompt_lengths.argmin())
         raise DataError(f"row {row} of the batch has an empty prompt: nothing predicts its first response token")
+    if batch.branch_counts is not None:
+        _check_branches(batch)
     claimed = int(batch.lengths.sum())
     if claimed != len(batch.token_ids):
         raise DataError(f"the rows of the batch claim {claimed} tokens and it has {len(batch.token_ids)}")
@@ -290,3 +292,15 @@ def check_batch(batch: TrainBatch, model: ModelSpec, moe_layers: int) -> None:
         raise DataError(
             f"the batch's routes are {list(batch.routes.shape)}, expected {list(expected)} (tokens, MoE layers, topk)"
         )
+
+
+def _check_branches(batch: TrainBatch) -> None:
+    """Raises DataError for a later branch whose first token is trained on: nothing predicts it."""
+    branch_row = np.repeat(np.arange(len(batch)), batch.branch_counts)
+    begins = np.cumsum(batch.response_lengths) - batch.response_lengths
+    later = np.append(False, branch_row[1:] == branch_row[:-1])
+    first = (begins[branch_row] + batch.branch_starts)[later]
+    wrong = np.flatnonzero(batch.is_sampled[first])
+    if len(wrong):
+        row = int(branch_row[later][wrong[0]])
+        raise DataError(f"row {row} of the batch has a branch without a prompt: nothing predicts its first token")

@@ -3,7 +3,8 @@ parallelism. Pure numpy.
 
 Context-parallel rank r holds, of every sequence cut into 2 * context chunks, chunk r and chunk 2 * context - 1 - r
 ("zigzag"): so all ranks have the same share of a causal attention's work. What predicts what is settled before the cut,
-inside each sequence.
+inside each sequence. A row of several branches (mrl.data.samples) is as many sequences to the model, and one row to the
+loss.
 """
 
 import hashlib
@@ -59,7 +60,7 @@ class MicroBatch(TokenValues[Array]):
     """One micro-batch of one context-parallel rank: numpy arrays as they are cut, tensors as the model takes them.
 
     `tokens` are the response tokens whose predicting position is on this rank. `batch` is 1 where sequences are packed,
-    else the number of rows; `response_length` is the longest one here. The values of TokenValues are [rows,
+    else their number; `response_length` is the longest one here. The values of TokenValues are [rows,
     response_length].
     """
 
@@ -67,7 +68,7 @@ class MicroBatch(TokenValues[Array]):
     position_ids: Array  # int64 [batch, length]: position inside its sequence
     real: Array  # bool [batch, length]: no padding, and no filler's
     predicting: Array  # bool [batch, length]: real, and not its sequence's last token, whose output nobody reads
-    # int32 [rows + 1]: where sequences begin and end in the pack, before the cut; None: padded
+    # int32 [sequences + 1]: where sequences begin and end in the pack, before the cut; None: padded
     sequence_starts: Array | None
     predictors: Array  # int64 [tokens]: index into batch * length of the position that predicts the token
     targets: Array  # int64 [tokens]
@@ -109,7 +110,7 @@ def micro_batch(
     Without old log-probs those of this pass are wanted, of rejected tokens too.
     """
     picked = batch.rows(rows)
-    lengths = picked.lengths
+    lengths = picked.sequence_lengths
     padded = shape.padded(lengths)
     starts = np.concatenate([[0], np.cumsum(padded)])
     ids, positions, left = _laid_out(picked.token_ids, lengths, padded, starts)
@@ -120,14 +121,15 @@ def micro_batch(
     if picked.keep is not None and picked.old_log_probs is None:
         scored = in_rows(picked.is_sampled, responses) & (not is_filler)
     row, column = np.nonzero(mask if scored is None else scored)
-    target = starts[row] + picked.prompt_lengths[row] + column
+    begins = np.cumsum(picked.lengths) - picked.response_lengths  # places of responses among the rows' tokens
+    target = np.flatnonzero(left)[begins[row] + column]
     kept = kept_positions(padded, shape.context, context_rank)
     local = np.full(len(ids), -1, dtype=np.int64)
     local[kept] = np.arange(len(kept))
     here = local[target - 1] >= 0
     lines = 1
     if not shape.packed:
-        lines = len(rows)
+        lines = len(lengths)
     return MicroBatch(
         input_ids=ids[kept].reshape(lines, -1),
         position_ids=positions[kept].reshape(lines, -1),

@@ -18,7 +18,7 @@ GENERATING = "gen"  # its time is shared among sampled tokens; every other phase
 _FELL = CALL_REASONS.index("fell")
 # of what an agent asked for, which is no call; and the metrics of them
 _ASKED = {CALL_REASONS.index("overridden"): "overridden", CALL_REASONS.index("retry"): "retries",
-    CALL_REASONS.index("branch"): "branches"}  # fmt: skip
+    CALL_REASONS.index("branch"): "branches", CALL_REASONS.index("untrained"): "untrained_branches"}  # fmt: skip
 _RIGHT = (*map(CALL_REASONS.index, ("ok", "refused", "not_called")), _FELL)  # not by the tool's fault
 PER_TOKEN_PHASES = (GENERATING, "ref", "old_log_prob", "adv", "update_actor")
 
@@ -83,7 +83,7 @@ def length_metrics(rows: SampleRows, max_prompt_length: int, max_response_length
     metrics = distribution("prompt_length", rows.prompt_lengths)
     metrics |= _clip_ratio("prompt_length", rows.prompt_lengths, max_prompt_length)
     metrics |= distribution("response_length", rows.sampled_lengths)
-    return metrics | _clip_ratio("response_length", rows.response_lengths, max_response_length)
+    return metrics | _clip_ratio("response_length", rows.longest_responses, max_response_length)
 
 
 def turn_metrics(rows: SampleRows) -> dict[str, float]:

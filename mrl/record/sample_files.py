@@ -5,7 +5,8 @@
 unless weights changed meanwhile), `score`, `reason`, and `reward` (JSON: the parts that the reward function gave).
 Where responses have several turns there are `sampled` (list of bool: false of context, whose log-probs mean nothing)
 `turns` (list of `first_token`, `stop_reason`, `calls`, `seconds`, `reward`; see mrl.data.samples.Turn), and `calls`, of
-all turns one after another (list of `name`, `reason`, `seconds`; see mrl.data.samples.TurnCall).
+all turns one after another (list of `name`, `reason`, `seconds`; see mrl.data.samples.TurnCall). Where a response has
+several branches there is `branches` (list of `first_token`, `prompt_tokens`; see mrl.data.samples).
 Older runs have `step-N.jsonl`, which `read_samples` reads alike.
 """
 
@@ -21,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mrl.data.samples import CALL_REASONS, STOP_REASONS, UNJUDGED, Samples, packed, with_turns
+from mrl.data.samples import CALL_REASONS, STOP_REASONS, UNJUDGED, Samples, packed, with_branches, with_turns
 from mrl.errors import DataError, MrlError
 from mrl.plain_files import LINES_BYTES, parse_json, read_text
 from mrl.record.run_dir import json_line, step_of
@@ -36,14 +37,21 @@ ROWS_AT_ONCE = 64  # of a row group: what a reader has to decompress for one res
 
 
 def write_samples(
-    folder: Path, step: int, pieces: Iterable[Samples], rewards: Sequence[RewardParts], turns: bool = False
+    folder: Path,
+    step: int,
+    pieces: Iterable[Samples],
+    rewards: Sequence[RewardParts],
+    turns: bool = False,
+    branches: bool = False,
 ) -> Path:
     """Writes `folder/step-N.parquet`, which appears whole or not at all; `rewards` are of all rows of all pieces, in
-    order. `turns`: with their columns.
+    order. `turns`, `branches`: with their columns; those of branches go with those of turns.
 
     Routes are left out: they are hundreds of bytes a token, and an engine of that weight version would give them again.
     """
-    table = _table_of_turns if turns else _table
+    table = _table
+    if turns:
+        table = _table_of_branches if branches else _table_of_turns
     schema = table(packed([]), []).schema
     return _write_whole(folder / f"step-{step}.parquet", schema, _tables(pieces, rewards, table))
 
@@ -270,6 +278,13 @@ def _table_of_turns(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Tabl
     table = table.append_column("sampled", _lists(pa.array(samples.sampled), samples.response_lengths))
     table = table.append_column("turns", _structs(turns, samples.turn_counts))
     return table.append_column("calls", _structs(calls, samples.call_counts))
+
+
+def _table_of_branches(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
+    samples = with_branches(samples)
+    branches = {"first_token": pa.array(samples.branch_starts), "prompt_tokens": pa.array(samples.branch_prompts)}
+    table = _table_of_turns(samples, rewards)
+    return table.append_column("branches", _structs(branches, samples.branch_counts))
 
 
 def _structs(columns: Mapping[str, pa.Array], counts: np.ndarray) -> pa.Array:

@@ -19,6 +19,7 @@ from mrl.errors import ConfigError
 from mrl.reward.confine import given_environment
 from mrl.reward.items import ANSWER_BYTES, DIED, TIMEOUT
 
+KEEPER = "mrl.reward.keeper"  # the module of the process below which a user's code runs
 PIPE_BYTES = 65536
 END_S = 5.0  # to end what a function started; one that is past it may be stopped, and is killed itself
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +66,7 @@ class WorkerProcess:
         self._buffer = bytearray()
         self._spec = spec
         # -P: the working directory is no import path, so a file of the user's called json.py shadows nothing
-        command = [sys.executable, "-P", "-m", "mrl.reward.keeper", str(requests), str(results), module]
+        command = [sys.executable, "-P", "-m", KEEPER, str(requests), str(results), module]
         self._process = subprocess.Popen(
             command,
             pass_fds=(requests, results),

@@ -1,7 +1,8 @@
 """A response of several turns as a state machine: what it waits for, what its budgets allow, and why it ends.
 
     SAMPLING --sampled--> ACTING --answered, the last--> TELLING --told--> SAMPLING ...
-        |                   |                               |
+        |                   | ^                             |
+        |-- left -----------|-+                             |
         +---- stop, length, | turns, seconds, ------------- | context, closed, environment ----> ENDED
         +-------------------------------------------------- + a border, or an engine that gives back ----> HELD
 
@@ -115,6 +116,13 @@ class Conversation:
             return after._ended(Stop.TURNS)
         answers = tuple(self._answer_at_once(number, problem) for number, problem in enumerate(problems))
         return replace(after, state=ConversationState.ACTING, answers=answers, acting_since=now)._acted(now)
+
+    def left(self, now: float) -> "Conversation":
+        """Nobody waits for what would be sampled: it counts as a turn, and the agent's next request is awaited."""
+        self._must_be(ConversationState.SAMPLING)
+        if self.turn >= self.budgets.turns:
+            return self._ended(Stop.TURNS)
+        return replace(self, state=ConversationState.ACTING, answers=(None,), acting_since=now)
 
     def _answer_at_once(self, number: int, problem: str | None) -> str | None:
         if problem is None and number >= self.budgets.calls:

@@ -223,7 +223,7 @@ def _spans(kept: Samples, more: Samples) -> tuple[np.ndarray, np.ndarray, np.nda
     )
     lengths = (kept.response_lengths + more.response_lengths).tolist()
     rows = [
-        _merged(np.concatenate([a, b]), np.concatenate([v, w]), end)
+        merged_spans(np.concatenate([a, b]), np.concatenate([v, w]), end)
         for (a, b, v, w), end in zip(pairs, lengths, strict=True)
     ]
     starts, versions = (np.concatenate(column) for column in zip(*rows, strict=True))
@@ -231,7 +231,7 @@ def _spans(kept: Samples, more: Samples) -> tuple[np.ndarray, np.ndarray, np.nda
     return starts.astype(kept.span_starts.dtype), versions, counts
 
 
-def _merged(starts: np.ndarray, versions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def merged_spans(starts: np.ndarray, versions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Leaves out spans that have no token, or the version of the one before.
 
     A response without tokens keeps its last span.

@@ -30,8 +30,8 @@ def sample_metrics(data: DataConfig, epoch: int, rollouts: Rollouts) -> dict[str
     return {
         "training/epoch": float(epoch),
         **reward_metrics(scores[judged], rollouts.rewards[judged]),
-        **length_metrics(rollouts.samples.rows, data.max_prompt_length, data.max_response_length),
-        **turn_metrics(rollouts.samples.rows),
+        **length_metrics(rollouts.made, data.max_prompt_length, data.max_response_length),
+        **turn_metrics(rollouts.made),
     }
 
 
@@ -60,7 +60,7 @@ def time_metrics(trainer: TrainerConfig, devices: int, timer: PhaseTimer, rollou
     """
     waits = {GENERATING} if trainer.schedule != "sync" else set()
     seconds = {name: value for name, value in timer.seconds.items() if name not in waits}
-    return timer.metrics() | speed_metrics(rollouts.samples.rows, seconds, devices)
+    return timer.metrics() | speed_metrics(rollouts.made, seconds, devices)
 
 
 def memory_metrics(hosts: Hosts) -> dict[str, float]:
@@ -77,7 +77,7 @@ def mfu_metrics(
     experts that a token is sent to, the output layer of sampled tokens alone, and layers that are computed twice once.
     A backward pass costs two forward ones; generation and each pass of log-probs one, whatever a cache saved.
     """
-    forward = forward_flops(model, rows.lengths.tolist(), int(rows.sampled_lengths.sum()))
+    forward = forward_flops(model, rows.sequence_lengths.tolist(), int(rows.sampled_lengths.sum()))
     scored = (not algorithm.on_policy) + algorithm.needs_reference
     return {
         "perf/mfu/actor": 3 * forward / (seconds["update"] * peak.actor),

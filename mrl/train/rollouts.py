@@ -22,7 +22,7 @@ from mrl.config.schema import AlgorithmConfig, RewardConfig
 from mrl.data.batch import Prompt
 from mrl.data.order import DataCursor
 from mrl.data.samples import SampleRows
-from mrl.errors import DataError, Interrupted
+from mrl.errors import DataError, Interrupted, NumericAbort
 from mrl.flow.request_streams import FinishedResponses, RequestStreams
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.scoring import ScorerGroup
@@ -218,6 +218,17 @@ def check_not_all_empty(rows: SampleRows) -> None:
     )
 
 
+def check_any_number(rows: SampleRows) -> None:
+    """Raises NumericAbort when no response is left that has a token and log-probs that are numbers."""
+    if rows.sampled_lengths.any():
+        return
+    raise NumericAbort(
+        f"nothing of the step is left to train on: of {len(rows)} responses all that have a token have log-probs that "
+        "are not finite. The engines computed with weights that are not numbers; see logs/engine-N.log in the run "
+        "directory, and resume from an earlier checkpoint with a smaller actor.optim.lr"
+    )
+
+
 def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: int) -> int:
     """Seed of response `index` of a prompt in a step; 48 bits, which every engine and platform accepts.
 
@@ -238,6 +249,14 @@ class Rollouts:
     rewards: np.ndarray  # float64 [samples]: scores after penalties
     cursor: DataCursor
     metrics: dict[str, float]
+    generated: SampleRows | None = None  # `samples.rows` as engines made them; None: as they are
+
+    @property
+    def made(self) -> SampleRows:
+        """The rows as engines made them, those of log-probs without numbers with all that was sampled."""
+        if self.generated is None:
+            return self.samples.rows
+        return self.generated
 
 
 @dataclass(frozen=True)
@@ -259,7 +278,7 @@ class Judge:
         if not buffer.enable:
             return scores
         return scores + soft_overlong_penalty(
-            rows.response_lengths, self.max_response_length, buffer.len, buffer.penalty_factor
+            rows.longest_responses, self.max_response_length, buffer.len, buffer.penalty_factor
         )
 
     def values(self, rows: SampleRows, results: list[RewardResult]) -> np.ndarray:
@@ -273,21 +292,20 @@ class Judge:
     ) -> Rollouts:
         """What a step trains on, from the samples and results that were chosen for it; `metrics`: of their generation.
 
-        Raises DataError where every response is empty.
+        Raises DataError where every response is empty, NumericAbort where none has log-probs that are numbers.
         """
         check_not_all_empty(samples.rows)
-        left_out = [result.reason == LEFT_OUT for result in results]
-        if any(left_out):
-            metrics = metrics | {"turns/left_out": float(np.mean(left_out))}
-        not_finite = [result.reason == NOT_FINITE for result in results]
-        if any(not_finite):
-            metrics = metrics | {"train/not_finite_share": float(np.mean(not_finite))}
-            samples = samples.as_context(np.array(not_finite))
-        rewards = self.rewards(samples.rows, results)
-        if self.algorithm.overlong_buffer.enable:
+        generated = samples.rows
+        not_finite = np.array([result.reason == NOT_FINITE for result in results], bool)
+        if not_finite.any():
+            samples = samples.as_context(not_finite)
+            check_any_number(samples.rows)
+        rewards = self.rewards(generated, results)
+        judged = np.array([result.reason not in UNJUDGED for result in results], bool)
+        if self.algorithm.overlong_buffer.enable and judged.any():
             penalties = rewards - [result.score for result in results]
-            metrics = metrics | {"train/overlong_penalty_mean": float(penalties.mean())}
-        return Rollouts(samples, results, rewards, cursor, metrics)
+            metrics = metrics | {"train/overlong_penalty_mean": float(penalties[judged].mean())}
+        return Rollouts(samples, results, rewards, cursor, metrics, generated)
 
 
 def metric_values(metric: str, results: list[RewardResult], rewards: np.ndarray) -> np.ndarray:
@@ -315,9 +333,13 @@ def _part(result: RewardResult, name: str) -> float:
 
 
 def group_metrics(batches: float, uniform_share: float, trained: int, made: list[RewardResult]) -> dict[str, float]:
-    """Metrics of the groups that were generated for a step. `made`: all their rewards."""
+    """Metrics of the groups that were generated for a step. `made`: all their rewards, those of filtered ones too."""
     failed = sum(failure_counts(made).values())
-    return {
+    unjudged = {}
+    for reason, name in (LEFT_OUT, "turns/left_out"), (NOT_FINITE, "train/not_finite_share"):
+        if count := sum(result.reason == reason for result in made):
+            unjudged[name] = count / len(made)
+    return unjudged | {
         "train/num_gen_batches": batches,
         "train/uniform_group_share": uniform_share,
         "train/trained_groups": float(trained),

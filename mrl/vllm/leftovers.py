@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mrl.platforms.hosting import BUCKET_FOLDER
+from mrl.reward.process import KEEPER
 
 SHARED = "/dev/shm"
 SOCKETS = "VLLM_RPC_BASE_PATH"  # where vLLM puts the files of sockets
@@ -16,14 +18,17 @@ NOTED_EVERY_S = 2.0  # while an engine starts
 
 
 def shared_memory_below(pid: int) -> set[Path]:
-    """Shared memory that descendants of `pid` have mapped: what multiprocessing and vLLM's CPU collectives made."""
+    """Shared memory that descendants of `pid` have mapped: what multiprocessing and vLLM's CPU collectives made.
+
+    What tools and agents have mapped is theirs, or of somebody whom they work with.
+    """
     import psutil
 
     ours = {}
     with suppress(OSError):
         ours = {path.stat().st_ino: path for path in Path(SHARED).iterdir() if _is_ours(path.name)}
     segments = set()
-    for child in psutil.Process(pid).children(recursive=True):
+    for child in _processes_below(psutil.Process(pid)):
         segments |= {ours[inode] for inode in _shared_inodes(child.pid) & ours.keys()}
     return segments
 
@@ -37,6 +42,24 @@ def _shared_inodes(pid: int) -> set[int]:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
         return {int(line.split(None, 5)[4]) for line in lines if f" {SHARED}/" in line}
     return set()
+
+
+def _processes_below(process: Any) -> Iterator[Any]:
+    """Descendants, without those that a user's code runs in."""
+    import psutil
+
+    try:
+        children = process.children()
+    except psutil.Error:
+        return
+    for child in children:
+        try:
+            is_users = KEEPER in child.cmdline()
+        except psutil.Error:
+            continue
+        if not is_users:
+            yield child
+            yield from _processes_below(child)
 
 
 def _is_ours(name: str) -> bool:

@@ -27,7 +27,8 @@ from mrl.algo.rows import row_sums
 from mrl.cluster.prerequisites import free_port
 from mrl.config.load import load_config
 from mrl.data.batch import TrainBatch
-from mrl.data.samples import Sample, packed, positions
+from mrl.data.row_columns import positions
+from mrl.data.samples import Sample, packed
 from mrl.megatron.packing import in_rows
 from mrl.record.metrics import reduce_parts
 

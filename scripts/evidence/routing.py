@@ -28,7 +28,8 @@ from mrl.algo.rows import on_tokens
 from mrl.cluster.prerequisites import free_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.data.samples import Sample, packed, positions
+from mrl.data.row_columns import positions
+from mrl.data.samples import Sample, packed
 from mrl.platforms.hosting import get_hosting
 
 ROOT = Path(__file__).resolve().parents[2]

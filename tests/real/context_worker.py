@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from parity_worker import exported_gradients
 from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
@@ -25,8 +26,12 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
             "plain": batch, "noise": _spoilt(batch, 5.0), "nan": _spoilt(batch, math.nan), "let in": _let_in(batch)
         }  # fmt: skip
         report: dict = {}
+        config = RunConfig.model_validate(case["config"])
+        actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, meetings))
+        meetings += 1
+        report |= _cut_apart(actor, batch, TrainBatch(**np.load(case["cut"])))
+        actor.close()
         for name, given in batches.items():
-            config = RunConfig.model_validate(case["config"])
             actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, meetings))
             meetings += 1
             report[name] = _updated(actor, given)
@@ -68,6 +73,25 @@ def _log_probs(actor: MegatronActor, batch: TrainBatch) -> dict:
         "sampled": int(batch.sampled[batch.places_of(results[0].rows)].sum()),
         "entropy_apart": abs(results[0].entropy[0] - results[1].entropy[0]),
     }
+
+
+def _cut_apart(actor: MegatronActor, batch: TrainBatch, cut: TrainBatch) -> dict:
+    """How far gradients of rows that are cut into branches are from those of whole ones; and of the same rows with
+    branches taken for one sequence. Every ratio is 1, so that none is clipped.
+    """
+    blind = replace(cut, branch_counts=None, branch_starts=None, branch_prompts=None)
+    whole, parts, wrong = (_gradients(actor, each) for each in (batch, cut, blind))
+    norm = float(whole.norm())
+    return {
+        "gradient_norm": norm,
+        "cut_gradient_error": float((parts - whole).norm()) / norm,
+        "blind_gradient_error": float((wrong - whole).norm()) / norm,
+    }
+
+
+def _gradients(actor: MegatronActor, batch: TrainBatch) -> torch.Tensor:
+    actor.gradients(replace(batch, old_log_probs=None))
+    return torch.cat([tensor.double().flatten() for _, tensor in sorted(exported_gradients(actor).items())])
 
 
 def _updated(actor: MegatronActor, batch: TrainBatch) -> dict:

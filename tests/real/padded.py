@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from mrl.data.batch import TrainBatch
-from mrl.data.samples import Sample, packed, positions
+from mrl.data.row_columns import positions
+from mrl.data.samples import Sample, packed
 
 
 @dataclass(frozen=True)

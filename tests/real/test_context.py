@@ -1,4 +1,6 @@
-"""Megatron's update of responses with context in between: what stands at context changes no bit of a weight."""
+"""Megatron's update of responses with context in between: what stands at context changes no bit of a weight, and a
+response that is cut into branches has the gradient of the whole.
+"""
 
 import json
 from dataclasses import replace
@@ -10,7 +12,8 @@ from ranks import run_ranks
 from tiny_models import save, tiny_moe
 
 from mrl.data.batch import TrainBatch
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import Sample, Samples, Turn, packed
+from mrl.schedule.branches import Branch, as_one_row
 
 pytestmark = pytest.mark.real
 
@@ -28,8 +31,10 @@ def reports(tmp_path_factory) -> dict[str, list[dict]]:
     for name, (degrees, algorithm) in CASES.items():
         batch = _batch(on_policy=bool(algorithm))
         np.savez(out / f"{len(cases)}.npz", **batch.arrays)
+        np.savez(out / f"{len(cases)}-cut.npz", **_cut(batch).arrays)
         config = _config(str(path), degrees, algorithm)
-        cases.append({"name": name, "config": config, "batch": str(out / f"{len(cases)}.npz")})
+        files = {"batch": str(out / f"{len(cases)}.npz"), "cut": str(out / f"{len(cases)}-cut.npz")}
+        cases.append({"name": name, "config": config, **files})
     (out / "cases.json").write_text(json.dumps(cases))
     run_ranks(Path(__file__).with_name("context_worker.py"), 2, out, [str(out / "cases.json")])
     return {name: [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in CASES}
@@ -51,19 +56,56 @@ def test_log_probs_are_those_of_the_whole_row_and_entropy_counts_what_was_sample
         assert report["entropy_apart"] > 1.0
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_response_as_one_sequence_and_cut_into_branches_has_the_same_gradient(reports, name):
+    for report in reports[name]:
+        assert report["gradient_norm"] > 1e-3 and report["cut_gradient_error"] < 1e-6
+        assert report["blind_gradient_error"] > 1e-3, "branches that are taken for one sequence are seen"
+
+
 def test_on_policy_the_updates_own_log_probs_are_those_of_what_was_sampled(reports):
     found = [report["plain"]["old"] for report in reports["context parallel, on policy"]]
     assert sorted(found) == [[], [int(_batch(True).sampled.sum())]]
 
 
-def _batch(on_policy: bool) -> TrainBatch:
-    rng, samples = np.random.default_rng(7), []
+def _cut(batch: TrainBatch) -> TrainBatch:
+    """The same trajectories: after each turn but the last the agent goes back, and on behind it with what it heard."""
+    rows = [as_one_row(_branches(sample)) for sample in _samples(np.random.default_rng(7))]
+    cut = TrainBatch.of(Samples.joined(rows), 1.0)
+    assert cut.branch_counts.tolist() == [1 + i % 3 for i in range(ROWS)]
+    values = {}
+    for name, column in batch.token_values.items():
+        if column is not None:
+            values[name] = np.zeros(len(cut.sampled), column.dtype)
+            values[name][cut.sampled] = column[batch.sampled]
+    return replace(cut, **values)
+
+
+def _branches(sample: Sample) -> list[Branch]:
+    sampled = np.array(sample.sampled)
+    starts = np.flatnonzero(sampled & ~np.append(False, sampled[:-1]))
+    ends = np.flatnonzero(sampled & ~np.append(sampled[1:], False)) + 1
+    found = []
+    for number, end in enumerate(ends.tolist()):
+        part = {name: getattr(sample, name)[:end] for name in ("response_ids", "rollout_log_probs", "sampled")}
+        turns = tuple(Turn(start, "stop") for start in starts[: number + 1].tolist())
+        found.append(Branch(packed([replace(sample, **part, turns=turns)]), number))
+    return found
+
+
+def _samples(rng: np.random.Generator) -> list[Sample]:
+    samples = []
     for i in range(ROWS):
         sampled = [turn % 2 == 0 for turn in range(1 + 2 * (i % 3)) for _ in range(int(rng.integers(1, 6)))]
         ids = rng.integers(1, 127, 4 + len(sampled)).tolist()
         log_probs = np.where(sampled, -4.0 - rng.random(len(sampled)), 0.0)
         samples.append(Sample(i, i, i, 0, ids[:4], ids[4:], log_probs, "stop", 0, sampled=sampled))
-    batch = TrainBatch.of(packed(samples), 1.0)
+    return samples
+
+
+def _batch(on_policy: bool) -> TrainBatch:
+    rng = np.random.default_rng(7)
+    batch = TrainBatch.of(packed(_samples(rng)), 1.0)
     tokens = len(batch.rollout_log_probs)
     advantages = np.where(batch.sampled, np.repeat(rng.choice([-1.0, 1.0], ROWS), batch.response_lengths), 0.0)
     batch = replace(batch, advantages=advantages.astype(np.float32), loss_weights=np.ones(tokens, np.float32))

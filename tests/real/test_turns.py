@@ -3,6 +3,7 @@ what the engine sampled or read, and context is not trained on.
 """
 
 import importlib.util
+import itertools
 import json
 import re
 import signal
@@ -102,6 +103,7 @@ def run(url, key, row, seconds):
         messages += [told(call) for call in message["tool_calls"]]
         message, used = ask(messages)
         if index % 3 == 2 and turn == 0:
+            line.append(used)
             messages[before:] = [messages[before] | {"content": "17"}, *messages[before + 1 :]]
             message, used = ask(messages)
         line.append(used)
@@ -231,19 +233,31 @@ def test_transformers_says_of_what_was_sampled_what_the_engine_said(run, world):
 
 
 def check_log_probs(run: Path, world: Path) -> None:
-    """Over whole rows, by the weights of the first step; what was read in between is computed as the engine did."""
+    """Over whole rows, each branch by itself, by the weights of the first step; what was read in between is computed as
+    the engine did.
+    """
     model = AutoModelForCausalLM.from_pretrained(world / "model", dtype=torch.float32).eval()
     several = 0
     for row in read_samples(run / "samples", 1):
-        prompt, response, sampled = row["prompt_ids"], row["response_ids"], torch.tensor(row["sampled"])
-        with torch.no_grad():
-            log_probs = model(torch.tensor([prompt + response])).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
-        expected = log_probs.gather(-1, torch.tensor(response)[:, None])[:, 0]
-        given = torch.tensor(row["rollout_log_probs"])
-        assert (expected - given)[sampled].abs().max() < 1e-4
+        ids = torch.tensor(row["prompt_ids"] + row["response_ids"])
+        sampled = torch.tensor([False] * len(row["prompt_ids"]) + row["sampled"])
+        given = torch.tensor([0.0] * len(row["prompt_ids"]) + row["rollout_log_probs"])
+        for part in branches_of(row):
+            with torch.no_grad():
+                log_probs = model(ids[None, part]).logits.log_softmax(-1)[0, :-1]
+            expected = log_probs.gather(-1, ids[part][1:, None])[:, 0]
+            assert (expected - given[part][1:])[sampled[part][1:]].abs().max() < 1e-4
         assert not given[~sampled].any()
-        several += not sampled.all()
+        several += not all(row["sampled"])
     assert several >= 4
+
+
+def branches_of(row: dict) -> list[slice]:
+    """Where each sequence of a row stands among its tokens, prompt and response."""
+    before = len(row["prompt_ids"])
+    begins = [branch["first_token"] for branch in row.get("branches") or []][1:]
+    places = [0, *(before + begin for begin in begins), before + len(row["response_ids"])]
+    return [slice(*pair) for pair in itertools.pairwise(places)]
 
 
 AHEAD = {
@@ -297,6 +311,7 @@ def agents_run(request, world, tmp_path_factory) -> Path:
         },
         "rollout__turns__environments": [], "rollout__turns__path": None,
         "reward__custom_reward_function__path": folder / "reward.py",
+        "data__max_response_length": 104,  # all that the model has positions for: branches have room
     }  # fmt: skip
     succeeded("train", str(PRESET), *given(world, folder / "run", **agent))
     return folder
@@ -304,8 +319,8 @@ def agents_run(request, world, tmp_path_factory) -> Path:
 
 @pytest.mark.long
 def test_a_strangers_agent_is_trained_over_the_endpoint(agents_run, world):
-    """Each request of the line that is trained had as many tokens as the stored row up to there, and those tokens: the
-    log-probs of what was sampled behind them are Transformers' of the row.
+    """Each request that is trained had as many tokens as its branch of the stored row up to there, and those tokens:
+    the log-probs of what was sampled behind them are Transformers' of the branch. What the agent left is trained too.
     """
     run = agents_run / "run"
     rows = [row for row in metrics(run) if row["training/global_step"]]
@@ -327,12 +342,15 @@ def test_a_strangers_agent_is_trained_over_the_endpoint(agents_run, world):
         starts = [turn["first_token"] for turn in row["turns"]]
         sampled = np.array(row["sampled"])
         ends = [*starts[1:], len(sampled)]
-        used = [
-            [len(row["prompt_ids"]) + start, int(sampled[start:end].sum())]
-            for start, end in zip(starts, ends, strict=True)
-        ]
-        if row["stop_reason"] == "closed":
+        before = len(row["prompt_ids"])
+        parts = branches_of(row)
+        used = []
+        for start, end in zip(starts, ends, strict=True):
+            own = next(part for part in parts if part.start <= before + start < part.stop)
+            used.append([before + start - own.start, int(sampled[start:end].sum())])
+        has_all = not any(call["reason"] == "untrained" for call in row["calls"])
+        if row["stop_reason"] == "closed" and has_all:
             stored.append([prompt.rpartition("user\n")[2].partition("<|im_end|>")[0], used])
-    assert len(stored) >= PROMPTS * N
+    assert len(stored) >= PROMPTS * N // 2
     for each in stored:
         noted.remove(each)

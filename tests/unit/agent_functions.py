@@ -47,6 +47,7 @@ def steps(url, key, row, seconds):
     """Does what the row says: a list of [kind, ...]; `messages` are its own. What it saw goes into the row's file."""
     messages = [dict(message) for message in row["prompt"]]
     saw = []
+    kept = []
     for kind, *given in row["extra_info"]["steps"]:
         if kind == "ask":
             saw.append(chat(messages, **(given[0] if given else {})))
@@ -61,6 +62,10 @@ def steps(url, key, row, seconds):
             messages.append({"role": "tool", "tool_call_id": call, "content": given[0]})
         elif kind == "cut":
             del messages[given[0] :]
+        elif kind == "keep":
+            kept = list(messages)
+        elif kind == "back":
+            messages = list(kept)
         elif kind == "forge":
             messages[-1] = {"role": "assistant", "content": given[0]}
         elif kind == "reward":
@@ -78,22 +83,28 @@ def steps(url, key, row, seconds):
 
 
 def wanders(url, key, row, seconds):
-    """Goes on, asks again, cuts its history, forges what the model said; notes the line that it spoke last."""
+    """Goes on, asks again, cuts its history, forges what the model said; notes the line that it spoke last, and all
+    answers but those that it asked again.
+    """
     rng = random.Random(row["extra_info"]["seed"])
     messages = [dict(message) for message in row["prompt"]]
     messages.append(chat(messages))
+    heard = [messages[-1]["content"]]
     for number in range(8):
         move = rng.choice(["on", "on", "again", "cut", "forge"])
         if move == "again":
-            messages.pop()
+            asked_again = messages.pop()["content"]
+            if asked_again in heard:
+                heard.remove(asked_again)
         else:
             if move == "cut":
                 del messages[rng.randrange(2, len(messages) + 1, 2) :]
             if move == "forge":
                 messages[-1] = {"role": "assistant", "content": f"Forged {number}."}
-            messages.append({"role": "user", "content": f"{rng.choice(['more', 'less'])}?"})
+            messages.append({"role": "user", "content": f"{number} {rng.choice(['more', 'less'])}?"})
         messages.append(chat(messages))
-    note(row, messages)
+        heard.append(messages[-1]["content"])
+    note(row, [messages, heard])
 
 
 def note(row, saw):

@@ -33,7 +33,8 @@ class InMemory(ResponseStore):
 
 
 def stored(samples) -> InMemory:
-    return InMemory.joined([InMemory.whole(block) for block in in_blocks([packed(samples)])])
+    rows = samples if isinstance(samples, Samples) else packed(samples)
+    return InMemory.joined([InMemory.whole(block) for block in in_blocks([rows])])
 
 
 class Here(Channel):

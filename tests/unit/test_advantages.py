@@ -17,7 +17,7 @@ from mrl.algo.advantages import (
 from mrl.algo.correction import mismatch_metrics, mismatch_of_rows
 from mrl.algo.rows import RowValues, moments, row_sums
 from mrl.algo.spec import ADVANTAGES
-from mrl.data.samples import positions
+from mrl.data.row_columns import positions
 from mrl.errors import ConfigError, DataError, NumericAbort
 from mrl.record.spec import metric_spec
 

@@ -40,6 +40,7 @@ EVENTS = {
     "context": lambda c: c.told(5),
     "context without end": lambda c: c.told(51),
     "another line": lambda c: c.rewound(3),
+    "nobody waits": lambda c: c.left(101.5),
     "time": lambda c: c.passed(110.9),
     "too much time": lambda c: c.passed(111.0),
     "is given back": lambda c: c.held(),
@@ -51,7 +52,7 @@ TABLE = {
     State.SAMPLING: {
         "answers by itself": Stop.STOP, "calls": State.ACTING, "calls, all malformed": State.TELLING,
         "calls, after hours in the engine's line": State.ACTING, "is cut off": State.HELD, "is given back": State.HELD,
-        "fills the rest": Stop.LENGTH,
+        "fills the rest": Stop.LENGTH, "nobody waits": State.ACTING,
         "an answer": State.SAMPLING, "an answer, late": State.SAMPLING, "an answer of another turn": State.SAMPLING,
         "time": State.SAMPLING, "too much time": State.SAMPLING, **ENDS,
     },
@@ -198,3 +199,14 @@ def test_seconds_of_all_turns_are_counted_together_and_those_of_the_engine_are_n
     late = second.passed(9004.0)
     assert (late.stop, late.acting_s, late.acted_s) == (Stop.SECONDS, 4.0, 6.0)
     assert second.answered(2, 0, "17", 9004.5).acting_s == 4.5
+
+
+def test_a_turn_that_nobody_waits_for_counts_as_one_and_adds_no_token():
+    """Time counts as the agent's from where it left; in the last turn that is the end."""
+    left = START.left(101.0)
+    assert (left.state, left.turn, left.tokens, left.deadline) == (State.ACTING, 1, 0, 111.0)
+    again = left.answered(1, 0, "", 104.0).rewound(0).told(0)
+    assert (again.state, again.turn, again.max_tokens, again.acted_s) == (State.SAMPLING, 2, 60, 3.0)
+    last = again.left(105.0).answered(2, 0, "", 106.0).rewound(0).told(0)
+    assert last.turn == 3 and last.left(107.0).stop is Stop.TURNS
+    assert left.passed(111.0).stop is Stop.SECONDS

@@ -118,6 +118,7 @@ SAID = {
     "hermes": [
         ('<tool_call>\n{"name": "calculator", "arguments": {"expression": 12*34}}\n</tool_call>', "no JSON"),
         ('<tool_call>\n{"name": "calculator", "arguments": {"digits": NaN}}\n</tool_call>', "NaN"),
+        ('<tool_call>\n{"name": "calculator", "arguments": {"digits": [-1e999]}}\n</tool_call>', "-1e999 is no value"),
         ('<tool_call>\n{"name": "calculator", "arguments": "{}"}\n</tool_call>', "no object"),
         ('<tool_call>["calculator"]</tool_call>', "name"),
         ("<tool_call>" + "[" * 100000 + "</tool_call>", "cannot be read"),
@@ -126,6 +127,7 @@ SAID = {
     ],
     "coder": [
         ("<tool_call><function=calculator><parameter=digits>\nmany\n</parameter>\n</function></tool_call>", "integer"),
+        ("<tool_call><function=calculator><parameter=digits>\n1e999\n</parameter>\n</function></tool_call>", "integer"),
         ("<tool_call>\n<function=calculator>\n</tool_call>", "</function>"),
         ("<tool_call>\n<function=calculator>\n12*34\n</function>\n</tool_call>", "between its arguments"),
         ("<tool_call>\n<function=calculator>\n" + "<parameter=digits>\n1\n</parameter>\n" * 2
@@ -133,6 +135,7 @@ SAID = {
         ("<tool_call>\n<function=calculator>", "not closed"),
     ],
     "glm": [
+        ("<tool_call>calculator\n<arg_key>digits</arg_key>\n<arg_value>1e999</arg_value>\n</tool_call>", "integer"),
         ("<tool_call>calculator\n<arg_key>digits</arg_key>\n<arg_value>many</arg_value>\n</tool_call>", "integer"),
         ("<tool_call>\n<arg_key>digits</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", "no name"),
         ("<tool_call>calculator\n<arg_key>digits</arg_key>\n</tool_call>", "between its arguments"),

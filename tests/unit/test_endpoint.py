@@ -59,10 +59,32 @@ class Engine:
         yield packed([Sample(*given, request.prompt_ids, response, log_probs, stop, 4)])
 
 
-def conversations(name: str | None = "steps", command: tuple[str, ...] = (), log=None, **more) -> Conversations:
+class Slow(Engine):
+    """Its first answer takes `seconds`; notes what it was told to end."""
+
+    def __init__(self, seconds: float, *said: str):
+        super().__init__(*said)
+        self.seconds, self.ended = seconds, []
+
+    async def generate(self, requests, sampling):
+        if not self.asked:
+            try:
+                self.asked.append(requests[0])
+                await asyncio.sleep(self.seconds)
+            except asyncio.CancelledError:
+                self.ended.append(requests[0])
+                raise
+            self.asked.pop()
+        async for made in super().generate(requests, sampling):
+            yield made
+
+
+def conversations(
+    name: str | None = "steps", command: tuple[str, ...] = (), log=None, folder: str | None = None, **more
+) -> Conversations:
     tools = ToolsSpec((), FILE if name else None, network=True, agent=name, command=command)
     given = spec(**{"max_prompt_length": 500, "max_turns": 9, **more})
-    return Conversations(replace(given, tools=tools), TOKENS, log)
+    return Conversations(replace(given, tools=tools), TOKENS, log, folder=folder)
 
 
 def whole(engine: Engine, steps=(), talks: Conversations | None = None, sampling=SAMPLING, **more) -> Samples:
@@ -90,18 +112,27 @@ def rows(engine: Engine, talks: Conversations, given: list[dict], sampling=SAMPL
 
 
 def check_asked(engine: Engine, made: Samples) -> None:
-    """Each turn of the row was sampled by a request of exactly the tokens before it; context has no log-prob."""
+    """Each turn of the row was sampled once, by a request of exactly the tokens before it in its branch; context has no
+    log-prob.
+    """
     made = with_turns(made)
     start = int(made.prompt_lengths[0])
     tokens = made.token_ids.tolist()
+    branches = [0]
+    if made.branch_counts is not None:
+        branches = [0, *(start + begin for begin in made.branch_starts.tolist()[1:])]
     starts = [*made.turn_starts.tolist(), int(made.response_lengths[0])]
+    numbers = set()
     for begin, end in itertools.pairwise(starts):
         sampled = made.sampled[begin:end]
         if not sampled.any():  # it was given back with nothing
             continue
         (number,) = set(-made.rollout_log_probs[begin:end][sampled])
+        assert number not in numbers
+        numbers.add(number)
         request = engine.asked[int(number) - 1]
-        assert list(request.prompt_ids) == tokens[: start + begin]
+        own = max(branch for branch in branches if branch <= start + begin)
+        assert list(request.prompt_ids) == tokens[own : start + begin]
         assert not made.rollout_log_probs[begin:end][~sampled].any()
 
 
@@ -111,6 +142,16 @@ def stop_of(made: Samples) -> str:
 
 def text_of(made: Samples) -> str:
     return TOKENS.decode(made.token_ids)
+
+
+def branches_of(made: Samples) -> list[str]:
+    """The text of each."""
+    ends = np.cumsum(made.sequence_lengths)[:-1]
+    return [TOKENS.decode(ids) for ids in np.split(made.token_ids, ends)]
+
+
+def sampled_of(made: Samples) -> str:
+    return TOKENS.decode(np.concatenate(list(made.responses()))[with_turns(made).sampled])
 
 
 def turn(said: str) -> str:
@@ -140,6 +181,21 @@ def test_an_agent_that_goes_on_is_one_row_of_all_that_it_heard(name):
 
 
 CALL = called("calculator", expression="12*34")
+
+
+def test_a_number_that_json_cannot_write_makes_a_call_a_text(tmp_path):
+    """A client that reads JSON as JSON is would fail at Infinity."""
+    saw = tmp_path / "saw"
+    tool = {
+        "type": "function",
+        "function": {"name": "calculator", "parameters": {"properties": {"x": {"type": "number"}}}},
+    }
+    asked = {"messages": [{"role": "user", "content": "?"}], "tools": [tool]}
+    steps = [["post", "/v1/chat/completions", asked]]
+    said = '<tool_call>\n{"name": "calculator", "arguments": {"x": 1e999}}\n</tool_call>'
+    (made,) = rows(Engine(said), conversations(), [row({"steps": steps, "saw": str(saw)})])
+    message = json.loads(saw.read_text())[0]["choices"][0]["message"]
+    assert "tool_calls" not in message and "1e999" in message["content"] and stop_of(made) == Stop.CLOSED
 
 
 def with_package(name: str):
@@ -177,6 +233,23 @@ def test_a_command_has_the_key_in_its_environment_and_the_row_on_its_standard_in
     assert stop_of(made) == Stop.CLOSED and made.turn_counts.tolist() == [3]
 
 
+def test_words_of_a_command_are_sought_where_the_users_command_was_given(tmp_path):
+    program = tmp_path / "agent.py"
+    program.write_text(
+        f"import json, sys\nsys.path.insert(0, {str(Path(FILE).parent)!r})\nimport agent_functions, os\n"
+        "told = json.load(sys.stdin)\n"
+        "agent_functions.counts(told['url'], os.environ['OPENAI_API_KEY'], told['row'], told['seconds'])\n"
+    )
+    made = whole(Engine("Four."), name=None, command=(sys.executable, "agent.py"), folder=str(tmp_path))
+    assert stop_of(made) == Stop.CLOSED
+    program.write_text("#!/bin/sh\nexec " + f"{sys.executable} other.py\n")
+    program.rename(tmp_path / "agent")
+    (tmp_path / "agent").chmod(0o755)
+    (tmp_path / "other.py").write_text("")
+    made = whole(Engine("Four."), name=None, command=("./agent",), folder=str(tmp_path))
+    assert stop_of(made) == Stop.ENVIRONMENT, "it was found, and asked for nothing"
+
+
 def test_a_turn_asked_again_is_replaced_and_sampled_by_another_seed():
     engine = Engine("Four.", "Five.", "Six.")
     made = whole(engine, [["ask"], ["again"], ["say", "Sure?"], ["ask"]])
@@ -188,17 +261,63 @@ def test_a_turn_asked_again_is_replaced_and_sampled_by_another_seed():
 def test_history_that_is_edited_begins_a_branch_that_says_why_and_shares_what_was_before():
     engine = Engine("Four.", "Five.", "Six.", "Seven.")
     made = whole(engine, [["ask"], ["say", "one"], ["ask"], ["cut", 2], ["say", "two"], ["ask"]])
-    assert text_of(made) == START + turn("Four.") + heard("two") + turn("Six.")
-    assert last_calls(made) == [("agent", "ok"), ("edited", "branch"), ("agent", "ok")]
+    shared = START + turn("Four.")
+    assert branches_of(made) == [shared + heard("one") + turn("Five."), shared + heard("two") + turn("Six.")]
+    assert sampled_of(made) == "".join(said + END for said in ("Four.", "Five.", "Six."))
+    assert last_calls(made) == [("agent", "ok"), ("agent", "ok"), ("edited", "branch"), ("agent", "ok")]
+    assert made.turn_counts.tolist() == [3] and made.turn_seconds.min() > 0
     assert engine.asked[2].prompt_ids[: len(engine.asked[1].prompt_ids) - 30] == engine.asked[1].prompt_ids[:-30]
 
 
 def test_history_that_is_forged_is_context_of_a_new_beginning_and_trains_nothing():
     engine = Engine("Four.", "Five.")
     made = whole(engine, [["ask"], ["forge", "It is 409."], ["say", "Sure?"], ["ask"]])
-    assert int(made.turn_counts[0]) == 1 and made.sampled.all()
-    assert "It is 409." in TOKENS.decode(made.token_ids[: made.prompt_lengths[0]])
-    assert text_of(made).endswith(turn("Five.")) and last_calls(made) == [("forged", "branch"), ("agent", "ok")]
+    forged = START + turn("It is 409.") + heard("Sure?") + turn("Five.")
+    assert branches_of(made) == [START + turn("Four."), forged] and sampled_of(made) == f"Four.{END}Five.{END}"
+    assert last_calls(made) == [("agent", "ok"), ("forged", "branch"), ("agent", "ok")]
+
+
+def test_a_branch_of_a_branch_that_was_left_and_taken_up_again_stands_in_the_row_once():
+    """Behind 1 come 2 and 3, then 4 behind 2 by its own history: two branches, of which 1 2 4 is the last."""
+    engine = Engine("Four.", "Five.", "Six.", "Seven.")
+    steps = [["ask"], ["say", "one"], ["ask"], ["keep"], ["cut", 2], ["say", "two"], ["ask"], ["back"], ["say", "on"]]
+    made = whole(engine, [*steps, ["ask"]])
+    shared = START + turn("Four.")
+    last = shared + heard("one") + turn("Five.") + heard("on") + turn("Seven.")
+    assert branches_of(made) == [shared + heard("two") + turn("Six."), last]
+    assert sampled_of(made) == f"Four.{END}Six.{END}Five.{END}Seven.{END}"
+    ok = ("agent", "ok")
+    assert last_calls(made) == [ok, ("edited", "branch"), ok, ok, ok]
+
+
+def test_what_is_asked_again_behind_which_the_agent_has_gone_on_begins_a_branch():
+    made = whole(Engine("Four.", "Five.", "Six."), [["ask"], ["say", "one"], ["ask"], ["cut", 1], ["ask"]])
+    assert branches_of(made) == [START + turn("Four.") + heard("one") + turn("Five."), START + turn("Six.")]
+    assert last_calls(made)[2] == ("asked again", "branch")
+
+
+def test_branches_take_no_more_room_than_a_response_may_and_the_newest_come_first():
+    """Three of 1, 2 and 3 behind the same prompt: room for the last and one more is room for the newer one."""
+    engine = Engine("Four.", "Five.", "Six.")
+    steps = [["ask"], ["cut", 0], ["say", "b"], ["ask"], ["cut", 0], ["say", "c"], ["ask"]]
+    said = [f"<|im_start|>user\n{text}{END}\n" for text in "bc"]
+    second, third = (said[i] + turn(text) for i, text in enumerate(("Five.", "Six.")))
+    every = len(ids("Four." + END)) + len(ids(second)) + len(ids(third))
+    made = whole(engine, steps, sampling=replace(SAMPLING, max_tokens=every))
+    assert branches_of(made) == [START + turn("Four."), second, third] and made.response_lengths[0] == every
+    made = whole(Engine("Four.", "Five.", "Six."), steps, sampling=replace(SAMPLING, max_tokens=every - 1))
+    assert branches_of(made) == [second, third] and sampled_of(made) == f"Five.{END}Six.{END}"
+    assert last_calls(made)[-2:] == [("agent", "ok"), ("agent", "untrained")]
+    longest = max(len(ids(text + END)) for text in ("Four.", "Five.", "Six."))
+    made = whole(Engine("Four.", "Five.", "Six."), steps, sampling=replace(SAMPLING, max_tokens=longest))
+    assert made.branch_counts is None and text_of(made) == third
+    assert last_calls(made)[-2:] == [("agent", "untrained")] * 2
+
+
+def test_a_response_that_fails_has_the_last_branch_alone():
+    steps = [["ask"], ["cut", 0], ["say", "b"], ["ask"], ["raise", "no"]]
+    made = whole(Engine("Four.", "Five."), steps)
+    assert stop_of(made) == Stop.ENVIRONMENT and made.branch_counts is None and made.turn_counts.tolist() == [1]
 
 
 def test_text_of_an_agent_is_never_a_token_of_the_models_own():
@@ -330,7 +449,8 @@ def test_no_body_of_a_client_ends_a_run(tmp_path):
     (made,) = rows(Engine("Four."), conversations(max_turns=30), [row({"steps": steps, "saw": str(saw)})])
     found = json.loads(saw.read_text())
     assert all("choices" in each or each["status"] == 400 for each in found[1:-1])
-    assert stop_of(made) == Stop.CLOSED and text_of(made) == START + turn("Four.") + heard("a") + turn("Four.")
+    assert stop_of(made) == Stop.CLOSED
+    assert branches_of(made)[-1] == START + turn("Four.") + heard("a") + turn("Four.")
 
 
 def test_strangers_are_turned_away(tmp_path):
@@ -428,6 +548,75 @@ def test_a_client_that_vanishes_harms_nobody(tmp_path):
     assert stop_of(made) == Stop.CLOSED and text_of(made) in (START + turn("Four."), START + turn("Five."))
 
 
+HANGS_UP = """
+import http.client, json, os, sys, time
+told = json.load(sys.stdin)
+host = told["url"].removeprefix("http://")
+key = {"x-api-key": os.environ["OPENAI_API_KEY"]}
+def ask(text=None):
+    connection = http.client.HTTPConnection(host, timeout=30)
+    messages = told["row"]["prompt"] + ([{"role": "user", "content": text}] if text else [])
+    connection.request("POST", "/v1/chat/completions", json.dumps({"messages": messages}), key)
+    return connection
+"""
+
+
+def hung_up(tmp_path, engine: Engine, program: str, **more) -> Samples:
+    (tmp_path / "agent.py").write_text(HANGS_UP + program)
+    return whole(engine, name=None, command=(sys.executable, str(tmp_path / "agent.py")), **more)
+
+
+def test_what_a_client_that_is_gone_asked_for_is_sampled_no_further(tmp_path):
+    """Without that the engine would be at it for a minute; the client asks again, as if it had not asked before."""
+    engine = Slow(60.0, "Never.", "Four.")
+    program = "gone = ask()\ntime.sleep(0.5)\ngone.close()\nassert ask().getresponse().status == 200\n"
+    began = time.monotonic()
+    made = hung_up(tmp_path, engine, program)
+    assert time.monotonic() - began < 30
+    assert len(engine.ended) == 1 and text_of(made) == START + turn("Four.") and stop_of(made) == Stop.CLOSED
+    assert last_calls(made) == [("agent", "ok")]
+
+
+def test_what_is_asked_behind_another_request_and_given_up_is_never_sampled(tmp_path):
+    engine = Slow(1.0, "Four.", "Five.")
+    program = "one = ask()\ntime.sleep(0.3)\nask('?').close()\nassert one.getresponse().status == 200\n"
+    made = hung_up(tmp_path, engine, program)
+    assert len(engine.asked) == 1 and text_of(made) == START + turn("Four.") and stop_of(made) == Stop.CLOSED
+
+
+def test_a_client_that_leaves_in_the_middle_leaves_what_was_said_before(tmp_path):
+    """It goes on from there, or ends; what it left is a turn of its budget."""
+    first = "said = json.loads(ask().getresponse().read())['choices'][0]['message']\n"
+    left = "told['row']['prompt'] += [said, {'role': 'user', 'content': 'left'}]\ngone = ask()\ntime.sleep(0.5)\n"
+
+    class Later(Slow):
+        async def generate(self, requests, sampling):
+            if len(self.asked) == 1:
+                kept, self.asked = self.asked, []
+                try:
+                    async for made in super().generate(requests, sampling):
+                        yield made
+                finally:
+                    self.asked = [*kept, *self.asked]
+                return
+            async for made in Engine.generate(self, requests, sampling):
+                yield made
+
+    engine = Later(60.0, "Four.", "Never.", "Five.")
+    made = hung_up(tmp_path, engine, first + left + "gone.close()\nassert ask('on').getresponse().status == 200\n")
+    assert len(engine.ended) == 1 and stop_of(made) == Stop.CLOSED
+    said = "".join(f"<|im_start|>user\n{text}{END}\n" for text in ("left", "on"))
+    assert text_of(made) == START + turn("Four.") + "\n" + said + turn("Five.")
+    assert last_calls(made) == [("agent", "ok"), ("agent", "ok"), ("agent", "ok")]
+    engine = Later(60.0, "Four.", "Never.")
+    made = hung_up(tmp_path, engine, first + left + "gone.close()\n")
+    assert len(engine.ended) == 1 and stop_of(made) == Stop.CLOSED and text_of(made) == START + turn("Four.")
+    engine = Later(60.0, "Four.", "Never.")
+    made = hung_up(tmp_path, engine, first + left + "gone.close()\n", max_turns=2)
+    assert len(engine.ended) == 1 and text_of(made) == START + turn("Four.")
+    assert hung_up(tmp_path, Slow(60.0, "Never."), "gone = ask()\ntime.sleep(0.5)\ngone.close()\n").turn_counts[0] == 1
+
+
 def test_sessions_beside_each_other_do_not_meet_and_no_more_run_than_may():
     steps = [["ask"], ["sleep", 0.2], ["say", "a"], ["ask"]]
     talks = conversations(num_workers=2)
@@ -448,20 +637,22 @@ def test_sessions_beside_each_other_do_not_meet_and_no_more_run_than_may():
     assert {text_of(each) for each in made} == {START + turn("Four.") + heard("a") + turn("Four.")}
 
 
-def test_wherever_an_agent_goes_the_row_is_the_line_that_it_spoke_last(tmp_path):
-    """As it sees it itself; each of its turns was sampled behind exactly the tokens before it (check_asked)."""
+def test_wherever_an_agent_goes_the_row_ends_with_what_it_spoke_last_and_has_all_else_once(tmp_path):
+    """As it sees it itself; each of its turns was sampled behind exactly the tokens before it (check_asked). What was
+    asked again is in no row.
+    """
     told = [{"seed": seed, "saw": str(tmp_path / str(seed))} for seed in range(8)]
     engine = Engine(*(f"Answer {number}." for number in range(200)))
-    for made in rows(engine, conversations("wanders", max_turns=20), [row(each) for each in told]):
-        line = json.loads((tmp_path / str(made.sample_id[0])).read_text())
+    sampling = replace(SAMPLING, max_tokens=5000)
+    every = rows(engine, conversations("wanders", max_turns=20), [row(each) for each in told], sampling)
+    for made in every:
+        line, heard_in_all = json.loads((tmp_path / str(made.sample_id[0])).read_text())
         written = "".join(f"<|im_start|>{each['role']}\n{each['content']}{END}\n" for each in line)
-        assert stop_of(made) == Stop.CLOSED and text_of(made) == written[:-1]
-        said = [each["content"] for each in line if each["role"] == "assistant"]
-        forged = [each.startswith("Forged") for each in said]
-        assert made.turn_counts[0] == forged.count(False), "what the model never said is context"
-        assert (made.prompt_lengths[0] == len(PROMPT)) == (not forged[0])
-        sampled = TOKENS.decode(np.concatenate(list(made.responses()))[with_turns(made).sampled])
-        assert sampled == "".join(each + END for each in said if not each.startswith("Forged"))
+        assert stop_of(made) == Stop.CLOSED and branches_of(made)[-1] == written[:-1]
+        assert not any("Forged" in part for part in sampled_of(made).split(END)), "what it never said is context"
+        assert sorted(sampled_of(made).split(END)[:-1]) == sorted(heard_in_all)
+        assert not [call for call in last_calls(made) if call[1] == "untrained"]
+    assert max(int(made.sequence_lengths.size) for made in every) > 2
 
 
 def test_one_that_is_ended_leaves_no_agent_behind():

@@ -238,3 +238,35 @@ def test_files_by_which_workers_met_are_removed_with_what_else_is_noted(engine, 
     made._calls.llm = None
     asyncio.run(made.stop())
     assert not met.exists()
+
+
+class Process:
+    """What psutil says of one."""
+
+    def __init__(self, command: str, maps: tuple[str, ...] = (), children: tuple = ()):
+        self.command, self.maps, self.below = command, maps, list(children)
+
+    def cmdline(self):
+        return self.command.split()
+
+    def children(self, recursive=False):
+        return [*self.below, *(each for child in self.below if recursive for each in child.children(True))]
+
+    @property
+    def pid(self):
+        return self
+
+
+def test_shared_memory_of_agents_and_tools_is_not_the_engines_to_remove(monkeypatch, tmp_path):
+    names = ("psm_of_somebody", "psm_3", "psm_1", "other", "cpushm_2")
+    for name in names:
+        (tmp_path / name).touch()
+    inodes = {name: (tmp_path / name).stat().st_ino for name in names}
+    monkeypatch.setattr(leftovers, "SHARED", str(tmp_path))
+    monkeypatch.setattr(leftovers, "_shared_inodes", lambda process: {inodes[name] for name in process.maps})
+    agent = Process("python agent.py", ("psm_of_somebody",))
+    tools = Process("python -P -m mrl.reward.keeper 3 4 mrl.environments.environment_worker", ("psm_3",), (agent,))
+    workers = Process("VLLM::EngineCore", ("psm_1", "other"), (Process("VLLM::Worker", ("cpushm_2",)),))
+    here = Process("ray::EngineWorker", (), (workers, tools))
+    monkeypatch.setattr("psutil.Process", lambda pid: here)
+    assert {path.name for path in leftovers.shared_memory_below(1)} == {"psm_1", "cpushm_2"}

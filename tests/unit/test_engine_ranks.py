@@ -418,3 +418,26 @@ def test_ranks_of_an_engine_meet_at_its_first_one(group):
     starts = [(number, *given[1:]) for number, method, *given in asked if method == "start"]
     first, second = (tuple(f"where engine {engine} rank {rank} is" for rank in range(2)) for engine in range(2))
     assert starts == [(0, *first), (1, *first), (2, *second), (3, *second)], "it answers nothing while it starts"
+
+
+def test_engines_with_turns_are_told_where_the_users_command_was_given(monkeypatch, tmp_path):
+    made = []
+    kind = SimpleNamespace(remote=lambda *told: made.append(told))
+    monkeypatch.setattr(rollout_group.ray, "remote", lambda cls: SimpleNamespace(options=lambda **given: kind))
+    monkeypatch.chdir(tmp_path)
+    group = RolloutGroup.__new__(RolloutGroup)
+    group._settings = [SimpleNamespace(name="engine 0", turns=turns) for turns in (None, "some")]
+    group.seats = SimpleNamespace(seats=[SimpleNamespace(environment={}, options={}, places=None)] * 2)
+    group.cluster, group.names, group._logs = SimpleNamespace(device="cpu"), ["engine 0", "engine 1"], tmp_path
+    group.rollout = SimpleNamespace(tensor_model_parallel_size=1, cpu_kvcache_gib=1)
+    group._worker(0)
+    group._worker(1)
+    assert len(made[0]) == 3 and made[1][3:] == (dict(os.environ), str(tmp_path))
+    monkeypatch.setenv("VLLM_PORT", "1")
+    monkeypatch.setattr("mrl.vllm.engine.VllmEngine", lambda settings: None)
+    given = {"log_to": None, "address_environment": {}, "local_folder": "the model's", "replace": None}
+    for name, value in given.items():
+        monkeypatch.setattr(f"mrl.cluster.workers.{name}", lambda *_, value=value, **__: value)
+    monkeypatch.setattr(rollout_group.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    worker = EngineWorker(SimpleNamespace(arguments={"model": "m"}), *made[1][1:])
+    assert (worker._environment, worker._folder) == made[1][3:]

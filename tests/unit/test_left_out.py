@@ -1,9 +1,13 @@
 """Responses whose environment failed, in the groups that a step is made of: no failed rewards, and no values."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 from replicas import stored
 
 from mrl.config.load import load_config
+from mrl.data.order import DataCursor
 from mrl.data.samples import Sample
 from mrl.errors import DataError, EnvironmentFault, NumericAbort
 from mrl.flow.group_writer import GroupParts
@@ -18,7 +22,8 @@ from mrl.reward.items import (
     failures_at_the_bottom,
 )
 from mrl.train.judged_groups import JudgedGroups
-from mrl.train.rollouts import Judge
+from mrl.train.reporting import sample_metrics, time_metrics
+from mrl.train.rollouts import Judge, group_metrics
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 
@@ -102,3 +107,39 @@ def test_none_is_scored_at_the_bottom():
     results = [result(0, 1.0), result(1, -2.0), result(2, LEFT_OUT), result(3, RAISED)]
     assert [each.score for each in failures_at_the_bottom(results)] == [1.0, -2.0, 0.0, -2.0]
     assert failure_counts(results) == {RAISED: 1}
+
+
+def rollouts_of(reasons: list[str], share: float = 1.0):
+    config = load_config(
+        TINY, None, [f"reward.max_failure_share={share}", "algorithm.overlong_buffer={enable: true, len: 4}"]
+    ).config
+    lengths = (2, 4, 8)
+    rows = stored([Sample(0, 0, i, 0, (1,), (2,) * n, (0.0,) * n, "stop", 0) for i, n in enumerate(lengths)])
+    results = [replace(result(i, 1.0), reason=reason) for i, reason in enumerate(reasons)]
+    return config, Judge(config.algorithm, config.reward, 8).rollouts(rows, results, DataCursor(), {})
+
+
+def test_what_was_sampled_is_measured_as_it_was_sampled_whatever_became_of_it():
+    """Lengths 2, 4 and 8 have the mean 14 / 3, also where the last has log-probs that are no numbers; of the penalty
+    of 1 at 8 tokens of 8, half of it behind 4, nobody who is not judged has a part.
+    """
+    config, found = rollouts_of([OK, OK, NOT_FINITE])
+    assert sample_metrics(config.data, 0, found)["response_length/mean"] == 14 / 3
+    assert found.samples.rows.sampled_lengths.tolist() == [2, 4, 0]
+    timed = time_metrics(config.trainer, 1, SimpleNamespace(seconds={"gen": 14.0}, metrics=dict), found)
+    assert timed["timing_per_token_ms/gen"] == 1000.0
+    assert found.metrics["train/overlong_penalty_mean"] == 0.0
+    assert rollouts_of([OK, OK, OK])[1].metrics["train/overlong_penalty_mean"] == pytest.approx(-1 / 3)
+
+
+def test_a_step_without_one_finite_log_prob_ends_the_run_whatever_share_may_fail():
+    with pytest.raises(NumericAbort, match="of 3 responses all that have a token have log-probs that are not finite"):
+        rollouts_of([NOT_FINITE] * 3)
+
+
+def test_shares_of_what_nobody_judged_are_of_all_that_was_generated():
+    """A group all of whose log-probs are no numbers does not differ, and is filtered: it has to be seen."""
+    made = [result(0, 1.0), result(1, NOT_FINITE), result(2, NOT_FINITE), result(3, LEFT_OUT)]
+    metrics = group_metrics(1.0, 0.5, 1, made)
+    assert (metrics["train/not_finite_share"], metrics["turns/left_out"]) == (0.5, 0.25)
+    assert not {"train/not_finite_share", "turns/left_out"} & group_metrics(1.0, 0.0, 1, made[:1]).keys()

@@ -15,7 +15,7 @@ from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.algo.selection import SELECTIONS, Means, covariance, select
 from mrl.config.load import load_config
 from mrl.config.rules import violations
-from mrl.data.samples import positions
+from mrl.data.row_columns import positions
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.record.metrics import reduce_parts

@@ -196,7 +196,7 @@ def test_a_wait_for_engines_that_work_beside_training_is_no_time_of_generation()
     timer = PhaseTimer(iter((0.0, 1.0)).__next__)
     with timer("gen"):
         pass
-    said = time_metrics(config.trainer, 2, timer, SimpleNamespace(samples=SimpleNamespace(rows=_rows())))
+    said = time_metrics(config.trainer, 2, timer, SimpleNamespace(made=_rows()))
     assert said["timing_s/gen"] == 1.0 and "timing_per_token_ms/gen" not in said
 
 

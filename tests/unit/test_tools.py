@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tool_functions
 
-from mrl.data.samples import NAME
+from mrl.data.row_columns import NAME
 from mrl.environments.builtin_tools import calculator
 from mrl.environments.environment import LONGEST
 from mrl.environments.environment_pool import EnvironmentPool, check_tools

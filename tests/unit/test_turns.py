@@ -11,8 +11,8 @@ import mrl.cli.samples as samples_command
 from mrl.cli.main import main
 from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING
+from mrl.data.row_columns import ONE_BRANCH, ONE_TURN
 from mrl.data.samples import (
-    ONE_TURN,
     Sample,
     SampleRows,
     Samples,
@@ -61,7 +61,7 @@ def test_without_turns_there_is_no_column_of_theirs_and_no_byte_more():
     rows = packed([ONE])
     assert not rows.arrays.keys() & ONE_TURN.keys() and rows.is_sampled.all()
     assert rows.sampled_lengths is rows.response_lengths
-    mandatory = [f for f in fields(SampleRows) if f.name not in ONE_TURN]
+    mandatory = [f for f in fields(SampleRows) if f.name not in {**ONE_TURN, **ONE_BRANCH}]
     size = sum(np.dtype(f.metadata["dtype"]).itemsize for f in mandatory)
     assert len(zlib.decompress(rows.numbers.to_bytes())) == 16 + size
 
@@ -167,12 +167,13 @@ def test_what_calls_came_to_is_a_column_each_and_is_measured():
 
 def test_what_an_agent_asked_for_is_no_call_and_is_measured_apart():
     asked = (TurnCall("temperature", "overridden"), TurnCall("top_p", "overridden"), TurnCall("edited", "branch"))
-    calls = (*asked, TurnCall("agent", "retry"), TurnCall("agent", "ok", 2.0))
+    calls = (*asked, TurnCall("agent", "retry"), TurnCall("agent", "ok", 2.0), *[TurnCall("agent", "untrained")] * 2)
     rows = packed([replace(TWO, calls=calls), ONE])
     metrics = turn_metrics(SampleRows.from_bytes(rows.numbers.to_bytes()))
     assert {name: value for name, value in metrics.items() if name.startswith(("tools/", "endpoint/"))} == {
         "tools/agent/calls": 1.0, "tools/agent/failed": 0.0, "tools/agent/seconds": 2.0,
         "endpoint/overridden": 2.0, "endpoint/retries": 1.0, "endpoint/branches": 1.0,
+        "endpoint/untrained_branches": 2.0,
     }  # fmt: skip
     assert metrics["turns/calls"] == 0.5
     for name in metrics:

@@ -33,6 +33,7 @@ class TrainingSample:
     old_log_probs: list[float | None] | None = None  # the trainer's, of the first LONGEST tokens
     sampled: list[bool] | None = None  # false of context, of which no log-prob means anything; None: all are
     turns: tuple[str, ...] = ()  # where there are several, what was called in each and what it took
+    branches: tuple[int, ...] = ()  # where there are several, the token that each begins with
 
     @property
     def log_probs(self) -> list[float | None]:
@@ -109,6 +110,7 @@ def _sample(
         str(reason),
         sampled=row.get("sampled"),
         turns=tuple(_turns(row.get("turns") or [], iter(row.get("calls") or []))),
+        branches=_branches(row.get("branches") or []),
     )
 
 
@@ -123,6 +125,12 @@ def _turns(turns: Sequence[dict[str, Any]], calls: Iterator[dict[str, Any]]) -> 
         if turn.get("reward"):
             reward = f", reward {turn['reward']:g}"
         yield said + took + reward
+
+
+def _branches(branches: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    if len(branches) < 2:
+        return ()
+    return tuple(int(branch["first_token"]) for branch in branches)
 
 
 def _ids(values: Sequence[int]) -> list[int]:

@@ -108,6 +108,8 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
     if sample.reason not in ("ok", "None"):
         facts.append(("reward", sample.reason))
     facts += [(f"turn {number}", said) for number, said in enumerate(sample.turns, start=1)]
+    if sample.branches:
+        facts.append(("branches", "from tokens " + ", ".join(map(str, sample.branches))))
     if cut:
         facts.append(("not shown", f"{cut} tokens"))
     values = _gaps(sample) if colour.meaning != "log-prob" else sample.log_probs[:LONGEST]

@@ -1,0 +1,103 @@
+"""A response whose agent went back: its branches as one row, of one outcome, in which each sampled token stands once.
+
+An example: the model said 1 2 to the prompt 7 8, and 3 to 5; the agent went back behind 1 2, and it said 4 to 6.
+
+                 prompt   response      turns
+    one          7 8      1 2 5 3       1 2 (5) | 3
+    other        7 8      1 2 6 4       1 2 (6) | 4        its first turn is shared
+    as one row   7 8      1 2 5 3   7 8 1 2 6 4            1 2 (5) | 3 (7 8 1 2 6) | 4
+
+A branch is a whole sequence: it is computed by itself, as the engine computed it. What it shares with one before it,
+its prompt too, is context in it, so that no token is trained on twice. The row's stop reason is that of the last.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mrl.data.samples import Samples, with_branches, with_turns
+from mrl.errors import DataError
+from mrl.schedule.segments import merged_spans
+
+_OF_TURNS = ("turn_stops", "turn_calls", "turn_seconds", "turn_rewards")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One line that was spoken, from its prompt on."""
+
+    row: Samples  # one row
+    shared: int = 0  # turns that it begins with and that an earlier branch has too
+
+
+def as_one_row(branches: Sequence[Branch]) -> Samples:
+    """One row of all branches in their order; a single one as it is, with columns of turns.
+
+    Raises DataError where the first shares a turn, or one shares all that it has.
+    """
+    first, *later = branches
+    if first.shared:
+        raise DataError(f"the first branch of sample {first.row.sample_id[0]} shares turns with one that is not there")
+    made = with_turns(first.row)
+    if later:
+        made = with_branches(made)
+    for branch in later:
+        made = _with_another(made, branch)
+    return made
+
+
+def _with_another(made: Samples, branch: Branch) -> Samples:
+    own = with_turns(branch.row)
+    if branch.shared >= own.turn_counts[0]:
+        raise DataError(f"a branch of sample {own.sample_id[0]} says nothing that another does not say")
+    prompt = int(own.prompt_lengths[0])
+    start = int(made.response_lengths[0])
+    is_new = own.sampled.copy()
+    is_new[: own.turn_starts[branch.shared]] = False
+    log_probs = np.where(is_new, own.rollout_log_probs, np.zeros((), own.rollout_log_probs.dtype))
+    columns: dict[str, Any] = {
+        "rollout_log_probs": _joined(made.rollout_log_probs, _behind(prompt, log_probs)),
+        "sampled": _joined(made.sampled, _behind(prompt, is_new)),
+        "token_ids": _joined(made.token_ids, own.token_ids),
+        "turn_starts": _joined(made.turn_starts, own.turn_starts[branch.shared :] + (start + prompt)),
+        "branch_starts": _joined(made.branch_starts, np.array([start])),
+        "branch_prompts": _joined(made.branch_prompts, np.array([prompt])),
+        **{name: _joined(getattr(made, name), getattr(own, name)[branch.shared :]) for name in _OF_TURNS},
+        **_spans(made, own),
+    }
+    if made.routes is not None:
+        columns["routes"] = _joined(made.routes, own.routes)
+    return replace(
+        made,
+        **columns,
+        response_lengths=made.response_lengths + own.lengths,
+        sampled_counts=made.sampled_counts + int(is_new.sum()),
+        turn_counts=made.turn_counts + (own.turn_counts - branch.shared),
+        branch_counts=made.branch_counts + 1,
+        stop_reason=own.stop_reason,
+        finite=made.finite & own.finite,
+        routed=made.routed | own.routed,
+    )
+
+
+def _spans(made: Samples, own: Samples) -> dict[str, np.ndarray]:
+    """Spans of both; what the later branch begins with is of its first span."""
+    start = int(made.response_lengths[0])
+    starts = own.span_starts + (start + int(own.prompt_lengths[0]))
+    starts[0] = start
+    both = np.concatenate([made.span_starts, starts])
+    versions = np.concatenate([made.span_versions, own.span_versions])
+    starts, versions = merged_spans(both, versions, start + int(own.lengths[0]))
+    counts = np.array([len(starts)], made.span_counts.dtype)
+    return {"span_starts": starts.astype(made.span_starts.dtype), "span_versions": versions, "span_counts": counts}
+
+
+def _behind(prompt: int, values: np.ndarray) -> np.ndarray:
+    """A column of response tokens with nothing at so many tokens before it."""
+    return np.concatenate([np.zeros(prompt, values.dtype), values])
+
+
+def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return np.concatenate([first, second.astype(first.dtype)])
