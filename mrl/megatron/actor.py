@@ -20,6 +20,7 @@ from mrl.data.batch import TrainBatch
 from mrl.errors import DataError, NumericAbort
 from mrl.exercised import exercised
 from mrl.megatron import parallel
+from mrl.megatron.adapters import Adapters
 from mrl.megatron.batching import MicroRows, RowResult, Splitter, UpdateResult, check_batch
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
@@ -50,6 +51,7 @@ from mrl.megatron.routing import Routing
 from mrl.model import load_model_spec
 from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
+from mrl.model.megatron_shards import source_shards
 from mrl.platforms import get_platform
 from mrl.platforms.layers import check_dispatcher, check_layers, layers
 from mrl.platforms.process_memory import ProcessMemory, process_memory
@@ -83,8 +85,13 @@ class MegatronActor:
         timeout_s = config.cluster.step_timeout_s
         parallel.init_distributed(self.platform, rank, world_size, master_addr, master_port, timeout_s)
         parallel.init_model_parallel(self.layout, config.trainer.seed, timeout_s)
-        self.bridge: Bridge = MBridge(config.model, config.actor, self.model, self.layout, config.trainer.deterministic)
+        trainer = config.trainer
+        self.bridge: Bridge = MBridge(
+            config.model, config.actor, self.model, self.layout, trainer.deterministic, trainer.seed
+        )
         self.chunks = self.bridge.build_model()
+        self.lora = config.actor.lora.adapters
+        self.adapters = Adapters(self.chunks, self.lora) if self.lora else None
         set_gradient_reduction(self.chunks)
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
@@ -113,9 +120,14 @@ class MegatronActor:
         """Whether this rank hands out what its data-parallel replica computed."""
         return parallel.holds_result()
 
-    def _load_reference(self) -> FrozenWeights:
-        """Loads the reference through the model, before the actor's own weights take its place."""
+    def _load_reference(self) -> FrozenWeights | Adapters:
+        """Loads the reference through the model, before the actor's own weights take its place.
+
+        The model that adapters are trained on is there anyway.
+        """
         path = self.config.ref.path or self.config.model.path
+        if self.adapters is not None and path == self.config.model.path:
+            return self.adapters
         check_same_architecture("ref.path", path, self.model)
         self.bridge.load_hf(path)
         memory = partial(torch.empty, dtype=torch.uint8, device=self.platform.device)
@@ -319,9 +331,15 @@ class MegatronActor:
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) of every weight, on every rank, in the model's dtype;
         a tensor is valid until the next is asked for.
+
+        Adapters are merged into the weights.
         """
         with self.residence.using(PARAMETERS):
-            yield from self.bridge.export_hf()
+            if self.adapters is None:
+                yield from self.bridge.export_hf()
+                return
+            with self.adapters.in_weights(source_shards(self.model, self.layout, self.rank)):
+                yield from self.bridge.export_hf()
 
     def close(self) -> None:
         """Leaves the process groups. Safe to call twice."""
