@@ -49,9 +49,11 @@ from mrl.megatron.overlap import gather_weights, set_gradient_reduction
 from mrl.megatron.packing import MicroBatch, MicroBatches, micro_batch
 from mrl.megatron.routing import Routing
 from mrl.model import load_model_spec
+from mrl.model.adapters import adapter_shards
 from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
+from mrl.model.peft_files import read_peft
 from mrl.platforms import get_platform
 from mrl.platforms.layers import check_dispatcher, check_layers, layers
 from mrl.platforms.process_memory import ProcessMemory, process_memory
@@ -96,6 +98,9 @@ class MegatronActor:
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
+        if self.adapters is not None and config.actor.lora.path is not None:
+            read_peft(config.actor.lora.path, self.model, self.lora)
+            self.adapters.read(config.actor.lora.path, adapter_shards(self.model, self.layout, rank, self.lora))
         gather_weights(self.chunks)
         fused = config.model.override_transformer_config.get("moe_router_fusion")  # chooses where nobody can look
         replay = config.actor.router_replay

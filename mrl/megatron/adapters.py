@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -38,9 +40,10 @@ from mrl.megatron.torch_spec import normed
 from mrl.model.adapters import ADAPTER, FACTORS, FIRST, SECOND, Adapted, AdaptedLayer, Lora, added, tiles
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece, Shard
+from mrl.model.peft_files import PREFIX, WEIGHTS
 
 _TILE = {"cpu": 1 << 16}  # elements that are merged at once, by kind of device: a cache's worth
-_LARGE_TILE = 1 << 24
+_LARGE_TILE = 1 << 22
 
 
 class Adapter(Module):
@@ -294,6 +297,17 @@ class Adapters:
     def pieces(self) -> Iterator[Tensor]:
         """What the reference model takes beside the actor: nothing."""
         return iter(())
+
+    @torch.no_grad()
+    def read(self, folder: str | Path, described: Iterable[Shard]) -> None:
+        """Begins with the adapters in a folder of PEFT's form, which was looked at; `described`: all of this rank."""
+        with safe_open(Path(folder) / WEIGHTS, "pt") as stored:
+            for shard in described:
+                parameter = self._shards(shard.megatron_name, shard.vp_chunk)
+                for piece in shard.pieces:
+                    values = stored.get_slice(f"{PREFIX}{piece.hf_name}")[piece.hf_box.slices]
+                    parameter[piece.local_box.slices].copy_(values)
+        exercised("actor.lora.path")
 
     def adapts(self, hf_name: str) -> bool:
         """Whether a weight of the checkpoint has adapters here."""

@@ -24,8 +24,8 @@ from mrl.model.boxes import Box
 from mrl.model.hf_config import ModelSpec
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Piece, Shard, source_shards
-from mrl.model.registry import weight_map
 from mrl.model.tensors import TensorSpec, tensor_specs
+from mrl.units import MIB
 
 ALL_LINEAR = "all-linear"
 # last part of a module's name in the checkpoint, in the order in which a layer computes them
@@ -35,6 +35,7 @@ FIRST = "lora_A"
 SECOND = "lora_B"
 FACTORS = (FIRST, SECOND)
 ADAPTER = "adapter"  # the child of a linear layer of Megatron's that has its factors
+MERGED_BYTES = 64 * MIB  # of blocks that are merged for their digests at once
 _WEIGHT = re.compile(r"(.+)\.weight\d*")
 
 
@@ -103,12 +104,6 @@ def adapter_count(model: ModelSpec, lora: Lora) -> int:
 def smallest_side(model: ModelSpec, lora: Lora) -> tuple[int, str]:
     """The smallest dimension of a weight that has adapters, and that weight's name."""
     return min((min(spec.shape), spec.name) for spec in adapted_tensors(model, lora))
-
-
-def missing_targets(model: ModelSpec, lora: Lora) -> tuple[str, ...]:
-    """Targets that no layer of the model has."""
-    known = {target_of(part.name) for weight, _ in weight_map(model).counted for part in weight.parts}
-    return tuple(name for name in lora.targets if name not in known)
 
 
 # ---------------------------------------------------------------- what a rank holds

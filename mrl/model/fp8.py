@@ -26,7 +26,7 @@ def bfloat16_words(
     words = np.empty(codes.shape, np.uint16)
     for rows, block_row in _parts(first[0], codes.shape[0], block[0]):
         for columns, block_column in _parts(first[1], codes.shape[1], block[1]):
-            of_block = _rounded(_VALUES * np.float32(scales[block_row, block_column]))
+            of_block = rounded_to_bfloat16(_VALUES * np.float32(scales[block_row, block_column]))
             words[rows, columns] = of_block[codes[rows, columns]]
     return words
 
@@ -39,8 +39,8 @@ def _parts(first: int, count: int, block: int) -> Iterator[tuple[slice, int]]:
         yield slice(start - first, stop - first), number
 
 
-def _rounded(values: np.ndarray) -> np.ndarray:
-    """float32 to the nearest bfloat16, of two equally near ones the even."""
+def rounded_to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """float32 to the nearest bfloat16, of two equally near ones the even, as integers of 16 bits."""
     words = values.view(np.uint32)
     is_odd = (words >> 16) & 1
     return ((words + 0x7FFF + is_odd) >> 16).astype(np.uint16)

@@ -19,11 +19,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from mrl.model.adapters import MERGED_BYTES
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece, Shard
 from mrl.reshard.messages import Copy, Message
 from mrl.reshard.sync_report import MODULUS, add
-from mrl.units import MIB
 
 Shards = Callable[[str, int], torch.Tensor]  # (source name, model chunk) -> this rank's parameter
 
@@ -39,7 +39,6 @@ class Merge(Protocol):
 
 
 LANES = 8
-_MERGED_BYTES = 256 * MIB  # of blocks that are merged for their digests at once
 _CPU_TILE_BYTES = 1 << 21  # in cache, and few products
 _DEVICE_TILE_BYTES = 1 << 28  # elsewhere, where rows can be used as they lie: few launches
 _DEVICE_COPY_BYTES = 1 << 23  # elsewhere, where they must be copied: little memory, and at least 64 rows
@@ -309,7 +308,7 @@ class ShardDigests:
         """Tensors of `nbytes` whose blocks are there at once: what is merged takes memory, what is there does not."""
         step = len(names)
         if self._merge is not None:
-            step = max(1, _MERGED_BYTES // nbytes)
+            step = max(1, MERGED_BYTES // nbytes)
         for start in range(0, len(names), step):
             yield names[start : start + step]
 
