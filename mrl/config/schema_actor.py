@@ -124,14 +124,12 @@ class LoraConfig(Section):
         ge=0,
         advice="8 to 64. Weights stay as the checkpoint has them, so gradients, optimizer and checkpoints are small; "
         "the learning rate wants to be about ten times that of full training.",
-        verl=("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"),
     )
     alpha: float = key(
         16.0,
         "The product of both factors counts alpha / rank times.",
         gt=0,
         advice="The rank, or twice that.",
-        verl=("actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.model.lora.alpha"),
     )
     target_modules: tuple[str, ...] = key(
         (ALL_LINEAR,),
@@ -144,7 +142,6 @@ class LoraConfig(Section):
         None,
         "Folder of an adapter in PEFT's form that training starts from; left out: A random, B zero.",
         is_path=True,
-        verl=("actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.model.lora.adapter_path"),
     )
 
     @property

@@ -82,7 +82,8 @@ class Adapter(Module):
         seconds = zip(*self._of_experts(SECOND), strict=True)
         made = []
         for group, first, second in zip(groups, zip(*firsts, strict=True), seconds, strict=True):
-            low = self._exchanged(F.linear(group, torch.cat(first)) * self._lora.scale)
+            # Megatron sums only what lies in one piece
+            low = self._exchanged((F.linear(group, torch.cat(first)) * self._lora.scale).contiguous())
             made.append(self._placed(low.split(self._lora.rank, -1), second))
         return output + _joined(made, 0)
 
