@@ -61,12 +61,15 @@ def _first_bytes(file: Path, place: TensorBytes) -> bytes:
 
 def peft_config(lora: Lora, base: str) -> dict[str, Any]:
     """What adapter_config.json says of adapters on the model in `base`."""
+    alpha = lora.alpha
+    if alpha.is_integer():
+        alpha = int(alpha)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": alpha,
         "target_modules": list(lora.targets),
         "lora_dropout": 0.0,
         "bias": "none",
