@@ -93,14 +93,17 @@ class MegatronActor:
         )
         self.chunks = self.bridge.build_model()
         self.lora = config.actor.lora.adapters
-        self.adapters = Adapters(self.chunks, self.lora) if self.lora else None
+        self.adapters = None
+        if self.lora is not None:
+            described = adapter_shards(self.model, self.layout, rank, self.lora)
+            self.adapters = Adapters(self.chunks, self.lora, described)
         set_gradient_reduction(self.chunks)
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
         if self.adapters is not None and config.actor.lora.path is not None:
             read_peft(config.actor.lora.path, self.model, self.lora)
-            self.adapters.read(config.actor.lora.path, adapter_shards(self.model, self.layout, rank, self.lora))
+            self.adapters.read(config.actor.lora.path)
         gather_weights(self.chunks)
         fused = config.model.override_transformer_config.get("moe_router_fusion")  # chooses where nobody can look
         replay = config.actor.router_replay

@@ -250,8 +250,10 @@ def _has(module: Module) -> bool:
 class Adapters:
     """All adapters of a rank."""
 
-    def __init__(self, chunks: list[Module], lora: Lora):
+    def __init__(self, chunks: list[Module], lora: Lora, described: Sequence[Shard]):
+        """`described`: the factors of this rank."""
         self.lora = lora
+        self.described = described
         self._adapters = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
         self._shards = LocalParameters(chunks)
         self._factors = dict(each for adapter in self._adapters for each in adapter.factors())
@@ -300,10 +302,10 @@ class Adapters:
         return iter(())
 
     @torch.no_grad()
-    def read(self, folder: str | Path, described: Iterable[Shard]) -> None:
-        """Begins with the adapters in a folder of PEFT's form, which was looked at; `described`: all of this rank."""
+    def read(self, folder: str | Path) -> None:
+        """Begins with the adapters in a folder of PEFT's form, which was looked at."""
         with safe_open(Path(folder) / WEIGHTS, "pt") as stored:
-            for shard in described:
+            for shard in self.described:
                 parameter = self._shards(shard.megatron_name, shard.vp_chunk)
                 for piece in shard.pieces:
                     values = stored.get_slice(f"{PREFIX}{piece.hf_name}")[piece.hf_box.slices]

@@ -31,6 +31,8 @@ Shards = Callable[[str, int], torch.Tensor]  # (source name, model chunk) -> thi
 class Merge(Protocol):
     """Weights that engines get otherwise than ranks have them: with adapters merged into them."""
 
+    described: Sequence[Shard]  # this rank's adapters, which other ranks may have to hold alike
+
     def adapts(self, hf_name: str) -> bool:
         """Whether a tensor is one of those."""
 

@@ -64,7 +64,10 @@ class Sender:
         self._messages = list(plan.sends(rank))
         self._sources = ShardViews(shards)
         self._wire = WireViews(dtype)
-        self._digests = ShardDigests(source_shards(plan.model, plan.train, rank), shards, dtype, merge)
+        described = source_shards(plan.model, plan.train, rank)
+        if merge is not None:
+            described = (*described, *merge.described)
+        self._digests = ShardDigests(described, shards, dtype, merge)
         self._merge = merge
         self._packings: dict[tuple[int, int], BlockCopies | MergedCopies] = {}  # by round and worker
 

@@ -32,6 +32,7 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
 
 
 def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -> None:
+    before = _base(actor)
     _save_log_probs(actor, batch, actor.log_probs(batch), folder / f"log_probs-{actor.rank}.npz")
     _save_log_probs(actor, batch, actor.ref_log_probs(batch), folder / f"reference-{actor.rank}.npz")
     for cut, settings in case["cuts"].items():
@@ -41,7 +42,6 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
     exported = {name: tensor.clone().contiguous() for name, tensor in actor.export_hf()}
     if actor.rank == 0:
         save_file(exported, folder / "merged.safetensors")
-    before = _base(actor)
     parts = [actor.update(batch).parts for _ in range(2)]
     same = all(torch.equal(weight, before[name]) for name, weight in _base(actor).items())
     after = _adapters(actor)

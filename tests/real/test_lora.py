@@ -21,7 +21,7 @@ from mrl.model import load_model_spec
 from mrl.model.adapters import TARGETS, Lora, adapted_tensors, adapter_shapes, factor_name
 from mrl.model.peft_files import CONFIG, PREFIX, WEIGHTS, peft_config
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 MODELS = {
     "moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "glm": tiny_glm,

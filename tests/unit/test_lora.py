@@ -158,6 +158,8 @@ def test_a_merged_weight_is_base_and_product_in_float64_rounded_once_but_where_f
 class WholeFactors:
     """A Merge of whole factors, as every rank's own would give."""
 
+    described = ()
+
     def __init__(self, factors: dict[str, torch.Tensor], lora: Lora):
         self.factors, self.lora = factors, lora
 
