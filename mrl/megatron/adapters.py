@@ -310,7 +310,6 @@ class Adapters:
                 for piece in shard.pieces:
                     values = stored.get_slice(f"{PREFIX}{piece.hf_name}")[piece.hf_box.slices]
                     parameter[piece.local_box.slices].copy_(values)
-        exercised("actor.lora.path")
 
     def adapts(self, hf_name: str) -> bool:
         """Whether a weight of the checkpoint has adapters here."""

@@ -39,9 +39,9 @@ def run(world, tmp_path_factory) -> Path:
     return trained(world, tmp_path_factory.mktemp("run") / "run")
 
 
-def trained(world: Path, run_dir: Path, **settings) -> Path:
+def trained(world: Path, run_dir: Path, preset: Path = PRESET, **settings) -> Path:
     given = overrides(world, **(LORA | TWO_STEPS | settings))
-    succeeded("train", str(PRESET), "--run-dir", str(run_dir), *given)
+    succeeded("train", str(preset), "--run-dir", str(run_dir), *given)
     return run_dir
 
 
@@ -70,9 +70,9 @@ def test_the_reference_of_adapters_is_the_model_that_a_second_copy_would_be(run,
 
 
 def test_an_offloaded_run_in_the_engines_place_has_the_same_metrics(world, tmp_path):
-    placed = {"cluster__placement": "colocated", "rollout__num_engines": 2}
-    kept = trained(world, tmp_path / "kept", **placed)
-    moved = trained(world, tmp_path / "moved", **placed, **MOVED)
+    colocated = PRESET.with_name("cpu-colocated.yaml")
+    kept = trained(world, tmp_path / "kept", colocated)
+    moved = trained(world, tmp_path / "moved", colocated, **MOVED)
     rows = [without_bytes(row) for row in without_times(metrics(moved))]
     assert rows == without_times(metrics(kept))
     assert checkpoint_difference(*(folder / "checkpoints" / "step-2" for folder in (kept, moved))) is None
