@@ -30,9 +30,11 @@ ATTENTION, EXPERTS, SOME = ("q_proj", "v_proj"), ("gate_proj", "up_proj", "down_
 VPP = "virtual_pipeline_model_parallel_size"
 # name -> (model, targets, ranks, degrees, fields of Megatron's transformer config)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+PARTS = ["layernorm", "moe_act", "core_attn"]
 LAYOUTS = {
     "moe-tp1": ("moe", TARGETS, 1, {}, {}),
     "moe-recomputed": ("moe", TARGETS, 1, {}, FULL),
+    "moe-parts-recomputed": ("moe", TARGETS, 1, {}, {"recompute_granularity": "selective", "recompute_modules": PARTS}),
     "moe-experts": ("moe", EXPERTS, 1, {}, {}),
     "dense-tp1": ("dense", TARGETS, 1, {}, {}),
     "dense-attention": ("dense", ATTENTION, 1, {}, {}),
