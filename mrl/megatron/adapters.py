@@ -218,12 +218,12 @@ def _is_outside(module: Module, layer: AdaptedLayer) -> bool:
 
 def _hook(config: TransformerConfig, is_expert: bool) -> Callable[[Module, tuple, tuple], tuple]:
     def add(module: Module, given: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        if not module.adapter.is_on:
+            return output
         x = given[0]
         weight = getattr(module, "layer_norm_weight", None)
         if weight is not None:
             x = normed(x, weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
-        if not module.adapter.is_on:
-            return output
         made, *rest = output
         return (module.adapter(x, made, given[1] if is_expert else None), *rest)
 
