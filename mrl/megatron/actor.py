@@ -20,7 +20,6 @@ from mrl.data.batch import TrainBatch
 from mrl.errors import DataError, NumericAbort
 from mrl.exercised import exercised
 from mrl.megatron import parallel
-from mrl.megatron.adapters import Adapters
 from mrl.megatron.batching import MicroRows, RowResult, Splitter, UpdateResult, check_batch
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
@@ -34,6 +33,7 @@ from mrl.megatron.forward import (
     return_hidden_states,
 )
 from mrl.megatron.kernels import kernels_in_words
+from mrl.megatron.lora_layers import Adapters
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.megatron.offload import FrozenWeights, Residence, needs, switched
 from mrl.megatron.optimizer import (
@@ -93,17 +93,12 @@ class MegatronActor:
         )
         self.chunks = self.bridge.build_model()
         self.lora = config.actor.lora.adapters
-        self.adapters = None
-        if self.lora is not None:
-            described = adapter_shards(self.model, self.layout, rank, self.lora)
-            self.adapters = Adapters(self.chunks, self.lora, described)
+        self.adapters = self._adapters()
         set_gradient_reduction(self.chunks)
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
-        if self.adapters is not None and config.actor.lora.path is not None:
-            read_peft(config.actor.lora.path, self.model, self.lora)
-            self.adapters.read(config.actor.lora.path)
+        self._read_adapters(config.actor.lora.path)
         gather_weights(self.chunks)
         fused = config.model.override_transformer_config.get("moe_router_fusion")  # chooses where nobody can look
         replay = config.actor.router_replay
@@ -127,6 +122,18 @@ class MegatronActor:
     def holds_result(self) -> bool:
         """Whether this rank hands out what its data-parallel replica computed."""
         return parallel.holds_result()
+
+    def _adapters(self) -> Adapters | None:
+        if self.lora is None:
+            return None
+        described = adapter_shards(self.model, self.layout, self.rank, self.lora)
+        return Adapters(self.chunks, self.lora, described)
+
+    def _read_adapters(self, path: str | None) -> None:
+        """Puts adapters in PEFT's form in the place of those that every run begins with, where some are named."""
+        if self.adapters is not None and path is not None:
+            read_peft(path, self.model, self.lora)
+            self.adapters.read(path)
 
     def _load_reference(self) -> FrozenWeights | Adapters:
         """Loads the reference through the model, before the actor's own weights take its place.

@@ -21,8 +21,8 @@ from transformers import AutoConfig
 
 from mrl.config.schema import ActorConfig, ModelConfig
 from mrl.errors import ConfigError
-from mrl.megatron.adapters import attach, hidden
 from mrl.megatron.gradient_sums import add_within_products, for_megatron, is_wanted
+from mrl.megatron.lora_layers import attach, hidden
 from mrl.megatron.mapped_bridge import bridge_config
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.adapters import Lora, adapted_layers

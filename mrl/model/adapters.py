@@ -127,7 +127,7 @@ class Adapted:
         return self.target in _CUT_BY_COLUMNS
 
     def shape(self, factor: str, rank: int) -> tuple[int, int]:
-        """Of the parameter that holds this factor of all `weights`."""
+        """The shape of the parameter that holds this factor of all `weights`."""
         if factor == FIRST:
             return (len(self.weights) * rank, self.columns[1] - self.columns[0])
         return (len(self.weights) * (self.rows[1] - self.rows[0]), rank)

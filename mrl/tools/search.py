@@ -246,7 +246,10 @@ def fullest_phase(
     phases = []
     for pp, state in states.items():
         actor = ActorBytes(
-            **vars(state),
+            parameters=state.parameters,
+            gradients=state.gradients,
+            optimizer=state.optimizer,
+            optimizer_host=state.optimizer_host,
             activations=activations.stage_saved(pp, count),
             temporaries=activations.stage_temporaries(pp),
             log_prob=activations.forward_only(pp),

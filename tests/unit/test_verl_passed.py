@@ -43,6 +43,7 @@ NOT_DONE = {
 # what is said in another way here, and means the same: verl's key and text -> our value
 SAID_ANOTHER_WAY = {
     ("trainer.logger", "console"): ["console"],
+    ("actor_rollout_ref.model.target_modules", "all-linear"): ["all-linear"],
     ("algorithm.rollout_correction.bypass_mode", "False"): "recompute",
     ("algorithm.rollout_correction.bypass_mode", "false"): "recompute",
     ("algorithm.rollout_correction.bypass_mode", "true"): "rollout",
