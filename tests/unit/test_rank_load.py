@@ -37,7 +37,7 @@ def one_rank(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def without_parameters(monkeypatch):
-    monkeypatch.setattr("mrl.checkpoint.rank_parameters.source_shards", lambda model, layout, rank: [])
+    monkeypatch.setattr("mrl.checkpoint.rank_parameters.all_shards", lambda model, layout, rank, lora: [])
 
 
 @pytest.fixture
