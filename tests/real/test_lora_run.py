@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_offload_run import without_bytes
 from world import PRESET, make_world, metrics, overrides, succeeded, without_times
 
 from mrl.checkpoint.manifest import read_manifest
@@ -25,7 +24,6 @@ LORA = {
     "algorithm__kl_loss_coef": 0.1,
 }
 TWO_STEPS = {"trainer__total_training_steps": 2, "trainer__save_freq": 1, "trainer__test_freq": -1}
-MOVED = {"actor__param_offload": True, "actor__grad_offload": True, "actor__optimizer_offload": True}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,7 @@ def test_steps_train_adapters_alone_and_engines_have_what_they_make(run, world):
     rows = steps(run)
     assert [row["reshard/verified"] for row in rows] == [1, 1] and [row["reshard/resynced"] for row in rows] == [0, 0]
     assert all(row["actor/grad_norm"] > 0 and row["rollout_corr/k3_kl"] < 1e-6 for row in rows)
-    assert rows[0]["actor/kl_loss"] < 1e-5 < rows[1]["actor/kl_loss"]
+    assert all(row["actor/kl_loss"] > 0 for row in rows)
     manifest = read_manifest(run / "checkpoints" / "step-2")
     names = {piece.hf_name for entry in manifest.read_entries(run / "checkpoints" / "step-2") for piece in entry.pieces}
     assert manifest.adapters["rank"] == 4 and names and all(".lora_" in name for name in names)
@@ -69,13 +67,11 @@ def test_the_reference_of_adapters_is_the_model_that_a_second_copy_would_be(run,
     assert checkpoint_difference(*(folder / "checkpoints" / "step-2" for folder in (run, other))) is None
 
 
-def test_an_offloaded_run_in_the_engines_place_has_the_same_metrics(world, tmp_path):
-    colocated = PRESET.with_name("cpu-colocated.yaml")
-    kept = trained(world, tmp_path / "kept", colocated)
-    moved = trained(world, tmp_path / "moved", colocated, **MOVED)
-    rows = [without_bytes(row) for row in without_times(metrics(moved))]
-    assert rows == without_times(metrics(kept))
-    assert checkpoint_difference(*(folder / "checkpoints" / "step-2" for folder in (kept, moved))) is None
+def test_a_run_whose_ranks_leave_their_devices_to_engines_has_the_same_adapters(run, world, tmp_path):
+    colocated = trained(world, tmp_path / "colocated", PRESET.with_name("cpu-colocated.yaml"))
+    left = {name for name, value in steps(colocated)[-1].items() if name.startswith("offload/") and value > 0}
+    assert left == {"offload/parameters_bytes", "offload/gradients_bytes", "offload/optimizer_bytes"}
+    assert checkpoint_difference(*(folder / "checkpoints" / "step-2" for folder in (run, colocated))) is None
 
 
 def test_a_run_with_adapters_resumes_bit_by_bit(world):
