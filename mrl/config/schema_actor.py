@@ -141,6 +141,7 @@ class LoraConfig(Section):
     path: str | None = key(
         None,
         "Folder of an adapter in PEFT's form that training starts from; left out: A random, B zero.",
+        advice="On storage that every node sees.",
         is_path=True,
     )
 
