@@ -88,7 +88,7 @@ class Separate:
 
     def __init__(self, actor: ActorGroup, sync: WeightSync, are_fresh: bool = True) -> None:
         """`are_fresh`: engines hold the weights of step 0, which they have loaded themselves; they cannot where a
-        checkpoint is in FP8.
+        checkpoint is in FP8, and have not where training starts from an adapter.
         """
         self._actor = actor
         self._sync = sync

@@ -93,3 +93,4 @@ def test_a_run_in_bfloat16_goes_on_from_a_folder_of_pefts_at_another_layout(run,
     rows = steps(again)
     assert rows[0]["actor/kl_loss"] > 1e-6  # the reference is the model under the adapter
     assert [row["reshard/verified"] for row in rows] == [1, 1]
+    assert all(row["rollout_corr/k3_kl"] < 0.01 for row in rows)  # engines too begin with the adapter
