@@ -158,7 +158,7 @@ def run_conversion(
     began = time.monotonic()
     work = output.with_name(f".{output.name}.partial")
     files = target.files
-    _refuse_in_the_way(output)
+    refuse_in_the_way(output)
     sizes = {file.name: file_bytes(target.container, file) for file in files}
     processes = 1
     if sum(sizes.values()) > SMALL_BYTES:
@@ -235,7 +235,8 @@ def _verify(source: Checkpoint, target: Target, folder: Path, facts: FileFacts, 
         raise
 
 
-def _refuse_in_the_way(output: Path) -> None:
+def refuse_in_the_way(output: Path) -> None:
+    """Raises ConfigError for an output that is there and no empty folder."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} exists and is not an empty folder; choose another output")
 

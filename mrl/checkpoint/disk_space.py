@@ -11,6 +11,7 @@ from mrl.data.routes import RouteShape
 from mrl.data.samples import column_bytes
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, parameter_count
+from mrl.model.adapters import Lora, adapter_count
 from mrl.model.precision import BF16, FLOAT32
 from mrl.schedule.staleness import Schedule
 from mrl.units import MIB
@@ -18,12 +19,15 @@ from mrl.units import MIB
 BESIDE_TENSORS = 4 * MIB  # bytes: manifest, tokenizer and configuration of the model, rounding to blocks
 
 
-def checkpoint_bytes(model: ModelSpec, dtype: str) -> int:
+def checkpoint_bytes(model: ModelSpec, dtype: str, lora: Lora | None = None) -> int:
     """Size of one checkpoint: weights, float32 master weights where the weights are narrower, and Adam's two moments,
-    each once.
+    each once. `lora`: of adapters, which then are all that it has.
     """
     precision = FLOAT32 if dtype == "float32" else BF16
-    return parameter_count(model) * precision.checkpoint + BESIDE_TENSORS
+    elements = parameter_count(model)
+    if lora is not None:
+        elements = adapter_count(model, lora)
+    return elements * precision.checkpoint + BESIDE_TENSORS
 
 
 def route_bytes(actor: ActorConfig, model: ModelSpec) -> int:

@@ -117,6 +117,8 @@ class Manifest:
     trainer: dict[str, Any]  # data cursor, metrics of the step
     versions: dict[str, str]
     hf_files: FileFacts = field(default_factory=dict)  # by name in HF_FOLDER; empty in manifests of format 1
+    # where adapters alone are stored: what they are, and path and digest of the model that they are trained on
+    adapters: dict[str, Any] = field(default_factory=dict)
 
     def read_entries(self, folder: Path) -> Iterator[StoredTensor]:
         """Yields the stored tensors of all ranks. Raises DamagedCheckpoint as RankFiles.read_entries does."""
@@ -189,6 +191,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "num_updates": updates,
         "ranks": [rank.to_json() for rank in ranks],
     }
+    if not manifest.adapters:
+        data.pop("adapters")
     path = folder / MANIFEST
     path.write_text(json.dumps(sealed(data)))
     fsync(path)
@@ -270,6 +274,7 @@ _KINDS = {
     "trainer": dict,
     "versions": dict,
     "hf_files": dict,
+    "adapters": dict,
 }
 
 

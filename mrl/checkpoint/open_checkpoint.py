@@ -6,11 +6,12 @@ Megatron's own format (torch_dist) is recognised by its file names and refused; 
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mrl.checkpoint.adapter_reader import MergedReader, StoredAdapters, stored_adapters
 from mrl.checkpoint.fp8_reader import Fp8Reader
 from mrl.checkpoint.manifest import (
     CONSTANT,
@@ -34,6 +35,7 @@ from mrl.model.boxes import Box
 from mrl.model.hf_config import without_quantization
 from mrl.model.hf_files import FP8, TensorBytes, check_checkpoint, read_safetensors_header, scale_of, weight_files
 from mrl.model.megatron_shards import Piece, Shard
+from mrl.model.peft_files import base_digest
 from mrl.model.registry import family_of
 from mrl.model.wrapped import inner_tensors
 from mrl.plain_files import read_text, reason
@@ -62,6 +64,7 @@ class Checkpoint:
     left_out: tuple[str, ...]  # tensors that no conversion carries: those that a model computes itself, random states
     scales: Mapping[str, str] = field(default_factory=dict)  # of each matrix in FP8: the file that has its scales
     rounded: frozenset[str] = frozenset()  # tensors in float32 that are read as bfloat16
+    adapters: StoredAdapters | None = None  # that are merged into the weights as they are read
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -73,7 +76,10 @@ class Checkpoint:
         """Changes when a file does: its size or the time it was written."""
         names = sorted({entry.file for entry in self.entries} | set(self.scales.values()))
         facts = [(name, (stat := (self.folder / name).stat()).st_size, stat.st_mtime_ns) for name in names]
-        return hashlib.sha256(repr((str(self.folder.resolve()), facts, self.hf_config)).encode()).hexdigest()
+        of_all = [str(self.folder.resolve()), facts, self.hf_config]
+        if self.adapters is not None:
+            of_all += [self.adapters.lora, self.adapters.facts]
+        return hashlib.sha256(repr(tuple(of_all)).encode()).hexdigest()
 
     def reader(self) -> BoxReader:
         """Opens a reader of the checkpoint's tensors; whoever takes it closes it."""
@@ -81,6 +87,8 @@ class Checkpoint:
             return Fp8Reader(self.folder, self.entries, self.files, self.scales, self.model.fp8_block)
         if self.rounded:
             return RoundingReader(self.folder, self.entries, self.files, self.rounded)
+        if self.adapters is not None:
+            return MergedReader(self.folder, self.entries, self.files, self.adapters)
         return BoxReader(self.folder, self.entries, self.files)
 
 
@@ -189,12 +197,60 @@ def whole_tensor(name: str, shape: tuple[int, ...], file: str = "", role: str = 
     return StoredTensor(file, name, role, shape, None, (Piece(name, whole, whole),))
 
 
-def open_ours(folder: Path) -> Checkpoint:
-    """A checkpoint of ours, its manifest compared with the files' headers. Raises EnvironmentFault."""
+def open_adapters(folder: Path) -> tuple[StoredAdapters, Manifest]:
+    """The adapters in a checkpoint of ours that has them alone. Raises ConfigError for one that has whole weights."""
+    manifest = _checked_manifest(folder)
+    if not manifest.adapters:
+        raise ConfigError(f"{folder}: holds whole weights and no adapters; use mrl convert megatron-to-hf")
+    files = SafetensorsFiles(folder, manifest.files_of_ranks())
+    files.read_headers(manifest.files())
+    return stored_adapters(folder, manifest, files, model_spec(manifest.hf_config)), manifest
+
+
+def open_merged(folder: Path, base: Path | None = None) -> Checkpoint:
+    """The full model that a checkpoint of adapters and the model that they were trained on make.
+
+    `base`: where that model is now, when it is not where it was. Raises ConfigError for another model.
+    """
+    adapters, manifest = open_adapters(folder)
+    said = manifest.adapters["base"]
+    path = base or Path(said["path"])
+    if not path.is_dir():
+        raise ConfigError(
+            f"{folder}: adapters on the model in {path}, which is not there; say with --base where it is, or put it "
+            "back"
+        )
+    if base_digest(path) != said["digest"]:
+        raise ConfigError(
+            f"{folder}: adapters on another model than that in {path} (its weights' digest differs); give the model "
+            "that they were trained on"
+        )
+    opened = open_hf(path)
+    if opened.dtype != adapters.dtype:
+        raise ConfigError(
+            f"{folder}: adapters of {adapters.dtype} on weights that are {opened.dtype} in {path}; save the model in "
+            f"{adapters.dtype} first"
+        )
+    return replace(opened, adapters=adapters)
+
+
+def _checked_manifest(folder: Path) -> Manifest:
+    """Raises EnvironmentFault for one of another dtype, or beside which configuration or tokenizer are damaged."""
     manifest = read_manifest(folder)
     if manifest.dtype not in CODES:
         raise EnvironmentFault(f"{folder / MANIFEST}: dtype {manifest.dtype}; allowed: {', '.join(CODES)}")
     check_files(folder, manifest.files_for_others(), 1)  # which no rank reads, and every conversion copies
+    return manifest
+
+
+def open_ours(folder: Path, base: Path | None = None) -> Checkpoint:
+    """A checkpoint of ours, its manifest compared with the files' headers. Raises EnvironmentFault.
+
+    Adapters are merged into the model that they were trained on; `base`: see `open_merged`.
+    """
+    manifest = _checked_manifest(folder)
+    if manifest.adapters:
+        return open_merged(folder, base)
     files = SafetensorsFiles(folder, manifest.files_of_ranks() | manifest.files_for_others())
     stored = files.read_headers(manifest.files())
     model = model_spec(manifest.hf_config)
@@ -209,8 +265,9 @@ def open_ours(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def open_saved(path: Path) -> Checkpoint:
-    """The checkpoint of ours in a `step-N` folder, or the newest complete one of a run directory.
+def open_saved(path: Path, base: Path | None = None) -> Checkpoint:
+    """The checkpoint of ours in a `step-N` folder, or the newest complete one of a run directory; `base`: see
+    `open_merged`.
 
     Raises ConfigError for one in Megatron's format, EnvironmentFault where there is none that is complete.
     """
@@ -220,7 +277,7 @@ def open_saved(path: Path) -> Checkpoint:
             f"anything. Give {TRUST_FLAG} if you know where it comes from (its weights are then read without running "
             "what the pickle names)"
         )
-    return open_ours(step_folder(path))
+    return open_ours(step_folder(path), base)
 
 
 def step_folder(path: Path) -> Path:

@@ -192,6 +192,11 @@ def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
 def _check_model(actor, manifest: Manifest, folder: Path) -> None:
     if model_spec(manifest.hf_config) != actor.model:
         raise EnvironmentFault(f"{folder}: a checkpoint of another model than model.path {actor.config.model.path}")
+    if bool(manifest.adapters) != (actor.lora is not None):
+        kind = "adapters alone" if manifest.adapters else "whole weights"
+        raise EnvironmentFault(
+            f"{folder}: a checkpoint of {kind}, and actor.lora.rank is {actor.config.actor.lora.rank}"
+        )
     if manifest.dtype != actor.config.model.dtype:
         raise EnvironmentFault(
             f"{folder}: weights are {manifest.dtype}, model.dtype is {actor.config.model.dtype}; "

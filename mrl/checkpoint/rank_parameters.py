@@ -13,8 +13,9 @@ from mrl.config.schema_actor import OPTIMIZER, PARAMETERS
 from mrl.errors import ConfigError
 from mrl.megatron.adam_state import AdamState
 from mrl.megatron.local_parameters import LocalParameters, plain_name
+from mrl.model.adapters import all_shards, is_adapter
 from mrl.model.boxes import boxes_of_range
-from mrl.model.megatron_shards import Piece, Shard, local_shapes, source_shards
+from mrl.model.megatron_shards import Piece, Shard, local_shapes
 
 MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}  # role -> name in torch's Adam
 
@@ -62,19 +63,20 @@ class RankParameter:
 
 
 def rank_parameters(actor) -> Iterator[RankParameter]:
-    """Every parameter of this rank, in a fixed order.
+    """Every parameter of this rank that a checkpoint has, in a fixed order: adapters alone where those are trained.
 
     They and their optimizer states have to be on the device for as long as they are read or written. Raises
     RuntimeError when the model has other parameters than its description.
     """
     actor.residence.require(PARAMETERS, OPTIMIZER)
     adams = {id(optimizer): AdamState(optimizer.optimizer) for optimizer in distributed_optimizers(actor)}
-    shards = {
-        (shard.vp_chunk, shard.megatron_name): shard for shard in source_shards(actor.model, actor.layout, actor.rank)
-    }
+    held = all_shards(actor.model, actor.layout, actor.rank, actor.lora)
+    shards = {(shard.vp_chunk, shard.megatron_name): shard for shard in held}
     LocalParameters(actor.chunks).check(local_shapes(shards.values()))
     for number, chunk in enumerate(actor.chunks):
         for name, parameter in chunk.named_parameters():
+            if actor.lora is not None and not is_adapter(name):
+                continue
             optimizer = next(
                 (o for o in distributed_optimizers(actor) if parameter in o.model_param_group_index_map), None
             )

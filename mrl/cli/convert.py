@@ -47,6 +47,11 @@ def add(commands) -> None:
         "byte; without it the text model is written by itself",
     )
     _add_common(to_hf, _megatron_to_hf)
+    lora = conversions.add_parser("lora-to-hf", help="write the adapters of a saved step in PEFT's form, or merged")
+    lora.add_argument("checkpoint", help="a step-N folder of a run with actor.lora, or a run directory for its newest")
+    lora.add_argument("--merged", action="store_true", help="write the full model that adapters and base make")
+    lora.add_argument("--base", type=Path, metavar="FOLDER", help="the model under the adapters, where it has moved")
+    _add_common(lora, _lora_to_hf)
     from_hf = conversions.add_parser("hf-to-megatron", help="write Hugging Face weights as a checkpoint at a layout")
     from_hf.add_argument("checkpoint", help="folder with config.json, safetensors files and tokenizer")
     _add_target(from_hf)
@@ -118,6 +123,25 @@ def _megatron_to_hf(options: argparse.Namespace) -> None:
     if options.vision_from is not None:
         whole = open_whole(options.vision_from, source)
     _print_report(options, write_hf(source, options.output, _job_options(options), whole))
+
+
+def _lora_to_hf(options: argparse.Namespace) -> None:
+    from mrl.checkpoint.convert import write_hf
+    from mrl.checkpoint.open_checkpoint import open_merged, step_folder
+    from mrl.checkpoint.peft_folder import write_peft
+
+    path = Path(options.checkpoint)
+    if options.merged:
+        source = open_merged(step_folder(path), options.base)
+        _print_report(options, write_hf(source, options.output, _job_options(options)))
+        return
+    if options.base is not None or options.verify:
+        raise ConfigError("--base and --verify belong to --merged; give it with them, or leave them out")
+    tensors = write_peft(path, Path(options.output))
+    if options.json:
+        print(json.dumps({"tensors": tensors, "output": options.output}))
+    else:
+        print(f"wrote {tensors} tensors to {options.output}, in PEFT's form")
 
 
 def _hf_to_megatron(options: argparse.Namespace) -> None:

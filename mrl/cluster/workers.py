@@ -189,16 +189,16 @@ class ActorWorker:
         plan has them.
         """
         from mrl.megatron.local_parameters import LocalParameters
-        from mrl.model.megatron_shards import local_shapes, source_shards
+        from mrl.model.adapters import all_shards
+        from mrl.model.megatron_shards import local_shapes
         from mrl.reshard.setup import SyncSetup
 
         agreed = SyncSetup.from_json(setup)
         agreed.check_hash(plan_hash, f"rank {self.rank}")
         if self.sender is not None:
             self.sender.close()
-        LocalParameters(self.actor.chunks).check(
-            local_shapes(source_shards(agreed.model, agreed.train_layout, self.rank))
-        )
+        held = all_shards(agreed.model, agreed.train_layout, self.rank, self.actor.lora)
+        LocalParameters(self.actor.chunks).check(local_shapes(held))
         self.sync_setup = agreed
 
     def connect_sync(self) -> None:
@@ -208,7 +208,8 @@ class ActorWorker:
         from mrl.reshard.connect import connect_sender
 
         with self.actor.residence.using(PARAMETERS):
-            self.sender = connect_sender(self.sync_setup, self.rank, LocalParameters(self.actor.chunks))
+            shards = LocalParameters(self.actor.chunks)
+            self.sender = connect_sender(self.sync_setup, self.rank, shards, self.actor.adapters)
 
     def send_weights(self, update: int, workers: list[int], check_replicas: bool) -> dict[str, Any]:
         """Sends this rank's part of the weights to `workers`; fields of a SendReport."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mrl.algo.own_functions import registered_names
+from mrl.config.lora_rules import LORA_PATH_RULES
 from mrl.config.rule_row import Rule, RuleRow
 from mrl.config.schema import RunConfig, TrainerConfig
 from mrl.errors import MrlError, Violation, did_you_mean
@@ -202,6 +203,14 @@ def _reference_folder(config: RunConfig) -> tuple[str, ...]:
     return (path,)
 
 
+def _adapter_folder(config: RunConfig) -> tuple[str, ...]:
+    """The adapter's that training starts from."""
+    lora = config.actor.lora
+    if not lora.rank or lora.path is None:
+        return ()
+    return (lora.path,)
+
+
 def _first_checkpoint(config: RunConfig) -> tuple[str, ...]:
     folder = config.trainer.resume_from_path
     if folder is None:
@@ -224,6 +233,7 @@ _FILES: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
 # and folders, model.path aside
 _FOLDERS: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     "ref.path": _reference_folder,
+    "actor.lora.path": _adapter_folder,
     "trainer.resume_from_path": _first_checkpoint,
 }
 _PATHS = _FILES | _FOLDERS
@@ -333,7 +343,7 @@ def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("trainer.run_dir", f"cannot be written: no permission in {existing}", why)
 
 
-_HERE = (_registered_loss, _registered_advantage, _same_reference, _writable)
+_HERE = (_registered_loss, _registered_advantage, _same_reference, *LORA_PATH_RULES, _writable)
 # of the files and folders that a configuration names: where the run is to start, and on any host, which may not have
 # the folders that they are in
 PATH_RULES = (

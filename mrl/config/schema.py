@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mrl.config.schema_actor import ActorConfig, Dtype, LayoutConfig, ModelConfig, OptimConfig, RefConfig
+from mrl.config.schema_actor import ActorConfig, Dtype, LayoutConfig, LoraConfig, ModelConfig, OptimConfig, RefConfig
 from mrl.config.schema_algorithm import (
     AlgorithmConfig,
     CustomLossConfig,
@@ -37,6 +37,7 @@ __all__ = [
     "FilterGroupsConfig",
     "KlControlConfig",
     "LayoutConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimConfig",
     "OverlongBufferConfig",

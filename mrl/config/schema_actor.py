@@ -2,7 +2,8 @@
 
 from typing import Any, Literal
 
-from mrl.config.section import Section, key, section_from
+from mrl.config.section import Section, key, known_name, section_from
+from mrl.model.adapters import ALL_LINEAR, TARGETS, Lora
 from mrl.model.layout_degrees import LayoutDegrees
 
 Dtype = Literal["float32", "bfloat16"]
@@ -114,11 +115,50 @@ class OptimConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA) that are trained in the weights' place. Engines get the weights that both make."""
+
+    rank: int = key(
+        0,
+        "Rank of the two factors that each targeted weight gets; 0: no adapters, all weights are trained.",
+        ge=0,
+        advice="8 to 64. Weights stay as the checkpoint has them, so gradients, optimizer and checkpoints are small; "
+        "the learning rate wants to be about ten times that of full training.",
+    )
+    alpha: float = key(
+        16.0,
+        "The product of both factors counts alpha / rank times.",
+        gt=0,
+        advice="The rank, or twice that.",
+    )
+    target_modules: tuple[str, ...] = key(
+        (ALL_LINEAR,),
+        f"The modules that get adapters, by the ends of their names in the checkpoint: {', '.join(TARGETS)}, or "
+        f"{ALL_LINEAR}. Every expert has a pair of its own.",
+        advice=f"{ALL_LINEAR}.",
+        rule=known_name((ALL_LINEAR, *TARGETS), {}),
+    )
+    path: str | None = key(
+        None,
+        "Folder of an adapter in PEFT's form that training starts from; left out: A random, B zero.",
+        advice="On storage that every node sees.",
+        is_path=True,
+    )
+
+    @property
+    def adapters(self) -> Lora | None:
+        """What adapters the model has; None where all weights are trained."""
+        if not self.rank:
+            return None
+        return Lora.of(self.rank, self.alpha, self.target_modules)
+
+
 class ActorConfig(Section):
     """The trained model: layout, batches, optimizer, what moves to the host while it is not needed."""
 
     layout: LayoutConfig
     optim: OptimConfig = OptimConfig()
+    lora: LoraConfig = LoraConfig()
     ppo_mini_batch_size: int = key(
         ...,
         "Prompts per optimizer update. train_batch_size / this = updates per step.",

@@ -34,6 +34,7 @@ from mrl.megatron.forward import (
     return_hidden_states,
 )
 from mrl.megatron.kernels import kernels_in_words
+from mrl.megatron.lora_layers import Adapters
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.megatron.offload import FrozenWeights, Residence, needs, switched
 from mrl.megatron.optimizer import (
@@ -49,8 +50,11 @@ from mrl.megatron.overlap import gather_weights, set_gradient_reduction
 from mrl.megatron.packing import MicroBatch, MicroBatches, micro_batch
 from mrl.megatron.routing import Routing
 from mrl.model import load_model_spec
+from mrl.model.adapters import adapter_shards
 from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
+from mrl.model.megatron_shards import source_shards
+from mrl.model.peft_files import read_peft
 from mrl.platforms import get_platform
 from mrl.platforms.layers import check_dispatcher, check_layers, layers
 from mrl.platforms.process_memory import ProcessMemory, process_memory
@@ -84,12 +88,18 @@ class MegatronActor:
         timeout_s = config.cluster.step_timeout_s
         parallel.init_distributed(self.platform, rank, world_size, master_addr, master_port, timeout_s)
         parallel.init_model_parallel(self.layout, config.trainer.seed, timeout_s)
-        self.bridge: Bridge = MBridge(config.model, config.actor, self.model, self.layout, config.trainer.deterministic)
+        trainer = config.trainer
+        self.bridge: Bridge = MBridge(
+            config.model, config.actor, self.model, self.layout, trainer.deterministic, trainer.seed
+        )
         self.chunks = self.bridge.build_model()
+        self.lora = config.actor.lora.adapters
+        self.adapters = self._adapters()
         set_gradient_reduction(self.chunks)
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
+        self._read_adapters(config.actor.lora.path)
         gather_weights(self.chunks)
         fused = config.model.override_transformer_config.get("moe_router_fusion")  # chooses where nobody can look
         replay = config.actor.router_replay
@@ -114,9 +124,26 @@ class MegatronActor:
         """Whether this rank hands out what its data-parallel replica computed."""
         return parallel.holds_result()
 
-    def _load_reference(self) -> FrozenWeights:
-        """Loads the reference through the model, before the actor's own weights take its place."""
+    def _adapters(self) -> Adapters | None:
+        if self.lora is None:
+            return None
+        described = adapter_shards(self.model, self.layout, self.rank, self.lora)
+        return Adapters(self.chunks, self.lora, described)
+
+    def _read_adapters(self, path: str | None) -> None:
+        """Puts adapters in PEFT's form in the place of those that every run begins with, where some are named."""
+        if self.adapters is not None and path is not None:
+            read_peft(path, self.model, self.lora)
+            self.adapters.read(path)
+
+    def _load_reference(self) -> FrozenWeights | Adapters:
+        """Loads the reference through the model, before the actor's own weights take its place.
+
+        The model that adapters are trained on is there anyway.
+        """
         path = self.config.ref.path or self.config.model.path
+        if self.adapters is not None and path == self.config.model.path:
+            return self.adapters
         check_same_architecture("ref.path", path, self.model)
         self.bridge.load_hf(path)
         memory = partial(torch.empty, dtype=torch.uint8, device=self.platform.device)
@@ -320,9 +347,15 @@ class MegatronActor:
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) of every weight, on every rank, in the model's dtype;
         a tensor is valid until the next is asked for.
+
+        Adapters are merged into the weights.
         """
         with self.residence.using(PARAMETERS):
-            yield from self.bridge.export_hf()
+            if self.adapters is None:
+                yield from self.bridge.export_hf()
+                return
+            with self.adapters.in_weights(source_shards(self.model, self.layout, self.rank)):
+                yield from self.bridge.export_hf()
 
     def close(self) -> None:
         """Leaves the process groups. Safe to call twice."""

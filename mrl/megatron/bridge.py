@@ -7,6 +7,8 @@ import difflib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +22,10 @@ from transformers import AutoConfig
 from mrl.config.schema import ActorConfig, ModelConfig
 from mrl.errors import ConfigError
 from mrl.megatron.gradient_sums import add_within_products, for_megatron, is_wanted
+from mrl.megatron.lora_layers import attach, hidden
 from mrl.megatron.mapped_bridge import bridge_config
 from mrl.model import ModelSpec, load_model_spec
+from mrl.model.adapters import Lora, adapted_layers
 from mrl.model.hf_files import check_checkpoint
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
@@ -59,6 +63,7 @@ class MBridge:
     model: ModelSpec
     layout: TrainLayout
     deterministic: bool = False  # Megatron's own switch, beside the platform's
+    seed: int = 0  # of what adapters begin with
 
     def __post_init__(self) -> None:
         self.dtype = DTYPES[self.model_config.dtype]
@@ -93,29 +98,38 @@ class MBridge:
         ddp |= checked_overrides(
             "actor.override_ddp_config", self.actor_config.override_ddp_config, DistributedDataParallelConfig
         )
+        callbacks = [_make_constants_parameters, _mark_expert_parameters]
+        if lora := self.actor_config.lora.adapters:
+            callbacks.insert(0, partial(self._attach_adapters, lora, count()))
         with contextlib.redirect_stdout(sys.stderr):  # it prints parameter counts
             self._chunks = self._bridge.get_model(
                 wrap_with_ddp=True,
                 bf16=self.dtype is torch.bfloat16,
                 ddp_config=ddp,
                 data_parallel_random_init=False,
-                post_model_creation_callbacks=[_make_constants_parameters, _mark_expert_parameters],
+                post_model_creation_callbacks=callbacks,
             )
         _keep_constants_precise(self._chunks)
         if is_wanted(self.model_config.override_transformer_config):
             add_within_products(self._chunks)
         return self._chunks
 
+    def _attach_adapters(self, lora: Lora, numbers: Iterator[int], chunk: torch.nn.Module, **_: Any) -> None:
+        """`numbers`: of the chunks, in the order in which they are made."""
+        number = next(numbers)
+        layers = adapted_layers(self.model, self.layout, torch.distributed.get_rank(), lora)
+        attach(chunk, [layer for layer in layers if layer.vp_chunk == number], lora, self._bridge.config, self.seed)
+
     def load_hf(self, path: str) -> None:
         stored = replace(self.model, fp8_block=load_model_spec(path).fp8_block)
         check_checkpoint(path, stored)
-        with torch.no_grad():
+        with torch.no_grad(), hidden(self._chunks):
             # one parameter after the other where they become larger on the way
             self._bridge.load_weights(self._chunks, path, memory_efficient=stored.is_fp8)
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         seen: set[str] = set()
-        with torch.no_grad():
+        with torch.no_grad(), hidden(self._chunks):
             for name, tensor in self._bridge.export_weights(self._chunks):
                 if name not in seen:  # tied embeddings come once from the first stage and once from the last
                     seen.add(name)

@@ -225,11 +225,14 @@ def _gathered_tokens(sequence_parallel: bool) -> Callable:
 
     def forward(hidden: Tensor, *_, **__) -> tuple[Tensor, None]:
         # backward sums the ranks' gradients, each of which comes from that rank's part of the vocabulary
-        return (
-            gather_from_sequence_parallel_region(hidden)
-            if sequence_parallel
-            else copy_to_tensor_model_parallel_region(hidden)
-        ), None
+        if sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden), None
+        whole = copy_to_tensor_model_parallel_region(hidden)
+        if whole.requires_grad:
+            # of a gradient that does not lie in one piece Megatron sums a copy and goes on with what it was
+            # (0.16.1, tensor_parallel/mappings.py: _reduce)
+            whole.register_hook(Tensor.contiguous)
+        return whole, None
 
     return forward
 

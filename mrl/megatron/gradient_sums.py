@@ -49,6 +49,10 @@ def _able(chunks: Iterable[Module]) -> Iterator[Module]:
 
 
 def _has_float32_buffers(module: Module) -> bool:
-    """Whether all weights that learn have one; norms and biases beside them get their gradients as before."""
-    buffers = [getattr(p, "main_grad", None) for p in module.parameters() if p.requires_grad and p.dim() > 1]
+    """Whether all weights that learn have one; norms and biases beside them get their gradients as before.
+
+    Adapters below the module are no weights of its product.
+    """
+    own = module.parameters(recurse=False)
+    buffers = [getattr(p, "main_grad", None) for p in own if p.requires_grad and p.dim() > 1]
     return bool(buffers) and all(buffer is not None and buffer.dtype is torch.float32 for buffer in buffers)

@@ -134,7 +134,9 @@ class _LeanLogProbs(torch.autograd.Function):
         hidden, weight, targets, temperature, log_sum_exp, entropy = ctx.saved_tensors
         head: _Head = ctx.head
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = _WeightGradient(weight, head.width)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:  # not where adapters are trained in the weights' place
+            grad_weight = _WeightGradient(weight, head.width)
         needs_other = ctx.entropy_has_gradient or hidden.dtype is not torch.float32
         place = head.place(len(hidden))
         other = head.place(len(hidden) if needs_other else 0)
@@ -151,10 +153,15 @@ class _LeanLogProbs(torch.autograd.Function):
                     grad = log_p.exp_().mul_(scale)
                 column, here = head.owned(targets[part], block)
                 grad.scatter_add_(-1, column[:, None], torch.where(here, grad_log_probs[part], 0.0)[:, None])
-                grad_weight.add(block, grad.div_(temperature[part][:, None]), hidden[part])
+                grad.div_(temperature[part][:, None])
+                if grad_weight is not None:
+                    grad_weight.add(block, grad, hidden[part])
                 grad_part.add(grad, weight[block])
             grad_part.finish()
-        return grad_hidden, grad_weight.result(), None, None, None, None
+        of_weight = None
+        if grad_weight is not None:
+            of_weight = grad_weight.result()
+        return grad_hidden, of_weight, None, None, None, None
 
 
 def _block_sums(

@@ -60,7 +60,7 @@ def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
     return weight
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float, is_zero_centered: bool) -> Tensor:
+def normed(x: Tensor, weight: Tensor, eps: float, is_zero_centered: bool) -> Tensor:
     """RMSNorm over the last dimension. A zero-centred weight stands for one more than it is, which would be rounded in
     a 16-bit format, and so would the product.
     """
@@ -79,7 +79,7 @@ class Norm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _normed(x, self.weight, self.eps, self.is_zero_centered)
+        return normed(x, self.weight, self.eps, self.is_zero_centered)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -91,8 +91,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor, *args, **kwargs):
         config = self.config
-        normed = _normed(x, self.layer_norm_weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
-        return super().forward(normed, *args, **kwargs)
+        x = normed(x, self.layer_norm_weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
+        return super().forward(x, *args, **kwargs)
 
 
 class GroupedLinear(torch.nn.Module):

@@ -41,11 +41,7 @@ def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
     """
     try:
         size = file.stat().st_size
-        with os.fdopen(open_regular(file), "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
-                raise ValueError(f"its header claims {length} bytes of a file of {size}")
-            header = parse_json(stream.read(length))
+        header, length = _header(file, size)
         header.pop("__metadata__", None)
         tensors = {name: _tensor_bytes(entry, 8 + length) for name, entry in header.items()}
         _check_apart(tensors, 8 + length)
@@ -61,6 +57,24 @@ def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
         raise EnvironmentFault(
             f"{file} cannot be read as safetensors: {error}; download the checkpoint again"
         ) from None
+
+
+def safetensors_metadata(file: Path) -> dict[str, str]:
+    """What a file says of itself beside its tensors. Raises EnvironmentFault when it is no safetensors file."""
+    try:
+        metadata = _header(file, file.stat().st_size)[0].get("__metadata__", {})
+    except (OSError, ValueError, AttributeError) as error:
+        raise EnvironmentFault(f"{file} cannot be read as safetensors: {error}") from None
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _header(file: Path, size: int) -> tuple[dict, int]:
+    """The JSON at a file's beginning, and how many bytes it has. Raises OSError and ValueError."""
+    with os.fdopen(open_regular(file), "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
+            raise ValueError(f"its header claims {length} bytes of a file of {size}")
+        return parse_json(stream.read(length)), length
 
 
 def _tensor_bytes(entry: dict, base: int) -> TensorBytes:

@@ -15,7 +15,7 @@ from mrl.model.device_grid import Place
 from mrl.model.precision import Precision
 from mrl.plan.engine_memory import EngineMemory
 from mrl.plan.memory_phases import TERMS, ActorBytes
-from mrl.plan.model_state import stage_numel
+from mrl.plan.model_state import BufferNumel, adapter_numel, stage_numel
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, sync_budget
 from mrl.plan.sample_bytes import (
     fetched_share,
@@ -103,12 +103,19 @@ def save_bytes(inputs: PlanInputs, rank: int) -> int:
     """
     train = inputs.train
     precision = precision_of(inputs.config, inputs.element_bytes)
-    numel = stage_numel(inputs.model, train, train.dense_coords(rank).pp)
+    numel = _stored_numel(inputs, train.dense_coords(rank).pp)
     dense = train.dense_coords(rank)
     expert = train.expert_coords(rank)
     return _saved(numel.dense, precision, train.data * train.context, dense.dp == dense.cp == 0) + _saved(
         numel.expert, precision, train.expert_data, expert.edp == 0
     )
+
+
+def _stored_numel(inputs: PlanInputs, pp: int) -> BufferNumel:
+    """Elements of a rank that a checkpoint has."""
+    if inputs.lora is not None:
+        return adapter_numel(inputs.model, inputs.train, pp, inputs.lora)
+    return stage_numel(inputs.model, inputs.train, pp)
 
 
 def resume_seconds(inputs: PlanInputs) -> float:

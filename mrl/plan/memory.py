@@ -5,8 +5,10 @@ the host.
 from dataclasses import replace
 from typing import Any
 
+from mrl.config.lora_rules import reference_is_the_base
 from mrl.config.places import Deployment, rank_places
 from mrl.config.schema import RunConfig
+from mrl.model.adapters import MERGED_BYTES
 from mrl.model.hf_config import LayerKind
 from mrl.plan.activations import Activations, Kernels, MicroBatchShape
 from mrl.plan.engine_memory import GRAPHS, EngineMemory, cache_bytes_per_token
@@ -86,7 +88,8 @@ def _cache(inputs: PlanInputs, engine: EngineMemory) -> dict[str, Any]:
 
 def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
     """Terms of one rank of pipeline stage `pp`."""
-    state = stage_state(inputs.model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes))
+    precision = precision_of(inputs.config, inputs.element_bytes)
+    state = stage_state(inputs.model, inputs.train, pp, precision, lora=inputs.lora)
     activations = activations_of(inputs, batch.micro)
     saved = activations.stage_saved(pp, batch.micro_batches)
     return ActorBytes(
@@ -149,18 +152,19 @@ def offload_of(config: RunConfig) -> Offload:
 
 def _reference_bytes(inputs: PlanInputs, pp: int) -> int:
     """Parameters of the reference model of a KL term on a rank of stage `pp`; it lies as the actor does."""
-    if not inputs.config.algorithm.needs_reference:
+    if not inputs.config.algorithm.needs_reference or reference_is_the_base(inputs.config):
         return 0
     return stage_state(inputs.model, inputs.train, pp, Precision(inputs.element_bytes)).parameters
 
 
 def _actor_staging(inputs: PlanInputs, pp: int) -> int:
-    """Fast path: a round being packed and one on the wire.
+    """Fast path: a round being packed and one on the wire; of adapters also what is merged for its digest.
 
     Slow path: a bucket, and the largest tensor gathered and merged.
     """
     if inputs.config.reshard.path == "fast":
-        return 2 * sync_budget(inputs.config)
+        merged = MERGED_BYTES if inputs.lora else 0
+        return 2 * sync_budget(inputs.config) + merged
     gathered = largest_parameter(inputs.model, inputs.train, pp) * inputs.train.tensor * inputs.element_bytes
     return BUCKET_BYTES + 2 * gathered
 

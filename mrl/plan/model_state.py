@@ -14,6 +14,7 @@ from functools import cache
 from math import lcm
 
 from mrl.model import ModelSpec
+from mrl.model.adapters import Lora, target_of
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import last_stage_weights, megatron_slice
@@ -35,6 +36,12 @@ class StateBytes:
     gradients: int
     optimizer: int
     optimizer_host: int = 0  # in host memory for good
+    frozen: int = 0  # of the parameters, what is not trained
+
+    @property
+    def trained(self) -> int:
+        """Bytes of the parameters that have gradients."""
+        return self.parameters - self.frozen
 
 
 @dataclass(frozen=True)
@@ -52,18 +59,31 @@ class BufferNumel:
 
 
 def stage_state(
-    model: ModelSpec, layout: TrainLayout, pp: int, precision: Precision = BF16, shard_optimizer: bool = True
+    model: ModelSpec,
+    layout: TrainLayout,
+    pp: int,
+    precision: Precision = BF16,
+    shard_optimizer: bool = True,
+    lora: Lora | None = None,
 ) -> StateBytes:
-    """Bytes of a rank of pipeline stage `pp`; all ranks of a stage hold the same, up to the rounding of a shard."""
+    """Bytes of a rank of pipeline stage `pp`; all ranks of a stage hold the same, up to the rounding of a shard.
+
+    `lora`: of the adapters that are trained, while the weights lie beside Megatron's buffers.
+    """
     numel = stage_numel(model, layout, pp)
+    frozen = 0
+    if lora is not None:
+        frozen = numel.dense + numel.expert
+        numel = adapter_numel(model, layout, pp, lora)
     shards = (layout.data * layout.context, layout.expert_data)
     buffers = [round_up(n, lcm(s, _BUFFER_END)) for n, s in zip((numel.dense, numel.expert), shards, strict=True)]
     sharded = sum(-(-b // (s if shard_optimizer else 1)) for b, s in zip(buffers, shards, strict=True))
     return StateBytes(
-        parameters=sum(buffers) * precision.parameters,
+        parameters=(sum(buffers) + frozen) * precision.parameters,
         gradients=sum(buffers) * precision.gradients,
         optimizer=round(sharded * precision.adam),
         optimizer_host=round(sharded * precision.adam_on_host),
+        frozen=frozen * precision.parameters,
     )
 
 
@@ -111,6 +131,32 @@ def stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
     for kind in set(kinds):
         numel += _layer_numel(model, kind, layout.tensor, layout.expert, layout.expert_tensor) * kinds.count(kind)
     return numel
+
+
+def adapter_numel(model: ModelSpec, layout: TrainLayout, pp: int, lora: Lora) -> BufferNumel:
+    """Elements of the adapters of a rank of pipeline stage `pp`, as `stage_numel` counts weights."""
+    kinds = [kind for vp in range(layout.virtual_pipeline) for kind in layer_kinds(model, layout, pp, vp)]
+    numel = BufferNumel()
+    for kind in set(kinds):
+        for weight in weight_map(model).of_kind(kind).megatron:
+            numel += _adapters_of(weight, model, layout, lora) * kinds.count(kind)
+    return numel
+
+
+def _adapters_of(weight: Weight, model: ModelSpec, layout: TrainLayout, lora: Lora) -> BufferNumel:
+    """Elements of both factors of each target in a weight of one layer; experts of a rank share a parameter."""
+    blocks = megatron_slice(weight, layout.tensor, layout.expert_tensor).blocks
+    together = 1
+    if weight.is_expert:
+        together = model.num_experts // layout.expert
+    total = 0
+    for target in {target_of(block.part.name) for block in blocks} & set(lora.targets):
+        boxes = [block.hf_box.shape for block in blocks if target_of(block.part.name) == target]
+        sides = (boxes[0][1], sum(rows for rows, _ in boxes))
+        total += sum(round_up(together * lora.rank * side, _PARAMETER_START) for side in sides)
+    if weight.is_expert:
+        return BufferNumel(expert=total)
+    return BufferNumel(dense=total)
 
 
 @cache

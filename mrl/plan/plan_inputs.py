@@ -6,6 +6,7 @@ from mrl.config.places import rollout_layout
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
+from mrl.model.adapters import Lora
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import Precision
 from mrl.plan.activations import MicroBatchShape, Recompute
@@ -81,6 +82,11 @@ class PlanInputs:
     @property
     def colocated(self) -> bool:
         return self.config.cluster.placement == "colocated"
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters that are trained; None where all weights are."""
+        return self.config.actor.lora.adapters
 
     @property
     def element_bytes(self) -> int:

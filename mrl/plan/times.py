@@ -129,7 +129,7 @@ def hand_over_seconds(inputs: PlanInputs) -> float:
     """Seconds for what the actor brings to the host and back once a step, while engines have its device."""
     actor = inputs.config.actor
     states = (
-        stage_state(inputs.model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes))
+        stage_state(inputs.model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes), lora=inputs.lora)
         for pp in range(inputs.train.pipeline)
     )
     moved = max(s.parameters * actor.param_offload + s.optimizer * actor.optimizer_offload for s in states)
@@ -143,7 +143,7 @@ def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", 
     recompute = recompute_of(inputs.config)
     per_node = inputs.config.cluster.n_gpus_per_node
     states = (
-        stage_state(inputs.model, train, pp, precision_of(inputs.config, inputs.element_bytes))
+        stage_state(inputs.model, train, pp, precision_of(inputs.config, inputs.element_bytes), lora=inputs.lora)
         for pp in range(train.pipeline)
     )
     state = max(states, key=lambda s: s.parameters + s.gradients + s.optimizer)
@@ -227,7 +227,7 @@ def update_seconds(
     What it exchanges beside the passes is taken off.
     """
     passes = update_passes(recompute, share_again(recompute, work.model, work.flops_per_token))
-    added = _GRADIENT_TRAFFIC * state.parameters / (device.memory_rate * assumed.decode_memory_share)
+    added = _GRADIENT_TRAFFIC * state.trained / (device.memory_rate * assumed.decode_memory_share)
     seconds = pass_seconds(work, layout, device, per_node, passes, assumed, added)
     reduced, gathered = _data_seconds(layout, state, _Links(device, per_node, assumed.link_share))
     forward = (seconds.total - seconds.bubble) / micro_batch_count(work, layout) / passes.compute
@@ -380,9 +380,9 @@ def _leaving_share(size: int) -> float:
 
 
 def _data_seconds(layout: TrainLayout, state: StateBytes, links: _Links) -> tuple[float, float]:
-    """Reduce-scatter of the gradients, and all-gather of the parameters, once an update."""
+    """Reduce-scatter of the gradients, and all-gather of what they are of, once an update."""
     ranks = layout.data * layout.context
     if ranks == 1:
         return 0.0, 0.0
     share = _leaving_share(ranks) / links.rate(layout.tensor * ranks)
-    return state.gradients * share, state.parameters * share
+    return state.gradients * share, state.trained * share

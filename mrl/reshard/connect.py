@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.transfer import get_transfer
-from mrl.reshard.digest import Shards
+from mrl.reshard.digest import Merge, Shards
 from mrl.reshard.execute import Receiver, Sender
 from mrl.reshard.messages import Message
 from mrl.reshard.setup import SyncSetup, route
@@ -21,13 +21,17 @@ _SENDERS = {"shm": SharedMemorySender, "ipc": DeviceSender, "p2p": PointToPointS
 _RECEIVERS = {"shm": SharedMemoryReceiver, "ipc": DeviceReceiver, "p2p": PointToPointReceiver}
 
 
-def connect_sender(setup: SyncSetup, rank: int, shards: Shards) -> Sender:
-    """Opens the rank's end and meets its workers, which do the same now. Raises TransferError."""
+def connect_sender(setup: SyncSetup, rank: int, shards: Shards, merge: Merge | None = None) -> Sender:
+    """Opens the rank's end and meets its workers, which do the same now. Raises TransferError.
+
+    `merge`: of the rank's adapters, where it has some.
+    """
     place = setup.places.ranks[rank]
     workers = setup.places.workers
     local = [worker for worker, other in enumerate(workers) if other == place]
     free_bytes = get_transfer(setup.dialect).free_bytes
-    return Sender(setup.plan(), rank, shards, _open_sender(setup, rank), getattr(torch, setup.dtype), local, free_bytes)
+    end = _open_sender(setup, rank)
+    return Sender(setup.plan(), rank, shards, end, getattr(torch, setup.dtype), local, free_bytes, merge)
 
 
 def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:

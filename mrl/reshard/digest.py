@@ -14,17 +14,31 @@ Lanes are small integers so that the sum over a row, which is nearly all the wor
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from mrl.model.adapters import MERGED_BYTES
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece, Shard
 from mrl.reshard.messages import Copy, Message
 from mrl.reshard.sync_report import MODULUS, add
 
 Shards = Callable[[str, int], torch.Tensor]  # (source name, model chunk) -> this rank's parameter
+
+
+class Merge(Protocol):
+    """Weights that engines get otherwise than ranks have them: with adapters merged into them."""
+
+    described: Sequence[Shard]  # this rank's adapters, which other ranks may have to hold alike
+
+    def adapts(self, hf_name: str) -> bool:
+        """Whether a tensor is one of those."""
+
+    def merged(self, hf_name: str, box: Box, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What engines of `dtype` get for `block`, which is `box` of the tensor. The same bits at every call."""
+
 
 LANES = 8
 _CPU_TILE_BYTES = 1 << 21  # in cache, and few products
@@ -238,8 +252,9 @@ class ShardDigests:
     wrong place shows. Where they lie is looked up once.
     """
 
-    def __init__(self, described: Sequence[Shard], shards: Shards, dtype: torch.dtype):
+    def __init__(self, described: Sequence[Shard], shards: Shards, dtype: torch.dtype, merge: Merge | None = None):
         """`dtype`: the engine's, in which weights travel."""
+        self._merge = merge
         self._described = {(shard.megatron_name, shard.vp_chunk): shard for shard in described}
         self._shards = shards
         self._dtype = dtype
@@ -270,10 +285,12 @@ class ShardDigests:
     def _whole(self, shard: Shard) -> int:
         local = self._shards(shard.megatron_name, shard.vp_chunk).detach()
         dtype = local.dtype if shard.is_constant else self._dtype
-        blocks = [
-            partial_digests([local[p.local_box.slices]], [p.hf_name], p.hf_box.origin, dtype) for p in shard.pieces
+        blocks = ((p, local[p.local_box.slices]) for p in shard.pieces)
+        digests = [
+            partial_digests([self._sent(p.hf_name, p.hf_box, block, dtype)], [p.hf_name], p.hf_box.origin, dtype)
+            for p, block in blocks
         ]
-        return add(digest for (digest,) in blocks)
+        return add(digest for (digest,) in digests)
 
     def _digests(self, copies: Iterable[Copy]) -> dict[tuple[str, Box], int]:
         """(name, box) -> digest. The same box of several tensors, as of a layer's experts, is taken together."""
@@ -283,16 +300,31 @@ class ShardDigests:
         digest_of = {}
         for (box, own), by_name in groups.items():
             dtype = getattr(torch, own) if own else self._dtype
-            digests = partial_digests(
-                [self._block(copy) for copy in by_name.values()], list(by_name), box.origin, dtype
-            )
-            digest_of |= {(name, box): digest for name, digest in zip(by_name, digests, strict=True)}
+            for names in self._at_once(list(by_name), box.volume * dtype.itemsize):
+                blocks = [self._block(by_name[name], dtype) for name in names]
+                digests = partial_digests(blocks, names, box.origin, dtype)
+                digest_of |= {(name, box): digest for name, digest in zip(names, digests, strict=True)}
         return digest_of
 
-    def _block(self, copy: Copy) -> torch.Tensor:
+    def _at_once(self, names: list[str], nbytes: int) -> Iterator[list[str]]:
+        """Tensors of `nbytes` whose blocks are there at once: what is merged takes memory, what is there does not."""
+        step = len(names)
+        if self._merge is not None:
+            step = max(1, MERGED_BYTES // nbytes)
+        for start in range(0, len(names), step):
+            yield names[start : start + step]
+
+    def _block(self, copy: Copy, dtype: torch.dtype) -> torch.Tensor:
         if copy not in self._boxes:
             self._boxes[copy] = _local_box(self._described[copy.source_name, copy.vp_chunk].pieces, copy)
-        return self._shards(copy.source_name, copy.vp_chunk).detach()[self._boxes[copy].slices]
+        block = self._shards(copy.source_name, copy.vp_chunk).detach()[self._boxes[copy].slices]
+        return self._sent(copy.hf_name, copy.hf_box, block, dtype)
+
+    def _sent(self, hf_name: str, box: Box, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What engines get for a block."""
+        if self._merge is not None and self._merge.adapts(hf_name):
+            return self._merge.merged(hf_name, box, block, dtype)
+        return block
 
 
 def _local_box(pieces: Sequence[Piece], copy: Copy) -> Box:

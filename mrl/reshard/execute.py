@@ -15,7 +15,7 @@ from torch import Tensor
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import source_shards
 from mrl.record.metrics import PhaseTimer
-from mrl.reshard.digest import ShardDigests, Shards
+from mrl.reshard.digest import Merge, ShardDigests, Shards
 from mrl.reshard.messages import Copy, Message, by_round, module_of
 from mrl.reshard.plan import ReshardPlan
 from mrl.reshard.sync_report import ReceiveReport, SendReport
@@ -50,10 +50,11 @@ class Sender:
         dtype: torch.dtype,
         local: Collection[int] = (),
         free_bytes: Callable[[], int | None] = lambda: None,
+        merge: Merge | None = None,
     ):
         """`local`: workers on this rank's own device; what goes to them does not count as moved.
 
-        `free_bytes`: of that device.
+        `free_bytes`: of that device. `merge`: of adapters, into blocks as they are packed.
         """
         self._free_bytes = free_bytes
         self.plan = plan
@@ -63,8 +64,12 @@ class Sender:
         self._messages = list(plan.sends(rank))
         self._sources = ShardViews(shards)
         self._wire = WireViews(dtype)
-        self._digests = ShardDigests(source_shards(plan.model, plan.train, rank), shards, dtype)
-        self._packings: dict[tuple[int, int], BlockCopies] = {}  # by round and worker
+        described = source_shards(plan.model, plan.train, rank)
+        if merge is not None:
+            described = (*described, *merge.described)
+        self._digests = ShardDigests(described, shards, dtype, merge)
+        self._merge = merge
+        self._packings: dict[tuple[int, int], BlockCopies | MergedCopies] = {}  # by round and worker
 
     def send(self, update: int, workers: Collection[int], check_replicas: bool = True) -> SendReport:
         """Sends everything for `workers`, once.
@@ -118,7 +123,7 @@ class Sender:
         with timer("wait"):
             self.end.finish()
 
-    def _packing(self, message: Message, slot: Tensor) -> "BlockCopies":
+    def _packing(self, message: Message, slot: Tensor) -> "BlockCopies | MergedCopies":
         """Copies of the message into its slot; kept for as long as all of its blocks stay where they are."""
         lasting = self.end.lasting(message)
         targets = self._wire.of(message, slot, lasting)
@@ -128,6 +133,8 @@ class Sender:
         if known is not None and known.targets is targets and known.sources is sources:
             return known
         copies = BlockCopies(targets, sources)
+        if self._merge is not None:
+            copies = MergedCopies(targets, sources, message.copies, self._merge)
         if lasting:
             self._packings[key] = copies
         return copies
@@ -405,6 +412,25 @@ class BlockCopies:
         for pairs in (self._alike, self._other):
             if pairs:
                 torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+class MergedCopies:
+    """Copies of blocks into which adapters are merged on the way, where they have some; memory is one block's."""
+
+    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor], copies: Sequence[Copy], merge: Merge):
+        self.targets = targets
+        self.sources = sources
+        self._merge = merge
+        entries = list(zip(copies, targets, sources, strict=True))
+        self._merged = [entry for entry in entries if merge.adapts(entry[0].hf_name)]
+        plain = [entry for entry in entries if not merge.adapts(entry[0].hf_name)]
+        self._plain = BlockCopies([target for _, target, _ in plain], [source for _, _, source in plain])
+
+    def run(self) -> None:
+        """Copies; as BlockCopies.run."""
+        self._plain.run()
+        for copy, target, source in self._merged:
+            target.copy_(self._merge.merged(copy.hf_name, copy.hf_box, source, target.dtype))
 
 
 def _alike(target: Tensor, source: Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
+from mrl.model.adapters import Lora
 from mrl.model.layout import TrainLayout, check_train_layout
 from mrl.model.precision import BF16, Precision
 from mrl.plan.activations import Activations, MicroBatchShape, Recompute
@@ -55,6 +56,7 @@ class SearchProblem:
     offload: Offload = field(default_factory=Offload)  # what the actor keeps on the host
     scores_old: bool = True  # a pass is made for old log-probs
     overlap: Overlap = field(default_factory=Overlap)
+    lora: Lora | None = None  # of adapters that are trained in the weights' place
 
     @property
     def model(self) -> ModelSpec:
@@ -157,7 +159,8 @@ def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout
         raise ConfigError(f"--megatron {problem.megatron}: is no version of megatron-core, such as {MEGATRON}")
     model = problem.model
     world = problem.devices
-    shares_heads = shares_key_value_heads(problem.megatron)
+    # adapters are of whole heads
+    shares_heads = shares_key_value_heads(problem.megatron) and problem.lora is None
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     interleaves = get_hosting(problem.device.platform).interleaves_stages
     for pp, vp, notation in _pipelines(model.num_layers, divisors, interleaves):
@@ -199,7 +202,8 @@ def best_fit(
 ) -> Candidate | Phase:
     """The layout with the first of the ways to recompute that fits, or the phase that is too large in every case."""
     states = {
-        pp: stage_state(problem.model, layout, pp, problem.precision) for pp in unlike_stages(problem.model, layout)
+        pp: stage_state(problem.model, layout, pp, problem.precision, lora=problem.lora)
+        for pp in unlike_stages(problem.model, layout)
     }
     heaviest = heaviest_stage(states.values())
     on_device = {"parameters": heaviest.parameters, "gradients": heaviest.gradients, "optimizer": heaviest.optimizer}
@@ -242,7 +246,10 @@ def fullest_phase(
     phases = []
     for pp, state in states.items():
         actor = ActorBytes(
-            **vars(state),
+            parameters=state.parameters,
+            gradients=state.gradients,
+            optimizer=state.optimizer,
+            optimizer_host=state.optimizer_host,
             activations=activations.stage_saved(pp, count),
             temporaries=activations.stage_temporaries(pp),
             log_prob=activations.forward_only(pp),

@@ -73,6 +73,7 @@ def search_problem(
         offload=offload_of(config),
         scores_old=not config.algorithm.on_policy,
         overlap=overlap_of(config, config.updates_per_step),
+        lora=config.actor.lora.adapters,
     )
 
 
@@ -203,7 +204,7 @@ def _planned(config: RunConfig, problem: SearchProblem, candidate: Candidate) ->
 def _recomputed(problem: SearchProblem, candidate: Candidate) -> Candidate:
     """The candidate's layout with the recomputation that saves most."""
     states = [
-        stage_state(problem.model, candidate.layout, pp, problem.precision)
+        stage_state(problem.model, candidate.layout, pp, problem.precision, lora=problem.lora)
         for pp in unlike_stages(problem.model, candidate.layout)
     ]
     return candidate_of(

@@ -178,7 +178,8 @@ def _placement(
     engines.fleet.restart(config.rollout.restart_limit, config.rollout.min_engines, files.notes.engine_restarted)
     sync = WeightSync(config.model, Deployment.of(config), config.reshard, actor, engines)
     if config.cluster.placement == "separate":
-        return Separate(actor, sync, are_fresh and engines.have_loaded)
+        loaded = engines.have_loaded and config.actor.lora.path is None
+        return Separate(actor, sync, are_fresh and loaded)
     gate = MemoryGate(plan, actor, engines, config.cluster.step_timeout_s)
     beside_log_probs = plan["memory"]["phases"].get("rollout_to_log_prob", {}).get("terms", ())
     return Colocated(actor, engines, sync, gate, prefetched=[OPTIMIZER] if OPTIMIZER in beside_log_probs else [])

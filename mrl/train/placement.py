@@ -88,7 +88,7 @@ class Separate:
 
     def __init__(self, actor: ActorGroup, sync: WeightSync, are_fresh: bool = True) -> None:
         """`are_fresh`: engines hold the weights of step 0, which they have loaded themselves; false where they wait for
-        a sync.
+        a sync, or training starts from an adapter.
         """
         self._actor = actor
         self._sync = sync

@@ -180,7 +180,7 @@ def plug_ins(config: RunConfig) -> list[dict[str, str]]:
 def _bytes_of_a_checkpoint(config: RunConfig, model: ModelSpec) -> int:
     """Bytes of a checkpoint, with the groups that generation may be ahead with."""
     ahead = groups_ahead_bytes(schedule_of(config), config.data, route_bytes(config.actor, model))
-    return checkpoint_bytes(model, config.model.dtype) + ahead
+    return checkpoint_bytes(model, config.model.dtype, config.actor.lora.adapters) + ahead
 
 
 def run_dir_path(trainer: TrainerConfig, resume: bool) -> Path:

@@ -20,6 +20,7 @@ from mrl.config.schema import ModelConfig, RunConfig, TrainerConfig, leaf
 from mrl.data.order import DataCursor
 from mrl.errors import ConfigError, DataError, EnvironmentFault, NothingToDo
 from mrl.model import load_model_spec, model_spec, read_hf_config
+from mrl.model.peft_files import base_digest
 from mrl.plain_files import read_json
 from mrl.record.attempts import generated_after
 from mrl.record.run_dir import RunDir, read_metrics
@@ -76,14 +77,23 @@ class RunIdentity:
     model: ModelConfig
     fixed: Mapping[str, Any]  # values of FIXED by key, as JSON has them
     schedule: Schedule
+    adapters: Mapping[str, Any] = field(default_factory=dict)  # as a manifest has them; empty where weights are trained
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunIdentity":
-        """The identity of a run with this configuration."""
+        """The identity of a run with this configuration. Raises EnvironmentFault where adapters' base is unreadable."""
         keys = FIXED if config.trainer.schedule == "sync" else (*FIXED, *FIXED_AHEAD)
         values = {key: leaf(config, key) for key in keys}
         fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-        return cls(config.model, fixed, schedule_of(config))
+        return cls(config.model, fixed, schedule_of(config), _adapters_of(config))
+
+
+def _adapters_of(config: RunConfig) -> dict[str, Any]:
+    lora = config.actor.lora.adapters
+    if lora is None:
+        return {}
+    base = {"path": config.model.path, "digest": base_digest(config.model.path)}
+    return {"rank": lora.rank, "alpha": lora.alpha, "target_modules": list(lora.targets), "base": base}
 
 
 def goes_on(trainer: TrainerConfig, asked: bool) -> bool:
@@ -129,6 +139,7 @@ def find_resume_point(
         newest = _named(trainer.resume_from_path)
     if newest.manifest is not None:
         _check_same_model(identity.model, newest.manifest, newest.path)
+        _check_same_adapters(identity, newest.manifest, newest.path)
         _check_same_values(identity.fixed, newest.manifest, newest.path)
         _check_same_tokenizer(Path(identity.model.path), newest.manifest, newest.path)
     elif newest.damaged:
@@ -168,6 +179,30 @@ def _check_same_model(model: ModelConfig, manifest: Manifest, folder: Path) -> N
     if manifest.dtype != model.dtype:
         raise ConfigError(
             f"model.dtype: {model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that"
+        )
+
+
+def _check_same_adapters(identity: RunIdentity, manifest: Manifest, folder: Path) -> None:
+    """Raises ConfigError for other adapters than the checkpoint's, and for those of another model."""
+    now = identity.adapters
+    then = manifest.adapters
+    if bool(now) != bool(then):
+        what = (
+            "has adapters alone and actor.lora.rank is 0" if then else "has whole weights and actor.lora.rank is not 0"
+        )
+        raise ConfigError(
+            f"{folder} {what}: give the run's own actor.lora, or start a new run from an export of the checkpoint (mrl "
+            "convert megatron-to-hf)"
+        )
+    for name in ("rank", "alpha", "target_modules"):
+        if now and now[name] != then.get(name):
+            raise ConfigError(
+                f"actor.lora.{name}: {now[name]}, and the adapters in {folder} have {then.get(name)}; set it to that"
+            )
+    if now and now["base"]["digest"] != then["base"]["digest"]:
+        raise ConfigError(
+            f"model.path: {now['base']['path']} has other weights than the model that the adapters in {folder} were "
+            f"trained on (their digests differ), which was {then['base']['path']}; give that one"
         )
 
 

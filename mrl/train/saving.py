@@ -269,7 +269,11 @@ class Saver:
         hf_config = without_quantization(json.loads((model / "config.json").read_text()))
         layout = self._saved.layout.model_dump()
         dtype = identity.model.dtype
-        write_manifest(work, Manifest(state.step, layout, dtype, hf_config, ranks, trainer, _versions(), hf_files))
+        adapters = dict(identity.adapters)
+        versions = _versions()
+        write_manifest(
+            work, Manifest(state.step, layout, dtype, hf_config, ranks, trainer, versions, hf_files, adapters)
+        )
 
 
 def _versions() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from mrl.model import tensor_specs
 from mrl.model.megatron_shards import source_shards
 from mrl.model.vllm_parameters import TargetParameter, target_parameters
 from mrl.reshard.connect import connect_receiver, connect_sender
-from mrl.reshard.digest import MODULUS, partial_digest
+from mrl.reshard.digest import MODULUS, Merge, partial_digest
 from mrl.reshard.execute import Sender
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.sync_report import ReceiveReport, SendReport
@@ -134,15 +134,18 @@ class Outcome:
 class World:
     """Every rank and worker of a setup, connected. Close it."""
 
-    def __init__(self, setup: SyncSetup, weights: dict[str, Tensor], worker_setup: SyncSetup | None = None):
-        """`worker_setup`: what the workers were told, when it is to differ."""
+    def __init__(
+        self, setup: SyncSetup, weights: dict[str, Tensor], worker_setup: SyncSetup | None = None,
+        merge: Merge | None = None,
+    ):  # fmt: skip
+        """`worker_setup`: what the workers were told, when it is to differ. `merge`: of all ranks' adapters."""
         self.setup = setup
         self.held = {rank: shards_of(setup, rank, weights) for rank in range(setup.train_layout.world_size)}
         told = worker_setup or setup
         self.senders: dict[int, Sender] = {}
         opened = self._at_once(
             {
-                ("rank", r): lambda r=r: connect_sender(setup, r, lambda name, chunk: self.held[r][name, chunk])
+                ("rank", r): lambda r=r: connect_sender(setup, r, lambda name, chunk: self.held[r][name, chunk], merge)
                 for r in self.held
             }
             | {("worker", w): lambda w=w: connect_receiver(told, w) for w in setup.workers}

@@ -337,7 +337,7 @@ def test_keys_whose_meaning_needs_a_second_look(words, ours):
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
-        ("actor_rollout_ref.model.lora_rank=32", "LoRA"),
+        ("actor_rollout_ref.model.mtp.enable=True", "multi-token prediction"),
         ("actor_rollout_ref.rollout.name=sglang", "only vLLM"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn"),
         ("actor_rollout_ref.model.trust_remote_code=True", "never run"),
@@ -777,7 +777,8 @@ def test_keys_of_the_asynchronous_trainer_are_losses_of_any_other():
     ("word", "verdict"),
     [
         ("trainer.balance_batch=True", "valid"),
-        ("actor_rollout_ref.model.lora_rank=8", "carried with losses"),
+        ("actor_rollout_ref.model.lora_rank=8", "valid"),
+        ("actor_rollout_ref.model.mtp.enable=True", "carried with losses"),
         ("actor_rollout_ref.actor.optim.lr=$RATE", "carried with losses"),
         ("trainer.experiment_name=$NAME", "valid"),
         ("data.train_files=$DATA/train.parquet", "carried with losses"),

@@ -32,7 +32,6 @@ verl_scripts = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(verl_scripts)
 # what is asked of verl and not done here, and the values that do not ask for it
 NOT_DONE = {
-    "actor_rollout_ref.model.lora_rank": ("0",),
     "actor_rollout_ref.rollout.multi_turn.enable": ("False", "false"),
     "actor_rollout_ref.rollout.name": ("vllm",),
     "actor_rollout_ref.rollout.quantization": ("null",),
@@ -44,6 +43,7 @@ NOT_DONE = {
 # what is said in another way here, and means the same: verl's key and text -> our value
 SAID_ANOTHER_WAY = {
     ("trainer.logger", "console"): ["console"],
+    ("actor_rollout_ref.model.target_modules", "all-linear"): ["all-linear"],
     ("algorithm.rollout_correction.bypass_mode", "False"): "recompute",
     ("algorithm.rollout_correction.bypass_mode", "false"): "recompute",
     ("algorithm.rollout_correction.bypass_mode", "true"): "rollout",

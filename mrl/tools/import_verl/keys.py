@@ -139,14 +139,11 @@ ROWS: dict[str, KeyRow] = {
     ),
     M + "override_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's own"),
     M + "override_config.": _missing("the model is what the checkpoint's config.json says", None, {}),
-    M + "lora_rank": _missing("no LoRA here", 0),
-    M + "lora_alpha": _nothing("no LoRA here"),
-    M + "target_modules": _nothing("no LoRA here"),
-    M + "exclude_modules": _nothing("no LoRA here"),
-    M + "lora_adapter_path": _missing("no LoRA here", None),
-    M + "lora.rank": _missing("no LoRA here", 0),
-    M + "lora.adapter_path": _missing("no LoRA here", None),
-    M + "lora.": _nothing("no LoRA here"),
+    **{
+        M + name: _SPECIAL
+        for name in ("lora_rank", "lora_alpha", "lora_adapter_path", "target_modules", "exclude_modules")
+    },
+    **{M + f"lora.{name}": _SPECIAL for name in ("rank", "alpha", "adapter_path", "target_modules", "")},
     M + "mtp.enable": _missing("no multi-token prediction here", False),
     M + "mtp.": _nothing("no multi-token prediction here"),
     M + "tiled_mlp.": _nothing(_FSDP),

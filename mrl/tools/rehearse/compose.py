@@ -18,6 +18,7 @@ from mrl.tools.rehearse.notes import Change, OutOfReach
 from mrl.tools.rehearse.small_batch import PROMPT, SmallBatch, small_batch, updates_changed
 from mrl.tools.rehearse.small_layout import SmallLayout, small_layout
 
+LORA_RANK = 16  # at most: no weight of the small model has a shorter side
 STEPS = 2  # one, a save, a resume, one
 VALIDATION_ROWS = 4
 # turns of a response, characters of an answer
@@ -114,6 +115,7 @@ def compose(
     on_cpu, lost = device_changes(original)
     changes = [*_layout_changes(original, layout), *batch.changes, *on_cpu, *_cluster(original, layout, cpus)]
     changes += [*_files(original, work), *_schedule(original, batch), *_reference(original)]
+    changes += _adapters(original)
     changes += _turns(original) if has_tools else _no_turns(original)
     changes = [change for change in changes if change.now != change.was]
     lost += [*layout.out_of_reach, *_fewer(original, batch)]
@@ -259,6 +261,12 @@ def _schedule(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
 def _reference(original: RunConfig) -> Iterator[Change]:
     if original.ref.path is not None:
         yield Change("ref.path", original.ref.path, None, "the actor's start, of the same shape")
+
+
+def _adapters(original: RunConfig) -> Iterator[Change]:
+    lora = original.actor.lora
+    yield Change("actor.lora.rank", lora.rank, min(lora.rank, LORA_RANK), "a small model's weights have short sides")
+    yield Change("actor.lora.path", lora.path, None, "an adapter of the large model")
 
 
 def _lines(values: dict[str, Any], changed: dict[str, str], prefix: str = "") -> Iterator[str]:

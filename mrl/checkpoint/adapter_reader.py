@@ -1,0 +1,112 @@
+"""Reads a Hugging Face checkpoint with adapters merged into its weights, bit for bit as engines get them from ranks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrl.checkpoint.manifest import WEIGHT, FileFacts, Manifest, StoredTensor, check_files
+from mrl.checkpoint.stored_boxes import BoxReader, StoredBox, TensorFiles
+from mrl.errors import EnvironmentFault
+from mrl.model import ModelSpec
+from mrl.model.adapters import FIRST, SECOND, Lora, adapter_shapes, added, factor_name, target_of, tiles
+from mrl.model.boxes import Box
+from mrl.model.fp8 import nearest_bfloat16
+
+_TILE = 1 << 16  # elements that are merged at once
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class StoredAdapters:
+    """The adapters in a checkpoint of ours."""
+
+    folder: Path
+    entries: tuple[StoredTensor, ...]
+    files: TensorFiles
+    model: ModelSpec
+    lora: Lora
+    dtype: str
+    facts: FileFacts  # of all of its files
+
+    def reader(self) -> BoxReader:
+        """Opens a reader of the factors; whoever takes it closes it."""
+        return BoxReader(self.folder, self.entries, self.files)
+
+    def factor(self, reader: BoxReader, name: str) -> np.ndarray:
+        """A factor's words, as integers of its dtype's width."""
+        shape = adapter_shapes(self.model, self.lora)[name]
+        words = np.empty(shape, np.uint32 if self.dtype == "float32" else np.uint16)
+        reader.fill(WEIGHT, name, Box.whole(shape), words)
+        return words
+
+
+def stored_adapters(folder: Path, manifest: Manifest, files: TensorFiles, model: ModelSpec) -> StoredAdapters:
+    """The adapters that a manifest describes, every byte compared with its digest.
+
+    Raises DamagedCheckpoint for changed bytes, EnvironmentFault where factors are not those of the manifest's adapters.
+    """
+    check_files(folder, manifest.files_of_ranks(), _THREADS)
+    lora = lora_of(manifest, folder)
+    entries = tuple(manifest.read_entries(folder))
+    described = {piece.hf_name for entry in entries if entry.role == WEIGHT for piece in entry.pieces}
+    if odd := sorted(described ^ adapter_shapes(model, lora).keys()):
+        raise EnvironmentFault(
+            f"{folder}: its tensors are not those of its adapters ({len(odd)} differ): {', '.join(odd[:3])}; the "
+            "checkpoint is damaged, choose another one"
+        )
+    return StoredAdapters(folder, entries, files, model, lora, manifest.dtype, manifest.files_of_ranks())
+
+
+def lora_of(manifest: Manifest, folder: Path) -> Lora:
+    """The adapters of a checkpoint that has them alone. Raises EnvironmentFault."""
+    said: dict[str, Any] = manifest.adapters
+    try:
+        return Lora.of(int(said["rank"]), float(said["alpha"]), map(str, said["target_modules"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise EnvironmentFault(f"{folder}: not a whole manifest of adapters ({error!r})") from None
+
+
+class MergedReader(BoxReader):
+    """Gives weights that have adapters with those merged into them, other tensors as they are."""
+
+    def __init__(self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, adapters: StoredAdapters):
+        super().__init__(folder, entries, files)
+        self._adapters = adapters
+        self._factors = adapters.reader()
+        self._last: tuple[str, list[np.ndarray]] = ("", [])  # the weight that was read last, and its factors
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._factors.close()
+        super().close()
+
+    def read(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
+        """Writes `box` into `out`, integers of the weights' width."""
+        super().read(stored, box, out)
+        name = stored.piece.hf_name
+        if target_of(name) not in self._adapters.lora.targets:
+            return
+        (row, last_row), (column, last_column) = box.ranges
+        first, second = self._of(name)
+        first = first[:, column:last_column]
+        second = second[row:last_row]
+        for start, stop in tiles(*out.shape, _TILE):
+            made = added(as_float32(out[start:stop]), first, second[start:stop], self._adapters.lora.scale)
+            out[start:stop] = made.view(np.uint32) if out.itemsize == 4 else nearest_bfloat16(made)
+
+    def _of(self, name: str) -> list[np.ndarray]:
+        if self._last[0] != name:
+            names = [factor_name(name, factor) for factor in (FIRST, SECOND)]
+            words = (self._adapters.factor(self._factors, each) for each in names)
+            self._last = (name, [as_float32(each) for each in words])
+        return self._last[1]
+
+
+def as_float32(words: np.ndarray) -> np.ndarray:
+    """The numbers of float32's or bfloat16's words."""
+    if words.itemsize == 4:
+        return words.view(np.float32)
+    return (words.astype(np.uint32) << 16).view(np.float32)

@@ -1,0 +1,50 @@
+"""Writes the adapters of a checkpoint of ours in PEFT's form."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from mrl.checkpoint.adapter_reader import StoredAdapters
+from mrl.checkpoint.convert_job import refuse_in_the_way
+from mrl.checkpoint.open_checkpoint import CODES, open_adapters, step_folder
+from mrl.checkpoint.safetensors_file import ITEM_BYTES, safetensors_header, write_blocks
+from mrl.checkpoint.step_folders import write_atomically
+from mrl.errors import EnvironmentFault
+from mrl.model.adapters import adapter_shapes
+from mrl.model.peft_files import BASE_DIGEST, CONFIG, PREFIX, WEIGHTS, peft_config
+
+
+def write_peft(checkpoint: Path, output: Path) -> int:
+    """Writes the adapters in a `step-N` folder, or in a run directory's newest; returns the number of tensors.
+
+    Raises ConfigError for a checkpoint without adapters or an output that is in the way, EnvironmentFault for a
+    damaged source or a disk that takes no more.
+    """
+    refuse_in_the_way(output)
+    adapters, manifest = open_adapters(step_folder(checkpoint))
+    base = manifest.adapters["base"]
+    config = json.dumps(peft_config(adapters.lora, base["path"]), indent=2)
+
+    def write(work: Path) -> None:
+        write_blocks(work / WEIGHTS, _blocks(adapters, base["digest"]), digest=False, durable=True)
+        (work / CONFIG).write_text(config)
+
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(output, write)
+    except OSError as error:
+        raise EnvironmentFault(f"{output} cannot be written ({error.strerror})") from error
+    return len(adapter_shapes(adapters.model, adapters.lora))
+
+
+def _blocks(adapters: StoredAdapters, base_digest: str) -> Iterator[bytes | memoryview]:
+    shapes = adapter_shapes(adapters.model, adapters.lora)
+    code = CODES[adapters.dtype]
+    described = ((f"{PREFIX}{n}", code, (r, c), r * c * ITEM_BYTES[code]) for n, (r, c) in shapes.items())
+    yield safetensors_header(described, {"format": "pt", BASE_DIGEST: base_digest})
+    reader = adapters.reader()
+    try:
+        for name in shapes:
+            yield memoryview(adapters.factor(reader, name).reshape(-1)).cast("B")
+    finally:
+        reader.close()

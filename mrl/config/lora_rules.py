@@ -1,0 +1,124 @@
+"""Low-rank adapters (actor.lora): which models and layouts have them, and what else makes no sense beside them."""
+
+from collections.abc import Callable, Iterator
+from os.path import isdir
+
+from mrl.config.rule_row import RuleRow
+from mrl.config.schema import LoraConfig, RunConfig
+from mrl.errors import MrlError, Violation
+from mrl.model import ModelSpec
+from mrl.model.adapters import smallest_side
+from mrl.model.peft_files import check_base, read_peft
+
+_RANK = "actor.lora.rank"
+_TRANSFORMER = "model.override_transformer_config"
+_ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+_FUSED = ("q_proj", "k_proj", "v_proj")
+
+
+def has_adapters(config: RunConfig) -> bool:
+    """Whether adapters are trained, and not the weights."""
+    return config.actor.lora.rank > 0
+
+
+def reference_is_the_base(config: RunConfig) -> bool:
+    """Whether the reference model is the actor without its adapters."""
+    return has_adapters(config) and config.ref.path in (None, config.model.path)
+
+
+def _with(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig, ModelSpec], bool]:
+    return lambda config, model: has_adapters(config) and broken(config, model)
+
+
+def _is_covered(model: ModelSpec) -> bool:
+    return not (model.is_latent or model.is_hybrid)
+
+
+def _rank(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    lora = config.actor.lora.adapters
+    if lora is None or not lora.targets or not _is_covered(model):
+        return
+    side, weight = smallest_side(model, lora)
+    if lora.rank > side:
+        why = "two factors of a higher rank hold more than the weight itself"
+        yield Violation(_RANK, f"must be at most {side}, the smaller side of {weight}", why, (side,))
+
+
+def _needs_rank(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    lora = config.actor.lora
+    if lora.rank:
+        return
+    for name in ("alpha", "target_modules", "path"):
+        if getattr(lora, name) != getattr(LoraConfig(), name):
+            yield Violation(f"actor.lora.{name}", "needs actor.lora.rank above 0", "without it there are no adapters")
+
+
+def _router_losses(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    given = config.model.override_transformer_config
+    for name in _ROUTER_LOSSES if has_adapters(config) and model.is_moe else ():
+        value = given.get(name)
+        coefficients = value if isinstance(value, list) else [value]
+        if any(coefficients):
+            why = "routers stay as the checkpoint has them, and a loss on them would move the adapters before them"
+            yield Violation(f"{_TRANSFORMER}.{name}", f"must be 0 with {_RANK}", why, (0.0,))
+
+
+def _cuts_heads(config: RunConfig, model: ModelSpec) -> bool:
+    lora = config.actor.lora.adapters
+    cut = model.num_key_value_heads % config.actor.layout.tensor_model_parallel_size
+    return bool(cut) and any(name in lora.targets for name in _FUSED)
+
+
+def _adapter(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    """The adapter that training starts from is one of this model's."""
+    lora = config.actor.lora
+    is_read = lora.adapters is not None and lora.path is not None and _is_covered(model)
+    if not is_read or not isdir(lora.path) or not isdir(config.model.path):
+        return
+    try:
+        read_peft(lora.path, model, lora.adapters)
+        check_base(lora.path, config.model.path)
+    except MrlError as error:
+        yield Violation("actor.lora.path", f"cannot be started from: {error}", "")
+
+
+LORA_RULES = (
+    _rank,
+    _needs_rank,
+    RuleRow(
+        "actor.lora.target_modules",
+        _with(lambda c, m: not c.actor.lora.target_modules),
+        "names no module",
+        "nothing would be trained",
+        ("all-linear",),
+    ),
+    RuleRow(
+        _RANK,
+        _with(lambda c, m: not _is_covered(m)),
+        "must be 0 for a model of the {m.family} family",
+        "adapters are built for layers of grouped-query attention, and not for latent and gated delta attention",
+        (0,),
+    ),
+    RuleRow(
+        "actor.layout.tensor_model_parallel_size",
+        _with(lambda c, m: _is_covered(m) and _cuts_heads(c, m)),
+        "must divide num_key_value_heads = {m.num_key_value_heads} with adapters on q_proj, k_proj or v_proj",
+        "a rank has whole heads of the factor B",
+    ),
+    RuleRow(
+        "actor.freeze_router",
+        _with(lambda c, m: c.actor.freeze_router),
+        "must be false with actor.lora.rank",
+        "routers are never trained then",
+        (False,),
+    ),
+    _router_losses,
+    RuleRow(
+        "ref.param_offload",
+        lambda c, m: reference_is_the_base(c) and c.ref.param_offload,
+        "must be false with actor.lora.rank",
+        "the reference model is the actor without its adapters, and takes no memory of its own",
+        (False,),
+    ),
+)
+LORA_PATH_RULES = (_adapter,)

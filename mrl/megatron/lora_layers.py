@@ -1,0 +1,325 @@
+"""Low-rank adapters in Megatron's linear layers: trained while the weights stay, left out for the reference model,
+and merged into the weights for whoever reads them.
+
+A layer computes as ever, and a hook adds `scale * B A x` to what it gives. Communication over tensor ranks is of
+`A x`, which is as narrow as the rank:
+
+    cut by rows        x, the same or a part of the tokens     A whole, B cut     A x is shared, then B
+    cut by columns     x, a part of each token                 A cut, B whole     A x is summed, then B
+    experts, and shared experts that overlap: others exchange what goes in and what comes out, so what comes out is a
+    part or a summand, and the gradient of the whole factor is summed over tensor ranks by itself
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from mrl.exercised import exercised
+from mrl.megatron.local_parameters import LocalParameters
+from mrl.megatron.torch_spec import normed
+from mrl.model.adapters import ADAPTER, FACTORS, FIRST, SECOND, Adapted, AdaptedLayer, Lora, added, tiles
+from mrl.model.boxes import Box
+from mrl.model.megatron_shards import Piece, Shard
+from mrl.model.peft_files import PREFIX, WEIGHTS
+
+_TILE = {"cpu": 1 << 16}  # elements that are merged at once, by kind of device: a cache's worth
+_LARGE_TILE = 1 << 22
+
+
+class Adapter(Module):
+    """The factors of one linear layer."""
+
+    def __init__(self, layer: AdaptedLayer, lora: Lora, config: TransformerConfig, is_outside: bool):
+        """`is_outside`: tokens are exchanged over tensor ranks outside of the layer, not in it."""
+        super().__init__()
+        self.is_on = True
+        self._layer = layer
+        self._lora = lora
+        self._is_outside = is_outside
+        self._by_columns = layer.targets[0].is_cut_by_columns
+        self._sequence_parallel = config.sequence_parallel
+        for adapted in layer.targets:
+            for factor in FACTORS:
+                shape = adapted.shape(factor, lora.rank)
+                self.register_parameter(f"{adapted.target}_{factor}", self._parameter(shape, factor, config))
+
+    def _parameter(self, shape: tuple[int, int], factor: str, config: TransformerConfig) -> Parameter:
+        parameter = Parameter(torch.zeros(shape, dtype=config.params_dtype))
+        if (factor == FIRST) == self._by_columns:
+            set_tensor_model_parallel_attributes(parameter, True, int(self._by_columns), 1)
+        elif not self._is_outside:
+            # each tensor rank has its own tokens then, and the factor's gradients are to be summed
+            parameter.sequence_parallel = config.sequence_parallel
+        return parameter
+
+    def forward(self, x: Tensor, output: Tensor, tokens: Sequence[int] | None) -> Tensor:
+        """`output` of the layer and what the factors make of its input `x`.
+
+        `tokens`: of each local expert, in whose order they are; None of a layer without experts.
+        """
+        groups = (x,) if tokens is None else x.split(list(tokens))
+        firsts = self._of_experts(FIRST)
+        seconds = zip(*self._of_experts(SECOND), strict=True)
+        made = []
+        for group, first, second in zip(groups, zip(*firsts, strict=True), seconds, strict=True):
+            # Megatron sums only what lies in one piece
+            low = self._exchanged((F.linear(group, torch.cat(first)) * self._lora.scale).contiguous())
+            made.append(self._placed(low.split(self._lora.rank, -1), second))
+        return output + _joined(made, 0)
+
+    def _of_experts(self, factor: str) -> list[tuple[Tensor, ...]]:
+        """The factor of each target, taken apart by experts."""
+        experts = len(self._layer.targets[0].weights)
+        parameters = [getattr(self, f"{adapted.target}_{factor}") for adapted in self._layer.targets]
+        if self._is_outside and (factor == FIRST) != self._by_columns:
+            parameters = [copy_to_tensor_model_parallel_region(p, group=self._group) for p in parameters]
+        return [parameter.view(experts, -1, parameter.shape[1]).unbind() for parameter in parameters]
+
+    @property
+    def _group(self) -> torch.distributed.ProcessGroup:
+        if self._layer.is_expert:
+            return mpu.get_expert_tensor_parallel_group()
+        return mpu.get_tensor_model_parallel_group()
+
+    def _exchanged(self, low: Tensor) -> Tensor:
+        """A x of all tokens that the layer's output is of, whole."""
+        if self._is_outside:
+            return low
+        if self._by_columns:
+            if self._sequence_parallel:
+                return reduce_scatter_to_sequence_parallel_region(low)
+            return reduce_from_tensor_model_parallel_region(low)
+        if self._sequence_parallel:
+            return gather_from_sequence_parallel_region(low)
+        return copy_to_tensor_model_parallel_region(low)
+
+    def _placed(self, low: Sequence[Tensor], seconds: Sequence[Tensor]) -> Tensor:
+        """B A x of each target where its rows are in the layer's output; zero where no target is."""
+        products = [F.linear(part, second) for part, second in zip(low, seconds, strict=True)]
+        segments = [
+            (at, product.narrow(-1, first, rows))
+            for product, adapted in zip(products, self._layer.targets, strict=True)
+            for at, first, rows in adapted.places
+        ]
+        parts: list[Tensor] = []
+        end = 0
+        for at, segment in [*sorted(segments, key=lambda each: each[0]), (self._layer.rows, None)]:
+            if at > end:
+                parts.append(products[0].new_zeros(*products[0].shape[:-1], at - end))
+            if segment is not None:
+                parts.append(segment)
+                end = at + segment.shape[-1]
+        return _joined(parts, -1)
+
+    @torch.no_grad()
+    def begin(self, seed: int) -> None:
+        """A as PEFT begins it, B zero. What a weight gets depends on its name and the seed alone."""
+        for adapted in self._layer.targets:
+            first = getattr(self, f"{adapted.target}_{FIRST}")
+            values = [_begun(name, seed, self._lora.rank, adapted) for name in adapted.weights]
+            first.copy_(torch.from_numpy(np.concatenate(values)))
+            getattr(self, f"{adapted.target}_{SECOND}").zero_()
+
+    def factors(self) -> Iterator[tuple[str, "WeightFactors"]]:
+        """Each weight of the checkpoint that has adapters here, and where they are."""
+        rank = self._lora.rank
+        for adapted in self._layer.targets:
+            names = [self._layer.parameter(adapted.target, factor) for factor in FACTORS]
+            for number, weight in enumerate(adapted.weights):
+                yield weight, WeightFactors(*names, self._layer.vp_chunk, number, rank, adapted)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), dim)
+
+
+def _begun(weight: str, seed: int, rank: int, adapted: Adapted) -> np.ndarray:
+    """[rank, columns] float32 of A, uniform as torch begins a linear layer."""
+    generator = np.random.default_rng([seed, zlib.crc32(weight.encode())])
+    limit = 1 / sqrt(adapted.width)
+    whole = generator.uniform(-limit, limit, (rank, adapted.width)).astype(np.float32)
+    return whole[:, slice(*adapted.columns)]
+
+
+@dataclass(frozen=True)
+class WeightFactors:
+    """Where the factors of one weight are on this rank."""
+
+    first: str  # parameters of Megatron's
+    second: str
+    vp_chunk: int
+    number: int  # among the experts in them
+    rank: int
+    adapted: Adapted
+
+    def of_block(self, shards: LocalParameters, box: Box) -> tuple[Tensor, Tensor]:
+        """A [rank, columns] and B [rows, rank] for a box of the weight, float32."""
+        (row, last_row), (column, last_column) = box.ranges
+        begin = self.adapted.columns[0]
+        firsts = shards(self.first, self.vp_chunk)[self.number * self.rank :][: self.rank]
+        height = self.adapted.rows[1] - self.adapted.rows[0]
+        top = self.number * height - self.adapted.rows[0]
+        seconds = shards(self.second, self.vp_chunk)[top + row : top + last_row]
+        return firsts[:, column - begin : last_column - begin].float(), seconds.float()
+
+
+def attach(chunk: Module, layers: Iterable[AdaptedLayer], lora: Lora, config: TransformerConfig, seed: int) -> None:
+    """Gives a chunk's linear layers their adapters, and takes the gradients from all that the checkpoint has.
+
+    Called before Megatron wraps the chunk, so that its buffers and its optimizer know the adapters alone.
+    """
+    for parameter in chunk.parameters():
+        parameter.requires_grad_(False)
+    if chunk.pre_process:
+        # else nothing before the first adapter has a gradient, and what is recomputed there would be left out of the
+        # backward pass
+        chunk.embedding.register_forward_hook(lambda *given: given[-1].requires_grad_())
+    for layer in layers:
+        module = chunk.get_submodule(layer.module)
+        adapter = Adapter(layer, lora, config, _is_outside(module, layer))
+        adapter.begin(seed)
+        module.add_module(ADAPTER, adapter)
+        module.register_forward_hook(_hook(config, layer.is_expert))
+        exercised("actor.lora.rank")
+
+
+def _is_outside(module: Module, layer: AdaptedLayer) -> bool:
+    """Whether tokens are exchanged over tensor ranks before and after the layer: by dispatchers, by shared experts
+    that overlap with them.
+    """
+    return (
+        layer.is_expert
+        or getattr(module, "explicit_expert_comm", False)
+        or getattr(module, "parallel_mode", "") is None
+    )
+
+
+def _hook(config: TransformerConfig, is_expert: bool) -> Callable[[Module, tuple, tuple], tuple]:
+    def add(module: Module, given: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        if not module.adapter.is_on:
+            return output
+        x = given[0]
+        weight = getattr(module, "layer_norm_weight", None)
+        if weight is not None:
+            x = normed(x, weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
+        made, *rest = output
+        return (module.adapter(x, made, given[1] if is_expert else None), *rest)
+
+    return add
+
+
+@contextmanager
+def hidden(chunks: Iterable[Module]) -> Iterator[None]:
+    """The chunks have no adapters, for whoever goes through their parameters by name."""
+    taken = [
+        (module, module._modules.pop(ADAPTER)) for chunk in chunks for module in list(chunk.modules()) if _has(module)
+    ]
+    try:
+        yield
+    finally:
+        for module, adapter in taken:
+            module.add_module(ADAPTER, adapter)
+
+
+def _has(module: Module) -> bool:
+    return isinstance(module._modules.get(ADAPTER), Adapter)
+
+
+class Adapters:
+    """All adapters of a rank."""
+
+    def __init__(self, chunks: list[Module], lora: Lora, described: Sequence[Shard]):
+        """`described`: the factors of this rank."""
+        self.lora = lora
+        self.described = described
+        self._adapters = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
+        self._shards = LocalParameters(chunks)
+        self._factors = dict(each for adapter in self._adapters for each in adapter.factors())
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The weights compute without adapters, until the block ends: the reference model of a KL term."""
+        self._switch(False)
+        try:
+            yield
+        finally:
+            self._switch(True)
+
+    def _switch(self, is_on: bool) -> None:
+        for adapter in self._adapters:
+            adapter.is_on = is_on
+
+    @contextmanager
+    @torch.no_grad()
+    def in_weights(self, described: Iterable[Shard]) -> Iterator[None]:
+        """The weights, of which `described` are all of this rank, hold what adapters make of them until the block ends.
+
+        Then they are what they were, bit for bit.
+        """
+        kept: list[tuple[Tensor, Tensor]] = []
+        try:
+            for shard in described:
+                pieces = [piece for piece in shard.pieces if self.adapts(piece.hf_name)]
+                if pieces:
+                    weight = self._shards(shard.megatron_name, shard.vp_chunk)
+                    kept.append((weight, weight.clone()))
+                    self._merge_into(weight, pieces)
+            yield
+        finally:
+            for weight, before in kept:
+                weight.copy_(before)
+
+    def _merge_into(self, weight: Tensor, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            block = weight[piece.local_box.slices]
+            block.copy_(self.merged(piece.hf_name, piece.hf_box, block, block.dtype))
+
+    @property
+    def pieces(self) -> Iterator[Tensor]:
+        """What the reference model takes beside the actor: nothing."""
+        return iter(())
+
+    @torch.no_grad()
+    def read(self, folder: str | Path) -> None:
+        """Begins with the adapters in a folder of PEFT's form, which was looked at."""
+        with safe_open(Path(folder) / WEIGHTS, "pt") as stored:
+            for shard in self.described:
+                parameter = self._shards(shard.megatron_name, shard.vp_chunk)
+                for piece in shard.pieces:
+                    values = stored.get_slice(f"{PREFIX}{piece.hf_name}")[piece.hf_box.slices]
+                    parameter[piece.local_box.slices].copy_(values)
+
+    def adapts(self, hf_name: str) -> bool:
+        """Whether a weight of the checkpoint has adapters here."""
+        return hf_name in self._factors
+
+    @torch.no_grad()
+    def merged(self, hf_name: str, box: Box, block: Tensor, dtype: torch.dtype) -> Tensor:
+        """What `block`, a box of a weight, becomes with its adapters: computed in float32, rounded once to `dtype`."""
+        first, second = self._factors[hf_name].of_block(self._shards, box)
+        out = torch.empty(block.shape, dtype=dtype, device=block.device)
+        for start, stop in tiles(*block.shape, _TILE.get(block.device.type, _LARGE_TILE)):
+            out[start:stop] = added(block[start:stop].float(), first, second[start:stop], self.lora.scale)
+        return out

@@ -1,0 +1,133 @@
+"""Adapters in PEFT's form (peft 0.21.2, save_pretrained): a folder with adapter_config.json and
+adapter_model.safetensors, whose tensors are base_model.model.MODULE.lora_A.weight and ...lora_B.weight.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.model.adapters import Lora, adapter_shapes
+from mrl.model.hf_config import ModelSpec
+from mrl.model.hf_files import TensorBytes, read_safetensors_header, safetensors_metadata, weight_files
+from mrl.plain_files import TEXT_BYTES, open_regular, read_json, reason
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+BASE_DIGEST = "mrl_base_digest"  # among the metadata of the weights' file
+_READ_OF_EACH = 4096  # bytes of a tensor that its model's digest knows
+_SHOWN = 3
+# of adapter_config.json: what changes the weights in a way that is not computed here, and its harmless values
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "use_dora": (None, False),
+    "use_rslora": (None, False),
+    "fan_in_fan_out": (None, False),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+    "lora_bias": (None, False),
+    "trainable_token_indices": (None,),
+}
+
+
+def base_digest(folder: str | Path) -> str:
+    """SHA-256 of a model's tensors: their names, dtypes and shapes, and the first bytes of each.
+
+    Models of one shape differ in those; reading all of a large one would take minutes. Raises EnvironmentFault.
+    """
+    digest = hashlib.sha256()
+    tensors = {}
+    for file in weight_files(Path(folder)):
+        tensors |= {name: (file, place) for name, place in read_safetensors_header(file).items()}
+    for name, (file, place) in sorted(tensors.items()):
+        digest.update(f"{name} {place.dtype} {place.shape}".encode())
+        digest.update(_first_bytes(file, place))
+    return digest.hexdigest()
+
+
+def _first_bytes(file: Path, place: TensorBytes) -> bytes:
+    handle = open_regular(file)
+    try:
+        return os.pread(handle, min(_READ_OF_EACH, place.stop - place.start), place.start)
+    finally:
+        os.close(handle)
+
+
+def peft_config(lora: Lora, base: str) -> dict[str, Any]:
+    """What adapter_config.json says of adapters on the model in `base`."""
+    alpha = lora.alpha
+    if alpha.is_integer():
+        alpha = int(alpha)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": alpha,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_dora": False,
+        "use_rslora": False,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def read_peft(folder: str | Path, model: ModelSpec, lora: Lora) -> dict[str, TensorBytes]:
+    """Where each factor of `lora`'s adapters is in the folder's WEIGHTS, by its name here.
+
+    Raises ConfigError for adapters of another kind, rank, alpha or model, EnvironmentFault for unreadable files.
+    """
+    folder = Path(folder)
+    _check_config(folder / CONFIG, lora)
+    stored = read_safetensors_header(folder / WEIGHTS)
+    found = {name.removeprefix(PREFIX): place for name, place in stored.items()}
+    wanted = adapter_shapes(model, lora)
+    odd = sorted(found.keys() ^ wanted.keys())
+    odd += [name for name in sorted(found.keys() & wanted.keys()) if found[name].shape != wanted[name]]
+    if odd:
+        shown = ", ".join(odd[:_SHOWN])
+        raise ConfigError(
+            f"actor.lora.path {folder}: its tensors are not those of actor.lora's adapters on model.path "
+            f"({len(odd)} differ): {shown}{' ...' if len(odd) > _SHOWN else ''}; give the adapter's own "
+            "target_modules and model"
+        )
+    return found
+
+
+def _check_config(file: Path, lora: Lora) -> None:
+    try:
+        config = read_json(file, TEXT_BYTES)
+    except (OSError, ValueError) as error:
+        raise EnvironmentFault(f"{file} cannot be read as JSON: {reason(error)}") from None
+    if not isinstance(config, dict):
+        raise EnvironmentFault(f"{file} holds no JSON object")
+    strange = [f"{key} {config[key]}" for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]
+    if strange:
+        raise ConfigError(f"{file}: {strange[0]} is not computed here; only plain LoRA adapters are read")
+    for key, ours, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
+        if config.get(key) != value:
+            raise ConfigError(f"{file}: {key} is {config.get(key)}, and actor.lora.{ours} is {value}; set it to that")
+
+
+def check_base(folder: str | Path, base: str | Path) -> None:
+    """Raises ConfigError where an adapter in PEFT's form says that it is of another model than the one in `base`.
+
+    Only adapters that mrl wrote say so.
+    """
+    file = Path(folder) / WEIGHTS
+    said = safetensors_metadata(file).get(BASE_DIGEST)
+    if said is not None and said != base_digest(base):
+        raise ConfigError(
+            f"actor.lora.path {folder}: trained on another model than model.path {base} (its weights' digest differs); "
+            "give the model that it was trained on"
+        )

@@ -1,0 +1,107 @@
+"""Keys of verl's that are about low-rank adapters: `model.lora_*` of its FSDP workers, `model.lora.*` of Megatron's."""
+
+from typing import Any
+
+from mrl.model.adapters import ALL_LINEAR, TARGETS
+from mrl.tools.import_verl.handlers_algorithm import Handler
+from mrl.tools.import_verl.keys import M
+from mrl.tools.import_verl.report import Import
+from mrl.tools.import_verl.verl_command import Override, VerlSettings
+
+_RANKS = (M + "lora_rank", M + "lora.rank")
+_ALPHAS = {M + "lora_rank": (M + "lora_alpha", 16), M + "lora.rank": (M + "lora.alpha", 32)}  # with verl's default
+_RANK = "actor.lora.rank"
+_ALPHA = "actor.lora.alpha"
+_TARGETS = "actor.lora.target_modules"
+_NO_ADAPTERS = "there are no adapters"
+# Megatron's linear layers, and the checkpoint's modules that they are of
+_OF_MEGATRON = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q": ("q_proj",),
+    "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+}
+_PLAIN_TYPES = (None, "lora", "canonical_lora")
+
+
+def _has_adapters(settings: VerlSettings) -> bool:
+    return any(settings.given(key) for key in _RANKS)
+
+
+def _rank(o: Override, out: Import, settings: VerlSettings) -> None:
+    if not o.value:
+        out.leave("implied", o.key, o.value, _NO_ADAPTERS, o.line)
+        return
+    out.put("carried", o.key, _RANK, o.value, line=o.line)
+    alpha, default = _ALPHAS[o.key]
+    if settings.given(alpha) is None:
+        out.put("implied", "", _ALPHA, default, f"verl's {alpha.removeprefix(M)} where nothing is said")
+
+
+def _carried(to: str) -> Handler:
+    def carry(o: Override, out: Import, settings: VerlSettings) -> None:
+        if not _has_adapters(settings):
+            out.leave("not_applicable", o.key, o.value, _NO_ADAPTERS, o.line)
+        elif o.value is None:
+            out.leave("implied", o.key, o.value, "nothing is said", o.line)
+        else:
+            out.put("carried", o.key, to, o.value, line=o.line)
+
+    return carry
+
+
+def _targets(o: Override, out: Import, settings: VerlSettings) -> None:
+    if not _has_adapters(settings):
+        out.leave("not_applicable", o.key, o.value, _NO_ADAPTERS, o.line)
+        return
+    names = [o.value] if isinstance(o.value, str) else list(o.value or ())
+    wanted: set[str] = set()
+    for name in names:
+        if name not in (ALL_LINEAR, *TARGETS, *_OF_MEGATRON):
+            out.leave("unsupported", o.key, o.value, f"{name} is no module that adapters are built for", o.line)
+            return
+        wanted |= set(_OF_MEGATRON.get(name, (name,)))
+    targets = [name for name in (ALL_LINEAR, *TARGETS) if name in wanted]
+    why = ""
+    if targets != names:
+        why = "named as in the checkpoint; each has a pair of its own, also where Megatron fuses them"
+    out.put("renamed" if why else "carried", o.key, _TARGETS, targets, why, o.line)
+
+
+def _other(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Whatever else stands beside the rank."""
+    name = o.key.removeprefix(M + "lora.").removeprefix(M)
+    if not _has_adapters(settings):
+        out.leave("not_applicable", o.key, o.value, _NO_ADAPTERS, o.line)
+    elif name == "merge":
+        out.leave("implied", o.key, o.value, "engines always get the weights that base and adapters make", o.line)
+    elif _is_plain(name, o.value):
+        out.leave("implied", o.key, o.value, "as adapters are here", o.line)
+    elif name in ("dropout", "exclude_modules", "type"):
+        out.leave("unsupported", o.key, o.value, "adapters are plain ones here, without dropout", o.line)
+    else:
+        out.leave("not_applicable", o.key, o.value, "a matter of how verl builds and sends adapters", o.line)
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    if name == "type":
+        return value in _PLAIN_TYPES
+    return name in ("dropout", "exclude_modules") and not value
+
+
+LORA_HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys(_RANKS, _rank),
+    M + "lora_alpha": _carried(_ALPHA),
+    M + "lora.alpha": _carried(_ALPHA),
+    M + "lora_adapter_path": _carried("actor.lora.path"),
+    M + "lora.adapter_path": _carried("actor.lora.path"),
+    M + "target_modules": _targets,
+    M + "lora.target_modules": _targets,
+    M + "exclude_modules": _other,
+    M + "lora.": _other,
+}

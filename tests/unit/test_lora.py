@@ -1,0 +1,477 @@
+"""Adapters: what ranks hold of them, the weights that they make wherever these are cut, their checkpoints, PEFT's form,
+what is refused, what a plan counts, and verl's keys.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reshard_world import World, expected, hf_weights, setup_for, shards_of, sums_of
+from safetensors.numpy import load_file, save_file
+from small_model import SIZES, write_model
+from test_config_rules import DENSE_MODEL, TINY_MODEL, only
+
+from mrl.checkpoint.convert import write_hf
+from mrl.checkpoint.convert_job import Options
+from mrl.checkpoint.manifest import EXP_AVG, WEIGHT, Manifest, RankFiles, StoredTensor, file_facts, write_manifest
+from mrl.checkpoint.open_checkpoint import open_merged, open_saved
+from mrl.checkpoint.peft_folder import write_peft
+from mrl.config.load import load_config
+from mrl.config.schema_actor import LoraConfig
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.model import model_spec
+from mrl.model.adapters import (
+    ALL_LINEAR,
+    FIRST,
+    SECOND,
+    TARGETS,
+    Lora,
+    adapted_tensors,
+    adapter_count,
+    adapter_shapes,
+    adapter_shards,
+    added,
+    all_shards,
+    factor_name,
+    smallest_side,
+)
+from mrl.model.boxes import Box, cover_fault
+from mrl.model.layout import TrainLayout
+from mrl.model.peft_files import CONFIG, PREFIX, WEIGHTS, base_digest, check_base, read_peft
+from mrl.model.registry import known_spec
+from mrl.plan.devices import find_device
+from mrl.plan.memory import memory_section
+from mrl.plan.model_state import adapter_numel, stage_state
+from mrl.plan.plan_inputs import PlanInputs
+from mrl.tools.import_verl.translate import import_overrides
+from mrl.train.resume import RunIdentity, _check_same_adapters
+from mrl.units import round_up
+
+TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+TP, PP, EP, ETP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+SMALL = model_spec(SIZES)
+LORA = Lora.of(4, 8.0, [ALL_LINEAR])
+LAYOUTS = [
+    {"world_size": 1},
+    {"world_size": 2, TP: 2},
+    {"world_size": 2, TP: 2, ETP: 2},
+    {"world_size": 4, TP: 2, PP: 2, EP: 2},
+    {"world_size": 4, EP: 2},
+    {"world_size": 4, TP: 2, EP: 2, ETP: 2},
+]
+
+
+def factors_of(model, lora, seed=0) -> dict[str, torch.Tensor]:
+    noise = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=noise) * 0.1 for name, shape in adapter_shapes(model, lora).items()}
+
+
+# --- what ranks hold --------------------------------------------------------------------------------------------------
+
+
+def test_targets_come_in_one_order_and_all_linear_is_all_of_them():
+    assert Lora.of(2, 4.0, ["down_proj", "q_proj"]).targets == ("q_proj", "down_proj")
+    assert LORA.targets == TARGETS and LORA.scale == 2.0
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS)
+def test_every_element_of_every_factor_is_on_a_first_replica_once_and_replicas_hold_the_same(degrees):
+    layout = TrainLayout.build(degrees, SMALL)
+    of_rank = {rank: adapter_shards(SMALL, layout, rank, LORA) for rank in range(layout.world_size)}
+    boxes: dict[str, list[Box]] = {}
+    for rank, shards in of_rank.items():
+        for shard in shards:
+            assert rank in shard.replicas
+            for other in shard.replicas:
+                assert any(s.pieces == shard.pieces and s.replicas == shard.replicas for s in of_rank[other])
+            if shard.primary == rank:
+                for piece in shard.pieces:
+                    boxes.setdefault(piece.hf_name, []).append(piece.hf_box)
+    shapes = adapter_shapes(SMALL, LORA)
+    assert boxes.keys() == shapes.keys()
+    assert all(cover_fault(Box.whole(shape), boxes[name]) is None for name, shape in shapes.items())
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS)
+def test_a_rank_has_of_both_factors_what_its_part_of_the_weight_needs(degrees):
+    layout = TrainLayout.build(degrees, SMALL)
+    for rank in range(layout.world_size):
+        shards = all_shards(SMALL, layout, rank, LORA)
+        held = {piece.hf_name: [] for shard in shards for piece in shard.pieces}
+        for shard in shards:
+            for piece in shard.pieces:
+                held[piece.hf_name].append(piece.hf_box)
+        for spec in adapted_tensors(SMALL, LORA):
+            for box in held.get(spec.name, ()):
+                (first,) = held[factor_name(spec.name, FIRST)]
+                (second,) = held[factor_name(spec.name, SECOND)]
+                assert first.contains(Box(((0, 4), box.ranges[1]))) and second.contains(Box((box.ranges[0], (0, 4))))
+
+
+def test_experts_of_a_rank_have_one_parameter_and_each_its_own_pair():
+    layout = TrainLayout.build({"world_size": 2, EP: 2}, SMALL)
+    name = "decoder.layers.0.mlp.experts.linear_fc1.adapter.up_proj_lora_A"
+    (shard,) = [s for s in adapter_shards(SMALL, layout, 1, LORA) if s.megatron_name == name]
+    assert shard.local_shape == (8, 64) and shard.is_expert
+    names = [piece.hf_name for piece in shard.pieces]
+    assert names == [f"model.layers.0.mlp.experts.{n}.up_proj.lora_A.weight" for n in (2, 3)]
+
+
+# --- the weights that they make ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merged_block_has_the_same_bits_however_it_is_cut_in_numpy_and_in_torch(dtype):
+    noise = torch.Generator().manual_seed(1)
+    weight, first, second = (torch.randn(shape, generator=noise) for shape in ((37, 53), (5, 53), (37, 5)))
+    weight, first, second = (t.to(dtype).float() for t in (weight, first, second))
+    whole = added(weight, first, second, 0.3)
+    of_numpy = added(weight.numpy(), first.numpy(), second.numpy(), 0.3)
+    assert of_numpy.dtype == np.float32 and np.array_equal(of_numpy.view(np.uint32), whole.numpy().view(np.uint32))
+    for rows, columns in (((0, 1), (0, 53)), ((3, 36), (11, 12)), ((7, 20), (1, 50))):
+        part = (slice(*rows), slice(*columns))
+        block = added(weight[part], first[:, part[1]], second[part[0]], 0.3)
+        assert torch.equal(block, whole[part])
+
+
+def test_a_merged_weight_is_base_and_product_in_float64_rounded_once_but_where_float32_cannot_tell():
+    noise = torch.Generator().manual_seed(2)
+    weight, first, second = (torch.randn(shape, generator=noise) for shape in ((256, 192), (16, 192), (256, 16)))
+    exact = weight.double() + 0.25 * second.double() @ first.double()
+    merged = added(weight, first, second, 0.25)
+    assert ((merged - exact).abs() <= 8 * 2**-24 * (weight.abs() + 0.25 * second.abs() @ first.abs())).all()
+    odd = merged.bfloat16() != exact.bfloat16()
+    assert odd.float().mean() < 1e-3
+    steps = (merged.bfloat16().view(torch.int16) - exact.bfloat16().view(torch.int16)).abs()
+    assert steps.max() <= 1
+
+
+class WholeFactors:
+    """A Merge of whole factors, as every rank's own would give."""
+
+    described = ()
+
+    def __init__(self, factors: dict[str, torch.Tensor], lora: Lora):
+        self.factors, self.lora = factors, lora
+
+    def adapts(self, hf_name: str) -> bool:
+        return factor_name(hf_name, FIRST) in self.factors
+
+    def merged(self, hf_name: str, box: Box, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rows, columns = box.slices
+        first = self.factors[factor_name(hf_name, FIRST)][:, columns].float()
+        second = self.factors[factor_name(hf_name, SECOND)][rows].float()
+        return added(block.float(), first, second, self.lora.scale).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("train", "rollout"),
+    [
+        ({"world_size": 1}, {}),
+        ({"world_size": 2, TP: 2}, {"tensor": 2}),
+        ({"world_size": 4, TP: 2, PP: 2, EP: 2}, {"data": 2, "expert": 2}),
+        ({"world_size": 2, EP: 2}, {"num_engines": 2}),
+    ],
+)
+def test_engines_get_merged_words_of_any_pair_of_layouts_and_both_sides_have_their_digests(train, rollout, dtype):
+    setup = setup_for(train, rollout, dtype=dtype)
+    weights = hf_weights(setup)
+    merge = WholeFactors(factors_of(setup.model, LORA), LORA)
+    whole = {
+        name: merge.merged(name, Box.whole(tensor.shape), tensor, getattr(torch, dtype))
+        if merge.adapts(name)
+        else tensor
+        for name, tensor in weights.items()
+    }
+    with World(setup, weights, merge=merge) as world:
+        outcome = world.sync(1)
+    assert outcome.errors() == []
+    for worker, writer in outcome.writers.items():
+        wanted = expected(setup, worker, weights | whole)
+        assert all(torch.equal(writer.tensors[name], tensor) for name, tensor in wanted.items())
+        assert sums_of(outcome.sends.values(), worker) == writer.digests
+    assert all(torch.equal(world.held[0][key], tensor) for key, tensor in shards_of(setup, 0, weights).items())
+
+
+# --- checkpoints and PEFT's form --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    write_model(tmp_path / "base")
+    noise = np.random.default_rng(0)
+    file = tmp_path / "base" / "model.safetensors"
+    save_file({n: noise.standard_normal(t.shape, np.float32) for n, t in load_file(file).items()}, file)
+    return tmp_path / "base"
+
+
+def step_of(base: Path, folder: Path, degrees: dict, factors: dict[str, torch.Tensor], **adapters) -> Path:
+    """A checkpoint of adapters as ranks of a layout write it, moments among it."""
+    folder.mkdir()
+    (folder / "hf").mkdir()
+    shutil.copy(base / "config.json", folder / "hf")
+    layout = TrainLayout.build(degrees, SMALL)
+    ranks = []
+    for rank in range(layout.world_size):
+        tensors, entries, name = {}, [], f"rank-{rank:05d}.safetensors"
+        for shard in (s for s in adapter_shards(SMALL, layout, rank, LORA) if s.primary == rank):
+            local = np.zeros(shard.local_shape, np.float32)
+            for piece in shard.pieces:
+                local[piece.local_box.slices] = factors[piece.hf_name][piece.hf_box.slices].numpy()
+            for role in (WEIGHT, EXP_AVG):
+                key = f"{role}/{shard.vp_chunk}.{shard.megatron_name}"
+                tensors[key] = local
+                entries.append(StoredTensor(name, key, role, shard.local_shape, None, shard.pieces))
+        save_file(tensors, folder / name)
+        facts = {"step": 3.0, "num_updates": 3, "lr": 0.5, "scheduler": {}}
+        ranks.append(RankFiles(tuple(entries), {name: file_facts(folder / name)}, facts))
+    said = {"rank": 4, "alpha": 8.0, "target_modules": list(TARGETS)}
+    said |= {"base": {"path": str(base), "digest": base_digest(base)}} | adapters
+    write_manifest(folder, Manifest(3, degrees, "float32", SIZES, tuple(ranks), {}, {}, adapters=said))
+    return folder
+
+
+@pytest.mark.parametrize("degrees", [{"world_size": 1}, {"world_size": 4, TP: 2, PP: 2, EP: 2}])
+def test_a_checkpoint_of_adapters_is_opened_as_the_full_model_and_written_so(base, tmp_path, degrees):
+    factors = factors_of(SMALL, LORA)
+    folder = step_of(base, tmp_path / "step-3", degrees, factors)
+    write_hf(open_saved(folder), tmp_path / "merged", Options(verify=True))
+    merge = WholeFactors(factors, LORA)
+    found = load_file(tmp_path / "merged" / "model-00001.safetensors")
+    for name, tensor in load_file(base / "model.safetensors").items():
+        wanted = torch.from_numpy(tensor)
+        if merge.adapts(name):
+            wanted = merge.merged(name, Box.whole(tensor.shape), wanted, torch.float32)
+        assert np.array_equal(found[name].view(np.uint32), wanted.numpy().view(np.uint32)), name
+
+
+def test_adapters_go_into_pefts_form_and_back(base, tmp_path):
+    factors = factors_of(SMALL, LORA)
+    folder = step_of(base, tmp_path / "step-3", {"world_size": 2, TP: 2}, factors)
+    assert write_peft(folder, tmp_path / "out" / "peft") == len(factors)
+    written = load_file(tmp_path / "out" / "peft" / WEIGHTS)
+    assert written.keys() == {f"{PREFIX}{name}" for name in factors}
+    assert all(np.array_equal(written[f"{PREFIX}{name}"], tensor.numpy()) for name, tensor in factors.items())
+    assert read_peft(tmp_path / "out" / "peft", SMALL, LORA).keys() == factors.keys()
+    check_base(tmp_path / "out" / "peft", base)
+    config = json.loads((tmp_path / "out" / "peft" / CONFIG).read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8, list(TARGETS))
+
+
+def changed(base: Path) -> None:
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.o_proj.weight"][0, 0] += 1
+    save_file(tensors, file)
+
+
+def test_a_checkpoint_of_adapters_on_another_model_is_refused_by_digest_and_the_model_may_move(base, tmp_path):
+    folder = step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA))
+    write_peft(folder, tmp_path / "peft")
+    moved = base.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="is not there; say with --base"):
+        open_saved(folder)
+    assert open_merged(folder, moved).adapters is not None
+    changed(moved)
+    with pytest.raises(ConfigError, match="digest differs"):
+        open_merged(folder, moved)
+    with pytest.raises(ConfigError, match="digest differs"):
+        check_base(tmp_path / "peft", moved)
+
+
+def test_what_is_said_of_adapters_must_fit_their_tensors(base, tmp_path):
+    folder = step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA), target_modules=["q_proj"])
+    with pytest.raises(EnvironmentFault, match="not those of its adapters"):
+        open_saved(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"r": 8}, "r is 8, and actor.lora.rank is 4"),
+        ({"lora_alpha": 4}, "lora_alpha is 4, and actor.lora.alpha is 8"),
+        ({"use_dora": True}, "use_dora True is not computed here"),
+        ({"peft_type": "IA3"}, "peft_type IA3 is not computed"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(base, tmp_path, change, said):
+    write_peft(step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA)), tmp_path / "peft")
+    file = tmp_path / "peft" / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError, match=said):
+        read_peft(tmp_path / "peft", SMALL, LORA)
+
+
+def test_an_adapter_on_other_modules_is_refused(base, tmp_path):
+    write_peft(step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA)), tmp_path / "peft")
+    with pytest.raises(ConfigError, match="are not those of"):
+        read_peft(tmp_path / "peft", SMALL, replace(LORA, targets=("q_proj",)))
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ({}, "has adapters alone and actor.lora.rank is 0"),
+        ({"rank": 8}, "actor.lora.rank: 8, and the adapters in .* have 4"),
+        ({"alpha": 4.0}, "actor.lora.alpha: 4.0"),
+        ({"target_modules": ["q_proj"]}, "actor.lora.target_modules"),
+        ({"base": {"path": "here", "digest": "b"}}, "has other weights than the model"),
+    ],
+)
+def test_a_resumed_run_has_the_adapters_of_its_checkpoint(now, said):
+    said_then = {"rank": 4, "alpha": 8.0, "target_modules": list(TARGETS), "base": {"path": "there", "digest": "a"}}
+    manifest = Manifest(3, {}, "float32", SIZES, (), {}, {}, adapters=said_then)
+    identity = RunIdentity(None, {}, None, said_then | now if now else {})
+    with pytest.raises(ConfigError, match=said):
+        _check_same_adapters(identity, manifest, Path("step-3"))
+    _check_same_adapters(RunIdentity(None, {}, None, said_then), manifest, Path("step-3"))
+
+
+def test_a_checkpoint_of_whole_weights_is_not_gone_on_with_by_adapters():
+    manifest = Manifest(3, {}, "float32", SIZES, (), {}, {})
+    with pytest.raises(ConfigError, match="has whole weights"):
+        _check_same_adapters(RunIdentity(None, {}, None, {"rank": 4}), manifest, Path("step-3"))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "said"),
+    [
+        (["actor.lora.rank=65"], "actor.lora.rank", "at most 64, the smaller side of model.layers.0"),
+        (["actor.lora.alpha=4"], "actor.lora.alpha", "needs actor.lora.rank above 0"),
+        (["actor.lora.path=/somewhere"], "actor.lora.path", "needs actor.lora.rank above 0"),
+        (["actor.lora.target_modules=[]"], "actor.lora.target_modules", "names no module"),
+        (["actor.lora.target_modules=[q_prj]"], "actor.lora.target_modules", "q_proj"),
+        (["actor.freeze_router=true"], "actor.freeze_router", "must be false with actor.lora.rank"),
+        (
+            [
+                "model.override_transformer_config.moe_router_load_balancing_type=aux_loss",
+                "model.override_transformer_config.moe_aux_loss_coeff=0.01",
+            ],
+            "model.override_transformer_config.moe_aux_loss_coeff",
+            "must be 0 with actor.lora.rank",
+        ),
+        (
+            ["algorithm.use_kl_loss=true", "ref.param_offload=true"],
+            "ref.param_offload",
+            "must be false with actor.lora.rank",
+        ),
+        (
+            ["actor.layout.tensor_model_parallel_size=4", "actor.layout.world_size=4", "cluster.n_gpus_per_node=5"],
+            "actor.layout.tensor_model_parallel_size",
+            "must divide num_key_value_heads = 2",
+        ),
+    ],
+)
+def test_what_adapters_cannot_be_is_refused_in_one_message(overrides, field, said):
+    needs_rank = "needs actor.lora.rank" in said or "lora.rank=65" in overrides[0]
+    rank = [] if needs_rank else ["actor.lora.rank=4"]
+    violation = only(*rank, *overrides)
+    assert violation.field == field and said in str(violation)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "DeepSeek-V3"])
+def test_families_whose_layers_have_no_adapters_are_refused_by_name(name):
+    from mrl.config.lora_rules import LORA_RULES
+
+    model = known_spec(name)
+    config = load_config(TINY, None, ["actor.lora.rank=4"]).config
+    (violation,) = [v for rule in LORA_RULES for v in rule(config, model)]
+    assert violation.field == "actor.lora.rank" and model.family in str(violation)
+
+
+def test_the_smallest_side_is_that_of_the_targets():
+    assert smallest_side(DENSE_MODEL, Lora.of(1, 1, ["k_proj"])) == (1024, "model.layers.0.self_attn.k_proj.weight")
+    assert smallest_side(TINY_MODEL, LORA)[0] == 64
+    assert LoraConfig().adapters is None and LoraConfig(rank=2).adapters == Lora.of(2, 16.0, TARGETS)
+
+
+# --- what a plan counts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS)
+def test_a_plan_counts_the_adapters_of_a_stage_as_ranks_hold_them(degrees):
+    layout = TrainLayout.build(degrees, SMALL)
+    for rank in range(layout.world_size):
+        pp = layout.dense_coords(rank).pp
+        counted = adapter_numel(SMALL, layout, pp, LORA)
+        shards = adapter_shards(SMALL, layout, rank, LORA)
+        sizes = {
+            is_expert: sum(
+                round_up(s.local_shape[0] * s.local_shape[1], 64) for s in shards if s.is_expert == is_expert
+            )
+            for is_expert in (False, True)
+        }
+        assert (counted.dense, counted.expert) == (sizes[False], sizes[True])
+
+
+def test_adapters_of_a_large_model_leave_gradients_and_optimizer_small():
+    model = known_spec("Qwen3-30B-A3B")
+    layout = TrainLayout.build({"world_size": 8, TP: 2, EP: 8}, model)
+    lora = Lora.of(16, 32.0, ["q_proj", "k_proj", "v_proj", "o_proj"])
+    full, small = stage_state(model, layout, 0), stage_state(model, layout, 0, lora=lora)
+    assert small.gradients < full.gradients / 100 and small.optimizer < full.optimizer / 100
+    assert full.parameters < small.parameters < full.parameters * 1.01
+    assert small.trained < small.parameters / 100 and full.trained == full.parameters
+    assert adapter_count(model, lora) == 48 * 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+
+
+def test_the_reference_of_adapters_takes_no_memory():
+    def terms(*overrides: str):
+        kl = ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1"]
+        config = load_config(TINY, None, [*kl, *overrides]).config
+        return str(memory_section(PlanInputs.of(config, TINY_MODEL, find_device("cpu"))))
+
+    assert "'reference'" in terms() and "'reference'" not in terms("actor.lora.rank=4")
+    assert "'reference'" in terms("actor.lora.rank=4", "ref.path=/another")
+
+
+# --- verl's keys ------------------------------------------------------------------------------------------------------
+
+M = "actor_rollout_ref.model."
+
+
+def imported(*words: str):
+    return import_overrides(["data.train_files=a.parquet", f"{M}path=Qwen/Qwen3-8B", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ([f"{M}lora_rank=32"], {"rank": 32, "alpha": 16}),
+        ([f"{M}lora_rank=32", f"{M}lora_alpha=64"], {"rank": 32, "alpha": 64}),
+        ([f"{M}lora.rank=8"], {"rank": 8, "alpha": 32}),
+        ([f"{M}lora_rank=8", f"{M}lora_alpha=8", f"{M}target_modules=all-linear"], {"target_modules": ["all-linear"]}),
+        (
+            [f"{M}lora.rank=8", f"{M}lora.target_modules=[linear_qkv,linear_fc2]"],
+            {"target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]},
+        ),
+        ([f"{M}lora_rank=8", f"{M}lora_adapter_path=/x"], {"path": "/x"}),
+    ],
+)
+def test_verls_adapters_are_carried(words, values):
+    found = imported(*words)
+    assert {key: found.values[f"actor.lora.{key}"] for key in values} == values
+    assert not [entry for entry in found.of("unsupported") if "lora" in entry.key or "target" in entry.key]
+
+
+def test_verls_adapters_that_are_off_or_others_than_here_are_said():
+    off = imported(f"{M}lora_rank=0", f"{M}lora_alpha=0", f"{M}target_modules=all-linear", f"{M}lora.rank=0")
+    assert not [key for key in off.values if key.startswith("actor.lora")] and not off.of("unsupported")
+    other = imported(f"{M}lora.rank=8", f"{M}lora.type=dora", f"{M}lora.dropout=0.1", f"{M}lora.merge=True")
+    assert {entry.key for entry in other.of("unsupported")} == {f"{M}lora.type", f"{M}lora.dropout"}
+    assert "no module" in str(imported(f"{M}lora.rank=8", f"{M}target_modules=[in_proj]").of("unsupported")[0])
