@@ -778,6 +778,11 @@ def test_keys_of_the_asynchronous_trainer_are_losses_of_any_other():
     [
         ("trainer.balance_batch=True", "valid"),
         ("actor_rollout_ref.model.lora_rank=8", "valid"),
+        (
+            "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.actor.use_kl_loss=True "
+            "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+            "valid",
+        ),
         ("actor_rollout_ref.model.mtp.enable=True", "carried with losses"),
         ("actor_rollout_ref.actor.optim.lr=$RATE", "carried with losses"),
         ("trainer.experiment_name=$NAME", "valid"),

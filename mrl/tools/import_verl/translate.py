@@ -338,6 +338,8 @@ def _reference(out: Import, settings: VerlSettings) -> None:
     used = out.values.get("algorithm.use_kl_loss") or out.values.get("algorithm.use_kl_in_reward")
     for key in [] if used else [key for key in out.values if key.startswith("ref.")]:
         out.drop(key, "no reference model is loaded without a KL term")
+    if out.values.get("actor.lora.rank") and "ref.path" not in out.values:
+        out.drop("ref.param_offload", "the reference model is the actor without its adapters")
 
 
 def _optimizer(out: Import) -> None:
