@@ -69,7 +69,9 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "shared experts": {},
         "GLM": {},
         "latent": {"rollout.enable_prefix_caching": False},
+        "gated delta": {"rollout.enable_prefix_caching": False},
     },
+    "adapters": {"none": {}, "LoRA": {"actor.lora.rank": 4, "actor.lora.alpha": 8}},
     "turns": {"one": {}, "calculator": {"rollout.turns.tools": ["calculator"], "rollout.turns.max_turns": 3}},
     "loss": {
         "GSPO": {},

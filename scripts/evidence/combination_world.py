@@ -19,6 +19,8 @@ from transformers import (
     Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -61,11 +63,17 @@ def make_world(folder: Path, calling: make_tool_world.Calling = CALLING) -> Path
         first_k_dense_replace=1, n_group=4, topk_group=2, routed_scaling_factor=1.5, q_lora_rank=32,
         kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32, num_mtp_layers=0,
     )  # fmt: skip
+    delta = Qwen3NextConfig(
+        **common, **experts, num_experts=8, shared_expert_intermediate_size=96, norm_topk_prob=True, head_dim=32,
+        full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16,
+        linear_value_head_dim=32, linear_conv_kernel_dim=4,
+    )  # fmt: skip
     for name, architecture, config in (
         ("dense-tied", Qwen3ForCausalLM, dense),
         ("shared-experts", Qwen2MoeForCausalLM, shared),
         ("GLM", Glm4MoeForCausalLM, glm),
         ("latent", DeepseekV3ForCausalLM, latent),
+        ("gated-delta", Qwen3NextForCausalLM, delta),
     ):
         torch.manual_seed(0)
         architecture(config).to(torch.float32).save_pretrained(folder / name)

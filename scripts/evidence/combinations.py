@@ -14,6 +14,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from traceback import format_exc
 
@@ -75,14 +76,21 @@ def row_of(text: str) -> Row:
 
 
 def stored(file: Path) -> list[dict]:
-    """What was done of rows of these axes; nothing where the file has others, which is said."""
+    """What was done of rows of these axes; nothing where the file has others, which is said.
+
+    Rows from before an axis was added, or a value of one, have the axis's first value: what runs were without it.
+    """
     if not file.exists():
         return []
     held = json.loads(file.read_text())
-    if held["axes"] == _axes():
-        return held["done"]
+    if all(set(values) <= set(AXES.get(axis, ())) for axis, values in held["axes"].items()):
+        return [known | {"row": words(_with_new_axes(known["row"], held["axes"]))} for known in held["done"]]
     print(f"{file}: {len(held['done'])} rows of other axes count for nothing", file=sys.stderr)
     return []
+
+
+def _with_new_axes(text: str, axes: Iterable[str]) -> Row:
+    return {axis: values[0] for axis, values in AXES.items()} | dict(zip(axes, text.split(" | "), strict=True))
 
 
 def _axes() -> dict[str, list[str]]:

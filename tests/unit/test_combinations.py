@@ -137,3 +137,12 @@ def test_rows_of_other_axes_count_for_nothing(tmp_path, capsys):
     (file := tmp_path / "combinations.json").write_text(json.dumps({"axes": {"a": ["0"]}, "done": [{}]}))
     assert stored(file) == [] and "1 rows of other axes" in capsys.readouterr().err
     assert stored(tmp_path / "none.json") == []
+
+
+def test_rows_from_before_an_axis_was_added_have_its_first_value(tmp_path):
+    row = {axis: values[0] for axis, values in AXES.items()}
+    before = {axis: list(values) for axis, values in AXES.items() if axis != "adapters"}
+    before["family"] = before["family"][:-1]
+    known = {"row": " | ".join(row[axis] for axis in before), "commit": "0", "problems": []}
+    (file := tmp_path / "combinations.json").write_text(json.dumps({"axes": before, "done": [known]}))
+    assert stored(file) == [known | {"row": words(row)}]
