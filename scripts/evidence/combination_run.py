@@ -193,7 +193,7 @@ class RowRun:
         made them.
         """
         kept = list(_samples(self.run))
-        made = {version for sample in kept for version in token_versions(sample)}
+        made = {version for sample in kept for version in token_versions(sample)} - {None}  # of context
         both = made & set(_checkpoints(self.run))
         self.must(bool(both), f"tokens are of the versions {sorted(made)}, of which no checkpoint is kept")
         if not both:
