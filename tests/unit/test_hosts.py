@@ -64,7 +64,7 @@ def test_mfu_by_hand():
     one forward.
     """
     model = model_spec(SIZES)
-    rows = SimpleNamespace(lengths=np.array([4]), sampled_lengths=np.array([1]))
+    rows = SimpleNamespace(sequence_lengths=np.array([4]), sampled_lengths=np.array([1]))
     forward = forward_flops(model, [4], 1)
     peak, seconds = Peak(actor=forward, run=2 * forward), {"update": 6.0, "step": 5.0}
 

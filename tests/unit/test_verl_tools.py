@@ -204,11 +204,15 @@ def test_files_that_run_for_it_are_named_with_their_digest(tmp_path):
 def apart(monkeypatch):
     """What a worker loads is not left in this process."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    before = dict(sys.modules)
+    for name in written_modules():  # of other tests
+        monkeypatch.delitem(sys.modules, name)
     yield
-    for name in sys.modules.keys() - before.keys():
-        if name.partition(".")[0] in ("verl", "mine", "needs", "plain"):
-            del sys.modules[name]
+    for name in written_modules():
+        del sys.modules[name]
+
+
+def written_modules():
+    return [name for name in sys.modules if name.partition(".")[0] in ("verl", "mine", "needs", "plain")]
 
 
 @pytest.mark.parametrize("name", REFUSED)
