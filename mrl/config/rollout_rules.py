@@ -315,7 +315,9 @@ def _call_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 def _program_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     turns = config.rollout.turns
-    if turns is not None and PYTHON in turns.tools and turns.python.max_seconds >= turns.timeout_s:
+    if turns is None or not (PYTHON in turns.tools or VERL_TOOLS in turns.environments):
+        return  # of verl's tools one runs programs as well
+    if turns.python.max_seconds >= turns.timeout_s:
         why = "a program that hangs would not be ended by itself, but with the process that calls tools"
         rule = f"must be less than timeout_s = {turns.timeout_s:g}"
         yield Violation("rollout.turns.python.max_seconds", rule, why, (turns.timeout_s / 2,))

@@ -97,6 +97,7 @@ def fault() -> str | None:
 
 
 NOTHING = "(it printed nothing)"
+_NAMES_OF_SIGNALS = {each.value: each.name for each in signal.Signals}  # without those in real time
 
 
 def run_program(code: str, limits: PythonLimits) -> str:
@@ -104,7 +105,18 @@ def run_program(code: str, limits: PythonLimits) -> str:
     with _folder() as folder:
         (folder / CODE).write_bytes(code.encode("utf-8", "replace"))
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-u", "-X", "utf8", "-c", _START, json.dumps(asdict(limits))],
+            [
+                sys.executable,
+                "-I",
+                "-B",
+                "-u",
+                "-X",
+                "utf8",
+                "-c",
+                _START,
+                json.dumps(asdict(limits)),
+                str(os.getpid()),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -212,7 +224,7 @@ def _end(process: subprocess.Popen) -> int:
 
 def _answer(said: str, status: int, why: str | None) -> str:
     if why is None and status < 0:
-        why = f"it was ended by {signal.Signals(-status).name}"
+        why = f"it was ended by {_NAMES_OF_SIGNALS.get(-status, f'signal {-status}')}"
     if why is None and status == UNFIT:
         raise ProgramEnded(said.strip())
     if why is not None:

@@ -1,6 +1,6 @@
 """The process that runs one program of a model's: it gives up all but that, and then runs it.
 
-    python -c "from mrl.environments.sandbox import main; main()" LIMITS      in the program's folder, where it lies
+    python -c "from mrl.environments.sandbox import main; main()" LIMITS WATCHER      in the program's folder
 
 What is given up: files but the libraries' (read) and its own folder's (written, never removed), by Landlock; every call
 that is not in mrl.environments.system_calls, by seccomp; rights of root; memory, processor, size of files, by limits.
@@ -15,6 +15,7 @@ import os
 import platform
 import resource
 import runpy
+import signal
 import sys
 import sysconfig
 import traceback
@@ -33,7 +34,9 @@ _READ_FILE = 1 << 2
 _READ_FOLDER = 1 << 3
 _MAKE_FILE = 1 << 8
 _CUT_FILE = 1 << 14
-_KINDS = ((1, 13), (2, 14), (3, 15), (5, 16))
+_KINDS = ((3, 15), (5, 16))
+_CUTS_FILES = 3  # the version since which a file cannot be emptied by who may only read it: Linux 6.2
+_PR_SET_PDEATHSIG = 1
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 _CAPABILITIES = 0x20080522  # version 3 of capset(2)
@@ -50,13 +53,22 @@ class PythonLimits:
 
 
 def main() -> None:
-    """Runs the program in the working directory; the limits are the one argument, as JSON."""
+    """Runs the program in the working directory; arguments are the limits, as JSON, and the process that watches."""
     limits = PythonLimits(**json.loads(sys.argv[1]))
+    end_with(int(sys.argv[2]))
     fault = give_up(limits)
     if fault is not None and not limits.unconfined:
         print(fault, flush=True)
         os._exit(UNFIT)
     run()
+
+
+def end_with(watcher: int) -> None:
+    """Has the kernel end this process where the one that watches it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != watcher:  # it has ended before
+        os._exit(1)
 
 
 def give_up(limits: PythonLimits) -> str | None:
@@ -70,8 +82,11 @@ def give_up(limits: PythonLimits) -> str | None:
     version = landlock_version()
     if version < 1:
         return "the kernel has no Landlock, or it is off (CONFIG_SECURITY_LANDLOCK and lsm=landlock,...)"
-    _drop_rights()
-    if not keep_files((1 << max(bits for since, bits in _KINDS if version >= since)) - 1, _places(version)):
+    if version < _CUTS_FILES:
+        return f"Landlock is of version {version} here, which lets files be emptied; Linux 6.2 has {_CUTS_FILES}"
+    if not _drop_rights():
+        return "rights of root stay with the process"
+    if not keep_files((1 << max(bits for since, bits in _KINDS if version >= since)) - 1, _places()):
         return "Landlock does not take files from a process"
     if not filter_calls(calls):
         return "seccomp does not take system calls from a process"
@@ -94,25 +109,22 @@ def _limit(limits: PythonLimits) -> None:
         resource.setrlimit(kind, (most, most))
 
 
-def _drop_rights() -> None:
-    """Gives up rights of root; a process without them has none to give up."""
+def _drop_rights() -> bool:
+    """Gives up rights of root, and whether it could; a process without them has none to give up."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0)
     none = (ctypes.c_uint32 * 6)()
-    ctypes.CDLL(None).capset(header, none)
+    return ctypes.CDLL(None).capset(header, none) == 0
 
 
-def _places(version: int) -> dict[str, int]:
+def _places() -> dict[str, int]:
     """What stays by path: libraries to be read, the folder to be read and written."""
     paths = sysconfig.get_paths()
     read = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     read |= {f"{sys.base_prefix}/lib", *_LIBRARIES}
     places = {place: _READ_FILE | (_READ_FOLDER if os.path.isdir(place) else 0) for place in read}
     places |= dict.fromkeys(_DEVICES, _READ_FILE)
-    places["/dev/null"] |= _WRITE_FILE
-    places[os.getcwd()] = _READ_FILE | _READ_FOLDER | _WRITE_FILE | _MAKE_FILE
-    if version >= 3:
-        places[os.getcwd()] |= _CUT_FILE
-        places["/dev/null"] |= _CUT_FILE
+    places["/dev/null"] |= _WRITE_FILE | _CUT_FILE
+    places[os.getcwd()] = _READ_FILE | _READ_FOLDER | _WRITE_FILE | _MAKE_FILE | _CUT_FILE
     return {place: access for place, access in places.items() if os.path.exists(place)}
 
 

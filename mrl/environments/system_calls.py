@@ -59,7 +59,10 @@ OPENING: dict[str, tuple[tuple[int, int | None], int]] = {"open": ((2, None), 1)
 SIGNALS = {"kill": (62, 129), "tgkill": (234, 131)}  # to this process
 _O_TMPFILE = 0o20000000  # a file without a name, which nobody would find
 
+_NEITHER = 3  # access that is neither to read nor to write, which Landlock lets pass, and O_TRUNC empties the file
+
 _LOAD = 0x20
+_AND = 0x54
 _EQUAL = 0x15
 _ANY_BIT = 0x45
 _RETURN = 0x06
@@ -82,7 +85,12 @@ def rules(machine: str, process: int) -> bytes | None:
     for name in SIGNALS:
         blocks[name] = _one_of(0, (process,))
     for name, (_, argument) in OPENING.items():
-        blocks[name] = [_argument(argument), (_ANY_BIT, "deny", "allow", _O_TMPFILE)]
+        blocks[name] = [
+            _argument(argument),
+            (_ANY_BIT, "deny", None, _O_TMPFILE),
+            (_AND, None, None, _NEITHER),
+            (_EQUAL, "deny", "allow", _NEITHER),
+        ]
     blocks["allow"] = [(_RETURN, None, None, _ALLOW)]
     blocks["deny"] = [(_RETURN, None, None, _DENY)]
     return _assembled(blocks)

@@ -71,7 +71,10 @@ class VerlTools(Environment):
 
     async def _released(self) -> None:
         for name, instance in self._instances.items():
-            await self.tools[name].release(instance, **self._kwargs(name, "release_kwargs"))
+            try:
+                await self.tools[name].release(instance, **self._kwargs(name, "release_kwargs"))
+            except Exception:  # the others hold something, too
+                traceback.print_exc()
 
     def _kwargs(self, name: str, of: str) -> dict[str, Any]:
         return dict((self._given.get(name) or {}).get(of) or {})

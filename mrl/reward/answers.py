@@ -10,14 +10,17 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 STATED = re.compile(r"(?i)\banswer\s*(?:is\s*:?|:)\s*")
 
 
-def conclusion(response: str) -> str:
-    """What follows the reasoning: the text after the last `</think>`, nothing when a `<think>` never closes;
-    its last TAIL characters.
-    """
+def behind_reasoning(response: str) -> str:
+    """The text after the last `</think>`; nothing when a `<think>` never closes."""
     rest = response.rpartition("</think>")[2]
     if "<think>" in rest:
         return ""
-    return rest[-TAIL:]
+    return rest
+
+
+def conclusion(response: str) -> str:
+    """The last TAIL characters of what follows the reasoning."""
+    return behind_reasoning(response)[-TAIL:]
 
 
 def closing_brace(text: str, start: int) -> int | None:

@@ -86,11 +86,14 @@ def filter_calls(rules: bytes) -> bool:
 def without_writing(folders: tuple[str, ...]) -> bool:
     """Refuses this process, and all that it starts, every change to files but below temporary folders, /dev and
     `folders`; whether it could. There is no way back.
+
+    Landlock before version 3 (Linux 6.2) refuses what it can, and lets files be emptied: the answer is no.
     """
     version = landlock_version()
     writes = _WRITES | sum(access for since, access in _LATER_WRITES if version >= since)
     places = {tempfile.gettempdir(), "/dev", *folders}
-    return keep_files(writes, {folder: writes for folder in places if os.path.isdir(folder)})
+    kept = keep_files(writes, {folder: writes for folder in places if os.path.isdir(folder)})
+    return kept and version >= 3
 
 
 def landlock_version() -> int:

@@ -7,15 +7,13 @@ knows of it, and not by one solution of many.
 
 import functools
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.reward.answers import conclusion
+from mrl.reward.answers import behind_reasoning
 
 REASONING = "reasoning_gym"
 SOURCE = f"{REASONING}/"  # data_source of its rows, before the name of the data set
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def reasoning_gym(
@@ -25,9 +23,10 @@ def reasoning_gym(
 
     Part `acc` is 1 for the highest score alone. Raises ValueError for a row that is not made again as it was.
     """
-    answers = _ANSWER.findall(conclusion(solution_str))
-    if not answers:
+    begun = behind_reasoning(solution_str).rpartition("</answer>")[0]  # up to the end of the last answer
+    if "<answer>" not in begun:
         return {"score": 0.0, "acc": 0.0}
+    answer = begun.rpartition("<answer>")[2].strip()
     made = extra_info or {}
     keys = ("dataset", "seed", "size", "item")
     missing = [key for key in keys if key not in made]
@@ -37,7 +36,7 @@ def reasoning_gym(
     entry = rows[made["item"]]
     if str(entry["answer"]) != str(ground_truth):
         raise ValueError(f"row {made['item']} of {made['dataset']} is another one than it was: make the rows anew")
-    score = float(rows.score_answer(answers[-1].strip(), entry))
+    score = float(rows.score_answer(answer, entry))
     return {"score": score, "acc": float(score >= 1.0)}
 
 

@@ -14,6 +14,7 @@ from mrl.reward.process import KEEPER
 
 SHARED = "/dev/shm"
 SOCKETS = "VLLM_RPC_BASE_PATH"  # where vLLM puts the files of sockets
+RENDEZVOUS = "vllm_dist_"  # begins names of files by which vLLM's workers meet
 NOTED_EVERY_S = 2.0  # while an engine starts
 
 
@@ -90,11 +91,14 @@ def noted(file: str) -> set[Path]:
 
 
 def remove_all(paths: set[Path]) -> None:
-    """Removes segments, and folders of buckets or sockets."""
+    """Removes segments, and folders of buckets or sockets.
+
+    Whatever else is among them stays: a run directory may be a stranger's, and name anybody's files.
+    """
     for path in paths:
         if path.name.startswith(BUCKET_FOLDER):
             shutil.rmtree(path, ignore_errors=True)
-        else:
+        elif _is_ours(path.name) or path.name.startswith(RENDEZVOUS):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 import os
 import re
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from small_model import SIZES
 
 from mrl.config.load import load_config
 from mrl.config.rules import violations
-from mrl.environments import python_tool, system_calls
+from mrl.environments import python_tool, sandbox, system_calls
 from mrl.environments.environment import LONGEST
 from mrl.environments.environment_pool import EnvironmentPool, check_tools
 from mrl.environments.python_tool import NOTHING, ProgramEnded, fault, run_program
@@ -23,6 +24,7 @@ from mrl.model import model_spec
 
 LIMITS = PythonLimits(max_seconds=20.0, max_memory_gib=0.5, max_files_mib=8.0)
 SHORT = PythonLimits(max_seconds=1.0)
+DEADLINE_S = 30.0
 CONFINED = pytest.mark.skipif(
     bool(sys.platform != "linux" or fault()), reason="this machine cannot confine a program: mrl doctor says why"
 )
@@ -79,6 +81,7 @@ ATTACKS = {
     "has a pipe signal others": ("fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())", REFUSED),
     "makes a folder": ("os.mkdir('a')", REFUSED),
     "hides a file": ("os.open('.', os.O_TMPFILE | os.O_RDWR)", REFUSED),
+    "empties a file past Landlock": ("os.open({other!r} + '/program.py', 3 | os.O_TRUNC)", REFUSED),
     "removes what holds room": ("open('a', 'w'); os.remove('a')", REFUSED),
     "keeps bytes in memory that has no limit": ("os.memfd_create('a')", REFUSED),
     "leaves its namespaces": ("print(ctypes.CDLL(None).unshare(0x10000000))", "-1\n"),
@@ -212,6 +215,35 @@ def test_the_model_is_told_of_the_program_it_writes():
     assert schema["function"]["parameters"]["required"] == ["code"]
 
 
+@CONFINED
+def test_a_program_ends_with_the_process_that_watches_it(tmp_path):
+    """Nobody else would end one that takes no processor time."""
+    code = f"import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep({DEADLINE_S})"
+    watcher = f"from mrl.environments.python_tool import *; run_program({code!r}, PythonLimits({DEADLINE_S}))"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", watcher], env=environment) as process:
+        deadline = time.monotonic() + DEADLINE_S
+        while not (found := [file.read_text() for file in tmp_path.glob("*/pid")]) or not found[0]:
+            assert time.monotonic() < deadline, "it never began"
+            time.sleep(0.02)
+        process.kill()
+    while Path(f"/proc/{found[0]}").exists():
+        assert time.monotonic() < deadline, "it outlives who watches it"
+        time.sleep(0.02)
+
+
+def test_a_kernel_that_lets_files_be_emptied_confines_nobody(monkeypatch):
+    monkeypatch.setattr(sandbox, "_limit", lambda limits: None)
+    monkeypatch.setattr(sandbox, "landlock_version", lambda: 2)
+    assert "version 2" in sandbox.give_up(PythonLimits())
+
+
+@CONFINED
+def test_a_signal_without_a_name_is_told_by_its_number():
+    with pytest.raises(ProgramEnded, match="signal 40"):
+        run_program("import os; os.kill(os.getpid(), 40)", PythonLimits())
+
+
 # ---------------------------------------------------------------- the filter itself
 
 
@@ -229,6 +261,8 @@ def verdict(program: bytes, audit: int, number: int, arguments: tuple[int, ...] 
             at += so if value == k else otherwise
         elif code == 0x45:
             at += so if value & k else otherwise
+        elif code == 0x54:
+            value &= k
         else:
             assert code == 0x06
             return k == 0x7FFF0000
@@ -245,7 +279,7 @@ def test_the_filter_allows_what_is_listed_and_nothing_else(machine):
     program = system_calls.rules(machine, 77)
     allowed = [(read,), (kill, (77, 9)), (fcntl, (3, 1030)), (openat, (3, 0, os.O_RDWR | os.O_CREAT))]
     refused = [(socket,), (clone,), (unlinkat,), (unknown,), (kill, (78, 9)), (kill, (0, 9)), (fcntl, (3, 8, 5))]
-    refused += [(openat, (3, 0, 0o20200002)), (fcntl, (3, 10, 9))]
+    refused += [(openat, (3, 0, 0o20200002)), (fcntl, (3, 10, 9)), (openat, (3, 0, 3 | os.O_TRUNC))]
     assert all(verdict(program, audit, *call) for call in allowed)
     assert not any(verdict(program, audit, *call) for call in refused)
     assert not verdict(program, audit + 1, read)

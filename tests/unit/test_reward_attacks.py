@@ -225,8 +225,10 @@ def test_the_network_is_off_unless_the_run_asks_for_it(spec):
 
 
 @pytest.fixture
-def outside(request):
-    """A folder that is no temporary one."""
+def outside(request, monkeypatch, tmp_path):
+    """A folder that is no temporary one, wherever the repository lies."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     folder = Path(tempfile.mkdtemp(dir=Path(__file__).parent, prefix=".outside-"))
     request.addfinalizer(lambda: shutil.rmtree(folder))
     return folder
