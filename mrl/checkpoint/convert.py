@@ -106,6 +106,11 @@ def write_layout(
     Master weights, moments and schedule go with the weights where the source has them, unless `weights_only`.
     Raises ConfigError for an illegal layout, and as `write_hf` does.
     """
+    if source.adapters is not None and not weights_only:
+        raise ConfigError(
+            f"{source.folder}: adapters are loaded at any layout as they are; --weights-only writes the full model "
+            "that they make, without their optimizer"
+        )
     roles = tuple(role for role in source.roles if role in (WEIGHT, CONSTANT)) if weights_only else source.roles
     layout = TrainLayout.build(degrees, source.model)
     files = layout_plan(source.model, layout, roles, source.dtype)

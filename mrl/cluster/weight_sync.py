@@ -113,7 +113,9 @@ class WeightSync:
         Raises Interrupted when one could not be brought there, EnvironmentFault when ranks and engines cannot meet.
         """
         began = time.perf_counter()
-        metrics = self._brought(version, self.engines.fleet.reached(), self._syncs % self._reshard.verify_every == 0)
+        # one that has started again began with numbers of nobody's
+        read_back = self._syncs % self._reshard.verify_every == 0 or bool(self.engines.fleet.stale())
+        metrics = self._brought(version, self.engines.fleet.reached(), read_back)
         return metrics | {"reshard/seconds": time.perf_counter() - began, "reshard/weight_version": float(version)}
 
     def _brought(self, version: int, engines: set[int], read_back: bool) -> dict[str, float]:

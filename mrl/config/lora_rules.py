@@ -8,6 +8,7 @@ from mrl.config.schema import LoraConfig, RunConfig
 from mrl.errors import MrlError, Violation
 from mrl.model import ModelSpec
 from mrl.model.adapters import smallest_side
+from mrl.model.layout import TrainLayout
 from mrl.model.peft_files import check_base, read_peft
 
 _RANK = "actor.lora.rank"
@@ -32,6 +33,14 @@ def _with(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig
 
 def _is_covered(model: ModelSpec) -> bool:
     return not (model.is_latent or model.is_hybrid)
+
+
+def _has_an_empty_stage(config: RunConfig, model: ModelSpec) -> bool:
+    try:
+        layout = TrainLayout.build(config.actor.layout.model_dump(), model)
+    except MrlError:  # which is said by itself
+        return False
+    return not all(map(sum, layout.chunk_layers))
 
 
 def _rank(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -104,6 +113,12 @@ LORA_RULES = (
         _with(lambda c, m: _is_covered(m) and _cuts_heads(c, m)),
         "must divide num_key_value_heads = {m.num_key_value_heads} with adapters on q_proj, k_proj or v_proj",
         "a rank has whole heads of the factor B",
+    ),
+    RuleRow(
+        "actor.layout.pipeline_model_parallel_size",
+        _with(lambda c, m: _has_an_empty_stage(c, m)),
+        "must leave every pipeline stage a layer with actor.lora.rank",
+        "a stage of embedding or head alone has nothing to train",
     ),
     RuleRow(
         "actor.freeze_router",

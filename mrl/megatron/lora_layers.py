@@ -317,9 +317,13 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self, hf_name: str, box: Box, block: Tensor, dtype: torch.dtype) -> Tensor:
-        """What `block`, a box of a weight, becomes with its adapters: computed in float32, rounded once to `dtype`."""
+        """What `block`, a box of a weight, becomes with its adapters: computed in float32, rounded once to its dtype.
+
+        `dtype`: of the answer. Where it is a wider one, it holds the same numbers, as exports do.
+        """
         first, second = self._factors[hf_name].of_block(self._shards, box)
         out = torch.empty(block.shape, dtype=dtype, device=block.device)
         for start, stop in tiles(*block.shape, _TILE.get(block.device.type, _LARGE_TILE)):
-            out[start:stop] = added(block[start:stop].float(), first, second[start:stop], self.lora.scale)
+            made = added(block[start:stop].float(), first, second[start:stop], self.lora.scale)
+            out[start:stop] = made.to(block.dtype)
         return out

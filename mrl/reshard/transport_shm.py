@@ -137,7 +137,7 @@ class Arena:
 
 
 def _lock_of(side: int) -> bytes:
-    """A lock of one byte, which belongs to who opened the file and is no other thread's or child's."""
+    """A lock of one byte, which belongs to who opened the file, and to processes forked from it."""
     return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, side, 1, 0)
 
 

@@ -104,7 +104,8 @@ def _folder(output: Path) -> Iterator[None]:
 def _stored_otherwise(model_path: str, checkpoint: Path | None) -> Checkpoint | None:
     """What is evaluated, where engines cannot load it as it is; None where they can."""
     if checkpoint is not None:
-        return open_saved(checkpoint)
+        base = Path(model_path)  # where the checkpoint has adapters alone; compared by its digest
+        return open_saved(checkpoint, base if base.is_dir() else None)
     if load_model_spec(model_path).loads_by_sync:
         return open_hf(Path(model_path))
     return None

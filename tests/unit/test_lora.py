@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from small_model import SIZES, write_model
 from test_config_rules import DENSE_MODEL, TINY_MODEL, only
 
-from mrl.checkpoint.convert import write_hf
+from mrl.checkpoint.convert import write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.manifest import EXP_AVG, WEIGHT, Manifest, RankFiles, StoredTensor, file_facts, write_manifest
 from mrl.checkpoint.open_checkpoint import open_merged, open_saved
@@ -255,6 +255,13 @@ def test_a_checkpoint_of_adapters_is_opened_as_the_full_model_and_written_so(bas
         assert np.array_equal(found[name].view(np.uint32), wanted.numpy().view(np.uint32)), name
 
 
+def test_adapters_become_a_checkpoint_of_full_weights_only_where_that_is_asked_for(base, tmp_path):
+    opened = open_saved(step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA)))
+    with pytest.raises(ConfigError, match="--weights-only writes the full model"):
+        write_layout(opened, tmp_path / "other", {"world_size": 1})
+    assert not (tmp_path / "other").exists()
+
+
 def test_adapters_go_into_pefts_form_and_back(base, tmp_path):
     factors = factors_of(SMALL, LORA)
     folder = step_of(base, tmp_path / "step-3", {"world_size": 2, TP: 2}, factors)
@@ -364,6 +371,19 @@ def test_a_checkpoint_of_whole_weights_is_not_gone_on_with_by_adapters():
             ],
             "model.override_transformer_config.moe_aux_loss_coeff",
             "must be 0 with actor.lora.rank",
+        ),
+        (
+            [
+                "actor.layout.tensor_model_parallel_size=1",
+                "actor.layout.expert_model_parallel_size=1",
+                "actor.layout.sequence_parallel=false",
+                "actor.layout.pipeline_model_parallel_size=4",
+                "actor.layout.world_size=4",
+                "cluster.n_gpus_per_node=5",
+                "actor.layout.pipeline_layers=[0,2,2,0]",
+            ],
+            "actor.layout.pipeline_model_parallel_size",
+            "must leave every pipeline stage a layer",
         ),
         (
             ["algorithm.use_kl_loss=true", "ref.param_offload=true"],

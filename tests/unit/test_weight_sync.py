@@ -392,6 +392,14 @@ def test_storage_is_read_back_every_so_many_syncs(cluster):
     assert seen == [True, True, False, False, True, True]
 
 
+def test_an_engine_that_has_started_again_is_read_back_out_of_turn(cluster, monkeypatch):
+    _, sync = cluster(verify_every=9)
+    sync.bring_to(1)
+    assert sync.bring_to(2)["reshard/verified"] == 0
+    monkeypatch.setattr(sync.engines.fleet, "stale", lambda: {0})
+    assert sync.bring_to(3)["reshard/verified"] == 1
+
+
 def test_an_engine_that_is_synced_again_is_read_back_out_of_turn(cluster):
     world, sync = cluster(verify_every=9)
     sync.bring_to(1)

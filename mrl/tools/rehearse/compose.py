@@ -259,8 +259,12 @@ def _schedule(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
 
 
 def _reference(original: RunConfig) -> Iterator[Change]:
-    if original.ref.path is not None:
-        yield Change("ref.path", original.ref.path, None, "the actor's start, of the same shape")
+    if original.ref.path is None:
+        return
+    yield Change("ref.path", original.ref.path, None, "the actor's start, of the same shape")
+    if original.actor.lora.rank:
+        why = "the small reference is the actor without its adapters"
+        yield Change("ref.param_offload", original.ref.param_offload, False, why)
 
 
 def _adapters(original: RunConfig) -> Iterator[Change]:
