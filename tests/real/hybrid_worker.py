@@ -27,8 +27,8 @@ def one_sequence() -> Iterator[None]:
 @contextmanager
 def plain_norms() -> Iterator[None]:
     """Norms multiply by their weight itself."""
-    normed = torch_spec._normed
-    with patch.object(torch_spec, "_normed", lambda x, weight, eps, _: normed(x, weight, eps, False)):
+    normed = torch_spec.normed
+    with patch.object(torch_spec, "normed", lambda x, weight, eps, _: normed(x, weight, eps, False)):
         yield
 
 
