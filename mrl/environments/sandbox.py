@@ -22,7 +22,7 @@ import traceback
 from dataclasses import dataclass
 
 from mrl.environments.system_calls import rules
-from mrl.reward.confine import filter_calls, keep_files, landlock_version
+from mrl.reward.confine import KEEPS_WHOLE, filter_calls, keep_files, landlock_version
 
 CODE = "program.py"
 UNFIT = 97  # exit status: what it was to give up stayed
@@ -34,8 +34,7 @@ _READ_FILE = 1 << 2
 _READ_FOLDER = 1 << 3
 _MAKE_FILE = 1 << 8
 _CUT_FILE = 1 << 14
-_KINDS = ((3, 15), (5, 16))
-_CUTS_FILES = 3  # the version since which a file cannot be emptied by who may only read it: Linux 6.2
+_KINDS = ((KEEPS_WHOLE, 15), (5, 16))
 _PR_SET_PDEATHSIG = 1
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache")
@@ -82,8 +81,8 @@ def give_up(limits: PythonLimits) -> str | None:
     version = landlock_version()
     if version < 1:
         return "the kernel has no Landlock, or it is off (CONFIG_SECURITY_LANDLOCK and lsm=landlock,...)"
-    if version < _CUTS_FILES:
-        return f"Landlock is of version {version} here, which lets files be emptied; Linux 6.2 has {_CUTS_FILES}"
+    if version < KEEPS_WHOLE:
+        return f"Landlock is of version {version} here, which lets files be emptied; Linux 6.2 has {KEEPS_WHOLE}"
     if not _drop_rights():
         return "rights of root stay with the process"
     if not keep_files((1 << max(bits for since, bits in _KINDS if version >= since)) - 1, _places()):
@@ -95,7 +94,7 @@ def give_up(limits: PythonLimits) -> str | None:
 
 def _limit(limits: PythonLimits) -> None:
     """Hard ones, each at most what it is already."""
-    seconds = math.ceil(limits.max_seconds)
+    seconds = math.ceil(limits.max_seconds) + 1  # who watches ends it first, and says why
     for kind, most in (
         (resource.RLIMIT_CPU, seconds),  # where nobody watches any more
         (resource.RLIMIT_AS, int(limits.max_memory_gib * 1024 * MIB)),

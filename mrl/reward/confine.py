@@ -40,7 +40,8 @@ _BENEATH = 1
 _VERSION = 1
 # To write, remove or make files of any kind; then, by version, to link them elsewhere and to cut them short.
 _WRITES = 0b1_1111_1111_0010 & ~0b1100
-_LATER_WRITES = ((2, 1 << 13), (3, 1 << 14))
+KEEPS_WHOLE = 3  # the version of Landlock since which it refuses to empty a file: Linux 6.2
+_LATER_WRITES = ((2, 1 << 13), (KEEPS_WHOLE, 1 << 14))
 # of classic BPF
 _LOAD = 0x20
 _EQUAL = 0x15
@@ -87,13 +88,13 @@ def without_writing(folders: tuple[str, ...]) -> bool:
     """Refuses this process, and all that it starts, every change to files but below temporary folders, /dev and
     `folders`; whether it could. There is no way back.
 
-    Landlock before version 3 (Linux 6.2) refuses what it can, and lets files be emptied: the answer is no.
+    Landlock before version KEEPS_WHOLE refuses what it can, and lets files be emptied: the answer is no.
     """
     version = landlock_version()
     writes = _WRITES | sum(access for since, access in _LATER_WRITES if version >= since)
     places = {tempfile.gettempdir(), "/dev", *folders}
     kept = keep_files(writes, {folder: writes for folder in places if os.path.isdir(folder)})
-    return kept and version >= 3
+    return kept and version >= KEEPS_WHOLE
 
 
 def landlock_version() -> int:
