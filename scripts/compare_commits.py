@@ -191,16 +191,30 @@ def compare(before: Tree, after: Tree, steps: int, rounds: int, tolerance: float
 
 
 def compare_speed(before: Tree, after: Tree, steps: int, rounds: int) -> dict:
-    """Median seconds of a step and of its phases on both sides, after the first steps."""
+    """Median seconds of a step and of its phases on both sides, after the first steps; ratios of the pairs of runs."""
     off = ("--set", "trainer.save_freq=-1", "--set", "trainer.test_freq=-1", "--set", "trainer.val_before_train=false")
     rows: dict[str, list[dict]] = {"before": [], "after": []}
+    pairs = []
     for number in range(rounds):  # by turns, so that both meet the same machine
-        for side, tree in (("before", before), ("after", after)):
+        pair = {}
+        sides = [("before", before), ("after", after)]
+        for side, tree in sides if number % 2 == 0 else reversed(sides):
             timed = [row for row in metrics(tree.train(f"speed-{number}", steps, *off)) if "timing_s/step" in row]
-            rows[side] += [row for row in timed[2:] if "timing_s/save_checkpoint" not in row]
+            found = [row for row in timed[2:] if "timing_s/save_checkpoint" not in row]
+            pair[side] = _median_of("timing_s/step", found)
+            rows[side] += found
+        pairs.append(pair["after"] / pair["before"])
+        print(f"pair {number}: a step takes {pairs[-1]:.3f} of the commit's time", file=sys.stderr, flush=True)
     seconds = {side: {name: _median_of(name, found) for name in PHASES} for side, found in rows.items()}
     faster = seconds["before"]["timing_s/step"] / seconds["after"]["timing_s/step"]
-    return {"steps": steps, "rounds": rounds, "seconds": seconds, "times_faster": faster}
+    return {
+        "steps": steps,
+        "rounds": rounds,
+        "seconds": seconds,
+        "times_faster": faster,
+        "pairs": [round(pair, 3) for pair in pairs],
+        "median_pair": round(median(pairs), 3),
+    }
 
 
 def _median_of(name: str, rows: list[dict]) -> float:
