@@ -99,8 +99,8 @@ class VllmEngine:
         """
         began = time.monotonic()
         remove_all(noted(self.settings.segments_file))  # of an engine of this run that was killed
-        with noted_start(self.settings.segments_file):
-            await self._start(meeting)
+        with noted_start(self.settings.segments_file) as folder:
+            await self._start(meeting, folder)
             if self.settings.check_order:
                 await self._check_order()
         if self.settings.awaits_weights:
@@ -109,9 +109,9 @@ class VllmEngine:
         self._note_files()
         return time.monotonic() - began
 
-    async def _start(self, meeting: tuple[str, int] | None) -> None:
+    async def _start(self, meeting: tuple[str, int] | None, folder: Path) -> None:
         if self.settings.is_on_cpu:
-            start_server()
+            start_server(folder)
         with many_imports():
             from vllm.config.weight_transfer import WeightTransferConfig
             from vllm.engine.arg_utils import AsyncEngineArgs

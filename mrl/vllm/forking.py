@@ -23,6 +23,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from multiprocessing import context, forkserver
+from pathlib import Path
 from typing import Any
 
 from mrl.vllm.process_watch import end_with_parent
@@ -94,13 +95,16 @@ def bound_cores(environment: Mapping[str, str]) -> set[int]:
     return {int(number) for number in re.findall(r"\d+", said.split("proclist=")[-1])}
 
 
-def start_server() -> None:
-    """Starts it in the background; before this process imports vLLM, which would take as long again."""
+def start_server(folder: Path) -> None:
+    """Starts it in the background; before this process imports vLLM, which would take as long again.
+
+    Its socket is in `folder`, which whoever made it removes, after a kill too.
+    """
     before = os.environ.get(PRELOADED, "")
     os.environ[_SERVER] = os.environ[PRELOADED] = preloaded_libraries(before)
     forkserver.set_forkserver_preload(["__main__", IMPORTED])
     own = multiprocessing.current_process()._config  # what it is asked through is in a folder that processes inherit
-    own["tempdir"] = tempfile.mkdtemp(prefix="mrl-fork-")
+    own["tempdir"] = tempfile.mkdtemp(prefix="fork-", dir=folder)
     try:
         forkserver.ensure_running()
     finally:

@@ -109,11 +109,11 @@ def new_folder() -> Path:
 
 
 @contextmanager
-def noted_start(file: str) -> Iterator[None]:
-    """What vLLM makes while it starts is noted in `file` now and then, for a kill meanwhile.
+def noted_start(file: str) -> Iterator[Path]:
+    """Notes in `file` now and then what vLLM makes while it starts, for a kill meanwhile.
 
-    Sockets that its processes meet by are in a folder that is removed: a connection outlives its file, and vLLM itself
-    leaves each file behind.
+    Yields a folder that is removed at the end. Sockets that its processes meet by are in it: a connection outlives its
+    file, and vLLM itself leaves each file behind.
     """
     before = os.environ.get(SOCKETS)
     folder = new_folder()
@@ -123,7 +123,7 @@ def noted_start(file: str) -> Iterator[None]:
     noting = threading.Thread(target=_note_on, args=(file, folder, over), daemon=True)
     noting.start()  # vLLM's start keeps the event loop
     try:
-        yield
+        yield folder
     finally:
         over.set()
         noting.join()

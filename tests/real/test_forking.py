@@ -19,7 +19,7 @@ pytestmark = pytest.mark.real
 # A front end: it starts a core, which starts a worker; says who they are, and for each line that it reads, who was lost
 # and how the core ended, and starts them anew.
 FRONT_END = """
-import json, os, sys, time
+import json, os, sys, tempfile, time
 import setproctitle
 from mrl.vllm import forking
 from mrl.vllm.process_watch import ProcessWatch, end_with_parent
@@ -53,7 +53,7 @@ def worker(told, alive):
 
 if __name__ == "__main__":
     os.environ["GONE"] = "1"
-    forking.start_server()
+    forking.start_server(tempfile.gettempdir())
     del os.environ["GONE"]
     os.environ["LD_PRELOAD"] = forking.preloaded_libraries(os.environ.get("LD_PRELOAD", ""))  # as vLLM sets it
     os.environ["OMP_NUM_THREADS"] = "1"

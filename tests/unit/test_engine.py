@@ -167,8 +167,8 @@ def test_the_folder_of_sockets_is_gone_after_the_start_and_noted_for_a_kill_mean
     made = tmp_path / "psm_made_meanwhile"
     monkeypatch.setattr(leftovers, "shared_memory_below", lambda _: {made} if made.exists() else set())
     file = str(tmp_path / "segments")
-    with leftovers.noted_start(file):
-        (folder,) = tmp_path.glob("mrl-sync-*")
+    with leftovers.noted_start(file) as folder:
+        assert [folder] == [*tmp_path.glob("mrl-sync-*")]
         assert os.environ[leftovers.SOCKETS] == str(folder) and leftovers.noted(file) == {folder}
         made.touch()
         deadline = time.monotonic() + 10

@@ -5,6 +5,7 @@ Real ones are in tests/real/test_forking.py; that engines' processes do come fro
 
 import multiprocessing
 import os
+from pathlib import Path
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_libraries_that_are_given_are_kept_and_not_doubled():
     assert preloaded_libraries(preloaded_libraries("")) == preloaded_libraries("")
 
 
-def test_the_server_is_started_with_the_libraries_that_its_processes_will_ask_for(monkeypatch):
+def test_the_server_is_started_with_the_libraries_that_its_processes_will_ask_for(monkeypatch, tmp_path):
     seen = {}
 
     def started() -> None:
@@ -70,11 +71,11 @@ def test_the_server_is_started_with_the_libraries_that_its_processes_will_ask_fo
     monkeypatch.setattr(forking.forkserver, "set_forkserver_preload", lambda modules: seen.update(modules=modules))
     monkeypatch.setenv(forking._SERVER, "")
     monkeypatch.setenv("LD_PRELOAD", "")
-    forking.start_server()
+    forking.start_server(tmp_path)
     assert seen["LD_PRELOAD"] == preloaded_libraries("") and seen["modules"] == ["__main__", forking.IMPORTED]
     # this process's own children are none of them
     assert os.environ["LD_PRELOAD"] == "" and "tempdir" not in multiprocessing.current_process()._config
-    os.rmdir(seen["folder"])
+    assert Path(seen["folder"]).parent == tmp_path  # which is noted, so that no kill leaves a socket behind
     monkeypatch.setenv("LD_PRELOAD", preloaded_libraries(""))  # as vLLM sets it
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert can_fork(os.environ)
