@@ -67,7 +67,7 @@ def test_an_engine_that_loaded_no_weights_answers_nothing_until_some_were_commit
     made.settings.awaits_weights = awaits
     checked = []
 
-    async def started(meeting) -> None:
+    async def started(meeting, folder) -> None:
         made._machine.serve(0)
         made._door.open()
 
