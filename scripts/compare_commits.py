@@ -27,6 +27,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
+from stamp import facts  # noqa: E402
+
 PRESET = "parallel_configs/tiny-moe/cpu.yaml"
 # what a clock or the machine's state decides
 CLOCKS = ("timing_", "perf/", "reshard/seconds", "reshard/peak_staging_bytes")
@@ -264,7 +267,7 @@ def main() -> None:
             subprocess.run(["git", "worktree", "remove", "--force", str(code)], cwd=ROOT, check=True)
     kind = "--speed" if args.speed else f"--tolerance {args.tolerance:g}"
     command = f"python scripts/compare_commits.py {args.commit} --steps {args.steps} --rounds {args.rounds} {kind}"
-    result = {"command": command, "before": commit_of(args.commit), "commit": commit_of("HEAD")} | result
+    result = facts(command) | {"before": commit_of(args.commit)} | result
     text = json.dumps(result, indent=2)
     print(text)
     if args.json:
