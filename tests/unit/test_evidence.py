@@ -98,6 +98,18 @@ def test_the_words_of_the_house_are_few_and_stand_once():
     assert len(words) == len(set(words)) and len(rows_of("Words")) <= 25
 
 
+def test_what_stands_side_by_side_is_short_and_names_what_was_read():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Side by side\n", 1)[1]
+    assert len(re.findall(r"^\* \[.*\) at `[0-9a-f]{12}`$", text, re.M)) == 3
+    rows = rows_of("Side by side")
+    assert [row[0] for row in rows] == ["loop", "loss", "weight sync", "configuration"]
+    assert all(len(row) == 5 for row in rows)
+    assert max(len(cell.split()) for row in rows for cell in row) <= 40
+    named = re.findall(r"`(\w+)`", " ".join(row[1] for row in rows))
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "mrl").rglob("*.py"))
+    assert named and not [name for name in named if not re.search(rf"^(?:def|class) {name}\b", source, re.M)]
+
+
 def test_the_picture_of_the_house_is_that_of_its_imports():
     made = house.svg(the_house())
     assert (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == made, (
