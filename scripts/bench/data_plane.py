@@ -296,7 +296,8 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     rules = GenerationRules(
         replace(schedule_of(config), total_steps=1),
         Judge(config.algorithm, config.reward, config.data.max_response_length),
-        Sampling(1.0, LONGEST, (), routes=routes), 0, Fingerprint("", ""), Spool(run_dir.spool, None), lost, lost.suspects(),
+        Sampling(1.0, LONGEST, (), routes=routes),
+        0, Fingerprint("", ""), Spool(run_dir.spool, None), lost, lost.suspects(),
     )  # fmt: skip
     placement = SimpleNamespace(
         to_generation=lambda: None, to_log_probs=lambda: None, to_update=lambda: None, to_engines=lambda step: {},

@@ -15,6 +15,7 @@ from mrl.data.samples import Sample, SampleRows, Samples, packed
 from mrl.errors import DataError, EnvironmentFault
 from mrl.flow import outbox, sample_writer
 from mrl.flow.sample_writer import SampleWriter, kept_rows
+from mrl.record import sample_files
 from mrl.record.sample_files import StepFile, keep_within, read_samples, write_differences, write_samples
 
 
@@ -117,6 +118,12 @@ def test_files_keep_token_ids_log_probs_version_and_reward_parts(tmp_path):
         "rollout_log_probs": [-0.25], "stop_reason": "stop", "weight_version": 3,
         "reward": {"score": 1.0, "reason": "ok", "format": 0.0, "pred": "x"},
     }  # fmt: skip
+
+
+def test_a_file_without_a_column_that_came_later_has_its_part_where_it_was(tmp_path, monkeypatch):
+    write_samples(tmp_path, 1, [packed(MANY[:1])], [{"score": 1.0, "reason": "ok", "format": 0.5}])
+    monkeypatch.setattr(sample_files, "OWN_COLUMNS", (*sample_files.OWN_COLUMNS, "format"))
+    assert read_samples(tmp_path, 1)[0]["reward"] == {"score": 1.0, "reason": "ok", "format": 0.5}
 
 
 def test_files_of_many_rows_and_of_none_are_read_back_in_order(tmp_path):
