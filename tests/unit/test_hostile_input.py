@@ -15,12 +15,14 @@ import pytest
 from report_run import World, write_run
 
 from mrl.cli.main import main
-from mrl.errors import EnvironmentFault, printable
+from mrl.errors import ConfigError, EnvironmentFault, printable
 from mrl.model.hf_files import read_safetensors_header
 from mrl.model.registry import known_hf_config, model_spec
+from mrl.tools.import_verl.translate import import_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+SCRIPT = ROOT / "tests" / "unit" / "verl_scripts" / "dapo_8b_custom_reward.sh"
 SECONDS = 2.0  # of this process, beside what is imported
 REFUSED = (2, 3, 4)
 
@@ -172,6 +174,14 @@ def test_an_argument_that_nothing_can_use_is_refused(command, capsys, tmp_path, 
     monkeypatch.chdir(tmp_path)
     refused(capsys, *command)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_script_that_is_its_own_only_word_is_refused_at_once():
+    """Without its end, the first quote makes the script one word, which is read as a script, and so on."""
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        import_script("`" + SCRIPT.read_text(), "script.sh", {})
+    assert time.process_time() - began < 0.5
 
 
 def test_a_runtime_environment_that_is_none_is_refused(tmp_path, capsys):

@@ -33,6 +33,7 @@ _WITH_VALUE = frozenset(
     ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c")
 )
 _LONG = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+MOST_INSIDE = 8  # scripts that commands of scripts get as one text, inside each other
 _SHOWN = 80  # characters of a word that is not read
 _STRUCTURED = re.compile(r"\s*[\[{'\"]")
 _PLAIN = re.compile(r"\s*(?:[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?|[Tt]rue|[Ff]alse|null|TRUE|FALSE)\s*")
@@ -60,14 +61,16 @@ class VerlCommand:
     ascend: bool = False  # the script sets variables that only NPUs know
 
 
-def from_script(script: Script, name: str) -> VerlCommand:
+def from_script(script: Script, name: str, depth: int = 0) -> VerlCommand:
     """The one command of a script that starts verl's RL training.
 
-    Raises ConfigError where there is none, or more than one.
+    `depth`: scripts around this one. Raises ConfigError where there is no such command, or more than one.
     """
+    if depth > MOST_INSIDE:
+        raise ConfigError(f"{name}: nested too deeply")
     launches = [(launch, entry) for launch in script.commands if (entry := _entry(launch.words)) is not None]
     if not launches and (inner := _inside(script, name)) is not None:
-        return from_script(inner, name)
+        return from_script(inner, name, depth + 1)
     if not launches:
         raise ConfigError("; ".join((*script.faults, f"{name}: {_why_not(script)}")))
     if len({tuple(w.text for w in launch.words) for launch, _ in launches}) > 1:
