@@ -180,6 +180,24 @@ def test_a_record_that_is_not_what_the_ledger_counts_is_a_damaged_checkpoint(cha
         read_back(folder, said, tmp_path)
 
 
+@pytest.mark.parametrize("damage", ["a byte", "cut short", "gone"])
+def test_a_file_of_groups_that_is_damaged_after_it_was_written_is_a_damaged_checkpoint(damage, tmp_path):
+    """Between two starts, of the run or of its ranks alone: none of its tokens is taken."""
+    folder, said = saved(tmp_path)
+    file = folder / next(iter(said["files"]))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    match damage:
+        case "a byte":
+            file.write_bytes(content)
+        case "cut short":
+            file.write_bytes(content[:-9])
+        case "gone":
+            file.unlink()
+    with pytest.raises(DamagedCheckpoint, match=file.name):
+        read_back(folder, said, tmp_path)
+
+
 def without_numbers(record):
     """The record, one of its responses with log-probs that are no numbers, as an engine's fault leaves it."""
     finite = record.samples.finite.copy()
