@@ -242,6 +242,7 @@ class _Starts:
         if before is not None:
             run.saver.count_on(before.saver)
             run.sample_writer.failed = before.sample_writer.failed
+            run.spikes = before.spikes
         self._run_before = run
         run.start_again = self.again
         run.restarts = self._budget.spent

@@ -198,9 +198,9 @@ def update(
 def gradient_norms(parts: Sequence[FloatParts]) -> list[float]:
     """Norms of all updates in their order, before clipping; NaN for one that was passed over.
 
-    One rank hands out what is the same on all, and `actor/lr` with it for every update.
+    One rank hands out what is the same on all, and `actor/skipped_updates` with it for every update.
     """
-    return [part.get("actor/grad_norm", (math.nan, 1.0))[0] for part in parts if "actor/lr" in part]
+    return [part.get("actor/grad_norm", (math.nan, 1.0))[0] for part in parts if "actor/skipped_updates" in part]
 
 
 def load_metrics(lengths: np.ndarray, loads: Sequence[MiniBatchLoad]) -> dict[str, float]:

@@ -47,8 +47,9 @@ def main(rank: int, world_size: int, out: Path, config: dict, batch: TrainBatch)
         update("inf three times", infinite)
     (out / f"steps-{rank}.json").write_text(json.dumps(steps))
     other = {name: told(actor, seen, rows) for name, rows in without_much_to_learn(batch).items()}
-    usual = told(actor, seen, batch)
-    spike = told(actor, seen, replace(batch, advantages=1e4 * batch.advantages))
+    back = replace(batch, advantages=-batch.advantages)  # ratios are beyond the band by now, where they went to
+    usual = told(actor, seen, back)
+    spike = told(actor, seen, replace(back, advantages=1e4 * back.advantages))
     (out / f"other-{rank}.json").write_text(json.dumps(other | {"usual": usual, "spike": spike}))
     actor.close()
 

@@ -61,7 +61,9 @@ def test_one_spike_does_not_hide_the_next_and_what_stays_large_becomes_usual(wat
 
 def test_norms_of_all_updates_are_read_off_what_ranks_hand_out():
     """Two ranks of two updates; the second rank has losses alone. The second update was passed over."""
-    first = [{"actor/lr": (1e-3, 1.0), "actor/grad_norm": (2.0, 1.0)}, {"actor/lr": (1e-3, 1.0)}]
+    first = [
+        {"actor/grad_norm": (2.0, 1.0), "actor/skipped_updates": (0.0, 1.0)}, {"actor/skipped_updates": (1.0, 1.0)},
+    ]  # fmt: skip
     second = [{"actor/pg_loss": (0.5, 8.0)}] * 2
     norms = gradient_norms([*first, *second])
     assert norms[0] == 2.0 and math.isnan(norms[1]) and len(norms) == 2
