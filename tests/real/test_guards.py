@@ -86,7 +86,7 @@ def test_a_gradient_of_ten_thousand_times_the_usual_moves_no_more_than_the_clip_
     """By Adam's first moments, which take the gradient as it is after clipping."""
     usual = other["usual"]["actor/grad_norm"][0]
     spike = other["spike"]["actor/grad_norm"][0]
-    assert 3e3 * usual < spike and spike > 1.0
+    assert spike > 1e3 * usual > 0 and spike > 1.0
     assert other["spike"]["taken"] == pytest.approx(1.0, rel=1e-3), "actor.optim.clip_grad"
     assert other["usual"]["taken"] == pytest.approx(min(usual, 1.0), rel=1e-3)
     assert other["spike"]["actor/skipped_updates"][0] == 0
