@@ -1,4 +1,4 @@
-"""The table of claims (docs/source/claims.yaml) beside the stored results: figures, bounds, ages, faults.
+"""The tables of claims and faults (docs/source) beside the stored results: figures, bounds, ages, tests.
 
 A template of a figure is text with Python expressions in braces; names in them are keys of the result's JSON.
 """
@@ -17,6 +17,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "docs" / "source" / "claims.yaml"
+FAULTS = SOURCE.with_name("faults.yaml")
 RESULTS = ROOT / "docs" / "results"
 MOST_WORDS = 40  # of a cell
 # what expressions may call; they are this repository's own text, as its scripts are
@@ -254,7 +255,7 @@ def _claim_faults(claim: dict[str, Any], known: dict[str, Result]) -> Iterator[s
 
 
 def _long_cells(row: dict[str, Any]) -> Iterator[str]:
-    for key in ("claim", "bound", "figure", "missed", "found", "now"):
+    for key in ("claim", "bound", "figure", "missed", "found", "now", "fault", "must", "lacks"):
         if len(re.sub(r"\]\([^)]*\)", "]", row.get(key, "")).split()) > MOST_WORDS:
             yield f"{row[key][:50]}: more than {MOST_WORDS} words"
 
@@ -306,6 +307,59 @@ def markdown(heads: list[str], rows: list[list[str]]) -> str:
 # ---------------------------------------------------------------- the page
 
 
+def fault_faults(rows: list[dict[str, Any]], known: dict[str, Result]) -> list[str]:
+    """Whatever is wrong with rows of faults.yaml, one message each."""
+    found = []
+    for row in rows:
+        title = row["fault"]
+        if not row.get("tests"):
+            found.append(f"{title}: no test")
+        found += [f"{title}: no {test}" for test in row.get("tests", []) if not is_test(f"tests/{test}")]
+        found += [f"{title}: no result {name}" for name in row.get("results", []) if name not in known]
+        found += [f"{title}: no {key}" for key in ("fault", "must") if not row.get(key)]
+        found += _long_cells(row)
+    return found
+
+
+def is_test(name: str) -> bool:
+    """Whether FILE::FUNCTION is a test that is there."""
+    file, _, function = name.partition("::")
+    return bool(function) and (ROOT / file).is_file() and function in functions(file)
+
+
+@cache
+def functions(file: str) -> dict[str, bool]:
+    """The functions of a file at its outermost level, and whether each is wholly marked `long`."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    whole = "(long)" in with_long(file)
+    defined = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {node.name: whole or any(_is_long(mark) for mark in node.decorator_list) for node in defined}
+
+
+def _is_long(mark: ast.expr) -> bool:
+    return ast.unparse(mark) in ("pytest.mark.long", "long")
+
+
+def fault_table(rows: list[dict[str, Any]], known: dict[str, Result]) -> str:
+    """Rows of faults.yaml in Markdown."""
+    cells = [[str(n), row["fault"], row["must"], _shown_by(row, known)] for n, row in enumerate(rows, 1)]
+    return markdown(["", "fault", "must", "shown by"], cells)
+
+
+def _shown_by(row: dict[str, Any], known: dict[str, Result]) -> str:
+    """Tests by their files, stored results, and what nothing shows."""
+    by_file: dict[str, list[str]] = {}
+    for test in row["tests"]:
+        file, _, function = test.partition("::")
+        mark = " (long)" if functions(f"tests/{file}")[function] else ""
+        by_file.setdefault(file, []).append(f"`{function.removeprefix('test_')}`{mark}")
+    shown = [f"{file}: {', '.join(names)}" for file, names in by_file.items()]
+    files = [known[name].file for name in row.get("results", [])]
+    shown += [f"[{file}](results/{file})" for file in files]
+    lacks = f". **Not shown:** {row['lacks']}" if "lacks" in row else ""
+    return f"{'; '.join(shown)}{lacks}"
+
+
 def page(as_of: str | None = None) -> str:
     """docs/evidence.md, with ages as of a commit, or without any."""
     table = load()
@@ -317,6 +371,8 @@ def page(as_of: str | None = None) -> str:
             ["found", "now", "test"], [[row["found"], row["now"], shown_by(row["tests"])] for row in table["mended"]]
         ),
         "turns": figures(table, "turns"),
+        "faults": fault_table(load(FAULTS)["matrix"], results(table)),
+        "bad_input": fault_table(load(FAULTS)["bad_input"], results(table)),
         "measured": _measured(table, as_of),
         "missed": _missed(table, as_of),
     }

@@ -237,6 +237,15 @@ class ActorConfig(Section):
         "high. GSPO often needs none.",
         verl=("actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.actor.megatron.router_replay.mode"),
     )
+    max_unrouted_share: float = key(
+        0.5,
+        "With router_replay R3, a step of which a larger share of the responses came without any route, or all did, "
+        "ends the run with exit code 4 before it is trained on.",
+        ge=0,
+        le=1,
+        advice="Single tokens without a route, as those of cached prompts, are counted by router/missing_routes; a "
+        "whole response without one is a fault of its engine.",
+    )
     freeze_router: bool = key(
         False,
         "Routers stay as the checkpoint has them: no gradient, no decay.",

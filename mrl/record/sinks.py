@@ -20,10 +20,14 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+        """Opens the file. Raises EnvironmentFault where the disk does not let it."""
         check()
         self._path = path
         self._check = check
-        self._file = open_lines(path)
+        try:
+            self._file = open_lines(path)
+        except OSError as error:
+            raise EnvironmentFault(f"{path} cannot be opened for new lines ({error.strerror})") from error
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Appends the step's line, durably. Raises EnvironmentFault where the disk does not take it."""

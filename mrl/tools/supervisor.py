@@ -1,6 +1,7 @@
 """`mrl train` again after ends that it can go on from; each start is a process of its own.
 
     exit code 5, or death by a signal    it is started again, from the newest checkpoint; `restarts` times at most
+    exit code 1 that it says nothing of  the same: Ray ends a process so, below Python, that has lost its GCS
     0 to 4, 6                            it is over: nothing that a restart would change
     SIGTERM or Ctrl-C                    handed on to the run, after whose end it is over
     three ends without a finished step   a crash loop: it is over, and the three are told
@@ -34,16 +35,17 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True)
 class End:
-    """How one start ended. `code`: as subprocess has it, negative for a signal."""
+    """How one start ended. `code`: as subprocess has it, negative for a signal. `was_ended`: from below Python."""
 
     code: int
     why: str
     has_finished_a_step: bool
+    was_ended: bool = False
 
     @property
     def is_resumable(self) -> bool:
         """Whether another start may go on from it."""
-        return self.code == Interrupted.exit_code or self.code < 0
+        return self.code == Interrupted.exit_code or self.code < 0 or self.was_ended
 
     def __str__(self) -> str:
         how = f"killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
@@ -86,7 +88,7 @@ def supervise(arguments: Sequence[str], folder: Path, restarts: int) -> int:
         while True:
             ends.append(_one_start(arguments, folder, stop, is_first=not ends))
             if not _goes_on(ends, restarts, stop):
-                if ends[-1].code < 0:
+                if ends[-1].code < 0 or ends[-1].was_ended:
                     return Interrupted.exit_code
                 return ends[-1].code
             print(f"supervisor: {ends[-1]}; start {len(ends) + 1} of {restarts + 1}", flush=True)
@@ -133,7 +135,9 @@ def _one_start(arguments: Sequence[str], folder: Path, stop: SignalRelay, is_fir
     attempt = _newest_attempt(folder, starts)
     now = _newest_line(run)
     has_finished = attempt is not None and now != newest and now.get("training/global_step", 0) > attempt.step
-    return End(process.returncode, "" if attempt is None else attempt.message.split("\n")[0], has_finished)
+    why = "" if attempt is None else attempt.message.split("\n")[0]
+    was_ended = process.returncode == 1 and attempt is not None and attempt.exit_code is None
+    return End(process.returncode, "its process was ended from below" if was_ended else why, has_finished, was_ended)
 
 
 def _clean_up(run: RunDir) -> None:

@@ -48,6 +48,7 @@ from mrl.train.restart_budget import RestartBudget
 from mrl.train.resume import TrainState, generated_again, made_by, rewind
 from mrl.train.rollouts import Judge, Responder
 from mrl.train.saving import SavedRun, Saver
+from mrl.train.spikes import SpikeWatch
 from mrl.train.stop_signals import StopFlag, grace_of_the_job
 from mrl.vllm.requests import training_sampling
 
@@ -74,6 +75,7 @@ class Run:
     is_whole: bool = True  # false while an update changes them
     line: dict[str, float] = field(default_factory=dict)  # metrics of the step that made them, as far as known
     restarts: int = 0  # of its ranks, so far
+    spikes: SpikeWatch = field(default_factory=SpikeWatch)
     start_again: Callable[[Interrupted, int], "Run"] | None = None  # after ranks were lost; see rank_restarts.py
 
 
@@ -240,6 +242,7 @@ class _Starts:
         if before is not None:
             run.saver.count_on(before.saver)
             run.sample_writer.failed = before.sample_writer.failed
+            run.spikes = before.spikes
         self._run_before = run
         run.start_again = self.again
         run.restarts = self._budget.spent

@@ -30,6 +30,7 @@ a run consists of stands in assemble.py.
 """
 
 from contextlib import suppress
+from functools import partial
 
 from mrl.algo.rows import RowValues
 from mrl.cluster.job import GRACE
@@ -182,7 +183,8 @@ def update_actor(run: Run, line: StepLine, trained: StepBatch, corrected: RowVal
         run.placement.to_update()
     run.is_whole = False
     with line.phase("update_actor"):
-        line.add(update(trained, corrected))
+        watch = partial(run.spikes.look, run.state.step + 1, run.config.actor.optim.clip_grad)
+        line.add(update(trained, corrected, watch))
     run.state = run.state.advanced(cursor)
     run.is_whole = True
 

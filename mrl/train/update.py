@@ -10,7 +10,8 @@ Tokens and what is computed of them stay on the ranks (flow/rank_batch.py); here
 takes all rows: metrics, baselines of groups, whitening, the loss's denominators. The formulas stand in mrl.algo.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from mrl.algo.advantages import (
     whitened,
 )
 from mrl.algo.correction import correction_metrics, mismatch_metrics
+from mrl.algo.plain import FloatParts
 from mrl.algo.rows import RowValues, total
 from mrl.algo.selection import SELECTIONS, least_chosen, means_of
 from mrl.config.schema import ActorConfig, AlgorithmConfig
@@ -39,10 +41,10 @@ def old_log_probs(actor: ActorConfig, algorithm: AlgorithmConfig, step: StepBatc
     """Log-probs of the same weights under Megatron's numerics, their entropy, and how far they are from generation's.
 
     With algorithm.anchor on_policy all of it comes with the update. Raises NumericAbort for log-probs that are not
-    finite, EnvironmentFault when no sample has a route of R3.
+    finite, EnvironmentFault when too few samples have a route of R3.
     """
     if actor.router_replay == "R3":
-        check_any_route(step.rows)
+        check_routed(step.rows, actor.max_unrouted_share)
     if algorithm.on_policy:
         return {}
     return _metrics_of(step.log_probs())
@@ -52,16 +54,21 @@ def _metrics_of(mismatch: Mismatch) -> dict[str, float]:
     return {"actor/entropy": mismatch.entropy} | mismatch_metrics(mismatch.of_rows)
 
 
-def check_any_route(rows: SampleRows) -> None:
-    """Some may be missing, as those of cached prompts are; where all are,
-    nothing would be replayed under the name of R3.
+def check_routed(rows: SampleRows, most: float) -> None:
+    """Raises EnvironmentFault where more than the share `most` of the samples, or all, came without any route.
+
+    Those of single tokens may be missing, as those of cached prompts are: they are counted by the update.
     """
-    if not rows.routed.any():
-        raise EnvironmentFault(
-            f"actor.router_replay: R3, and the vLLM engines (rollout) returned no route for any of {len(rows)} "
-            "samples; see logs/engine-N.log in the run directory, or set actor.router_replay: R2 or disabled, which "
-            "need none"
-        )
+    without = int((~rows.routed).sum())
+    if without <= most * len(rows) and without < len(rows):
+        return
+    found = f"no route for any of {len(rows)} samples"
+    if without < len(rows):
+        found = f"no route for {without} of {len(rows)} samples, more than actor.max_unrouted_share ({most:g}) allows"
+    raise EnvironmentFault(
+        f"actor.router_replay: R3, and the vLLM engines (rollout) returned {found}; see logs/engine-N.log in the run "
+        "directory, or set actor.router_replay: R2 or disabled, which need none"
+    )
 
 
 def corrections(
@@ -168,19 +175,32 @@ def _select(algorithm: AlgorithmConfig, step: StepBatch, advantages: np.ndarray,
     step.select([least_chosen(parameters, parts, mean) for parts, mean in zip(candidates, means, strict=True)])
 
 
-def update(step: StepBatch, corrected: RowValues) -> dict[str, float]:
+def update(
+    step: StepBatch,
+    corrected: RowValues,
+    watch: Callable[[list[float], list[np.ndarray]], None] = lambda norms, sample_ids: None,
+) -> dict[str, float]:
     """All optimizer steps; reduced metrics, on policy with those of `old_log_probs`.
 
-    Raises NumericAbort when too many in a row could not be applied, and on policy for log-probs that are not finite,
-    which have changed nothing.
+    `watch`: is given each update's gradient norm, and ids of its samples. Raises NumericAbort when too many in a row
+    could not be applied, and on policy for log-probs that are not finite, which have changed nothing.
     """
     result, mismatch = step.update(counts_of(step.by_mini_batch(corrected["trained"])))
     metrics = {}
     if mismatch is not None:
         metrics = _metrics_of(mismatch)
     metrics |= reduce_parts(result.parts)
+    watch(gradient_norms(result.parts), step.by_mini_batch(step.rows.sample_id))
     applied = len(result.loads) - metrics["actor/skipped_updates"]
     return metrics | {"actor/updates": applied} | load_metrics(step.rows.lengths, result.loads)
+
+
+def gradient_norms(parts: Sequence[FloatParts]) -> list[float]:
+    """Norms of all updates in their order, before clipping; NaN for one that was passed over.
+
+    One rank hands out what is the same on all, and `actor/skipped_updates` with it for every update.
+    """
+    return [part.get("actor/grad_norm", (math.nan, 1.0))[0] for part in parts if "actor/skipped_updates" in part]
 
 
 def load_metrics(lengths: np.ndarray, loads: Sequence[MiniBatchLoad]) -> dict[str, float]:

@@ -45,11 +45,15 @@ def points(run: Run) -> dict[str, Callable[[Callable[[], None]], None]]:
         return lambda: next(victims, int)() if run.state.step >= begins else None
 
     return {
+        "requests are sent": lambda kill: wrap(generation.streams, "send", after(in_second_step(kill))),
         "answers come back": lambda kill: wrap(generation.streams, "take", after(in_second_step(kill), if_any=True)),
         "engines stand still": lambda kill: wrap(generation, "drain", after(in_second_step(kill))),
         "weights are moved": lambda kill: wrap(actor, "refs", after_call("send_weights", in_second_step(kill))),
         "weights arrive": lambda kill: wrap(engines, "refs", after_call("receive_weights", in_second_step(kill))),
         "proved, not committed": lambda kill: wrap(engines, "commit", before(in_second_step(kill))),
+        "engines go to sleep": lambda kill: wrap(engines, "refs", after_call("sleep", in_second_step(kill))),
+        "engines wake": lambda kill: wrap(engines, "refs", after_call("wake_weights", in_second_step(kill))),
+        "ranks compute log-probs": lambda kill: wrap(loop, "old_log_probs", before(amid(in_second_step(kill)))),
         "ranks update": lambda kill: wrap(loop, "update", before(amid(in_second_step(kill)))),
         "a checkpoint is written": lambda kill: wrap(
             actor, "refs", after_call("write_checkpoint", in_second_step(kill))

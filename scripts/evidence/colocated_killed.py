@@ -68,8 +68,13 @@ def pid_of(victim: str) -> int:
     """The last of several: not the one that answers first."""
     if victim == "driver":
         return os.getpid()
-    found = [p.pid for p in psutil.Process().children(recursive=True) if _name(p).startswith(PROCESSES[victim])]
-    return sorted(found)[-1]
+    return pids_of(victim)[-1]
+
+
+def pids_of(victim: str) -> list[int]:
+    """All of a kind, in their order."""
+    below = psutil.Process().children(recursive=True)
+    return sorted(process.pid for process in below if _name(process).startswith(PROCESSES[victim]))
 
 
 def _name(process: psutil.Process) -> str:

@@ -2,8 +2,8 @@
 
 python scripts/evidence/fault_run.py CONFIG POINT VICTIM SIGNAL [KEY=VALUE ...]
 
-POINT and VICTIM as ahead_killed.py has them; POINT `none` disturbs nothing. It prints when engines and ranks have
-started, when the signal is sent, and when ranks are back.
+POINT and VICTIM as ahead_killed.py has them, or `every vllm` for all of them at once; POINT `none` disturbs nothing. It
+prints when engines and ranks have started, when the signal is sent, and when ranks are back.
 """
 
 import os
@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from ahead_killed import points, wrap
-from colocated_killed import pid_of
+from colocated_killed import pid_of, pids_of
 
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.load import load_config
@@ -80,9 +80,10 @@ def say_when_back(run: Run) -> None:
 
 
 def send(victim: str, number: signal.Signals) -> None:
-    pid = pid_of(victim)
+    pids = [pid_of(victim)] if victim in ("rank", "vllm") else pids_of(victim.removeprefix("every "))
     say("sent")
-    os.kill(pid, number)
+    for pid in pids:
+        os.kill(pid, number)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from fault_run import MARK
 from killed_run import ROOT, RUN_S
 from stamp import facts
+from supervised_faults import VICTIMS, supervised
 
 from mrl.record.run_dir import METRICS, read_metrics
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
@@ -44,6 +45,7 @@ class Row:
     signal: str = "SIGKILL"
     engines: int = 1
     schedule: str = "sync"
+    shares: bool = False  # engine and ranks take turns on the same devices
 
     @property
     def steps(self) -> int:
@@ -51,12 +53,26 @@ class Row:
 
     @property
     def name(self) -> str:
-        return "-".join(map(str, asdict(self).values())).replace(" ", "_").replace(",", "")
+        words = "-".join(map(str, list(asdict(self).values())[:-1])).replace(" ", "_").replace(",", "")
+        return words + "-shares" * self.shares
 
     @property
     def whole(self) -> str:
         """The undisturbed run that it is held against, and timed by."""
-        return f"whole-{self.schedule}-{self.engines}"
+        return f"whole-{self.schedule}-{self.engines}" + "-shares" * self.shares
+
+    @property
+    def preset(self) -> Path:
+        """The configuration that it is a run of."""
+        return PRESETS / ("cpu-colocated.yaml" if self.shares else "cpu.yaml")
+
+
+@dataclass(frozen=True)
+class Supervised(Row):
+    """Who is killed is above ranks and engines, and the run starts again as a whole, under `mrl train --restarts`."""
+
+    point: str = "a step"
+    victim: str = "driver"
 
 
 ROWS = (
@@ -71,6 +87,17 @@ ROWS = (
     Row("ranks update", "rank", "SIGSTOP"),
     Row("answers come back", "vllm", schedule="bounded"),
     Row("ranks update", "rank", schedule="bounded"),
+    Row("requests are sent", "vllm"),
+    Row("engines stand still", "vllm", schedule="bounded"),
+    Row("engines go to sleep", "vllm", shares=True),
+    Row("engines wake", "vllm", shares=True),
+    Row("answers come back", "every vllm", engines=2),
+    Row("weights arrive", "vllm", "SIGSTOP", engines=2),
+    Row("engines wake", "vllm", "SIGSTOP", shares=True),
+    Row("ranks compute log-probs", "rank"),
+    Row("weights are moved", "rank", "SIGSTOP"),
+    Row("a checkpoint is written", "rank", "SIGSTOP"),
+    *(Supervised(victim=victim) for victim in VICTIMS),
 )
 NOTICED = re.compile(r"engine \d+ is lost: |the ranks are started again")
 BACK = re.compile(rf"engine \d+ serves again|{MARK} ranks are back")
@@ -84,14 +111,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     limit = "begin no further run after this many seconds"
     parser.add_argument("--for", type=float, default=float("inf"), dest="seconds", help=limit)
+    parser.add_argument("--only", default="", help="make the rows alone that have this in their names, and no results")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     faults = Faults(options.world.resolve(), options.work.resolve())
     deadline = time.monotonic() + options.seconds
-    for _ in faults.missing():
+    rows = [row for row in ROWS if options.only in row.name]
+    for _ in faults.missing(rows):
         if time.monotonic() > deadline:
             print("to be continued", flush=True)
             return 0
+    if options.only:
+        for row in rows:
+            print(json.dumps(faults.result(row)), flush=True)
+        return 0
     results = facts("scripts/evidence/faults.sh") | faults.results()
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -105,9 +138,9 @@ class Faults:
         self._world = world
         self._work = work
 
-    def missing(self) -> Iterator[str]:
+    def missing(self, rows: Sequence[Row] = ROWS) -> Iterator[str]:
         """Makes one run after the other that is not there, and names it before."""
-        for row in ROWS:
+        for row in rows:
             for name, disturbed in ((row.whole, False), (row.name, True)):
                 file = self._work / f"{name}.json"
                 if file.exists():
@@ -121,10 +154,11 @@ class Faults:
         return {
             "deadline_s": DEADLINE_S,
             "ranks_deadline_s": RANKS_DEADLINE_S,
-            "rows": [*map(self._result, ROWS)],
+            "rows": [*map(self.result, ROWS)],
         }
 
-    def _result(self, row: Row) -> dict[str, Any]:
+    def result(self, row: Row) -> dict[str, Any]:
+        """A row's figures."""
         whole = json.loads((self._work / f"{row.whole}.json").read_text())
         own = json.loads((self._work / f"{row.name}.json").read_text())
         step = sum(at <= own["sent"] for at in own["lines"])  # lines before; the step that is under way
@@ -149,8 +183,10 @@ class Faults:
     def _run(self, row: Row, name: str, disturbed: bool) -> dict[str, Any]:
         """Seconds since its start: of the signal, of what was said of it, and of each step's first line."""
         run_dir = self._work / name
+        if disturbed and isinstance(row, Supervised):
+            return supervised(row.victim, row.preset, settings(row, self._world, run_dir), run_dir)
         point = row.point if disturbed else "none"
-        words = [str(PRESETS / "cpu.yaml"), point, row.victim, row.signal, *settings(row, self._world, run_dir)]
+        words = [str(row.preset), point, row.victim, row.signal, *settings(row, self._world, run_dir)]
         driver = Path(__file__).with_name("fault_run.py")
         log = self._work / f"{name}.log"
         began = time.monotonic()
@@ -212,6 +248,8 @@ def settings(row: Row, world: Path, run_dir: Path) -> list[str]:
     ]  # fmt: skip
     if row.schedule == "bounded":
         given += ["trainer.max_staleness=2", "trainer.partial_rollouts=true", "trainer.segment_tokens=1"]
+    if row.shares:
+        given += [f"actor.{kind}_offload=true" for kind in ("param", "grad", "optimizer")]
     if row.engines == 2:
         given += ["rollout.num_engines=2", "cluster.n_gpus_per_node=4", "cluster.cpus_per_engine=0.5"]
     return given

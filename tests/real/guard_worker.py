@@ -1,4 +1,5 @@
-"""One of two data-parallel ranks, of which only rank 1 meets NaN or inf; what each of them then did.
+"""One of two data-parallel ranks, of which only rank 1 meets NaN or inf; what each of them then did, and what updates
+come to whose gradient is huge, or whose responses teach nothing.
 
 See test_guards.
 """
@@ -14,6 +15,7 @@ import torch
 from padded import read_batch
 from ranks import agree_on_port
 
+from mrl.checkpoint.manifest import EXP_AVG
 from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
@@ -44,7 +46,47 @@ def main(rank: int, world_size: int, out: Path, config: dict, batch: TrainBatch)
     for _ in range(3):
         update("inf three times", infinite)
     (out / f"steps-{rank}.json").write_text(json.dumps(steps))
+    other = {name: told(actor, seen, rows) for name, rows in without_much_to_learn(batch).items()}
+    back = replace(batch, advantages=-batch.advantages)  # ratios are beyond the band by now, where they went to
+    usual = told(actor, seen, back)
+    spike = told(actor, seen, replace(back, advantages=1e4 * back.advantages))
+    (out / f"other-{rank}.json").write_text(json.dumps(other | {"usual": usual, "spike": spike}))
     actor.close()
+
+
+def without_much_to_learn(batch: TrainBatch) -> dict[str, TrainBatch]:
+    """The batch with its first response empty and its second of one token, and with one mind in all groups."""
+    lengths = batch.response_lengths.copy()
+    lengths[:2] = 0, 1
+    return {"short": cut_short(batch, lengths), "of one mind": replace(batch, advantages=0 * batch.advantages)}
+
+
+def cut_short(batch: TrainBatch, lengths: np.ndarray) -> TrainBatch:
+    """The first tokens of every response, so many."""
+    tokens = []
+    places = []
+    for prompt, before, now in zip(batch.prompt_lengths, batch.response_lengths, lengths, strict=True):
+        tokens.append(np.arange(prompt + before) < prompt + now)
+        places.append(np.arange(before) < now)
+    kept = np.concatenate(places)
+    flat = {name: column[kept] for name in ("rollout_log_probs", "old_log_probs", "advantages")
+            if (column := getattr(batch, name)) is not None}  # fmt: skip
+    return replace(batch, response_lengths=lengths, token_ids=batch.token_ids[np.concatenate(tokens)], **flat)
+
+
+def told(actor: MegatronActor, seen: HostCopy, batch: TrainBatch) -> dict:
+    """What ranks say of an update, and the square of the gradient that its first moments took, of this rank's part."""
+    before = moments(actor, seen)
+    parts = actor.update(batch).parts
+    beta = actor.config.actor.optim.betas[0]
+    taken = {name: (now - beta * before[name]) / (1 - beta) for name, now in moments(actor, seen).items()}
+    return {"parts": parts, "squares": sum(float((one**2).sum()) for one in taken.values())}
+
+
+def moments(actor: MegatronActor, seen: HostCopy) -> dict[str, torch.Tensor]:
+    """First moments, in float64, of what this rank saves."""
+    seen.take(actor)
+    return {name: tensor.double() for name, tensor in seen.tensors.items() if name.startswith(f"{EXP_AVG}/")}
 
 
 class nan_gradient:

@@ -1,4 +1,6 @@
-"""A supervised run goes on by itself after its driver was killed, with what an undisturbed one writes."""
+"""A supervised run goes on by itself after its driver, or Ray below it, was killed, with what an undisturbed one
+writes.
+"""
 
 import os
 import signal
@@ -9,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from deadlines import END_S
+from test_lost_worker import called
 from test_runs import finish, train, wait_for_step
 from world import FOUR_STEPS, metrics, without_times
 
@@ -45,3 +48,26 @@ def test_a_killed_driver_is_started_again_and_nothing_of_it_is_left(four_steps, 
     assert not [
         file for file in Path("/tmp").glob("mrl-ray-*/owner.json") if f'"pid": {driver.pid},' in file.read_text()
     ]
+
+
+@pytest.mark.real
+@pytest.mark.long
+def test_a_run_whose_ray_is_killed_below_it_is_started_again(four_steps, tmp_path):
+    """Ray's own processes are no start's to mend: the driver ends, in bounded time, and the next one has a new Ray."""
+    world, whole = four_steps
+    broken = tmp_path / "broken"
+    process = train(world, broken, "--restarts", "2", **FOUR_STEPS)
+    try:
+        wait_for_step(process, broken, 2)
+        killed = next(called(driver_of(psutil.Process(process.pid)), "raylet/raylet"))
+        os.kill(killed.pid, signal.SIGKILL)
+        end = time.monotonic() + END_S
+        while len(read_attempts(broken)) < 2:
+            assert time.monotonic() < end, broken.with_suffix(".log").read_text()[-3000:]
+            time.sleep(0.1)
+        assert finish(process, broken) == 0, broken.with_suffix(".log").read_text()[-3000:]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "; start 2 of 3" in broken.with_suffix(".log").read_text()
+    assert without_times(metrics(broken)) == without_times(metrics(whole))

@@ -300,6 +300,18 @@ def test_no_more_engines_may_be_needed_than_there_are():
             load_config(TINY, None, [f"{key}={least - 1}"])
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "rollout.restart_limit", "trainer.restart_limit", "trainer.max_failed_saves", "trainer.max_skipped_updates",
+        "actor.max_unrouted_share", "reward.max_failure_share", "data.max_bad_row_share",
+    ],
+)  # fmt: skip
+def test_no_limit_of_restarts_or_failures_is_negative(key):
+    with pytest.raises(ConfigError, match=key):
+        load_config(TINY, None, [f"{key}=-1"])
+
+
 def test_on_cpu_ranks_of_an_engine_and_spread_experts_need_the_vllm_that_is_completed():
     ranks, experts = "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2"
     tensor = "rollout.tensor_model_parallel_size=2"

@@ -44,7 +44,7 @@ def test_a_row_is_held_against_the_same_step_of_the_undisturbed_run(tmp_path, mo
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
     made = faults.Faults(tmp_path, tmp_path)
     monkeypatch.setattr(made, "_difference", lambda row: None)
-    result = made._result(row)
+    result = made.result(row)
     assert (result["noticed_s"], result["back_s"], result["stood_s"], result["step_s"]) == (1.5, 18.0, 22.0, 2.0)
 
 
@@ -55,3 +55,10 @@ def test_an_undisturbed_run_is_made_once_for_all_rows_that_it_is_for_and_no_run_
     assert list(made.missing()) == ran and len(set(ran)) == len(ran)
     assert set(ran) == {row.name for row in faults.ROWS} | {row.whole for row in faults.ROWS}
     assert list(made.missing()) == []
+
+
+def test_a_row_keeps_the_name_under_which_its_run_is_stored():
+    assert faults.Row("ranks update", "rank").name == "ranks_update-rank-SIGKILL-1-sync"
+    assert faults.Row("engines wake", "vllm", shares=True).name == "engines_wake-vllm-SIGKILL-1-sync-shares"
+    assert faults.Row("engines wake", "vllm", shares=True).whole == "whole-sync-1-shares"
+    assert len({row.name for row in faults.ROWS}) == len(faults.ROWS)

@@ -97,7 +97,9 @@ class World(AnsweringEngines):
         return self.ranks.each(method, arguments, phase, interruptible)
 
     def updated(self, counts, number):
-        parts = [{"actor/grad_norm": (norm, 1.0), "actor/skipped_updates": (0.0, 1.0)} for norm in (1.0, 3.0)]
+        parts = [
+            {"actor/grad_norm": (norm, 1.0), "actor/skipped_updates": (0.0, 1.0)} for norm in (1.0, 3.0)[: len(counts)]
+        ]
         return [*(parts if number == 0 else []), {"perf/update_s": (0.5 if number == 0 else 0.25, 1.0)}]
 
     def are_free(self, within_s):

@@ -3,13 +3,17 @@
 import errno
 import json
 import os
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mrl.errors import EnvironmentFault
 from mrl.record import quarantine
 from mrl.record.quarantine import QUARANTINE, REWARD, ROW, Quarantine
 from mrl.record.sinks import JsonlSink
+from mrl.reward.items import OK, RAISED, RewardResult
+from mrl.train.reporting import set_failures_aside
 
 
 def lines(folder) -> list[dict]:
@@ -30,6 +34,19 @@ def test_a_resume_cuts_rewards_of_later_steps_and_rows_that_it_finds_anew(tmp_pa
     again.add(ROW, [{"file": "a", "row": 3}])
     again.add(REWARD, [])
     assert [line["kind"] for line in lines(tmp_path)] == [REWARD, ROW]
+
+
+def test_what_a_step_fails_at_is_written_down_with_its_ids(tmp_path):
+    """Of three responses one reward failed: it alone stands there, with all that finds it again."""
+    rows = SimpleNamespace(prompt_id=np.array([7, 7, 9]), sample_id=np.array([0, 1, 8]))
+    results = [
+        RewardResult(0, 1.0, {}, OK), RewardResult(1, 0.0, {}, RAISED, "KeyError: 'x'", "gsm8k"),
+        RewardResult(8, 1.0, {}, OK),
+    ]  # fmt: skip
+    rollouts = SimpleNamespace(samples=SimpleNamespace(rows=rows), results=results)
+    set_failures_aside(SimpleNamespace(path=tmp_path, check_lock=lambda: None), 3, rollouts)
+    row = {"kind": REWARD, "step": 3, "prompt_id": 7, "sample_id": 1, "data_source": "gsm8k", "reason": RAISED}
+    assert lines(tmp_path) == [row | {"detail": "KeyError: 'x'"}]
 
 
 def test_the_file_is_bounded(tmp_path, monkeypatch):

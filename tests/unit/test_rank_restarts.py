@@ -183,7 +183,10 @@ class Places:
         own.callback(self._fail, "closing")
         saver = Saver(SimpleNamespace(max_failed_saves=2), None, Path("checkpoints"), None, 0)
         return SimpleNamespace(
-            peak="measured" if peak is None else f"{peak} before", saver=saver, sample_writer=SimpleNamespace(failed=0)
+            peak="measured" if peak is None else f"{peak} before",
+            saver=saver,
+            sample_writer=SimpleNamespace(failed=0),
+            spikes=None,
         )
 
 

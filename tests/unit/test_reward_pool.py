@@ -190,9 +190,9 @@ def test_submitted_and_scored_items_are_not_mixed(spec):
             pool.score(items("b"))
 
 
-def test_twelve_hangs_in_a_row_leave_the_pool_whole(spec):
+def test_a_hundred_hangs_leave_the_pool_whole(spec):
     with RewardPool(spec, num_workers=2, timeout_s=0.02) as pool:
-        assert {r.reason for r in pool.score(items(*["hang"] * 12))} == {"timeout"}
+        assert {r.reason for r in pool.score(items(*["hang"] * 100))} == {"timeout"}
         pool.timeout_s = 10.0
         assert {r.reason for r in pool.score(items(*["good"] * 50))} == {"ok"}
 

@@ -15,7 +15,7 @@ from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import DataError, EnvironmentFault, NumericAbort
 from mrl.megatron.packing import Shape, micro_batch
 from mrl.megatron.routing import _Chooser
-from mrl.train.update import check_any_route, old_log_probs
+from mrl.train.update import check_routed, old_log_probs
 
 SHAPE = RouteShape(num_layers=3, moe_layers=(1, 2), topk=2, num_experts=4)  # the first layer is dense
 WHOSE = "engine 1, sample 7"
@@ -142,14 +142,26 @@ def batch():
 @pytest.mark.parametrize("unknown", [None, np.full((7, 2, 2), MISSING, np.int8)])
 def test_a_step_of_r3_without_any_route_is_a_fault_and_one_with_some_is_not(unknown):
     without = replace(sample(0, 3, 4), routes=unknown)
-    with pytest.raises(EnvironmentFault, match=r"no route for any of 2 samples.*engine-N\.log.*R2 or disabled"):
-        check_any_route(packed([without, without]).numbers)
-    check_any_route(packed([without, sample(1, 2, 9)]).numbers)
+    for most in (0.5, 1.0):
+        with pytest.raises(EnvironmentFault, match=r"no route for any of 2 samples.*engine-N\.log.*R2 or disabled"):
+            check_routed(packed([without, without]).numbers, most)
+        check_routed(packed([without, sample(1, 2, 9)]).numbers, most)
+
+
+@pytest.mark.parametrize(("unrouted", "most"), [(0, 0.0), (1, 0.0), (2, 0.5), (3, 0.5), (3, 0.75), (4, 1.0)])
+def test_the_share_of_responses_without_a_route_is_bounded(unrouted, most):
+    """Of four; all of them are one too many whatever is allowed."""
+    rows = packed([sample(i, 3, 4, routes=i >= unrouted) for i in range(4)]).numbers
+    if unrouted < 4 and unrouted / 4 <= most:
+        check_routed(rows, most)
+        return
+    with pytest.raises(EnvironmentFault, match=f"no route for {unrouted if unrouted < 4 else 'any'} of 4 samples"):
+        check_routed(rows, most)
 
 
 @pytest.mark.parametrize("replay", ["R3", "R2", "disabled"])
 def test_only_r3_asks_for_routes(replay):
-    actor = SimpleNamespace(router_replay=replay)
+    actor = SimpleNamespace(router_replay=replay, max_unrouted_share=0.5)
     algorithm = SimpleNamespace(on_policy=False)
     step = SimpleNamespace(rows=packed([sample(0, 3, 4, routes=False)]).numbers, log_probs=_asked)
     with pytest.raises(EnvironmentFault if replay == "R3" else NumericAbort):

@@ -19,7 +19,7 @@ from mrl.checkpoint.group_files import GroupRecord, group_file, read_group, writ
 from mrl.checkpoint.manifest import file_facts
 from mrl.data.order import DataCursor
 from mrl.data.samples import Sample, packed
-from mrl.errors import DamagedCheckpoint, DataError, Interrupted, LostLock
+from mrl.errors import DamagedCheckpoint, DataError, EnvironmentFault, Interrupted, LostLock
 from mrl.flow.engine_progress import EngineProgress
 from mrl.flow.group_writer import GroupParts
 from mrl.record.metrics import PhaseTimer
@@ -177,6 +177,26 @@ def test_a_record_that_is_not_what_the_ledger_counts_is_a_damaged_checkpoint(cha
         case "unjudged":
             rewritten(folder, said, file, replace(record, results={}))
     with pytest.raises(DamagedCheckpoint, match=rf"\[{finished['number']}\] is not what its ledger counts"):
+        read_back(folder, said, tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["a byte", "cut short", "gone"])
+def test_a_file_of_groups_that_is_damaged_after_it_was_written_is_a_damaged_checkpoint(damage, tmp_path):
+    """Between two starts, of the run or of its ranks alone: none of its tokens is taken. One that is gone may come
+    back, as a disk does.
+    """
+    folder, said = saved(tmp_path)
+    file = folder / next(iter(said["files"]))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    match damage:
+        case "a byte":
+            file.write_bytes(content)
+        case "cut short":
+            file.write_bytes(content[:-9])
+        case "gone":
+            file.unlink()
+    with pytest.raises(EnvironmentFault if damage == "gone" else DamagedCheckpoint, match=file.name):
         read_back(folder, said, tmp_path)
 
 

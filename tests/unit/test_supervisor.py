@@ -42,6 +42,8 @@ with attempt(folder, row.get("from", 0), {}):
     with (folder / "metrics.jsonl").open("a") as file:
         for step in row.get("steps", []):
             file.write(json.dumps({"training/global_step": step, "at": time.time()}) + chr(10))
+    if row["end"] == "from below":
+        os._exit(1)
     if row["end"] == "waits":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
         signal.signal(signal.SIGINT, lambda *_: sys.exit(5))
@@ -98,6 +100,13 @@ def test_a_run_goes_on_after_a_lost_process_and_after_a_kill_until_it_is_done(mo
 def test_no_other_end_is_followed_by_a_start(monkeypatch, folder, code):
     assert supervised(monkeypatch, folder, 5, {"steps": [1], "end": code}, {"end": 0}) == code
     assert len(starts(folder)) == 1
+
+
+def test_a_start_that_was_ended_from_below_python_is_followed_by_another(monkeypatch, folder, capfd):
+    """As Ray ends a driver that has lost its GCS: exit code 1, and nothing was written of an end."""
+    rows = [{"steps": [1], "end": "from below"}, {"from": 1, "steps": [2], "end": 0}]
+    assert supervised(monkeypatch, folder, 5, *rows) == 0
+    assert "exit code 1: its process was ended from below; start 2 of 6" in capfd.readouterr().out
 
 
 def test_restarts_are_used_up(monkeypatch, folder, capfd):

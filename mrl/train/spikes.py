@@ -1,0 +1,49 @@
+"""Updates whose gradient is far larger than usual: each is told with the samples that it was made of.
+
+Clipping bounds what such an update does to the weights; why it came, its samples say.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+SPIKE = 30.0  # times the median
+USUAL = 64  # newest updates that the median is of
+LEAST = 8  # updates that are seen before one is judged
+
+
+class SpikeWatch:
+    """Compares the gradient norms of a run's updates with those before. It begins anew with each start of the run."""
+
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=USUAL)
+
+    def look(self, step: int, clip_grad: float, norms: Sequence[float], sample_ids: Sequence[np.ndarray]) -> None:
+        """Takes the norms of a step's updates, in their order, and prints a line for each that is a spike.
+
+        `norms`: before clipping; NaN where an update was passed over. `sample_ids`: of each update's rows.
+        """
+        for number, (norm, ids) in enumerate(zip(norms, sample_ids, strict=True), 1):
+            if not math.isfinite(norm):
+                continue
+            if len(self._norms) >= LEAST and norm > SPIKE * (usual := float(np.median(self._norms))):
+                print(f"step {step}: {_words(number, len(norms), norm, usual, clip_grad)}", flush=True)
+                print(f"  its samples: {in_ranges(ids)}; mrl samples shows them", flush=True)
+            self._norms.append(norm)
+
+
+def _words(number: int, updates: int, norm: float, usual: float, clip_grad: float) -> str:
+    became = f"actor.optim.clip_grad ({clip_grad:g}) leaves it as it is"
+    if 0 < clip_grad < norm:
+        became = f"it was clipped to {clip_grad:g} (actor.optim.clip_grad)"
+    which = f"the gradient of update {number} of {updates}"
+    return f"warning: {which} has norm {norm:.3g}, more than {SPIKE:g} times the usual {usual:.3g}; {became}"
+
+
+def in_ranges(ids: np.ndarray) -> str:
+    """Whole numbers in words, those that follow each other as a range: `0-15, 32-47`."""
+    ordered = np.unique(ids)
+    parts = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts if len(part))

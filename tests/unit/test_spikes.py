@@ -1,0 +1,76 @@
+"""An update whose gradient is far larger than those before is told, with its samples, and a usual one never."""
+
+import math
+
+import numpy as np
+import pytest
+
+from mrl.train.spikes import LEAST, SPIKE, USUAL, SpikeWatch, in_ranges
+from mrl.train.update import gradient_norms
+
+
+def updates(first: int, count: int = 1) -> list[np.ndarray]:
+    """Ids of four samples an update."""
+    return [np.arange(first + 4 * i, first + 4 * i + 4) for i in range(count)]
+
+
+@pytest.fixture
+def watch() -> SpikeWatch:
+    made = SpikeWatch()
+    made.look(1, 1.0, [0.5, 2.0] * (LEAST // 2), updates(0, LEAST))
+    return made
+
+
+def test_a_spike_is_told_with_the_ids_of_its_samples_and_what_clipping_did(watch, capsys):
+    watch.look(2, 1.0, [1.0, 1e4, 1.0], updates(64, 3))
+    said = capsys.readouterr().out
+    assert "step 2: warning: the gradient of update 2 of 3 has norm 1e+04" in said
+    assert "it was clipped to 1 (actor.optim.clip_grad)" in said and "its samples: 68-71;" in said
+    assert said.count("warning") == 1
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 1e5])
+def test_what_is_not_clipped_is_said_not_to_be(watch, capsys, clip_grad):
+    watch.look(2, clip_grad, [1e4], updates(0))
+    said = capsys.readouterr().out
+    assert f"clip_grad ({clip_grad:g}) leaves it as it is" in said and "was clipped" not in said
+
+
+def test_usual_gradients_are_passed_over(watch, capsys):
+    drawn = np.random.default_rng(0).lognormal(sigma=0.7, size=2000).tolist()
+    watch.look(2, 1.0, drawn, updates(0, len(drawn)))
+    assert not capsys.readouterr().out
+
+
+def test_nothing_is_judged_before_enough_was_seen_nor_by_updates_that_were_passed_over(capsys):
+    watch = SpikeWatch()
+    watch.look(1, 1.0, [math.nan] * LEAST + [1.0] * (LEAST - 1) + [1e4], updates(0, 2 * LEAST))
+    assert not capsys.readouterr().out
+    watch.look(2, 1.0, [1e4], updates(0))
+    assert "norm 1e+04" in capsys.readouterr().out
+
+
+def test_one_spike_does_not_hide_the_next_and_what_stays_large_becomes_usual(watch, capsys):
+    watch.look(2, 1.0, [1e4, 1e4], updates(0, 2))
+    assert capsys.readouterr().out.count("warning") == 2
+    watch.look(3, 1.0, [1e4] * USUAL, updates(0, USUAL))
+    capsys.readouterr()
+    watch.look(4, 1.0, [SPIKE * 0.9e4], updates(0))
+    assert not capsys.readouterr().out
+
+
+def test_norms_of_all_updates_are_read_off_what_ranks_hand_out():
+    """Two ranks of two updates; the second rank has losses alone. The second update was passed over."""
+    first = [
+        {"actor/grad_norm": (2.0, 1.0), "actor/skipped_updates": (0.0, 1.0)}, {"actor/skipped_updates": (1.0, 1.0)},
+    ]  # fmt: skip
+    second = [{"actor/pg_loss": (0.5, 8.0)}] * 2
+    norms = gradient_norms([*first, *second])
+    assert norms[0] == 2.0 and math.isnan(norms[1]) and len(norms) == 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"), [([3], "3"), ([5, 3, 4], "3-5"), ([1, 2, 9, 11, 12], "1-2, 9, 11-12"), ([], "")]
+)
+def test_ids_that_follow_each_other_are_a_range(ids, words):
+    assert in_ranges(np.array(ids, np.int64)) == words
