@@ -118,8 +118,8 @@ def _dump(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-# PyYAML sets up a writer for each value, and a configuration has some hundred, most of them the same as in any other;
-# not those that are equal and not the same, as 0.0 and -0.0
+# PyYAML sets up a writer for each value, and a configuration has some hundred, most of them the same as in any other.
+# Floats are left out, as 0.0 and -0.0 are equal and not written alike.
 _dump_again = lru_cache(maxsize=4096, typed=True)(_dump)
 
 
