@@ -21,8 +21,10 @@ from mrl.model import known_spec
 from mrl.plan.devices import USUAL, Assumptions, Device, faster, find_device, slower
 from mrl.plan.generation_times import decode_step
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
-from mrl.plan.run_plan import sync_of
+from mrl.plan.run_plan import link_of, reshard_plan_of
+from mrl.plan.sync_times import reshard_summary
 from mrl.plan.times import phase_seconds
+from mrl.reshard.plan import ReshardPlan
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "source" / "published_runs.yaml"
 _ENDS = {f"actor.layout.num_layers_in_{end}_pipeline_stage": 11 for end in ("first", "last")}
@@ -154,7 +156,7 @@ def _predicted(row: dict[str, Any], assumed: Assumptions) -> dict[str, float]:
     inputs = inputs_of(row, assumed)
     batch = batch_plan(inputs.config, inputs.train)
     if row.get("phase") == "sync":
-        sync = sync_of(inputs)["seconds_of"]
+        sync = _sync_of(inputs)["seconds_of"]
         return {"wire": sync["wire"], "launches": sync["launches"]}
     phases = phase_seconds(inputs, batch, engine_of(inputs))
     if "phase" in row:
@@ -172,7 +174,18 @@ def _sync(inputs: PlanInputs) -> dict[str, float]:
         "data_parallel_size": rollout.tensor_model_parallel_size // tensor,
     }
     config = inputs.config.model_copy(update={"rollout": rollout.model_copy(update=spread)})
-    return {"sync": sync_of(replace(inputs, config=config))["predicted_seconds"]}
+    return {"sync": _sync_of(replace(inputs, config=config))["predicted_seconds"]}
+
+
+_plans: dict[str, ReshardPlan] = {}  # by configuration: runs and sides of one differ in rates alone
+
+
+def _sync_of(inputs: PlanInputs) -> dict[str, Any]:
+    """What `mrl plan` says of one weight sync."""
+    key = inputs.config.model_dump_json()
+    if key not in _plans:
+        _plans[key] = reshard_plan_of(inputs.config, inputs.model, inputs.train)
+    return reshard_summary(_plans[key], link_of(inputs), inputs.device.sync, starts=inputs.device.starts)
 
 
 def inputs_of(row: dict[str, Any], assumed: Assumptions = USUAL) -> PlanInputs:

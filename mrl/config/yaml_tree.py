@@ -108,8 +108,19 @@ def parse_yaml(text: str, name: str, with_lines: bool = True) -> Node:
 
 def dump_value(value: Any) -> str:
     """A value on one line of YAML that `parse_yaml` reads back as the same value."""
+    if value is None or isinstance(value, str | int):
+        return _dump_again(value)
+    return _dump(value)
+
+
+def _dump(value: Any) -> str:
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=2**31, allow_unicode=True, sort_keys=False)
     return text.removesuffix("...\n").strip()
+
+
+# PyYAML sets up a writer for each value, and a configuration has some hundred, most of them the same as in any other.
+# Floats are left out, as 0.0 and -0.0 are equal and not written alike.
+_dump_again = lru_cache(maxsize=4096, typed=True)(_dump)
 
 
 class _Loader(yaml.SafeLoader):

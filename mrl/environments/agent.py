@@ -4,7 +4,6 @@ It is told the endpoint's address and key, the row, and how long it may take. Va
 the names that clients of OpenAI and Anthropic look for, so that an agent which knows nothing of mrl finds the model.
 """
 
-import asyncio
 import inspect
 import json
 import os
@@ -37,6 +36,8 @@ def _run(run: Run, *told: Any) -> None:
     try:
         value = run(*told)
         if inspect.iscoroutine(value):
+            import asyncio  # here: a fifth of the time in which any process of tools starts
+
             asyncio.run(value)
     except SystemExit as end:
         if end.code:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import urllib.request
 from typing import Any
 
 from mrl.environments.python_tool import ProgramEnded, refuse_unconfined, run_program
@@ -90,6 +89,8 @@ def search_class(network: bool) -> type:
 
 
 def _asked(url: str, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+    import urllib.request  # here: other processes of tools start without it
+
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
     with urllib.request.urlopen(request, timeout=seconds) as answer:

@@ -76,9 +76,10 @@ def _dependencies(dotted: str, file: str) -> tuple[str, ...]:
 
 
 def _uses(tree: ast.Module) -> Iterator[tuple[str, int, Call | None]]:
-    bound = _bound(tree)
+    nodes = list(ast.walk(tree))
+    bound = _bound(nodes)
     inner: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and (dotted := _dotted(node.func, bound)):
             inner.update(_chain(node.func))
             yield dotted, node.lineno, _call(node)
@@ -99,12 +100,12 @@ def _is_path(text: str) -> bool:
     )
 
 
-def _bound(tree: ast.Module) -> dict[str, str]:
+def _bound(nodes: list[ast.AST]) -> dict[str, str]:
     """Name -> dotted path, of all imports of the file, those in functions too; a name that is bound otherwise too is
     left out.
     """
     bound: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 bound[alias.asname or alias.name.partition(".")[0]] = (
@@ -112,8 +113,8 @@ def _bound(tree: ast.Module) -> dict[str, str]:
                 )
         elif isinstance(node, ast.ImportFrom) and not node.level:
             bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    taken |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    taken = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    taken |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     return {
         name: dotted for name, dotted in bound.items() if name not in taken and dotted.partition(".")[0] in PACKAGES
     }

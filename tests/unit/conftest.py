@@ -1,6 +1,6 @@
-"""What the tests' modules have imported (torch, Megatron) is left out of garbage collection while tests run:
-a seventh of their time. And no call of Ray's starts a cluster by itself. Files of tests are in memory, where there is
-room: what waits for a disk thousands of times is no slower on a slow one.
+"""What the tests' modules import (torch, Megatron) is left out of garbage collection, while it is imported and while
+tests run: a seventh of their time. And no call of Ray's starts a cluster by itself. Files of tests are in memory, where
+there is room: what waits for a disk thousands of times is no slower on a slow one.
 """
 
 import gc
@@ -32,13 +32,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
 
 
 @pytest.fixture

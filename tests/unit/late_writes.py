@@ -33,8 +33,8 @@ def in_memory_stores() -> None:
     """Responses are kept without Ray, and nobody waits long: for processes that are no tests."""
     for module in (judged_groups, kept_groups, rollouts):
         module.ResponseStore = InMemory
-    generation.WAIT_S = generation.REWARD_WAIT_S = 0.001
-    generation.POLL_S = 0.01
+    generation.WAIT_S = generation.REWARD_WAIT_S = 0.0003
+    generation.POLL_S = 0.002
 
 
 @dataclass

@@ -606,7 +606,7 @@ def scored(tmp_path):
     def scored(texts: list[str]) -> list:
 
         (tmp_path / "mine.py").write_text(FAILING)
-        with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=1.0, failure_score=-1.0) as pool:
+        with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=0.5, failure_score=-1.0) as pool:
             reward = RewardConfig(max_failure_share=0.5, failure_score=-1.0)
             return collected(pool, reward, [("sum", text) for text in texts])
 
@@ -629,7 +629,7 @@ def test_without_a_failure_score_a_failure_counts_as_the_lowest_of_its_batch(tmp
         FAILING.replace("return 1.0", "return 1.0 if solution_str == ground_truth else -1.0")
     )
     reward = RewardConfig(max_failure_share=0.5)
-    with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=1.0) as pool:
+    with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=0.5) as pool:
         results = collected(pool, reward, [("sum", text) for text in ("hang", "2", "3")], order=(2, 0, 1))
     assert [(r.score, r.reason) for r in results] == [(-1.0, "ok"), (-1.0, "timeout"), (1.0, "ok")]
 

@@ -249,12 +249,26 @@ def others(key: str, config: RunConfig, model: ModelSpec) -> Iterator[tuple[RunC
         yield from ((config, other) for other in MODELS)
 
 
-def lost_violations(rule: Rule, config: RunConfig, model: ModelSpec, key: str) -> Iterator[Violation]:
-    """Violations of a rule that are not told where a key is refused,
-    although they are told under each of its values.
+def lost(broken: list[Rule], config: RunConfig, model: ModelSpec) -> list[str]:
+    """Of each key in turn what these rules would say no more where it is refused."""
+    found = []
+    for key in PATHS:
+        if parent_of(key, config) is None:
+            continue
+        unknown = rules._UnknownModel() if key in ("model", "model.path") else model
+        lacking = without(config, key)
+        for rule in broken:
+            still = {same_words(violation) for violation in told(rule, lacking, unknown)}
+            found += [f"{key} is refused, and lost is: {v}" for v in lost_violations(rule, config, model, key, still)]
+    return found
+
+
+def lost_violations(
+    rule: Rule, config: RunConfig, model: ModelSpec, key: str, still: set[tuple[str, str, str]]
+) -> Iterator[Violation]:
+    """Violations of a rule that are not among those told where a key is refused, although they are told under each of
+    its values.
     """
-    unknown = rules._UnknownModel() if key in ("model", "model.path") else model
-    still = {same_words(violation) for violation in told(rule, without(config, key), unknown)}
     for violation in rule(config, model):
         if (
             same_words(violation) in still
@@ -270,17 +284,21 @@ def lost_violations(rule: Rule, config: RunConfig, model: ModelSpec, key: str) -
     ("preset", "model", "overrides"), BROKEN, ids=lambda part: " ".join(part) if isinstance(part, list) else ""
 )
 def test_a_refused_key_silences_no_rule_that_does_not_read_it(preset, model, overrides):
-    config = load_config(preset, None, overrides).config
-    broken = [rule for rule in (*rules.RULES, *PATH_RULES) if list(rule(config, model))]
-    assert set(broken) - set(PATH_RULES), "the table is of broken configurations"
-    keys = [path for path in PATHS if parent_of(path, config) is not None]
-    lost = [
-        f"{key} is refused, and lost is: {v}"
-        for key in keys
-        for rule in broken
-        for v in lost_violations(rule, config, model, key)
-    ]
-    assert not lost, "\n".join(lost)
+    config, plain = load_config(preset, None, overrides).config, load_config(preset).config
+    broken = [rule for rule in rules.RULES if list(rule(config, model))]
+    assert broken, "the table is of broken configurations"
+    broken += [rule for rule in PATH_RULES if list(rule(config, model)) != list(rule(plain, model))]
+    found = lost(broken, config, model)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("preset", sorted({preset for preset, *_ in BROKEN}))
+def test_a_refused_key_silences_no_rule_of_files_that_does_not_read_it(preset):
+    """Its own files, which are nowhere here."""
+    config = load_config(preset).config
+    model = next(model for each, model, _ in BROKEN if each == preset)
+    missing = [rule for rule in PATH_RULES if list(rule(config, model))]
+    assert missing and not lost(missing, config, model)
 
 
 def test_missing_files_are_told_where_the_schema_refuses_something(tmp_path, monkeypatch, capsys):

@@ -20,6 +20,7 @@ import pytest
 from test_conversations import SAMPLING, TOKENS, called, ids, last_calls, spec
 
 from mrl.data.samples import STOP_REASONS, Sample, Samples, packed, with_turns
+from mrl.environments.environment_pool import EnvironmentPool
 from mrl.environments.tool import ToolsSpec
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.flow.conversations import Conversations
@@ -60,16 +61,18 @@ class Engine:
 
 
 class Slow(Engine):
-    """Its first answer takes `seconds`; notes what it was told to end."""
+    """Its first answer takes `seconds`; notes what it was told to end, and touches `mark` once it is asked for that."""
 
     def __init__(self, seconds: float, *said: str):
         super().__init__(*said)
         self.seconds, self.ended = seconds, []
+        self.mark: Path | None = None
 
     async def generate(self, requests, sampling):
         if not self.asked:
             try:
                 self.asked.append(requests[0])
+                self.mark.touch()
                 await asyncio.sleep(self.seconds)
             except asyncio.CancelledError:
                 self.ended.append(requests[0])
@@ -77,6 +80,36 @@ class Slow(Engine):
             self.asked.pop()
         async for made in super().generate(requests, sampling):
             yield made
+
+
+class Lent:
+    """A pool whose processes stay for the next conversations."""
+
+    def __init__(self, pool: EnvironmentPool):
+        self._pool = pool
+
+    def __getattr__(self, name: str):
+        return getattr(self._pool, name)
+
+    def close(self): ...
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lent_pools():
+    """Conversations of equal settings share a pool: each start of a process takes as long as its test."""
+    pools = {}
+
+    def pool(*given, **more):
+        key = repr((given, more))
+        if key not in pools:
+            pools[key] = EnvironmentPool(*given, **more)
+        return Lent(pools[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mrl.flow.conversations.EnvironmentPool", pool)
+        yield
+    for each in pools.values():
+        each.close()
 
 
 def conversations(
@@ -363,15 +396,16 @@ def test_turns_are_counted_whatever_becomes_of_them():
 FAULTS = {
     "it raises": ([["ask"], ["raise", "no"]], {}, [("agent", "raised")]),
     "it exits": ([["ask"], ["exit", 3]], {}, [("agent", "raised")]),
-    "it hangs": ([["ask"], ["sleep", 60]], {"timeout_s": 1.0}, [("agent", "timeout")]),
+    "it hangs": ([["ask"], ["sleep", 60]], {"timeout_s": 0.3}, [("agent", "timeout")]),
     "it asks for nothing": ([], {}, []),
-    "it hangs and has asked for nothing": ([["sleep", 100]], {"timeout_s": 0.5}, []),
+    "it hangs and has asked for nothing": ([["sleep", 100]], {"timeout_s": 0.2}, []),
 }
 
 
 @pytest.mark.parametrize(("steps", "more", "calls"), FAULTS.values(), ids=FAULTS)
 def test_an_agent_that_fails_leaves_the_response_out(steps, more, calls, monkeypatch, tmp_path):
-    monkeypatch.setattr("mrl.flow.agents.START_S", 2.0)
+    if not calls:  # none of these asks, however long it is waited for
+        monkeypatch.setattr("mrl.flow.agents.START_S", 0.1)
     made = whole(Engine("Four."), steps, conversations(log=tmp_path / "log", **more))
     assert stop_of(made) == Stop.ENVIRONMENT and last_calls(made) == calls
     assert "agent: " in (tmp_path / "log").read_text()
@@ -382,8 +416,8 @@ def test_an_agent_that_exits_well_has_ended():
 
 
 def test_all_its_time_ends_a_response_by_seconds():
-    steps = [["ask"], ["sleep", 1.2], ["say", "a"], ["ask"], ["sleep", 60]]
-    made = whole(Engine("Four."), steps, max_seconds=2.0, timeout_s=1.9)
+    steps = [["ask"], ["sleep", 0.3], ["say", "a"], ["ask"], ["sleep", 60]]
+    made = whole(Engine("Four."), steps, max_seconds=1.2, timeout_s=1.1)
     assert stop_of(made) == Stop.SECONDS and made.turn_counts.tolist() == [2]
     assert last_calls(made) == [("agent", "ok"), ("agent", "unanswered")]
 
@@ -408,7 +442,7 @@ def test_where_the_agent_has_to_give_the_reward_one_that_gives_none_has_failed()
     made = whole(Engine("Four."), [["ask"]], needs_reward=True)
     assert stop_of(made) == Stop.ENVIRONMENT
     full = replace(SAMPLING, max_tokens=1)
-    late = [["ask"], ["sleep", 0.3], ["reward", 1]]
+    late = [["ask"], ["sleep", 0.1], ["reward", 1]]
     assert stop_of(whole(Engine("Four."), late, conversations(needs_reward=True), full)) == Stop.LENGTH
 
 
@@ -558,18 +592,23 @@ def ask(text=None):
     messages = told["row"]["prompt"] + ([{"role": "user", "content": text}] if text else [])
     connection.request("POST", "/v1/chat/completions", json.dumps({"messages": messages}), key)
     return connection
+def until_sampled():
+    while not os.path.exists("%s"):
+        time.sleep(0.01)
 """
 
 
-def hung_up(tmp_path, engine: Engine, program: str, **more) -> Samples:
-    (tmp_path / "agent.py").write_text(HANGS_UP + program)
+def hung_up(tmp_path, engine: Slow, program: str, **more) -> Samples:
+    engine.mark = tmp_path / "sampled"
+    engine.mark.unlink(missing_ok=True)
+    (tmp_path / "agent.py").write_text(HANGS_UP % engine.mark + program)
     return whole(engine, name=None, command=(sys.executable, str(tmp_path / "agent.py")), **more)
 
 
 def test_what_a_client_that_is_gone_asked_for_is_sampled_no_further(tmp_path):
     """Without that the engine would be at it for a minute; the client asks again, as if it had not asked before."""
     engine = Slow(60.0, "Never.", "Four.")
-    program = "gone = ask()\ntime.sleep(0.5)\ngone.close()\nassert ask().getresponse().status == 200\n"
+    program = "gone = ask()\nuntil_sampled()\ngone.close()\nassert ask().getresponse().status == 200\n"
     began = time.monotonic()
     made = hung_up(tmp_path, engine, program)
     assert time.monotonic() - began < 30
@@ -578,8 +617,8 @@ def test_what_a_client_that_is_gone_asked_for_is_sampled_no_further(tmp_path):
 
 
 def test_what_is_asked_behind_another_request_and_given_up_is_never_sampled(tmp_path):
-    engine = Slow(1.0, "Four.", "Five.")
-    program = "one = ask()\ntime.sleep(0.3)\nask('?').close()\nassert one.getresponse().status == 200\n"
+    engine = Slow(0.7, "Four.", "Five.")
+    program = "one = ask()\nuntil_sampled()\nask('?').close()\nassert one.getresponse().status == 200\n"
     made = hung_up(tmp_path, engine, program)
     assert len(engine.asked) == 1 and text_of(made) == START + turn("Four.") and stop_of(made) == Stop.CLOSED
 
@@ -587,7 +626,7 @@ def test_what_is_asked_behind_another_request_and_given_up_is_never_sampled(tmp_
 def test_a_client_that_leaves_in_the_middle_leaves_what_was_said_before(tmp_path):
     """It goes on from there, or ends; what it left is a turn of its budget."""
     first = "said = json.loads(ask().getresponse().read())['choices'][0]['message']\n"
-    left = "told['row']['prompt'] += [said, {'role': 'user', 'content': 'left'}]\ngone = ask()\ntime.sleep(0.5)\n"
+    left = "told['row']['prompt'] += [said, {'role': 'user', 'content': 'left'}]\ngone = ask()\nuntil_sampled()\n"
 
     class Later(Slow):
         async def generate(self, requests, sampling):
@@ -614,11 +653,11 @@ def test_a_client_that_leaves_in_the_middle_leaves_what_was_said_before(tmp_path
     engine = Later(60.0, "Four.", "Never.")
     made = hung_up(tmp_path, engine, first + left + "gone.close()\n", max_turns=2)
     assert len(engine.ended) == 1 and text_of(made) == START + turn("Four.")
-    assert hung_up(tmp_path, Slow(60.0, "Never."), "gone = ask()\ntime.sleep(0.5)\ngone.close()\n").turn_counts[0] == 1
+    assert hung_up(tmp_path, Slow(60.0, "Never."), "gone = ask()\nuntil_sampled()\ngone.close()\n").turn_counts[0] == 1
 
 
 def test_sessions_beside_each_other_do_not_meet_and_no_more_run_than_may():
-    steps = [["ask"], ["sleep", 0.2], ["say", "a"], ["ask"]]
+    steps = [["ask"], ["sleep", 0.05], ["say", "a"], ["ask"]]
     talks = conversations(num_workers=2)
     call = talks._pool.call
     under_way, most = [], []
@@ -657,6 +696,7 @@ def test_wherever_an_agent_goes_the_row_ends_with_what_it_spoke_last_and_has_all
 
 def test_one_that_is_ended_leaves_no_agent_behind():
     talks = conversations()
+    before = threading.active_count()
     engine = Engine("Four.")
 
     async def run() -> list[Samples]:
@@ -676,7 +716,7 @@ def test_one_that_is_ended_leaves_no_agent_behind():
     with closing(talks):
         assert asyncio.run(run()) == []
         began = time.monotonic()
-    assert time.monotonic() - began < 20 and threading.active_count() < 20
+    assert time.monotonic() - began < 20 and threading.active_count() <= before
 
 
 def test_what_is_no_agent_is_told_before_a_run(tmp_path):

@@ -30,8 +30,15 @@ def log(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def pool(log):
     spec = ToolsSpec(("calculator",), FILE, max_memory_gib=4.0, environments=KINDS)
-    with EnvironmentPool(spec, 2, 2.0, log) as pool:
+    with EnvironmentPool(spec, 2, 20.0, log) as pool:
         yield pool
+
+
+@pytest.fixture
+def short_of_time(request, pool, monkeypatch):
+    """Where something hangs it is waited for 0.7 s."""
+    if "hangs" in request.node.callspec.params.values():
+        monkeypatch.setattr(pool, "timeout_s", 0.7)
 
 
 def steps(session: Session, *actions: tuple[str, dict]) -> list:
@@ -113,7 +120,7 @@ def test_one_that_does_not_begin_is_closed(pool, tmp_path):
 FAULTS = {
     "raises": ("raised", "Error: act: KeyError: 'no such field'"),
     "leaves": ("raised", "Error: act: SystemExit: 3"),
-    "hangs": ("timeout", "Error: act: no answer within 2 s"),
+    "hangs": ("timeout", "Error: act: no answer within 0.7 s"),
     "dies": ("died", "Error: act: the scoring process was killed by SIGKILL"),
     "fills": ("out_of_memory", "Error: act: out of memory"),
     "nan": ("not_a_number", "Error: act: 'reward' is nan"),
@@ -124,7 +131,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("how", FAULTS)
-def test_whatever_goes_wrong_twice_is_the_end_of_the_session_alone(pool, how):
+def test_whatever_goes_wrong_twice_is_the_end_of_the_session_alone(pool, short_of_time, how):
     reason, said = FAULTS[how]
     session = pool.session("Trouble", row(), 0)
     count, act, after = steps(session, ("count", {}), ("act", {"how": how}), ("count", {}))
@@ -137,7 +144,7 @@ def test_whatever_goes_wrong_twice_is_the_end_of_the_session_alone(pool, how):
 
 
 @pytest.mark.parametrize("how", ["raises", "hangs", "dies"])
-def test_what_goes_wrong_once_is_repeated_where_it_was(pool, how, tmp_path):
+def test_what_goes_wrong_once_is_repeated_where_it_was(pool, short_of_time, how, tmp_path):
     session = pool.session("Trouble", row(once=str(tmp_path / "once")), 0)
     *_, act, after = steps(session, ("count", {}), ("count", {}), ("act", {"how": how}), ("count", {}))
     assert act[:3] == ("ok", "well, after 2", 1.0) and not act.failed
@@ -192,7 +199,7 @@ def test_a_session_that_is_lost_costs_the_others_of_its_slot_nothing():
 
 def test_a_tool_that_hangs_takes_no_session_along():
     spec = ToolsSpec(("hangs",), FILE, environments=("Forgetful",))
-    with EnvironmentPool(spec, 1, 3.0) as pool:
+    with EnvironmentPool(spec, 1, 1.0) as pool:
         session = pool.session("Forgetful", row(height=9), 5)
         steps(session, ("climb", {"steps": 1}))
         assert pool.call("hangs", {}).result(60).reason == "timeout"
@@ -224,7 +231,7 @@ def test_closing_ends_sessions_that_hang():
     session = pool.session("Trouble", row(), 0)
     hanging = session.step("act", {"how": "hangs"})
     session.ready.result(60)
-    time.sleep(0.5)
+    time.sleep(0.2)
     process = pool._slots[0].process
     pool.close()
     assert not process.alive()

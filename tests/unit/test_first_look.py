@@ -228,7 +228,8 @@ def of_a_model_that_calls(monkeypatch, quick: bool, *overrides: str):
     else:
         monkeypatch.setattr("mrl.train.first_look.quick_tokenizer", lambda *_: None)
     lengths = ["data.max_prompt_length=900", "data.train_batch_size=4"]
-    return config_with(*TURNS, "model.path=model", *lengths, *overrides).config
+    shipped = ["reward.custom_reward_function=null", "reward.function=exact_match"]  # no process has to load a file
+    return config_with(*TURNS, "model.path=model", *lengths, *shipped, *overrides).config
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all rows", "too many rows"])
@@ -242,13 +243,15 @@ def test_a_model_that_train_refuses_for_tools_is_refused_at_the_first_look_too(f
     assert (look(config) is None) != whole
     template = Path("model/chat_template.jinja")
     said = template.read_text()
-    template.write_text(said.replace("tool_response", "result"))
-    with pytest.raises(ConfigError, match="in no form that is known"):
-        look(config)
-    template.write_text(said)
-    Path("model/config.json").write_text(Path("model/config.json").read_text().replace("eos_token_id", "other_id"))
-    with pytest.raises(ConfigError, match="no eos_token_id"):
-        look(config)
+    if how != "apart" or whole:  # a process takes two seconds: apart each refusal is seen once
+        template.write_text(said.replace("tool_response", "result"))
+        with pytest.raises(ConfigError, match="in no form that is known"):
+            look(config)
+        template.write_text(said)
+    if how != "apart" or not whole:
+        Path("model/config.json").write_text(Path("model/config.json").read_text().replace("eos_token_id", "other_id"))
+        with pytest.raises(ConfigError, match="no eos_token_id"):
+            look(config)
 
 
 class _Characters:

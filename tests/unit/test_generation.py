@@ -106,7 +106,7 @@ class Engines:
     def take(self, timeout_s):
         if self.is_dead:
             raise Interrupted("generation: engine 1 died")
-        time.sleep(0.003 * self._rng.random())  # the loop is sometimes first and sometimes second
+        time.sleep(0.0003 * self._rng.random())  # the loop is sometimes first and sometimes second
         self._rng.shuffle(self.under_way)
         count = self._rng.randrange(min(4, len(self.under_way)) + 1)
         taken, self.under_way = self.under_way[:count], self.under_way[count:]
@@ -153,9 +153,9 @@ class Display:
 def in_memory(monkeypatch):
     for module in (judged_groups, kept_groups, rollouts_module):
         monkeypatch.setattr(module, "ResponseStore", InMemory)
-    monkeypatch.setattr(generation, "WAIT_S", 0.001)
-    monkeypatch.setattr(generation, "REWARD_WAIT_S", 0.001)
-    monkeypatch.setattr(generation, "POLL_S", 0.01)
+    monkeypatch.setattr(generation, "WAIT_S", 0.0003)
+    monkeypatch.setattr(generation, "REWARD_WAIT_S", 0.0003)
+    monkeypatch.setattr(generation, "POLL_S", 0.002)
 
 
 class World:

@@ -1,6 +1,5 @@
 """Micro-batches come onto the device when a pass comes to them, and leave it when the next one does."""
 
-import gc
 import weakref
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ def watched(count: int, kept: int = 1) -> tuple[MicroBatches, list[weakref.ref],
 
 
 def alive(made) -> int:
-    gc.collect()
+    """Those that still stand, without a garbage collection: memory of a device is free at once."""
     return sum(ref() is not None for ref in made)
 
 

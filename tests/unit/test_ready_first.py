@@ -105,7 +105,7 @@ class LiveEngines(Engines):
         with self._step:
             if not self.paused:
                 self.make_tokens()
-        time.sleep(0.0005)
+        time.sleep(0.0001)
         with self._step:
             self._rng.shuffle(self.under_way)
             count = self._rng.randrange(len(self.under_way) + 1)

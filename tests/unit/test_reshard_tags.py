@@ -16,7 +16,7 @@ from mrl.reshard.messages import Message
 from mrl.reshard.proof import fill, numbered, simulated_faults
 from mrl.reshard.streams import ITEM_BYTES
 
-SEEDS = range(28)
+SEEDS = range(14)
 PAIRS = 6  # for each seed
 
 

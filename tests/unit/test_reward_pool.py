@@ -73,8 +73,8 @@ def gone_within(pid: int, seconds: float) -> bool:
     [
         ("raise", "raised", "KeyError: 'deep' (at "),
         ("exit", "raised", "SystemExit: 0"),
-        ("hang", "timeout", "no answer within 1 s"),
-        ("hang_holding_the_lock", "timeout", "no answer within 1 s"),
+        ("hang", "timeout", "no answer within 0.5 s"),
+        ("hang_holding_the_lock", "timeout", "no answer within 0.5 s"),
         ("nan", "not_a_number", "nan"),
         ("text", "wrong_type", "str '1'"),
         ("die", "died", "exit status 3"),
@@ -82,7 +82,7 @@ def gone_within(pid: int, seconds: float) -> bool:
     ],
 )
 def test_a_failing_sample_gets_the_failure_score_and_the_rest_their_own(spec, text, reason, detail):
-    with RewardPool(spec, num_workers=1, timeout_s=1.0 if reason == "timeout" else 20.0, failure_score=-7.0) as pool:
+    with RewardPool(spec, num_workers=1, timeout_s=0.5 if reason == "timeout" else 20.0, failure_score=-7.0) as pool:
         results = pool.score(items("good", "good", text, "good", "good"))
     assert [r.sample_id for r in results] == [100, 101, 102, 103, 104]
     assert [(r.score, r.reason) for r in results] == [(1.0, "ok")] * 2 + [(-7.0, reason)] + [(1.0, "ok")] * 2
@@ -104,9 +104,9 @@ def test_a_function_that_keeps_what_it_allocates_costs_no_sample(spec):
     """
     limited = dataclasses.replace(spec, max_memory_gib=1.0)
     with RewardPool(limited, num_workers=1, timeout_s=20.0) as pool:
-        results = pool.score(items(*["leak"] * 5, "memory", *["leak"] * 5))
-    assert [r.reason for r in results] == ["ok"] * 5 + ["out_of_memory"] + ["ok"] * 5
-    assert [r.sample_id for r in results] == list(range(100, 111))
+        results = pool.score(items(*["leak"] * 5, "memory", "leak"))
+    assert [r.reason for r in results] == ["ok"] * 5 + ["out_of_memory", "ok"]
+    assert [r.sample_id for r in results] == list(range(100, 107))
 
 
 def test_work_is_shared_so_that_two_workers_take_half_the_time(spec):
@@ -133,11 +133,11 @@ def test_results_come_in_the_order_of_submission_not_of_arrival(spec):
 def test_scoring_begins_before_drain(spec):
     with RewardPool(spec, num_workers=1, timeout_s=20.0) as pool:
         pool.score(items("a"))  # the worker is there
-        pool.submit(items("sleep1.0")[0])
-        time.sleep(1.5)  # the generation of the next response
+        pool.submit(items("sleep0.5")[0])
+        time.sleep(0.8)  # the generation of the next response
         begin = time.monotonic()
         assert [r.reason for r in pool.drain()] == ["ok"]
-        assert time.monotonic() - begin < 0.9
+        assert time.monotonic() - begin < 0.4
         assert pool.drain() == []
         assert len(pool.score(items("a", "b"))) == 2
 
@@ -236,8 +236,8 @@ def test_large_items_and_answers_pass_through_small_pipes(tmp_path):
 
 
 def test_each_sample_has_its_own_deadline_however_many_wait(spec):
-    with RewardPool(spec, num_workers=1, timeout_s=2.0) as pool:
-        assert {r.reason for r in pool.score(items(*["sleep0.2"] * 12))} == {"ok"}
+    with RewardPool(spec, num_workers=1, timeout_s=1.0) as pool:
+        assert {r.reason for r in pool.score(items(*["sleep0.1"] * 12))} == {"ok"}
 
 
 def test_the_function_is_checked_before_anything_is_scored(tmp_path):

@@ -59,8 +59,11 @@ with attempt(folder, row.get("from", 0), {}):
 
 @pytest.fixture(autouse=True)
 def at_home(tmp_path, monkeypatch):
-    """What a supervisor ends is below it: here, nothing of the test's own; and its Ray folders are elsewhere."""
+    """What a supervisor ends is below it: here, nothing of the test's own; and its Ray folders are elsewhere. It looks
+    often, since runs are short.
+    """
     monkeypatch.setattr(ray_folder, "PLACE", tmp_path / "ray")
+    monkeypatch.setattr(supervisor, "_LOOK_S", 0.01)
     (tmp_path / "ray").mkdir()
     yield
     assert not psutil.Process().children()

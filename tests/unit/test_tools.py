@@ -146,11 +146,11 @@ def test_a_flood_is_cut(pool):
 
 
 def test_a_tool_that_hangs_is_killed_and_holds_up_no_other():
-    with EnvironmentPool(ToolsSpec(("hangs", "calculator"), FILE), 2, 1.0) as pool:
+    with EnvironmentPool(ToolsSpec(("hangs", "calculator"), FILE), 2, 0.5) as pool:
         pool.call("calculator", {"expression": "1"}).result(60)
         hanging = pool.call("hangs", {})
         assert pool.call("calculator", {"expression": "1+1"}).result(60)[:2] == ("ok", "2")
-        assert hanging.result(60)[:2] == ("timeout", "Error: hangs: no answer within 1 s")
+        assert hanging.result(60)[:2] == ("timeout", "Error: hangs: no answer within 0.5 s")
 
 
 def test_closing_ends_what_is_under_way():

@@ -213,7 +213,7 @@ def be_impatient(world: World) -> None:
     """Until transports are opened again nobody waits long, receivers least:
     so they complain before the sender that they wait for.
     """
-    for sides, seconds in ((world.senders, 4.0), (world.receivers, 1.5)):
+    for sides, seconds in ((world.senders, 1.6), (world.receivers, 0.6)):
         for side in sides.values():
             if hasattr(side.end, "_group"):
                 side.end._group._timeout_s = seconds
