@@ -1,4 +1,4 @@
-"""Reads a checkpoint whose matrices are in FP8 as the bfloat16 one that it stands for."""
+"""Reads a checkpoint with FP8 matrices as bfloat16."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from mrl.model.hf_files import scale_of
 
 
 class Fp8Reader(BoxReader):
-    """Gives matrices in FP8 as bfloat16, some rows at a time; other tensors as they are."""
+    """Reads FP8 matrices as bfloat16, some rows at a time, and other tensors unchanged."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Fp8Reader(BoxReader):
         scales: Mapping[str, str],
         block: tuple[int, int],
     ):
-        """`scales`: by the name of a matrix in FP8, the file that has its scales. `block`: rows and columns of one."""
+        """`scales`: for each FP8 matrix, the file with its scales. `block`: rows and columns of a scale's block."""
         super().__init__(folder, entries, files)
         self._files_of_scales = scales
         self._block = block

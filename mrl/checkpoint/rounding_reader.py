@@ -1,4 +1,4 @@
-"""Reads a checkpoint in bfloat16 that has some tensors in float32 as one in bfloat16 throughout."""
+"""Reads a bfloat16 checkpoint that has some float32 tensors as bfloat16 throughout."""
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -12,10 +12,10 @@ from mrl.model.fp8 import nearest_bfloat16
 
 
 class RoundingReader(BoxReader):
-    """Gives some tensors in float32 as the nearest bfloat16; others as they are."""
+    """Rounds some float32 tensors to the nearest bfloat16. Reads others unchanged."""
 
     def __init__(self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, rounded: Collection[str]):
-        """`rounded`: keys of the tensors in float32, which are small."""
+        """`rounded`: keys of the float32 tensors, which are small."""
         super().__init__(folder, entries, files)
         self._rounded = rounded
 

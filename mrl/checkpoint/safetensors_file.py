@@ -1,8 +1,7 @@
-"""A safetensors file (huggingface.co/docs/safetensors, "Format"): its dtypes, its header, and writing it block by
-block.
+"""A safetensors file (huggingface.co/docs/safetensors, "Format"): its dtypes, its header, and writing in blocks.
 
-Whoever writes, a rank or a conversion, gives the header and then the tensors' bytes in blocks: there is no second copy
-of anything, and the digest is taken on the way. `mrl.model.hf_files` reads headers.
+A writer, rank or conversion, passes the header and then the tensors' bytes in blocks. Nothing is copied twice, and the
+digest is computed during writing. `mrl.model.hf_files` reads headers.
 """
 
 import hashlib
@@ -20,7 +19,8 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "
 def safetensors_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The beginning of a file of `tensors` (name, dtype, shape, bytes), whose data follow in this order without gaps.
+    """Returns the beginning of a file of `tensors` (name, dtype, shape, bytes), whose data follow in this order without
+    gaps.
 
     Eight bytes with the length of the JSON, then the JSON, padded so that the data begin at a multiple of 8.
     """
@@ -36,9 +36,9 @@ def safetensors_header(
 
 
 def write_blocks(path: Path, blocks: Iterable[bytes | memoryview], digest: bool, durable: bool) -> dict[str, Any]:
-    """Writes `blocks` one after another; returns size and, with `digest`, SHA-256, as a manifest has them.
+    """Writes `blocks` one after another. Returns size and, with `digest`, SHA-256, in a manifest's form.
 
-    `durable` waits until the disk has it all. Raises OSError as the disk does, and leaves what is written.
+    `durable` waits until everything is on the disk. Raises OSError, and leaves what is written.
     """
     sha256 = hashlib.sha256()
     with DirectFile(path) as out:

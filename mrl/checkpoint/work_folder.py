@@ -1,5 +1,5 @@
-"""The folder that a conversion writes into until it is done: locked, sized, gone on with after a kill,
-and renamed at the end.
+"""The folder that a conversion writes into until it is done: locked, checked for space, continued after a kill, and
+renamed at the end.
 """
 
 import fcntl
@@ -17,10 +17,9 @@ from mrl.errors import ConfigError, EnvironmentFault
 
 @contextmanager
 def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[Path, FileFacts]]:
-    """The folder to write into and the files that an earlier start finished there; nobody else writes meanwhile.
+    """Yields the folder to write into, locked, and the files that an earlier start finished there.
 
-    Before anything is written, the disk is known to be large enough. A start that finishes nothing leaves nothing
-    behind.
+    Checks first that the disk is large enough. A start that finishes nothing leaves nothing behind.
     """
     folder = work / "files"
     try:
@@ -42,7 +41,7 @@ def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[P
 
 
 def _take(lock: IO[str], work: Path) -> None:
-    """Raises ConfigError while another process has the lock. A file system without locks is written without one."""
+    """Raises ConfigError while another process has the lock. On a file system without locks, writes without one."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -58,16 +57,16 @@ def _take(lock: IO[str], work: Path) -> None:
 
 
 def finish_file(work: Path, name: str, facts: dict[str, Any]) -> None:
-    """Waits until a written file is on the disk, names it and records that it is finished.
+    """Waits until a written file is on the disk, then names it and records that it is finished.
 
-    Raises OSError as the disk does.
+    Raises OSError.
     """
     part = work / "files" / f"{name}.part"
     fsync(part)
     part.rename(work / "files" / name)
     (work / "done").mkdir(exist_ok=True)
     record = _record(work, name)
-    # not waited for: a record that a power failure takes or leaves empty only makes its file be written again
+    # not synced: if a power failure loses or empties a record, its file is merely written again
     record.with_suffix(".part").write_text(json.dumps(facts))
     record.with_suffix(".part").rename(record)
 
@@ -77,7 +76,7 @@ def _record(work: Path, name: str) -> Path:
 
 
 def _finished(work: Path, identity: str, sizes: dict[str, int]) -> FileFacts:
-    """What an earlier start of the same conversion finished and recorded."""
+    """Returns what an earlier start of the same conversion finished and recorded."""
     try:
         if (work / "identity").read_text() != identity:
             return {}
@@ -106,10 +105,9 @@ def _empty(work: Path) -> None:
 
 
 def _check_space(work: Path, done: FileFacts, sizes: dict[str, int]) -> None:
-    """What will be deleted counts as free: files in work, or where nothing is gone on with, all files of the start
-    before.
+    """Checks the disk's space. Files that will be deleted count as free: unfinished ones, or all of another conversion.
 
-    Where the disk is too small they stay, for that start's own conversion to go on with; an empty folder does not.
+    If the disk is too small they stay, so that the other conversion can continue. An empty folder is removed.
     """
     needed = sum(size for name, size in sizes.items() if name not in done)
     old = [file for file in (work / "files").rglob("*.part" if done else "*") if file.is_file()]
@@ -125,7 +123,7 @@ def _check_space(work: Path, done: FileFacts, sizes: dict[str, int]) -> None:
 
 
 def publish(folder: Path, output: Path, durable: Iterable[str]) -> None:
-    """Gives the finished folder its name; the files `durable` are on the disk already."""
+    """Renames the finished folder. The `durable` files are already on the disk."""
     written = {folder / name for name in durable}
     for file in folder.rglob("*"):
         if file not in written:
