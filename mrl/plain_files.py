@@ -48,7 +48,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_text(path: Path, limit: int, errors: str = "strict") -> str:
-    r"""Returns a UTF-8 file's text with "\\n" as line ending. Raises what `read_bytes` raises.
+    """Returns a UTF-8 file's text with "\\n" as line ending. Raises what `read_bytes` raises.
 
     `errors` has the meaning that it has for bytes.decode.
     """
