@@ -1,11 +1,11 @@
-"""Engines of a run as processes: who is lost is ended and started again, as mrl/schedule/fleet.py has it.
+"""Engines of a run as processes. Lost engines are ended and started again, by the states of mrl/schedule/fleet.py.
 
-    generation's thread   loses                 its requests are made again by the others, or by whoever is back
-    the loop              loses, collect        takes note of engines that have started
-                          proven, committed     brings them to the weights that ranks hold: cluster/weight_sync.py
+    generation's thread   loses                 others, or the restarted engine, repeat its requests
+    the loop              loses, collect        notices engines that have started
+                          proven, committed     syncs them to the ranks' weights: cluster/weight_sync.py
 
-Both threads may tell of the same loss, and one of them after the engine was started again: each error is held against
-the epochs of when the engines were asked.
+Both threads may report the same loss, one of them after the engine was started again. So each error is compared with
+the epochs at the time of the call.
 """
 
 import threading
@@ -23,48 +23,47 @@ from mrl.schedule.fleet import DEAD, REACHED, READY, STALE, Fleet
 from mrl.vllm.requests import engine_of
 
 PHASE = "starting an engine again"
-LOOK_S = 0.1  # between two looks whether an engine has started
-Note = Callable[
-    [str, int, str], None
-]  # of an engine that is started again: its name, the version then, why it was lost
+LOOK_S = 0.1  # between two checks whether an engine has started
+# records a restarted engine: its name, the version, why it was lost
+Note = Callable[[str, int, str], None]
 
 
 def _nowhere(engine: str, version: int, why: str) -> None:
-    """Where no run is resumed."""
+    """Does nothing, for a run that is never resumed."""
 
 
 class ServingProcess(NamedTuple):
-    """One that holds requests, or may get some."""
+    """A process that has requests, or may get some."""
 
     epoch: int  # of its engine
     worker: ray.actor.ActorHandle
 
 
 class EngineProcesses(Protocol):
-    """The processes of engines, by the engines' numbers, as RolloutGroup has them."""
+    """The processes of engines, by the engines' numbers. RolloutGroup implements it."""
 
     names: list[str]
     workers: list[ray.actor.ActorHandle]
     engine_ranks: int
 
     def end(self, engine: int) -> None:
-        """Kills them, and what is below them."""
+        """Kills the engine's processes, and those below them."""
 
     def start_again(self, engine: int) -> dict[str, ray.ObjectRef]:
-        """Makes new ones; answers to come once they serve, by name."""
+        """Makes new processes. Returns references, by name, to answers that come once they serve."""
 
     def note_place(self, engine: int) -> None:
-        """Looks up where an engine's processes are: new ones may be elsewhere."""
+        """Records an engine's node and devices, because new processes may be elsewhere."""
 
 
 class EngineFleet:
-    """The engines of a run and what each is at.
+    """The engines of a run and their states.
 
-    Until `restart` is called no engine is started again, and every loss ends the run.
+    Until `restart` is called, no engine is started again, and every loss ends the run.
     """
 
     def __init__(self, processes: EngineProcesses, start_s: float, clock: Callable[[], float] = time.monotonic):
-        """`start_s`: that an engine may take to start."""
+        """`start_s` is the time limit for an engine's start."""
         self._processes = processes
         self._start_s = start_s
         self._clock = clock
@@ -72,31 +71,31 @@ class EngineFleet:
         self._engines = list(dict.fromkeys(map(engine_of, processes.names)))
         self.machine = Fleet(self._engines, limit=0)
         self._note: Note = _nowhere
-        self.may_start = True  # false while ranks are on the engines' devices
-        self._starts: dict[str, tuple[float, dict[str, ray.ObjectRef]]] = {}  # when each is late, and its answers
-        self._away: dict[str, float] = {}  # engines that do not serve, and since when that is not counted yet
+        self.may_start = True  # False while ranks use the engines' devices
+        self._starts: dict[str, tuple[float, dict[str, ray.ObjectRef]]] = {}  # deadline and answers of each start
+        self._away: dict[str, float] = {}  # engines that do not serve, and the time from which this is not counted yet
         self._seconds = 0.0
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
 
     def restart(self, limit: int, least: int, note: Note = _nowhere) -> None:
-        """From now on lost engines are started again; see Fleet. A `limit` of 0 leaves all as it is. `note`: writes
-        each such start down.
+        """Allows restarts of lost engines, as Fleet counts them. A `limit` of 0 allows none.
+
+        `note` records each restart.
         """
         self.machine.limit = limit
         self.machine.least = least
         self._note = note
 
     def spent_at(self, restarts: Iterable[tuple[str, int]]) -> None:
-        """Engines that earlier starts of the run started again, each with the version then: a start gives nobody
-        another one.
-        """
+        """Counts restarts in earlier starts of the run, each with its version. A new start grants no further ones."""
         for engine, version in restarts:
             if engine in self._engines:
                 self.machine.spent_at(engine, version)
 
     def stand_for(self, before: "EngineFleet") -> None:
-        """These are started in the places of `before`'s: whoever was given up there is so here, and counts go on."""
+        """Takes over the counts of `before`, whose engines these replace. Engines that were retired there stay retired.
+        """
         self.machine.spent_before(before.machine)
         self._away = dict(before._away)
         self._seconds = before._seconds
@@ -104,9 +103,9 @@ class EngineFleet:
         self._told = before._told
 
     def charge(self, error: BaseException) -> None:
-        """Engines that the error names are to be started with everything else, a restart of each of them.
+        """Starts the engines that the error names together with everything else, which counts as a restart of each.
 
-        Raises the error where one has none left.
+        Raises the error if one has no restart left.
         """
         with self._lock:
             for engine in dict.fromkeys(map(engine_of, processes_of(error))):
@@ -123,20 +122,20 @@ class EngineFleet:
     def _note_start(self, engine: str) -> None:
         self._note(engine, self.machine.version, self.machine.why(engine))
 
-    # ------------------------------------------------------------ who is there
+    # ------------------------------------------------------------ which engines are present
 
     def epochs(self) -> dict[str, int]:
-        """The epoch that each engine is in now, for `loses`."""
+        """Returns the current epoch of each engine, for `loses`."""
         with self._lock:
             return {engine: self.machine.epoch(engine) for engine in self._engines}
 
     def starts(self, engines: Iterable[int]) -> dict[int, int]:
-        """The epoch that each of these engines is in: an engine that was started again knows nobody."""
+        """Returns the current epoch of these engines. A restarted engine has no former connections."""
         with self._lock:
             return {engine: self.machine.epoch(self._engines[engine]) for engine in engines}
 
     def serving(self) -> dict[str, ServingProcess]:
-        """Processes that hold requests or may get some, by name."""
+        """Returns the processes that have requests or may get some, by name."""
         with self._lock:
             epochs = self.machine.serving()
             each = zip(self._processes.names, self._processes.workers, strict=True)
@@ -144,18 +143,18 @@ class EngineFleet:
             return {name: ServingProcess(epochs[engine], worker) for name, engine, worker in found if engine in epochs}
 
     def reached(self) -> set[int]:
-        """Numbers of engines that answer, and take part in weight syncs."""
+        """Returns the numbers of engines that answer and take part in weight syncs."""
         with self._lock:
             return self._numbers(self.machine.those(*REACHED))
 
     def stale(self) -> set[int]:
-        """Numbers of those that are to be brought to the current weights."""
+        """Returns the numbers of engines that need the current weights."""
         with self._lock:
             return self._numbers(self.machine.those(STALE))
 
     @property
     def none_ready(self) -> bool:
-        """Whether no engine generates."""
+        """Tells whether no engine generates."""
         with self._lock:
             return not self.machine.those(READY)
 
@@ -170,9 +169,9 @@ class EngineFleet:
     # ------------------------------------------------------------ losses and starts
 
     def loses(self, error: BaseException, asked: Mapping[str, int]) -> bool:
-        """Ends the engines that an error names and starts them again; whether the run can do without meanwhile.
+        """Ends the engines that an error names and starts them again. Returns whether the run can go on meanwhile.
 
-        `asked`: the epochs of when the engines were asked. Raises LostProcess where too few are left.
+        `asked` are the epochs at the time of the call. Raises LostProcess if too few engines are left.
         """
         names = list(dict.fromkeys(map(engine_of, processes_of(error))))
         if not self.machine.limit or not isinstance(error, LostProcess) or not names:
@@ -208,9 +207,9 @@ class EngineFleet:
         self._starts[engine] = (self._clock() + self._start_s, answers)
 
     def collect(self) -> None:
-        """Takes note of engines that have started, and starts those that may be. Of the loop's thread.
+        """Notices engines that have started, and starts those that may start. Called by the loop's thread.
 
-        Raises LostProcess where too few are left.
+        Raises LostProcess if too few are left.
         """
         with self._lock:
             if self.may_start:
@@ -220,9 +219,9 @@ class EngineFleet:
                 self._look_at(engine, late_at, answers)
 
     def hold_starts(self, poll: Callable[[], None]) -> None:
-        """Returns once nobody is starting any more; from then on nobody is started until `allow_starts`.
+        """Waits until no engine is starting. After that none is started until `allow_starts`.
 
-        `poll` may raise, which ends the wait. Raises LostProcess where too few are left.
+        `poll` may raise, which ends the wait. Raises LostProcess if too few are left.
         """
         while True:
             with self._lock:
@@ -234,7 +233,7 @@ class EngineFleet:
             time.sleep(LOOK_S)
 
     def end_starts(self) -> None:
-        """Ends engines that are starting; nobody is started until `allow_starts`."""
+        """Ends engines that are starting. None is started until `allow_starts`."""
         with self._lock:
             self.may_start = False
             for engine in list(self._starts):
@@ -243,13 +242,13 @@ class EngineFleet:
                 self.machine.exit(engine, self.machine.epoch(engine))
 
     def allow_starts(self) -> None:
-        """The engines' devices are theirs: `collect` starts those that were lost meanwhile."""
+        """Frees the engines' devices for engines, so that `collect` starts those that were lost meanwhile."""
         with self._lock:
             self.may_start = True
 
     @property
     def none_starts(self) -> bool:
-        """Whether no engine is starting."""
+        """Tells whether no engine is starting."""
         with self._lock:
             return not self._starts
 
@@ -273,13 +272,14 @@ class EngineFleet:
     # ------------------------------------------------------------ weights
 
     def proven(self, engines: Iterable[int], version: int) -> None:
-        """Notes that digests showed the weights of `version` in these engines."""
+        """Records that digests have verified the weights of `version` in these engines."""
         with self._lock:
             for engine in map(self._engines.__getitem__, engines):
                 self.machine.verified(engine, self.machine.epoch(engine), version)
 
     def committed(self, engines: Iterable[int], version: int) -> None:
-        """Notes that these engines serve `version`, which is current, also where no engine is left that serves it."""
+        """Records that these engines serve `version`, which becomes current even if no engine is left that serves it.
+        """
         with self._lock:
             self.machine.advance(version)
             for engine in map(self._engines.__getitem__, engines):
@@ -288,24 +288,24 @@ class EngineFleet:
                     print(f"{engine} serves again, weights of step {version}", flush=True)
 
     def rewind(self, version: int) -> None:
-        """Ranks hold the weights of `version` again, and every engine that is there gave up what it was at."""
+        """Records that ranks hold the weights of `version` again, and that every engine has dropped its requests."""
         with self._lock:
             self.machine.rewind(version)
 
     # ------------------------------------------------------------ what is counted
 
     def count(self, what: str, number: int) -> None:
-        """requests_again, quarantined: of the step."""
+        """Counts requests_again or quarantined of the step."""
         with self._lock:
             self._counts[what] += number
 
     def late(self, engine: str, epoch: int, answers: int) -> None:
-        """Answers of an engine that was taken for lost: nobody reads them."""
+        """Counts answers of an engine that was lost, which are ignored."""
         with self._lock:
             self.machine.progress(engine_of(engine), epoch, answers)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the time since the last call."""
+        """Returns the metrics since the last call."""
         with self._lock:
             now = self._clock()
             seconds = self._seconds + sum(now - since for since in self._away.values())

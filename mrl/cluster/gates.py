@@ -1,8 +1,9 @@
-"""Before something comes onto a shared device: is there room for what the plan says the next phase needs?
+"""Checks, before something moves onto a shared device, that it has room for the next phase of the plan.
 
-An example, an 80 GiB device before `train_to_sync`, which the plan gives the actor 12 GiB and the engine 10. The rank
-has 10 live there and the sleeping engine 0, so 2 + 10 are still to come. Free are 70 GiB on a healthy device; 9 if the
-rank's optimizer had stayed, and then the step ends here, with the rank and its 61 GiB named.
+Example: an 80 GiB device before `train_to_sync`, for which the plan gives the actor 12 GiB and the engine 10. The rank
+has 10 live there and the sleeping engine 0, so 2 + 10 are still to come. A healthy device has 70 GiB free. If the
+rank's optimizer had stayed, 9 would be free, and the step would end here with an error that names the rank and its 61
+GiB.
 """
 
 from collections import defaultdict
@@ -21,7 +22,7 @@ from mrl.units import GIB
 
 @dataclass(frozen=True)
 class MemoryHolder:
-    """One process on a device, and what it holds there."""
+    """One process on a device, and its memory there."""
 
     name: str
     kind: str  # ACTOR or ENGINE
@@ -30,8 +31,9 @@ class MemoryHolder:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """What the plan gives each kind of process on a device in a phase, in bytes of tensors; `available`:
-    what it may fill in all.
+    """The plan's bytes of tensors for each kind of process on a device in a phase.
+
+    `available` is the limit for all of them.
     """
 
     phase: str
@@ -40,13 +42,13 @@ class PhaseMemory:
 
     @classmethod
     def of(cls, plan: dict[str, Any], phase: str) -> "PhaseMemory":
-        """`plan`: see mrl.plan.run_plan. Raises ConfigError for a phase that it does not have."""
+        """`plan` comes from mrl.plan.run_plan. Raises ConfigError for a phase that it does not have."""
         planned = phase_bytes(plan, phase)
-        tensors = planned.holders[ENGINE] - planned.untracked  # contexts and graphs are off what is free already
+        tensors = planned.holders[ENGINE] - planned.untracked  # free memory already excludes contexts and graphs
         return cls(phase, {**planned.holders, ENGINE: tensors}, planned.available)
 
     def to_come(self, holders: Sequence[MemoryHolder]) -> dict[str, int]:
-        """Bytes that each kind of process there has yet to allocate."""
+        """Returns the bytes that each kind of process has yet to allocate."""
         live: dict[str, int] = defaultdict(int)
         for holder in holders:
             live[holder.kind] += holder.memory.live_bytes
@@ -54,7 +56,7 @@ class PhaseMemory:
 
 
 def shortage(need: PhaseMemory, holders: Sequence[MemoryHolder]) -> str | None:
-    """Why the phase has no room on the device of these processes; None when it has."""
+    """Returns why the phase has no room on the device of these processes; None if it has."""
     coming = need.to_come(holders)
     free = _free(need, holders)
     if sum(coming.values()) <= free:
@@ -65,7 +67,7 @@ def shortage(need: PhaseMemory, holders: Sequence[MemoryHolder]) -> str | None:
 
 
 def _free(need: PhaseMemory, holders: Sequence[MemoryHolder]) -> int:
-    """What the device says, or, where it does not (cpu), what the plan may fill less what its processes hold."""
+    """Returns what the device reports, or on CPU the plan's limit minus what its processes hold."""
     said = [holder.memory.free_bytes for holder in holders if holder.memory.free_bytes is not None]
     if said:
         return min(said)
@@ -77,7 +79,7 @@ def _largest_first(holders: Sequence[MemoryHolder]) -> list[MemoryHolder]:
 
 
 class MemoryGate:
-    """Asks every process what it holds, and lets a phase begin only where it has room."""
+    """Asks all processes about their memory, and lets a phase begin only if it has room."""
 
     def __init__(self, plan: dict[str, Any], actor: ActorGroup, engines: RolloutGroup, timeout_s: float) -> None:
         self._plan = plan
@@ -87,7 +89,7 @@ class MemoryGate:
         self._rank_places: dict[str, list] | None = None  # (node, device) of each rank, by name
 
     def __call__(self, phase: str) -> None:
-        """Raises Interrupted, with every device that is short and who holds how much there."""
+        """Raises Interrupted with every device that lacks room, and with the memory of its processes."""
         need = PhaseMemory.of(self._plan, phase)
         shortages = {device: shortage(need, holders) for device, holders in self._holders(phase).items()}
         if short := {device: why for device, why in shortages.items() if why}:
@@ -98,7 +100,7 @@ class MemoryGate:
             raise Interrupted(f"no room for phase {phase}: {lines}" + (f". Change: {cure}" if cure else ""))
 
     def _holders(self, phase: str) -> dict[tuple[str, int], list[MemoryHolder]]:
-        """What each process holds on every device that ranks and engines share."""
+        """Returns the processes and their memory for every device that ranks and engines share."""
         if self._rank_places is None:
             self._rank_places = gather(self._actor.refs("places"), self._timeout_s, "placing the processes")
         at = self._rank_places | self._engines.device_places
@@ -111,6 +113,6 @@ class MemoryGate:
         return devices
 
     def _memory(self, phase: str) -> dict[str, Any]:
-        """The memory of ranks and of engines that live, by name."""
+        """Returns the memory of ranks and of live engines, by name."""
         of_ranks = gather(self._actor.refs("memory"), self._timeout_s, phase)
         return of_ranks | self._engines.answers("memory", phase)
