@@ -1,7 +1,7 @@
-"""An agent of the user's in the process of the pool, for one conversation: a function of the user's file, or a command.
+"""A user's agent in a process of the pool, for one conversation: a function of the user's file, or a command.
 
-It is told the endpoint's address and key, the row, and how long it may take. Variables name address and key too, under
-the names that clients of OpenAI and Anthropic look for, so that an agent which knows nothing of mrl finds the model.
+It gets the endpoint's address and key, the row, and its time limit. Variables also name address and key, as clients of
+OpenAI and Anthropic expect, so that an agent that does not know mrl finds the model.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from typing import Any
 
 from mrl.environments.tool import Tool
 
-AGENT = "agent"  # the name of its calls
+AGENT = "agent"  # the tool name of its calls
 Run = Callable[[str, str, Mapping[str, Any], float], Any]
 
 
 def agent_tool(run: Run) -> Tool:
-    """The agent as what a process of the pool calls; `run`: with url, key, row and seconds."""
+    """Makes the agent a tool of the pool. `run` gets url, key, row and seconds."""
 
     def agent(url: str, key: str, row: dict, seconds: float) -> str:
         """Runs an agent until it has ended."""
@@ -33,7 +33,7 @@ def agent_tool(run: Run) -> Tool:
 
 
 def _run(run: Run, *told: Any) -> None:
-    """Runs it to its end, a coroutine too. Raises what it raises, but for an exit that says that all is well."""
+    """Runs it to its end, including a coroutine. Raises what it raises, except for an exit with status 0."""
     try:
         value = run(*told)
         if inspect.iscoroutine(value):
@@ -44,14 +44,15 @@ def _run(run: Run, *told: Any) -> None:
 
 
 def command_of(words: Sequence[str]) -> Run:
-    """Runs a command: the row and all but the key come as JSON on its standard input."""
+    """Returns a function that runs a command. The row and everything but the key come as JSON on its standard input."""
 
     def run(url: str, key: str, row: Mapping[str, Any], seconds: float) -> None:
         told = json.dumps({"url": url, "row": row, "seconds": seconds}).encode()
         process = subprocess.Popen(list(words), stdin=subprocess.PIPE, start_new_session=True)
-        with suppress(BrokenPipeError), process.stdin as given:  # it need not read it
+        with suppress(BrokenPipeError), process.stdin as given:  # the command need not read it
             given.write(told)
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its group has its number until it is reaped
+        # without reaping, so that the number of its group is not reused
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         if status := process.wait():
@@ -61,7 +62,7 @@ def command_of(words: Sequence[str]) -> Run:
 
 
 def variables(url: str, key: str) -> dict[str, str]:
-    """Variables by which clients find the endpoint."""
+    """Returns the variables in which clients look for the endpoint."""
     return {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": key,
@@ -72,13 +73,13 @@ def variables(url: str, key: str) -> dict[str, str]:
 
 
 def _beside_ours(hosts: str) -> str:
-    """Hosts that no proxy is asked for: those given, and the endpoint's."""
+    """Adds the endpoint's hosts to those that bypass proxies."""
     return ",".join([*filter(None, [hosts]), "127.0.0.1", "localhost"])
 
 
 @contextmanager
 def _variables(given: Mapping[str, str]):
-    """These variables for the time of the block; the next agent of the process has others."""
+    """Sets these variables during the block. The next agent of the process has others."""
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
     try:

@@ -1,9 +1,9 @@
-"""verl's classes of tools (`BaseTool`) as one environment, an action a tool.
+"""verl's classes of tools (`BaseTool`) as one environment, with an action for each tool.
 
-An instance of a tool is begun with its first call of a response and released at the response's end, as verl's base
-class says; verl's own loop of agents begins one a call. A row's `extra_info.tools_kwargs` is given to it by verl's
-names. The reward of a call is the reply's, and `calc_reward` is asked after it for a part of the tool's name. What a
-tool raises is what the model reads, as with every tool.
+An instance of a tool begins with its first call in a response and is released at the response's end, as verl's base
+class documents. verl's own agent loop makes one for each call. It gets a row's `extra_info.tools_kwargs` under verl's
+names. The reward of a call is the reply's. After each call `calc_reward` gives a part with the tool's name. If a tool
+raises, the model reads the error, as with every tool.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ _TYPES = ("string", "integer", "number", "boolean", "array", "object")
 class VerlTools(Environment):
     """All tools of a file."""
 
-    tools: ClassVar[Mapping[str, Any]] = {}  # by name, of this process
+    tools: ClassVar[Mapping[str, Any]] = {}  # by name, in this process
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Notes what the row gives each tool."""
+        """Stores what the row gives each tool."""
         self._given = row["extra_info"].get("tools_kwargs") or {}
         self._instances: dict[str, str] = {}
 
@@ -50,7 +50,7 @@ class VerlTools(Environment):
         return _run(self._called(action.name, dict(action.arguments)))
 
     def close(self) -> None:
-        """Releases what was begun."""
+        """Releases all begun instances."""
         _run(self._released())
 
     async def _called(self, name: str, arguments: dict[str, Any]) -> Reply:
@@ -61,7 +61,7 @@ class VerlTools(Environment):
             instance = self._instances[name]
             answer, reward, *_ = await tool.execute(instance, arguments, **self._kwargs(name, "execute_kwargs"))
             so_far = await tool.calc_reward(instance, **self._kwargs(name, "calc_reward_kwargs"))
-        except Exception as error:  # whatever a tool does: its call is answered by it
+        except Exception as error:  # any error of a tool is the answer to its call
             traceback.print_exc()
             return Reply(f"Error: {name}: {type(error).__name__}: {error}")
         parts = {}
@@ -73,14 +73,14 @@ class VerlTools(Environment):
         for name, instance in self._instances.items():
             try:
                 await self.tools[name].release(instance, **self._kwargs(name, "release_kwargs"))
-            except Exception:  # the others hold something, too
+            except Exception:  # the other instances must be released, too
                 traceback.print_exc()
 
     def _kwargs(self, name: str, of: str) -> dict[str, Any]:
         return dict((self._given.get(name) or {}).get(of) or {})
 
 
-_loops: list[asyncio.AbstractEventLoop] = []  # of this process: what a tool keeps may be bound to it
+_loops: list[asyncio.AbstractEventLoop] = []  # one for this process, because a tool may keep objects bound to it
 
 
 def _run(called: Any) -> Any:
@@ -90,7 +90,7 @@ def _run(called: Any) -> Any:
 
 
 async def _begun(tool: Any, given: dict[str, Any]) -> str:
-    """Begins an instance. Classes take what the row gives by its names, newer ones as `create_kwargs` too."""
+    """Begins an instance. Classes get the row's values under its names, newer ones also as `create_kwargs`."""
     given = {"create_kwargs": dict(given), **given}
     parameters = inspect.signature(tool.create).parameters
     if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
@@ -102,7 +102,7 @@ async def _begun(tool: Any, given: dict[str, Any]) -> str:
 
 
 def _text(answer: Any) -> Any:
-    """What the model reads. Raises TypeError for pictures."""
+    """Returns what the model reads. Raises TypeError for images."""
     if getattr(answer, "image", None) or getattr(answer, "video", None):
         raise TypeError("it answers by a picture, and a text is all that is read here")
     if hasattr(answer, "text"):
@@ -113,9 +113,10 @@ def _text(answer: Any) -> Any:
 
 
 def verl_environment(path: str, limits: PythonLimits, network: bool) -> type[Environment]:
-    """The environment of the tools in verl's file. Raises ConfigError for what cannot be had, by its class's name.
+    """Makes the environment of the tools in verl's file. Raises ConfigError, naming the class, for what cannot be
+    loaded.
 
-    `limits`: of programs, `network`: whether tools have one; of what stands in for classes of verl's own.
+    `limits` of programs, and `network` access of tools, apply to the replacements of verl's own classes.
     """
     own = {GSM8K: gsm8k_class, SANDBOX: lambda: sandbox_class(limits), SEARCH_R1: lambda: search_class(network)}
     tools = {}
@@ -134,7 +135,7 @@ def verl_environment(path: str, limits: PythonLimits, network: bool) -> type[Env
 
 
 def _made(entry: ToolEntry, path: Path, own: Mapping[str, Callable[[], type]], where: str) -> Any:
-    """The tool of an entry."""
+    """Makes the tool of an entry."""
     stand_in()
     from verl.tools.schemas import OpenAIFunctionToolSchema
 
@@ -144,7 +145,7 @@ def _made(entry: ToolEntry, path: Path, own: Mapping[str, Callable[[], type]], w
         return kind(config=dict(entry.config), tool_schema=schema or None)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a user's class does
+    except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"{where}: it cannot be made: {type(error).__name__}: {error}") from error
 
 
@@ -183,7 +184,7 @@ def _missing(error: ModuleNotFoundError) -> str:
 
 
 def _schema(tool: Any, where: str) -> tuple[str, dict[str, Any]]:
-    """The name of a tool, and its schema as chat templates take it."""
+    """Returns the name of a tool, and its schema for chat templates."""
     function = tool.tool_schema.model_dump(exclude_none=True)["function"]
     properties = {}
     for name, given in function["parameters"]["properties"].items():

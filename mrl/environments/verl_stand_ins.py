@@ -1,4 +1,4 @@
-"""What stands in for verl's own classes of tools: their names, texts and rewards, and nothing of Ray behind them."""
+"""Replaces verl's own classes of tools: same names, texts and rewards, but without Ray."""
 
 import json
 import re
@@ -11,13 +11,13 @@ from mrl.errors import ConfigError
 
 
 def gsm8k_class() -> type:
-    """Stands in for verl's tool that says whether an answer to a problem of GSM8K is right."""
+    """Replaces verl's tool that checks an answer to a GSM8K problem."""
     from mrl.environments.verl_base_tool import BaseTool, ToolResponse
 
     class Gsm8kTool(BaseTool):
         def __init__(self, config: dict, tool_schema: Any):
             super().__init__(config, tool_schema)
-            self._at: dict[str, list] = {}  # instance -> the right answer, the best reward so far
+            self._at: dict[str, list] = {}  # instance -> right answer, best reward so far
 
         async def create(self, instance_id: str | None = None, ground_truth: str | None = None, **_: Any):
             self._at[instance_id] = [ground_truth, 0.0]
@@ -46,7 +46,7 @@ def gsm8k_class() -> type:
 
 
 def sandbox_class(limits: PythonLimits) -> type:
-    """Stands in for verl's tool that has a server run a program: it runs here, as with the tool python."""
+    """Replaces verl's tool that runs a program on a server. It runs here, as with the tool python."""
     from mrl.environments.verl_base_tool import BaseTool, ToolResponse
 
     refuse_unconfined("it", limits)
@@ -62,9 +62,9 @@ def sandbox_class(limits: PythonLimits) -> type:
 
 
 def search_class(network: bool) -> type:
-    """Stands in for verl's tool that asks a service of passages, in the form of Search-R1's.
+    """Replaces verl's tool that asks a service for passages, with Search-R1's protocol.
 
-    `network`: whether it may reach one. Raises ConfigError where it may not.
+    `network` says whether it may use the network. Raises ConfigError if not.
     """
     from mrl.environments.verl_base_tool import BaseTool, ToolResponse
 
@@ -97,7 +97,7 @@ def _asked(url: str, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def _shown(found: list[dict[str, Any]]) -> str:
-    """Passages as the model reads them: the first line of each is its title."""
+    """Formats passages for the model. The first line of each is its title."""
     shown = []
     for number, each in enumerate(found, 1):
         title, _, text = each["document"]["contents"].partition("\n")
