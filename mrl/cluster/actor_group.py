@@ -93,8 +93,7 @@ class ActorGroup:
         print(f"actor: {gather(asked, limit, 'asking the actor what it computes with')['rank 0']}")
 
     def read_routes_at(self, nodes: Iterable[str]) -> None:
-        """Starts processes that read routes on these nodes, where ranks need parts of routes and may be on other nodes.
-        """
+        """Starts processes on these nodes that read routes, if ranks on other nodes need parts of them."""
         layout = self.layout
         cut = layout.pipeline * layout.context * (layout.tensor if layout.sequence_parallel else 1) > 1
         if self.config.actor.router_replay == "R3" and cut and sum(node["Alive"] for node in ray.nodes()) > 1:
@@ -167,8 +166,7 @@ class ActorGroup:
             self.call("bring", *kinds)
 
     def prefetch(self, *kinds: str) -> None:
-        """Begins to move these kinds of what `actor.*_offload` names onto the devices, during their next computation.
-        """
+        """Begins to move these kinds of what `actor.*_offload` names onto the devices, beside their next computation."""
         if self.config.actor.offloaded:
             self.call("prefetch", *kinds)
 
@@ -228,7 +226,9 @@ class ActorGroup:
         return f"{host}:{port}"
 
     def take_checkpoint(self) -> int:
-        """Makes every rank copy its part of a checkpoint to host memory. Returns the bytes that writing all will need.
+        """Makes every rank copy its part of a checkpoint to host memory.
+
+        Returns the bytes that writing all will need.
         """
         return sum(self.call("take_checkpoint"))
 

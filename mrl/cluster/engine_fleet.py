@@ -94,7 +94,9 @@ class EngineFleet:
                 self.machine.spent_at(engine, version)
 
     def stand_for(self, before: "EngineFleet") -> None:
-        """Takes over the counts of `before`, whose engines these replace. Engines that were retired there stay retired.
+        """Takes over the counts of `before`, whose engines these replace.
+
+        Engines that were retired there stay retired.
         """
         self.machine.spent_before(before.machine)
         self._away = dict(before._away)
@@ -278,8 +280,7 @@ class EngineFleet:
                 self.machine.verified(engine, self.machine.epoch(engine), version)
 
     def committed(self, engines: Iterable[int], version: int) -> None:
-        """Records that these engines serve `version`, which becomes current even if no engine is left that serves it.
-        """
+        """Records that these engines serve `version`, which becomes current even if no engine is left."""
         with self._lock:
             self.machine.advance(version)
             for engine in map(self._engines.__getitem__, engines):

@@ -128,7 +128,9 @@ class RolloutGroup:
         return self.refs("start", meeting, *answered, engines=[engine])
 
     def start_again(self, engine: int) -> dict[str, ray.ObjectRef]:
-        """Starts an ended engine on the same seats. Returns references, by name, to answers that come once it serves.
+        """Starts an ended engine on the same seats.
+
+        Returns references, by name, to answers that come once it serves.
         """
         for number in self._ranks_of(engine):
             self.workers[number] = self._worker(number)

@@ -237,7 +237,9 @@ class WeightSync:
         progress.free_bytes = [report.get("free_bytes") for report in sends]
 
     def _keep_fenced(self, version: int, progress: SyncProgress, is_last: bool) -> None:
-        """Reports which engines are synced again. After the last attempt they stay fenced, and it raises Interrupted.
+        """Reports which engines are synced again.
+
+        After the last attempt they stay fenced, and it raises Interrupted.
         """
         names = ", ".join(f"engine {engine}" for engine in sorted(progress.fenced))
         if is_last:
@@ -360,7 +362,9 @@ def _topology(places: dict[str, Any], ranks: int) -> dict[str, list[list[int]]]:
 
 
 def _of_engine(answers: list[list[Report] | Exception]) -> list[Report] | Exception:
-    """Joins the reports of all workers of an engine, rank by rank. Returns an error with all causes if a rank has one.
+    """Joins the reports of all workers of an engine, rank by rank.
+
+    Returns an error with all causes if a rank has one.
     """
     if errors := [answer for answer in answers if isinstance(answer, Exception)]:
         texts = sorted((str(error) for error in errors), key=lambda text: GAVE_UP in text)

@@ -100,7 +100,9 @@ class Session:
         described: Mapping[str, Any],
         made: Sequence[Step] = (),
     ):
-        """`begin`: environment, row and seed. `described` comes from the worker. `made` as in EnvironmentPool.session.
+        """`begin`: environment, row and seed. `described` comes from the worker.
+
+        `made` as in EnvironmentPool.session.
         """
         self.parts: Mapping[str, float] = described["parts"]  # declared by the environment
         self._pool = pool
@@ -442,7 +444,9 @@ class EnvironmentPool:
 
 
 def check_tools(spec: ToolsSpec) -> Offer:
-    """Loads tools and environments in a process that then ends. Returns what may be called. Raises as EnvironmentPool.
+    """Loads tools and environments in a process that then ends. Returns what may be called.
+
+    Raises as EnvironmentPool.
     """
     with EnvironmentPool(spec, 1, 1.0) as pool:
         return pool.offer

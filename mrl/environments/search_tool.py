@@ -1,5 +1,4 @@
-"""A tool that finds passages in an index on disk, with SQLite's full-text search, which is part of Python. No network.
-"""
+"""A tool that finds passages in an index on disk, with SQLite's full-text search. Needs no network."""
 
 import re
 import sqlite3

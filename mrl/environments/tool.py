@@ -30,8 +30,7 @@ _TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool,
 
 @dataclass(frozen=True)
 class ToolsSpec:
-    """The tools and environments to use: names of built-in ones, or of functions and classes in the user's file `path`.
-    """
+    """Tools and environments to use: names of built-in ones, or of functions and classes in the user's file `path`."""
 
     names: tuple[str, ...]
     path: str | None = None

@@ -77,7 +77,9 @@ def files_of(path: Path) -> list[Path]:
 
 
 def root_of(entry: ToolEntry, path: Path) -> Path | None:
-    """Returns the folder where its module's name begins: the file's own, or the nearest parent. None if there is none.
+    """Returns the folder where its module's name begins: the file's own, or the nearest parent.
+
+    None if there is none.
     """
     module = Path(*entry.class_name.split(".")[:-1])
     for folder in path.resolve().parents:

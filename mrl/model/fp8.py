@@ -1,7 +1,8 @@
 """Reads FP8 matrices (e4m3) with one float32 scale for each block as bfloat16, the form in which they are trained.
 
 An element is its code's value times its block's scale. The product is computed in float32 and rounded to the nearest
-bfloat16, as in DeepSeek's own cast. Blocks are counted from the matrix's first row and column, and the last ones may be smaller:
+bfloat16, as in DeepSeek's own cast. Blocks are counted from the matrix's first row and column, and the last ones may be
+smaller:
 
     columns   0 .. 127   128 .. 255   256 .. 299
     scales    s[i, 0]    s[i, 1]      s[i, 2]

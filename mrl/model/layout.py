@@ -213,7 +213,9 @@ class RolloutLayout:
         return self.num_engines * self.workers_per_engine
 
     def coords(self, worker: int) -> WorkerCoords:
-        """Returns the coordinates of a worker, numbered over all engines. Tensor ranks change fastest, engines slowest.
+        """Returns the coordinates of a worker, numbered over all engines.
+
+        Tensor ranks change fastest, engines slowest.
         """
         tp, dp, engine = _unravel(worker, (self.tensor, self.data, self.num_engines))
         return WorkerCoords(engine, dp, tp)

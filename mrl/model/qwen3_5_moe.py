@@ -1,5 +1,4 @@
-"""Qwen3.5-MoE and Qwen3.6-MoE as text models: Qwen3-Next's layers, but separate projections of gated delta attention.
-"""
+"""Qwen3.5-MoE and Qwen3.6-MoE as text models: Qwen3-Next's layers, with separate projections of delta attention."""
 
 from typing import Any
 

@@ -83,7 +83,9 @@ def family_of(model: ModelSpec) -> Family:
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
-    """Returns the config.json of a checkpoint directory. Raises EnvironmentFault if it is missing or not a JSON object.
+    """Returns the config.json of a checkpoint directory.
+
+    Raises EnvironmentFault if it is missing or not a JSON object.
     """
     file = Path(path) / "config.json"
     try:

@@ -45,7 +45,9 @@ class DeviceState:
 
 
 def read_device_state(kind: str) -> DeviceState:
-    """Asks the driver of that kind of device, where one can be asked. Never raises; unanswered questions stay unknown.
+    """Asks the driver of that kind of device, where one can be asked.
+
+    Never raises; unanswered questions stay unknown.
     """
     if kind != "cuda":
         return DeviceState()

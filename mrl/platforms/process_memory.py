@@ -91,7 +91,9 @@ def cpu_name() -> str:
 
 
 def give_back_heap() -> None:
-    """Returns freed memory to the operating system, where the C library supports it. Otherwise it keeps small pieces.
+    """Returns freed memory to the operating system, where the C library supports it.
+
+    Otherwise it keeps small pieces.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

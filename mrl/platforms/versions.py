@@ -196,6 +196,5 @@ def release_of(version: str) -> tuple[int, int] | None:
 
 
 def shares_key_value_heads(megatron: str) -> bool:
-    """Tells whether that megatron-core allows more tensor ranks than key/value heads; true for an unreadable version.
-    """
+    """Tells whether megatron-core allows more tensor ranks than key/value heads; true for an unreadable version."""
     return (release_of(megatron) or _SHARED_HEADS) >= _SHARED_HEADS

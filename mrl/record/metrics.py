@@ -103,8 +103,7 @@ def turn_metrics(rows: SampleRows) -> dict[str, float]:
 
 
 def _call_metrics(rows: SampleRows) -> dict[str, float]:
-    """Returns calls, failed calls and seconds of each called tool, calls of unknown tools, and what an agent asked for.
-    """
+    """Returns calls, failures and seconds of each tool, calls of unknown tools, and what an agent asked for."""
     calls = ~np.isin(rows.call_reasons, list(_ASKED))
     names = [name.decode() for name in rows.call_names[calls].tolist()]
     reasons = rows.call_reasons[calls]
@@ -234,7 +233,9 @@ class PhaseTimer:
         return MappingProxyType(self._seconds)
 
     def metrics(self) -> dict[str, float]:
-        """Returns `timing_s/PHASE` of every ended phase. `outside` is the time of an ended WHOLE that no phase counts.
+        """Returns `timing_s/PHASE` of every ended phase.
+
+        `outside` is the time of an ended WHOLE that no phase counts.
         """
         seconds = dict(self._seconds)
         if WHOLE in seconds:

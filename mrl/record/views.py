@@ -1,4 +1,6 @@
-"""Views of metrics, each in its own thread. A view that raises or hangs is left out, and training never waits for it.
+"""Views of metrics, each in its own thread.
+
+A view that raises or hangs is left out, and training never waits for it.
 """
 
 import logging

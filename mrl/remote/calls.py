@@ -187,7 +187,9 @@ def _known(cause: Exception, name: str, phase: str) -> MrlError | None:
 
 
 def _root(error: Exception) -> Exception:
-    """Returns what the task raised. A task whose argument failed carries the error of the task that made the argument.
+    """Returns what the task raised.
+
+    A task whose argument failed carries the error of the task that made the argument.
     """
     while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause

@@ -13,7 +13,9 @@ class Deadlines:
     """
 
     def __init__(self, first_s: float, is_set: bool, least_s: float = LEAST_S) -> None:
-        """`is_set`: the user configured `first_s`, so it always applies. `least_s` is the shortest deadline of a call.
+        """`is_set`: the user configured `first_s`, so it always applies.
+
+        `least_s` is the shortest deadline of a call.
         """
         self._first_s = first_s
         self._is_set = is_set

@@ -73,7 +73,9 @@ def partial_digest(block: torch.Tensor, hf_name: str, origin: tuple[int, ...]) -
 def partial_digests(
     blocks: Sequence[torch.Tensor], hf_names: Sequence[str], origin: tuple[int, ...], dtype: torch.dtype
 ) -> list[int]:
-    """Returns `partial_digest` of blocks with one shape and origin, each of another tensor. Quicker than single calls.
+    """Returns `partial_digest` of blocks with one shape and origin, each of another tensor.
+
+    Quicker than single calls.
     """
     turned = [_as_matrix(block, origin) for block in blocks]
     sums = lane_sums_of_each([block for block, _ in turned], turned[0][1], dtype).tolist()
@@ -234,8 +236,7 @@ def _multiplies_int8(device: str) -> bool:
 
 
 def _mixed(count: int, stream: int) -> np.ndarray:
-    """Returns `count` uint64 of SplitMix64 (Steele, Lea and Flood 2014), whose n-th number depends on no other number.
-    """
+    """Returns `count` uint64 of SplitMix64 (Steele, Lea and Flood 2014), whose numbers are independent of each other."""
     z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 40)) * np.uint64(_GOLDEN)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -173,7 +173,9 @@ class Receiver:
         self.end.close()
 
     def receive(self, writer: Writer, update: int) -> ReceiveReport:
-        """Receives everything for this worker. Raises TransferError, after telling the peers that it receives no more.
+        """Receives everything for this worker.
+
+        Raises TransferError, after telling the peers that it receives no more.
         """
         timer = PhaseTimer()
         try:

@@ -165,8 +165,7 @@ def _copy_of(grain: Grain, layer: int, source_name: str) -> Copy:
 def worker_faults(
     parameters: Sequence[TargetParameter], messages: Iterable[Message], shards_of: Callable[[int], ShardTable]
 ) -> Iterator[str]:
-    """Yields faults of all that one worker receives: boxes that senders do not hold, elements not written exactly once.
-    """
+    """Yields faults of what a worker receives: boxes that senders do not hold, elements not written exactly once."""
     copies: list[Copy] = []
     for message in messages:
         shards = shards_of(message.source)

@@ -113,8 +113,7 @@ def _where(parameter: str, sent: Mapping[str, int], report: Report) -> str | Non
 
 
 def replica_faults(sends: Iterable[Report]) -> list[str]:
-    """Returns replicated parameters that differ between ranks, for example when one has the weights of the step before.
-    """
+    """Returns replicated parameters that differ between ranks, for example if one has the step before's weights."""
     ranks_by_digest: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for report in sends:
         for name, digest in report["shared"].items():

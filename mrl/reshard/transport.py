@@ -64,7 +64,9 @@ class ReceivingEnd(Protocol):
         """Starts a sync that brings these messages, round by round. Rounds without messages are left out."""
 
     def take(self, messages: Sequence[Message]) -> list[Tensor]:
-        """Returns the bytes of one round's messages, uint8 [nbytes] each, valid until `release`. Raises TransferError.
+        """Returns the bytes of one round's messages, uint8 [nbytes] each, valid until `release`.
+
+        Raises TransferError.
         """
 
     def lasting(self, message: Message) -> bool:

@@ -274,8 +274,7 @@ _PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 
 
 def collection(text: str) -> Collection | None:
-    """Splits a cleaned answer into its parts; None for a single one. `a \\pm b` is two values, a matrix its entries.
-    """
+    """Splits a cleaned answer into its parts; None for a single one. `a \\pm b` is two values, a matrix its entries."""
     if matrix := _MATRIX.fullmatch(text):
         rows = [[entry.strip() for entry in row.split("&")] for row in matrix[2].split(r"\\") if row.strip()]
         kind = "matrix"

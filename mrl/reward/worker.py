@@ -159,7 +159,9 @@ def _send(fd: int, value: Any) -> None:
 
 
 def _limit_memory(gib: float | None) -> None:
-    """Limits the address space. A larger allocation raises MemoryError in the function, and the host keeps its memory.
+    """Limits the address space.
+
+    A larger allocation raises MemoryError in the function, and the host keeps its memory.
     """
     if gib is not None:
         own = resource.getrlimit(resource.RLIMIT_AS)[1]  # it may be lower already, and is never raised

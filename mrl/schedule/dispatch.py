@@ -160,7 +160,9 @@ class Dispatcher:
         return sent
 
     def evict(self, number: int, cause: Cause) -> list[Assignment]:
-        """Drops a group. Returns its running requests, which engines should end. In order, the next group replaces it.
+        """Drops a group. Returns its running requests, which engines should end.
+
+        In order, the next group replaces it.
         """
         self.buffer.evict(number, cause)
         ended = self._taken_back(number)

@@ -14,8 +14,8 @@ comes late. Every start of an engine is a new epoch. Events of an earlier epoch 
 fails to start counts as lost.
 
 Example: two engines and a limit of 1. Engine 1 dies at version 4 and is started (epoch 1). It is synced to version 5
-together with engine 0, and dies again at version 6. These are two losses within 100 versions: it is RETIRED, and engine 0 goes
-on.
+together with engine 0, and dies again at version 6. These are two losses within 100 versions: it is RETIRED, and engine
+0 goes on.
 """
 
 from collections import Counter
@@ -97,8 +97,7 @@ class Fleet:
         return [name for name, one in self._engines.items() if one.status in statuses]
 
     def serving(self) -> dict[str, int]:
-        """Returns the epochs of engines that have requests or may get some, including those whose weights are changing.
-        """
+        """Returns the epochs of engines that have or may get requests, including those whose weights are changing."""
         return {
             name: one.epoch
             for name, one in self._engines.items()

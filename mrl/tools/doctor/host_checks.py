@@ -1,6 +1,4 @@
-"""Devices, memory, limits, disk and ports of the host; Ray as far as it can be judged without asking it:
-address and token.
-"""
+"""Checks the host's devices, memory, limits, disk and ports, and Ray's address and token, without asking Ray."""
 
 from collections.abc import Iterator
 
@@ -9,24 +7,25 @@ from mrl.platforms.hosting import environment_faults
 from mrl.platforms.inventory import driver_fault, network_fault, visible_faults
 from mrl.tools.doctor.machine import Finding, Machine, failure, ok, warning
 
-# GiB. Below the first the run fails (containers give 0.06 by default: vLLM's queues and one bucket of weights do not
-# fit), below the second it may, once larger models pass their weights through it.
+# GiB. Below the first limit a run fails (containers have 0.06 by default: vLLM's queues and one bucket of weights do
+# not
+# fit). Below the second it may fail once larger models pass their weights through it.
 SHM_LEAST = 1.0
 SHM_ENOUGH = 8.0
 # GiB free: logs and a tiny checkpoint; a few checkpoints of a small model
 DISK_LEAST = 2.0
 DISK_ENOUGH = 20.0
-# Ray opens a few sockets per worker and asks for 65535
+# Ray opens a few sockets for each worker and requests 65535
 FILES_LEAST = 4096
 FILES_ENOUGH = 65535
-# Threads count too: a rank or an engine has a hundred (torch, gloo or NCCL, Ray), a raylet with its agents as many
+# Threads count too: a rank or an engine has a hundred (torch, gloo or NCCL, Ray), and so has a raylet with its agents
 PROCESSES_LEAST = 2048
 PROCESSES_ENOUGH = 16384
 LOCKED_ENOUGH = 1.0  # GiB; RDMA pins its buffers
 
 
 def host_checks(machine: Machine) -> Iterator[Finding]:
-    """Devices, ports, memory, limits, disks, environment and driver."""
+    """Yields findings on devices, ports, memory, limits, disks, environment and driver."""
     yield _devices(machine)
     yield _visible(machine)
     yield from _device_state(machine)
@@ -165,7 +164,7 @@ def _sandbox(machine: Machine) -> Finding:
 
 
 def cluster_checks(machine: Machine) -> Iterator[Finding]:
-    """Checks Ray's address and token."""
+    """Yields findings on Ray's address and token."""
     address = machine.environment.get("RAY_ADDRESS")
     if address in (None, "", "local"):
         yield ok("ray address", "RAY_ADDRESS is not set: a run starts a cluster of its own on this host")

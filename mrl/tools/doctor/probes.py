@@ -1,4 +1,4 @@
-"""Looks that need a heavy import: each in a process of its own, all at once, with one deadline."""
+"""Checks that need a heavy import. Each has its own process; all run at once with one deadline."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from mrl.platforms.inventory import LAYER_PROBES, TORCH_PROBES
 from mrl.tools.doctor.machine import Finding, failure, ok, warning
 
 DEADLINE_S = 8.0
-_SHOWN = 1000  # characters of a program's last line: what is wrong between nodes is one
+_SHOWN = 1000  # characters of a program's last line; faults between nodes are one line
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Probe:
     program: str
     cure: str
     arguments: tuple[str, ...] = ()
-    # no answer by the deadline is a failure: a head that refuses the token lets Ray try on and on
+    # no answer by the deadline is a failure: with a refused token, Ray would try forever
     must_answer: bool = False
 
 
@@ -41,7 +41,7 @@ _REINSTALL = "reinstall with scripts/install.sh; the message above says what is 
 
 
 def probes(device: str, address: str | None, deep: bool, nnodes: int = 1) -> tuple[Probe, ...]:
-    """The probes that this host can try.
+    """Returns the probes that this host can try.
 
     `address`: of a Ray cluster that the run would join, on `nnodes` nodes. `deep`: also imports that take tens of
     seconds.
@@ -70,7 +70,7 @@ def probes(device: str, address: str | None, deep: bool, nnodes: int = 1) -> tup
 
 
 def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Iterator[Finding]:
-    """Runs all at once; one that has not answered by the deadline is ended, and counts as a warning or as it says."""
+    """Runs all at once. One without answer by the deadline is ended, and counts as a warning or as it specifies."""
     quiet = os.environ | {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"), "VLLM_LOGGING_LEVEL": "ERROR"}
     started = []
     for probe in wanted:

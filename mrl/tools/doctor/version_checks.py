@@ -1,4 +1,4 @@
-"""Installed versions against the rows that belong together, and what the installed vLLM and Megatron can do here."""
+"""Compares installed versions with the tested rows, and checks what the installed vLLM and Megatron can do here."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ _UNUSED = ("torchvision", "torchaudio", "torchcodec")
 
 
 def version_checks(machine: Machine) -> Iterator[Finding]:
-    """Python, the packages of the device's row, what must go with torch, and Ascend's toolkit."""
+    """Yields findings on Python, the packages of the device's row, torch's companions, and Ascend's toolkit."""
     row = row_of(machine.device)
     yield _python(machine)
     yield from (_package(machine, row, name, wanted) for name, wanted in row.packages.items())
@@ -70,8 +70,8 @@ def _loose(machine: Machine, row: VersionRow) -> Finding:
 
 
 def _companions(machine: Machine) -> Finding:
-    """torchvision and its like: nothing here needs them; one of another build makes `import mbridge` fail,
-    through transformers.
+    """Checks torchvision and similar packages. Nothing here needs them, but one of another build makes `import mbridge`
+    fail, through transformers.
     """
     torch = machine.versions.get("torch")
     installed = {name: machine.versions[name] for name in _UNUSED if name in machine.versions}
@@ -90,7 +90,7 @@ def _companions(machine: Machine) -> Finding:
 
 def _same_build(name: str, version: str, torch: str) -> bool:
     line = torchvision_of(torch) if name == "torchvision" else ".".join(torch.split(".")[:2])
-    right_line = name == "torchcodec" or version.startswith(f"{line}.")  # torchcodec counts for itself
+    right_line = name == "torchcodec" or version.startswith(f"{line}.")  # torchcodec has its own numbers
     return right_line and ("+cpu" in version) == ("+cpu" in torch)
 
 
@@ -111,7 +111,7 @@ def _source_only(machine: Machine, name: str, source: str) -> Finding:
 
 
 def _layers(machine: Machine, row: VersionRow) -> Finding:
-    """What ranks would compute with. A rank itself asks Megatron, and says it in the run's first lines."""
+    """Checks what ranks would compute with. A rank itself asks Megatron, and prints it in the run's first lines."""
     brought = [*row.compiled, *row.source_only]
     if missing := [name for name in brought if name not in machine.versions]:
         cure = f"install {', '.join(missing)} (below), or let the run have them: model.allow_torch_layers: true"
@@ -120,7 +120,10 @@ def _layers(machine: Machine, row: VersionRow) -> Finding:
 
 
 def _kernels(machine: Machine, row: VersionRow) -> str:
-    """What this host's ranks and engines would compute with; a run's first lines say what they do."""
+    """Describes what this host's ranks and engines would compute with.
+
+    A run's first lines tell what they really use.
+    """
     has_layers = all(name in machine.versions for name in (*row.compiled, *row.source_only))
     attention, experts = kernels_of_row(machine.device if has_layers else None)
     backend = get_hosting(machine.device).engine_arguments(1, None).get("moe_backend", "vLLM's choice")
@@ -142,8 +145,8 @@ def _compiled(machine: Machine, row: VersionRow, name: str, wanted: str) -> Find
 
 
 def _ascend_pairing(machine: Machine, row: VersionRow) -> Finding:
-    """vllm-ascend was released for exactly one set; the wrong neighbour is the commonest
-    reason why it does not start.
+    """Checks the set of versions for which vllm-ascend was released. A wrong pairing is the most common reason why it
+    does not start.
     """
     name = "vllm-ascend pairing"
     version = machine.versions.get("vllm-ascend")
@@ -170,15 +173,14 @@ def _ascend_pairing(machine: Machine, row: VersionRow) -> Finding:
     return ok(name, f"vllm-ascend {version} with its own row")
 
 
-# ---------------------------------------------------------------- what those versions can do, and defects of theirs
-# that are known
+# ---------------------------------------------------------------- abilities and known defects of those versions
 
 
 PLUGIN = "mrl"
 
 
 def engine_checks(machine: Machine) -> Iterator[Finding]:
-    """What vLLM's version can do here, and the known defects of vLLM and Megatron."""
+    """Yields findings on what this version of vLLM can do, and on known defects of vLLM and Megatron."""
     name, version = vllm_package(machine.versions)
     yield _weight_transfer(machine, name, version)
     yield _plugin(machine)
@@ -203,8 +205,9 @@ def _weight_transfer(machine: Machine, name: str, version: str) -> Finding:
 
 
 def _plugin(machine: Machine) -> Finding:
-    """vLLM imports mrl's receiving side through this entry point, in every process;
-    a copied folder does not have it.
+    """Checks the entry point through which vLLM loads mrl's receiving side in every process.
+
+    A copied folder lacks it.
     """
     allowed = machine.environment.get("VLLM_PLUGINS")
     if PLUGIN not in machine.plugins:
@@ -217,7 +220,7 @@ def _plugin(machine: Machine) -> Finding:
 
 
 def _route_capture(machine: Machine, version: str) -> Finding:
-    """vLLM returns routed experts from model runner V2 only, which needs Triton; without,
+    """Checks how routed experts are returned. vLLM only does so from model runner V2, which needs Triton; without it,
     mrl collects them inside vLLM.
     """
     if machine.device != "cpu":
@@ -234,7 +237,7 @@ def _route_capture(machine: Machine, version: str) -> Finding:
 
 
 def _moe_reload(machine: Machine, version: str) -> Finding:
-    """Reloaded experts stay in load layout: log-probs off by 0.023 and no error (seen with vLLM 0.32 on CPU)."""
+    """Reloaded experts stay in load layout, without an error. Log-probs were off by 0.023 (vLLM 0.32 on CPU)."""
     name = "defect: MoE reload"
     found = f"vLLM {version or '(missing)'} leaves reloaded experts in load layout, silently"
     if _generation(version) in machine.adapters:
@@ -248,9 +251,7 @@ def _moe_reload(machine: Machine, version: str) -> Finding:
 
 
 def _seed_with_chunked_prefill(machine: Machine) -> Finding:
-    """A per-request seed kills the CPU engine once a prefill is chunked,
-    and log-probs depend on the rest of the batch.
-    """
+    """A seed kills the CPU engine once a prefill is chunked, and log-probs depend on the rest of the batch."""
     name = "defect: seed with chunked prefill"
     if machine.device != "cpu":
         return ok(name, "concerns vLLM's CPU build only")
@@ -276,7 +277,10 @@ def _expert_parallel_on_cpu(machine: Machine) -> Finding:
 
 
 def _expert_gradients(machine: Machine) -> Finding:
-    """TP > 1 with EP = ETP = 1: expert replicas are never summed, the loss is right and gradients are off by half."""
+    """With TP > 1 and EP = ETP = 1, expert replicas are never summed.
+
+    The loss is right, but gradients are off by half.
+    """
     name = "defect: expert gradients"
     version = machine.versions.get("megatron-core", "")
     if version.startswith("0.16."):

@@ -1,4 +1,4 @@
-"""A run's report while it goes on: made beside the training, and nothing that happens to it reaches the run."""
+"""Makes a run's report during training. No error of it affects the run."""
 
 import subprocess
 import sys
@@ -14,15 +14,13 @@ from mrl.record.run_dir import RunDir
 from mrl.record.views import Metrics, View
 from mrl.tools.report.write import write_report
 
-APART_S = 300.0  # between two reports of a run that goes on
+APART_S = 300.0  # between two reports during a run
 _TO_FINISH_S = 20.0
 _PROGRAM = "import os; os.nice(19); from mrl.cli.main import main; main()"
 
 
 class ReportView(View):
-    """Has the report written after steps that are saved, in a process of least priority, at most one in APART_S
-    seconds.
-    """
+    """Writes the report after saved steps in a low-priority process, at most once in APART_S seconds."""
 
     def __init__(self, folder: Path, saves: Callable[[int], bool], clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
@@ -31,7 +29,7 @@ class ReportView(View):
         self._process = None
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Begins with a report, if one is due and none is under way."""
+        """Starts a report, if one is due and none is running."""
         if self._saves(step) and not self._under_way and self._pace.due():
             with (RunDir(self._folder).logs / "report.log").open("wb") as log:
                 command = [sys.executable, "-c", _PROGRAM, "report", str(self._folder)]
@@ -40,7 +38,7 @@ class ReportView(View):
                 )
 
     def close(self) -> None:
-        """Ends the one under way: the last report is written after this."""
+        """Ends a running report. The last report is written afterwards."""
         if self._under_way:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -52,14 +50,14 @@ class ReportView(View):
 
 
 def report_at_the_end(folder: Path) -> str:
-    """Writes the report of a run that this process held; lines about it and the run's time, empty where it held none.
+    """Writes the report of a run that this process held. Returns lines about report and time; empty if it held none.
 
-    Whatever goes wrong is said in them and nowhere else.
+    Any error appears only in these lines.
     """
     try:
         if not any(attempt.is_of_this_process for attempt in read_attempts(folder)[-1:]):
             return ""
         spent = goodput_of(folder)
         return "\n".join([*([str(spent)] if spent else []), f"report: {write_report(folder).path}"])
-    except Exception as error:  # of a page, not of the run, which has ended as it has
+    except Exception as error:  # a page failed, not the run, whose result stands
         return f"note: no report was written: {type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""A page as one HTML file: style, script, plotting library and data inline, nothing fetched from anywhere.
+"""A page as one HTML file, with style, script, plotting library and data inline. Nothing is fetched.
 
-Every text is escaped here and nowhere else. A content security policy names the two scripts and the two styles by their
-hashes, so that nothing else on the page runs, whatever a model wrote, and lets no request leave it; a page that is
-served live may ask its own server.
+Only this module escapes text. A content security policy lists the two scripts and the two styles by their hashes. So
+nothing else runs on the page, whatever a model wrote, and no request leaves it. A page that is served live may ask its
+own server.
 """
 
 import base64
@@ -24,11 +24,11 @@ from mrl.tools.report.page import Chart, Explorer, Page, PageSection, Stack
 
 UPLOT = "1.6.32"
 BEGINS = "<!doctype html>"
-POINTS = 200_000  # of all curves of a page together, 16 bytes each as they stand in the file
+POINTS = 200_000  # of all curves of a page together, 16 bytes each in the file
 
 
 def page_html(page: Page, live: str = "") -> str:
-    """The file's text. `live`: its tag, where it shall ask the server that it came from for newer ones."""
+    """Returns the file's text. With `live`, its tag, the page asks its server for newer versions."""
     styles = [_asset(f"uPlot-{UPLOT}.min.css"), _asset("page.css")]
     scripts = [_asset(f"uPlot-{UPLOT}.min.js"), _asset("page.js")]
     asks = "'none'"
@@ -85,7 +85,7 @@ def _noscript(page: Page) -> str:
 
 
 def _data(page: Page) -> str:
-    """What the script draws. Inside a script element only `<` could end it, so there is none."""
+    """Returns the data for the script. It contains no `<`, which alone could end a script element."""
     blocks = [block for section in page.sections for block in section.blocks]
     most = max(2, POINTS // max(1, len(page.curves)))
     data: dict[str, Any] = {
@@ -109,7 +109,7 @@ def _base64(values: np.ndarray) -> str:
 
 @cache
 def _asset(name: str) -> str:
-    """A file of the page as its element will hold it; its hash is that of exactly this text."""
+    """Returns a file of the page as its element will contain it. The hash is of exactly this text."""
     text = (files("mrl.tools.report") / "assets" / name).read_text(encoding="utf-8")
     if "</script" in text or "</style" in text:
         raise ValueError(f"assets/{name} would end the element that it stands in")

@@ -1,13 +1,13 @@
-"""Each block of a page as HTML. Every text goes through `escape`."""
+"""Each block of a page as HTML. All text passes through `escape`."""
 
 from html import escape
 
 from mrl.tools.report import page
 from mrl.tools.report.page import Bar, Block, Chart, Lanes, Pair, SampleBlock, Stack, Table, Token, color_of
 
-SHADES = 5  # of each sign; classes t-5 .. t5 of page.css
+SHADES = 5  # for each sign; classes t-5 .. t5 of page.css
 TICKS = 4
-# heights and widths of lanes, in units of their drawing
+# heights and widths of lanes in drawing units
 _LANE = 22
 _LABEL = 230
 _WIDTH = 1000
@@ -44,7 +44,7 @@ def block_html(block: Block) -> str:
 
 
 def table_html(table: Table) -> str:
-    """A table, in a box of its own that scrolls where it is wide; folded under its caption where it asks for that."""
+    """Writes a table in a scrolling box, folded under its caption if requested."""
     caption = ""
     if table.caption and not table.folded:
         caption = f"<caption>{escape(table.caption)}</caption>"
@@ -63,7 +63,7 @@ def _cells(table: Table, row: tuple[str, ...], tag: str) -> str:
 
 
 def _chart(block: Chart | Stack, note: str, wide: bool = False) -> str:
-    """A place that the script draws into."""
+    """Writes an element in which the script draws."""
     unit = ""
     if block.unit:
         unit = f' <span class="unit">{escape(block.unit)}</span>'
@@ -76,7 +76,7 @@ def _chart(block: Chart | Stack, note: str, wide: bool = False) -> str:
     )
 
 
-# ---------------------------------------------------------------- lanes, drawn here, so that they need no script
+# ---------------------------------------------------------------- lanes, drawn here, as they need no script
 
 
 def _lanes(lanes: Lanes) -> str:
@@ -119,7 +119,7 @@ def _legend(lanes: Lanes) -> str:
     return f'<p class="legend">{signs}</p>'
 
 
-# ---------------------------------------------------------------- what a model wrote
+# ---------------------------------------------------------------- text that a model wrote
 
 
 def _sample(sample: SampleBlock) -> str:

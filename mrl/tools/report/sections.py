@@ -1,4 +1,4 @@
-"""A run's page: which sections, in which order; verdict, settings and curves here, the others in sections_run.py."""
+"""A run's page: its sections and their order. Verdict, settings and curves are here, the others in sections_run.py."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ FOLDED_ABOVE = 12  # rows of a table of settings
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """A chart of the page: metrics by regular expressions, those that a run has. `log`: a logarithmic axis at first."""
+    """A chart of the page: the run's metrics that match regular expressions. `log`: starts with a logarithmic axis."""
 
     id: str
     title: str
@@ -89,7 +89,7 @@ CHARTS = (
 
 
 def run_page(run: RunRecord) -> Page:
-    """The page of one run."""
+    """Makes the page of one run."""
     said = verdict(run)
     sections = (
         PageSection("verdict", "Verdict", tuple(_verdict(said, run.notes))),
@@ -156,7 +156,7 @@ def _settings(run: RunRecord) -> Iterator[Block]:
 
 
 def curve_charts(run: RunRecord) -> Iterator[Block]:
-    """The charts that the run has metrics for, and one of any metric."""
+    """Yields the charts for which the run has metrics, and one for any metric."""
     for spec in CHARTS:
         if names := [name for pattern in spec.patterns for name in run.matching(pattern)]:
             yield Chart(
@@ -171,7 +171,7 @@ def _series(run: RunRecord, name: str) -> Series:
 
 
 def interval_of(run: RunRecord, metric: str) -> tuple[str, str] | None:
-    """The curves of the lower and the upper end of a held-out score's 95 % interval; None of another metric."""
+    """Returns the curves of both ends of a held-out score's 95 % interval; None for other metrics."""
     auxiliary = re.sub("^val-core/", "val-aux/", metric)
     ends = (f"{auxiliary}/ci95_low", f"{auxiliary}/ci95_high")
     if all(end in run.curves for end in ends):
@@ -180,7 +180,7 @@ def interval_of(run: RunRecord, metric: str) -> tuple[str, str] | None:
 
 
 def unit_of(name: str) -> str:
-    """Unit of a metric; none of one that this version does not declare, or that is a plain number."""
+    """Returns the unit of a metric; "" for a plain number, or a metric that this version does not know."""
     try:
         unit = metric_spec(name).unit
     except KeyError:
@@ -191,7 +191,7 @@ def unit_of(name: str) -> str:
 
 
 def summary(run: RunRecord) -> Table:
-    """The curves in numbers, for a browser without scripts."""
+    """Returns the curves as numbers, for browsers without scripts."""
     names = [name for spec in CHARTS for pattern in spec.patterns for name in run.matching(pattern)]
     rows = []
     for name in names:

@@ -1,4 +1,4 @@
-"""The page of several runs side by side."""
+"""The page that compares several runs."""
 
 import re
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from mrl.tools.report.verdict import Tone, verdict
 
 
 def compare_page(comparison: Comparison) -> Page:
-    """The page of a comparison."""
+    """Makes the page of a comparison."""
     names, (tone, words) = list(comparison.runs), headline(comparison)
     sections = (
         PageSection("verdict", "Verdict", (Paragraph(words, tone), *_verdict(comparison))),
@@ -35,7 +35,7 @@ def compare_page(comparison: Comparison) -> Page:
 
 
 def headline(comparison: Comparison) -> tuple[Tone, str]:
-    """What the tests of held-out scores say together."""
+    """Summarises the tests of held-out scores."""
     first = next(iter(comparison.runs))
     if not comparison.tests:
         return "plain", "No held-out scores of the same step are there to compare."
@@ -145,7 +145,7 @@ def _versions(run: RunRecord) -> str:
 
 
 def _summary(comparison: Comparison) -> Table:
-    """The last value of every chart's metric, for a browser without scripts."""
+    """Returns the last value of every chart's metric, for browsers without scripts."""
     found = dict.fromkeys(
         name
         for spec in CHARTS

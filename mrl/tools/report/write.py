@@ -1,4 +1,4 @@
-"""Pages as files."""
+"""Writes pages as files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from mrl.tools.report.sections import run_page
 
 @dataclass(frozen=True)
 class Written:
-    """A report that was written, and what it says first."""
+    """A written report and its first statement."""
 
     path: Path
     bytes: int
@@ -22,9 +22,9 @@ class Written:
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Written:
-    """Reads the run and writes its page, whole or not at all, to `output` (RUN/report.html without it).
+    """Reads the run and writes its page, completely or not at all, to `output` (by default RUN/report.html).
 
-    Raises ConfigError for what is no run directory that can be read, and what `write_page` raises.
+    Raises ConfigError for an unreadable run directory, and what `write_page` raises.
     """
     run = read_run(run_dir)
     target = output or RunDir(run.path).report
@@ -33,9 +33,9 @@ def write_report(run_dir: Path, output: Path | None = None) -> Written:
 
 
 def write_page(page: Page, target: Path) -> int:
-    """Writes a page, whole or not at all; its bytes.
+    """Writes a page, completely or not at all. Returns its bytes.
 
-    Raises ConfigError where something other than a page stands there, EnvironmentFault where nothing can be written.
+    Raises ConfigError if the target is another kind of file, EnvironmentFault if it cannot be written.
     """
     check_output(target, begins=BEGINS.encode())
     text = page_html(page)
