@@ -59,6 +59,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def check_disk_space(folder: Path, needed: int) -> None:
+    """Raises EnvironmentFault if the disk of `folder` has fewer than `needed` bytes free."""
     free = free_bytes(folder)
     if free < needed:
         raise EnvironmentFault(

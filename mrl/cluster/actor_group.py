@@ -166,7 +166,7 @@ class ActorGroup:
             self.call("bring", *kinds)
 
     def prefetch(self, *kinds: str) -> None:
-        """Begins to move these kinds of what `actor.*_offload` names onto the devices, beside their next computation."""
+        """Begins to move these kinds of what `actor.*_offload` names onto the devices, beside other computation."""
         if self.config.actor.offloaded:
             self.call("prefetch", *kinds)
 

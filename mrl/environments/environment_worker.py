@@ -26,6 +26,7 @@ CallAnswer = tuple[str, str, float, dict[str, float], bool]  # reason, text, rew
 
 
 def main(requests_fd: int, results_fd: int) -> None:
+    """Serves until the requests end."""
     serve(requests_fd, results_fd, ToolsSpec, _loaded)
 
 

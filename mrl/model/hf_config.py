@@ -96,6 +96,7 @@ class ModelSpec:
 
     @property
     def is_latent(self) -> bool:
+        """Tells whether keys and values are made from a latent vector (MLA)."""
         return self.kv_lora_rank > 0
 
     @property

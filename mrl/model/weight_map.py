@@ -124,7 +124,7 @@ class Family:
 
     architecture: str  # in config.json's `architectures`
     model_type: str  # ModelSpec.family
-    read: Callable[[HfConfig], ModelSpec]
+    read: Callable[[HfConfig], ModelSpec]  # of config.json; raises ConfigError for what training would not compute
     dense_layer: LayerOf  # a layer without experts
     expert_layer: LayerOf | None = None  # a layer with experts
     linear_layer: LayerOf | None = None  # a layer with gated delta attention, with or without experts as all of them

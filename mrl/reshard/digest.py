@@ -236,7 +236,7 @@ def _multiplies_int8(device: str) -> bool:
 
 
 def _mixed(count: int, stream: int) -> np.ndarray:
-    """Returns `count` uint64 of SplitMix64 (Steele, Lea and Flood 2014), whose numbers are independent of each other."""
+    """Returns `count` numbers of SplitMix64 (Steele, Lea and Flood 2014), each independent of the others."""
     z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 40)) * np.uint64(_GOLDEN)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

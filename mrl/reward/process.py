@@ -130,6 +130,7 @@ class WorkerProcess:
         self._process.send_signal(signal.SIGTERM)
 
     def close(self) -> None:
+        """Kills and collects the process, and closes the pipes."""
         self.kill()
         try:
             self._process.wait(END_S)

@@ -29,6 +29,7 @@ Answer = tuple[str, float | None, dict[str, float | str], str]  # reason, score,
 
 
 def main(requests_fd: int, results_fd: int) -> None:
+    """Serves until the requests end."""
     serve(requests_fd, results_fd, RewardSpec, _loaded)
 
 
