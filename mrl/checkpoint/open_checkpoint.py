@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mrl.checkpoint.adapter_reader import MergedReader, StoredAdapters, stored_adapters
-from mrl.checkpoint.fp8_reader import Fp8Reader
+from mrl.checkpoint.bfloat16_readers import Fp8Reader, RoundingReader
 from mrl.checkpoint.manifest import (
     CONSTANT,
     HF_FOLDER,
@@ -25,7 +25,6 @@ from mrl.checkpoint.manifest import (
     check_files,
     read_manifest,
 )
-from mrl.checkpoint.rounding_reader import RoundingReader
 from mrl.checkpoint.safetensors_file import ITEM_BYTES
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.checkpoint.stored_boxes import Boxes, BoxReader, TensorFiles

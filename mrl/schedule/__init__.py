@@ -1,7 +1,7 @@
 """State machines of generation, without a clock: what is generated when, with which weights, and how it ends.
 
-    staleness.py     the rules of a schedule, how many groups may be issued at a step, what would deadlock
-    borders.py       in_order: the version of every token as a function of its group and its place
+    staleness.py     the rules of a schedule, how many groups may be issued at a step, what would deadlock;
+                     in_order: the version of every token as a function of its group and position
     groups.py        one group on its way: reserved, running, finished, or evicted by a cause that is counted
     buffer.py        all groups on their way; gives a step its batch
     ledger.py        what was issued and what became of it, as JSON in a checkpoint

@@ -15,11 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mrl.schedule.borders import request_end, version_of
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.engine_loads import EngineLoads
 from mrl.schedule.groups import Cause, Group
 from mrl.schedule.lines import AheadLine, InLine, ReadyLine
+from mrl.schedule.staleness import request_end, version_of
 
 
 @dataclass(frozen=True)

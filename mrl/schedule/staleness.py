@@ -5,6 +5,20 @@ issued, including trained and excluding evicted ones. Of these, step x batch hav
 (max_staleness + 1) x batch groups exist at once.
 
 At staleness 0, in order, engines and ranks work one after the other. This is the synchronous schedule.
+
+In order, the version of each token is a function of its group and position, without a clock (`version_of`). A group is
+issued with the weights of version `begun` and trained by step `trained`. Each version generates `quota` tokens, and the
+last one, `trained`, all the rest:
+
+    tokens    0 ...... quota ...... 2 quota ...... its end
+    version   begun    begun + 1    ...            trained at most
+
+If nothing is dropped, a step trains on the next `batch` numbers. Then `begun` and `trained` follow from the number
+alone.
+
+Requests end at multiples of the quota, even if the weights stay the same (`request_end`). An engine restarts its random
+numbers with each request, and a step's groups are known only when those before them are judged. A response that has its
+tokens of this version waits. So weights change only while no request is running, and each request has one version.
 """
 
 from collections.abc import Iterator
@@ -131,3 +145,13 @@ def violations(schedule: Schedule) -> Iterator[Violation]:
     if schedule.segment_tokens is not None and schedule.segment_tokens < 1:
         why = "a response that may add no token by any weights but the last is made while its step waits for it"
         yield Violation("segment_tokens", "must be at least 1", why, (1, None))
+
+
+def version_of(token: int, begun: int, trained: int, quota: int) -> int:
+    """Returns the version of the weights that generate the `token`-th (from 0) token of a response."""
+    return min(trained, begun + token // quota)
+
+
+def request_end(kept: int, quota: int, max_tokens: int) -> int:
+    """Returns the length of a response after the request that continues at `kept`, unless it ends earlier by itself."""
+    return min(max_tokens, (kept // quota + 1) * quota)

@@ -19,7 +19,6 @@ from mrl.errors import Interrupted, NumericAbort
 from mrl.record.attempts import attempt, read_attempts
 from mrl.record.run_dir import RunDir, json_line, read_metrics
 from mrl.record.shown_rows import extreme_rows, read_shown_rows, write_shown_rows
-from mrl.tools.report.at_checkpoints import APART_S, ReportView, report_at_the_end
 from mrl.tools.report.columns import STEP, Curve, curves_of
 from mrl.tools.report.heldout import Response, differences, paired, prompt_means
 from mrl.tools.report.html import page_html
@@ -29,6 +28,7 @@ from mrl.tools.report.samples import decoder, looked_at, tokens_of
 from mrl.tools.report.sections import curve_charts, run_page
 from mrl.tools.report.settings import read_settings
 from mrl.tools.report.verdict import verdict
+from mrl.tools.report.write import APART_S, ReportView, report_at_the_end
 
 RISING = {0: [0.0] * 8 + [1.0] * 8, 6: [0.0] * 2 + [1.0] * 14}
 
@@ -484,7 +484,7 @@ def test_reports_of_a_run_that_goes_on_come_after_saves_and_not_too_often(tmp_pa
         def wait(self, timeout):
             return self.ended
 
-    monkeypatch.setattr("mrl.tools.report.at_checkpoints.subprocess.Popen", Process)
+    monkeypatch.setattr("mrl.tools.report.write.subprocess.Popen", Process)
     (tmp_path / "logs").mkdir()
     view = ReportView(tmp_path, lambda step: step % 2 == 0, lambda: now[0])
     for step, at in ((2, 1.0), (3, APART_S + 1), (4, APART_S + 2), (6, APART_S + 3), (8, 3 * APART_S)):
