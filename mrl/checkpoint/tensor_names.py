@@ -15,17 +15,19 @@ def tensor_names(names: Iterable[str]) -> TensorNames:
     """Shortens many names to patterns and their numbers."""
     found: dict[str, list[set[int]]] = {}
     for pattern, numbers in map(_split, names):
-        places = found.setdefault(pattern, [set() for _ in numbers])
-        for place, number in zip(places, numbers, strict=True):
-            place.add(number)
-    return {pattern: [sorted(place) for place in places] for pattern, places in found.items()}
+        positions = found.setdefault(pattern, [set() for _ in numbers])
+        for position, number in zip(positions, numbers, strict=True):
+            position.add(number)
+    return {pattern: [sorted(position) for position in positions] for pattern, positions in found.items()}
 
 
 def may_hold(short: TensorNames, name: str) -> bool:
     """Tells whether `name` may be one of the names in `short`."""
     pattern, numbers = _split(name)
-    places = short.get(pattern)
-    return places is not None and all(number in place for number, place in zip(numbers, places, strict=True))
+    positions = short.get(pattern)
+    return positions is not None and all(
+        number in position for number, position in zip(numbers, positions, strict=True)
+    )
 
 
 def _split(name: str) -> tuple[str, list[int]]:

@@ -69,7 +69,7 @@ class EngineFleet:
         self._clock = clock
         self._lock = threading.RLock()
         self._engines = list(dict.fromkeys(map(engine_of, processes.names)))
-        self.machine = Fleet(self._engines, limit=0)
+        self.states = Fleet(self._engines, limit=0)
         self._note: Note = _nowhere
         self.may_start = True  # False while ranks use the engines' devices
         self._starts: dict[str, tuple[float, dict[str, ray.ObjectRef]]] = {}  # deadline and answers of each start
@@ -83,22 +83,22 @@ class EngineFleet:
 
         `note` records each restart.
         """
-        self.machine.limit = limit
-        self.machine.least = least
+        self.states.limit = limit
+        self.states.least = least
         self._note = note
 
     def spent_at(self, restarts: Iterable[tuple[str, int]]) -> None:
         """Counts restarts in earlier starts of the run, each with its version. A new start grants no further ones."""
         for engine, version in restarts:
             if engine in self._engines:
-                self.machine.spent_at(engine, version)
+                self.states.spent_at(engine, version)
 
     def stand_for(self, before: "EngineFleet") -> None:
         """Takes over the counts of `before`, whose engines these replace.
 
         Engines that were retired there stay retired.
         """
-        self.machine.spent_before(before.machine)
+        self.states.spent_before(before.states)
         self._away = dict(before._away)
         self._seconds = before._seconds
         self._counts = before._counts
@@ -115,31 +115,31 @@ class EngineFleet:
                     raise error
 
     def _charge(self, engine: str, why: str) -> bool:
-        before = self.machine.epoch(engine)
-        may_start = self.machine.charge(engine, why)
-        if self.machine.epoch(engine) != before:
+        before = self.states.epoch(engine)
+        may_start = self.states.charge(engine, why)
+        if self.states.epoch(engine) != before:
             self._note_start(engine)
         return may_start
 
     def _note_start(self, engine: str) -> None:
-        self._note(engine, self.machine.version, self.machine.why(engine))
+        self._note(engine, self.states.version, self.states.why(engine))
 
     # ------------------------------------------------------------ which engines are present
 
     def epochs(self) -> dict[str, int]:
         """Returns the current epoch of each engine, for `loses`."""
         with self._lock:
-            return {engine: self.machine.epoch(engine) for engine in self._engines}
+            return {engine: self.states.epoch(engine) for engine in self._engines}
 
     def starts(self, engines: Iterable[int]) -> dict[int, int]:
         """Returns the current epoch of these engines. A restarted engine has no former connections."""
         with self._lock:
-            return {engine: self.machine.epoch(self._engines[engine]) for engine in engines}
+            return {engine: self.states.epoch(self._engines[engine]) for engine in engines}
 
     def serving(self) -> dict[str, ServingProcess]:
         """Returns the processes that have requests or may get some, by name."""
         with self._lock:
-            epochs = self.machine.serving()
+            epochs = self.states.serving()
             each = zip(self._processes.names, self._processes.workers, strict=True)
             found = ((name, engine_of(name), worker) for name, worker in each)
             return {name: ServingProcess(epochs[engine], worker) for name, engine, worker in found if engine in epochs}
@@ -147,23 +147,23 @@ class EngineFleet:
     def reached(self) -> set[int]:
         """Returns the numbers of engines that answer and take part in weight syncs."""
         with self._lock:
-            return self._numbers(self.machine.those(*REACHED))
+            return self._numbers(self.states.those(*REACHED))
 
     def stale(self) -> set[int]:
         """Returns the numbers of engines that need the current weights."""
         with self._lock:
-            return self._numbers(self.machine.those(STALE))
+            return self._numbers(self.states.those(STALE))
 
     @property
     def none_ready(self) -> bool:
         """Tells whether no engine generates."""
         with self._lock:
-            return not self.machine.those(READY)
+            return not self.states.those(READY)
 
     @property
     def version(self) -> int:
         """The version of the current weights."""
-        return self.machine.version
+        return self.states.version
 
     def _numbers(self, engines: Iterable[str]) -> set[int]:
         return {self._engines.index(engine) for engine in engines}
@@ -176,32 +176,32 @@ class EngineFleet:
         `asked` are the epochs at the time of the call. Raises LostProcess if too few engines are left.
         """
         names = list(dict.fromkeys(map(engine_of, processes_of(error))))
-        if not self.machine.limit or not isinstance(error, LostProcess) or not names:
+        if not self.states.limit or not isinstance(error, LostProcess) or not names:
             return False
         if not set(names) <= set(self._engines):
             return False
         with self._lock:
             for engine in names:
-                if asked.get(engine) == self.machine.epoch(engine):
+                if asked.get(engine) == self.states.epoch(engine):
                     self._lose(engine, str(error))
         return True
 
     def _lose(self, engine: str, why: str) -> None:
-        epoch = self.machine.epoch(engine)
-        if not self.machine.error(engine, epoch, why):
+        epoch = self.states.epoch(engine)
+        if not self.states.error(engine, epoch, why):
             return
         self._away.setdefault(engine, self._clock())
         self._starts.pop(engine, None)
         print(f"{engine} is lost: {why}", flush=True)
         self._processes.end(self._engines.index(engine))
-        self.machine.exit(engine, epoch)
+        self.states.exit(engine, epoch)
         if self.may_start:
             self._start(engine)
 
     def _start(self, engine: str) -> None:
-        if self.machine.start(engine) is None:
-            print(f"{engine} was lost {self.machine.limit + 1} times, and is not started again", flush=True)
-            if why := self.machine.shortage():
+        if self.states.start(engine) is None:
+            print(f"{engine} was lost {self.states.limit + 1} times, and is not started again", flush=True)
+            if why := self.states.shortage():
                 raise concerning(LostProcess(why), engine)
             return
         self._note_start(engine)
@@ -215,7 +215,7 @@ class EngineFleet:
         """
         with self._lock:
             if self.may_start:
-                for engine in self.machine.those(DEAD):
+                for engine in self.states.those(DEAD):
                     self._start(engine)
             for engine, (late_at, answers) in list(self._starts.items()):
                 self._look_at(engine, late_at, answers)
@@ -241,7 +241,7 @@ class EngineFleet:
             for engine in list(self._starts):
                 del self._starts[engine]
                 self._processes.end(self._engines.index(engine))
-                self.machine.exit(engine, self.machine.epoch(engine))
+                self.states.exit(engine, self.states.epoch(engine))
 
     def allow_starts(self) -> None:
         """Frees the engines' devices for engines, so that `collect` starts those that were lost meanwhile."""
@@ -264,7 +264,7 @@ class EngineFleet:
             if len(there) == len(refs):
                 self._processes.note_place(self._engines.index(engine))
                 del self._starts[engine]
-                self.machine.started(engine, self.machine.epoch(engine))
+                self.states.started(engine, self.states.epoch(engine))
                 print(f"{engine} has started again", flush=True)
             elif self._clock() > late_at:
                 self._lose(engine, f"it did not start within {self._start_s:g} s")
@@ -277,21 +277,21 @@ class EngineFleet:
         """Records that digests have verified the weights of `version` in these engines."""
         with self._lock:
             for engine in map(self._engines.__getitem__, engines):
-                self.machine.verified(engine, self.machine.epoch(engine), version)
+                self.states.verified(engine, self.states.epoch(engine), version)
 
     def committed(self, engines: Iterable[int], version: int) -> None:
         """Records that these engines serve `version`, which becomes current even if no engine is left."""
         with self._lock:
-            self.machine.advance(version)
+            self.states.advance(version)
             for engine in map(self._engines.__getitem__, engines):
-                if self.machine.committed(engine, self.machine.epoch(engine), version) and engine in self._away:
+                if self.states.committed(engine, self.states.epoch(engine), version) and engine in self._away:
                     self._seconds += self._clock() - self._away.pop(engine)
                     print(f"{engine} serves again, weights of step {version}", flush=True)
 
     def rewind(self, version: int) -> None:
         """Records that ranks hold the weights of `version` again, and that every engine has dropped its requests."""
         with self._lock:
-            self.machine.rewind(version)
+            self.states.rewind(version)
 
     # ------------------------------------------------------------ what is counted
 
@@ -303,7 +303,7 @@ class EngineFleet:
     def late(self, engine: str, epoch: int, answers: int) -> None:
         """Counts answers of an engine that was lost, which are ignored."""
         with self._lock:
-            self.machine.progress(engine_of(engine), epoch, answers)
+            self.states.progress(engine_of(engine), epoch, answers)
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call."""
@@ -312,8 +312,8 @@ class EngineFleet:
             seconds = self._seconds + sum(now - since for since in self._away.values())
             self._away = dict.fromkeys(self._away, now)
             self._seconds = 0.0
-            counts = self._counts + self.machine.counts - self._told
-            self._told = Counter(self.machine.counts)
+            counts = self._counts + self.states.counts - self._told
+            self._told = Counter(self.states.counts)
             self._counts = Counter()
             return {
                 "fleet/lost": float(counts["lost"]),
@@ -321,6 +321,6 @@ class EngineFleet:
                 "fleet/requests_again": float(counts["requests_again"]),
                 "fleet/late_answers": float(counts["late"]),
                 "fleet/quarantined": float(counts["quarantined"]),
-                "fleet/engines_ready": float(len(self.machine.those(READY))),
+                "fleet/engines_ready": float(len(self.states.those(READY))),
                 "fleet/seconds_lost": seconds,
             }

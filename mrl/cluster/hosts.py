@@ -72,7 +72,7 @@ class Hosts:
         sets the pace.
         """
         speeds = self.speeds()
-        print("\n".join(_in_words(speeds)), flush=True)
+        print("\n".join(_describe(speeds)), flush=True)
         return Peak.of(self._deployment, speeds)
 
     def memory_used(self) -> int:
@@ -119,7 +119,7 @@ def first_of_each(values: Iterable[str]) -> list[int]:
     return list(positions.values())
 
 
-def _in_words(speeds: list[Speed]) -> list[str]:
+def _describe(speeds: list[Speed]) -> list[str]:
     kinds: dict[str, list[float]] = {}
     for speed in speeds:
         kinds.setdefault(speed.device, []).append(speed.measured)

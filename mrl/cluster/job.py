@@ -99,7 +99,7 @@ def _faults(content: dict[str, Any]) -> Iterator[str]:
     """Yields faults in the values of known entries."""
     for name, value in content.items():
         if not isinstance(value, _KNOWN[name]):
-            yield f"{name}: must be {_in_words(_KNOWN[name])}"
+            yield f"{name}: must be {_type_names(_KNOWN[name])}"
     excludes = content.get("excludes", [])
     if not all(isinstance(pattern, str) for pattern in excludes):
         yield "excludes: must be a list of texts"
@@ -108,7 +108,7 @@ def _faults(content: dict[str, Any]) -> Iterator[str]:
         yield f"working_dir: {sent} is not here; a relative path starts at the current directory, {Path.cwd()}"
 
 
-def _in_words(kinds: tuple[type, ...]) -> str:
+def _type_names(kinds: tuple[type, ...]) -> str:
     *first, last = [_IN_WORDS[kind] for kind in kinds]
     if first:
         return f"{', '.join(first)} or {last}"

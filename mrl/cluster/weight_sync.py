@@ -24,8 +24,8 @@ from mrl.model import read_hf_config
 from mrl.remote.calls import gather, settle
 from mrl.remote.deadlines import LEAST_S, Deadlines
 from mrl.remote.process_logs import concerning
-from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, p2p_members, routes_in_words
-from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, disagreements, in_words, replica_faults
+from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, describe_routes, p2p_members
+from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, describe, disagreements, replica_faults
 from mrl.units import GIB, MIB
 from mrl.vllm.requests import rank_name
 
@@ -224,7 +224,7 @@ class WeightSync:
             elif faults:
                 progress.reasons[engine] = faults[0]
             elif engine in differing:
-                progress.reasons[engine] = in_words(differing[engine])
+                progress.reasons[engine] = describe(differing[engine])
             else:
                 progress.verified[engine] = answer
         progress.fenced -= progress.verified.keys()
@@ -269,7 +269,7 @@ class WeightSync:
 
         Communicators and staging memory are only made in the first sync.
         """
-        if kernels := _kernels_in_words([report.get("kernels", {}) for report in receives]):
+        if kernels := _describe_kernels([report.get("kernels", {}) for report in receives]):
             print(f"engines: {kernels}")
         free_of_engines = [report.get("free_bytes") for report in receives]
         if known := [nbytes for nbytes in (*free, *free_of_engines) if nbytes is not None]:
@@ -312,7 +312,7 @@ class WeightSync:
         gather(refs, limit, "connecting the weight sync")
         self.engines.call("release_arenas", engines=engines)
         self._met = met
-        print(f"weight sync: {routes_in_words(self.setup)}")
+        print(f"weight sync: {describe_routes(self.setup)}")
 
     def _count_weights(self, answers: Mapping[str, Any]) -> None:
         """Counts the bytes of each engine's weights. `answers` also has those of ranks, which are ignored."""
@@ -381,7 +381,7 @@ def _sending_faults(sends: Sequence[Report | Exception]) -> list[str]:
         return errors
     stale = replica_faults(sends)
     if stale:
-        return [in_words(stale)]
+        return [describe(stale)]
     return []
 
 
@@ -392,7 +392,7 @@ def _by_engine(differing: list[Disagreement]) -> dict[int, list[Disagreement]]:
     return groups
 
 
-def _kernels_in_words(of_workers: Sequence[Mapping[str, Sequence[str]]]) -> str:
+def _describe_kernels(of_workers: Sequence[Mapping[str, Sequence[str]]]) -> str:
     """Names the kernels of attention and experts over all workers; empty if no worker tells."""
     words = []
     for part, title in _KERNELS.items():

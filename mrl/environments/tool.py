@@ -124,7 +124,7 @@ class Tool:
             return f"{(missing or unknown)[0]!r} is {'missing' if missing else 'unknown'}; it takes {takes}"
         for name, value in arguments.items():
             if not _fits(value, properties[name]):
-                return f"{name!r} is not of the kind {_in_words(properties[name])}: {str(value)[:80]}"
+                return f"{name!r} is not of the kind {_describe(properties[name])}: {str(value)[:80]}"
         return None
 
 
@@ -189,7 +189,7 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     return value in schema.get("enum", [value])
 
 
-def _in_words(schema: Mapping[str, Any]) -> str:
+def _describe(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return " or ".join(map(repr, schema["enum"]))
     return schema["type"]

@@ -249,7 +249,7 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
             "prompt_ids": _lists(pa.array(samples.token_ids[of_prompts]), samples.prompt_lengths),
             "response_ids": _lists(pa.array(samples.token_ids[~of_prompts]), samples.response_lengths),
             "rollout_log_probs": _lists(pa.array(samples.rollout_log_probs), samples.response_lengths),
-            "stop_reason": _in_words(samples.stop_reason),
+            "stop_reason": _as_words(samples.stop_reason),
             "weight_version": _lists(spans, samples.span_counts),
             **own_columns,
             "reward": pa.array(others, pa.string()),
@@ -269,14 +269,14 @@ def _table_of_turns(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Tabl
     samples = with_turns(samples)
     turns = {
         "first_token": pa.array(samples.turn_starts),
-        "stop_reason": _in_words(samples.turn_stops),
+        "stop_reason": _as_words(samples.turn_stops),
         "calls": pa.array(samples.turn_calls),
         "seconds": pa.array(samples.turn_seconds),
         "reward": pa.array(samples.turn_rewards),
     }
     calls = {
         "name": pa.array([name.decode() for name in samples.call_names.tolist()], pa.string()),
-        "reason": _in_words(samples.call_reasons, CALL_REASONS),
+        "reason": _as_words(samples.call_reasons, CALL_REASONS),
         "seconds": pa.array(samples.call_seconds),
     }
     table = _table(samples, rewards)
@@ -296,7 +296,7 @@ def _structs(columns: Mapping[str, pa.Array], counts: np.ndarray) -> pa.Array:
     return _lists(pa.StructArray.from_arrays(list(columns.values()), list(columns)), counts)
 
 
-def _in_words(reasons: np.ndarray, words: Sequence[str] = STOP_REASONS) -> pa.Array:
+def _as_words(reasons: np.ndarray, words: Sequence[str] = STOP_REASONS) -> pa.Array:
     return pa.DictionaryArray.from_arrays(pa.array(reasons, pa.int8()), list(words)).dictionary_decode()
 
 

@@ -131,7 +131,7 @@ def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
     return "shm"
 
 
-def routes_in_words(setup: SyncSetup) -> str:
+def describe_routes(setup: SyncSetup) -> str:
     """Describes, at the start of a run, how many pairs of rank and worker each transport serves."""
     reach = get_hosting(setup.dialect).memory_reach
     workers = [setup.places.workers[number] for number in setup.workers]

@@ -126,7 +126,7 @@ def replica_faults(sends: Iterable[Report]) -> list[str]:
     return faults
 
 
-def in_words(faults: Sequence[Disagreement | str]) -> str:
+def describe(faults: Sequence[Disagreement | str]) -> str:
     """Describes the first few faults, and says how many more there are."""
     more = ""
     if len(faults) > _NAMED:

@@ -249,7 +249,7 @@ def lose(world: FakeCluster, engine: int) -> None:
 def come_back(world: FakeCluster, engine: int) -> None:
     name = f"engine {engine}"
     del world.fleet._starts[name]
-    assert world.fleet.machine.started(name, world.fleet.machine.epoch(name))
+    assert world.fleet.states.started(name, world.fleet.states.epoch(name))
 
 
 def workers_of(world: FakeCluster) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mrl.platforms.inventory import LAYER_PROBES, TORCH_PROBES
-from mrl.tools.doctor.machine import Finding, failure, ok, warning
+from mrl.tools.doctor.host_facts import Finding, failure, ok, warning
 
 DEADLINE_S = 8.0
 _SHOWN = 1000  # characters of a program's last line; faults between nodes are one line

@@ -25,7 +25,7 @@ _LEFT_BEHIND = ("psm_*", "vllm_dist_*", f"{BUCKET_FOLDER}*")
 
 
 @dataclass(frozen=True)
-class Machine:
+class HostFacts:
     """The facts that checks use. Sizes are in GiB."""
 
     device: str
@@ -50,11 +50,11 @@ class Machine:
     sandbox_fault: str | None = None  # why programs of a model cannot be confined
 
 
-def read_machine(device: str, ports: Iterable[int], nnodes: int = 1) -> Machine:
+def read_host(device: str, ports: Iterable[int], nnodes: int = 1) -> HostFacts:
     """Reads everything in well under a second, except drivers (at most 5 s)."""
     size, _, free = shutil.disk_usage(_SHM) if Path(_SHM).is_dir() else (0, 0, 0)
     locked, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC))
-    return Machine(
+    return HostFacts(
         device=device,
         python=sys.version_info[:2],
         versions=installed_versions(),
