@@ -43,7 +43,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise ValueError(f"more than {limit} bytes, which is the most that is read of such a file")
+        raise ValueError(f"larger than {limit} bytes, the limit for such a file")
     return data
 
 
@@ -85,7 +85,7 @@ def read_settings(path: Path, limit: int) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise EnvironmentFault(f"{path} cannot be read as JSON: {reason(error)}") from None
     if not isinstance(settings, dict):
-        raise EnvironmentFault(f"{path} holds no JSON object")
+        raise EnvironmentFault(f"{path} does not hold a JSON object")
     return settings
 
 
@@ -109,12 +109,12 @@ def check_output(path: Path, inputs: tuple[Path, ...] = (), begins: bytes = b"")
     if stat.S_ISDIR(mode):
         return  # a file never replaces a folder
     if not stat.S_ISREG(mode):
-        raise ConfigError(f"{path} is {_kind(mode)}, which is not replaced; name a file")
+        raise ConfigError(f"{path} is {_kind(mode)}, which is never replaced; name a file")
     if any(other.exists() and os.path.samefile(path, other) for other in inputs):
-        raise ConfigError(f"{path} is one of the files that are read; name another one")
+        raise ConfigError(f"{path} is one of the input files; name another one")
     with os.fdopen(open_regular(path), "rb") as file:
         if file.read(len(begins)) != begins:
-            raise ConfigError(f"{path} is there already and no older one of what is written; name another file")
+            raise ConfigError(f"{path} exists and is another kind of file than the output; name another file")
 
 
 def _refuse_other_kinds(status: os.stat_result, path: Path) -> None:
@@ -129,7 +129,7 @@ def _kind(mode: int) -> str:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _int(text: str) -> int:

@@ -351,8 +351,8 @@ def check_digest(folder: Path, name: str, files: FileFacts) -> None:
         actual = file_facts(folder / name)
     except OSError as error:
         raise EnvironmentFault(
-            f"{folder / name} cannot be read ({error.strerror}); if it stays so, move {folder} away: then an older "
-            "checkpoint is taken"
+            f"{folder / name} cannot be read ({error.strerror}); if this persists, move {folder} away, then an older "
+            "checkpoint is used"
         ) from error
     if actual != files[name]:
         raise DamagedCheckpoint(

@@ -218,7 +218,7 @@ def open_merged(folder: Path, base: Path | None = None) -> Checkpoint:
     path = base or Path(said["path"])
     if not path.is_dir():
         raise ConfigError(
-            f"{folder}: adapters on the model in {path}, which is not there; say with --base where it is, or put it "
+            f"{folder}: adapters on the model in {path}, which does not exist; name its folder with --base, or put it "
             "back"
         )
     if base_digest(path) != said["digest"]:

@@ -194,7 +194,7 @@ def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
 
 def _check_model(actor, manifest: Manifest, folder: Path) -> None:
     if model_spec(manifest.hf_config) != actor.model:
-        raise EnvironmentFault(f"{folder}: a checkpoint of another model than model.path {actor.config.model.path}")
+        raise EnvironmentFault(f"{folder}: not a checkpoint of the model in model.path {actor.config.model.path}")
     if bool(manifest.adapters) != (actor.lora is not None):
         kind = "adapters alone" if manifest.adapters else "whole weights"
         raise EnvironmentFault(

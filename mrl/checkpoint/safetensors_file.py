@@ -131,7 +131,7 @@ def write_at(handle: int, view: memoryview, at: int) -> None:
             _give_up_direct(handle)  # the file system accepts the flag but not the writes, or no longer
             count = os.pwrite(handle, view, at)
         if count == 0:
-            raise OSError(errno.EIO, f"the file system takes none of {len(view)} bytes and names no reason")
+            raise OSError(errno.EIO, f"the file system writes none of {len(view)} bytes and gives no reason")
         view = view[count:]
         at = at + count
 

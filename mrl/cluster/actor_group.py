@@ -143,11 +143,11 @@ class ActorGroup:
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=SETTLE_S)
         silent = [name for name, ref in asked.items() if ref not in ready]
         if silent and len(silent) < len(asked):
-            words = f"{', '.join(silent)} did not even say where it is: stopped, or cut off"
-            return concerning(Late(f"{error}; {words}; where the others are stands in logs/*.stacks"), *silent)
-        where = "where they are stands in logs/*.stacks"
+            words = f"{', '.join(silent)} did not even write its stacks: stopped, or cut off"
+            return concerning(Late(f"{error}; {words}; the stacks of the others are in logs/*.stacks"), *silent)
+        where = "their stacks are in logs/*.stacks"
         if silent:
-            where = "none of them said where it is"
+            where = "none of them could write its stacks"
         return concerning(Late(f"{error}; {where}"), *processes_of(error))
 
     def refs_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, ray.ObjectRef]:

@@ -76,7 +76,7 @@ def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
         raise ConfigError(f"--runtime-env {path} cannot be read: {reason(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("env_vars", {}), dict):
         raise ConfigError(
-            f"--runtime-env {path}: a mapping with working_dir, excludes and env_vars (a mapping) is wanted"
+            f"--runtime-env {path}: must be a mapping with working_dir, excludes and env_vars (a mapping)"
         )
     variables = content.get("env_vars", {})
     wrong = [name for name, value in variables.items() if not isinstance(value, str)]
@@ -86,7 +86,7 @@ def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
         )
     if unknown := [str(name) for name in content if name not in _KNOWN]:
         raise ConfigError(
-            f"--runtime-env {path}: {', '.join(unknown)}: Ray knows no such entry; the file may be of another version "
+            f"--runtime-env {path}: {', '.join(unknown)}: Ray does not know it; the file may be for another version "
             f"(known: {', '.join(_KNOWN)})"
         )
     for fault in _faults(content):

@@ -106,7 +106,7 @@ def check_dashboard(address: str) -> None:
         host = parts.hostname or address.partition(":")[0]
         host = "HOST" if host in ("", "auto", "http", "https") else host
         raise ConfigError(
-            f"--address {address} (or RAY_API_SERVER_ADDRESS): the dashboard's address is wanted, as http://{host}:8265"
+            f"--address {address} (or RAY_API_SERVER_ADDRESS): must be the dashboard's address, as http://{host}:8265"
         )
     token = None
     if os.environ.get(_MODE) == "token":
@@ -142,7 +142,7 @@ def no_dashboard(address: str, why: str) -> str:
 def _another_token(address: str, key: str) -> str:
     named = _TOKEN if os.environ.get(_TOKEN) else str(_token_file())
     return (
-        f"the head at {address} is of another token, somebody else's perhaps: the one in {named} is not its own. Copy "
+        f"the head at {address} requires another token than the one in {named}; it may be somebody else's. Copy "
         f"it from the head's host, or name a head of yours ({key})"
     )
 
@@ -151,7 +151,7 @@ def unreachable(address: str, why: str) -> EnvironmentFault:
     """Returns the error for a cluster that cannot be joined."""
     return EnvironmentFault(
         f"no Ray head answers at {address} (from cluster.address or $RAY_ADDRESS): {why}; start one with "
-        "launch/start_head.sh and give HOST:6379, or unset both and the run starts a cluster of its own"
+        "launch/start_head.sh and give HOST:6379, or unset both, so that the run starts its own cluster"
     )
 
 
@@ -206,7 +206,7 @@ def refuse_open_ray() -> None:
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode != "token" and os.environ.get(OPEN_RAY) != "1":
         raise EnvironmentFault(
-            f"RAY_AUTH_MODE={mode}: whoever reaches this host could have Ray run anything; unset it, or set "
+            f"RAY_AUTH_MODE={mode}: anybody who reaches this host could make Ray run anything; unset it, or set "
             f"{OPEN_RAY}=1 where the network itself keeps others out"
         )
 
@@ -338,7 +338,9 @@ def check_size(
     }
     if not short:
         return
-    lines = [f"{name}: the run needs {amount:g}, {have.get(name, 0.0):g} are there" for name, amount in short.items()]
+    lines = [
+        f"{name}: the run needs {amount:g}, the cluster has {have.get(name, 0.0):g}" for name, amount in short.items()
+    ]
     cluster = deployment.cluster
     raise EnvironmentFault(
         f"the cluster is too small: {'; '.join(lines)}. {deployment.layout.world_size if actor else 0} actor ranks "

@@ -368,7 +368,7 @@ class EngineWorker:
         Raises ValueError for another name, and the engine's error in a state in which it refuses.
         """
         if verb not in CONTROL_VERBS:
-            raise ValueError(f"an engine was asked to {verb}, which is none of {', '.join(CONTROL_VERBS)}")
+            raise ValueError(f"an engine has no verb {verb}; allowed: {', '.join(CONTROL_VERBS)}")
         if self.conversations is not None and verb in ("end_requests", "give_up"):
             # first, otherwise an ended request's conversation would issue another one
             await self.conversations.end(*arguments)

@@ -57,7 +57,7 @@ def resolve_agent(spec: ToolsSpec) -> dict[str, Tool]:
     Raises ConfigError for a missing program, and for a file that is missing, fails, or lacks the function.
     """
     if spec.command and shutil.which(spec.command[0]) is None:
-        raise ConfigError(f"rollout.agent.command: there is no program {spec.command[0]!r} that may be run")
+        raise ConfigError(f"rollout.agent.command: no executable program {spec.command[0]!r} was found")
     if spec.command:
         return {AGENT: agent_tool(command_of(spec.command))}
     module = load_module(Path(spec.path), AGENT_KEY)
@@ -93,7 +93,7 @@ def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:
 def _environment(module: ModuleType, name: str, where: str) -> type[Environment]:
     kind = load_function(module, name, where)
     if not isinstance(kind, type) or not issubclass(kind, Environment):
-        raise ConfigError(f"{where}: {name} is no class of mrl.environments.environment.Environment")
+        raise ConfigError(f"{where}: {name} is not a subclass of mrl.environments.environment.Environment")
     return kind
 
 

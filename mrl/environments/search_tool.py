@@ -38,7 +38,7 @@ def search_tool(path: str) -> Tool:
     try:
         index.execute(_FIND, ('"a"', 1)).fetchall()
     except sqlite3.DatabaseError as error:
-        raise ConfigError(f"{where}: is no index that scripts/make_search_index.py wrote: {error}") from error
+        raise ConfigError(f"{where}: is not an index written by scripts/make_search_index.py: {error}") from error
 
     def search(query: str, most: int = 3) -> list:
         """Finds passages with words of the query, the best first.

@@ -65,7 +65,7 @@ class BaseTool:
         self.config = config
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
         if self.tool_schema is None:
-            raise ValueError(f"{type(self).__name__} has no tool_schema, neither in its file nor of its own")
+            raise ValueError(f"{type(self).__name__} has no tool_schema, neither in its file nor in its class")
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:

@@ -126,7 +126,7 @@ def verl_environment(path: str, limits: PythonLimits, network: bool) -> type[Env
         tool = _made(entry, Path(path), own, where)
         name, schema = _schema(tool, where)
         if name in tools:
-            raise ConfigError(f"{where}: a second tool is called {name}: nobody could say which is meant")
+            raise ConfigError(f"{where}: two tools have the name {name}; rename one")
         tools[name] = tool
         schemas[name] = schema
     if len(tools) > MOST_PARTS:
@@ -178,7 +178,7 @@ def _missing(error: ModuleNotFoundError) -> str:
     if str(error.name).partition(".")[0] != "verl":
         return f"its module needs {error.name}, which is not installed"
     return (
-        f"its module needs {error.name} of verl, which is not installed; what stands in for verl is "
+        f"its module needs {error.name} of verl, which is not installed; mrl replaces only "
         f"{', '.join(each for each in STOOD_IN if each.count('.') == 2)}"
     )
 

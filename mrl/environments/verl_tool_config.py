@@ -57,10 +57,10 @@ def problem_of(entry: ToolEntry, path: Path) -> str | None:
     """Returns why its class cannot be loaded without verl, judged by its name; None if nothing is known against it."""
     name = entry.class_name
     if name.startswith("verl.") and name not in STAND_INS:
-        return f"{name} is verl's own and has no stand-in here; these have one: {', '.join(STAND_INS)}"
+        return f"{name} is verl's own and has no replacement here; these have one: {', '.join(STAND_INS)}"
     if name in STAND_INS or root_of(entry, path) is not None:
         return None
-    return f"there is no file of the module {name.rpartition('.')[0]} beside {path.name}, nor in a folder above it"
+    return f"no file was found for the module {name.rpartition('.')[0]} beside {path.name}, nor in a folder above it"
 
 
 def files_of(path: Path) -> list[Path]:

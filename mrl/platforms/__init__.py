@@ -85,7 +85,7 @@ class Platform(Protocol):
 def get_platform(name: str) -> Platform:
     """Returns the platform `name`. Raises ConfigError for an unknown name, EnvironmentFault where it cannot work."""
     if name not in PLATFORMS:
-        raise ConfigError(f"cluster.device: {name!r} is no platform; allowed: {', '.join(PLATFORMS)}")
+        raise ConfigError(f"cluster.device: {name!r} is not a platform; allowed: {', '.join(PLATFORMS)}")
     from mrl.platforms.torch_platforms import CpuPlatform, CudaPlatform, NpuPlatform
 
     return {"cpu": CpuPlatform, "cuda": CudaPlatform, "npu": NpuPlatform}[name]()

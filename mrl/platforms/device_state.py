@@ -114,7 +114,7 @@ def state_checks(kind: str, state: DeviceState) -> Iterator[tuple[str, tuple[str
     yield from ((name, faults.get(name)) for name in told)
     if untold := [name for name in (*_OF_EACH, *_OF_PAIRS) if name not in told]:
         cure = (
-            "run `nvidia-smi` and `nvidia-smi topo -p2p r` here and mend what they say; drivers before R580 may answer "
+            "run `nvidia-smi` and `nvidia-smi topo -p2p r` here and cure what they say; drivers before R580 may answer "
             "in another form"
         )
         yield "GPU state", (f"nvidia-smi did not answer; not judged: {', '.join(untold)}", cure)
@@ -129,7 +129,7 @@ def state_faults(state: DeviceState) -> Iterator[tuple[str, str, str]]:
         cure = "NCCL does not connect partitions: nvidia-smi -mig 0 on the host, or another device"
         yield "partitions", f"MIG is on for {', '.join(parted)}", cure
     if slowed := [f"{gpu.index} ({', '.join(gpu.slowed)})" for gpu in state.gpus if gpu.slowed]:
-        yield "clocks", f"held back by the hardware: {'; '.join(slowed)}", "look at cooling and power of the node"
+        yield "clocks", f"slowed by the hardware: {'; '.join(slowed)}", "look at cooling and power of the node"
     elif lowered := [
         f"{gpu.index} at {gpu.set_mhz:g} of {gpu.highest_mhz:g} MHz" for gpu in state.gpus if _is_low(gpu)
     ]:

@@ -208,7 +208,7 @@ _HOSTING = {
 def get_hosting(device: str) -> Hosting:
     """Returns the hosting of a device by name. Raises EnvironmentFault for an unknown one."""
     if device not in _HOSTING:
-        raise EnvironmentFault(f"cluster.device: {device} is no device; available: {', '.join(_HOSTING)}")
+        raise EnvironmentFault(f"cluster.device: {device} is not a device; available: {', '.join(_HOSTING)}")
     return _HOSTING[device]
 
 

@@ -233,7 +233,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             row = parse_json(line)
             _check_step(row["training/global_step"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}:{number}: not a metrics line ({error!r}); mend or remove the line") from error
+            raise ConfigError(f"{path}:{number}: not a metrics line ({error!r}); repair or remove the line") from error
         yield line, row
 
 

@@ -222,7 +222,7 @@ class RunLock:
                 if time.monotonic() >= deadline:
                     raise EnvironmentFault(
                         f"trainer.run_dir: {self._path} cannot be read ({error.strerror}), so nothing is written into "
-                        f"{self._folder}, which may be another process's by now; see what its disk lacks"
+                        f"{self._folder}, which may belong to another process now; check its disk"
                     ) from error
             time.sleep(ASK_AGAIN_S)
 
@@ -277,9 +277,9 @@ class RunLock:
             now = None
         by = f"{now} has taken it over" if now else f"its lock {self._path.name} is gone"
         return LostLock(
-            f"trainer.run_dir: {self._folder} is not this run's any more: {by}. A run that gives no sign of life for "
-            f"{LEASE_S:.0f} s, as one whose host stood still or was cut off from the disk, may be resumed elsewhere; "
-            "this process ends without writing anything more"
+            f"trainer.run_dir: {self._folder} no longer belongs to this run: {by}. A run without a sign of life for "
+            f"{LEASE_S:.0f} s, because its host was suspended or cut off from the disk, may be resumed elsewhere; "
+            "this process ends without further writes"
         )
 
 
@@ -318,7 +318,7 @@ def _stand_still(
         looked = asked
         seen = read_locks(folder)
         if beating := _beating(found, seen):
-            raise _in_use(beating, folder, "its lock's beat goes on")
+            raise _in_use(beating, folder, "its lock's beat continues")
         if seen != found:
             return False
         if still_s >= LEASE_S:

@@ -34,8 +34,8 @@ class JsonlSink:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise EnvironmentFault(
-                f"{self._path}: the line of step {step} cannot be written ({error.strerror}), and a run without record "
-                "does not go on. Make room and pass --resume"
+                f"{self._path}: the line of step {step} cannot be written ({error.strerror}); without a "
+                "record a run must not continue. Free disk space and pass --resume"
             ) from error
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ def make_sinks(
     info = info or RunInfo()
     for name in names:
         if name not in VIEWS and name != "jsonl":
-            raise ConfigError(f"trainer.logger: {name!r} is no logger; allowed: {', '.join(['jsonl', *VIEWS])}")
+            raise ConfigError(f"trainer.logger: {name!r} is not a logger; allowed: {', '.join(['jsonl', *VIEWS])}")
     views = {name: _view(name, run_dir, total_steps, info) for name in dict.fromkeys(names) if name != "jsonl"}
     return Record(JsonlSink(run_dir.metrics, run_dir.check_lock), {**views, **(more or {})}, info.timeout_s)
 
@@ -151,5 +151,5 @@ def _view(name: str, run_dir: RunDir, total_steps: int, info: RunInfo) -> View:
         fault = EnvironmentFault if isinstance(error, OSError) else ConfigError
         what = f"{type(error).__name__}: {error}"
         raise fault(
-            f"trainer.logger: {name} cannot be started ({what}); mend it, or take {name} off the list"
+            f"trainer.logger: {name} cannot be started ({what}); repair it, or remove {name} from the list"
         ) from error

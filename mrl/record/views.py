@@ -98,7 +98,7 @@ class ViewThread:
             self._left_out = True
         if first:
             log.error(
-                "trainer.logger: %s %s; it is left out from now on, metrics.jsonl goes on",
+                "trainer.logger: %s %s; it is left out from now on; metrics.jsonl continues",
                 self.name,
                 reason,
                 exc_info=error,

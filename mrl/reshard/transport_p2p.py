@@ -40,7 +40,9 @@ class _Group:
             store = dist.PrefixStore(setup.transport["name"], store)
             self.process_group = transfer.point_to_point_group(store, number, size, setup.timeout_s, host)
         except (RuntimeError, ValueError) as error:
-            raise TransferError(f"{self._me} did not meet the other {size - 1} at {host}:{port}: {error}") from error
+            raise TransferError(
+                f"{self._me} did not connect to the other {size - 1} at {host}:{port}: {error}"
+            ) from error
 
     def number(self, side: str, index: int) -> int:
         return self._members.index((side, index))

@@ -57,7 +57,7 @@ def arena_path(setup: SyncSetup, worker: int) -> Path:
     """Returns the file of a worker's arena. Its name belongs to this run alone."""
     name = setup.transport["name"]
     if not re.fullmatch(r"[\w.-]+", name):
-        raise ValueError(f"transport name {name!r} is no file name")
+        raise ValueError(f"transport name {name!r} is not a valid file name")
     return Path(setup.transport.get("folder", "/dev/shm")) / f"{PREFIX}{name}-{worker}"
 
 

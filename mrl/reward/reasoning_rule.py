@@ -35,7 +35,9 @@ def reasoning_gym(
     rows = rows_of(made["dataset"], made["seed"], made["size"], made.get("config", "{}"))
     entry = rows[made["item"]]
     if str(entry["answer"]) != str(ground_truth):
-        raise ValueError(f"row {made['item']} of {made['dataset']} is another one than it was: make the rows anew")
+        raise ValueError(
+            f"row {made['item']} of {made['dataset']} differs from the one that was made: make the rows again"
+        )
     score = float(rows.score_answer(answer, entry))
     return {"score": score, "acc": float(score >= 1.0)}
 

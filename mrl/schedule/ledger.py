@@ -91,7 +91,7 @@ def _check_numbers(ledger: Ledger) -> None:
     if listed != expected:
         wrong = sorted(set(listed) ^ set(expected)) or [n for n in expected if listed.count(n) > 1]
         raise DataError(
-            f"the ledger of groups is damaged: numbers {wrong[:10]} are missing, stand twice or were never issued"
+            f"the ledger of groups is damaged: numbers {wrong[:10]} are missing, doubled or were never issued"
         )
 
 

@@ -240,7 +240,7 @@ def _of_jobs() -> Iterator[Mistake]:
 
 def _of_addresses(submit: str) -> Iterator[Mistake]:
     token = {"RAY_AUTH_TOKEN": "0" * 64}
-    wanted = ["the dashboard's address is wanted, as http://127.0.0.1:8265"]
+    wanted = ["must be the dashboard's address, as http://127.0.0.1:8265"]
     yield Mistake("a job at the port of a head", f"{submit} 127.0.0.1:6379", 2, wanted, token)
     nobody = ["no Ray dashboard answers at http://127.0.0.1:1"]
     yield Mistake("a job where no head is", f"{submit} http://127.0.0.1:1", 4, nobody, token)

@@ -236,7 +236,10 @@ def test_closing_ends_sessions_that_hang():
     [
         (ToolsSpec((), environments=("Chess",)), "'Chess' is not shipped; shipped: guess_the_number"),
         (ToolsSpec((), FILE, environments=("Chess",)), "no function 'Chess'"),
-        (ToolsSpec((), FILE, environments=("Plain",)), "Plain is no class of mrl.environments.environment.Environment"),
+        (
+            ToolsSpec((), FILE, environments=("Plain",)),
+            "Plain is not a subclass of mrl.environments.environment.Environment",
+        ),
         (ToolsSpec((), FILE, environments=("Still",)), "environment 'Still' has no actions"),
         (ToolsSpec((), FILE, environments=("Wordy",)), "'Wordy' declares `parts` that are none: 'left' is str 'many'"),
         (ToolsSpec((), FILE, environments=("Huge",)), "'Huge' declares `parts` that are none: 'left' is too large"),

@@ -112,5 +112,5 @@ def test_an_error_of_the_disk_is_not_taken_for_a_file_system_without_direct_writ
 @pytest.mark.timeout(20)
 def test_a_file_system_that_takes_no_bytes_and_names_no_reason_is_not_asked_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_file.os, "pwrite", lambda handle, view, at: 0)
-    with pytest.raises(OSError, match=f"takes none of {BUFFER_BYTES} bytes"):
+    with pytest.raises(OSError, match=f"writes none of {BUFFER_BYTES} bytes"):
         write(tmp_path / "a", some_bytes(BUFFER_BYTES))

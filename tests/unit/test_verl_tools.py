@@ -173,7 +173,7 @@ REFUSED = {
     "no file": (None, "No such file"),
     "no list": ("tool: 1", "has no list `tools`"),
     "no class": ("tools: [{config: {}}]", "tool 1 has no class_name"),
-    "of verl": ("tools: [{class_name: verl.tools.geo3k_tool.Geo3kTool, config: {type: native}}]", "has no stand-in"),
+    "of verl": ("tools: [{class_name: verl.tools.geo3k_tool.Geo3kTool, config: {type: native}}]", "has no replacement"),
     "without a network": (f"tools: [{{class_name: {SEARCH_R1}, config: {{type: native}}}}]", "network to true"),
     "of MCP": ("tools: [{class_name: a.B, config: {type: mcp}}]", "is of type mcp"),
     "nowhere": ("tools: [{class_name: nowhere.B, config: {}}]", "no file of the module nowhere"),
@@ -184,7 +184,10 @@ REFUSED = {
         yaml.safe_dump({"tools": [{"class_name": "mine.classes.Old", "tool_schema": SCHEMA | {"function": 1}}]}),
         "it cannot be made",
     ),
-    "two of a name": ("tools: [{class_name: mine.classes.Old}, {class_name: mine.classes.Pictures}]", "second tool"),
+    "two of a name": (
+        "tools: [{class_name: mine.classes.Old}, {class_name: mine.classes.Pictures}]",
+        "two tools have the name",
+    ),
     "no YAML": ("tools: [", "tools.yaml"),
 }
 
