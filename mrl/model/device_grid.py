@@ -63,7 +63,7 @@ def unit_size(rollout: RolloutLayout, devices_per_node: int) -> int:
             return size
     raise ConfigError(
         f"rollout.tensor_model_parallel_size = {rollout.tensor} is more than a node's {devices_per_node} devices, "
-        "and an engine's tensor workers stand on one node"
+        "and an engine's tensor workers need one node"
     )
 
 

@@ -121,7 +121,7 @@ def check_own_file(file: Path) -> None:
             return  # the file is missing, which opening it will report
         raise EnvironmentFault(f"{file}: a link that leads nowhere ({error})") from None
     if not real.is_file():
-        raise EnvironmentFault(f"{file}: is no regular file")
+        raise EnvironmentFault(f"{file}: not a regular file")
     repository = folder.parent.parent
     is_cached = folder.parent.name == "snapshots" and repository.name.startswith("models--")
     if real.parent != folder and not (is_cached and real.parent == repository / "blobs"):
@@ -189,7 +189,7 @@ def _under_their_names(path: str | Path, tensors: dict[str, TensorBytes], model:
     for key, stored in tensors.items():
         for inner in inner_tensors(key, stored.shape):
             if inner.name in found:
-                raise EnvironmentFault(f"{path}: {inner.name} is there twice, once of them as {key}; take one away")
+                raise EnvironmentFault(f"{path}: {inner.name} is stored twice, once as {key}; remove one")
             found[inner.name] = replace(stored, shape=inner.shape)
     return found
 
@@ -209,7 +209,7 @@ def _scale_problems(
     name: str, weight: TensorBytes, scale: TensorBytes | None, block: tuple[int, int] | None
 ) -> list[str]:
     if block is None:
-        return [f"{name} is {weight.dtype}, of which the quantization_config in config.json says nothing"]
+        return [f"{name} is {weight.dtype}, but config.json has no quantization_config for it"]
     if weight.dtype != FP8 or len(weight.shape) != len(block):
         return [f"{name} is {weight.dtype} of shape {list(weight.shape)}: only matrices of {FP8} are read"]
     if scale is None:

@@ -106,6 +106,6 @@ def _reason(error: Exception) -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return "it is not in the cache, and HF_HUB_OFFLINE says not to look further"
+        return "the cache does not have it, and HF_HUB_OFFLINE forbids fetching"
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}"

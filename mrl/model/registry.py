@@ -234,7 +234,7 @@ def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
         spec.max_position_embeddings,
     )
     spec = replace(spec, max_position_embeddings=longer)
-    return spec, f"model.path {path} is not on this machine: the published configuration of {name} stands in for it"
+    return spec, f"model.path {path} is not on this machine: the published configuration of {name} is used instead"
 
 
 def _plain(name: str) -> str:

@@ -156,7 +156,7 @@ def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout
     Raises ConfigError if `problem.megatron` is not a version.
     """
     if release_of(problem.megatron) is None:
-        raise ConfigError(f"--megatron {problem.megatron}: is no version of megatron-core, such as {MEGATRON}")
+        raise ConfigError(f"--megatron {problem.megatron}: not a version of megatron-core, such as {MEGATRON}")
     model = problem.model
     world = problem.devices
     # adapters need whole heads

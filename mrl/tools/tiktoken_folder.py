@@ -134,7 +134,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         raise EnvironmentFault(f"{file} cannot be read as a vocabulary of tiktoken: {reason(error)}") from None
     bytes_alone = {bytes([byte]) for byte in range(256)}
     if len(ranks) != len(pairs) or sorted(ranks.values()) != list(range(len(ranks))) or not bytes_alone <= ranks.keys():
-        raise EnvironmentFault(f"{file}: a token twice, a rank left out, or a byte that is no token")
+        raise EnvironmentFault(f"{file}: a doubled token, a missing rank, or a byte that is not a token")
     return ranks
 
 

@@ -208,7 +208,7 @@ def of_no_matrix(tensors):
         (
             len,
             {"quantization_config": None},
-            "of which the quantization_config in config.json says nothing",
+            "but config.json has no quantization_config for it",
         ),
     ],
 )

@@ -339,7 +339,7 @@ def test_a_run_whose_lines_are_missing_is_not_finished(tmp_path, lost, words, to
         run.metrics.write_text(json_line({STEP: 0}))
     said = verdict(read_run(run.path))
     assert f"Ended with exit code 0, but metrics.jsonl has no line of {words}. " in said.headline
-    assert said.tone == "bad" and "Finished" not in said.headline and "bring metrics.jsonl back" in said.next_steps[0]
+    assert said.tone == "bad" and "Finished" not in said.headline and "restore metrics.jsonl" in said.next_steps[0]
 
 
 def test_a_gap_of_a_run_that_was_stopped_or_goes_on_is_said_beside_why(tmp_path):

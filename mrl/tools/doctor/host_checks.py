@@ -58,7 +58,7 @@ def _devices(host: HostFacts) -> Finding:
 def _visible(host: HostFacts) -> Finding:
     if faults := visible_faults(host.device, host.devices.count, host.environment):
         return failure("visible devices", "; ".join(faults), "unset the variable; Ray sets it for each process")
-    return ok("visible devices", "not restricted, or to devices that are there")
+    return ok("visible devices", "not restricted, or restricted to existing devices")
 
 
 def _ports(host: HostFacts) -> Finding:
@@ -167,7 +167,7 @@ def cluster_checks(host: HostFacts) -> Iterator[Finding]:
     """Yields findings on Ray's address and token."""
     address = host.environment.get("RAY_ADDRESS")
     if address in (None, "", "local"):
-        yield ok("ray address", "RAY_ADDRESS is not set: a run starts a cluster of its own on this host")
+        yield ok("ray address", "RAY_ADDRESS is not set: a run starts its own cluster on this host")
     yield _authentication(host)
 
 

@@ -37,7 +37,7 @@ _BRIDGE = "import mbridge, megatron.core; print('mbridge and megatron-core', meg
 _VLLM = (
     "import vllm, vllm.distributed.weight_transfer; print('vLLM', vllm.__version__, 'imports, with weight transfer')"
 )
-_REINSTALL = "reinstall with scripts/install.sh; the message above says what is missing"
+_REINSTALL = "reinstall with scripts/install.sh; the message above names what is missing"
 
 
 def probes(device: str, address: str | None, deep: bool, nnodes: int = 1) -> tuple[Probe, ...]:

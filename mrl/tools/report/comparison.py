@@ -122,7 +122,7 @@ def _notes(runs: dict[str, RunRecord]) -> list[str]:
             )
         if _shared_step(first, run) is None:
             notes.append(
-                f"{name} and {names[0]} were not validated after a same step: their held-out scores are not tested "
+                f"{name} and {names[0]} were never validated after the same step: their held-out scores are not tested "
                 "against each other."
             )
         elif not _same_start(first, run):

@@ -194,7 +194,7 @@ def read_run(path: Path | str) -> RunRecord:
 def _check_is_run(folder: RunDir) -> None:
     path = folder.path
     if not path.is_dir():
-        raise ConfigError(f"{path} is no folder; give a run directory (trainer.run_dir, such as runs/NAME)")
+        raise ConfigError(f"{path} is not a folder; give a run directory (trainer.run_dir, such as runs/NAME)")
     if not folder.config.is_file():
         inside = sorted(child.parent for child in path.glob(f"*/{folder.config.name}"))
         those = ""
@@ -216,7 +216,7 @@ def _config(file: Path, notes: list[str]) -> RunConfig | None:
 
 def _plan(file: Path, notes: list[str]) -> dict[str, Any] | None:
     if not file.exists():
-        notes.append("There is no plan.json: what was planned is left out.")
+        notes.append("There is no plan.json, so the planned values are left out.")
         return None
     return load_plan(file)
 

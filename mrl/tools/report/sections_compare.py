@@ -26,7 +26,7 @@ def compare_page(comparison: Comparison) -> Page:
     )
     return Page(
         title=f"{names[0]} and {', '.join(names[1:])}",
-        subtitle=f"{len(names)} runs, each held against {names[0]}",
+        subtitle=f"{len(names)} runs, each compared with {names[0]}",
         sections=sections,
         curves=_all_curves(comparison),
         summary=_summary(comparison),
@@ -38,7 +38,7 @@ def headline(comparison: Comparison) -> tuple[Tone, str]:
     """Summarises the tests of held-out scores."""
     first = next(iter(comparison.runs))
     if not comparison.tests:
-        return "plain", "No held-out scores of the same step are there to compare."
+        return "plain", "There are no held-out scores of the same step to compare."
     better = [t.other for t in comparison.tests if t.difference.significant(t.level) and t.difference.mean > 0]
     worse = [t.other for t in comparison.tests if t.difference.significant(t.level) and t.difference.mean < 0]
     said = [

@@ -104,7 +104,7 @@ def _step_lanes(run: RunRecord, step: int, title: str) -> Lanes:
     )
     if _runs_ahead(run):
         note += (
-            " Generation runs ahead of training, so engines work beside all of it: `gen` is what training waits "
+            " Generation runs ahead of training, so engines work in all phases: `gen` is the time that training waits "
             "for them."
         )
     return Lanes(title, "s", tuple(_lane_rows(run, spans)), max(at, row.get("timing_s/step") or 0.0), note)
@@ -211,7 +211,7 @@ def _measured(run: RunRecord, planned: dict, fullest: float) -> Iterator[Block]:
     else:
         host = planned["host"]["bytes_per_node"] / GIB
         yield Paragraph(
-            "This device counts no memory of its own. Measured is what the whole host has in use, whatever uses it; "
+            "This device has no memory of its own. The measured value is all memory in use on the host; "
             "planned for the "
             f"run's processes are {host:.3g} GiB of a node beside the devices' {fullest:.3g} GiB each."
         )
@@ -376,17 +376,17 @@ def _incidents(run: RunRecord) -> Iterator[tuple[int, str, str]]:
             yield (
                 step,
                 "ranks were lost and started again",
-                "behind the newest checkpoint; why stands in attempts.jsonl",
+                "from the newest checkpoint; attempts.jsonl has the reason",
             )
         for engine, step in attempt.engines_restarted:
-            yield step, f"{engine} was started again", "why stands in attempts.jsonl"
+            yield step, f"{engine} was started again", "attempts.jsonl has the reason"
     for advice in run.advice:
         yield advice.step, "advice", advice.text
     yield from _lost_engines(run)
     steps = sorted(run.by_step)
     for before, after in pairwise(steps):
         if after - before > 1:
-            yield after, "missing lines", f"metrics.jsonl has none of steps {before + 1} to {after - 1}"
+            yield after, "missing lines", f"metrics.jsonl lacks steps {before + 1} to {after - 1}"
 
 
 def _lost_engines(run: RunRecord) -> Iterator[tuple[int, str, str]]:
@@ -417,7 +417,7 @@ def _starts(run: RunRecord) -> Iterator[str]:
                 why = f": {attempt.message}"
             yield f"{begun}; ended {attempt.ended} with exit code {attempt.exit_code}{why}"
         elif run.running and number == len(run.attempts):
-            yield f"{begun}; it goes on"
+            yield f"{begun}; it is running"
         else:
             yield f"{begun}; it wrote no end: the process was killed"
 

@@ -89,7 +89,7 @@ def read_settings(path: Path) -> Settings:
             key = ".".join(open_keys)
             by_key[key] = Setting(key, match["value"], match["origin"])
     if not by_key:
-        raise ConfigError(f"{path}: holds no key; it is no resolved configuration")
+        raise ConfigError(f"{path}: holds no key; it is not a resolved configuration")
     head = tuple(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
     return Settings(by_key, _recipe(head), head)
 

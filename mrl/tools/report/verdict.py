@@ -16,7 +16,7 @@ UNIFORM = 0.5
 FLAT_ENTROPY = 0.1
 TOLD = 5  # ranges of missing steps
 _OF_OTHER_LINES = (
-    "All of this page is of the lines that are there: bring metrics.jsonl back from a copy, and see what shortened it."
+    "This page uses only the existing lines: restore metrics.jsonl from a copy, and find out what shortened it."
 )
 FIRST_SHARE = 10  # start and end of a curve: a tenth of it each, at least one point
 
@@ -107,7 +107,7 @@ def _ended_state(run: RunRecord, done: str) -> _State:
             return _State(
                 "bad",
                 f"Numbers ended it after {done}: {last.message}",
-                f"Cure what the message says first; then {resume}.",
+                f"Solve what the message names first; then {resume}.",
             )
         case EnvironmentFault.exit_code:
             return _State(
@@ -244,6 +244,6 @@ def _when_all_is_well(run: RunRecord, held_out: bool, better: bool) -> str:
             "other data."
         )
     return (
-        "More steps, a higher actor.optim.lr or more prompts: nothing is broken, and nothing was learnt that the "
+        "More steps, a higher actor.optim.lr or more prompts: nothing is broken, but nothing was learnt that the "
         "held-out set shows."
     )

@@ -101,7 +101,7 @@ def _hf_files(folder: Path, given: Path | None) -> Path:
         if (candidate / "config.json").is_file():
             return candidate
     raise ConfigError(
-        f"{folder}: a torch_dist checkpoint says nothing of its model and there is no config.json in "
+        f"{folder}: a torch_dist checkpoint does not describe its model, and there is no config.json in "
         f"{', '.join(map(str, folders))}; give the folder of its Hugging Face configuration and tokenizer with "
         "--hf-files"
     )
@@ -252,7 +252,7 @@ def _check_whole(checkpoint: Checkpoint) -> None:
     if odd:
         shown = "; ".join(odd[:_SHOWN])
         raise EnvironmentFault(
-            f"{checkpoint.folder}: {len(odd)} tensors of the model that config.json describes are not whole: "
+            f"{checkpoint.folder}: {len(odd)} tensors of the model that config.json describes are incomplete: "
             f"{shown}{' ...' if len(odd) > _SHOWN else ''}; the checkpoint is damaged or of another model"
         )
     Boxes(checkpoint.entries).check_whole(checkpoint.folder)
