@@ -60,7 +60,7 @@ def parse_json(text: str | bytes, strict: bool = True) -> Any:
     """Returns the value of JSON text. Without `strict`, NaN and infinities are accepted, as Python's own writer makes
     them.
 
-    Raises ValueError for text that is not JSON, for numbers too large for a float, and for nesting that is too deep.
+    Raises ValueError for text that is not JSON, numbers too large for a float, and too deep nesting.
     """
     constant = _no_number if strict else float
     if isinstance(text, bytes):

@@ -1,7 +1,7 @@
 """Writes a plan with several processes. A kill loses only unfinished files, and half an output is never visible.
 
-The processes hold no model, import no torch, and end with their parent. They write into a folder beside the output,
-which is locked, checked for space, continued after a kill, and renamed at the end.
+The processes hold no model, import no torch, and end with their parent. They write into a folder beside the output. It
+is locked, checked for space, continued after a kill, and renamed at the end.
 """
 
 import fcntl
@@ -155,7 +155,7 @@ def run_conversion(
     """Writes the target's files into a folder beside `output`, finishes it and renames it.
 
     An interrupted conversion continues when it is started again with the same source and plan. Raises ConfigError for
-    an output that exists, EnvironmentFault for a damaged source or a disk that is too small or full.
+    an output that exists, EnvironmentFault for a damaged source or a full disk.
     """
     options = options or Options()
     began = time.monotonic()

@@ -69,7 +69,7 @@ def check_disk_space(folder: Path, needed: int) -> None:
 
 
 def disk_space_note(folder: Path, size: int, kept: int) -> list[str]:
-    """Returns a line for a disk that has room for a checkpoint, but not for all kept ones and one more.
+    """Returns a line for a disk that has room for one checkpoint, but not for all kept ones.
 
     `folder` has the checkpoints, `size` is the bytes of one, `kept` is the number that the run keeps.
     """

@@ -6,8 +6,8 @@
     step-N/hf/                      configuration and tokenizer
 
 `manifest.json` is written last: a folder without it is not a checkpoint. Each entry stores a local Megatron tensor, or
-a flat range of it if the distributed optimizer splits it over data parallelism. Manifests of format 1 contain the
-entries of all ranks, and lack the files in hf/.
+a flat range of it if the distributed optimizer splits it. Manifests of format 1 contain the entries of all ranks, and
+lack the files in hf/.
 """
 
 import hashlib
@@ -315,9 +315,7 @@ def changed_files(folder: Path, files: FileFacts) -> list[str]:
 
 
 def share_of_files(files: FileFacts, reader: int, readers: int) -> FileFacts:
-    """Returns the files that one of `readers` checks, so that each file is read once and readers share the bytes
-    evenly.
-    """
+    """Returns the files that one of `readers` checks. Each file is read once, and readers share the bytes evenly."""
     loads = [0] * readers
     own = {}
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):

@@ -45,9 +45,8 @@ class TensorLoader:
     the descriptions that it reads contain an element twice.
 
     Only a conversion reads all descriptions, and compares them with the model and with each file. So only a conversion
-    detects faults in what no rank requests: an element doubled in a description that nobody reads, a tensor that the
-    model lacks, a dtype that does not fit its role. A manifest of format 1 has all descriptions, so parts that overlap
-    or do not add up are detected here too.
+    detects faults in what no rank requests: a doubled element in an unread description, a tensor that the model lacks,
+    a wrong dtype. A manifest of format 1 has all descriptions, so overlapping or missing parts are detected here too.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, check_first: bool = True, rank: int = 0):
@@ -98,8 +97,8 @@ def load_rank(actor, folder: Path) -> BytesRead:
     """Loads a checkpoint into a freshly built actor of the same or another layout. All ranks call it together.
 
     Random states are restored only at the layout that wrote them. A checkpoint converted from weights alone gives a
-    fresh start. Raises EnvironmentFault for one that is damaged or of another model, on the rank that detects it, while
-    others may wait.
+    fresh start. Raises EnvironmentFault for one that is damaged or of another model. Only the rank that detects it
+    raises, while others may wait.
     """
     manifest = read_manifest(folder)
     _check_model(actor, manifest, folder)

@@ -38,7 +38,7 @@ def safetensors_header(
     """Returns the beginning of a file of `tensors` (name, dtype, shape, bytes), whose data follow in this order without
     gaps.
 
-    Eight bytes with the length of the JSON, then the JSON, padded so that the data begin at a multiple of 8.
+    Eight bytes with the length of the JSON precede it. Padding makes the data begin at a multiple of 8.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0

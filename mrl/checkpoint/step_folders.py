@@ -64,7 +64,7 @@ def write_atomically(folder: Path, write: Callable[[Path], None], check: Callabl
     """Calls `write(work)` on a fresh folder, then renames it to `folder`, durably.
 
     A former folder stays until then, and forever if `check`, called last, raises. A process killed meanwhile leaves
-    `work`, named `folder` with `.tmp-` and a suffix, which the next opening of the run removes. Between the two renames
+    `work`, named `folder` with `.tmp-` and a suffix. The next opening of the run removes it. Between the two renames
     the former folder is `folder` with `.replaced`, see `finish_replacements`.
     """
     work = _aside(folder)

@@ -1,9 +1,8 @@
 """Where the boxes of a checkpoint's tensors are stored, and the one reader of them: any box of any tensor.
 
-A wanted box is intersected with every stored box in Hugging Face coordinates. In this example, two tensor-parallel
-ranks stored a [2, 6] tensor by columns, and the second of three ranks needs its own columns. The left box is stored in
-two flat parts, A and a, because the distributed optimizer splits a rank's tensor over data parallelism. The wanted
-elements are in both, and in b.
+A wanted box is intersected with every stored box in Hugging Face coordinates. Example: two tensor-parallel ranks stored
+a [2, 6] tensor by columns. The second of three ranks needs its own columns. The left box is stored in two flat parts, A
+and a, because the distributed optimizer splits a rank's tensor. The wanted elements are in both, and in b.
 
     stored          wanted
     A A A b b b     . . A b . .

@@ -2,8 +2,7 @@
 
 Example: an 80 GiB device before `train_to_sync`, for which the plan gives the actor 12 GiB and the engine 10. The rank
 has 10 live there and the sleeping engine 0, so 2 + 10 are still to come. A healthy device has 70 GiB free. If the
-rank's optimizer had stayed, 9 would be free, and the step would end here with an error that names the rank and its 61
-GiB.
+rank's optimizer had stayed, only 9 would be free. Then the step would end here, naming the rank and its 61 GiB.
 """
 
 from collections import defaultdict

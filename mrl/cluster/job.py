@@ -68,7 +68,7 @@ def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
     """Reads a runtime environment from a YAML file and adds the grace period.
 
     `grace_s` overrides the file's value, which overrides GRACE_S. Raises ConfigError for a missing file, one that is
-    not a mapping, or entries for which Ray would later refuse the job.
+    not a mapping, or entries that Ray would refuse later.
     """
     try:
         content = parse_yaml(read_text(path, CONFIG_BYTES), str(path)).plain()

@@ -170,7 +170,7 @@ def check_port_free(port: int) -> None:
 
 
 def free_port() -> int:
-    """Returns a free TCP port of this host that the kernel will not assign to a connection before it is used.
+    """Returns a free TCP port of this host that the kernel will not assign to another connection.
 
     A port of the kernel's ephemeral range could be assigned between this check and the listening.
     """
@@ -354,7 +354,7 @@ def check_object_stores(need: int, have: dict[str, int]) -> None:
     """Raises EnvironmentFault if a node's object store is smaller than `need`. Both are in bytes, `have` by the node's
     name.
 
-    Ray would spill to the node's disk several times in a step, and end the run when the disk is full.
+    Ray would spill to disk several times in a step, and end the run when the disk is full.
     """
     small = {node: size for node, size in have.items() if size < need}
     if not small:

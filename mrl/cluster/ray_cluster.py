@@ -117,9 +117,7 @@ class Reservation:
         return self._in_bundle(index, self.bundles[index]) | {"max_restarts": 0}
 
     def idle_options(self, index: int) -> dict:
-        """Returns the options of a Ray actor that shares a bundle with others and takes no resources, which are
-        reserved there.
-        """
+        """Returns the options of a Ray actor that shares a bundle and takes none of its reserved resources."""
         return self._in_bundle(index, {}) | {"max_restarts": 0}
 
     def device_options(self, index: int) -> dict:

@@ -2,7 +2,7 @@
 
 An engine is one Ray actor, or one for each of its data-parallel ranks: `engine 1 rank 0`. The ranks of one engine
 compute every step together. A rank that is asked alone to pause, resume or sleep would wait for the others inside vLLM.
-So what changes an engine is asked of all its ranks at once, after each has said that it is there.
+So calls that change an engine go to all its ranks at once, after each has answered a first call.
 """
 
 import os
@@ -345,8 +345,8 @@ def request_limit(deployment: Deployment, deterministic: bool) -> int | None:
     TurnGate.
 
     There are two cases. If the rest of the batch changes no bit, a response is a function of its request and the
-    weights. Engines check this when they start. Otherwise the composition of the batch decides the last bits, and a run
-    that must be repeatable cannot leave it to the time.
+    weights. Engines check this when they start. Otherwise the composition of the batch decides the last bits. A
+    repeatable run must not leave it to timing.
     """
     needs_order = deterministic and not get_hosting(deployment.cluster.device).checks_batch_order
     if needs_order:

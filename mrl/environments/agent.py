@@ -1,7 +1,7 @@
 """A user's agent in a process of the pool, for one conversation: a function of the user's file, or a command.
 
 It gets the endpoint's address and key, the row, and its time limit. Variables also name address and key, as clients of
-OpenAI and Anthropic expect, so that an agent that does not know mrl finds the model.
+OpenAI and Anthropic expect. So an agent that does not know mrl finds the model.
 """
 
 import asyncio

@@ -28,7 +28,7 @@ SHIPPED_ENVIRONMENTS = (*BUILTIN_ENVIRONMENTS, VERL_TOOLS)
 def resolve_tools(spec: ToolsSpec) -> dict[str, Tool]:
     """Returns the tools by name. A function of the user's file overrides a built-in one with its name.
 
-    Raises ConfigError for an unknown name, a file that is missing or fails, and a function that is not a valid tool.
+    Raises ConfigError for an unknown name, a file that is missing or fails, and an invalid tool.
     """
     module = _module(spec)
     found = {}

@@ -1,8 +1,8 @@
 """The system calls that a sandboxed program may make: for one process with one thread that computes and uses files.
 
 Everything else is refused, including calls of later kernels. So there are no sockets, no other processes or threads, no
-started programs, and no access to memory or signals of others. Files cannot be removed, renamed or created without a
-name. No call can circumvent the limits of this one process.
+started programs, and no access to other processes. Files cannot be removed, renamed or created without a name. No call
+can circumvent the limits of this one process.
 """
 
 import struct

@@ -8,7 +8,7 @@
             most: how many meanings
         \"\"\"
 
-A parameter is a str, int, float, bool, list or dict, a list of one of them, a Literal, or any of these or None.
+A parameter is a str, int, float, bool, list, dict, a list of one of them, or a Literal. It may also allow None.
 """
 
 import inspect

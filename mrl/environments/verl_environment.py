@@ -1,6 +1,6 @@
 """verl's classes of tools (`BaseTool`) as one environment, with an action for each tool.
 
-An instance of a tool begins with its first call in a response and is released at the response's end, as verl's base
+An instance of a tool begins with its first call in a response. It is released at the response's end, as verl's base
 class documents. verl's own agent loop makes one for each call. It gets a row's `extra_info.tools_kwargs` under verl's
 names. The reward of a call is the reply's. After each call `calc_reward` gives a part with the tool's name. If a tool
 raises, the model reads the error, as with every tool.

@@ -1,7 +1,7 @@
 """GLM-4.5 MoE: dense layers first, then routed experts beside ungated shared ones.
 
 Routers score experts by a sigmoid. They choose by that score plus a float32 constant of each expert
-(`e_score_correction_bias`), which pretraining has tuned and which never changes. A checkpoint's layers for multi-token
+(`e_score_correction_bias`). Pretraining has tuned it, and it never changes. A checkpoint's layers for multi-token
 prediction come last. transformers, vLLM's model and training leave them out.
 """
 

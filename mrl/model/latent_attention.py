@@ -10,7 +10,7 @@ have a latent, vLLM stacks both down projections in one parameter.
     q_a_layernorm, q_b_proj        linear_q_up_proj (with norm)      q_a_layernorm, q_b_proj
     kv_a_layernorm, kv_b_proj      linear_kv_up_proj (with norm)     kv_a_layernorm, kv_b_proj
 
-If queries have no latent, the first and third row are `q_proj`, `linear_q_proj` and `q_proj`, and vLLM's down
+If queries have no latent, the first and third row are `q_proj`, `linear_q_proj` and `q_proj`. Then vLLM's down
 projection has the checkpoint's name.
 """
 

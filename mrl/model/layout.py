@@ -1,8 +1,8 @@
 """Parallel layouts as pure integers: degrees, rank <-> coordinates, group membership, pipeline stage -> layers.
 
 Ranks are ordered as Megatron-core 0.16.1 orders them by default ("tp-cp-ep-dp-pp": tensor fastest, pipeline slowest).
-Dense parameters live on a grid (tp, cp, dp, pp) and experts on a second grid over the same ranks (etp, ep, edp, pp);
-both share the pipeline axis. All other code gets ranks from a `TrainLayout` or a `RolloutLayout`.
+Dense parameters are on a grid (tp, cp, dp, pp). Experts are on a second grid over the same ranks (etp, ep, edp, pp).
+Both share the pipeline axis. All other code gets ranks from a `TrainLayout` or a `RolloutLayout`.
 """
 
 from collections.abc import Mapping
@@ -186,8 +186,8 @@ class WorkerCoords(NamedTuple):
 class RolloutLayout:
     """Groups of vLLM workers, numbered by engine, then data-parallel rank, then tensor rank.
 
-    vLLM's expert parallelism is a switch. Either whole experts are spread over all workers of an engine (`expert` =
-    tensor * data), or each expert is sliced over all of them (`expert` = 1).
+    vLLM's expert parallelism is a switch. With `expert` = tensor * data, whole experts are spread over all workers of
+    an engine. With `expert` = 1, each expert is sliced over all of them.
     """
 
     num_engines: int = 1

@@ -145,7 +145,7 @@ def _list_fits(d: LayoutDegrees, m: ModelFacts) -> bool:
 def _lists(d: LayoutDegrees, m: ModelFacts) -> Iterable[tuple[int, ...]]:
     """Yields pipeline splits to propose.
 
-    These are the given one with a layer for each empty inner chunk, an even one, and one with empty ends.
+    These are the given one without empty inner chunks, an even one, and one with empty ends.
     """
     chunks = d.pipeline_model_parallel_size * d.virtual_pipeline
     if d.pipeline_layers is not None:

@@ -1,7 +1,6 @@
 """Megatron's view of the weight map: what each rank holds, as boxes in Hugging Face coordinates.
 
-Layer and expert numbers in names are local to the model chunk and the rank, as in `named_parameters()` of the unwrapped
-chunk.
+Layer and expert numbers in names are local to the model chunk and the rank, as in the chunk's `named_parameters()`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -59,8 +58,7 @@ def source_shards(model: ModelSpec, layout: TrainLayout, rank: int) -> tuple[Sha
 def last_stage_weights(model: ModelSpec, pipeline: int) -> tuple[Weight, ...]:
     """Returns the weights of the last model chunk after its layers.
 
-    If embeddings are tied and the ends are two stages, Megatron gives the last stage a copy of the embedding and keeps
-    both equal.
+    With tied embeddings and several stages, Megatron gives the last stage a copy of the embedding and keeps both equal.
     """
     weights = weight_map(model)
     shares_embedding = model.tie_word_embeddings and pipeline == 1

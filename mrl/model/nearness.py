@@ -1,4 +1,4 @@
-"""Orders an engine's workers on the devices of its node, so that most of what each needs is on its own device.
+"""Orders an engine's workers on the devices of a node, so that each finds most weights on its device.
 
 Actor and engine share the devices, and a weight sync copies within the device what the rank there holds. Example: the
 actor has tensor parallelism 2, an engine 4. Ranks 0 and 2 hold the first half of every matrix, ranks 1 and 3 the

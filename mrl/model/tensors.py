@@ -80,8 +80,8 @@ def forward_flops_per_token(model: ModelSpec, context: float) -> float:
     """Returns floating-point operations (two for a multiply-add) of one token's forward pass.
 
     `context`: mean number of positions that a token attends to, including itself. For a causal sequence this is (length
-    + 1) / 2, not the whole length, because the masked half need not be computed. Counts matrix products and attention,
-    and in gated delta layers a token's operations on the state. A backward pass costs twice as much.
+    + 1) / 2, because the masked half need not be computed. Counts matrix products and attention, and in gated delta
+    layers a token's operations on the state. A backward pass costs twice as much.
     """
     weights = weight_map(model)
     # a tied output layer multiplies with the embedding, which itself is a look-up

@@ -1,7 +1,7 @@
 """vLLM's view of the weight map: the fused parameters of each worker, as boxes in Hugging Face coordinates.
 
-Names and shapes are those of vLLM 0.32's models in load layout, as `load_weights` fills them, before a kernel packs or
-shuffles anything. The dialect tells how a device's build stores experts: as [expert, out, in], but transposed in
+Names and shapes are those of vLLM 0.32's models in load layout, as `load_weights` fills them. No kernel has packed or
+shuffled anything yet. The dialect tells how a device's build stores experts: as [expert, out, in], but transposed in
 vllm-ascend. Experts are assigned as by vLLM's linear strategy. Sources: model_executor/layers/linear.py (queries are
 divided, key/value heads repeated if there are fewer than workers) and vocab_parallel_embedding.py (rows are padded
 first).

@@ -1,9 +1,9 @@
 """The weight map: what every tensor of a model is in the checkpoint, in Megatron and in vLLM.
 
-A family's file (qwen3.py, ...) lists its `Weight`s. Each one names its checkpoint tensors, its parameter in Megatron
-and in vLLM, and how both divide it over tensor ranks. Three views are derived from these rows, without knowledge of a
-family: tensors.py (checkpoint, parameters, FLOPs), megatron_shards.py (blocks and memory of a rank), vllm_parameters.py
-(blocks and memory of an engine worker).
+A family's file (qwen3.py, ...) lists its `Weight`s. Each one names its checkpoint tensors and its parameter in Megatron
+and in vLLM. It tells how both divide it over tensor ranks. Three views are derived from these rows, without knowledge
+of a family: tensors.py (checkpoint, parameters, FLOPs), megatron_shards.py (blocks and memory of a rank),
+vllm_parameters.py (blocks and memory of an engine worker).
 
 Example: attention with four query heads and two key/value heads. Each word below stands for the `head_dim` rows of one
 head.
@@ -30,8 +30,7 @@ head.
          rank 2   q2 q3                              q2 k1 v1
          rank 3   k1 v1                              q3 k1 v1
 
-Every word of a view is a `Block`: at TP1 and head_dim 1, k1 is row [1, 2) of k_proj, row [6, 7) in Megatron and row
-[5, 6) in vLLM.
+Every word of a view is a `Block`: at TP1 and head_dim 1, k1 is row 1 of k_proj, row 6 in Megatron and row 5 in vLLM.
 """
 
 from collections import Counter

@@ -2,7 +2,7 @@
 
 gloo passes every message through a socket and four threads, each of which has to be woken. This takes 1 to 2 ms after
 the last rank has arrived, and the sum itself 0.1 ms. An update of the tiny model over two ranks has some 90 of them.
-Here each rank writes its data into memory of its own, which the others map, and announces it by a number. It reads the
+Here each rank writes its data into its own memory, which the others map, and announces it by a number. It reads the
 others' data as soon as they have announced it:
 
   rank 0   | round 7 | ends 0 4 8 | bytes for 0 | bytes for 1 |      each rank has two such slots: round 8 is written
@@ -14,7 +14,7 @@ than a slot; all ranks of a group decide this from the same numbers. gloo also s
 gradients and parameters of data-parallel ranks. Sums are computed in the order of ranks.
 
 An asynchronous call returns when all ranks have arrived. Therefore all ranks must call the collectives of all groups in
-the same order, and those of one group from one thread.
+the same order. A group's calls must come from one thread.
 """
 
 import mmap
@@ -165,7 +165,7 @@ def exchange_of(group: ProcessGroup) -> HostExchange | None:
 def _open(group: ProcessGroup) -> HostExchange | None:
     """Opens an exchange for a group.
 
-    Returns None on all ranks if one of them cannot open the others' memory, or has no core of its own.
+    Returns None on all ranks if one cannot open the others' memory, or has no core of its own.
     """
     memory = _own_memory()
     try:

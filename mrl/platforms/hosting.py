@@ -171,9 +171,9 @@ def cpu_binding(cores: list[int], engine_id: int, engines: int, workers: int) ->
     """Returns vLLM's core list, `a,b|c,d`, with a part for each of `workers`. All workers of all engines get equal
     shares.
 
-    A share of several cores leaves its last to the engine's scheduler, which waits for its workers in a busy loop. It
-    would delay a worker's thread on that core at every operation. Shares wrap around if there are more workers than
-    cores, which is slow but correct.
+    A share of several cores leaves its last to the engine's scheduler, which waits in a busy loop. It would delay a
+    worker's thread on that core at every operation. Shares wrap around if there are more workers than cores, which is
+    slow but correct.
     """
     share = max(1, len(cores) // (engines * workers))
     threads = max(1, share - 1)

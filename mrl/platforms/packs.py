@@ -60,7 +60,7 @@ def rotated_from_table(original: Callable) -> Callable:
     """Rotates a pack [tokens, heads, dim] by `freqs` [longest, 1, 1, rotated dim], by positions within sequences.
 
     Positions are looked up in the cosines of one sequence, with the same bits as Megatron's. Megatron slices and joins
-    the angles of each sequence, in every layer, for queries and keys, and computes the cosines of all tokens.
+    the angles of each sequence, in every layer, for queries and keys. It computes the cosines of all tokens.
     """
     from megatron.core.models.common.embeddings.rope_utils import _rotate_half
 

@@ -127,7 +127,7 @@ class _DeviceMemory:
 
     A handle begins with the allocator's version and a letter for the kind of segment (`ShareableHandleType` in both
     allocators): c for one piece, e for expandable. Expandable segments are refused. Their physical pages come and go,
-    opening them needs more from the system, and two releases of torch had defects there (pytorch 179220 and 190860).
+    and opening them needs more from the system. Two releases of torch had defects there (pytorch 179220 and 190860).
     Memory of a private pool is refused too: vLLM's sleep unmaps the pages of its pool, although other processes have
     them open.
     """

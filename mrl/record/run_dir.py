@@ -52,7 +52,7 @@ class RunDir:
 
     @property
     def spool(self) -> Path:
-        """A file for each group that is finished but not trained yet, in a folder of the process, written by
+        """A file for each finished group that is not trained yet, in a folder of the process, written by
         mrl.train.spool.
 
         Removed between two processes.

@@ -47,7 +47,7 @@ class JsonlSink:
 class Record:
     """All destinations of a run's metrics.
 
-    The JSONL line is written first and its errors are raised, because a run without a record must not go on.
+    The JSONL line is written first. Its errors are raised, because a run without a record must not go on.
 
     A view has its own thread. A view that raises, or spends more than `timeout_s` seconds on one call, is logged once
     and then left out. Training continues. It only waits for views at the end of the run, at most for `timeout_s`

@@ -89,8 +89,8 @@ def prompt_metrics(answers: Answers) -> dict[str, dict[str, float]]:
 def validation_metrics(answers: Sequence[Answers]) -> dict[str, float]:
     """Returns `val-core/SOURCE/QUANTITY/METRIC` and `val-aux/...` over all prompts.
 
-    Core metrics are, as in verl, mean, maj and best at the full n, of `acc` if the reward gives it, else of `reward`.
-    All others are auxiliary. A quantity that only some responses have is left out.
+    Core metrics are, as in verl, mean, maj and best at the full n. They use `acc` if the reward gives it, else
+    `reward`. All others are auxiliary. A quantity that only some responses have is left out.
     """
     metrics: dict[str, float] = {}
     for source in sorted({a.data_source for a in answers}):
@@ -109,8 +109,8 @@ def wilson95(values: np.ndarray, responses: int) -> tuple[float, float]:
     """Returns the 95 % interval of the mean of `values`, [prompts], each the mean of `responses` zeros and ones.
 
     With one response to a prompt it is Wilson's (1927, eq. 5). With several, it uses the number of independent answers
-    that would vary as much as the prompts do (Korn and Graubard 1998): at least one for a prompt, at most all
-    responses. If all values are equal, that number is unknown, and one for a prompt is used.
+    that would vary equally (Korn and Graubard 1998): at least one for a prompt, at most all responses. If all values
+    are equal, that number is unknown, and one for a prompt is used.
     """
     count = len(values)
     mean = float(values.mean())

@@ -51,7 +51,7 @@ def stacks_file(log: Path) -> Path:
 
 @contextmanager
 def with_log_tails(logs: Path) -> Iterator[None]:
-    """Adds the last log lines of the processes to an error as notes, which a traceback and `mrl` print below it."""
+    """Adds the last log lines of the processes to an error as notes, which are printed below it."""
     try:
         yield
     except Exception as error:

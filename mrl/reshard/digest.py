@@ -2,9 +2,9 @@
 
     digest = sum over bytes of  byte[i, b] * row(i) * sum over lanes l of  name_l * column_l(b)      (mod 2^64)
 
-`byte` are the raw bytes (signed) of the tensor in Hugging Face orientation. `i` is the row and `b` the position of the
-byte in the row, both counted in the whole Hugging Face tensor. The weights are fixed pseudo-random numbers. Digests of
-disjoint blocks therefore add up to the digest of their union, however a tensor is cut.
+`byte` are the raw bytes (signed) of the tensor in Hugging Face orientation. `i` is the row and `b` the byte's position
+in the row, both in the whole Hugging Face tensor. The weights are fixed pseudo-random numbers. Digests of disjoint
+blocks therefore add up to the digest of their union, however a tensor is cut.
 
 A change made without knowledge of the weights is missed with a probability of about 2^-56. This is Freivalds' argument:
 the difference would have to be orthogonal to random vectors. A change within one byte is always found, because its

@@ -29,9 +29,9 @@ rounds. In each round there is one `Message` from each rank to each worker that 
     round 1  rank 1 -> worker 2  8 bytes  d[2:3] d[3:4]
 
 Where several ranks hold a box (replicas), the schedule chooses the nearest and shares the work among equals. A plan is
-a pure function of the model, both layouts, the dialect, the number format, the topology and the budget. It is small
-(templates and two numbers of a schedule) and expands lazily into what one process sends or receives. Its hash covers
-all of its inputs, so two sides with equal hashes exchange the same messages.
+a pure function of the model, both layouts, dialect, number format, topology and budget. It is small (templates and two
+numbers of a schedule) and expands lazily into what one process sends or receives. Its hash covers all of its inputs, so
+two sides with equal hashes exchange the same messages.
 """
 
 import gc
@@ -247,8 +247,7 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Makes a proved plan: each element is written once, each source holds its box, each round is within the budget.
 
-    Raises ConfigError for layouts that the engine cannot have, a topology of another size, or a budget that is too
-    small.
+    Raises ConfigError for layouts that the engine cannot have, a topology of another size, or a small budget.
     """
     _check_inputs(train, rollout, dtype, topology)
     miniature = Miniature.of(model, train)

@@ -1,8 +1,8 @@
 """Checks a plan before any device or weight exists, by two methods that are independent of each other.
 
 The proof takes the plan at the model's real shapes apart into single copies. It compares each with what ranks and
-workers have. The rehearsal executes the same layouts on a small model, in which every element is a different integer,
-so that no error is hidden. It compares every worker with what the engine's own loader makes of full tensors.
+workers have. The rehearsal executes the same layouts on a small model. There every element is a different integer, so
+that no error is hidden. It compares every worker with what the engine's own loader makes of full tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -2,7 +2,7 @@
 
 Every worker walks its stream as a circle and starts at a module of its own. Starting points are spread evenly over the
 circle, so that all pipeline stages send at any time. There are two ways to walk. A free walk moves the same bytes in
-every round. A lockstep walk spends the same number of rounds on every stage, so that always the same workers share a
+every round. A lockstep walk spends equal numbers of rounds on all stages, so that always the same workers share a
 stage. The load of the busiest rank decides the way and the starting points.
 
 What several ranks could send is shared so that the least loaded rank of a round sends most. All numbers are integers,

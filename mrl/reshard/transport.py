@@ -1,8 +1,8 @@
 """How messages travel: the protocol of both ends, and what all transports share.
 
-A sync is numbered (`update`), so that a message of an earlier or abandoned sync is never mistaken for one of this sync.
-Staging is double: while the receiver unpacks round r, the senders pack round r + 1. Every wait has a deadline and names
-the peer that did not answer. setup.py says which transport serves which pair. connect.py opens the ends.
+A sync is numbered (`update`), so that a message of an earlier sync is never mistaken for a new one. Staging is double:
+while the receiver unpacks round r, the senders pack round r + 1. Every wait has a deadline and names the peer that did
+not answer. setup.py says which transport serves which pair. connect.py opens the ends.
 """
 
 import time

@@ -1,8 +1,8 @@
 """torch.distributed point-to-point between hosts, over a process group that neither trainer nor engine uses.
 
-Members are the ranks and workers with a peer on another host, or all of them if this transport was requested. Ranks
-come first. A header of four words precedes each message, and the receiver checks it. Sender and receiver hold two
-buffers of one round each.
+Members are the ranks and workers with a peer on another host, or all if this transport was requested. Ranks come first.
+A header of four words precedes each message, and the receiver checks it. Sender and receiver hold two buffers of one
+round each.
 """
 
 from collections.abc import Sequence

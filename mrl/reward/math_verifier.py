@@ -1,9 +1,9 @@
 """Decides whether an answer is right: first by exact comparison of numbers, lists and text, then with math-verify.
 
 Exact comparison takes microseconds. The verifier is strict where a policy could be rewarded for less than the answer:
-several different answers, a list where one is asked for, another unit, an interval with other ends, words around a
-number. Decimals are exact: 0.333 is not 1/3. It uses no signal and no alarm. The only deadline is that of the scoring
-process (mrl.reward.pool).
+several different answers, a list instead of one answer, another unit, other ends of an interval, words around a number.
+Decimals are exact: 0.333 is not 1/3. It uses no signal and no alarm. The only deadline is that of the scoring process
+(mrl.reward.pool).
 """
 
 import functools

@@ -24,8 +24,8 @@ PATH_KEY = "reward.custom_reward_function.path"
 def resolve(spec: RewardSpec) -> RewardFunction:
     """Returns the function of `spec` with its bonus rules, ready to run.
 
-    Raises ConfigError for an unknown name, for a user's file that is missing, fails or lacks the name, and if
-    math-verify is needed but missing.
+    Raises ConfigError for an unknown name, and for a user's file that is missing, fails or lacks the name. It also does
+    if math-verify is needed but missing.
     """
     function = _main_function(spec)
     for rule, load in ((MATH, load_math_verify), (REASONING, load_reasoning_gym)):

@@ -27,8 +27,8 @@ A dropped group is replaced in the step by the next number, which is then genera
 waits at the border, and weights wait for the rewards of finished responses. So speed decides when a token is generated,
 but never with which weights. Then runs are bit-equal, if an engine's numbers do not depend on the rest of its batch.
 Bits change with every rule of the schedule except its limits of groups and concurrency. They also change with rewards
-that are not a function of the response, and when a group is set aside because engines were lost while they computed
-it. ready_first waits for nothing and guarantees only the bounds.
+that are not a function of the response. And they change when a group that kills engines is set aside. ready_first waits
+for nothing and guarantees only the bounds.
 
 Main types: `Schedule` (the rules), `GroupBuffer`, `Dispatcher`. May import data (samples and routes) and errors.
 """

@@ -133,7 +133,7 @@ class Dispatcher:
 
         `context` counts tokens of the whole response that were not sampled; at a border they may pass it. Returns the
         group, or None for a withdrawn request. In order, a request that is interrupted before its border begins again
-        with 0 tokens, because it would continue with other bits.
+        with 0 tokens. Continued, it would have other bits.
         """
         if request not in self.under_way:
             return None
@@ -195,9 +195,7 @@ class Dispatcher:
         return requests
 
     def _look_ahead(self, due: Callable[[int], bool]) -> None:
-        """Moves the oldest groups from the line of later weights back to the ready line, up to the first that is not
-        `due`.
-        """
+        """Moves the oldest groups from the line of later weights to the ready line, until one is not `due`."""
         for number, index in self._ahead.pop_while(due):
             self._line_up(self.buffer.groups[number], index)
 

@@ -1,7 +1,7 @@
 """Chooses the engine of a request: the one that holds its prefix, or the one with the fewest tokens.
 
-A request counts the tokens of its prompt, those kept, and as many as it may add, because the real number is unknown.
-What balances engines is the limit `max_requests`. Further requests go, one by one, to engines that finish some.
+A request counts the tokens of its prompt, those kept, and all that it may add. The real number is unknown. What
+balances engines is the limit `max_requests`. Further requests go, one by one, to engines that finish some.
 
 The choice depends on the order of requests, their lengths, and earlier answers. Without `max_requests` all requests are
 placed at once, before any answer, so the choice does not depend on time.

@@ -1,8 +1,8 @@
 """The rules of a schedule: how far generation may be ahead of training, and which numbers contradict each other.
 
-At a step (counted from 0; also the version of the weights), at most (max_staleness + step + 1) x batch groups have been
-issued, including trained and excluding evicted ones. Of these, step x batch have been trained. So at most
-(max_staleness + 1) x batch groups exist at once.
+Steps are counted from 0, and their number is the version of the weights. At a step, at most (max_staleness + step + 1)
+x batch groups have been issued. This includes trained groups, but not evicted ones. Of these, step x batch have been
+trained. So at most (max_staleness + 1) x batch groups exist at once.
 
 At staleness 0, in order, engines and ranks work one after the other. This is the synchronous schedule.
 
@@ -17,7 +17,7 @@ If nothing is dropped, a step trains on the next `batch` numbers. Then `begun` a
 alone.
 
 Requests end at multiples of the quota, even if the weights stay the same (`request_end`). An engine restarts its random
-numbers with each request, and a step's groups are known only when those before them are judged. A response that has its
+numbers with each request. A step's groups are known only when those before them are judged. A response that has its
 tokens of this version waits. So weights change only while no request is running, and each request has one version.
 """
 

@@ -131,7 +131,7 @@ class ResumeVerdict:
 
 
 def verify_resume(resolved: ResolvedConfig, steps: int) -> ResumeVerdict:
-    """Trains 2 x `steps` steps with a checkpoint in the middle, resumes from it in a new process, and compares the
+    """Trains 2 x `steps` steps with a checkpoint in the middle. Then resumes from it in a new process, and compares the
     ends.
 
     Works in a temporary folder beside the configured run directory. Raises what the runs end with.

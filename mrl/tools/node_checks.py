@@ -2,9 +2,8 @@
 ports.
 
 Run by python -m mrl.tools.node_checks ADDRESS DEVICE. `mrl doctor` starts it as a program, and the ladder of
-scripts/hardware calls it. Each node has one actor, which reports facts and its clock. It listens on two ports, one from
-the range of mrl's own ports, one from the kernel's, where gloo and NCCL listen. Then each actor tries the ports of all
-others.
+scripts/hardware calls it. Each node has one actor, which reports facts and its clock. It listens on two ports: one from
+mrl's own range, one from the kernel's, where gloo and NCCL listen. Then each actor tries the ports of all others.
 """
 
 import shutil

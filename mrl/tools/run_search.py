@@ -3,8 +3,8 @@ Seconds come from the function that a plan prints (mrl/plan/times.py).
 
 Actor and engines are searched separately, because their seconds add up. Then pairs are tried in the order of their sum.
 The first is taken whose whole plan fits and that breaks no rule. The actor's layouts come from `search`, the fastest
-also with larger micro-batches. For engines every tensor and data-parallel degree is tried, with experts spread over an
-engine's data-parallel ranks, and several shares of memory and numbers of sequences.
+also with larger micro-batches. For engines every tensor and data-parallel degree is tried, with experts spread over
+data-parallel ranks. Several shares of memory and numbers of sequences are tried, too.
 """
 
 import heapq

@@ -3,7 +3,7 @@
 Two validations of the same prompts are compared by prompt: the mean difference over its standard error, normally
 distributed for many prompts, is rarely large by chance. Prompts are the units, because responses to a prompt are not
 independent (see mrl.record.validation_metrics). The value of an answer is its `acc` if the reward gives one, as in the
-core metrics, because a bonus makes no answer more right.
+core metrics. A bonus makes no answer more right.
 """
 
 import math
@@ -40,9 +40,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of `second` minus `first` over shared prompts, its standard error, and the probability of one as large
-    by chance.
-    """
+    """The mean of `second` minus `first` over shared prompts, its standard error, and its probability by chance."""
 
     prompts: int
     first: float

@@ -17,7 +17,7 @@ _KNOWN = (
 
 
 def color_of(kind: str) -> int:
-    """Returns the colour of a phase or of a part of memory, the same on all pages and in all drawings."""
+    """Returns the colour of a phase or of a part of memory, which is the same on all pages."""
     if kind in _KNOWN:
         return _KNOWN.index(kind) % KINDS
     return KINDS - 1

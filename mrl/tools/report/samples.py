@@ -45,8 +45,7 @@ class TrainingSample:
 
 
 def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, list[TrainingSample]]:
-    """Returns the best and the worst responses of a step by kind, and the most changed ones if `shown` belongs to this
-    step.
+    """Returns the best and worst responses of a step by kind, and the most changed if `shown` belongs to it.
 
     Of a large file only the scores and the shown rows are read. Raises DataError for a damaged file.
     """

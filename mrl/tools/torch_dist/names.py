@@ -10,7 +10,7 @@ of transformer_block.py, experts.py and mlp.py):
   `decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight_w` (gate) and `_v` (up).
 
 In all of them a tensor is what one rank without any parallelism would hold. The fused qkv rows are ordered by groups,
-gate is above up, and the vocabulary has the padding rows of the saving run.
+and gate is above up. The vocabulary has the padding rows of the saving run.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Reads and writes the pickles of torch_dist checkpoints without importing or calling anything that they name.
 
 Every named class or function becomes a stand-in that records its arguments. Names outside of the few packages in such
-files are refused, which detects a file that was made to run something.
+files are refused. This detects a file that was made to run something.
 """
 
 import io

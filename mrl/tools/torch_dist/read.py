@@ -1,9 +1,9 @@
 """Finds, describes and reads Megatron's own checkpoints (format torch_dist), as stored blocks in Hugging Face
 coordinates.
 
-A checkpoint is a folder of `*.distcp` files, each a sequence of torch.save archives, and `.metadata`, a pickle with the
-location of every block of a tensor (torch/distributed/checkpoint/metadata.py). Nothing in it is executed. `common.pt`,
-the pickle of everything except tensors, is never opened. Optimizer states are left out.
+A checkpoint is a folder of `*.distcp` files, each a sequence of torch.save archives, and `.metadata`. This is a pickle
+with the location of every block of a tensor (torch/distributed/checkpoint/metadata.py). Nothing in it is executed.
+`common.pt`, the pickle of everything except tensors, is never opened. Optimizer states are left out.
 """
 
 import re
