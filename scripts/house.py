@@ -232,8 +232,9 @@ def genitive_docstrings(house: House) -> list[str]:
 def sentences(text: str) -> Iterator[str]:
     """Yields the sentences of a docstring. Tables and examples, which are indented, are left out."""
     prose = "\n".join(line for line in text.splitlines() if not line.startswith("  "))
-    for paragraph in re.split(r"\n\s*\n|\n[*-] ", prose):
-        yield from (" ".join(part.split()) for part in re.split(r"(?<=[.:;!?])\s", paragraph) if part.strip())
+    for paragraph in re.split(r"\n\s*\n|\n(?=[*-] )", prose):
+        parts = re.split(r"(?<=[.:;!?])\s", paragraph.lstrip("*- \n"))
+        yield from (" ".join(part.split()) for part in parts if part.strip())
 
 
 def long_sentences(house: House) -> list[str]:
