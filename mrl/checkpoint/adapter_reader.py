@@ -21,7 +21,7 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """The adapters in a checkpoint of ours."""
+    """The adapters in an mrl checkpoint."""
 
     folder: Path
     entries: tuple[StoredTensor, ...]

@@ -101,7 +101,7 @@ def write_layout(
     weights_only: bool = False,
     options: Options | None = None,
 ) -> ConversionReport:
-    """Writes a checkpoint of ours at the layout `degrees`, which has the keys of actor.layout.
+    """Writes an mrl checkpoint at the layout `degrees`, which has the keys of actor.layout.
 
     Writes master weights, moments and schedule too if the source has them, unless `weights_only`. Raises ConfigError
     for an illegal layout, and the errors of `write_hf`.

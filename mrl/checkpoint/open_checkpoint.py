@@ -199,7 +199,7 @@ def whole_tensor(name: str, shape: tuple[int, ...], file: str = "", role: str = 
 
 
 def open_adapters(folder: Path) -> tuple[StoredAdapters, Manifest]:
-    """Opens the adapters of a checkpoint of ours that has only them. Raises ConfigError for one with whole weights."""
+    """Opens the adapters of an mrl checkpoint that has only them. Raises ConfigError for one with whole weights."""
     manifest = _checked_manifest(folder)
     if not manifest.adapters:
         raise ConfigError(f"{folder}: holds whole weights and no adapters; use mrl convert megatron-to-hf")
@@ -245,7 +245,7 @@ def _checked_manifest(folder: Path) -> Manifest:
 
 
 def open_ours(folder: Path, base: Path | None = None) -> Checkpoint:
-    """Opens a checkpoint of ours, after comparing its manifest with the files' headers. Raises EnvironmentFault.
+    """Opens an mrl checkpoint, after comparing its manifest with the files' headers. Raises EnvironmentFault.
 
     Adapters are merged into their base model; `base` as in `open_merged`.
     """
@@ -267,7 +267,7 @@ def open_ours(folder: Path, base: Path | None = None) -> Checkpoint:
 
 
 def open_saved(path: Path, base: Path | None = None) -> Checkpoint:
-    """Opens the checkpoint of ours in a `step-N` folder, or the newest complete one of a run directory.
+    """Opens the mrl checkpoint in a `step-N` folder, or the newest complete one of a run directory.
 
     `base` as in `open_merged`. Raises ConfigError for Megatron's format, EnvironmentFault if no complete one exists.
     """
@@ -281,7 +281,7 @@ def open_saved(path: Path, base: Path | None = None) -> Checkpoint:
 
 
 def step_folder(path: Path) -> Path:
-    """Returns the folder of a checkpoint of ours: `path` itself, or the newest complete step of the run directory
+    """Returns the folder of an mrl checkpoint: `path` itself, or the newest complete step of the run directory
     `path`.
 
     Raises ConfigError for a checkpoint of another kind, EnvironmentFault if there is none.

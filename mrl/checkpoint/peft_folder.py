@@ -1,4 +1,4 @@
-"""Writes the adapters of a checkpoint of ours in PEFT's format."""
+"""Writes the adapters of an mrl checkpoint in PEFT's format."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Loads a checkpoint of ours into the ranks of any layout.
+"""Loads an mrl checkpoint into the ranks of any layout.
 
     bytes                  read by
     digests of files       one rank for each file

@@ -102,7 +102,7 @@ class ActorWorker:
         return free_port()
 
     def start(self, master_addr: str, master_port: int, checkpoint: str | None) -> int:
-        """Builds the model and loads it: a checkpoint of ours, or the Hugging Face weights.
+        """Builds the model and loads it: an mrl checkpoint, or the Hugging Face weights.
 
         Returns this process's id.
         """

@@ -52,7 +52,7 @@ class Waiting(Protocol):
         """Returns seconds since some fixed moment."""
 
     def sleep(self, seconds: float) -> None:
-        """Waits for so many seconds."""
+        """Waits for `seconds`."""
 
 
 @dataclass(frozen=True)

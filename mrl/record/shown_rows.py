@@ -1,7 +1,8 @@
 """Responses of a step that are shown to people, with the trainer's log-probs beside those of generation.
 
-`shown_rows.json` in the run directory holds the newest step alone: `step`, and `log_probs` by `sample_id`. These are
-the trainer's, with the weights that generated, of at most LONGEST tokens. Log-probs of engines are in `samples/`.
+`shown_rows.json` in the run directory holds the newest step alone: `step`, and `log_probs` by `sample_id`. They come
+from the trainer, with the weights that generated the tokens; at most LONGEST are kept. Log-probs of engines are in
+`samples/`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -129,7 +129,7 @@ class Dispatcher:
         return request
 
     def answered(self, request: int, tokens: int, stopped: bool, context: int = 0) -> Group | None:
-        """Records an answer of so many tokens. `stopped` says that the response ended by itself.
+        """Records an answer of `tokens` tokens. `stopped` says that the response ended by itself.
 
         `context` counts tokens of the whole response that were not sampled; at a border they may pass it. Returns the
         group, or None for a withdrawn request. In order, a request that is interrupted before its border begins again

@@ -36,7 +36,7 @@ class HostFacts:
     busy_ports: tuple[int, ...]  # among the requested ones
     shm_gib: float  # size of /dev/shm
     shm_free_gib: float
-    shm_left: tuple[str, ...]  # segments of ours that may have no owner any more
+    shm_left: tuple[str, ...]  # segments of mrl that may have no owner any more
     open_files: int  # soft limit
     locked_memory: float  # soft limit in GiB, inf for none
     disk_gib: dict[str, float]  # free, by folder
