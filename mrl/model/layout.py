@@ -123,14 +123,6 @@ class TrainLayout:
         """Returns the coordinates of `rank` for experts, each from 0."""
         return ExpertCoords(*_unravel(rank, self.expert_sizes))
 
-    def rank_of_dense(self, tp: int, cp: int, dp: int, pp: int) -> int:
-        """Returns the inverse of `dense_coords`."""
-        return _ravel((tp, cp, dp, pp), self.dense_sizes)
-
-    def rank_of_expert(self, etp: int, ep: int, edp: int, pp: int) -> int:
-        """Returns the inverse of `expert_coords`."""
-        return _ravel((etp, ep, edp, pp), self.expert_sizes)
-
     def dense_group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Returns the ranks, ascending, that differ from `rank` only along `axes` ("tp", "cp", "dp", "pp").
 
@@ -219,10 +211,6 @@ class RolloutLayout:
         """
         tp, dp, engine = _unravel(worker, (self.tensor, self.data, self.num_engines))
         return WorkerCoords(engine, dp, tp)
-
-    def worker_of(self, engine: int, dp: int, tp: int) -> int:
-        """Returns the inverse of `coords`."""
-        return _ravel((tp, dp, engine), (self.tensor, self.data, self.num_engines))
 
     def expert_coords(self, worker: int) -> tuple[int, int]:
         """Returns (expert-parallel rank, tensor rank within an expert) of a worker."""
