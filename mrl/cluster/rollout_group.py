@@ -344,9 +344,9 @@ def request_limit(deployment: Deployment, deterministic: bool) -> int | None:
     With conversations it exceeds what the engine samples at once, so that others generate while tools run; see
     TurnGate.
 
-    There are two cases. If the rest of the batch changes no bit, a response is a function of its request and the
-    weights. Engines check this when they start. Otherwise the composition of the batch decides the last bits. A
-    repeatable run must not leave it to timing.
+    Returns None if the run must be repeatable and the rest of a batch may change bits. Then timing must not decide
+    which requests are computed together. If the rest of a batch changes no bit, which engines check when they start, a
+    limit is safe.
     """
     needs_order = deterministic and not get_hosting(deployment.cluster.device).checks_batch_order
     if needs_order:

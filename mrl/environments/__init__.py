@@ -13,8 +13,8 @@
     verl_tools.py            replaces verl's modules in such a file: its decorator of tools, and
     verl_base_tool.py        its base class of tools and their schemas
     verl_tool_config.py      reads verl's file of tools
-    verl_stand_ins.py        replaces verl's own classes of tools
-    verl_environment.py      the built-in environment verl_tools: such classes, with one action for each tool
+    verl_environment.py      the built-in environment verl_tools: such classes, with one action for each tool, and
+                             replacements of verl's own classes
     environment_worker.py    the process: JSON lines in, JSON lines out
     environment_pool.py      EnvironmentPool: calls and sessions from any thread or event loop, a deadline for each step
     offer.py                 what may be called in a run, and for one row

@@ -58,8 +58,8 @@ class Fleet:
     """The engines of a run. A call that is not allowed in an engine's state raises ValueError."""
 
     def __init__(self, engines: Iterable[str], limit: int, least: int = 1, version: int = 0):
-        """All engines start READY with `version`. `limit`: restarts of an engine in WINDOW steps; `least`: engines in
-        use.
+        """All engines start READY with `version`. `limit`: restarts of an engine in WINDOW steps; `least`: number of
+        engines that must stay in use.
         """
         self._engines = {name: _Engine() for name in engines}
         self.limit = limit
