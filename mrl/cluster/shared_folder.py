@@ -15,7 +15,7 @@ SEEN_S = 10.0  # until another node's file is visible: network file systems cach
 
 
 @dataclass(frozen=True)
-class Mark:
+class FolderMark:
     """A file of the run directory that exists while ranks look for it."""
 
     path: str
@@ -36,10 +36,10 @@ class Mark:
 
 
 @contextmanager
-def marked(run_dir: Path) -> Iterator[Mark]:
+def marked(run_dir: Path) -> Iterator[FolderMark]:
     """Puts a mark into the folder for the duration of the block."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    mark = Mark(str(run_dir.resolve() / f".seen-{secrets.token_hex(4)}"), secrets.token_hex(16))
+    mark = FolderMark(str(run_dir.resolve() / f".seen-{secrets.token_hex(4)}"), secrets.token_hex(16))
     Path(mark.path).write_text(mark.text, encoding="ascii")
     try:
         yield mark

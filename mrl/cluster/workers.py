@@ -18,7 +18,7 @@ import ray
 
 from mrl.cluster.prerequisites import free_port, own_cpus
 from mrl.cluster.same_software import software
-from mrl.cluster.shared_folder import Mark
+from mrl.cluster.shared_folder import FolderMark
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig
 from mrl.data.samples import Samples
@@ -93,7 +93,7 @@ class ActorWorker:
         """Returns this node's address, and the software of this process."""
         return self.host(), software()
 
-    def sees(self, mark: Mark) -> tuple[str, bool]:
+    def sees(self, mark: FolderMark) -> tuple[str, bool]:
         """Returns this node's address, and whether it has the driver's file, for check_seen."""
         return self.host(), mark.is_seen()
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mrl.errors import EnvironmentFault
 
 # Which processes can open another one's device memory: none, those on the same device, or all of the node.
-Reach = Literal["process", "device", "node"]
+MemoryReach = Literal["process", "device", "node"]
 
 _VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}  # by Ray's name of the accelerator
 
@@ -87,7 +87,7 @@ class Hosting:
     ray_resource: str | None  # Ray's name of the accelerator
     checks_batch_order: bool  # generation must not depend on the rest of the batch; only the CPU can guarantee it
     # how far device memory can be opened from other processes, by mrl.platforms.transfer
-    memory_reach: Reach = "process"
+    memory_reach: MemoryReach = "process"
     orders_devices: bool = True  # a process may be shown devices in any order; CANN requires ascending order
     interleaves_stages: bool = True  # a rank may hold several stages of a pipeline; MindSpeed's cannot be mapped
     # Megatron's switches of fused MoE kernels that the update can use there. Transformer Engine brings them. MindSpeed

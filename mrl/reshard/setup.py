@@ -10,7 +10,7 @@ from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, model_spec
 from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.platforms.hosting import Reach, get_hosting
+from mrl.platforms.hosting import MemoryReach, get_hosting
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import ReshardPlan, plan_reshard
 from mrl.units import MIB
@@ -102,7 +102,7 @@ def _plan(text: str) -> ReshardPlan:
     )
 
 
-def route(setup: SyncSetup, rank: int, worker: int, reach: Reach) -> str:
+def route(setup: SyncSetup, rank: int, worker: int, reach: MemoryReach) -> str:
     """Returns the transport of the pair. Raises EnvironmentFault for shm between hosts. `reach`: see `pair_route`."""
     kind = setup.transport["kind"]
     transport = pair_route(kind, setup.places.ranks[rank], setup.places.workers[worker], reach)
@@ -113,7 +113,7 @@ def route(setup: SyncSetup, rank: int, worker: int, reach: Reach) -> str:
     return transport
 
 
-def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
+def pair_route(kind: str, rank: Place, worker: Place, reach: MemoryReach) -> str:
     """Returns the transport of a rank and a worker, when `kind` (reshard.transport) is requested.
 
     `auto` uses device memory as far as another process can open it, which `reach` tells. Between further devices of a

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Seen:
+class LastProgress:
     """Tokens of an engine at its last progress, and the time."""
 
     tokens: int
@@ -19,17 +19,17 @@ class ProgressWatch:
 
     def __init__(self, limit_s: float):
         self.limit_s = limit_s
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, LastProgress] = {}
 
     def note(self, engine: str, tokens: int, holds_requests: bool, now: float) -> None:
         """Records an engine's total tokens. A changed number counts as progress, and so does having no requests."""
         before = self._seen.get(engine)
         if before is None or before.tokens != tokens or not holds_requests:
-            self._seen[engine] = Seen(tokens, now)
+            self._seen[engine] = LastProgress(tokens, now)
 
     def excuse(self, now: float) -> None:
         """Restarts the time of all engines, which stood still for a reason such as a weight sync."""
-        self._seen = {engine: Seen(seen.tokens, now) for engine, seen in self._seen.items()}
+        self._seen = {engine: LastProgress(seen.tokens, now) for engine, seen in self._seen.items()}
 
     def forget(self, engine: str) -> None:
         """Stops watching a lost engine until `note` is called for it again."""

@@ -33,7 +33,7 @@ _LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
-class End:
+class RunEnd:
     """How one start ended. `code` as in subprocess, negative for a signal."""
 
     code: int
@@ -81,7 +81,7 @@ def supervise(arguments: Sequence[str], folder: Path, restarts: int) -> int:
         raise ConfigError(
             f"--restarts: process {os.environ[SUPERVISED]} starts this run again already; leave it out of one of them"
         )
-    ends: list[End] = []
+    ends: list[RunEnd] = []
     with adopted_orphans(), _handed_on() as stop:
         while True:
             ends.append(_one_start(arguments, folder, stop, is_first=not ends))
@@ -92,7 +92,7 @@ def supervise(arguments: Sequence[str], folder: Path, restarts: int) -> int:
             print(f"supervisor: {ends[-1]}; start {len(ends) + 1} of {restarts + 1}", flush=True)
 
 
-def _goes_on(ends: Sequence[End], restarts: int, stop: SignalRelay) -> bool:
+def _goes_on(ends: Sequence[RunEnd], restarts: int, stop: SignalRelay) -> bool:
     """Tells whether the run is started again. Raises Interrupted for a crash loop."""
     if stop.signal is not None or not ends[-1].is_resumable:
         return False
@@ -117,7 +117,7 @@ def _handed_on() -> Iterator[SignalRelay]:
             signal.signal(number, handler)
 
 
-def _one_start(arguments: Sequence[str], folder: Path, stop: SignalRelay, is_first: bool) -> End:
+def _one_start(arguments: Sequence[str], folder: Path, stop: SignalRelay, is_first: bool) -> RunEnd:
     """Starts the run as requested, later starts with resume, waits for its end, and removes what it left."""
     run = RunDir(folder)
     starts = len(read_attempts(folder))
@@ -133,7 +133,7 @@ def _one_start(arguments: Sequence[str], folder: Path, stop: SignalRelay, is_fir
     attempt = _newest_attempt(folder, starts)
     now = _newest_line(run)
     has_finished = attempt is not None and now != newest and now.get("training/global_step", 0) > attempt.step
-    return End(process.returncode, "" if attempt is None else attempt.message.split("\n")[0], has_finished)
+    return RunEnd(process.returncode, "" if attempt is None else attempt.message.split("\n")[0], has_finished)
 
 
 def _clean_up(run: RunDir) -> None:

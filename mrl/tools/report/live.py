@@ -30,7 +30,7 @@ SHARE = 0.1  # largest share of the time for making pages
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedPage:
     """A page as it is sent. `tag` changes with the run directory."""
 
     tag: str
@@ -44,17 +44,17 @@ class LivePage:
         self._folder = folder
         self._clock = clock
         self._lock = threading.Lock()
-        self._newest: Served | None = None
+        self._newest: ServedPage | None = None
         self._rest_until = 0.0
 
-    def page(self) -> Served:
+    def page(self) -> ServedPage:
         """Returns the page. Makes a new one if the directory has changed and enough time has passed."""
         with self._lock:
             tag = state_tag(self._folder)
             stale = self._newest is None or (tag != self._newest.tag and self._clock() >= self._rest_until)
             if stale:
                 began = self._clock()
-                self._newest = Served(tag, page_html(self._made(), live=tag).encode())
+                self._newest = ServedPage(tag, page_html(self._made(), live=tag).encode())
                 now = self._clock()
                 self._rest_until = now + (now - began) * (1 - SHARE) / SHARE
             return self._newest

@@ -26,7 +26,7 @@ _PROGRAM = "import os; os.nice(19); from mrl.cli.main import main; main()"
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenReport:
     """A written report and its first statement."""
 
     path: Path
@@ -34,7 +34,7 @@ class Written:
     headline: str
 
 
-def write_report(run_dir: Path, output: Path | None = None) -> Written:
+def write_report(run_dir: Path, output: Path | None = None) -> WrittenReport:
     """Reads the run and writes its page, completely or not at all, to `output` (by default RUN/report.html).
 
     Raises ConfigError for an unreadable run directory, and what `write_page` raises.
@@ -42,7 +42,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Written:
     run = read_run(run_dir)
     target = output or RunDir(run.path).report
     page = run_page(run)
-    return Written(target, write_page(page, target), page.headline)
+    return WrittenReport(target, write_page(page, target), page.headline)
 
 
 def write_page(page: Page, target: Path) -> int:
