@@ -131,7 +131,7 @@ def steps() -> list[Step]:
     starts, job, stops = launch_commands()
     other = f"RAY_AUTH_TOKEN={'0' * 64}"
     joining = f"RAY_ADDRESS=127.0.0.1:$PORT mrl train {PRESET} --run-dir $HOME/joining"
-    another = ["of another token"]
+    another = ["requires another token"]
     return [
         Step("import a script of verl's", "mrl import-verl verl.sh --set DATA=/data -o from_verl.yaml"),
         Step("validate what was imported", "mrl validate from_verl.yaml"),

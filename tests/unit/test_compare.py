@@ -102,7 +102,7 @@ def test_one_object_for_programs(runs, capsys, tmp_path, monkeypatch):
     [
         (["a"], "two run directories or more"),
         (["a", "a"], "named twice"),
-        (["a", "nothing"], "is no folder"),
+        (["a", "nothing"], "is not a folder"),
         (["a", "empty"], "holds no run"),
     ],
 )

@@ -502,12 +502,12 @@ def test_reports_of_a_run_that_goes_on_come_after_saves_and_not_too_often(tmp_pa
 
 
 def no_folder(path):
-    return path / "nothing", "is no folder"
+    return path / "nothing", "is not a folder"
 
 
 def a_file(path):
     (path / "file").write_text("x")
-    return path / "file", "is no folder"
+    return path / "file", "is not a folder"
 
 
 def empty(path):
