@@ -66,7 +66,7 @@ def lora_of(manifest: Manifest, folder: Path) -> Lora:
     try:
         return Lora.of(int(said["rank"]), float(said["alpha"]), map(str, said["target_modules"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise EnvironmentFault(f"{folder}: not a whole manifest of adapters ({error!r})") from None
+        raise EnvironmentFault(f"{folder}: not a complete manifest of adapters ({error!r})") from None
 
 
 class MergedReader(BoxReader):

@@ -129,7 +129,7 @@ def _run_in_pool(pool: ProcessPoolExecutor, tasks: Sequence[Task]) -> Iterator[t
             yield futures[future], future.result()
     except BrokenProcessPool:
         raise EnvironmentFault(
-            "a worker process ended by itself, most likely for want of memory; finished files are kept: run the same "
+            "a worker process ended unexpectedly, probably for lack of memory; finished files are kept: run the same "
             "command again with fewer --workers"
         ) from None
 
@@ -329,8 +329,8 @@ def _take(lock: IO[str], work: Path) -> None:
         ) from None
     except OSError as error:
         print(
-            f"warning: {work.absolute().parent} is on a file system without locks ({error.strerror}); see to it that "
-            "no other conversion has the same output",
+            f"warning: {work.absolute().parent} is on a file system without locks ({error.strerror}); make sure that "
+            "no other conversion writes the same output",
             file=sys.stderr,
         )
 

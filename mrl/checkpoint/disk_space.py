@@ -80,8 +80,8 @@ def disk_space_note(folder: Path, size: int, kept: int) -> list[str]:
         return []
     return [
         f"note: {_size(free)} are free, room for {free // size} more checkpoints of {_size(size)}; "
-        f"trainer.max_actor_ckpt_to_keep is {wanted - 1}, and one more lies there while it is written. A save that "
-        "finds no room is left out"
+        f"trainer.max_actor_ckpt_to_keep is {wanted - 1}, and one more exists while it is written. A save without "
+        "enough space is skipped"
     ]
 
 

@@ -230,7 +230,7 @@ def read_manifest(folder: Path) -> Manifest:
         read_by_runs = manifest.files_of_ranks() | manifest.files_beside()
         sizes = {name: facts["bytes"] for name, facts in read_by_runs.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EnvironmentFault(f"{path}: not a whole manifest ({error!r}); choose another step-N folder") from error
+        raise EnvironmentFault(f"{path}: not a complete manifest ({error!r}); choose another step-N folder") from error
     if digest is not None and digest != written:  # manifests of earlier versions have none
         raise DamagedCheckpoint(
             f"{path}: is not what was written (its digest differs); the checkpoint is damaged, resume from another",

@@ -218,8 +218,8 @@ def open_merged(folder: Path, base: Path | None = None) -> Checkpoint:
     path = base or Path(said["path"])
     if not path.is_dir():
         raise ConfigError(
-            f"{folder}: adapters on the model in {path}, which does not exist; name its folder with --base, or put it "
-            "back"
+            f"{folder}: adapters on the model in {path}, which does not exist; name its folder with --base, or "
+            "restore it"
         )
     if base_digest(path) != said["digest"]:
         raise ConfigError(

@@ -187,7 +187,7 @@ def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
     same = all(now[k] == then[k] for k in now if k != "num_steps")
     if same and current_lr(actor.optimizer) != facts["lr"]:
         raise EnvironmentFault(
-            f"{folder}: the learning rate comes back as {current_lr(actor.optimizer)}, not as {facts['lr']}"
+            f"{folder}: the learning rate after loading is {current_lr(actor.optimizer)}, not {facts['lr']}"
         )
 
 

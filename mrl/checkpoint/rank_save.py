@@ -63,7 +63,9 @@ class HostCopy:
         Raises EnvironmentFault during a `write`.
         """
         if not self._in_use.acquire(blocking=False):
-            raise EnvironmentFault("the checkpoint before is still being written: the disk is slower than saves come")
+            raise EnvironmentFault(
+                "the previous checkpoint is still being written: the disk is too slow for this save interval"
+            )
         try:
             with actor.residence.using(PARAMETERS, OPTIMIZER):
                 self._copy(actor)

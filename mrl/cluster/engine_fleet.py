@@ -286,7 +286,7 @@ class EngineFleet:
             for engine in map(self._engines.__getitem__, engines):
                 if self.states.committed(engine, self.states.epoch(engine), version) and engine in self._away:
                     self._seconds += self._clock() - self._away.pop(engine)
-                    print(f"{engine} serves again, weights of step {version}", flush=True)
+                    print(f"{engine} serves again, with the weights of step {version}", flush=True)
 
     def rewind(self, version: int) -> None:
         """Records that ranks hold the weights of `version` again, and that every engine has dropped its requests."""

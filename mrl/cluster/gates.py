@@ -62,7 +62,7 @@ def shortage(need: PhaseMemory, holders: Sequence[MemoryHolder]) -> str | None:
         return None
     parts = " and ".join(f"{size / GIB:.2f} GiB of the {kind}" for kind, size in coming.items() if size)
     each = ", ".join(f"{holder.name} {holder.memory.live_bytes / GIB:.2f} GiB" for holder in _largest_first(holders))
-    return f"{parts} are to come by the plan, {free / GIB:.2f} GiB are free; there hold {each}"
+    return f"{parts} are still planned for this device, {free / GIB:.2f} GiB are free; in use: {each}"
 
 
 def _free(need: PhaseMemory, holders: Sequence[MemoryHolder]) -> int:

@@ -102,7 +102,7 @@ def _faults(content: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: must be {_type_names(_KNOWN[name])}"
     excludes = content.get("excludes", [])
     if not all(isinstance(pattern, str) for pattern in excludes):
-        yield "excludes: must be a list of texts"
+        yield "excludes: must be a list of strings"
     sent = content.get("working_dir")
     if isinstance(sent, str) and "://" not in sent and not Path(sent).exists():
         yield f"working_dir: {sent} is not here; a relative path starts at the current directory, {Path.cwd()}"
@@ -130,7 +130,7 @@ def not_sent(file: str, runtime_env: dict[str, Any]) -> str | None:
     root = Path(sent).resolve()
     path = Path(file).resolve()
     if not path.is_relative_to(root):
-        return f"is outside of {root}, which is all that is sent; give an absolute path that the job's hosts have"
+        return f"is outside of {root}, the only folder that is sent; give an absolute path that the job's hosts have"
     parts = path.relative_to(root).parts
     ignored = root / ".gitignore"
     rules = [("excludes of the runtime environment", line) for line in runtime_env.get("excludes", [])]

@@ -74,7 +74,7 @@ def follow_head(address: str) -> None:
     if address == "auto" or os.environ.get("RAY_USE_TLS", "0") == "1" or not _turns_away(address, None):
         return
     if (mode := os.environ.setdefault(_MODE, "token")) != "token":
-        raise EnvironmentFault(f"the head at {address} wants a token, and {_MODE}={mode} sends none; unset it")
+        raise EnvironmentFault(f"the head at {address} requires a token, but {_MODE}={mode} sends none; unset it")
     check_token(address)
     if _turns_away(address, _token()):
         raise EnvironmentFault(_another_token(address, "cluster.address or RAY_ADDRESS"))
@@ -128,7 +128,7 @@ def check_dashboard(address: str) -> None:
     except OSError as error:
         raise EnvironmentFault(no_dashboard(address, str(getattr(error, "reason", error)))) from error
     if not is_ray:
-        raise EnvironmentFault(f"something else than a Ray dashboard answers at {address}; give --address")
+        raise EnvironmentFault(f"what answers at {address} is not a Ray dashboard; give --address")
 
 
 def no_dashboard(address: str, why: str) -> str:
@@ -236,9 +236,9 @@ def check_token(address: str) -> None:
     file = _token_file()
     where = "HOME is not set"
     if file is not None:
-        where = f"{file} is not there"
+        where = f"{file} does not exist"
     raise EnvironmentFault(
-        f"no token of Ray's for the head at {address}: {where}. launch/start_head.sh makes one on its host; copy it "
+        f"no Ray token for the head at {address}: {where}. launch/start_head.sh makes one on its host; copy it "
         "from there, or set RAY_AUTH_TOKEN"
     )
 

@@ -109,7 +109,7 @@ def parts_of(kind: type[Environment], name: str) -> dict[str, float]:
     try:
         return dict(reply_of(Reply(parts=kind.parts)).parts)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"environment {name!r} declares `parts` that are none: {error}") from error
+        raise ConfigError(f"environment {name!r} declares invalid `parts`: {error}") from error
 
 
 def reply_of(value: Any) -> Reply:

@@ -97,7 +97,7 @@ class Tool:
             raise ConfigError(f"a tool is named {name!r}; a name is at most {LONGEST_NAME} bytes, as UTF-8")
         said = inspect.getdoc(function)
         if not said:
-            raise ConfigError(f"tool {name!r} has no docstring: it is what the model is told of it")
+            raise ConfigError(f"tool {name!r} has no docstring, which is what the model is told about it")
         described = _described(said)
         properties = {}
         required = []

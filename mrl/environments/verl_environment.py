@@ -107,7 +107,7 @@ async def _begun(tool: Any, given: dict[str, Any]) -> str:
 def _text(answer: Any) -> Any:
     """Returns what the model reads. Raises TypeError for images."""
     if getattr(answer, "image", None) or getattr(answer, "video", None):
-        raise TypeError("it answers by a picture, and a text is all that is read here")
+        raise TypeError("it answers with a picture; only text is supported")
     if hasattr(answer, "text"):
         return answer.text or ""
     if isinstance(answer, dict) and set(answer) == {"text"}:
@@ -133,7 +133,7 @@ def verl_environment(path: str, limits: PythonLimits, network: bool) -> type[Env
         tools[name] = tool
         schemas[name] = schema
     if len(tools) > MOST_PARTS:
-        raise ConfigError(f"{CONFIG_KEY}: {path} has {len(tools)} tools; at most {MOST_PARTS} are taken")
+        raise ConfigError(f"{CONFIG_KEY}: {path} has {len(tools)} tools; at most {MOST_PARTS} are allowed")
     return type("VerlTools", (VerlTools,), {"tools": tools, "schemas": schemas})
 
 
@@ -149,7 +149,7 @@ def _made(entry: ToolEntry, path: Path, own: Mapping[str, Callable[[], type]], w
     except ConfigError:
         raise
     except Exception as error:  # a user's class may raise anything
-        raise ConfigError(f"{where}: it cannot be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where}: it cannot be created: {type(error).__name__}: {error}") from error
 
 
 def _class(entry: ToolEntry, path: Path, own: Mapping[str, Callable[[], type]], where: str) -> Any:
@@ -192,7 +192,7 @@ def _schema(tool: Any, where: str) -> tuple[str, dict[str, Any]]:
     properties = {}
     for name, given in function["parameters"]["properties"].items():
         if given["type"] not in _TYPES:
-            raise ConfigError(f"{where}: parameter {name!r} is of type {given['type']!r}, which no call has here")
+            raise ConfigError(f"{where}: parameter {name!r} is of type {given['type']!r}, which calls do not support")
         properties[name] = given
     required = list(function["parameters"]["required"])
     parameters = {"type": "object", "properties": properties, "required": required}

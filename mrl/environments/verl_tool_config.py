@@ -49,7 +49,7 @@ def _entry(given: Any, where: str) -> ToolEntry:
         raise ConfigError(f"{where} ({given['class_name']}): config and tool_schema have to be mappings")
     kind = config.get("type", "native")
     if kind != "native":
-        raise ConfigError(f"{where} ({given['class_name']}) is of type {kind}; what is read here is native")
+        raise ConfigError(f"{where} ({given['class_name']}) is of type {kind}; only native is supported")
     return ToolEntry(given["class_name"], config, schema)
 
 

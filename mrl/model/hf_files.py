@@ -126,7 +126,7 @@ def check_own_file(file: Path) -> None:
     is_cached = folder.parent.name == "snapshots" and repository.name.startswith("models--")
     if real.parent != folder and not (is_cached and real.parent == repository / "blobs"):
         raise EnvironmentFault(
-            f"{file}: a link to {real}, out of its folder; what it leads to is not read: put the file itself there"
+            f"{file}: a link to {real}, outside its folder, and is not followed: put the file itself there"
         )
 
 

@@ -176,8 +176,8 @@ def _as_transformers_own(folder: Path) -> str:
     Moonlight's and Kimi-K2's use tiktoken.model.
     """
     if not (folder / "tiktoken.model").exists():
-        return "save the tokenizer as one of transformers' own"
-    return f"mrl convert tokenizer {folder} -o NEW writes one that is none: put its files in the place of these"
+        return "save the tokenizer as one of transformers' classes"
+    return f"mrl convert tokenizer {folder} -o NEW writes one without code: replace these files by its files"
 
 
 @cache

@@ -114,10 +114,10 @@ def state_checks(kind: str, state: DeviceState) -> Iterator[tuple[str, tuple[str
     yield from ((name, faults.get(name)) for name in told)
     if untold := [name for name in (*_OF_EACH, *_OF_PAIRS) if name not in told]:
         cure = (
-            "run `nvidia-smi` and `nvidia-smi topo -p2p r` here and cure what they say; drivers before R580 may answer "
-            "in another form"
+            "run `nvidia-smi` and `nvidia-smi topo -p2p r` here and fix what they report; drivers before R580 may "
+            "answer in another form"
         )
-        yield "GPU state", (f"nvidia-smi did not answer; not judged: {', '.join(untold)}", cure)
+        yield "GPU state", (f"nvidia-smi did not answer; not checked: {', '.join(untold)}", cure)
 
 
 def state_faults(state: DeviceState) -> Iterator[tuple[str, str, str]]:
@@ -126,16 +126,20 @@ def state_faults(state: DeviceState) -> Iterator[tuple[str, str, str]]:
     if len(kinds) > 1:
         yield "device kinds", ", ".join(kinds), "every step waits for the slowest: give a run devices of one kind"
     if parted := [gpu.index for gpu in state.gpus if gpu.has_partitions]:
-        cure = "NCCL does not connect partitions: nvidia-smi -mig 0 on the host, or another device"
+        cure = "NCCL does not connect MIG partitions: run nvidia-smi -mig 0 on the host, or use another device"
         yield "partitions", f"MIG is on for {', '.join(parted)}", cure
     if slowed := [f"{gpu.index} ({', '.join(gpu.slowed)})" for gpu in state.gpus if gpu.slowed]:
-        yield "clocks", f"slowed by the hardware: {'; '.join(slowed)}", "look at cooling and power of the node"
+        yield "clocks", f"slowed by the hardware: {'; '.join(slowed)}", "check the node's cooling and power"
     elif lowered := [
         f"{gpu.index} at {gpu.set_mhz:g} of {gpu.highest_mhz:g} MHz" for gpu in state.gpus if _is_low(gpu)
     ]:
-        yield "clocks", f"set low: {', '.join(lowered)}", "nvidia-smi -rac gives the default back, -rgc ends a lock"
+        yield (
+            "clocks",
+            f"set low: {', '.join(lowered)}",
+            "nvidia-smi -rac restores the default clocks, -rgc ends a lock",
+        )
     if state.apart:
-        cure = "reshard.transport: p2p; and look for ACS in the BIOS, or a virtual machine that keeps devices apart"
+        cure = "reshard.transport: p2p; check ACS in the BIOS, and whether a virtual machine isolates devices"
         yield "peer access", f"no access to each other's memory: {', '.join(state.apart[:6])}", cure
 
 

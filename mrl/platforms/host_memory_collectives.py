@@ -137,9 +137,11 @@ class HostExchange:
 
     def _check(self, rank: int, waited_s: float) -> None:
         if not _lives(self._processes[rank]):
-            raise RuntimeError(f"rank {rank} of a group of {len(self._slots)} is gone: a collective cannot end")
+            raise RuntimeError(f"rank {rank} of a group of {len(self._slots)} has ended: the collective cannot finish")
         if waited_s > self._timeout_s:
-            raise RuntimeError(f"rank {rank} of a group of {len(self._slots)} did not come within {self._timeout_s} s")
+            raise RuntimeError(
+                f"rank {rank} of a group of {len(self._slots)} did not arrive within {self._timeout_s} s"
+            )
 
 
 def _lives(process: int) -> bool:

@@ -144,7 +144,7 @@ def driver_fault(devices: HostDevices, environment: Mapping[str, str]) -> Driver
 
 def _old_for_cuda(driver: str, has_newer_libraries: bool) -> DriverFault:
     found = f"{driver}; CUDA {CUDA_MAJOR}, for which torch is built, needs {MIN_CUDA_DRIVER} or newer"
-    found += f", or on data-center devices {_COMPAT}, which LD_LIBRARY_PATH has" * has_newer_libraries
+    found += f", or on data-center devices {_COMPAT}, which is on LD_LIBRARY_PATH" * has_newer_libraries
     cure = f"update the host's driver to {MIN_CUDA_DRIVER} or newer (a container has the host's)"
     return DriverFault(found, cure, breaks=not has_newer_libraries)
 

@@ -62,7 +62,7 @@ class Quarantine:
 
     def _say(self, error: Exception) -> None:
         if not self._failed:
-            print(f"note: {self._path} is not written ({error}); the run goes on", flush=True)
+            print(f"note: {self._path} cannot be written ({error}); the run continues", flush=True)
         self._failed = True
 
 

@@ -118,7 +118,7 @@ def _missing(view: str, package: str | None) -> str:
     cure = "install it"
     if view in HOSTED:
         cure = f"pip install 'mrl[{view}]'"
-    return f"trainer.logger: {view} needs the package {package}; {cure}, or take {view} off the list"
+    return f"trainer.logger: {view} needs the package {package}; {cure}, or remove {view} from the list"
 
 
 def make_sinks(

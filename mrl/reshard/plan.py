@@ -299,7 +299,7 @@ def _check_inputs(train: TrainLayout, rollout: RolloutLayout, dtype: str, topolo
 
 def _too_small(budget: int, largest: int) -> ConfigError:
     return ConfigError(
-        f"reshard.budget_mb: a round of {budget} bytes is too small for this model, a row of which has {largest} "
+        f"reshard.budget_mb: a round of {budget} bytes is too small for this model, whose largest row has {largest} "
         "bytes; raise it until a process can send a row to each of its peers in one round"
     )
 

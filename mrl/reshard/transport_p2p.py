@@ -180,7 +180,7 @@ class PointToPointReceiver:
         wanted = _header(self._update, message, self._plan_word)
         if arrived != wanted:
             raise TransferError(
-                f"{who}: not the message that the plan has there (number, bytes, plan, rank {arrived}, not {wanted})"
+                f"{who}: not the message that the plan expects (number, bytes, plan, rank {arrived}, not {wanted})"
             )
         return slot[_HEADER:]
 

@@ -90,7 +90,9 @@ class Arena:
             if create:
                 _allocate(file, start + 2 * half_bytes, part)
             elif os.fstat(file).st_size != start + 2 * half_bytes:
-                raise TransferError(f"{path} has another size than the plan says; do both sides use one configuration?")
+                raise TransferError(
+                    f"{path} does not have the size that the plan gives; do both sides use the same configuration?"
+                )
             # the worker touches all of it once, here; a rank only touches its own slots
             populate = 0
             if create:
@@ -228,8 +230,8 @@ class SharedMemoryReceiver:
         arrived = words[_READY], words[_NBYTES], words[_PLAN]
         if arrived != (sequence_number(self._update, message), message.nbytes, self._plan_word):
             raise TransferError(
-                f"{who}: not the message that the plan has there (number, bytes, plan {arrived}); "
-                "is the sender of this run?"
+                f"{who}: not the message that the plan expects (number, bytes, plan {arrived}); "
+                "does the sender belong to this run?"
             )
         data = self._data[words[_OFFSET] : words[_OFFSET] + message.nbytes]
         if self.lasting(message):

@@ -22,8 +22,8 @@ GIVEN = (
     "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "NLTK_DATA", "MRL_*",
 )  # fmt: skip
 OFF = "reward functions have no network without reward.network: true, and write into temporary and reward.folders alone"
-NETWORK_STAYS = "the network cannot be taken from reward functions on this machine, and is on for them"
-WRITING_STAYS = "files cannot be taken from reward functions on this machine, which may write whatever its user may"
+NETWORK_STAYS = "this machine cannot deny reward functions the network, so they have it"
+WRITING_STAYS = "this machine cannot keep reward functions from writing files, so they write whatever their user may"
 
 _SYSTEM_CALLS = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # audit number, socket(2)
 _IO_URING_SETUP = 425

@@ -117,7 +117,7 @@ class WorkerProcess:
                 answers -= 1
                 deadline = time.monotonic() + timeout_s
             if not lines and time.monotonic() > deadline:  # the beginning of an answer does not count
-                raise WorkerFailure(TIMEOUT, f"no whole answer within {timeout_s:g} s")
+                raise WorkerFailure(TIMEOUT, f"no complete answer within {timeout_s:g} s")
 
     def alive(self) -> bool:
         """Tells whether it can answer. Its keeper may outlive it for a moment, but its end of the channel does not."""

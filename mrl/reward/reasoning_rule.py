@@ -54,6 +54,6 @@ def load_reasoning_gym() -> Any:
         import reasoning_gym as package
     except ImportError as error:
         raise ImportError(
-            f"the rule `{REASONING}` asks the package reasoning-gym ({error}); pip install 'mrl[games]'"
+            f"the rule `{REASONING}` needs the package reasoning-gym ({error}); pip install 'mrl[games]'"
         ) from error
     return package

@@ -251,7 +251,7 @@ class GroupBuffer:
         oldest = self.step - self.schedule.max_staleness
         stale = [number for number, group in self.groups.items() if group.begun is not None and group.begun < oldest]
         if stale and self._in_order:
-            raise ValueError(f"groups {stale} are of step {self.step - 1}, which had its batch")
+            raise ValueError(f"groups {stale} are of step {self.step - 1}, which already has its batch")
         for number in stale:
             self._stale(number)
         return stale

@@ -142,8 +142,8 @@ class Dispatcher:
             raise ValueError(f"{sent.engine} made {tokens} tokens, of {sent.max_tokens} asked for: {sent}")
         if sent.is_whole and not stopped and 0 < tokens < sent.max_tokens:
             raise ValueError(
-                f"{sent.engine} gave {tokens} tokens back, neither all nor none of {sent.max_tokens} "
-                f"up to the border: {sent}"
+                f"{sent.engine} gave {tokens} tokens, neither all nor none of {sent.max_tokens} "
+                f"up to the boundary: {sent}"
             )
         length = sent.kept + tokens
         group = self.buffer.add(sent.number, sent.index, tokens, stopped or length >= self.buffer.schedule.max_tokens)

@@ -30,10 +30,10 @@ class EngineStatus(Enum):
     """The state of an engine. The value says what it means."""
 
     READY = "it serves the current weights"
-    SUSPECT = "it is taken for lost, and its processes are being ended"
+    SUSPECT = "it counts as lost, and its processes are being ended"
     DEAD = "its processes have ended"
     STARTING = "it was started again"
-    STALE = "it lives, and holds no weights that may be sampled from"
+    STALE = "it runs, but holds no weights that may be sampled from"
     RETIRED = "it was lost too often, and is not started again"
 
 
@@ -111,8 +111,8 @@ class Fleet:
             return None
         gone = "; ".join(f"{name}: {self._engines[name].why}" for name in self.those(RETIRED))
         return (
-            f"{left} of {len(self._engines)} engines are left, fewer than rollout.min_engines {self.least}: each other "
-            f"one was lost more than {self.limit} times in {WINDOW} steps (rollout.restart_limit); {gone}"
+            f"{left} of {len(self._engines)} engines are left, fewer than rollout.min_engines {self.least}: each of "
+            f"the others was lost more than {self.limit} times in {WINDOW} steps (rollout.restart_limit); {gone}"
         )
 
     # -------------------------------------------------------- events; those of another epoch are dropped and counted
@@ -192,7 +192,7 @@ class Fleet:
         if not self._is_of(engine, epoch) or self._engines[engine].status not in REACHED:
             return False
         if version < self.version:
-            raise ValueError(f"{engine} was brought to version {version}, and version {self.version} is current")
+            raise ValueError(f"{engine} was brought to version {version}, but version {self.version} is current")
         self._engines[engine].status = STALE
         self._engines[engine].verified = version
         return True

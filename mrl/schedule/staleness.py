@@ -127,23 +127,23 @@ def violations(schedule: Schedule) -> Iterator[Violation]:
     admitted = schedule.admitted
     buffer = admitted if schedule.buffer_groups is None else schedule.buffer_groups
     if buffer < batch:
-        why = f"a step trains on {batch} finished groups, and with fewer places none would ever have them"
+        why = f"a step trains on {batch} finished groups, and never could with a smaller buffer"
         least = admitted if schedule.order == "in_order" else batch
         yield Violation("buffer_groups", f"must be at least the batch, {batch}", why, (least, None))
     elif buffer < admitted and schedule.order == "in_order":
         why = (
-            "a group would be issued when a place comes free, by the weights of that moment, so that "
-            "speed decides which they are"
+            "a group would be issued whenever the buffer has room, with the weights of that moment, so that "
+            "the engines' speed would decide which weights these are"
         )
-        rule = f"must be (max_staleness + 1) x batch, {admitted}, in_order"
+        rule = f"must be (max_staleness + 1) x batch, {admitted}, when the order is in_order"
         yield Violation("buffer_groups", rule, why, (admitted, None))
     if schedule.concurrency is not None and schedule.concurrency < 1:
         yield Violation("concurrency", "must be at least 1", "no response would ever be sent to an engine", (1, None))
     if schedule.max_staleness == 0 and schedule.partial_rollouts:
-        why = "at 0 every token is of the weights that are trained, so that a response has one version"
+        why = "at 0 the trained weights generate every token, so that a response has one version"
         yield Violation("partial_rollouts", "needs max_staleness of 1 or more", why, (False,))
     if schedule.segment_tokens is not None and schedule.segment_tokens < 1:
-        why = "a response that may add no token by any weights but the last is made while its step waits for it"
+        why = "a response that only the last weights may add to would keep its step waiting"
         yield Violation("segment_tokens", "must be at least 1", why, (1, None))
 
 

@@ -102,7 +102,7 @@ def _tensor_difference(first: Path, second: Path, manifest: Manifest) -> str:
         names[entry.file, entry.key] = sorted({piece.hf_name for piece in entry.pieces})
     with safe_open(first, "pt") as a, safe_open(second, "pt") as b:
         if sorted(a.keys()) != sorted(b.keys()):
-            return f"{first.name}: tensors {sorted(set(a.keys()) ^ set(b.keys()))[:4]} are in one of the two only"
+            return f"{first.name}: tensors {sorted(set(a.keys()) ^ set(b.keys()))[:4]} are in only one of the two"
         for key in sorted(a.keys()):
             x = a.get_tensor(key)
             y = b.get_tensor(key)
@@ -116,7 +116,7 @@ def _tensor_difference(first: Path, second: Path, manifest: Manifest) -> str:
                     f"{first.name}, {key}{f' ({known})' if known else ''}: {int(unlike.sum())} of {x.numel()} "
                     f"elements, first {where}: {x[tuple(where)].item()!r} and {y[tuple(where)].item()!r}"
                 )
-    return f"{first.name}: bytes differ and no number does (a sign of zero, or another order of tensors)"
+    return f"{first.name}: bytes differ, but no number does (a sign of zero, or another order of tensors)"
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _class_of(model: Path, settings: Mapping[str, Any]) -> str:
     named = classes[0] if isinstance(classes, list) and classes else classes
     if named not in _CLASSES:
         raise ConfigError(
-            f"{model / SETTINGS}: the tokenizer is {str(named)[:80]}; converted are {' and '.join(_CLASSES)}"
+            f"{model / SETTINGS}: the tokenizer is {str(named)[:80]}; converted are only {' and '.join(_CLASSES)}"
         )
     return named
 
@@ -184,5 +184,5 @@ def _check_ids(model: Path, tokenizer: Any, known: Mapping[str, list[int]]) -> N
         if found != ids:
             raise EnvironmentFault(
                 f"{model / VOCABULARY}: {text!r} would be {found}, and Kimi-K2's tokenizer is known to give {ids}: the "
-                "file is damaged, or of another tokenizer"
+                "file is damaged, or belongs to another tokenizer"
             )

@@ -233,8 +233,8 @@ def _of_jobs() -> Iterator[Mistake]:
     outside = f"mrl submit {CONFIG} --run-dir /tmp/none"
     yield Mistake("a job outside of a checkout", outside, 2, ["launch/runtime_env.cpu.yaml is not here"])
     yield from _of_addresses(f"{submit} all.yaml --address")
-    none = ["no token of Ray's"]
-    yield Mistake("a job without a token", f"{submit} all.yaml", 4, [*none, "is not there"], {"HOME": "/nonexistent"})
+    none = ["no Ray token"]
+    yield Mistake("a job without a token", f"{submit} all.yaml", 4, [*none, "does not exist"], {"HOME": "/nonexistent"})
     yield Mistake("a job without HOME", f"{submit} all.yaml", 4, [*none, "HOME is not set"], {"HOME": None})
 
 

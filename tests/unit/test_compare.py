@@ -100,7 +100,7 @@ def test_one_object_for_programs(runs, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["a"], "two run directories or more"),
+        (["a"], "at least two run directories"),
         (["a", "a"], "named twice"),
         (["a", "nothing"], "is not a folder"),
         (["a", "empty"], "holds no run"),

@@ -200,7 +200,7 @@ def test_a_driver_that_does_not_answer_is_not_taken_for_a_good_one():
     silent, without_matrix = (examine(replace(CUDA, state=s)) for s in (DeviceState(), state(matrix="")))
     assert silent["GPU state"].status == "warning" and silent["GPU state"].cure
     assert not said & silent.keys() and said & without_matrix.keys() == said - {"peer access"}
-    assert without_matrix["GPU state"].found == "nvidia-smi did not answer; not judged: peer access"
+    assert without_matrix["GPU state"].found == "nvidia-smi did not answer; not checked: peer access"
     assert parse_peers("") is None and parse_peers("nvidia-smi: no devices were found\n") is None
 
 

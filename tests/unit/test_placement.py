@@ -329,8 +329,8 @@ def test_room_is_what_a_device_says_is_free_against_what_is_to_come():
     assert shortage(NEED, [holder("rank 0", 10, free=12), holder("engine 0", 0, free=12)]) is None
     said = shortage(NEED, [holder("rank 0", 10, free=11.5), holder("engine 0", 0, free=11.5)])
     assert said == (
-        "2.00 GiB of the actor and 10.00 GiB of the engine are to come by the plan, 11.50 GiB are free; there hold "
-        "rank 0 10.00 GiB, engine 0 0.00 GiB"
+        "2.00 GiB of the actor and 10.00 GiB of the engine are still planned for this device, 11.50 GiB are free; "
+        "in use: rank 0 10.00 GiB, engine 0 0.00 GiB"
     )
 
 
@@ -340,7 +340,7 @@ def test_where_no_device_says_what_is_free_it_is_what_the_plan_may_fill_less_wha
     assert shortage(NEED, [holder("rank 0", 68), holder("engine 0", 0)]) is None
     said = shortage(NEED, [holder("engine 0", 0), holder("rank 0", 68.5)])
     assert (
-        said == "10.00 GiB of the engine are to come by the plan, 9.50 GiB are free; there hold rank 0 "
+        said == "10.00 GiB of the engine are still planned for this device, 9.50 GiB are free; in use: rank 0 "
         "68.50 GiB, engine 0 0.00 GiB"
     )
 

@@ -233,7 +233,7 @@ def test_a_tensor_that_is_there_in_both_forms_is_refused(folders, tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.language_model.norm.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(EnvironmentFault, match=r"model\.norm\.weight is there twice"):
+    with pytest.raises(EnvironmentFault, match=r"model\.norm\.weight is stored twice"):
         check_checkpoint(tmp_path, load_model_spec(tmp_path))
 
 

@@ -392,7 +392,7 @@ def ended_by(path, error) -> None:
     ("error", "words", "next_step"),
     [
         (Interrupted("rank 3 is lost"), "Stopped after 3 of 6 steps, resumable: rank 3 is lost", "--resume"),
-        (NumericAbort("nan"), "Numbers ended it after 3 of 6 steps: nan", "--resume"),
+        (NumericAbort("nan"), "A numerical failure ended it after 3 of 6 steps: nan", "--resume"),
         (RuntimeError("a defect"), "Failed after 3 of 6 steps, exit code 1: a defect", "Incidents"),
     ],
 )

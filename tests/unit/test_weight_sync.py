@@ -501,7 +501,7 @@ def test_a_message_of_an_earlier_sync_is_not_taken_for_this_ones(cluster, capsys
 
     end.post = once(end.post, old)
     assert sync.bring_to(2)["reshard/resynced"] == 1
-    assert "not the message that the plan has there" in capsys.readouterr().err
+    assert "not the message that the plan expects" in capsys.readouterr().err
     assert holds(world, 0)
 
 

@@ -76,7 +76,7 @@ def _shared_memory(host: HostFacts) -> Finding:
     free = f"{host.shm_free_gib:.1f} of {host.shm_gib:.1f} GiB free in /dev/shm"
     cure = (
         "give a container --shm-size=16g or --ipc=host, else mount -o remount,size=16G /dev/shm; "
-        f"{SHM_ENOUGH:g} GiB will do at first"
+        f"{SHM_ENOUGH:g} GiB are enough to begin with"
     )
     if host.shm_free_gib < SHM_LEAST:
         return failure("shared memory", free, cure)

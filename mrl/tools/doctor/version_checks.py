@@ -114,7 +114,7 @@ def _layers(host: HostFacts, row: VersionRow) -> Finding:
     """Checks what ranks would compute with. A rank itself asks Megatron, and prints it in the run's first lines."""
     brought = [*row.compiled, *row.source_only]
     if missing := [name for name in brought if name not in host.versions]:
-        cure = f"install {', '.join(missing)} (below), or let the run have them: model.allow_torch_layers: true"
+        cure = f"install {', '.join(missing)} (below), or allow them: model.allow_torch_layers: true"
         return failure("layers", f"plain torch, expert by expert: {', '.join(missing)} missing", cure)
     return ok("layers", f"of {', '.join(brought)}" if brought else "mrl's own in plain torch")
 

@@ -70,7 +70,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
     Raises ConfigError for fewer than two, for one that is named twice, and for folders without a run.
     """
     if len(paths) < 2:
-        raise ConfigError("give two run directories or more")
+        raise ConfigError("give at least two run directories")
     if len({path.resolve() for path in paths}) < len(paths):
         raise ConfigError("a run directory is named twice; each is compared with the first one, once")
     runs = dict(zip(_names(paths), map(read_run, paths), strict=True))
@@ -127,8 +127,8 @@ def _notes(runs: dict[str, RunRecord]) -> list[str]:
             )
         elif not _same_start(first, run):
             notes.append(
-                f"{name} and {names[0]} answered otherwise before training: other weights, prompts, or seeds of "
-                "sampling."
+                f"{name} and {names[0]} answered differently before training: their weights, prompts or sampling "
+                "seeds differ."
             )
         if run.last_step != first.last_step:
             notes.append(f"{name} has {run.last_step} steps, {names[0]} {first.last_step}.")

@@ -60,8 +60,8 @@ def _verdict(comparison: Comparison) -> Iterator[Block]:
         if len(comparison.tests) > 1:
             share = f", each at {comparison.tests[0].level:.2g}"
         yield Paragraph(
-            f"{_counted(len(comparison.tests), 'test')} paired over prompts{share}. What is told apart is these "
-            "weights, not these settings: how much another trainer.seed moves a score only further runs say."
+            f"{_counted(len(comparison.tests), 'test')} paired over prompts{share}. They compare these "
+            "weights, not these settings: only further runs show how much another trainer.seed changes a score."
         )
     states = tuple(f"{name}: {verdict(run).headline}" for name, run in comparison.runs.items())
     yield Items((*states, *comparison.notes))

@@ -335,8 +335,7 @@ def incidents(run: RunRecord) -> PageSection:
     if not run.finished and not run.running:
         tails = run.log_tails()
         blocks += [
-            Text("\n".join(lines), f"logs/{name}, its last lines that sound of trouble")
-            for name, lines in tails.items()
+            Text("\n".join(lines), f"logs/{name}, its last lines that report trouble") for name, lines in tails.items()
         ]
     return PageSection("incidents", "Incidents", tuple(blocks))
 
@@ -370,7 +369,7 @@ def _incidents(run: RunRecord) -> Iterator[tuple[int, str, str]]:
             yield int(curve.steps[curve.values > 0][0]), f"{name} {curve.last:g}", f"{meaning} (first in this step)"
     for attempt in run.attempts:
         if attempt.generated_again:
-            lost = "of later steps, lost with the process or the node that a start before ended with"
+            lost = "of later steps, lost when an earlier start ended with its process or node"
             yield attempt.step, f"{attempt.generated_again} responses generated again", lost
         for step in attempt.restarted_at:
             yield (

@@ -106,7 +106,7 @@ def _ended_state(run: RunRecord, done: str) -> _State:
         case NumericAbort.exit_code:
             return _State(
                 "bad",
-                f"Numbers ended it after {done}: {last.message}",
+                f"A numerical failure ended it after {done}: {last.message}",
                 f"Solve what the message names first; then {resume}.",
             )
         case EnvironmentFault.exit_code:
@@ -203,8 +203,8 @@ def _cures(run: RunRecord) -> Iterator[str]:
     longest = run.settings.text("data.max_response_length")
     if cut is not None and cut > CUT_OFF:
         yield (
-            f"{cut:.0%} of the responses are cut off at data.max_response_length ({longest}): raise it, or see why "
-            "none ends."
+            f"{cut:.0%} of the responses are cut off at data.max_response_length ({longest}): raise it, or "
+            "find out why responses do not end."
         )
     uniform = _recent(run, "train/uniform_group_share")
     if uniform is not None and uniform > UNIFORM:
@@ -237,7 +237,7 @@ def _when_all_is_well(run: RunRecord, held_out: bool, better: bool) -> str:
     if run.running:
         return "Nothing asks for attention."
     if not held_out:
-        return "Give data.val_files and trainer.test_freq, so that the next run says what it learnt."
+        return "Give data.val_files and trainer.test_freq, so that the next run shows what it learnt."
     if better:
         return (
             f"mrl convert megatron-to-hf {run.path} -o OUT gives a Hugging Face checkpoint; mrl eval measures it on "

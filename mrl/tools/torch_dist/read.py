@@ -158,7 +158,7 @@ def _described(key: str, tensor: Recorded, infos: dict) -> DescribedTensor:
         ):
             raise ValueError(
                 f"{key} has a block at {offsets} of {sizes}, byte {info['offset']} of "
-                f"{info['length']}: no whole numbers"
+                f"{info['length']}: not whole numbers"
             )
         blocks.append(StoredBlock(key, offsets, sizes, info["relative_path"], info["offset"], info["length"], code))
     return DescribedTensor(size, code, tuple(blocks))
@@ -201,7 +201,7 @@ def _check_blocks(folder: Path, weights: Mapping[str, DescribedTensor]) -> None:
         if sum(prod(block.sizes) for block in tensor.blocks) > prod(tensor.size):
             raise EnvironmentFault(
                 f"{folder / TORCH_DIST_METADATA}: the blocks of {key} are more than its shape {list(tensor.size)}, so "
-                "some are there twice; the checkpoint is damaged, choose another one"
+                "some are stored twice; the checkpoint is damaged, choose another one"
             )
 
 
