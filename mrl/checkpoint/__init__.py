@@ -1,4 +1,4 @@
-"""Checkpoints on disk: their content, writing and reading, and conversion between Hugging Face's form and ours.
+"""Checkpoints on disk: their content, writing and reading, and conversion between Hugging Face's form and mrl's.
 
 Main types: `Manifest` is a checkpoint's description of itself. `Checkpoint` is one opened for reading, in any form.
 `BoxReader` reads any box of any tensor, in Hugging Face coordinates. A rank saves with `rank_save` and resumes with

@@ -1,4 +1,4 @@
-"""Conversions between Hugging Face's form and ours: the plan of files, and the files beside the weights.
+"""Conversions between Hugging Face's form and mrl's: the plan of files, and the files beside the weights.
 
 A conversion is a source, opened by `mrl.checkpoint.open_checkpoint`, and a form to write: `write_hf` or `write_layout`.
 `mrl.tools.torch_dist` adds one more source and form.
@@ -29,7 +29,7 @@ from mrl.checkpoint.manifest import (
     facts_of,
     write_manifest,
 )
-from mrl.checkpoint.open_checkpoint import Checkpoint, of_role, open_hf, open_ours, weight_role, whole_tensor
+from mrl.checkpoint.open_checkpoint import Checkpoint, of_role, open_hf, open_mrl, weight_role, whole_tensor
 from mrl.checkpoint.planned_file import PlannedFile, Safetensors, entry_bytes, file_portions, planned_file
 from mrl.checkpoint.vision_tower import FILE as VISION_FILE
 from mrl.checkpoint.vision_tower import Whole, copy_tower
@@ -123,7 +123,7 @@ def write_layout(
         return manifest.all_files()
 
     return run_conversion(
-        source, Target(files, Safetensors(source.dtype), True, finish, open_ours), Path(output), options
+        source, Target(files, Safetensors(source.dtype), True, finish, open_mrl), Path(output), options
     )
 
 

@@ -1,4 +1,4 @@
-"""Opens a checkpoint for reading, Hugging Face's or ours: its tensors, their files, and the model.
+"""Opens a checkpoint for reading, Hugging Face's or mrl's: its tensors, their files, and the model.
 
 Megatron's own format (torch_dist) is recognised by its file names and refused. `mrl.tools.torch_dist` opens it.
 """
@@ -244,7 +244,7 @@ def _checked_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def open_ours(folder: Path, base: Path | None = None) -> Checkpoint:
+def open_mrl(folder: Path, base: Path | None = None) -> Checkpoint:
     """Opens an mrl checkpoint, after comparing its manifest with the files' headers. Raises EnvironmentFault.
 
     Adapters are merged into their base model; `base` as in `open_merged`.
@@ -277,7 +277,7 @@ def open_saved(path: Path, base: Path | None = None) -> Checkpoint:
             f"anything. Give {TRUST_FLAG} if you know where it comes from (its weights are then read without running "
             "what the pickle names)"
         )
-    return open_ours(step_folder(path), base)
+    return open_mrl(step_folder(path), base)
 
 
 def step_folder(path: Path) -> Path:

@@ -1,7 +1,7 @@
 """Saves this rank's part of a checkpoint: weights, master weights, moments, step counts and random states.
 
-Megatron's own optimizer checkpoints are pickles, and restore a wrong Adam step without Transformer Engine. Ours are
-safetensors files whose manifest uses Hugging Face coordinates, so one reader serves every layout.
+Megatron's own optimizer checkpoints are pickles, and restore a wrong Adam step without Transformer Engine. Those of mrl
+are safetensors files whose manifest uses Hugging Face coordinates, so one reader serves every layout.
 """
 
 from collections.abc import Iterator, Mapping

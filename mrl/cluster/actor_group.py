@@ -133,11 +133,11 @@ class ActorGroup:
         try:
             answers = gather(refs, timeout_s or self._deadlines.of(phase), phase, poll)
         except Late as error:
-            raise self._told(error) from error
+            raise self._with_cause(error) from error
         self._deadlines.ended(phase, time.monotonic() - began)
         return answers
 
-    def _told(self, error: Late) -> Late:
+    def _with_cause(self, error: Late) -> Late:
         """Adds the cause to an error. All running ranks write their stacks, so the others are the cause."""
         asked = self.refs("write_stacks")
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=SETTLE_S)

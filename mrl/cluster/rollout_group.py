@@ -206,7 +206,7 @@ class RolloutGroup:
         return self.fleet.reached() & set(engines)
 
     def prepare(self, what: str, engines: Collection[int] | None = None) -> None:
-        """Asks ranks that wait for each other whether they are there, before they are asked for more.
+        """Asks ranks that wait for each other whether they are alive, before they are asked for more.
 
         Raises Late that names those that do not answer. Without this check, all others would be late too.
         """

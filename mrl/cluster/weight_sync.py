@@ -115,10 +115,10 @@ class WeightSync:
         began = time.perf_counter()
         # a restarted engine began with random weights
         read_back = self._syncs % self._reshard.verify_every == 0 or bool(self.engines.fleet.stale())
-        metrics = self._brought(version, self.engines.fleet.reached(), read_back)
+        metrics = self._transfer_to(version, self.engines.fleet.reached(), read_back)
         return metrics | {"reshard/seconds": time.perf_counter() - began, "reshard/weight_version": float(version)}
 
-    def _brought(self, version: int, engines: set[int], read_back: bool) -> dict[str, float]:
+    def _transfer_to(self, version: int, engines: set[int], read_back: bool) -> dict[str, float]:
         """Moves weights to these engines, which hold them afterwards if they survive. Returns metrics."""
         metrics = self._fast(version, engines, read_back) if self._reshard.path == "fast" else self._slow(engines)
         self._held = engines & self.engines.fleet.reached()
@@ -141,7 +141,7 @@ class WeightSync:
         Raises what `transfer` raises.
         """
         fleet = self.engines.fleet
-        self._brought(fleet.version, fleet.stale(), read_back=True)
+        self._transfer_to(fleet.version, fleet.stale(), read_back=True)
 
     def commit_again(self) -> None:
         """Lets restarted engines serve the current version."""
@@ -257,14 +257,14 @@ class WeightSync:
         """
         receives = [report for reports in progress.verified.values() for report in reports]
         if self._syncs == 0 and receives:
-            self._say_what_is_there(progress.free_bytes, receives)
+            self._print_kernels_and_memory(progress.free_bytes, receives)
         sent = sum(progress.bytes_sent[engine] for engine in progress.verified)
         weights = sum(self._weight_bytes[engine] for engine in progress.verified)
         totals = SyncTotals.of(sent, receives, weights, progress.staging_bytes)
         metrics = _metrics(totals, len(progress.reasons), all(report["held"] is not None for report in receives))
         return metrics | {"reshard/engines": float(len(progress.verified)), "reshard/workers": float(len(receives))}
 
-    def _say_what_is_there(self, free: list[int | None], receives: list[Report]) -> None:
+    def _print_kernels_and_memory(self, free: list[int | None], receives: list[Report]) -> None:
         """Prints the engines' kernels, and the free memory of the fullest device.
 
         Communicators and staging memory are only made in the first sync.

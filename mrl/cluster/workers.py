@@ -164,7 +164,7 @@ class ActorWorker:
 
         bucket = {}
         size = 0
-        # it keeps the parameters on the device until it ends, even if we are abandoned
+        # the exporter keeps the parameters on the device until it is closed, even if this generator is abandoned
         with closing(self.actor.export_hf()) as exported:
             for name, tensor in exported:
                 if self.rank:

@@ -19,7 +19,7 @@ from mrl.errors import EnvironmentFault
 from mrl.platforms.addresses import address_towards
 
 _POLL_S = 1e-4
-# The group's own deadline, as a multiple of ours. When it passes, a watchdog ends the process, and no later fence or
+# The group's own deadline, as a multiple of mrl's. When it passes, a watchdog ends the process, and no later fence or
 # sync
 # is possible.
 _WATCHDOG = 4

@@ -41,9 +41,8 @@ class Quarantine:
     def add(self, kind: str, things: Iterable[Mapping[str, Any]]) -> None:
         """Appends a line for each thing."""
         rows = [json_line({"kind": kind} | dict(thing)) for thing in things]
-        lines = [
-            row.encode("utf-8", "backslashreplace").decode() for row in rows
-        ]  # JSON's own way with half a character
+        # a lone surrogate is escaped, as in JSON
+        lines = [row.encode("utf-8", "backslashreplace").decode() for row in rows]
         if not lines:
             return
         self._check()

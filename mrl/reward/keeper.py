@@ -150,7 +150,7 @@ def _end_descendants() -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, 0)  # their children become ours
+            os.waitpid(-1, 0)  # their children become this process's
 
 
 def _below(process: int) -> Iterator[int]:

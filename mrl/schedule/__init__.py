@@ -8,10 +8,10 @@
     dispatch.py      which response is sent to which engine next, and when weights may change
     engine_loads.py  the least loaded engine, or the one that holds the prefix
     lines.py         responses that wait to be sent
-    segments.py      responses of several requests put together
+    segments.py      puts together a response from several requests
     conversation.py  a response of several turns: what it waits for, its budgets, why it ends
-    rate.py          how many responses are under way, by the use of the KV cache
-    suspects.py      which prompt it is that engines are lost under
+    rate.py          how many responses run at once, by the use of the KV cache
+    suspects.py      prompts that probably kill engines
     progress.py      engines that hold requests and make no tokens
 
 A group is the responses to one prompt; its number counts prompts in the order of the data. Steps finished, updates

@@ -31,7 +31,7 @@ from mrl.tools.torch_dist.names import GlobalTensor, global_tensors
 from mrl.tools.torch_dist.pickles import Recorded, read_pickle
 from mrl.units import MIB
 
-_HF_FOLDERS = (HF_FOLDER, "huggingface")  # ours and verl's
+_HF_FOLDERS = (HF_FOLDER, "huggingface")  # mrl's and verl's
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _WRAPPERS = re.compile(r"((module|model)\.)*")
 _TORCH_DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
