@@ -6,7 +6,6 @@ from mrl.units import MIB
 # time.
 LOGIT_CHUNK = 128 * MIB
 # Tokens. Plain attention (mrl/megatron/attention.py) pads the sequences of a pack to the next of these. Longer
-# sequences
-# share a call only with sequences of equal length.
+# sequences share a call only with sequences of equal length.
 ATTENTION_LENGTHS = (16, 24, 32, 48, 64, 96, 128)
 DELTA_CHUNK = 64  # tokens of a sequence that gated delta attention (mrl/megatron/gated_delta.py) updates together

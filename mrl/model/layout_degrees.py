@@ -178,7 +178,6 @@ class LayoutDegrees:
 
 for _degree in fields(LayoutDegrees):
     # Only __init__ has the defaults. A section that inherits from here and lacks a refused key must not read a default
-    # of the
-    # class.
+    # of the class.
     if _degree.default is not MISSING:
         delattr(LayoutDegrees, _degree.name)

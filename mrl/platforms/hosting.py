@@ -26,20 +26,16 @@ _NPU_SHARED_DEVICE = {
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
     # MB, twice for each pair of a rank and a worker that a weight sync connects. At the default of 20, the 254 pairs of
-    # a
-    # device of a 235B run would take 10 GB, which is in no plan of an engine's memory.
+    # a device of a 235B run would take 10 GB, which is in no plan of an engine's memory.
     "P2P_HCCL_BUFFSIZE": "8",
 }
 
 # Lengths change from step to step, and fixed segments fragment, so ranks get expandable ones. Engines must not have
-# them.
-# Memory in them cannot be opened with the handles that vLLM's all-reduce exchanges when it captures graphs (the process
-# exits with `custom_all_reduce.cuh: invalid argument`, vllm-project/vllm#42609), nor with those of weight syncs.
-# Sleeping
-# memory refuses them too. False is written and not left out: the job's environment may set it, and vllm-ascend adds
-# True
-# where nothing is set. torch reads PYTORCH_ALLOC_CONF only if the device's own variable is not set
-# (c10/cuda/CUDAAllocatorConfig.h).
+# them. Memory in them cannot be opened with the handles that vLLM's all-reduce exchanges when it captures graphs (the
+# process exits with `custom_all_reduce.cuh: invalid argument`, vllm-project/vllm#42609), nor with those of weight
+# syncs. Sleeping memory refuses them too. False is written and not left out: the job's environment may set it, and
+# vllm-ascend adds True where nothing is set. torch reads PYTORCH_ALLOC_CONF only if the device's own variable is not
+# set (c10/cuda/CUDAAllocatorConfig.h).
 _SEGMENTS = {"cuda": "PYTORCH_CUDA_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}
 
 
@@ -70,8 +66,7 @@ _NPU_ENGINE_ARGUMENTS = {"additional_config": {"weight_nz_mode": 0}}
 
 
 # An argument of vLLM. On Blackwell vLLM would use FlashInfer's MoE kernels, whose expert layout differs from that of
-# the
-# weight sync's plan. On older devices this is its own default.
+# the weight sync's plan. On older devices this is its own default.
 _CUDA_ENGINE_ARGUMENTS = {"moe_backend": "triton"}
 
 # vLLM and Megatron compile a few integer functions again in every process, the first time with a C++ compiler: 4 to 20
@@ -140,10 +135,9 @@ class Hosting:
             # The split of a sequence's keys among threads depends on the rest of the step, and the bits would, too.
             "VLLM_CPU_ATTN_SPLIT_KV": "0",
             # libgomp lets a waiting thread spin for milliseconds (300,000 rounds) if the process has no more threads
-            # than cores.
-            # Front ends, engine cores and ranks share these cores, so spinning stops the thread that is waited for, at
-            # every
-            # operation of a step. This value, about 0.05 ms, is libgomp's own choice if it knows that cores are few.
+            # than cores. Front ends, engine cores and ranks share these cores, so spinning stops the thread that is
+            # waited for, at every operation of a step. This value, about 0.05 ms, is libgomp's own choice if it knows
+            # that cores are few.
             "GOMP_SPINCOUNT": "1000",
             "VLLM_CPU_OMP_THREADS_BIND": cpu_binding(sorted(os.sched_getaffinity(0)), engine_id, engines, workers),
         }

@@ -25,7 +25,7 @@ BRANCH = "core_r0.16.0"
 DEFAULTS = {
     "use_flash_attn": True,  # the only attention of MindSpeed's packed and context-parallel paths
     "use_distributed_optimizer": True,
-    "context_parallel_algo": "megatron_cp_algo",  # ring attention, which matches how our batches are cut
+    "context_parallel_algo": "megatron_cp_algo",  # ring attention, which matches how mrl cuts batches
 }
 SIZES = (
     "tensor_model_parallel_size",

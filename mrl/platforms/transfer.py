@@ -20,8 +20,7 @@ from mrl.platforms.addresses import address_towards
 
 _POLL_S = 1e-4
 # The group's own deadline, as a multiple of mrl's. When it passes, a watchdog ends the process, and no later fence or
-# sync
-# is possible.
+# sync is possible.
 _WATCHDOG = 4
 _NO_DEVICE = "the CPU has no device memory to share; the pair goes through a shared-memory file"
 
@@ -152,8 +151,7 @@ class _DeviceMemory:
 
     def wait(self, work: dist.Work, timeout_s: float) -> bool:
         # torch's own `wait` makes the stream wait, not the host, for any timeout (ProcessGroupNCCL.cpp,
-        # ProcessGroupHCCL.cpp,
-        # where it also "always" returns true).
+        # ProcessGroupHCCL.cpp, where it also "always" returns true).
         deadline = time.monotonic() + timeout_s
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -189,8 +187,7 @@ class _DeviceMemory:
         parts = [base64.b64decode(handle[k]) if isinstance(handle[k], str) else handle[k] for k in self._FIELDS]
         parts[0] = self._module.current_device()  # a scheduler may number the same device differently in each process
         # False for the event on which the maker's work on the memory would be awaited. It may be on a device that this
-        # process
-        # cannot see, and `arena` has already waited for that work.
+        # process cannot see, and `arena` has already waited for that work.
         parts[self._FIELDS.index("event_sync")] = False
         try:
             storage = getattr(torch.UntypedStorage, f"_new_shared_{self.name}")(*parts)

@@ -31,8 +31,7 @@ class SyncSetup:
     budget_bytes: int  # limit for one worker's or one rank's data in one round
     timeout_s: float  # longest wait for one peer
     # "kind" (reshard.transport), "name" of this connection, "address" of the point-to-point group, and "workers" that
-    # take
-    # part: all by default
+    # take part: all by default
     transport: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:

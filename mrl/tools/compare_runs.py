@@ -1,7 +1,6 @@
-"""Tells whether two runs ended equal, bit by bit, or where they first differ. With this, proves that a run resumes
-exactly.
+"""Tells whether two runs ended equal, bit by bit, or where they first differ.
 
-Times are not compared.
+`verify_resume` uses this to prove that a run resumes exactly. Times are not compared.
 """
 
 import shutil

@@ -8,8 +8,7 @@ from mrl.platforms.inventory import driver_fault, network_fault, visible_faults
 from mrl.tools.doctor.host_facts import Finding, HostFacts, failure, ok, warning
 
 # GiB. Below the first limit a run fails (containers have 0.06 by default: vLLM's queues and one bucket of weights do
-# not
-# fit). Below the second it may fail once larger models pass their weights through it.
+# not fit). Below the second it may fail once larger models pass their weights through it.
 SHM_LEAST = 1.0
 SHM_ENOUGH = 8.0
 # GiB free: logs and a tiny checkpoint; a few checkpoints of a small model
