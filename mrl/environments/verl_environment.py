@@ -13,7 +13,6 @@ import json
 import re
 import sys
 import traceback
-import urllib.request
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -280,6 +279,8 @@ def search_class(network: bool) -> type:
 
 
 def _asked(url: str, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+    import urllib.request  # here: other processes of tools start without it
+
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
     with urllib.request.urlopen(request, timeout=seconds) as answer:
