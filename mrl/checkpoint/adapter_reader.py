@@ -62,9 +62,9 @@ def stored_adapters(folder: Path, manifest: Manifest, files: TensorFiles, model:
 
 def lora_of(manifest: Manifest, folder: Path) -> Lora:
     """Returns the adapters of a checkpoint that has no other tensors. Raises EnvironmentFault."""
-    said: dict[str, Any] = manifest.adapters
+    settings: dict[str, Any] = manifest.adapters
     try:
-        return Lora.of(int(said["rank"]), float(said["alpha"]), map(str, said["target_modules"]))
+        return Lora.of(int(settings["rank"]), float(settings["alpha"]), map(str, settings["target_modules"]))
     except (KeyError, TypeError, ValueError) as error:
         raise EnvironmentFault(f"{folder}: not a complete manifest of adapters ({error!r})") from None
 

@@ -58,8 +58,8 @@ def write_group(path: Path, record: GroupRecord) -> dict[str, Any]:
 
 def _columns(record: GroupRecord) -> dict[str, np.ndarray]:
     results = [[index, asdict(record.results[index])] for index in sorted(record.results)]
-    said = json.dumps({"number": record.number, "attempt": record.attempt, "results": results})
-    columns = {RECORD: np.frombuffer(said.encode(), np.uint8)}
+    text = json.dumps({"number": record.number, "attempt": record.attempt, "results": results})
+    columns = {RECORD: np.frombuffer(text.encode(), np.uint8)}
     if record.samples is None:
         return columns
     return columns | record.samples.arrays
@@ -84,9 +84,9 @@ def read_group(path: Path) -> GroupRecord:
     """Reads what `write_group` wrote."""
     with np.load(path) as file:
         columns = dict(file)
-    said = json.loads(columns.pop(RECORD).tobytes())
-    results = {index: RewardResult(**result) for index, result in said["results"]}
-    return GroupRecord(said["number"], said["attempt"], Samples(**columns) if columns else None, results)
+    described = json.loads(columns.pop(RECORD).tobytes())
+    results = {index: RewardResult(**result) for index, result in described["results"]}
+    return GroupRecord(described["number"], described["attempt"], Samples(**columns) if columns else None, results)
 
 
 def read_columns(path: Path) -> Samples:

@@ -214,14 +214,14 @@ def open_merged(folder: Path, base: Path | None = None) -> Checkpoint:
     `base` is the present path of that model, if it has moved. Raises ConfigError for another model.
     """
     adapters, manifest = open_adapters(folder)
-    said = manifest.adapters["base"]
-    path = base or Path(said["path"])
+    recorded = manifest.adapters["base"]
+    path = base or Path(recorded["path"])
     if not path.is_dir():
         raise ConfigError(
             f"{folder}: adapters on the model in {path}, which does not exist; name its folder with --base, or "
             "restore it"
         )
-    if base_digest(path) != said["digest"]:
+    if base_digest(path) != recorded["digest"]:
         raise ConfigError(
             f"{folder}: adapters on another model than that in {path} (its weights' digest differs); give the model "
             "that they were trained on"

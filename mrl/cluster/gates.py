@@ -67,9 +67,9 @@ def shortage(need: PhaseMemory, holders: Sequence[MemoryHolder]) -> str | None:
 
 def _free(need: PhaseMemory, holders: Sequence[MemoryHolder]) -> int:
     """Returns what the device reports, or on CPU the plan's limit minus what its processes hold."""
-    said = [holder.memory.free_bytes for holder in holders if holder.memory.free_bytes is not None]
-    if said:
-        return min(said)
+    reported = [holder.memory.free_bytes for holder in holders if holder.memory.free_bytes is not None]
+    if reported:
+        return min(reported)
     return need.available - sum(holder.memory.live_bytes for holder in holders)
 
 

@@ -115,8 +115,10 @@ def check_dashboard(address: str) -> None:
     if token:
         headers = {"Authorization": f"Bearer {token}"}
     try:
-        with urlopen(Request(f"{address.rstrip('/')}/api/version", headers=headers), timeout=CONNECT_TIMEOUT_S) as said:
-            is_ray = "ray_version" in json.loads(said.read(_LONGEST_ANSWER))
+        with urlopen(
+            Request(f"{address.rstrip('/')}/api/version", headers=headers), timeout=CONNECT_TIMEOUT_S
+        ) as answer:
+            is_ray = "ray_version" in json.loads(answer.read(_LONGEST_ANSWER))
     except HTTPError as error:
         if error.code in (401, 403):
             raise EnvironmentFault(_another_token(address, "--address")) from error

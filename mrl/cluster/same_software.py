@@ -46,5 +46,5 @@ def check_same(others: Mapping[str, tuple[str, Mapping[str, str]]], mine: Mappin
         for name in (name for name in mine if name in theirs and theirs[name] != mine[name]):
             differing.setdefault(f"{name} is {theirs[name]} on {address} and {mine[name]} here", []).append(process)
     if differing:
-        told = "; ".join(f"{what} ({', '.join(processes)})" for what, processes in differing.items())
-        raise EnvironmentFault(f"the nodes do not run the same software: {told}; install one version on every node")
+        listed = "; ".join(f"{what} ({', '.join(processes)})" for what, processes in differing.items())
+        raise EnvironmentFault(f"the nodes do not run the same software: {listed}; install one version on every node")

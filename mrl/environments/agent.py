@@ -32,10 +32,10 @@ def agent_tool(run: Run) -> Tool:
     return Tool.of(agent, AGENT)
 
 
-def _run(run: Run, *told: Any) -> None:
+def _run(run: Run, *arguments: Any) -> None:
     """Runs it to its end, including a coroutine. Raises what it raises, except for an exit with status 0."""
     try:
-        value = run(*told)
+        value = run(*arguments)
         if inspect.iscoroutine(value):
             asyncio.run(value)
     except SystemExit as end:
@@ -47,10 +47,10 @@ def command_of(words: Sequence[str]) -> Run:
     """Returns a function that runs a command. The row and everything but the key come as JSON on its standard input."""
 
     def run(url: str, key: str, row: Mapping[str, Any], seconds: float) -> None:
-        told = json.dumps({"url": url, "row": row, "seconds": seconds}).encode()
+        content = json.dumps({"url": url, "row": row, "seconds": seconds}).encode()
         process = subprocess.Popen(list(words), stdin=subprocess.PIPE, start_new_session=True)
-        with suppress(BrokenPipeError), process.stdin as given:  # the command need not read it
-            given.write(told)
+        with suppress(BrokenPipeError), process.stdin as pipe:  # the command need not read it
+            pipe.write(content)
         # without reaping, so that the number of its group is not reused
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with suppress(ProcessLookupError, PermissionError):

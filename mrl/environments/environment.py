@@ -143,8 +143,8 @@ def _number(name: Any, value: Any) -> float:
     if not isinstance(value, bool | int | float):
         raise TypeError(f"{name!r} is {type(value).__name__} {str(value)[:80]!r}, where a number is expected")
     if not abs(value) <= LARGEST_REWARD:  # an integer may be too large for a float
-        said = "too large"
+        problem = "too large"
         if isinstance(value, float):
-            said = value
-        raise ValueError(f"{name!r} is {said}; it has to be finite and at most {LARGEST_REWARD:g}")
+            problem = value
+        raise ValueError(f"{name!r} is {problem}; it has to be finite and at most {LARGEST_REWARD:g}")
     return float(value)

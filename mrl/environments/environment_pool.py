@@ -41,8 +41,8 @@ Step = tuple[str, Mapping[str, Any], int]
 
 def reply_digest(reply: Sequence[Any]) -> int:
     """Returns a digest of a reply's reason, text, reward, parts and end; never 0."""
-    said = json.dumps(list(reply[:5]), sort_keys=True).encode()
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") | 1
+    content = json.dumps(list(reply[:5]), sort_keys=True).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") | 1
 
 
 class CallAnswer(NamedTuple):

@@ -88,12 +88,12 @@ def refuse_unconfined(who: str, limits: PythonLimits) -> None:
 def fault() -> str | None:
     """Returns why this machine cannot confine a program; None if it can. A program tries what is forbidden."""
     try:
-        said = run_program(_PROBE, PythonLimits(max_seconds=60.0))
+        output = run_program(_PROBE, PythonLimits(max_seconds=60.0))
     except (ProgramEnded, OSError) as error:
         return str(error)
-    if said == NOTHING:
+    if output == NOTHING:
         return None
-    return said.strip()
+    return output.strip()
 
 
 NOTHING = "(it printed nothing)"
@@ -224,15 +224,15 @@ def _end(process: subprocess.Popen) -> int:
     return process.wait()
 
 
-def _answer(said: str, status: int, why: str | None) -> str:
+def _answer(output: str, status: int, why: str | None) -> str:
     if why is None and status < 0:
         why = f"it was ended by {_NAMES_OF_SIGNALS.get(-status, f'signal {-status}')}"
     if why is None and status == UNFIT:
-        raise ProgramEnded(said.strip())
+        raise ProgramEnded(output.strip())
     if why is not None:
-        if said:
-            why = f"{why}; it had printed:\n{said}"
+        if output:
+            why = f"{why}; it had printed:\n{output}"
         raise ProgramEnded(why)
-    if status and not said:
+    if status and not output:
         return f"(it printed nothing, and ended by status {status})"
-    return said or NOTHING
+    return output or NOTHING

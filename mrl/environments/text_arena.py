@@ -54,7 +54,7 @@ class TextArena(Environment):
         """
         with self._own_chance():
             ended, _ = self._game.step(action)
-            text = told(self._game)
+            text = unread_text(self._game)
             rewards = None
             if ended:
                 rewards, _ = self._game.close()
@@ -88,10 +88,10 @@ def begun(game: Any, seed: int) -> tuple[Any, str]:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     made.reset(num_players=1, seed=seed)
-    return made, told(made)
+    return made, unread_text(made)
 
 
-def told(game: Any) -> str:
+def unread_text(game: Any) -> str:
     """Returns what the player has not read yet, without its own moves."""
     _, seen = game.get_observation()
     return "\n\n".join(message for who, message, _ in seen if who != 0)

@@ -95,10 +95,10 @@ class Tool:
         """Makes a tool with that name. Raises ConfigError for a function with an incomplete description."""
         if len(name.encode()) > LONGEST_NAME:
             raise ConfigError(f"a tool is named {name!r}; a name is at most {LONGEST_NAME} bytes, as UTF-8")
-        said = inspect.getdoc(function)
-        if not said:
+        docstring = inspect.getdoc(function)
+        if not docstring:
             raise ConfigError(f"tool {name!r} has no docstring, which is what the model is told about it")
-        described = _described(said)
+        described = _described(docstring)
         properties = {}
         required = []
         hints = _hints(function, name)
@@ -107,7 +107,7 @@ class Tool:
             if parameter.default is parameter.empty:
                 required.append(parameter.name)
         parameters = {"type": "object", "properties": properties, "required": required}
-        own = {"name": name, "description": said.split("\n\n")[0].replace("\n", " "), "parameters": parameters}
+        own = {"name": name, "description": docstring.split("\n\n")[0].replace("\n", " "), "parameters": parameters}
         return cls(function, {"type": "function", "function": own})
 
     @cached_property
@@ -128,9 +128,9 @@ class Tool:
         return None
 
 
-def _described(said: str) -> dict[str, dict[str, str]]:
+def _described(docstring: str) -> dict[str, dict[str, str]]:
     """Reads the descriptions of parameters from the lines below `Args:`."""
-    _, _, below = said.partition("\nArgs:\n")
+    _, _, below = docstring.partition("\nArgs:\n")
     lines = below.split("\n\n")[0]
     return {name: {"description": text.strip()} for name, text in re.findall(r"^ +(\w+)[^:\n]*: (.+)$", lines, re.M)}
 

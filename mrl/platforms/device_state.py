@@ -110,14 +110,14 @@ def state_checks(kind: str, state: DeviceState) -> Iterator[tuple[str, tuple[str
     if kind != "cuda":
         return
     faults = {name: (found, cure) for name, found, cure in state_faults(state)}
-    told = (_OF_EACH if state.gpus else ()) + (_OF_PAIRS if state.apart is not None else ())
-    yield from ((name, faults.get(name)) for name in told)
-    if untold := [name for name in (*_OF_EACH, *_OF_PAIRS) if name not in told]:
+    answered = (_OF_EACH if state.gpus else ()) + (_OF_PAIRS if state.apart is not None else ())
+    yield from ((name, faults.get(name)) for name in answered)
+    if unanswered := [name for name in (*_OF_EACH, *_OF_PAIRS) if name not in answered]:
         cure = (
             "run `nvidia-smi` and `nvidia-smi topo -p2p r` here and fix what they report; drivers before R580 may "
             "answer in another form"
         )
-        yield "GPU state", (f"nvidia-smi did not answer; not checked: {', '.join(untold)}", cure)
+        yield "GPU state", (f"nvidia-smi did not answer; not checked: {', '.join(unanswered)}", cure)
 
 
 def state_faults(state: DeviceState) -> Iterator[tuple[str, str, str]]:

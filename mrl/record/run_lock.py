@@ -309,7 +309,7 @@ def _stand_still(
     """
     still_s = 0.0
     looked = clock.monotonic()
-    told = False
+    has_printed = False
     while True:
         clock.sleep(LOOK_S)
         poll()
@@ -324,8 +324,8 @@ def _stand_still(
         if still_s >= LEASE_S:
             _say(f"{folder}: {holders} gave no sign of life for {LEASE_S:.0f} s; it is taken over")
             return True
-        if not told:
-            told = True
+        if not has_printed:
+            has_printed = True
             _say(
                 f"{folder} is held by {holders}, of which only its lock's beat can be seen from here; it is taken "
                 f"over if there is none for {LEASE_S:.0f} s"

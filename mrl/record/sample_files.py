@@ -137,8 +137,8 @@ def readable(folder: Path, step: int) -> Iterator[None]:
     except (FileNotFoundError, MrlError):
         raise
     except DAMAGED as error:
-        said = f"{type(error).__name__}: {error}"
-        raise DataError(f"{folder}: the samples of step {step} cannot be read ({said})") from error
+        problem = f"{type(error).__name__}: {error}"
+        raise DataError(f"{folder}: the samples of step {step} cannot be read ({problem})") from error
 
 
 class StepFile:

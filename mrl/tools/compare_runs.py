@@ -177,8 +177,8 @@ def _train(config: Path, run: RunDir, steps: int, log: Path, *more: str) -> None
     with stopped_by_sigterm():
         code = run_mrl(["train", str(config), "--run-dir", str(run.path), *overrides, *more], log)
     if code:
-        said = log.read_text(errors="replace")[-OUTPUT_TAIL:]
+        output = log.read_text(errors="replace")[-OUTPUT_TAIL:]
         kind = next((k for k in MrlError.__subclasses__() if k.exit_code == code), MrlError)
         raise kind(
-            f"the run that was to be {'resumed' if more else 'compared with'} ended with exit code {code}:\n{said}"
+            f"the run that was to be {'resumed' if more else 'compared with'} ended with exit code {code}:\n{output}"
         )

@@ -98,8 +98,8 @@ def _goes_on(ends: Sequence[RunEnd], restarts: int, stop: SignalRelay) -> bool:
         return False
     in_a_row = ends[-CRASH_LOOP:]
     if len(in_a_row) == CRASH_LOOP and not any(end.has_finished_a_step for end in in_a_row):
-        said = "".join(f"\n  {end}" for end in in_a_row)
-        raise Interrupted(f"--restarts: {CRASH_LOOP} ends with no finished step between them, a crash loop:{said}")
+        listed = "".join(f"\n  {end}" for end in in_a_row)
+        raise Interrupted(f"--restarts: {CRASH_LOOP} ends with no finished step between them, a crash loop:{listed}")
     if len(ends) > restarts:
         print(f"supervisor: {ends[-1]}; it is not started again: --restarts {restarts} are used up", flush=True)
         return False

@@ -84,14 +84,14 @@ def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Itera
 
 def _answer(probe: Probe, process: subprocess.Popen, left_s: float, deadline_s: float) -> Finding:
     try:
-        said, error = process.communicate(timeout=left_s)
+        output, error = process.communicate(timeout=left_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         judge = failure if probe.must_answer else warning
         return judge(probe.name, f"no answer within {deadline_s:g} s", f"the host is busy, or: {probe.cure}")
     if process.returncode == 0:
-        return ok(probe.name, _last(said))
+        return ok(probe.name, _last(output))
     return failure(probe.name, _last(error) or f"ended with status {process.returncode}", probe.cure)
 
 

@@ -117,14 +117,14 @@ def _sample(
 def _turns(turns: Sequence[dict[str, Any]], calls: Iterator[dict[str, Any]]) -> Iterator[str]:
     for turn in turns if len(turns) > 1 else ():
         called = [f"{call['name'] or 'no tool'} {call['reason']}" for call in islice(calls, turn["calls"])]
-        said = f"{', '.join(called) or 'no call'}, from token {turn['first_token']}"
+        words = f"{', '.join(called) or 'no call'}, from token {turn['first_token']}"
         took = ""
         if turn["calls"]:
             took = f", {turn['seconds']:.2f} s"
         reward = ""
         if turn.get("reward"):
             reward = f", reward {turn['reward']:g}"
-        yield said + took + reward
+        yield words + took + reward
 
 
 def _branches(branches: Sequence[dict[str, Any]]) -> tuple[int, ...]:

@@ -90,9 +90,9 @@ CHARTS = (
 
 def run_page(run: RunRecord) -> Page:
     """Makes the page of one run."""
-    said = verdict(run)
+    outcome = verdict(run)
     sections = (
-        PageSection("verdict", "Verdict", tuple(_verdict(said, run.notes))),
+        PageSection("verdict", "Verdict", tuple(_verdict(outcome, run.notes))),
         PageSection("settings", "What differs from the recipe's defaults", tuple(_settings(run))),
         PageSection("curves", "Curves", tuple(curve_charts(run))),
         *filter(
@@ -116,7 +116,7 @@ def run_page(run: RunRecord) -> Page:
         curves=run.curves | stacked,
         whole=frozenset(stacked),
         summary=summary(run),
-        headline=said.headline,
+        headline=outcome.headline,
     )
 
 
@@ -126,12 +126,12 @@ def _stacked(sections: tuple[PageSection, ...], run: RunRecord) -> dict[str, Cur
     return {}
 
 
-def _verdict(said: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
-    yield Paragraph(said.headline, said.tone)
-    if said.sentences:
-        yield Items(said.sentences)
+def _verdict(outcome: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
+    yield Paragraph(outcome.headline, outcome.tone)
+    if outcome.sentences:
+        yield Items(outcome.sentences)
     yield Paragraph("What to do next:")
-    yield Items(said.next_steps)
+    yield Items(outcome.next_steps)
     if notes:
         yield Items(notes)
 
@@ -142,17 +142,15 @@ def _settings(run: RunRecord) -> Iterator[Block]:
     if run.settings.recipe:
         recipe = f"the recipe {run.settings.recipe} and the schema"
     yield Paragraph(f"{len(own)} of {len(run.settings.by_key)} keys differ from what {recipe} would give.")
-    said = [(setting, usual) for setting, usual in own if setting.on_command_line]
+    on_command_line = [(setting, usual) for setting, usual in own if setting.on_command_line]
     of_files = [(setting, usual) for setting, usual in own if not setting.on_command_line]
     for rows, caption, folded in (
-        (said, "On the command line", False),
+        (on_command_line, "On the command line", False),
         (of_files, "In files", len(of_files) > FOLDED_ABOVE),
     ):
         if rows:
             cells = tuple((setting.key, setting.value, usual or "(none)", setting.origin) for setting, usual in rows)
-            yield Table(
-                ("key", "here", "otherwise", "said by"), cells, caption=f"{caption}: {len(rows)}", folded=folded
-            )
+            yield Table(("key", "here", "otherwise", "set by"), cells, caption=f"{caption}: {len(rows)}", folded=folded)
 
 
 def curve_charts(run: RunRecord) -> Iterator[Block]:

@@ -41,14 +41,14 @@ def headline(comparison: Comparison) -> tuple[Tone, str]:
         return "plain", "There are no held-out scores of the same step to compare."
     better = [t.other for t in comparison.tests if t.difference.significant(t.level) and t.difference.mean > 0]
     worse = [t.other for t in comparison.tests if t.difference.significant(t.level) and t.difference.mean < 0]
-    said = [
+    found = [
         f"{' and '.join(dict.fromkeys(who))} {how} {first}"
         for who, how in ((better, "beats"), (worse, "is worse than"))
         if who
     ]
     return ("good" if better and not worse else "plain"), (
-        f"{'; '.join(said)}, by more than chance on the held-out prompts."
-        if said
+        f"{'; '.join(found)}, by more than chance on the held-out prompts."
+        if found
         else "No run differs from the first by more than chance."
     )
 

@@ -107,7 +107,7 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
     ]
     if sample.reason not in ("ok", "None"):
         facts.append(("reward", sample.reason))
-    facts += [(f"turn {number}", said) for number, said in enumerate(sample.turns, start=1)]
+    facts += [(f"turn {number}", words) for number, words in enumerate(sample.turns, start=1)]
     if sample.branches:
         facts.append(("branches", "from tokens " + ", ".join(map(str, sample.branches))))
     if cut:
