@@ -1,8 +1,8 @@
-"""Errors that a user sees, each with the exit code the command ends with.
+"""Errors that a user sees, each with the exit code that the command ends with.
 
-Everything that is the user's to mend is raised as one of these; the command line prints the message and nothing else.
-Any other exception is a defect of mrl and keeps its traceback (exit code 1). At the end: what a rule says of a value
-that is not allowed.
+Every problem that the user can solve is raised as one of these classes. The command line prints the message alone. Any
+other exception is a defect of mrl and keeps its traceback (exit code 1). The end of the file holds what a rule says
+about a value that is not allowed.
 """
 
 import math
@@ -27,21 +27,19 @@ class ConfigError(MrlError):
 
 
 class DataError(MrlError):
-    """Data that cannot be used: empty files, wrong schema, too many bad rows, prompts over length."""
+    """Data that cannot be used: empty files, a wrong schema, too many bad rows, prompts that are too long."""
 
     exit_code = 3
 
 
 class EnvironmentFault(MrlError):
-    """The machine or the installation: a port in use, too few CPUs, a checkpoint that cannot be read,
-    a version off the matrix.
-    """
+    """The machine or the installation: a port in use, too few CPUs, an unreadable checkpoint, an untested version."""
 
     exit_code = 4
 
 
 class DamagedCheckpoint(EnvironmentFault):
-    """A file of a checkpoint is not what was written: `DamagedCheckpoint(text, folder)`."""
+    """A file of a checkpoint differs from what was written. Made by `DamagedCheckpoint(text, folder)`."""
 
     @property
     def folder(self) -> Path:
@@ -53,9 +51,9 @@ class DamagedCheckpoint(EnvironmentFault):
 
 
 class LostLock(MrlError):
-    """The run directory is another process's by now: nothing may be written into it any more.
+    """Another process owns the run directory now, so nothing more may be written into it.
 
-    No EnvironmentFault: those are also a disk's refusals, which a run outlives.
+    Not an EnvironmentFault: a run survives those, because a full disk raises them too.
     """
 
     exit_code = EnvironmentFault.exit_code
@@ -68,13 +66,13 @@ class Interrupted(MrlError):
 
 
 class LostProcess(Interrupted):
-    """A process of the run died, or does not answer: the error bears its name (`concerning`)."""
+    """A process of the run died or does not answer. `concerning` puts its name into the error."""
 
 
 class LostWeights(LostProcess):
-    """No process holds the weights any more that responses are to be finished by.
+    """No process holds the weights any more with which responses were to be finished.
 
-    Only from a checkpoint before can the run repeat them bit by bit.
+    The run can repeat them bit by bit only from an earlier checkpoint.
     """
 
 
@@ -85,13 +83,13 @@ class NumericAbort(MrlError):
 
 
 class NothingToDo(MrlError):
-    """No fault of anybody's: what was asked for is there already."""
+    """Nobody's fault: what was asked for exists already."""
 
     exit_code = 0
 
 
 def described(error: Exception) -> str:
-    """What an error says, after its type where the text alone may say nothing, as that of a KeyError does."""
+    """Returns an error's text, with its type where the text alone may be empty or unclear (such as a KeyError's)."""
     if isinstance(error, RuntimeError | ValueError | MrlError) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -101,22 +99,22 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u20
 
 
 def printable(text: str) -> str:
-    """Text with what a terminal obeys, and halves of characters, as escape sequences of Python.
+    """Returns the text with control characters and unpaired surrogates as Python escape sequences.
 
-    A terminal obeys control characters, but for newline and tab, and changes of direction.
+    A terminal obeys control characters, except newline and tab, and characters that change the direction of text.
     """
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class UnknownValue(AttributeError):
-    """A key was read whose value is not known: what was written for it is refused.
+    """A key was read whose value is unknown, because the written value was refused.
 
-    A rule that reads it cannot be judged.
+    A rule that reads such a key cannot be judged.
     """
 
 
 class _Missing:
-    """The value of a key that is not there, or that is not known."""
+    """The value of a key that is absent or unknown."""
 
     def __repr__(self) -> str:
         return "missing"
@@ -127,9 +125,9 @@ MISSING = _Missing()
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule of a configuration: the key, what must hold and why, and values that would hold.
+    """One broken rule of a configuration: the key, what must hold, why, and values that would be accepted.
 
-    A rule names the first four; who asks it knows the value and where that was written.
+    A rule sets the first four fields. The caller adds the value and where it was written.
     """
 
     field: str  # dotted, e.g. "actor.optim.lr"
@@ -137,7 +135,7 @@ class Violation:
     why: str = ""
     allowed: tuple[Any, ...] = ()
     value: Any = MISSING
-    where: str = ""  # "preset.yaml:12", "recipe gspo", "--set", "default"; "" for a key that stands nowhere
+    where: str = ""  # "preset.yaml:12", "recipe gspo", "--set", "default"; "" for a key that is written nowhere
 
     def __str__(self) -> str:
         value = ""
@@ -155,7 +153,7 @@ class Violation:
         return f"{self.field}{value}{where}: {self.rule}{why}{allowed}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; the value of a key that is not there, or not known, is null."""
+        """Returns plain data. An absent or unknown value is null."""
         return {
             "field": self.field,
             "where": self.where,
@@ -167,7 +165,7 @@ class Violation:
 
 
 def shown(value: Any) -> str:
-    """A value as a YAML file would say it, cut short where it is long."""
+    """Returns a value as YAML would write it, shortened to 120 characters."""
     text = _yaml_text(value)
     if len(text) <= 120:
         return text
@@ -200,7 +198,7 @@ def _yaml_text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What strict JSON can hold: numbers that it cannot, and everything else, become text."""
+    """Returns what strict JSON can hold. Numbers that JSON lacks, and all other types, become text."""
     match value:
         case _Missing():
             return None
@@ -216,7 +214,7 @@ def _plain(value: Any) -> Any:
 
 
 class InvalidConfig(ConfigError):
-    """All violations of one configuration; the message lists every one of them."""
+    """All violations of one configuration. The message lists every one."""
 
     def __init__(self, violations: Iterable[Violation]) -> None:
         self.violations = tuple(violations)
@@ -226,7 +224,7 @@ class InvalidConfig(ConfigError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean X?` when a known name is close, else the list of known names."""
+    """Returns `did you mean X?` when a known name is close, else the list of known names."""
     known = list(known)
     close = get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
@@ -235,6 +233,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(value: int, highest: int, legal: Callable[[int], bool]) -> tuple[int, ...]:
-    """At most four legal numbers from 1 to `highest` that are closest to `value`, ascending."""
+    """Returns at most four legal numbers from 1 to `highest` that are closest to `value`, ascending."""
     close = sorted((v for v in range(1, highest + 1) if legal(v)), key=lambda v: (abs(v - value), v))
     return tuple(sorted(close[:4]))

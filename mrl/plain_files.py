@@ -1,6 +1,6 @@
-"""Files and texts that strangers may have made: read within limits, or refused in one sentence.
+"""Reads files and texts that strangers may have made: within limits, or with a refusal of one sentence.
 
-What cannot be read raises OSError, what is read and is of no use ValueError; both say what to look at.
+A file that cannot be read raises OSError. A file whose content is useless raises ValueError. Both say what to check.
 """
 
 import errno
@@ -15,16 +15,16 @@ from typing import Any
 from mrl.errors import ConfigError, EnvironmentFault
 
 _MIB = 2**20
-CONFIG_BYTES = _MIB // 2  # of a configuration; the largest real one has a few thousand characters
-TEXT_BYTES = _MIB  # of a script, or of another file that somebody wrote by hand
-JSON_BYTES = 256 * _MIB  # of one object, such as the manifest of a checkpoint of thousands of ranks
-LINES_BYTES = 1024 * _MIB  # of a file that a run adds lines to
+CONFIG_BYTES = _MIB // 2  # a configuration; the largest real one has a few thousand characters
+TEXT_BYTES = _MIB  # a script, or another file that somebody wrote by hand
+JSON_BYTES = 256 * _MIB  # one object, such as the manifest of a checkpoint of thousands of ranks
+LINES_BYTES = 1024 * _MIB  # a file to which a run appends lines
 _MOST_DIGITS = 100
 _LONG_NUMBER = re.compile(rf"\d{{{_MOST_DIGITS}}}|[eE][-+]?\d{{3}}")
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a file, to read. Waits for nobody: a pipe or device is refused and not opened.
+    """Opens a file for reading and returns its descriptor. Never blocks: a pipe or device is refused, not opened.
 
     Raises OSError.
     """
@@ -39,34 +39,34 @@ def open_regular(path: Path) -> int:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """All bytes of a regular file. Raises OSError, ValueError for more than `limit` bytes."""
+    """Returns all bytes of a regular file. Raises OSError, or ValueError for more than `limit` bytes."""
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise ValueError(f"more than {limit} bytes, which is the most that is read of such a file")
+        raise ValueError(f"larger than {limit} bytes, the limit for such a file")
     return data
 
 
 def read_text(path: Path, limit: int, errors: str = "strict") -> str:
-    """A file's text, of UTF-8, with "\\n" at the end of lines. Raises what `read_bytes` raises.
+    """Returns a UTF-8 file's text with "\\n" as line ending. Raises what `read_bytes` raises.
 
-    `errors`: as of bytes.decode.
+    `errors` has the meaning that it has for bytes.decode.
     """
     text = read_bytes(path, limit).decode("utf-8", errors)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_json(text: str | bytes, strict: bool = True) -> Any:
-    """The value of JSON text; without `strict` NaN and infinities are numbers, as Python's own writer has them.
+    """Returns the value of JSON text. Without `strict`, NaN and infinities are accepted, as Python's own writer makes
+    them.
 
-    Raises ValueError for text that is no JSON, for numbers that no float can hold, and for more levels than can be
-    read.
+    Raises ValueError for text that is not JSON, numbers too large for a float, and too deep nesting.
     """
     constant = _no_number if strict else float
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text))
     try:
-        if _LONG_NUMBER.search(text):  # perhaps; it may stand in a string
+        if _LONG_NUMBER.search(text):  # may also match inside a string
             return json.loads(text, parse_constant=constant, parse_int=_int, parse_float=_float)
         return json.loads(text, parse_constant=constant)
     except RecursionError:
@@ -74,47 +74,47 @@ def parse_json(text: str | bytes, strict: bool = True) -> Any:
 
 
 def read_json(path: Path, limit: int = JSON_BYTES, strict: bool = True) -> Any:
-    """The value of a JSON file, see `parse_json`. Raises what `read_bytes` and `parse_json` raise."""
+    """Returns the value of a JSON file, parsed by `parse_json`. Raises what `read_bytes` and `parse_json` raise."""
     return parse_json(read_bytes(path, limit), strict)
 
 
 def read_settings(path: Path, limit: int) -> dict[str, Any]:
-    """The object of a JSON file that came with a model. Raises EnvironmentFault for anything else."""
+    """Returns the object of a JSON file that came with a model. Raises EnvironmentFault for anything else."""
     try:
         settings = read_json(path, limit, strict=False)
     except (OSError, ValueError) as error:
         raise EnvironmentFault(f"{path} cannot be read as JSON: {reason(error)}") from None
     if not isinstance(settings, dict):
-        raise EnvironmentFault(f"{path} holds no JSON object")
+        raise EnvironmentFault(f"{path} does not hold a JSON object")
     return settings
 
 
 def reason(error: Exception) -> str:
-    """What an error of this room says, without the path, which the caller names."""
+    """Returns what an error of this module says, without the path, which the caller names."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error)
 
 
 def check_output(path: Path, inputs: tuple[Path, ...] = (), begins: bytes = b"") -> None:
-    """Raises ConfigError for an output that would take the place of something else than an older output.
+    """Raises ConfigError for an output that would replace something other than an older output.
 
-    A link, a device and a pipe are never replaced. Nor is one of `inputs`, under whatever name, or a file that does not
+    Links, devices and pipes are never replaced. Neither is one of `inputs`, under any name, nor a file that does not
     begin with `begins`.
     """
     try:
         mode = os.lstat(path).st_mode
     except OSError:
-        return  # nothing is there, or writing will say what is wrong
+        return  # either the path is free, or writing will say what is wrong
     if stat.S_ISDIR(mode):
-        return  # no file takes the place of one
+        return  # a file never replaces a folder
     if not stat.S_ISREG(mode):
-        raise ConfigError(f"{path} is {_kind(mode)}, which is not replaced; name a file")
+        raise ConfigError(f"{path} is {_kind(mode)}, which is never replaced; name a file")
     if any(other.exists() and os.path.samefile(path, other) for other in inputs):
-        raise ConfigError(f"{path} is one of the files that are read; name another one")
+        raise ConfigError(f"{path} is one of the input files; name another one")
     with os.fdopen(open_regular(path), "rb") as file:
         if file.read(len(begins)) != begins:
-            raise ConfigError(f"{path} is there already and no older one of what is written; name another file")
+            raise ConfigError(f"{path} exists and is another kind of file than the output; name another file")
 
 
 def _refuse_other_kinds(status: os.stat_result, path: Path) -> None:
@@ -129,7 +129,7 @@ def _kind(mode: int) -> str:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _int(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Sizes in bytes, and counts rounded up."""
+"""Units of size in bytes, and rounding up."""
 
 KIB = 1024
 MIB = 1024**2
@@ -6,5 +6,5 @@ GIB = 1024**3
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `value`."""
+    """Returns the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all, whoever reads meanwhile and whenever the process is killed."""
+"""Writes a file that appears completely or not at all, for every reader and even if the process is killed."""
 
 import os
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ from pathlib import Path
 
 @contextmanager
 def appears_whole(path: Path) -> Iterator[Path]:
-    """A name in the same folder to write under. When the block ends the file is brought to the disk and takes the place
-    of `path`; nothing of it stays when the block fails.
+    """Yields a temporary path in the same folder to write to.
+
+    When the block ends, the file is flushed to disk and replaces `path`. When the block fails, the file is removed.
     """
     work = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

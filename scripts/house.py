@@ -48,6 +48,7 @@ Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 Documented = ast.Module | ast.ClassDef | Function
 # first words of docstrings whose noun is the name of what they describe: one reads them twice
 GENITIVES = ("Of", "As", "See")
+SENTENCE_WORDS = 20  # of a docstring's sentence at most
 
 
 def room_of(module: str) -> str | None:
@@ -228,6 +229,24 @@ def genitive_docstrings(house: House) -> list[str]:
     ]
 
 
+def sentences(text: str) -> Iterator[str]:
+    """Yields the sentences of a docstring. Tables and examples, which are indented, are left out."""
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("  "))
+    for paragraph in re.split(r"\n\s*\n|\n(?=[*-] )", prose):
+        parts = re.split(r"(?<=[.:;!?])\s", paragraph.lstrip("*- \n"))
+        yield from (" ".join(part.split()) for part in parts if part.strip())
+
+
+def long_sentences(house: House) -> list[str]:
+    """Sentences of docstrings with more than SENTENCE_WORDS words, each after the name of its module."""
+    return [
+        f"{module}: {sentence}"
+        for module, _, text in docstrings(house)
+        for sentence in sentences(text)
+        if len(sentence.split()) > SENTENCE_WORDS
+    ]
+
+
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Groups of nodes that reach each other (Tarjan's strongly connected components of more than one node)."""
     order: dict[str, int] = {}
@@ -282,6 +301,7 @@ def measure(house: House) -> dict:
         "circles_of_modules": circles(house.graph),
         "circles_of_rooms": circles(house.room_graph),
         "docstrings_of_as_see": len(genitive_docstrings(house)),
+        "long_sentences_of_docstrings": len(long_sentences(house)),
         "public_functions_without_docstring": sum(
             public and not ast.get_docstring(node) for _, node, public in house.functions()
         ),

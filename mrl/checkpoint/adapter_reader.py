@@ -1,4 +1,4 @@
-"""Reads a Hugging Face checkpoint with adapters merged into its weights, bit for bit as engines get them from ranks."""
+"""Reads a Hugging Face checkpoint with adapters merged into its weights, bit for bit as ranks send them to engines."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from mrl.model.adapters import FIRST, SECOND, Lora, adapter_shapes, added, facto
 from mrl.model.boxes import Box
 from mrl.model.fp8 import nearest_bfloat16
 
-_TILE = 1 << 16  # elements that are merged at once
+_TILE = 1 << 16  # elements that are merged together
 _THREADS = 4
 
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """The adapters in a checkpoint of ours."""
+    """The adapters in an mrl checkpoint."""
 
     folder: Path
     entries: tuple[StoredTensor, ...]
@@ -29,14 +29,14 @@ class StoredAdapters:
     model: ModelSpec
     lora: Lora
     dtype: str
-    facts: FileFacts  # of all of its files
+    facts: FileFacts  # of all files
 
     def reader(self) -> BoxReader:
-        """Opens a reader of the factors; whoever takes it closes it."""
+        """Opens a reader of the factors. The caller closes it."""
         return BoxReader(self.folder, self.entries, self.files)
 
     def factor(self, reader: BoxReader, name: str) -> np.ndarray:
-        """A factor's words, as integers of its dtype's width."""
+        """Returns a factor's words, as integers of its dtype's width."""
         shape = adapter_shapes(self.model, self.lora)[name]
         words = np.empty(shape, np.uint32 if self.dtype == "float32" else np.uint16)
         reader.fill(WEIGHT, name, Box.whole(shape), words)
@@ -44,9 +44,9 @@ class StoredAdapters:
 
 
 def stored_adapters(folder: Path, manifest: Manifest, files: TensorFiles, model: ModelSpec) -> StoredAdapters:
-    """The adapters that a manifest describes, every byte compared with its digest.
+    """Opens the adapters that a manifest describes, after comparing every byte with its digest.
 
-    Raises DamagedCheckpoint for changed bytes, EnvironmentFault where factors are not those of the manifest's adapters.
+    Raises DamagedCheckpoint for changed bytes, EnvironmentFault for factors that differ from the manifest's adapters.
     """
     check_files(folder, manifest.files_of_ranks(), _THREADS)
     lora = lora_of(manifest, folder)
@@ -61,16 +61,16 @@ def stored_adapters(folder: Path, manifest: Manifest, files: TensorFiles, model:
 
 
 def lora_of(manifest: Manifest, folder: Path) -> Lora:
-    """The adapters of a checkpoint that has them alone. Raises EnvironmentFault."""
-    said: dict[str, Any] = manifest.adapters
+    """Returns the adapters of a checkpoint that has no other tensors. Raises EnvironmentFault."""
+    settings: dict[str, Any] = manifest.adapters
     try:
-        return Lora.of(int(said["rank"]), float(said["alpha"]), map(str, said["target_modules"]))
+        return Lora.of(int(settings["rank"]), float(settings["alpha"]), map(str, settings["target_modules"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise EnvironmentFault(f"{folder}: not a whole manifest of adapters ({error!r})") from None
+        raise EnvironmentFault(f"{folder}: not a complete manifest of adapters ({error!r})") from None
 
 
 class MergedReader(BoxReader):
-    """Gives weights that have adapters with those merged into them, other tensors as they are."""
+    """Merges adapters into the weights that have them. Reads other tensors unchanged."""
 
     def __init__(self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, adapters: StoredAdapters):
         super().__init__(folder, entries, files)
@@ -79,7 +79,6 @@ class MergedReader(BoxReader):
         self._last: tuple[str, list[np.ndarray]] = ("", [])  # the weight that was read last, and its factors
 
     def close(self) -> None:
-        """Closes the files."""
         self._factors.close()
         super().close()
 
@@ -106,7 +105,7 @@ class MergedReader(BoxReader):
 
 
 def as_float32(words: np.ndarray) -> np.ndarray:
-    """The numbers of float32's or bfloat16's words."""
+    """Returns the numbers of float32's or bfloat16's words."""
     if words.itemsize == 4:
         return words.view(np.float32)
     return (words.astype(np.uint32) << 16).view(np.float32)

@@ -1,7 +1,7 @@
-"""Compares a source with its own digests, and a written checkpoint with its source: names, shapes, dtypes, every byte.
+"""Compares a source with its own digests, and a written checkpoint with its source: names, shapes, dtypes, all bytes.
 
-Reading is done by tasks, which take the readers of the source and of what was written. They return what is wrong and
-do not raise it: a full disk is raised, and is told from damage in this way.
+Tasks do the reading. They get readers of the source and of the output. They return damage instead of raising it, which
+distinguishes it from a full disk, which is raised.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,12 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class SourceFileCheck:
-    """One file of the source, to be read and compared with what its own format knows of its bytes."""
+    """Reads one file of the source and compares it with the checksums of its own format."""
 
     file: str
 
     def __call__(self, readers: Sequence[BoxReader]) -> EnvironmentFault | int:
-        """How many of its tensors carry no checksum; or what is wrong."""
+        """Returns how many of its tensors have no checksum, or the fault."""
         try:
             return readers[0].files.check(self.file)
         except EnvironmentFault as error:
@@ -39,7 +39,7 @@ class SourceFileCheck:
 
 @dataclass(frozen=True)
 class WrittenFileCheck:
-    """One written file, to be read again and compared with the digest that was taken on the way."""
+    """Reads one written file again and compares it with the digest that was computed during writing."""
 
     folder: Path
     name: str
@@ -54,17 +54,16 @@ class WrittenFileCheck:
 
 
 def source_checks(source: Checkpoint) -> list[SourceFileCheck]:
-    """Every byte of a checkpoint is what was written; Hugging Face's carry no digests."""
+    """Returns the checks of every byte of a checkpoint. Hugging Face's carry no digests."""
     return [SourceFileCheck(file) for file in source.files.checkable()]
 
 
 def verification(
     source: Checkpoint, written: Checkpoint, folder: Path, facts: FileFacts
 ) -> list["WrittenFileCheck | CompareTensors"]:
-    """The tasks that compare `source` with `written` as it is on the disk now.
+    """Returns the tasks that compare `source` with `written`, as it is on disk now.
 
-    `facts`: of the files that were written into `folder`. Raises EnvironmentFault where the descriptions differ
-    already.
+    `facts`: of the files that were written into `folder`. Raises EnvironmentFault if the descriptions already differ.
     """
     roles = written.roles
     _same_descriptions(source, written, roles)
@@ -76,9 +75,9 @@ def verification(
 
 
 def _same_descriptions(source: Checkpoint, written: Checkpoint, roles: tuple[str, ...]) -> None:
-    """Compares descriptions both ways: what one has and the other has not.
+    """Checks that neither description has a tensor that the other lacks.
 
-    Opening a checkpoint has compared it with its headers.
+    Opening a checkpoint has compared its description with its headers.
     """
     for role in roles:
         of_source = _described(source, role)
@@ -93,7 +92,7 @@ def _same_descriptions(source: Checkpoint, written: Checkpoint, roles: tuple[str
 
 
 def _described(checkpoint: Checkpoint, role: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Hugging Face name -> dtype and shape, the shape being the least that has room for all stored blocks."""
+    """Returns Hugging Face name -> dtype and shape. The shape is the smallest that contains all stored blocks."""
     corner: dict[str, tuple[int, ...]] = {}
     for piece in (p for entry in checkpoint.entries if entry.role == role for p in entry.pieces):
         stops = tuple(stop for _, stop in piece.hf_box.ranges)
@@ -102,7 +101,7 @@ def _described(checkpoint: Checkpoint, role: str) -> dict[str, tuple[str, tuple[
 
 
 def _batches(source: Checkpoint, roles: tuple[str, ...]) -> Iterator[list[StoredTensor]]:
-    """All tensors, in portions of about BATCH_BYTES."""
+    """Yields all tensors in portions of about BATCH_BYTES."""
     batch: list[StoredTensor] = []
     size = 0
     for tensor in (
@@ -122,7 +121,7 @@ def _batches(source: Checkpoint, roles: tuple[str, ...]) -> Iterator[list[Stored
 
 @dataclass(frozen=True)
 class CompareTensors:
-    """Some tensors to be read from both sides, put together in Hugging Face coordinates."""
+    """Reads some tensors from both sides and compares them in Hugging Face coordinates."""
 
     dtype: str  # of the weights
     tensors: tuple[StoredTensor, ...]

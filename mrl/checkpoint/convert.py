@@ -1,7 +1,7 @@
-"""The conversions between Hugging Face's form and ours: what is planned, and what goes beside the weights.
+"""Conversions between Hugging Face's form and mrl's: the plan of files, and the files beside the weights.
 
-A conversion is a source, opened by `mrl.checkpoint.open_checkpoint`, and a form to write it in: `write_hf` or
-`write_layout`. `mrl.tools.torch_dist` has one more of each.
+A conversion is a source, opened by `mrl.checkpoint.open_checkpoint`, and a form to write: `write_hf` or `write_layout`.
+`mrl.tools.torch_dist` adds one more source and form.
 """
 
 import json
@@ -29,7 +29,7 @@ from mrl.checkpoint.manifest import (
     facts_of,
     write_manifest,
 )
-from mrl.checkpoint.open_checkpoint import Checkpoint, of_role, open_hf, open_ours, weight_role, whole_tensor
+from mrl.checkpoint.open_checkpoint import Checkpoint, of_role, open_hf, open_mrl, weight_role, whole_tensor
 from mrl.checkpoint.planned_file import PlannedFile, Safetensors, entry_bytes, file_portions, planned_file
 from mrl.checkpoint.vision_tower import FILE as VISION_FILE
 from mrl.checkpoint.vision_tower import Whole, copy_tower
@@ -47,9 +47,9 @@ NO_OPTIMIZER = {"step": None, "num_updates": 0, "lr": None, "scheduler": None}
 
 @dataclass(frozen=True)
 class ExpectedModel:
-    """What a configuration says of the model that it trains, so that a checkpoint of another one is refused."""
+    """What a configuration says about its model. A checkpoint of another model is refused."""
 
-    config: str  # the configuration's file, for messages
+    config: str  # path of the configuration, for messages
     path: str  # model.path
     dtype: str  # model.dtype
 
@@ -67,11 +67,11 @@ class ExpectedModel:
 def write_hf(
     source: Checkpoint, output: str | Path, options: Options | None = None, whole: Whole | None = None
 ) -> ConversionReport:
-    """Writes safetensors files with index, configuration and tokenizer. The folder appears whole or not at all.
+    """Writes safetensors files with index, configuration and tokenizer. The folder appears completely or not at all.
 
-    `whole`: of the model around a text model; its form is written, with its vision tower. Without it the text model is
-    written by itself. Raises EnvironmentFault for a damaged source, ConfigError for an output that is in the way or
-    cannot be written.
+    `whole` is the model around a text model: its form is written, with its vision tower. Without it only the text model
+    is written. Raises EnvironmentFault for a damaged source, ConfigError for an output that exists or cannot be
+    written.
     """
     files = hf_plan(source.model, source.dtype)
     container = Safetensors(source.dtype)
@@ -101,10 +101,10 @@ def write_layout(
     weights_only: bool = False,
     options: Options | None = None,
 ) -> ConversionReport:
-    """Writes a checkpoint of ours at the layout `degrees`, which has the keys of actor.layout.
+    """Writes an mrl checkpoint at the layout `degrees`, which has the keys of actor.layout.
 
-    Master weights, moments and schedule go with the weights where the source has them, unless `weights_only`.
-    Raises ConfigError for an illegal layout, and as `write_hf` does.
+    Writes master weights, moments and schedule too if the source has them, unless `weights_only`. Raises ConfigError
+    for an illegal layout, and the errors of `write_hf`.
     """
     if source.adapters is not None and not weights_only:
         raise ConfigError(
@@ -123,12 +123,12 @@ def write_layout(
         return manifest.all_files()
 
     return run_conversion(
-        source, Target(files, Safetensors(source.dtype), True, finish, open_ours), Path(output), options
+        source, Target(files, Safetensors(source.dtype), True, finish, open_mrl), Path(output), options
     )
 
 
 def hf_plan(model: ModelSpec, dtype: str) -> tuple[PlannedFile, ...]:
-    """`model-NNNNN.safetensors`, tensors in the order of the layers."""
+    """Plans files `model-NNNNN.safetensors` with tensors in the order of layers."""
     entries = [whole_tensor(spec.name, spec.shape, role=weight_role(spec)) for spec in tensor_specs(model)]
     return _in_files(entries, dtype)
 
@@ -139,7 +139,7 @@ def _in_files(entries: list[StoredTensor], dtype: str) -> tuple[PlannedFile, ...
 
 
 def layout_plan(model: ModelSpec, layout: TrainLayout, roles: Iterable[str], dtype: str) -> tuple[PlannedFile, ...]:
-    """The files of every rank. A local tensor is written by the first of its replicas only, and whole."""
+    """Plans the files of every rank. Only the first of a local tensor's replicas writes it, and completely."""
     files: list[PlannedFile] = []
     for rank in range(layout.world_size):
         shards = [shard for shard in source_shards(model, layout, rank) if shard.primary == rank]
@@ -157,26 +157,26 @@ def layout_plan(model: ModelSpec, layout: TrainLayout, roles: Iterable[str], dty
 
 
 def copy_hf_folder(source: Checkpoint, folder: Path) -> FileFacts:
-    """Configuration and tokenizer, where every checkpoint that is not in Hugging Face's form has them; by name."""
+    """Copies configuration and tokenizer into the folder that every checkpoint of another form has for them."""
     (folder / HF_FOLDER).mkdir(exist_ok=True)
     return copy_hf_files(source.hf_files, folder / HF_FOLDER)
 
 
 def _name_groups_again(source: Path, folder: Path, files: FileFacts) -> None:
-    """Groups that generation was ahead with belong to a checkpoint of any layout.
+    """Links the files of groups generated ahead, which belong to a checkpoint of any layout.
 
-    Raises DamagedCheckpoint for a file whose bytes are not those that were written.
+    Raises DamagedCheckpoint for a file whose bytes have changed.
     """
     for name in files:
         check_digest(source, name, files)
-        (folder / name).unlink(missing_ok=True)  # of a start that was killed
+        (folder / name).unlink(missing_ok=True)  # left by a start that was killed
         name_again(source / name, folder / name)
 
 
 def _rank_files(
     source: Checkpoint, layout: TrainLayout, files: tuple[PlannedFile, ...], roles: tuple[str, ...], facts: FileFacts
 ) -> tuple[RankFiles, ...]:
-    """A rank that is no tensor's first replica has no file."""
+    """Describes the files of every rank. A rank that is the first replica of no tensor has none."""
     optimizer = NO_OPTIMIZER if _only_weights(source, roles) else source.manifest.optimizer
     ranks = []
     for rank in range(layout.world_size):
@@ -189,7 +189,8 @@ def _rank_files(
 def _manifest(
     source: Checkpoint, degrees: Mapping[str, Any], roles: tuple[str, ...], ranks: tuple[RankFiles, ...]
 ) -> Manifest:
-    from mrl.config.schema import LayoutConfig  # as long to import as all the rest, and the disk is busy by now
+    # takes as long to import as everything else, and the disk is already busy
+    from mrl.config.schema import LayoutConfig
 
     weights_only = _only_weights(source, roles)
     old = source.manifest
@@ -206,12 +207,12 @@ def _manifest(
 
 
 def _only_weights(source: Checkpoint, roles: tuple[str, ...]) -> bool:
-    """A checkpoint that was saved before the first update has moments too: zeros."""
+    """Tells whether only weights are written. A checkpoint before the first update has moments too, which are zeros."""
     return not {MASTER, EXP_AVG}.intersection(roles) or source.manifest is None
 
 
 def _config_of_export(source: Checkpoint, whole: Whole | None) -> bytes:
-    """config.json of an export, without layers and code that the export does not have.
+    """Returns config.json of an export, without layers and code that the export lacks.
 
     It names the dtype of the weights: as `dtype` since transformers 4.56, as `torch_dtype` before.
     """

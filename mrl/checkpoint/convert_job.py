@@ -1,12 +1,16 @@
-"""Writes a plan with several processes. A kill loses only the files in work, and nobody ever sees half an output.
+"""Writes a plan with several processes. A kill loses only unfinished files, and half an output is never visible.
 
-The processes hold no model, import no torch and end when their parent does.
+The processes hold no model, import no torch, and end with their parent. They write into a folder beside the output. It
+is locked, checked for space, continued after a kill, and renamed at the end.
 """
 
+import fcntl
 import hashlib
+import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,28 +22,27 @@ from functools import partial
 from itertools import chain, zip_longest
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mrl.checkpoint.check_output import source_checks, verification
-from mrl.checkpoint.manifest import FileFacts
+from mrl.checkpoint.manifest import FileFacts, fsync
 from mrl.checkpoint.open_checkpoint import Checkpoint
 from mrl.checkpoint.planned_file import Container, PlannedFile, disk_fault, file_bytes, write_planned_file
 from mrl.checkpoint.stored_boxes import BoxReader
-from mrl.checkpoint.work_folder import finish_file, locked, publish
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.units import MIB
 
-SMALL_BYTES = 64 * MIB  # starting processes would take longer than this
-_SYNCS = 4  # files that are waited for at once
-_FORMAT = 1  # of the written files; another one does not go on with what an older mrl began
+SMALL_BYTES = 64 * MIB  # starting processes would take longer
+_SYNCS = 4  # files that are synced together
+_FORMAT = 1  # of the written files; a conversion with another number does not continue what an older mrl began
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to convert; the result does not depend on it."""
+    """Options of a conversion. The result does not depend on them."""
 
     workers: int = 1
-    verify: bool = False  # read the output again and compare it with the source, before it gets its name
+    verify: bool = False  # read the output again and compare it with the source before it gets its name
     progress: bool = False  # a bar on standard error
 
 
@@ -49,32 +52,32 @@ class Target:
 
     files: tuple[PlannedFile, ...]
     container: Container
-    digests: bool  # SHA-256 of every file, for a manifest; it is about half of the work
-    # writes what goes with the files, into their folder; size and digest of what `verify` is to read again of it
+    digests: bool  # SHA-256 of every file for a manifest, about half of the work
+    # writes the accompanying files into their folder; returns size and digest of those that `verify` reads again
     finish: Callable[[Path, FileFacts], FileFacts]
-    reopen: Callable[[Path], Checkpoint]  # opens the finished folder, to verify it
+    reopen: Callable[[Path], Checkpoint]  # opens the finished folder in order to verify it
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was done."""
+    """Summary of a conversion."""
 
-    tensors: int  # Hugging Face tensors
+    tensors: int  # counts Hugging Face tensors
     bytes: int  # of the written weight files
     files: int
-    resumed_files: int  # of them, finished by an earlier start that was interrupted
+    resumed_files: int  # files that an interrupted earlier start had finished
     verified: bool
     seconds: float
-    # tensors of the source that its model computes by itself, random states, Megatron's optimizer states
+    # tensors of the source that the model computes itself, random states, Megatron's optimizer states
     left_out: tuple[str, ...]
-    unchecked: int  # stored tensors of a torch_dist source without a checksum: damage in them cannot be seen
-    left_out_layers: int = 0  # for multi-token prediction, which the written config.json does not name any more
-    of_vision_tower: int = 0  # tensors of another checkpoint's vision tower, copied as they are
+    unchecked: int  # tensors of a torch_dist source without checksum, in which damage cannot be detected
+    left_out_layers: int = 0  # for multi-token prediction, which the written config.json no longer names
+    of_vision_tower: int = 0  # tensors copied unchanged from another checkpoint's vision tower
 
 
 @dataclass(frozen=True)
 class WriteFile:
-    """One file to be written, by whichever process."""
+    """Writes one file, in any process."""
 
     folder: Path
     file: PlannedFile
@@ -92,10 +95,11 @@ _READERS: list[BoxReader] = []  # of a worker process
 
 @contextmanager
 def workers(count: int, checkpoints: Sequence[Checkpoint]) -> Iterator[RunTasks]:
-    """A function run(tasks) that gives (task, task(readers)) as they finish; `readers` are of `checkpoints`.
+    """Yields a function run(tasks) that yields (task, task(readers)) as tasks finish. `readers` belong to
+    `checkpoints`.
 
-    With a count of one all of it happens here. The first error stops what has not begun and is raised. The processes
-    are forked at once, so that they have what is imported and opened here; call this before threads are started.
+    With a count of one, all tasks run here. The first error cancels the tasks that have not begun, and is raised. The
+    processes are forked at once, so they have what is imported and opened here. Call this before starting threads.
     """
     if count <= 1:
         readers = [checkpoint.reader() for checkpoint in checkpoints]
@@ -125,13 +129,13 @@ def _run_in_pool(pool: ProcessPoolExecutor, tasks: Sequence[Task]) -> Iterator[t
             yield futures[future], future.result()
     except BrokenProcessPool:
         raise EnvironmentFault(
-            "a worker process ended by itself, most likely for want of memory; finished files are kept: run the same "
+            "a worker process ended unexpectedly, probably for lack of memory; finished files are kept: run the same "
             "command again with fewer --workers"
         ) from None
 
 
 def _start_worker(checkpoints: tuple[Checkpoint, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and stops giving out tasks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the signal and stops giving out tasks
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _READERS.extend(checkpoint.reader() for checkpoint in checkpoints)
 
@@ -150,9 +154,8 @@ def run_conversion(
 ) -> ConversionReport:
     """Writes the target's files into a folder beside `output`, finishes it and renames it.
 
-    An interrupted conversion goes on where it was when it is started again with the same source and plan.
-    Raises ConfigError for an output that is in the way, EnvironmentFault for a damaged source or a disk that is too
-    small or full.
+    An interrupted conversion continues when it is started again with the same source and plan. Raises ConfigError for
+    an output that exists, EnvironmentFault for a damaged source or a full disk.
     """
     options = options or Options()
     began = time.monotonic()
@@ -185,9 +188,9 @@ def run_conversion(
 
 
 def _write_and_check(run: RunTasks, writes: list[WriteFile], checks: list[Task], work: Path, done: FileFacts) -> int:
-    """Writes the files and compares the source with its digests meanwhile: the processor has work while the disk has.
+    """Writes the files, and compares the source with its digests meanwhile, so that processor and disk are both busy.
 
-    Returns how many tensors of the source carry no checksum.
+    Returns how many tensors of the source have no checksum.
     """
 
     def finish(name: str, facts: dict[str, Any]) -> None:
@@ -210,7 +213,7 @@ def _write_and_check(run: RunTasks, writes: list[WriteFile], checks: list[Task],
             else:
                 unchecked += result
     if damage is not None:
-        done.clear()  # nothing that was made of a damaged source is gone on with
+        done.clear()  # files made from a damaged source are not kept for the next start
         raise damage
     for future in finishing:
         future.result()
@@ -222,7 +225,7 @@ def _alternated(checks: Iterable[Task], writes: Iterable[Task]) -> list[Task]:
 
 
 def _verify(source: Checkpoint, target: Target, folder: Path, facts: FileFacts, processes: int) -> None:
-    """Wrong files are not left for the next start to go on from."""
+    """Verifies the output. Removes everything if it is wrong, so that the next start begins again."""
     try:
         written = target.reopen(folder)
         tasks = verification(source, written, folder, facts)
@@ -236,15 +239,15 @@ def _verify(source: Checkpoint, target: Target, folder: Path, facts: FileFacts, 
 
 
 def refuse_in_the_way(output: Path) -> None:
-    """Raises ConfigError for an output that is there and no empty folder."""
+    """Raises ConfigError for an output that exists, except an empty folder."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} exists and is not an empty folder; choose another output")
 
 
 def _identity(source: Checkpoint, target: Target, digests: bool) -> str:
-    """Two conversions of the same identity write and record the same.
+    """Returns a digest. Two conversions with the same digest write and record the same.
 
-    Two plans may differ only in what stands around the tensors.
+    Two plans may differ only in the bytes around the tensors.
     """
     return hashlib.sha256(
         repr((_FORMAT, source.identity, target.files, target.container, digests)).encode()
@@ -253,7 +256,7 @@ def _identity(source: Checkpoint, target: Target, digests: bool) -> str:
 
 @contextmanager
 def _progress(wanted: bool, folder: Path, sizes: dict[str, int]) -> Iterator[None]:
-    """A bar fed by the sizes of the files, so that worker processes need not report."""
+    """A bar that reads the sizes of the files, so that worker processes need not report."""
     if not wanted:
         yield
         return
@@ -286,6 +289,126 @@ def _written(folder: Path, sizes: dict[str, int]) -> int:
             try:
                 total += file.stat().st_size
                 break
-            except FileNotFoundError:  # not begun, or renamed just now
+            except FileNotFoundError:  # not begun, or just renamed
                 continue
     return total
+
+
+@contextmanager
+def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[Path, FileFacts]]:
+    """Yields the folder to write into, locked, and the files that an earlier start finished there.
+
+    Checks first that the disk is large enough. A start that finishes nothing leaves nothing behind.
+    """
+    folder = work / "files"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{work.parent} cannot be written ({error.strerror}); choose another output") from error
+    with (work / "lock").open("w") as lock:
+        _take(lock, work)
+        done = _finished(work, identity, sizes)
+        _check_space(work, done, sizes)
+        if not done:
+            _empty(work)
+        (work / "identity").write_text(identity)
+        try:
+            yield folder, done
+        finally:
+            if not done:
+                shutil.rmtree(work, ignore_errors=True)
+
+
+def _take(lock: IO[str], work: Path) -> None:
+    """Raises ConfigError while another process has the lock. On a file system without locks, writes without one."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{work} is being written by another conversion; wait for it or choose another output"
+        ) from None
+    except OSError as error:
+        print(
+            f"warning: {work.absolute().parent} is on a file system without locks ({error.strerror}); make sure that "
+            "no other conversion writes the same output",
+            file=sys.stderr,
+        )
+
+
+def finish_file(work: Path, name: str, facts: dict[str, Any]) -> None:
+    """Waits until a written file is on the disk, then names it and records that it is finished.
+
+    Raises OSError.
+    """
+    part = work / "files" / f"{name}.part"
+    fsync(part)
+    part.rename(work / "files" / name)
+    (work / "done").mkdir(exist_ok=True)
+    record = _record(work, name)
+    # not synced: if a power failure loses or empties a record, its file is merely written again
+    record.with_suffix(".part").write_text(json.dumps(facts))
+    record.with_suffix(".part").rename(record)
+
+
+def _record(work: Path, name: str) -> Path:
+    return work / "done" / f"{name.replace('/', '-')}.json"
+
+
+def _finished(work: Path, identity: str, sizes: dict[str, int]) -> FileFacts:
+    """Returns what an earlier start of the same conversion finished and recorded."""
+    try:
+        if (work / "identity").read_text() != identity:
+            return {}
+    except OSError:
+        return {}
+    recorded = {name: facts for name in sizes if (facts := _read_record(_record(work, name))) is not None}
+    return {name: facts for name, facts in recorded.items() if _has_size(work / "files" / name, sizes[name])}
+
+
+def _has_size(file: Path, size: int) -> bool:
+    return file.is_file() and file.stat().st_size == size
+
+
+def _read_record(record: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(record.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _empty(work: Path) -> None:
+    """Removes what another conversion left, or one that finished nothing."""
+    shutil.rmtree(work / "done", ignore_errors=True)
+    shutil.rmtree(work / "files")
+    (work / "files").mkdir()
+
+
+def _check_space(work: Path, done: FileFacts, sizes: dict[str, int]) -> None:
+    """Checks the disk's space. Files that will be deleted count as free: unfinished ones, or all of another conversion.
+
+    If the disk is too small they stay, so that the other conversion can continue. An empty folder is removed.
+    """
+    needed = sum(size for name, size in sizes.items() if name not in done)
+    old = [file for file in (work / "files").rglob("*.part" if done else "*") if file.is_file()]
+    free = shutil.disk_usage(work).free + sum(file.stat().st_size for file in old)
+    if needed > free:
+        if not done and not old:
+            shutil.rmtree(work, ignore_errors=True)
+        disk = work.absolute().parent
+        raise EnvironmentFault(
+            f"{disk}: {needed / 1e9:.1f} GB are to be written and {free / 1e9:.1f} GB are free; free some "
+            "or choose another output"
+        )
+
+
+def publish(folder: Path, output: Path, durable: Iterable[str]) -> None:
+    """Renames the finished folder. The `durable` files are already on the disk."""
+    written = {folder / name for name in durable}
+    for file in folder.rglob("*"):
+        if file not in written:
+            fsync(file)
+    fsync(folder)
+    if output.exists():
+        output.rmdir()
+    folder.rename(output)
+    fsync(output.parent)

@@ -1,5 +1,5 @@
-"""Whether one more checkpoint fits on the disk: counted from arithmetic before a run starts, and from the ranks' own
-sizes before each is written.
+"""Checks that one more checkpoint fits on the disk: by arithmetic before a run, by the ranks' real sizes before each
+save.
 """
 
 import shutil
@@ -16,12 +16,13 @@ from mrl.model.precision import BF16, FLOAT32
 from mrl.schedule.staleness import Schedule
 from mrl.units import MIB
 
-BESIDE_TENSORS = 4 * MIB  # bytes: manifest, tokenizer and configuration of the model, rounding to blocks
+BESIDE_TENSORS = 4 * MIB  # bytes for manifest, tokenizer and configuration of the model, and rounding to blocks
 
 
 def checkpoint_bytes(model: ModelSpec, dtype: str, lora: Lora | None = None) -> int:
-    """Size of one checkpoint: weights, float32 master weights where the weights are narrower, and Adam's two moments,
-    each once. `lora`: of adapters, which then are all that it has.
+    """Returns the size of a checkpoint: weights, float32 master weights of narrower weights, and Adam's two moments.
+
+    Each is stored once. With `lora`, adapters are all that is stored.
     """
     precision = FLOAT32 if dtype == "float32" else BF16
     elements = parameter_count(model)
@@ -31,7 +32,7 @@ def checkpoint_bytes(model: ModelSpec, dtype: str, lora: Lora | None = None) -> 
 
 
 def route_bytes(actor: ActorConfig, model: ModelSpec) -> int:
-    """Bytes of a token's routes as they come with samples; 0 where they do not come."""
+    """Returns the bytes of a token's routes in samples; 0 if samples have none."""
     if actor.router_replay != "R3":
         return 0
     shape = RouteShape.of(model)
@@ -39,10 +40,10 @@ def route_bytes(actor: ActorConfig, model: ModelSpec) -> int:
 
 
 def groups_ahead_bytes(schedule: Schedule, data: DataConfig, token_routes: int) -> int:
-    """Upper bound of the bytes that groups generated ahead add to a checkpoint.
+    """Returns an upper bound of the bytes that groups generated ahead add to a checkpoint.
 
-    They are in every checkpoint; finished groups are hard-linked, not copied. Columns are counted, and files are
-    compressed. `token_routes`: bytes of a token's routes.
+    Every checkpoint contains them, but finished groups are hard-linked, not copied. The bound counts columns without
+    the compression of files. `token_routes`: bytes of a token's routes.
     """
     if schedule.is_synchronous:
         return 0
@@ -51,14 +52,14 @@ def groups_ahead_bytes(schedule: Schedule, data: DataConfig, token_routes: int) 
 
 
 def free_bytes(folder: Path) -> int:
-    """Space left for this user on the disk of `folder`, or of its nearest parent that is there."""
+    """Returns the space for this user on the disk of `folder`, or of its nearest existing parent."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def check_disk_space(folder: Path, needed: int) -> None:
-    """Raises EnvironmentFault when `needed` bytes do not fit on the disk of `folder`."""
+    """Raises EnvironmentFault if the disk of `folder` has fewer than `needed` bytes free."""
     free = free_bytes(folder)
     if free < needed:
         raise EnvironmentFault(
@@ -68,9 +69,9 @@ def check_disk_space(folder: Path, needed: int) -> None:
 
 
 def disk_space_note(folder: Path, size: int, kept: int) -> list[str]:
-    """A line for a disk that has room for one checkpoint, but not for all that the run is to keep and one more.
+    """Returns a line for a disk that has room for one checkpoint, but not for all kept ones.
 
-    `folder`: of the checkpoints; `size`: bytes of one; `kept`: how many the run is to keep.
+    `folder` has the checkpoints, `size` is the bytes of one, `kept` is the number that the run keeps.
     """
     wanted = kept + 1
     present = len(list(folder.glob("checkpoints/step-*")))
@@ -79,8 +80,8 @@ def disk_space_note(folder: Path, size: int, kept: int) -> list[str]:
         return []
     return [
         f"note: {_size(free)} are free, room for {free // size} more checkpoints of {_size(size)}; "
-        f"trainer.max_actor_ckpt_to_keep is {wanted - 1}, and one more lies there while it is written. A save that "
-        "finds no room is left out"
+        f"trainer.max_actor_ckpt_to_keep is {wanted - 1}, and one more exists while it is written. A save without "
+        "enough space is skipped"
     ]
 
 

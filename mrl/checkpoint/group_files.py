@@ -1,12 +1,12 @@
-"""One attempt at a group in a file: the columns of its responses, and its rewards; the same bytes for the same.
+"""One attempt at a group as a file: the columns of its responses, and its rewards. Equal groups give equal bytes.
 
-    group-17.2.npz    group 17, which was begun anew twice before
+    group-17.2.npz    group 17, which began again twice before
       *.npy           columns of the responses that have tokens, as they travel through a run
       record.npy      number, attempt and rewards, as JSON
 
-Tokens, rewards and attempt are one record with one digest, so that none of them can be taken for another attempt's. A
-file appears whole or not at all, and is never changed afterwards. So where it was written before, a checkpoint has a
-second name of it, and its bytes are on the disk once.
+Tokens, rewards and attempt form one record with one digest, so parts of different attempts cannot be mixed. A file
+appears completely or not at all and never changes afterwards. If it was written before, a checkpoint gets a hard link,
+and its bytes are on the disk once.
 """
 
 import io
@@ -28,27 +28,27 @@ from mrl.reward.items import RewardResult
 from mrl.whole_file import appears_whole
 
 RECORD = "record"
-TRIED_BYTES = 64 * 1024  # of a column, from its middle: tells whether the rest would shrink
-WORTH = 0.8  # of its bytes: a column that keeps more is stored as it is, at the disk's speed
+TRIED_BYTES = 64 * 1024  # of a column, from its middle, to see whether compression helps
+WORTH = 0.8  # share of its bytes; a column that compresses less is stored uncompressed, at the disk's speed
 
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """What is known of one attempt at a group."""
+    """One attempt at a group."""
 
     number: int
-    attempt: int  # times that it was begun anew before
-    samples: Samples | None  # responses that have tokens, `sample_id` their index in the group; None: there are none
-    results: Mapping[int, RewardResult]  # by index; of responses that are judged
+    attempt: int  # how often it began again before
+    samples: Samples | None  # responses with tokens, `sample_id` being the index in the group; None: there are none
+    results: Mapping[int, RewardResult]  # by index, for judged responses
 
 
 def group_file(number: int, attempt: int) -> str:
-    """The name of the file of one attempt."""
+    """Returns the file name of one attempt."""
     return f"group-{number}.{attempt}.npz"
 
 
 def write_group(path: Path, record: GroupRecord) -> dict[str, Any]:
-    """Writes `path` durably; its size and digest."""
+    """Writes `path` durably. Returns its size and digest."""
     with appears_whole(path) as work:
         with zipfile.ZipFile(work, "w") as archive:
             for name, column in _columns(record).items():
@@ -58,15 +58,15 @@ def write_group(path: Path, record: GroupRecord) -> dict[str, Any]:
 
 def _columns(record: GroupRecord) -> dict[str, np.ndarray]:
     results = [[index, asdict(record.results[index])] for index in sorted(record.results)]
-    said = json.dumps({"number": record.number, "attempt": record.attempt, "results": results})
-    columns = {RECORD: np.frombuffer(said.encode(), np.uint8)}
+    text = json.dumps({"number": record.number, "attempt": record.attempt, "results": results})
+    columns = {RECORD: np.frombuffer(text.encode(), np.uint8)}
     if record.samples is None:
         return columns
     return columns | record.samples.arrays
 
 
 def _add(archive: zipfile.ZipFile, name: str, column: np.ndarray) -> None:
-    """Appends one column in numpy's format; deflated where that saves a fifth."""
+    """Appends one column in numpy's format, compressed if that saves a fifth."""
     file = io.BytesIO()
     np.lib.format.write_array(file, np.ascontiguousarray(column), allow_pickle=False)
     data = file.getbuffer()
@@ -84,19 +84,19 @@ def read_group(path: Path) -> GroupRecord:
     """Reads what `write_group` wrote."""
     with np.load(path) as file:
         columns = dict(file)
-    said = json.loads(columns.pop(RECORD).tobytes())
-    results = {index: RewardResult(**result) for index, result in said["results"]}
-    return GroupRecord(said["number"], said["attempt"], Samples(**columns) if columns else None, results)
+    described = json.loads(columns.pop(RECORD).tobytes())
+    results = {index: RewardResult(**result) for index, result in described["results"]}
+    return GroupRecord(described["number"], described["attempt"], Samples(**columns) if columns else None, results)
 
 
 def read_columns(path: Path) -> Samples:
-    """The responses in a file of an older checkpoint, whose rewards stood in its manifest."""
+    """Returns the responses in a file of an older checkpoint, whose manifest has the rewards."""
     with np.load(path) as columns:
         return Samples(**columns)
 
 
 def name_again(written: Path, path: Path) -> None:
-    """`path` is another name of a file that is there; a copy where the disk has no second names."""
+    """Links `path` to an existing file, or copies it if the disk has no hard links."""
     try:
         os.link(written, path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Configuration and tokenizer of a model, which go with every checkpoint."""
+"""Configuration and tokenizer of a model, which every checkpoint contains."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,10 @@ MODEL_FILE_BYTES = 512 * MIB  # the largest tokenizers have some tens of MiB
 
 
 def copy_hf_files(model: Path, folder: Path) -> FileFacts:
-    """Copies configuration and tokenizer from one folder into another, durably; size and digest of what was written.
+    """Copies configuration and tokenizer between folders, durably. Returns size and digest of each file.
 
-    Weights are never written in FP8, so config.json does not say that they are.
-    Raises OSError as the disk does, EnvironmentFault for what is no file of the model's own or is too large for one.
+    config.json loses its FP8 settings, because weights are never written in FP8. Raises OSError, or EnvironmentFault
+    for a file that is not a regular one of the model or is too large.
     """
     facts = {}
     for file in hf_files(model):
@@ -35,7 +35,7 @@ def copy_hf_files(model: Path, folder: Path) -> FileFacts:
 
 
 def _of_written_weights(config: bytes) -> bytes:
-    """The bytes of a config.json, as they are where it names no quantisation."""
+    """Returns a config.json without quantisation, unchanged if it names none."""
     if QUANTIZATION.encode() not in config:
         return config
     return json.dumps(without_quantization(parse_json(config)), indent=2).encode()

@@ -1,4 +1,4 @@
-"""What a checkpoint of ours says about itself: JSON that describes every stored tensor in Hugging Face coordinates.
+"""A checkpoint's description of itself: JSON that describes every stored tensor in Hugging Face coordinates.
 
     step-N/manifest.json            size and digest of all other files; what all ranks share
     step-N/rank-R.json              the entries of rank R: what each tensor in its files is
@@ -6,8 +6,8 @@
     step-N/hf/                      configuration and tokenizer
 
 `manifest.json` is written last: a folder without it is not a checkpoint. Each entry stores a local Megatron tensor, or
-a flat range of it where the distributed optimizer cuts it over data parallelism. The manifests of format 1 have the
-entries of all ranks in them, and do not know the files in hf/.
+a flat range of it if the distributed optimizer splits it. Manifests of format 1 contain the entries of all ranks, and
+lack the files in hf/.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from mrl.plain_files import read_json
 
 FORMAT = 2
 _READ_FORMATS = (1, FORMAT)
-MOST_READERS = 16  # of files at once; hashing lets go of the interpreter
+MOST_READERS = 16  # of files at once; hashing releases the interpreter lock
 MANIFEST = "manifest.json"
-HF_FOLDER = "hf"  # configuration and tokenizer, beside the weights of every checkpoint of ours
+HF_FOLDER = "hf"  # configuration and tokenizer of every mrl checkpoint
 WEIGHT = "weight"
 MASTER = "master"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 CONSTANT = "constant"
-# what `mrl convert` writes under "converted" of a manifest's trainer part
+# values of "converted", which `mrl convert` writes into a manifest's trainer part
 WEIGHTS_ONLY = "weights"
 WITH_OPTIMIZER = "weights and optimizer"
-FileFacts = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}; the digest only where something reads it
+FileFacts = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}; the digest only where it is needed
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class StoredTensor:
     file: str
     key: str  # in the safetensors file
     role: str  # WEIGHT, MASTER, EXP_AVG or EXP_AVG_SQ
-    shape: tuple[int, ...]  # of the whole local tensor
-    flat: tuple[int, int] | None  # the part of the flattened local tensor that is stored; None: all of it
+    shape: tuple[int, ...]  # of the complete local tensor
+    flat: tuple[int, int] | None  # stored range of the flattened local tensor; None: all of it
     pieces: tuple[Piece, ...]
 
 
@@ -57,14 +57,14 @@ class StoredTensor:
 class RankFiles:
     """What one rank wrote."""
 
-    entries: tuple[StoredTensor, ...] | None  # None: `description` has them
-    files: FileFacts  # with tensors
-    optimizer: dict[str, Any]  # step count, learning rates, scheduler, skipped updates: must agree over ranks
-    description: FileFacts = field(default_factory=dict)  # the file of the entries; empty: they are known without it
-    holds: TensorNames = field(default_factory=dict)  # of which tensors the entries are
+    entries: tuple[StoredTensor, ...] | None  # None: they are in the file of `description`
+    files: FileFacts  # files with tensors
+    optimizer: dict[str, Any]  # step count, learning rates, scheduler, skipped updates: equal on all ranks
+    description: FileFacts = field(default_factory=dict)  # the file of the entries; empty if they are known without it
+    holds: TensorNames = field(default_factory=dict)  # names of the tensors of the entries
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `from_json` reads it back."""
+        """Returns plain data, which `from_json` reads back."""
         entries = {}
         if self.entries is not None:
             entries = {"entries": [_entry_json(entry) for entry in self.entries]}
@@ -81,9 +81,9 @@ class RankFiles:
         return cls(None, data["files"], data["optimizer"], data["description"], data["holds"])
 
     def read_entries(self, folder: Path) -> tuple[StoredTensor, ...]:
-        """The entries, which a checkpoint in `folder` has in a file.
+        """Returns the entries, which a checkpoint in `folder` has in a file.
 
-        Raises DamagedCheckpoint where its bytes are not those that were written.
+        Raises DamagedCheckpoint if the file's bytes have changed.
         """
         if self.entries is not None:
             return self.entries
@@ -91,9 +91,9 @@ class RankFiles:
 
 
 def described(folder: Path, rank: int, part: RankFiles) -> RankFiles:
-    """Writes the entries of a rank durably into a file of `folder`, and returns its files with that one.
+    """Writes the entries of a rank durably into a file of `folder`. Returns the rank's files with that one.
 
-    A rank without entries gets no file. Raises OSError as the disk does.
+    A rank without entries gets no file. Raises OSError.
     """
     if not part.entries:
         return replace(part, entries=None)
@@ -107,17 +107,17 @@ def described(folder: Path, rank: int, part: RankFiles) -> RankFiles:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole checkpoint."""
+    """The description of a whole checkpoint."""
 
     step: int
-    layout: dict[str, Any]  # degrees, as in the configuration
+    layout: dict[str, Any]  # parallel degrees, as in the configuration
     dtype: str
     hf_config: dict[str, Any]
     ranks: tuple[RankFiles, ...]
-    trainer: dict[str, Any]  # data cursor, metrics of the step
+    trainer: dict[str, Any]  # position in the data, metrics of the step
     versions: dict[str, str]
-    hf_files: FileFacts = field(default_factory=dict)  # by name in HF_FOLDER; empty in manifests of format 1
-    # where adapters alone are stored: what they are, and path and digest of the model that they are trained on
+    hf_files: FileFacts = field(default_factory=dict)  # by name in HF_FOLDER; empty for format 1
+    # if only adapters are stored: their settings, and path and digest of the model on which they are trained
     adapters: dict[str, Any] = field(default_factory=dict)
 
     def read_entries(self, folder: Path) -> Iterator[StoredTensor]:
@@ -125,44 +125,44 @@ class Manifest:
         return (entry for rank in self.ranks for entry in rank.read_entries(folder))
 
     def files(self) -> FileFacts:
-        """Size and digest of every file with tensors."""
+        """Returns size and digest of every file with tensors."""
         return {name: facts for rank in self.ranks for name, facts in rank.files.items()}
 
     def files_of_ranks(self) -> FileFacts:
-        """Facts of all files that ranks read: files with tensors and their descriptions."""
+        """Returns facts of all files that ranks read: tensors and descriptions."""
         descriptions = {name: facts for rank in self.ranks for name, facts in rank.description.items()}
         return self.files() | descriptions
 
     def files_for_others(self) -> FileFacts:
-        """Facts of files that no training reads: configuration and tokenizer."""
+        """Returns facts of files that training does not read: configuration and tokenizer."""
         return {f"{HF_FOLDER}/{name}": facts for name, facts in self.hf_files.items()}
 
     def all_files(self) -> FileFacts:
-        """Facts of every file but the manifest."""
+        """Returns facts of every file except the manifest."""
         return self.files_of_ranks() | self.files_for_others() | self.files_beside()
 
     def files_beside(self) -> FileFacts:
-        """Facts of files without tensors of the model: groups that generation was ahead with."""
+        """Returns facts of files without tensors of the model: groups generated ahead."""
         return self.trainer.get("ahead", {}).get("files", {})
 
     @property
     def converted(self) -> bool:
-        """Written by `mrl convert`: it has no random states."""
+        """Tells whether `mrl convert` wrote it. Then it has no random states."""
         return "converted" in self.trainer
 
     @property
     def weights_only(self) -> bool:
-        """Whether the checkpoint was converted from weights alone.
+        """Tells whether the checkpoint was converted from weights alone.
 
-        Then there are no master weights, moments and schedule either, and training starts from the weights.
+        Then it has no master weights, moments and schedule either, and training starts from the weights.
         """
         return self.trainer.get("converted") == WEIGHTS_ONLY
 
     @property
     def optimizer(self) -> dict[str, Any]:
-        """What all ranks say of the optimizer. Raises ValueError where two say something else.
+        """What all ranks say about the optimizer. Raises ValueError if two disagree.
 
-        A rank that holds no part of the optimizer knows no `step`; that is no disagreement.
+        A rank without a part of the optimizer does not know `step`, which is no disagreement.
         """
         agreed: dict[str, Any] = {}
         for number, rank in enumerate(self.ranks):
@@ -175,7 +175,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes manifest.json of a finished folder, durably, and the descriptions of ranks that have written none.
+    """Writes manifest.json of a finished folder durably, and missing descriptions of ranks.
 
     Raises NumericAbort when the ranks disagree about the optimizer.
     """
@@ -200,14 +200,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads manifest.json, and checks the sizes of all files that a run goes on from and that ranks agree about the
-    optimizer.
+    """Reads manifest.json. Checks the sizes of all files that a resume needs, and that ranks agree about the optimizer.
 
-    Raises EnvironmentFault naming what is wrong, DamagedCheckpoint where it is a file.
+    Raises EnvironmentFault that names the problem, and DamagedCheckpoint if it is a file.
     """
     path = folder / MANIFEST
     try:
-        data = read_json(path, strict=False)  # metrics of the step are among it
+        data = read_json(path, strict=False)  # its metrics may be NaN
     except (OSError, ValueError) as error:
         raise EnvironmentFault(
             f"{path}: not a readable checkpoint manifest ({error}); choose another step-N folder"
@@ -231,7 +230,7 @@ def read_manifest(folder: Path) -> Manifest:
         read_by_runs = manifest.files_of_ranks() | manifest.files_beside()
         sizes = {name: facts["bytes"] for name, facts in read_by_runs.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EnvironmentFault(f"{path}: not a whole manifest ({error!r}); choose another step-N folder") from error
+        raise EnvironmentFault(f"{path}: not a complete manifest ({error!r}); choose another step-N folder") from error
     if digest is not None and digest != written:  # manifests of earlier versions have none
         raise DamagedCheckpoint(
             f"{path}: is not what was written (its digest differs); the checkpoint is damaged, resume from another",
@@ -242,7 +241,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raises DamagedCheckpoint where a file is missing or has another size."""
+    """Raises DamagedCheckpoint for a file that is missing or has another size."""
     for name, size in sizes.items():
         file = folder / name
         actual = None
@@ -256,12 +255,12 @@ def _check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def sealed(data: dict[str, Any]) -> dict[str, Any]:
-    """A manifest's values with the digest of them all."""
+    """Returns a manifest's values with a digest of all of them."""
     return data | {"digest": _digest(json.loads(json.dumps(data)))}
 
 
 def _digest(data: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's values, without its own, in one order."""
+    """Returns the SHA-256 of a manifest's values, except the digest, in sorted order."""
     text = json.dumps({key: value for key, value in data.items() if key != "digest"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -279,7 +278,7 @@ _KINDS = {
 
 
 def _check_kinds(manifest: Manifest) -> None:
-    """Raises ValueError for a field of another kind than it is written as, and for names that lead elsewhere."""
+    """Raises ValueError for a field of another type than written, and for names that lead to other folders."""
     for name, kind in _KINDS.items():
         value = getattr(manifest, name)
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -297,15 +296,15 @@ def _check_kinds(manifest: Manifest) -> None:
 
 
 def check_digests(folder: Path, manifest: Manifest) -> None:
-    """Reads every file of a checkpoint, several at once: one core hashes at a fraction of what storage gives.
+    """Reads every file of a checkpoint, several at once, because one core hashes more slowly than storage reads.
 
-    Raises DamagedCheckpoint naming the first, in the manifest's order, whose bytes are not those that were written.
+    Raises DamagedCheckpoint that names the first changed file, in the manifest's order.
     """
     check_files(folder, manifest.all_files(), min(MOST_READERS, os.cpu_count() or 1))
 
 
 def changed_files(folder: Path, files: FileFacts) -> list[str]:
-    """Names of `files` that are gone, or whose bytes are not those that were written."""
+    """Returns the names of `files` that are missing or changed."""
     changed = []
     for name in files:
         try:
@@ -316,7 +315,7 @@ def changed_files(folder: Path, files: FileFacts) -> list[str]:
 
 
 def share_of_files(files: FileFacts, reader: int, readers: int) -> FileFacts:
-    """The files that one of `readers` checks, so that all bytes are read once and readers have about the same."""
+    """Returns the files that one of `readers` checks. Each file is read once, and readers share the bytes evenly."""
     loads = [0] * readers
     own = {}
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
@@ -328,7 +327,7 @@ def share_of_files(files: FileFacts, reader: int, readers: int) -> FileFacts:
 
 
 def check_files(folder: Path, files: FileFacts, threads: int) -> None:
-    """Reads files, several at once. Raises DamagedCheckpoint naming the first whose bytes are not those of `files`."""
+    """Reads files, several at once. Raises DamagedCheckpoint that names the first file that differs from `files`."""
     with ThreadPoolExecutor(threads) as pool:
         checks = [pool.submit(check_digest, folder, name, files) for name in files]
         try:
@@ -339,7 +338,7 @@ def check_files(folder: Path, files: FileFacts, threads: int) -> None:
 
 
 def check_digest(folder: Path, name: str, files: FileFacts) -> None:
-    """Compares one file with its size and digest in `files`, a manifest's.
+    """Compares one file with its size and digest in a manifest's `files`.
 
     Raises DamagedCheckpoint for other bytes, EnvironmentFault for a file that cannot be read or is not listed.
     """
@@ -350,8 +349,8 @@ def check_digest(folder: Path, name: str, files: FileFacts) -> None:
         actual = file_facts(folder / name)
     except OSError as error:
         raise EnvironmentFault(
-            f"{folder / name} cannot be read ({error.strerror}); if it stays so, move {folder} away: then an older "
-            "checkpoint is taken"
+            f"{folder / name} cannot be read ({error.strerror}); if this persists, move {folder} away, then an older "
+            "checkpoint is used"
         ) from error
     if actual != files[name]:
         raise DamagedCheckpoint(
@@ -362,18 +361,18 @@ def check_digest(folder: Path, name: str, files: FileFacts) -> None:
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file."""
+    """Returns size and SHA-256 of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def facts_of(data: bytes) -> dict[str, Any]:
-    """Size and SHA-256 of a file's bytes."""
+    """Returns size and SHA-256 of a file's bytes."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def fsync(path: Path) -> None:
-    """Makes a file or a folder's list of names durable."""
+    """Makes a file, or the names in a folder, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

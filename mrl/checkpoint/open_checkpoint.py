@@ -1,6 +1,6 @@
-"""Opens a checkpoint to be read, Hugging Face's or ours: which tensors are stored, in which files, of which model.
+"""Opens a checkpoint for reading, Hugging Face's or mrl's: its tensors, their files, and the model.
 
-Megatron's own format (torch_dist) is recognised by its file names and refused; `mrl.tools.torch_dist` opens it.
+Megatron's own format (torch_dist) is recognised by its file names and refused. `mrl.tools.torch_dist` opens it.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mrl.checkpoint.adapter_reader import MergedReader, StoredAdapters, stored_adapters
-from mrl.checkpoint.fp8_reader import Fp8Reader
+from mrl.checkpoint.bfloat16_readers import Fp8Reader, RoundingReader
 from mrl.checkpoint.manifest import (
     CONSTANT,
     HF_FOLDER,
@@ -25,7 +25,6 @@ from mrl.checkpoint.manifest import (
     check_files,
     read_manifest,
 )
-from mrl.checkpoint.rounding_reader import RoundingReader
 from mrl.checkpoint.safetensors_file import ITEM_BYTES
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.checkpoint.stored_boxes import Boxes, BoxReader, TensorFiles
@@ -40,7 +39,7 @@ from mrl.model.registry import family_of
 from mrl.model.wrapped import inner_tensors
 from mrl.plain_files import read_text, reason
 
-DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> the configuration's
+DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> names in the configuration
 CODES = {name: code for code, name in DTYPES.items()}
 TORCH_DIST_METADATA = ".metadata"
 TORCH_DIST_TRACKER = "latest_checkpointed_iteration.txt"
@@ -51,29 +50,29 @@ _Tensor = TypeVar("_Tensor", TensorSpec, Shard)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where each tensor of a checkpoint is stored. `manifest` is None unless mrl wrote the checkpoint."""
+    """The location of each tensor in a checkpoint. `manifest` is None unless mrl wrote the checkpoint."""
 
     folder: Path
-    hf_files: Path  # the folder of configuration and tokenizer
+    hf_files: Path  # the folder with configuration and tokenizer
     model: ModelSpec
     hf_config: dict[str, Any]
     dtype: str  # of the weights: "float32", "bfloat16"
     entries: tuple[StoredTensor, ...]
     files: TensorFiles
     manifest: Manifest | None
-    left_out: tuple[str, ...]  # tensors that no conversion carries: those that a model computes itself, random states
-    scales: Mapping[str, str] = field(default_factory=dict)  # of each matrix in FP8: the file that has its scales
-    rounded: frozenset[str] = frozenset()  # tensors in float32 that are read as bfloat16
-    adapters: StoredAdapters | None = None  # that are merged into the weights as they are read
+    left_out: tuple[str, ...]  # tensors that no conversion copies: those that a model computes itself, random states
+    scales: Mapping[str, str] = field(default_factory=dict)  # for each FP8 matrix, the file with its scales
+    rounded: frozenset[str] = frozenset()  # float32 tensors that are read as bfloat16
+    adapters: StoredAdapters | None = None  # merged into the weights when they are read
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What is stored of the parameters: weights, and perhaps master weights and moments."""
+        """What is stored of each parameter: weights, and possibly master weights and moments."""
         return tuple(dict.fromkeys(entry.role for entry in self.entries))
 
     @property
     def identity(self) -> str:
-        """Changes when a file does: its size or the time it was written."""
+        """A digest that changes with the size or time of any file."""
         names = sorted({entry.file for entry in self.entries} | set(self.scales.values()))
         facts = [(name, (stat := (self.folder / name).stat()).st_size, stat.st_mtime_ns) for name in names]
         of_all = [str(self.folder.resolve()), facts, self.hf_config]
@@ -82,7 +81,7 @@ class Checkpoint:
         return hashlib.sha256(repr(tuple(of_all)).encode()).hexdigest()
 
     def reader(self) -> BoxReader:
-        """Opens a reader of the checkpoint's tensors; whoever takes it closes it."""
+        """Opens a reader of the checkpoint's tensors. The caller closes it."""
         if self.scales:
             return Fp8Reader(self.folder, self.entries, self.files, self.scales, self.model.fp8_block)
         if self.rounded:
@@ -93,14 +92,14 @@ class Checkpoint:
 
 
 class SafetensorsFiles:
-    """`TensorFiles` of safetensors files, whose headers are read once."""
+    """`TensorFiles` of safetensors files. Headers are read once."""
 
     def __init__(
         self, folder: Path, facts: FileFacts | None = None, check_first: bool = False, when_needed: bool = False
     ):
-        """`facts`: of a manifest's files. `check_first`: compare a file with its digest when it is first needed.
+        """`facts` belong to a manifest's files. `check_first` compares a file with its digest when it is first needed.
 
-        `when_needed`: headers are read then, too.
+        `when_needed` reads headers only then, too.
         """
         self._folder = folder
         self._facts = facts or {}
@@ -109,7 +108,7 @@ class SafetensorsFiles:
         self._headers: dict[str, dict[str, TensorBytes]] = {}
 
     def read_headers(self, names: Iterable[str]) -> list[tuple[str, str]]:
-        """(file, key) of all tensors in the files `names`. Raises EnvironmentFault for a damaged or missing one."""
+        """Returns (file, key) of all tensors in `names`. Raises EnvironmentFault for a damaged or missing file."""
         self._headers |= {name: read_safetensors_header(self._folder / name) for name in names}
         return [(name, key) for name, header in self._headers.items() for key in header]
 
@@ -129,7 +128,7 @@ class SafetensorsFiles:
 
 
 def open_hf(folder: Path) -> Checkpoint:
-    """A Hugging Face checkpoint.
+    """Opens a Hugging Face checkpoint.
 
     Raises ConfigError for an unsupported model or Megatron's format, EnvironmentFault for files that are not its
     weights.
@@ -160,7 +159,7 @@ def open_hf(folder: Path) -> Checkpoint:
 
 
 def _hf_entries(files: SafetensorsFiles, stored: Iterable[tuple[str, str]], model: ModelSpec) -> Iterable[StoredTensor]:
-    """Stored tensors of the model, in the order of its layers. `stored`: (file, key) of all."""
+    """Returns the stored tensors of the model in the order of its layers. `stored`: (file, key) of all."""
     specs = {spec.name: spec for spec in tensor_specs(model)}
     if not family_of(model).wrapper:
         file_of = {key: file for file, key in stored}
@@ -173,7 +172,9 @@ def _hf_entries(files: SafetensorsFiles, stored: Iterable[tuple[str, str]], mode
 
 
 def _around(file: str, key: str, shape: tuple[int, ...]) -> StoredTensor:
-    """A stored tensor with those of the text model in it; where they are several, its axes but the last are one."""
+    """Describes a stored tensor that contains tensors of the text model. If there are several, all axes but the last
+    are merged into one.
+    """
     inner = tuple(inner_tensors(key, shape))
     if len(inner) == 1:
         return StoredTensor(file, key, WEIGHT, shape, None, whole_tensor(inner[0].name, shape).pieces)
@@ -185,20 +186,20 @@ def _around(file: str, key: str, shape: tuple[int, ...]) -> StoredTensor:
 
 
 def _rounded(codes: Mapping[str, str], ends: tuple[str, ...]) -> frozenset[str]:
-    """Tensors in float32 of a folder in bfloat16 that are read as bfloat16. `ends`: of names that may be such."""
+    """Returns float32 tensors of a bfloat16 checkpoint that are read as bfloat16. Their names may have these `ends`."""
     if set(codes.values()) != {CODES["float32"], CODES["bfloat16"]}:
         return frozenset()
     return frozenset(key for key, code in codes.items() if code == CODES["float32"] and key.endswith(ends))
 
 
 def whole_tensor(name: str, shape: tuple[int, ...], file: str = "", role: str = WEIGHT) -> StoredTensor:
-    """A Hugging Face tensor that is stored as it is."""
+    """Describes a Hugging Face tensor that is stored unchanged."""
     whole = Box.whole(shape)
     return StoredTensor(file, name, role, shape, None, (Piece(name, whole, whole),))
 
 
 def open_adapters(folder: Path) -> tuple[StoredAdapters, Manifest]:
-    """The adapters in a checkpoint of ours that has them alone. Raises ConfigError for one that has whole weights."""
+    """Opens the adapters of an mrl checkpoint that has only them. Raises ConfigError for one with whole weights."""
     manifest = _checked_manifest(folder)
     if not manifest.adapters:
         raise ConfigError(f"{folder}: holds whole weights and no adapters; use mrl convert megatron-to-hf")
@@ -208,19 +209,19 @@ def open_adapters(folder: Path) -> tuple[StoredAdapters, Manifest]:
 
 
 def open_merged(folder: Path, base: Path | None = None) -> Checkpoint:
-    """The full model that a checkpoint of adapters and the model that they were trained on make.
+    """Opens the full model that results from a checkpoint of adapters and their base model.
 
-    `base`: where that model is now, when it is not where it was. Raises ConfigError for another model.
+    `base` is the present path of that model, if it has moved. Raises ConfigError for another model.
     """
     adapters, manifest = open_adapters(folder)
-    said = manifest.adapters["base"]
-    path = base or Path(said["path"])
+    recorded = manifest.adapters["base"]
+    path = base or Path(recorded["path"])
     if not path.is_dir():
         raise ConfigError(
-            f"{folder}: adapters on the model in {path}, which is not there; say with --base where it is, or put it "
-            "back"
+            f"{folder}: adapters on the model in {path}, which does not exist; name its folder with --base, or "
+            "restore it"
         )
-    if base_digest(path) != said["digest"]:
+    if base_digest(path) != recorded["digest"]:
         raise ConfigError(
             f"{folder}: adapters on another model than that in {path} (its weights' digest differs); give the model "
             "that they were trained on"
@@ -235,18 +236,18 @@ def open_merged(folder: Path, base: Path | None = None) -> Checkpoint:
 
 
 def _checked_manifest(folder: Path) -> Manifest:
-    """Raises EnvironmentFault for one of another dtype, or beside which configuration or tokenizer are damaged."""
+    """Raises EnvironmentFault for a manifest of another dtype, or damaged configuration or tokenizer files."""
     manifest = read_manifest(folder)
     if manifest.dtype not in CODES:
         raise EnvironmentFault(f"{folder / MANIFEST}: dtype {manifest.dtype}; allowed: {', '.join(CODES)}")
-    check_files(folder, manifest.files_for_others(), 1)  # which no rank reads, and every conversion copies
+    check_files(folder, manifest.files_for_others(), 1)  # no rank reads them, but every conversion copies them
     return manifest
 
 
-def open_ours(folder: Path, base: Path | None = None) -> Checkpoint:
-    """A checkpoint of ours, its manifest compared with the files' headers. Raises EnvironmentFault.
+def open_mrl(folder: Path, base: Path | None = None) -> Checkpoint:
+    """Opens an mrl checkpoint, after comparing its manifest with the files' headers. Raises EnvironmentFault.
 
-    Adapters are merged into the model that they were trained on; `base`: see `open_merged`.
+    Adapters are merged into their base model; `base` as in `open_merged`.
     """
     manifest = _checked_manifest(folder)
     if manifest.adapters:
@@ -266,10 +267,9 @@ def open_ours(folder: Path, base: Path | None = None) -> Checkpoint:
 
 
 def open_saved(path: Path, base: Path | None = None) -> Checkpoint:
-    """The checkpoint of ours in a `step-N` folder, or the newest complete one of a run directory; `base`: see
-    `open_merged`.
+    """Opens the mrl checkpoint in a `step-N` folder, or the newest complete one of a run directory.
 
-    Raises ConfigError for one in Megatron's format, EnvironmentFault where there is none that is complete.
+    `base` as in `open_merged`. Raises ConfigError for Megatron's format, EnvironmentFault if no complete one exists.
     """
     if find_torch_dist(path) is not None:
         raise ConfigError(
@@ -277,13 +277,14 @@ def open_saved(path: Path, base: Path | None = None) -> Checkpoint:
             f"anything. Give {TRUST_FLAG} if you know where it comes from (its weights are then read without running "
             "what the pickle names)"
         )
-    return open_ours(step_folder(path), base)
+    return open_mrl(step_folder(path), base)
 
 
 def step_folder(path: Path) -> Path:
-    """The folder of a checkpoint of ours: `path` itself, or the newest complete step of the run directory `path`.
+    """Returns the folder of an mrl checkpoint: `path` itself, or the newest complete step of the run directory
+    `path`.
 
-    Raises ConfigError for a checkpoint of another kind, EnvironmentFault where there is none.
+    Raises ConfigError for a checkpoint of another kind, EnvironmentFault if there is none.
     """
     if find_torch_dist(path) is not None:
         raise ConfigError(
@@ -308,11 +309,10 @@ def _newest_of_run(run_dir: Path) -> Path | None:
 
 
 def find_torch_dist(path: Path) -> Path | None:
-    """The folder of a checkpoint in Megatron's format; None where there is none.
+    """Returns the folder of a checkpoint in Megatron's format; None if there is none.
 
-    Only file names and the tracker are read.
-
-    It is `path`, or the iteration below it that Megatron's tracker names, or the newest.
+    It is `path`, or below it the iteration that Megatron's tracker names, or the newest. Only file names and the
+    tracker are read.
     """
     if (path / TORCH_DIST_METADATA).is_file() or any(path.glob("*.distcp")):
         return path
@@ -332,7 +332,7 @@ def find_torch_dist(path: Path) -> Path | None:
 
 
 def one_dtype(folder: Path, codes: dict[str, str]) -> str:
-    """The dtype of all weights, of which `codes` has each one's: with a cast it would be another checkpoint."""
+    """Returns the dtype of all weights, given each one's in `codes`. A cast would make another checkpoint."""
     names = {code: name for name, code in codes.items()}
     if len(names) == 1 and (code := next(iter(names))) in DTYPES:
         return code
@@ -344,19 +344,19 @@ def one_dtype(folder: Path, codes: dict[str, str]) -> str:
 
 
 def weight_role(tensor: TensorSpec | Shard) -> str:
-    """The role of a tensor's own values: a constant, which has neither master weights nor moments, or a weight."""
+    """Returns the role of a tensor's values: a constant, without master weights and moments, or a weight."""
     if tensor.is_constant:
         return CONSTANT
     return WEIGHT
 
 
 def of_role(tensors: Iterable[_Tensor], role: str) -> list[_Tensor]:
-    """The tensors that are stored under a role."""
+    """Returns the tensors that are stored under a role."""
     return [tensor for tensor in tensors if tensor.is_constant == (role == CONSTANT)]
 
 
 def code_of(role: str, dtype: str) -> str:
-    """Safetensors' dtype of a role where the weights are `dtype`: everything but the weights is always float32."""
+    """Returns safetensors' dtype of a role for weights of `dtype`. Everything except weights is float32."""
     if role == WEIGHT:
         return CODES[dtype]
     return CODES["float32"]
@@ -367,7 +367,7 @@ def _left_out(stored: Iterable[tuple[str, str]], entries: Iterable[StoredTensor]
 
 
 def _check_locations(checkpoint: Checkpoint) -> None:
-    """Every entry is in its file, with the dtype and the bytes that it describes."""
+    """Checks that every entry is in its file with the described dtype and size."""
     for entry in checkpoint.entries:
         location = checkpoint.files.find(entry.file, entry.key)
         code = _stored_code(checkpoint, entry)
@@ -389,7 +389,7 @@ def _check_locations(checkpoint: Checkpoint) -> None:
 
 
 def _stored_code(checkpoint: Checkpoint, entry: StoredTensor) -> str:
-    """Safetensors' dtype that an entry has to have in its file."""
+    """Returns safetensors' dtype that an entry must have in its file."""
     if entry.key in checkpoint.scales:
         return FP8
     if entry.key in checkpoint.rounded:
@@ -398,7 +398,7 @@ def _stored_code(checkpoint: Checkpoint, entry: StoredTensor) -> str:
 
 
 def _check_names(checkpoint: Checkpoint) -> None:
-    """Every role is of exactly the tensors of the model that the manifest's configuration describes."""
+    """Checks that every role has exactly the tensors of the model in the manifest's configuration."""
     for role in checkpoint.roles:
         wanted = {spec.name for spec in of_role(tensor_specs(checkpoint.model), role)}
         described = {piece.hf_name for entry in checkpoint.entries if entry.role == role for piece in entry.pieces}

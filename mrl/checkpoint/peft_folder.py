@@ -1,4 +1,4 @@
-"""Writes the adapters of a checkpoint of ours in PEFT's form."""
+"""Writes the adapters of an mrl checkpoint in PEFT's format."""
 
 import json
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from mrl.model.peft_files import BASE_DIGEST, CONFIG, PREFIX, WEIGHTS, peft_conf
 
 
 def write_peft(checkpoint: Path, output: Path) -> int:
-    """Writes the adapters in a `step-N` folder, or in a run directory's newest; returns the number of tensors.
+    """Writes the adapters of a `step-N` folder, or of a run directory's newest one. Returns the number of tensors.
 
-    Raises ConfigError for a checkpoint without adapters or an output that is in the way, EnvironmentFault for a
-    damaged source or a disk that takes no more.
+    Raises ConfigError for a checkpoint without adapters or an existing output, EnvironmentFault for a damaged source or
+    a full disk.
     """
     refuse_in_the_way(output)
     adapters, manifest = open_adapters(step_folder(checkpoint))

@@ -1,4 +1,4 @@
-"""One file that a conversion writes: which tensors in which order, decided before the first byte, and writing them."""
+"""One file that a conversion writes: its tensors and their order, fixed before the first byte, and the writing."""
 
 import errno
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from mrl.errors import EnvironmentFault
 from mrl.model.boxes import Box
 from mrl.units import MIB
 
-FILE_BYTES = 512 * MIB  # a file is what is written again after a kill, and what one process works on
+FILE_BYTES = 512 * MIB  # a file is the unit of repetition after a kill, and the unit of work of a process
 BLOCK_BYTES = MIB  # stays in a core's own cache between reading, hashing and writing
 
 
@@ -27,18 +27,18 @@ class PlannedFile:
     """One file of tensors."""
 
     name: str
-    rank: int  # whose part it is; 0 in checkpoints that are of no layout
+    rank: int  # the owner; 0 in checkpoints without a layout
     entries: tuple[StoredTensor, ...]
 
 
 def planned_file(name: str, rank: int, entries: list[StoredTensor]) -> PlannedFile:
-    """Narrower elements last, so that every tensor is aligned to its own width."""
+    """Puts narrower elements last, so that every tensor is aligned to its own width."""
     ordered = sorted(entries, key=lambda entry: entry.role == WEIGHT)
     return PlannedFile(name, rank, tuple(replace(entry, file=name) for entry in ordered))
 
 
 def file_portions(entries: list[StoredTensor], dtype: str) -> Iterator[list[StoredTensor]]:
-    """Consecutive entries of about FILE_BYTES; a larger tensor has a file of its own."""
+    """Yields consecutive entries of about FILE_BYTES. A larger tensor has a file of its own."""
     portion: list[StoredTensor] = []
     size = 0
     for entry in entries:
@@ -54,24 +54,24 @@ def file_portions(entries: list[StoredTensor], dtype: str) -> Iterator[list[Stor
 
 
 def entry_bytes(entry: StoredTensor, dtype: str) -> int:
-    """Bytes of a whole local tensor in a checkpoint whose weights are `dtype`."""
+    """Returns the bytes of a complete local tensor in a checkpoint with weights of `dtype`."""
     return prod(entry.shape) * ITEM_BYTES[code_of(entry.role, dtype)]
 
 
 class Container(Protocol):
-    """A format of files: what stands around the tensors."""
+    """A file format: the bytes around the tensors."""
 
     dtype: str  # of the weights, as the configuration names it
-    checksums: ClassVar[bool]  # does `after` need the CRC-32 of the tensor's bytes?
+    checksums: ClassVar[bool]  # whether `after` needs the CRC-32 of the tensor's bytes
 
     def head(self, file: PlannedFile) -> bytes:
-        """The first bytes of the file."""
+        """Returns the first bytes of the file."""
 
     def before(self, entry: StoredTensor) -> bytes:
-        """The bytes before a tensor."""
+        """Returns the bytes before a tensor."""
 
     def after(self, entry: StoredTensor, crc: int) -> bytes:
-        """The bytes after it; their number does not depend on `crc`."""
+        """Returns the bytes after a tensor. Their number does not depend on `crc`."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Safetensors:
     """All descriptions first, then all tensors."""
 
     dtype: str
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by key, where the file says another
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by key, where the file states another shape
     checksums: ClassVar[bool] = False
 
     def head(self, file: PlannedFile) -> bytes:
@@ -97,7 +97,7 @@ class Safetensors:
 
 
 def entry_ranges(container: Container, file: PlannedFile) -> list[tuple[int, int]]:
-    """(first byte, number of bytes) of every entry of a file with what stands around it."""
+    """Returns (first byte, number of bytes) of every entry with its surrounding bytes."""
     begin = len(container.head(file))
     ranges = []
     for entry in file.entries:
@@ -108,14 +108,14 @@ def entry_ranges(container: Container, file: PlannedFile) -> list[tuple[int, int
 
 
 def file_bytes(container: Container, file: PlannedFile) -> int:
-    """Size of the whole file."""
+    """Returns the size of the whole file."""
     return len(container.head(file)) + sum(size for _, size in entry_ranges(container, file))
 
 
 def write_planned_file(
     reader: BoxReader, folder: Path, file: PlannedFile, container: Container, digests: bool
 ) -> dict[str, Any]:
-    """Writes `folder/NAME.part` and returns its size and, with `digests`, its SHA-256. It is not waited for the disk.
+    """Writes `folder/NAME.part`. Returns its size and, with `digests`, its SHA-256. Does not wait for the disk.
 
     Raises EnvironmentFault when the disk is full or fails.
     """
@@ -128,7 +128,7 @@ def write_planned_file(
 
 
 def disk_fault(part: Path, error: OSError) -> EnvironmentFault:
-    """Takes an unfinished file away and says why it could not be finished."""
+    """Removes an unfinished file. Returns the error that says why it could not be finished."""
     part.unlink(missing_ok=True)
     cure = "check the disk"
     if error.errno == errno.ENOSPC:
@@ -153,9 +153,10 @@ def _file_blocks(reader: BoxReader, file: PlannedFile, container: Container) -> 
 def tensor_blocks(
     reader: BoxReader, entry: StoredTensor, code: str, buffer: np.ndarray | None = None
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of a local tensor, about a megabyte at a time; a block is valid until the next is asked for.
+    """Yields (first row, rows) of a local tensor, about a megabyte at a time. A block is valid until the next is
+    requested.
 
-    Blocks lie in `buffer` (bytes) where they fit. Elements under no piece are vocabulary padding and are zero.
+    Blocks are in `buffer` (bytes) if they fit. Elements outside all pieces are vocabulary padding and are zero.
     """
     words, (rows, *tail) = np.dtype(f"<u{ITEM_BYTES[code]}"), entry.shape
     step = max(1, BLOCK_BYTES // (prod(tail) * words.itemsize))

@@ -1,13 +1,13 @@
-"""Loads a checkpoint of ours into the ranks of any layout.
+"""Loads an mrl checkpoint into the ranks of any layout.
 
     bytes                  read by
-    digests of files       one rank a file
-    weights                one of the ranks that have the same part, which hands it on to the others
-    masters, moments       the rank whose part of the distributed optimizer they are
+    digests of files       one rank for each file
+    weights                one of the ranks with the same part, which broadcasts it to the others
+    masters, moments       the rank that has this part of the distributed optimizer
 
-So what storage gives is given once for digests and once for values, whatever the layouts. Read by more ranks is what
-each of several tensor-parallel ranks has whole (norms, routers), and rows that a stored tensor has whole of which ranks
-want columns.
+So storage is read once for digests and once for values, in any layout. There are two exceptions, which several ranks
+read: tensors that several tensor-parallel ranks hold completely (norms, routers), and complete stored rows of which
+ranks need columns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,22 +34,23 @@ from mrl.model.megatron_shards import Piece
 
 THREADS = 4  # of a rank that hashes its files; several ranks share a host
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-# carry the bits of an element of so many bytes
+# bytes of an element -> integer dtype that carries its bits
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorLoader:
-    """Reads the tensors of one checkpoint, and the descriptions of those ranks that wrote what is asked for.
+    """Reads the tensors of one checkpoint, and the descriptions of the ranks that wrote the requested ones.
 
-    Raises EnvironmentFault where something that is asked for is not stored, or not in as many bytes as described. So it
-    does where the descriptions that are read have an element twice. A conversion alone reads all descriptions, and
-    compares them with the model and with each file. So it alone sees a fault in what no rank asks for: an element twice
-    in a description that nobody reads, a tensor that the model does not have, a dtype that is not its role's. A
-    manifest of format 1 has all descriptions: there parts that overlap, or do not add up, are found here too.
+    Raises EnvironmentFault if a requested tensor is not stored, or has another size than described. It also raises if
+    the descriptions that it reads contain an element twice.
+
+    Only a conversion reads all descriptions, and compares them with the model and with each file. So only a conversion
+    detects faults in what no rank requests: a doubled element in an unread description, a tensor that the model lacks,
+    a wrong dtype. A manifest of format 1 has all descriptions, so overlapping or missing parts are detected here too.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, check_first: bool = True, rank: int = 0):
-        """`check_first`: files are compared with their digests when they are first opened. `rank`: who reads."""
+        """`check_first` compares files with their digests when they are first opened. `rank` is the reading rank."""
         files = SafetensorsFiles(folder, manifest.files(), check_first, when_needed=True)
         known = [entry for part in manifest.ranks for entry in part.entries or ()]  # of a manifest of format 1
         self._reader = BoxReader(folder, known, files, Descriptions(folder, manifest.ranks, rank))
@@ -61,9 +62,9 @@ class TensorLoader:
         return self._reader.bytes_read
 
     def fill(self, role: str, pieces: Iterable[Piece], out: Tensor) -> None:
-        """Writes the elements that `pieces` name into `out`, a tensor in their local frame; others stay.
+        """Writes the elements that `pieces` name into `out`, a tensor in their local frame. Others stay unchanged.
 
-        Raises EnvironmentFault when the checkpoint does not hold all of them.
+        Raises EnvironmentFault if the checkpoint lacks some of them.
         """
         for piece in pieces:
             for stored, common in self._reader.overlaps(role, piece.hf_name, piece.hf_box):
@@ -72,11 +73,10 @@ class TensorLoader:
                 out[common.rebase(piece.hf_box, piece.local_box).slices] = values
 
     def random_state(self, rank: int, name: str) -> Tensor:
-        """The bytes of a generator's state."""
+        """Returns the bytes of a generator's state."""
         return torch.from_numpy(self._reader.tensor_bytes(rank_file(rank), f"rng/{name}"))
 
     def close(self) -> None:
-        """Closes the files."""
         self._reader.close()
 
 
@@ -94,17 +94,17 @@ class BytesRead:
 
 
 def load_rank(actor, folder: Path) -> BytesRead:
-    """Puts a checkpoint into a freshly built actor of the same or another layout; all ranks at once.
+    """Loads a checkpoint into a freshly built actor of the same or another layout. All ranks call it together.
 
-    Random states come back only at the layout that wrote them. A checkpoint converted from weights alone is a fresh
-    start from them. Raises EnvironmentFault for one that is damaged or of another model: on the rank that finds it,
-    while others may wait.
+    Random states are restored only at the layout that wrote them. A checkpoint converted from weights alone gives a
+    fresh start. Raises EnvironmentFault for one that is damaged or of another model. Only the rank that detects it
+    raises, while others may wait.
     """
     manifest = read_manifest(folder)
     _check_model(actor, manifest, folder)
     checked = share_of_files(manifest.files_of_ranks(), actor.rank, actor.layout.world_size)
     check_files(folder, checked, THREADS)
-    dist.barrier()  # nobody reads, and stumbles over, what another has not compared yet
+    dist.barrier()  # no rank reads a file that another rank has not compared yet
     loader = TensorLoader(folder, manifest, check_first=False, rank=actor.rank)
     facts = manifest.optimizer
     with torch.no_grad(), actor.residence.using(PARAMETERS, OPTIMIZER):
@@ -123,7 +123,7 @@ def load_rank(actor, folder: Path) -> BytesRead:
 
 
 def _load_weights(loader: TensorLoader, parameters: Sequence[RankParameter]) -> None:
-    """Ranks that have the same part read some of it each, at once, and then hand it on to the others."""
+    """Loads weights. Ranks with the same part each read a share of it, at once, and then broadcast."""
     readers = _readers(parameters)
     for parameter, reader in zip(parameters, readers, strict=True):
         if parameter.replicas is None or dist.get_rank(parameter.replicas) == reader:
@@ -134,9 +134,9 @@ def _load_weights(loader: TensorLoader, parameters: Sequence[RankParameter]) -> 
 
 
 def _readers(parameters: Sequence[RankParameter]) -> list[int]:
-    """The rank of each parameter's group that reads it: the one that has the least to read so far.
+    """Returns, for each parameter, the rank of its group that reads it: the one with the fewest bytes so far.
 
-    All ranks of a group count alike, so they agree.
+    All ranks of a group compute the same, so they agree.
     """
     loads: dict[int, list[int]] = {}
     readers = []
@@ -149,9 +149,11 @@ def _readers(parameters: Sequence[RankParameter]) -> list[int]:
 
 
 def _load_optimizer_part(loader: TensorLoader, parameter: RankParameter, step: float | None, has_masters: bool) -> None:
-    """Master weights that are not in the checkpoint, or are the weights themselves, come from the loaded weights.
+    """Loads master weights and moments. Masters that are not stored, or equal the weights, come from the loaded
+    weights.
 
-    A frozen parameter starts with zero moments: Adam would follow the saved ones for many steps, without any gradient.
+    A frozen parameter starts with zero moments. With saved moments, Adam would move it for many steps without a
+    gradient.
     """
     main = parameter.main()
     master = parameter.adam.master(main)
@@ -163,7 +165,7 @@ def _load_optimizer_part(loader: TensorLoader, parameter: RankParameter, step: f
 
     weights = parameter.parameter.detach().reshape(-1)[slice(*parameter.flat)]
     values = part(MASTER) if has_masters and not parameter.is_own_master else weights.reshape(master.shape)
-    for tensor in (main, master):  # they may be one
+    for tensor in (main, master):  # they may be the same tensor
         tensor.copy_(values)
     if step is not None:
         frozen = is_frozen(parameter.parameter)
@@ -173,11 +175,11 @@ def _load_optimizer_part(loader: TensorLoader, parameter: RankParameter, step: f
 
 def _restore_counts(actor, facts: dict[str, Any]) -> None:
     actor.num_updates = facts["num_updates"]
-    actor.skipped_in_a_row = facts.get("skipped_in_a_row", 0)  # a checkpoint may be older than the count
+    actor.skipped_in_a_row = facts.get("skipped_in_a_row", 0)  # a checkpoint may be older than this count
 
 
 def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
-    """The rate follows from the step count; when the schedule is the saved one it must be the saved rate."""
+    """Restores the schedule. If it is the saved one, the learning rate must equal the saved rate."""
     now = actor.scheduler.state_dict()
     then = dict(facts["scheduler"])
     actor.scheduler.num_steps = then["num_steps"]
@@ -185,13 +187,13 @@ def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
     same = all(now[k] == then[k] for k in now if k != "num_steps")
     if same and current_lr(actor.optimizer) != facts["lr"]:
         raise EnvironmentFault(
-            f"{folder}: the learning rate comes back as {current_lr(actor.optimizer)}, not as {facts['lr']}"
+            f"{folder}: the learning rate after loading is {current_lr(actor.optimizer)}, not {facts['lr']}"
         )
 
 
 def _check_model(actor, manifest: Manifest, folder: Path) -> None:
     if model_spec(manifest.hf_config) != actor.model:
-        raise EnvironmentFault(f"{folder}: a checkpoint of another model than model.path {actor.config.model.path}")
+        raise EnvironmentFault(f"{folder}: not a checkpoint of the model in model.path {actor.config.model.path}")
     if bool(manifest.adapters) != (actor.lora is not None):
         kind = "adapters alone" if manifest.adapters else "whole weights"
         raise EnvironmentFault(

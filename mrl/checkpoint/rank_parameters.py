@@ -22,18 +22,18 @@ MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}  # role -> name in torc
 
 @dataclass(frozen=True)
 class RankParameter:
-    """A parameter of this rank, what it is in Hugging Face coordinates, and the optimizer that has a part of it."""
+    """A parameter of this rank, its Hugging Face coordinates, and the optimizer that has a part of it."""
 
     shard: Shard
     parameter: torch.nn.Parameter
     optimizer: DistributedOptimizer | None  # None: this data-parallel rank updates no part of it
     flat: tuple[int, int] | None  # that part of the flattened parameter
     adam: AdamState | None = None  # of that optimizer
-    # this and other ranks that have the same part, whose gradients are summed up; None: no others, or not known
+    # this and other ranks with the same part, whose gradients are summed; None: no others, or unknown
     replicas: dist.ProcessGroup | None = None
 
     def own_pieces(self) -> list[Piece]:
-        """What the distributed optimizer's part is in Hugging Face coordinates, in the local frame."""
+        """Returns the Hugging Face coordinates of the distributed optimizer's part, in the local frame."""
         boxes = boxes_of_range(self.shard.local_shape, *self.flat)
         met = [(piece, piece.local_box.intersect(box)) for piece in self.shard.pieces for box in boxes]
         return [
@@ -49,24 +49,25 @@ class RankParameter:
 
     @property
     def is_own_master(self) -> bool:
-        """float32 weights are their own master weights: the optimizer has a view of them,
-        or a copy with the same values.
+        """Tells whether the weights are float32 and thus their own master weights.
+
+        The optimizer then has a view of them, or a copy with equal values.
         """
         return self.parameter.dtype is torch.float32
 
     def main(self) -> Tensor:
-        """The optimizer's tensor for this rank's part: its master weights,
-        or a shard of the weights where Adam has those.
+        """Returns the optimizer's tensor for this rank's part: master weights, or a shard of the weights if Adam has
+        those.
         """
         group, order = self.optimizer.model_param_group_index_map[self.parameter]
         return self.optimizer.optimizer.param_groups[group]["params"][order]
 
 
 def rank_parameters(actor) -> Iterator[RankParameter]:
-    """Every parameter of this rank that a checkpoint has, in a fixed order: adapters alone where those are trained.
+    """Yields every parameter of this rank that a checkpoint has, in a fixed order; only adapters if those are trained.
 
-    They and their optimizer states have to be on the device for as long as they are read or written. Raises
-    RuntimeError when the model has other parameters than its description.
+    Parameters and optimizer states must stay on the device while they are read or written. Raises RuntimeError when the
+    model has other parameters than its description.
     """
     actor.residence.require(PARAMETERS, OPTIMIZER)
     adams = {id(optimizer): AdamState(optimizer.optimizer) for optimizer in distributed_optimizers(actor)}
@@ -92,7 +93,7 @@ def rank_parameters(actor) -> Iterator[RankParameter]:
 
 
 def _replicas(actor, parameter: torch.nn.Parameter) -> dist.ProcessGroup | None:
-    """The ranks over which the parameter's optimizer is distributed; a frozen one has none."""
+    """Returns the ranks over which the parameter's optimizer is distributed; None for a frozen parameter."""
     for optimizer in distributed_optimizers(actor):
         if any(parameter in buffer.param_index_map for buffer in optimizer.buffers):
             if optimizer.data_parallel_group.size() > 1:
@@ -102,7 +103,7 @@ def _replicas(actor, parameter: torch.nn.Parameter) -> dist.ProcessGroup | None:
 
 
 def distributed_optimizers(actor) -> list[DistributedOptimizer]:
-    """The optimizers that have parameters here. Raises ConfigError for any other kind."""
+    """Returns the optimizers that have parameters here. Raises ConfigError for any other kind."""
     optimizers = [o for o in actor.optimizer.chained_optimizers if not getattr(o, "is_stub_optimizer", False)]
     if not all(isinstance(o, DistributedOptimizer) for o in optimizers):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Saves this rank's part of a checkpoint: weights, master weights, moments, step counts and random states.
 
-Megatron's own optimizer checkpoints are pickles and bring Adam's step back wrong without Transformer Engine. Ours are
-safetensors files whose manifest speaks Hugging Face coordinates, so one reader serves every layout.
+Megatron's own optimizer checkpoints are pickles, and restore a wrong Adam step without Transformer Engine. Those of mrl
+are safetensors files whose manifest uses Hugging Face coordinates, so one reader serves every layout.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,13 +35,14 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_WRITE_BYTES = 16 * MIB  # a write; the interpreter is free for others during each
+_WRITE_BYTES = 16 * MIB  # of one write; other threads run during each
 
 
 class HostCopy:
-    """This rank's part of a checkpoint in host memory: copied there while training waits, written while it goes on.
+    """This rank's part of a checkpoint in host memory. It is copied while training waits, and written while training
+    runs.
 
-    The buffers are made by the first copy and used again by every later one.
+    The first copy makes the buffers, and all later ones reuse them.
     """
 
     def __init__(self) -> None:
@@ -53,16 +54,18 @@ class HostCopy:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What was copied last, by its name in the file."""
+        """The last copy, by name in the file."""
         return self._buffers
 
     def take(self, actor) -> int:
-        """Copies all that this rank saves; returns the bytes that `write` will need.
+        """Copies everything that this rank saves. Returns the bytes that `write` will need.
 
-        EnvironmentFault during a `write`.
+        Raises EnvironmentFault during a `write`.
         """
         if not self._in_use.acquire(blocking=False):
-            raise EnvironmentFault("the checkpoint before is still being written: the disk is slower than saves come")
+            raise EnvironmentFault(
+                "the previous checkpoint is still being written: the disk is too slow for this save interval"
+            )
         try:
             with actor.residence.using(PARAMETERS, OPTIMIZER):
                 self._copy(actor)
@@ -89,7 +92,7 @@ class HostCopy:
     def write(self, folder: Path) -> RankFiles:
         """Writes `rank-R.safetensors` and its description into `folder`, durably.
 
-        Raises EnvironmentFault when the disk refuses it.
+        Raises EnvironmentFault if the disk refuses.
         """
         with self._in_use:
             path = folder / rank_file(self._rank)
@@ -108,19 +111,19 @@ class HostCopy:
 
 
 def rank_file(rank: int) -> str:
-    """The file that a rank writes."""
+    """Returns the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Size of the file that `write_tensors` makes of `tensors`."""
+    """Returns the size of the file that `write_tensors` makes of `tensors`."""
     return len(_header(tensors)) + sum(tensor.nbytes for tensor in tensors.values())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Writes contiguous host tensors, durably; returns size and SHA-256 as a manifest has them.
+    """Writes contiguous host tensors durably. Returns size and SHA-256 in a manifest's form.
 
-    Raises OSError as the disk does, and KeyError for a dtype that the format does not name here.
+    Raises OSError, and KeyError for a dtype that the format does not have here.
     """
     return write_blocks(path, _blocks(tensors), digest=True, durable=True)
 
@@ -140,12 +143,12 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Wide elements first, so that every tensor is aligned to its own element."""
+    """Returns the names with wide elements first, so that every tensor is aligned to its own width."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 def _saved_tensors(actor, parameter: RankParameter) -> Iterator[tuple[str, Tensor, tuple[int, int] | None]]:
-    """(role, tensor, flat range) of what this rank writes of a parameter: nothing that another rank writes as well."""
+    """Yields (role, tensor, flat range) of what this rank writes of a parameter, and no other rank."""
     if parameter.shard.primary == actor.rank:
         yield weight_role(parameter.shard), parameter.parameter, None
     if parameter.optimizer is None or not _writes_optimizer_part(actor, parameter.shard):
@@ -156,12 +159,14 @@ def _saved_tensors(actor, parameter: RankParameter) -> Iterator[tuple[str, Tenso
     if not parameter.is_own_master:
         yield MASTER, master, parameter.flat
     for role, name in MOMENTS.items():
-        # before the first update there are no moments; they are zero
+        # before the first update there are no moments: they are zero
         yield role, moments[name] if name in moments else torch.zeros_like(master), parameter.flat
 
 
 def _writes_optimizer_part(actor, shard: Shard) -> bool:
-    """Data-parallel replicas each have a part of their own; tensor- and pipeline-parallel ones the same parts again."""
+    """Tells whether this rank writes its part. Data-parallel replicas have different parts, tensor- and
+    pipeline-parallel ones have the same.
+    """
     layout = actor.layout
     peers = layout.expert_group(actor.rank, "edp") if shard.is_expert else layout.dense_group(actor.rank, "cp", "dp")
     return shard.primary in peers

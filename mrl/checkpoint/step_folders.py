@@ -1,4 +1,4 @@
-"""The `step-N` folders of a run: which are complete, the newest readable one, writing one whole, removing one."""
+"""The `step-N` folders of a run: lists complete ones, finds the newest readable one, writes and removes them."""
 
 import re
 import secrets
@@ -11,16 +11,16 @@ from types import MappingProxyType
 from mrl.checkpoint.manifest import MANIFEST, Manifest, fsync, read_manifest
 from mrl.errors import EnvironmentFault
 
-_REPLACED = ".replaced"  # the checkpoint of a step while a new one takes its name
+_REPLACED = ".replaced"  # a step's former checkpoint while a new one gets its name
 
 
 def checkpoint_steps(folder: Path) -> list[tuple[int, Path]]:
-    """Finished checkpoints below `folder`, oldest first: those that have a manifest.
+    """Returns finished checkpoints below `folder`, oldest first: those with a manifest.
 
-    One that was being replaced when its process was killed counts where no other of its step is finished.
+    One that was being replaced when its process was killed counts, unless another of its step is finished.
     """
     found: dict[int, Path] = {}
-    for path in sorted(folder.glob("step-*")):  # step-5 before step-5.replaced
+    for path in sorted(folder.glob("step-*")):  # step-5 comes before step-5.replaced
         match = re.fullmatch(rf"step-(\d+)(?:{re.escape(_REPLACED)})?", path.name)
         if match and (path / MANIFEST).exists():
             found.setdefault(int(match[1]), path)
@@ -29,16 +29,17 @@ def checkpoint_steps(folder: Path) -> list[tuple[int, Path]]:
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest checkpoint that can be read, and the newer ones that cannot."""
+    """The newest readable checkpoint, and the newer ones that are not readable."""
 
-    path: Path | None  # None: there is none that can be read
+    path: Path | None  # None: none is readable
     manifest: Manifest | None
-    damaged: dict[Path, EnvironmentFault]  # newest first, with what is wrong
+    damaged: dict[Path, EnvironmentFault]  # newest first, each with its fault
 
 
 def newest_checkpoint(folder: Path, known: Mapping[Path, EnvironmentFault] = MappingProxyType({})) -> Newest:
-    """Looks below `folder`, newest first, until manifest and sizes are right. Bytes are compared with their digests by
-    those who read them, in parallel; `known`: which were found damaged so.
+    """Looks below `folder`, newest first, until manifest and sizes are right.
+
+    Readers compare bytes with digests later, in parallel. `known` has the checkpoints that they found damaged.
     """
     damaged: dict[Path, EnvironmentFault] = {}
     for _, path in reversed(checkpoint_steps(folder)):
@@ -52,19 +53,19 @@ def newest_checkpoint(folder: Path, known: Mapping[Path, EnvironmentFault] = Map
 
 
 def superseded(folder: Path, saved: int, keep: int) -> list[Path]:
-    """Checkpoints that are not among the `keep` newest up to step `saved`, which was saved just now and stays.
+    """Returns checkpoints beyond the `keep` newest up to step `saved`, which was just saved and stays.
 
-    A folder of a later step is of another attempt; it neither counts nor goes.
+    Folders of later steps belong to another attempt. They neither count nor are removed.
     """
     return [path for step, path in checkpoint_steps(folder) if step <= saved][:-keep]
 
 
 def write_atomically(folder: Path, write: Callable[[Path], None], check: Callable[[], None] = lambda: None) -> None:
-    """Calls `write(work)` on a fresh folder, then gives it the name `folder`, durably. What was there stays until then,
-    and for good where `check`, called last, raises.
+    """Calls `write(work)` on a fresh folder, then renames it to `folder`, durably.
 
-    A process killed in between leaves `work`, `folder` with `.tmp-` and a suffix; opening the run again removes it.
-    What was there is `folder` with `.replaced` between the two renames; see `finish_replacements`.
+    A former folder stays until then, and forever if `check`, called last, raises. A process killed meanwhile leaves
+    `work`, named `folder` with `.tmp-` and a suffix. The next opening of the run removes it. Between the two renames
+    the former folder is `folder` with `.replaced`, see `finish_replacements`.
     """
     work = _aside(folder)
     old = folder.with_name(f"{folder.name}{_REPLACED}")
@@ -72,13 +73,13 @@ def write_atomically(folder: Path, write: Callable[[Path], None], check: Callabl
     try:
         write(work)
         check()
-        if folder.exists() and old.exists():  # of a kill before
+        if folder.exists() and old.exists():  # left by an earlier kill
             discard(folder)
         elif folder.exists():
             folder.rename(old)
         work.rename(folder)
         fsync(folder.parent)
-        fsync(folder.parent.parent)  # made with the run, whose folder nobody else waits for
+        fsync(folder.parent.parent)  # created with the run; nobody else syncs it
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
@@ -87,9 +88,9 @@ def write_atomically(folder: Path, write: Callable[[Path], None], check: Callabl
 
 
 def finish_replacements(folder: Path) -> None:
-    """Ends what a kill in the middle of `write_atomically` left below `folder`.
+    """Finishes replacements below `folder` that a kill during `write_atomically` left.
 
-    What was being replaced goes, or gets its name back where no other has it.
+    The former checkpoint is removed, or gets its name back if no other has it.
     """
     for old in folder.glob(f"step-*{_REPLACED}"):
         named = old.with_name(old.name.removesuffix(_REPLACED))
@@ -100,18 +101,16 @@ def finish_replacements(folder: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Renames a damaged `step-N` to `damaged-step-N`, so that a step trained again can be saved under its name;
-    returns the new path.
-    """
+    """Renames a damaged `step-N` to `damaged-step-N`, so that the step can be saved again. Returns the new path."""
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-    shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+    shutil.rmtree(aside, ignore_errors=True)  # left by an earlier one
     return checkpoint.rename(aside)
 
 
 def discard(checkpoint: Path) -> None:
     """Removes a checkpoint.
 
-    It loses its name first: a kill in the middle leaves nothing that looks like a damaged one.
+    It is renamed first, so that a kill during removal leaves nothing that looks like a damaged one.
     """
     try:
         shutil.rmtree(checkpoint.rename(_aside(checkpoint)))

@@ -1,15 +1,15 @@
-"""Which boxes of a checkpoint's tensors are stored where, and the one reader of them: any box of any tensor.
+"""Where the boxes of a checkpoint's tensors are stored, and the one reader of them: any box of any tensor.
 
-A wanted box is cut with every stored box in Hugging Face coordinates. Here two tensor-parallel ranks stored a [2, 6]
-tensor by columns, and the second of three ranks wants its own. The left box is stored in two flat parts, A and a, as
-the distributed optimizer cuts a rank's tensor over data parallelism; the wanted elements are in both, and in b.
+A wanted box is intersected with every stored box in Hugging Face coordinates. Example: two tensor-parallel ranks stored
+a [2, 6] tensor by columns. The second of three ranks needs its own columns. The left box is stored in two flat parts, A
+and a, because the distributed optimizer splits a rank's tensor. The wanted elements are in both, and in b.
 
     stored          wanted
     A A A b b b     . . A b . .
     A a a b b b     . . a b . .
 
 Bits are moved and never interpreted, so integers of an element's width stand for every dtype. Files are read with
-`pread` into small buffers: mapped pages would count as this process's memory.
+`pread` into small buffers, because mapped pages would count as this process's memory.
 """
 
 import os
@@ -38,13 +38,13 @@ SCRATCH_BYTES = MIB
 class StoredBox:
     """A box of a Hugging Face tensor within a stored local tensor."""
 
-    # that make up the local tensor, in flat order; shared by all its boxes, and longer when more of it is found
+    # the parts of the local tensor in flat order; shared by all its boxes, and extended when more parts are found
     parts: list[StoredTensor]
     piece: Piece
 
 
 class Boxes:
-    """What is known of a checkpoint's tensors, by role and Hugging Face name."""
+    """The known boxes of a checkpoint's tensors, by role and Hugging Face name."""
 
     def __init__(self, entries: Iterable[StoredTensor] = ()):
         self.of_tensor: dict[tuple[str, str], list[StoredBox]] = {}
@@ -53,12 +53,12 @@ class Boxes:
         self.add(entries)
 
     def add(self, entries: Iterable[StoredTensor]) -> None:
-        """Takes in what more is stored."""
+        """Adds more stored tensors."""
         for entry in entries:
             parts = self._parts.get((entry.role, entry.pieces))
             if parts is not None:
                 insort(parts, entry, key=_flat_range)
-            elif entry.pieces:  # others are padding as a whole
+            elif entry.pieces:  # all others are padding
                 self._add_tensor(entry)
 
     def _add_tensor(self, entry: StoredTensor) -> None:
@@ -67,14 +67,15 @@ class Boxes:
             self.of_tensor.setdefault((entry.role, piece.hf_name), []).append(StoredBox(parts, piece))
 
     def met(self, role: str, name: str, box: Box) -> list[tuple[StoredBox, Box]]:
-        """The boxes of a tensor that meet `box`, each with what both have."""
+        """Returns the boxes of a tensor that overlap `box`, each with the overlap."""
         met = ((stored, stored.piece.hf_box.intersect(box)) for stored in self.of_tensor.get((role, name), ()))
         return [(stored, common) for stored, common in met if common is not None]
 
     def check_apart(self, folder: Path, entries: Iterable[StoredTensor]) -> None:
-        """No element of a tensor that `entries` are of is known twice: then counting elements tells what is missing.
+        """Checks that no element of the tensors in `entries` is known twice. Then counting elements tells what is
+        missing.
 
-        Raises EnvironmentFault naming the tensor.
+        Raises EnvironmentFault that names the tensor.
         """
         tensors = {(entry.role, piece.hf_name) for entry in entries for piece in entry.pieces}
         for role, name in sorted(tensors):
@@ -85,9 +86,9 @@ class Boxes:
                 _check_parts_apart(folder, stored.parts)
 
     def check_whole(self, folder: Path) -> None:
-        """No element is known twice, and of every local tensor all flat parts are known.
+        """Checks that no element is known twice, and that all flat parts of every local tensor are known.
 
-        Raises EnvironmentFault naming the tensor.
+        Raises EnvironmentFault that names the tensor.
         """
         for (role, name), of_tensor in self.of_tensor.items():
             if len(of_tensor) > 1:
@@ -99,20 +100,20 @@ class Boxes:
 
 
 class Descriptions:
-    """The descriptions of a checkpoint's ranks, each read when one of its tensors is asked for."""
+    """The descriptions of a checkpoint's ranks. Each is read when one of its tensors is requested."""
 
     def __init__(self, folder: Path, ranks: Sequence[RankFiles], first: int):
-        """`first`: the rank whose description is the likeliest to have what is asked for."""
+        """`first` is the rank whose description most likely has what is requested."""
         self._folder = folder
         self._unread = [*ranks[first : first + 1], *ranks[:first], *ranks[first + 1 :]]
 
     @property
     def unread(self) -> int:
-        """How many have not been read."""
+        """Number of descriptions that have not been read."""
         return len(self._unread)
 
     def next_with(self, name: str) -> tuple[StoredTensor, ...] | None:
-        """Entries not given before, of which some may be of a Hugging Face tensor; None where there are no more."""
+        """Returns new entries, some of which may belong to a Hugging Face tensor; None if there are no more."""
         part = next((part for part in self._unread if may_hold(part.holds, name)), None)
         if part is None:
             return None
@@ -121,16 +122,16 @@ class Descriptions:
 
 
 class TensorFiles(Protocol):
-    """The files of a checkpoint: where a stored tensor's bytes are, and whether they are those that were written."""
+    """The files of a checkpoint: where a stored tensor's bytes are, and whether they have changed."""
 
     def find(self, file: str, key: str) -> TensorBytes | None:
-        """Where a tensor is; None where the file does not have it. Raises EnvironmentFault for a damaged file."""
+        """Returns a tensor's location; None if the file lacks it. Raises EnvironmentFault for a damaged file."""
 
     def checkable(self) -> tuple[str, ...]:
-        """The files with a digest, or with checksums."""
+        """Returns the files with a digest or checksums."""
 
     def check(self, file: str) -> int:
-        """Reads all of one; returns how many of its tensors have no checksum. EnvironmentFault for changed bytes."""
+        """Reads a whole file. Returns how many tensors have no checksum. Raises EnvironmentFault for changed bytes."""
 
 
 _DAMAGED = "the checkpoint is damaged, choose another one"
@@ -161,7 +162,7 @@ def _do_not_add_up(folder: Path, parts: list[StoredTensor]) -> EnvironmentFault:
 
 
 def _holds(parts: Iterable[StoredTensor], begin: int, end: int) -> bool:
-    """Whether flat parts, in order, have all elements from `begin` to `end` of a local tensor."""
+    """Tells whether flat parts, in order, contain all elements from `begin` to `end` of a local tensor."""
     for start, stop in map(_flat_range, parts):
         if start <= begin:
             begin = max(begin, stop)
@@ -169,14 +170,14 @@ def _holds(parts: Iterable[StoredTensor], begin: int, end: int) -> bool:
 
 
 def _is_whole(overlaps: list[tuple[StoredBox, Box]], box: Box) -> bool:
-    """Whether all of `box` is there, of every local tensor the rows that it lies in."""
+    """Tells whether all of `box` is stored, including the rows of every local tensor that contain it."""
     return sum(common.volume for _, common in overlaps) >= box.volume and all(
         _holds(stored.parts, *_run(stored, common)) for stored, common in overlaps
     )
 
 
 def _run(stored: StoredBox, box: Box) -> tuple[int, int]:
-    """The flat range of a local tensor that is read for `box`: whole rows, or a part of one."""
+    """Returns the flat range of a local tensor that is read for `box`: complete rows, or a part of one."""
     (first, last), *tail = _in_local(stored, box).ranges
     row = prod(stored.parts[0].shape[1:])
     if last - first == 1 and len(tail) == 1:
@@ -185,7 +186,7 @@ def _run(stored: StoredBox, box: Box) -> tuple[int, int]:
 
 
 def _is_run(box: Box, shape: Sequence[int]) -> bool:
-    """Whether the elements of a box lie one behind the other in a tensor of that shape."""
+    """Tells whether the elements of a box are contiguous in a tensor of that shape."""
     wide = next((dim for dim, size in enumerate(box.shape) if size > 1), len(shape))
     return box.shape[wide + 1 :] == tuple(shape[wide + 1 :])
 
@@ -199,12 +200,12 @@ def _flat_range(part: StoredTensor) -> tuple[int, int]:
 
 
 class BoxReader:
-    """Reads boxes out of a checkpoint's files, which stay open until `close`."""
+    """Reads boxes from a checkpoint's files, which stay open until `close`."""
 
     def __init__(
         self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, more: Descriptions | None = None
     ):
-        """`more`: has what is not among `entries`, and is asked when something is missing."""
+        """`more` has what `entries` lacks, and is read when something is missing."""
         self.folder = folder
         self.files = files
         self.boxes = Boxes(entries)
@@ -221,15 +222,15 @@ class BoxReader:
     def fill(self, role: str, name: str, box: Box, out: np.ndarray) -> None:
         """Writes `box` of a tensor into `out`, integers of the stored width in the box's shape.
 
-        Raises as `overlaps`.
+        Raises what `overlaps` raises.
         """
         for stored, common in self.overlaps(role, name, box):
             self.read(stored, common, out[common.rebase(box, Box.whole(box.shape)).slices])
 
     def overlaps(self, role: str, name: str, box: Box) -> Iterator[tuple[StoredBox, Box]]:
-        """The stored boxes of a tensor that meet `box`, each with what both have.
+        """Yields the stored boxes of a tensor that overlap `box`, each with the overlap.
 
-        Raises EnvironmentFault when the checkpoint does not hold all of it.
+        Raises EnvironmentFault if the checkpoint lacks part of it.
         """
         overlaps = self.boxes.met(role, name, box)
         while self._more is not None and not _is_whole(overlaps, box) and self._learn_more(name):
@@ -243,7 +244,9 @@ class BoxReader:
         yield from overlaps
 
     def _learn_more(self, name: str) -> bool:
-        """Whether there was more to know of a tensor. Raises EnvironmentFault for an element that is stored twice."""
+        """Reads another description. Returns False if there was none. Raises EnvironmentFault for an element stored
+        twice.
+        """
         entries = self._more.next_with(name)
         if entries is None:
             return False
@@ -252,13 +255,14 @@ class BoxReader:
         return True
 
     def dtype(self, stored: StoredBox) -> str:
-        """The name that safetensors has for the element type."""
+        """Returns safetensors' name of the element type."""
         part = stored.parts[0]
         return self._location(part.file, part.key).dtype
 
     def read(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
-        """Writes `box`, which lies in `stored`, into `out`. Whole rows, and a part of one, are read at once; of several
-        rows all is read and cut.
+        """Writes `box`, which is inside `stored`, into `out`.
+
+        Complete rows, or a part of one row, are read directly. For parts of several rows, the rows are read and cut.
         """
         local = _in_local(stored, box)
         shape = stored.parts[0].shape
@@ -279,7 +283,7 @@ class BoxReader:
         return None
 
     def tensor_bytes(self, file: str, key: str) -> np.ndarray:
-        """The bytes of one tensor of a file that is no part of the model, such as the state of a random generator."""
+        """Returns the bytes of a tensor outside the model, such as the state of a random generator."""
         location = self._location(file, key)
         out = np.empty(location.stop - location.start, np.uint8)
         self._read_bytes(file, location.start, memoryview(out))
@@ -292,8 +296,8 @@ class BoxReader:
         return location
 
     def _part_location(self, parts: list[StoredTensor], part: StoredTensor, item_bytes: int) -> TensorBytes:
-        """Raises EnvironmentFault where the file has another size or dtype than described:
-        the bytes behind it are a neighbour's.
+        """Raises EnvironmentFault for another size or dtype than described, because the following bytes belong to a
+        neighbour.
         """
         location, (low, high) = self._location(part.file, part.key), _flat_range(part)
         described = (self._location(parts[0].file, parts[0].key).dtype, (high - low) * item_bytes)

@@ -1,4 +1,4 @@
-"""The vision tower of a model around the text model that was trained: kept byte for byte beside new weights."""
+"""The vision tower of the model around the trained text model: copied byte for byte beside new weights."""
 
 import os
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ _OPTION = "--vision-from"
 
 @dataclass(frozen=True)
 class Whole:
-    """A checkpoint of the model around the text model, in whose form weights are written."""
+    """A checkpoint of the model around the text model. Weights are written in its form."""
 
     checkpoint: Checkpoint
-    tower: dict[str, tuple[Path, TensorBytes]]  # of each of its tensors: the file, and where it lies there
+    tower: dict[str, tuple[Path, TensorBytes]]  # for each tensor of the tower: its file and location
 
     @property
     def entries(self) -> list[StoredTensor]:
@@ -32,7 +32,7 @@ class Whole:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes that the files say, by key."""
+        """The shapes in the files, by key."""
         files = self.checkpoint.files
         return {entry.key: files.find(entry.file, entry.key).shape for entry in self.entries}
 
@@ -43,9 +43,9 @@ class Whole:
 
 
 def open_whole(folder: Path, source: Checkpoint) -> Whole:
-    """The checkpoint in `folder`, which has to be of the same text model as `source`.
+    """Opens the checkpoint in `folder`, which must contain the same text model as `source`.
 
-    Raises ConfigError for one without a vision tower, of another architecture or dtype, and as `open_hf` does.
+    Raises ConfigError for one without a vision tower, of another architecture or dtype, and the errors of `open_hf`.
     """
     checkpoint = open_hf(folder)
     check_same_architecture(_OPTION, folder, source.model)
@@ -64,9 +64,9 @@ def open_whole(folder: Path, source: Checkpoint) -> Whole:
 
 
 def copy_tower(whole: Whole, folder: Path) -> FileFacts:
-    """Writes the tower's tensors into a file of `folder`; its size and digest.
+    """Writes the tower's tensors into a file of `folder`. Returns its size and digest.
 
-    Raises OSError as the disk does, EnvironmentFault for a file that was cut short meanwhile.
+    Raises OSError, and EnvironmentFault for a source file that was truncated meanwhile.
     """
     return {FILE: write_blocks(folder / FILE, _blocks(whole), digest=True, durable=True)}
 

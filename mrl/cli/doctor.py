@@ -67,12 +67,12 @@ def _doctor(options: argparse.Namespace) -> None:
 
 def _checks(device: str, options: argparse.Namespace) -> list:
     from mrl.tools.doctor.host_checks import cluster_checks, host_checks
-    from mrl.tools.doctor.machine import read_machine
+    from mrl.tools.doctor.host_facts import read_host
     from mrl.tools.doctor.probes import DEADLINE_S, probes, run_probes
     from mrl.tools.doctor.version_checks import engine_checks, version_checks
 
-    machine = read_machine(device, options.port or PORTS, options.nnodes)
-    judged = [check for part in (version_checks, host_checks, cluster_checks, engine_checks) for check in part(machine)]
+    host = read_host(device, options.port or PORTS, options.nnodes)
+    judged = [check for part in (version_checks, host_checks, cluster_checks, engine_checks) for check in part(host)]
     address = options.address or os.environ.get("RAY_ADDRESS")
     tried = probes(device, None if address in ("", "local") else address, options.deep, options.nnodes)
     patient = options.deep or (address and options.nnodes > 1)

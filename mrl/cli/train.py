@@ -75,7 +75,7 @@ def _train_once(options: argparse.Namespace) -> None:
     if ray_address(resolved.config.cluster) is None:
         ask_for_token_authentication()
 
-    from mrl.tools.report.at_checkpoints import ReportView, report_at_the_end
+    from mrl.tools.report.write import ReportView, report_at_the_end
     from mrl.train.assemble import open_run  # brings Ray, which takes seconds
     from mrl.train.loop import due
     from mrl.train.preflight import run_dir_path

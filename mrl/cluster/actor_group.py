@@ -24,13 +24,13 @@ from mrl.remote.deadlines import Deadlines
 from mrl.remote.process_logs import concerning, log_file, processes_of
 
 _EXPORT = "weight export"
-_AHEAD = 2  # objects: the head and the data of one bucket are made while the bucket before is loaded
+_AHEAD = 2  # objects: head and data of one bucket are made while the previous one is loaded
 
 
 def put_once(arguments: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Arguments of ranks, with samples that several of them are given as one object that all of them fetch.
+    """Returns the arguments of ranks. A store of samples that several ranks get becomes one object for all of them.
 
-    They hold thousands of references, which would be written again for every rank.
+    It holds thousands of references, which would be written again for every rank.
     """
     same = {id(value): value for own in arguments for value in own if isinstance(value, ResponseStore)}
     put = {key: ray.put(value) for key, value in same.items()}
@@ -38,7 +38,7 @@ def put_once(arguments: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 
 class ActorGroup:
-    """Handles of the actor ranks; small answers come back, large things stay behind references."""
+    """Handles of the actor ranks. Small answers are returned, and large data stays behind references."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class ActorGroup:
     ):
         """Starts every rank and loads the model. Raises what the ranks raise, with the rank's name.
 
-        `seats`: of the ranks, by default on devices of their own; `meanwhile`: done while they load.
+        `seats` are the ranks', by default on devices of their own. `meanwhile` runs while they load.
         """
         self.config = config
         self.poll = poll
         self._deadlines = Deadlines.of_steps(config.cluster)
         self.pids: list[int] = []  # of ranks that have started
-        self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node; see mrl/flow/routes.py
+        self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node, see mrl/flow/routes.py
         self.model = load_model_spec(config.model.path)
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
         hosting = get_hosting(config.cluster.device)
@@ -73,7 +73,7 @@ class ActorGroup:
         try:
             self._start(checkpoint, run_dir, meanwhile)
         except BaseException:
-            self.stop()  # nobody else has them
+            self.stop()  # nobody else holds the ranks
             raise
 
     def _start(self, checkpoint: Path | None, run_dir: Path, meanwhile: Callable[[], None]) -> None:
@@ -93,9 +93,7 @@ class ActorGroup:
         print(f"actor: {gather(asked, limit, 'asking the actor what it computes with')['rank 0']}")
 
     def read_routes_at(self, nodes: Iterable[str]) -> None:
-        """Routes lie on these nodes: where ranks need a part of them and may be elsewhere,
-        processes there cut it out.
-        """
+        """Starts processes on these nodes that read routes, if ranks on other nodes need parts of them."""
         layout = self.layout
         cut = layout.pipeline * layout.context * (layout.tensor if layout.sequence_parallel else 1) > 1
         if self.config.actor.router_replay == "R3" and cut and sum(node["Alive"] for node in ray.nodes()) > 1:
@@ -104,24 +102,24 @@ class ActorGroup:
     def call(
         self, method: str, *arguments: Any, timeout_s: float | None = None, interruptible: bool = False
     ) -> list[Any]:
-        """Calls a method on all ranks; answers in rank order."""
+        """Calls a method on all ranks. Returns answers in rank order."""
         refs = self.refs(method, *arguments)
         poll = self.poll if interruptible else lambda: None
         return list(self._answers(refs, timeout_s, method, poll).values())
 
     def refs(self, method: str, *arguments: Any) -> dict[str, ray.ObjectRef]:
-        """Asks all ranks without waiting; answers to come, by name.
+        """Calls all ranks without waiting. Returns references to the answers, by name.
 
-        `method`: one of MODEL_VERBS, or a method of ActorWorker.
+        `method` is one of MODEL_VERBS, or a method of ActorWorker.
         """
         return {f"rank {i}": ask(worker, MODEL_VERBS, method, *arguments) for i, worker in enumerate(self.workers)}
 
     def each(
         self, method: str, arguments: Sequence[Sequence[Any]], phase: str, interruptible: bool = False
     ) -> list[Any]:
-        """Calls a method on all ranks, each with its own arguments; answers in rank order.
+        """Calls a method on all ranks, each with its own arguments. Returns answers in rank order.
 
-        `phase`: how errors name it.
+        `phase` is the name of the call in errors.
         """
         poll = self.poll if interruptible else lambda: None
         refs = self.refs_each(method, arguments)
@@ -130,52 +128,52 @@ class ActorGroup:
     def _answers(
         self, refs: dict[str, ray.ObjectRef], timeout_s: float | None, phase: str, poll: Callable[[], None]
     ) -> dict[str, Any]:
-        """Gathers answers. Where ranks are late together, the error names those whose processes do not run at all."""
+        """Gathers answers. If several ranks are late, the error names those whose processes do not run at all."""
         began = time.monotonic()
         try:
             answers = gather(refs, timeout_s or self._deadlines.of(phase), phase, poll)
         except Late as error:
-            raise self._told(error) from error
+            raise self._with_cause(error) from error
         self._deadlines.ended(phase, time.monotonic() - began)
         return answers
 
-    def _told(self, error: Late) -> Late:
-        """The error with whom to blame: all ranks that run write where they are, so the others are the culprits."""
+    def _with_cause(self, error: Late) -> Late:
+        """Adds the cause to an error. All running ranks write their stacks, so the others are the cause."""
         asked = self.refs("write_stacks")
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=SETTLE_S)
         silent = [name for name, ref in asked.items() if ref not in ready]
         if silent and len(silent) < len(asked):
-            words = f"{', '.join(silent)} did not even say where it is: stopped, or cut off"
-            return concerning(Late(f"{error}; {words}; where the others are stands in logs/*.stacks"), *silent)
-        where = "where they are stands in logs/*.stacks"
+            words = f"{', '.join(silent)} did not even write its stacks: stopped, or cut off"
+            return concerning(Late(f"{error}; {words}; the stacks of the others are in logs/*.stacks"), *silent)
+        where = "their stacks are in logs/*.stacks"
         if silent:
-            where = "none of them said where it is"
+            where = "none of them could write its stacks"
         return concerning(Late(f"{error}; {where}"), *processes_of(error))
 
     def refs_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, ray.ObjectRef]:
-        """Calls every rank with arguments of its own and waits for nobody; answers to come, by name."""
+        """Calls every rank with its own arguments, without waiting. Returns references to the answers, by name."""
         own = zip(self.workers, put_once(arguments), strict=True)
         return {f"rank {i}": getattr(worker, method).remote(*given) for i, (worker, given) in enumerate(own)}
 
     def offload(self) -> None:
-        """What `actor.*_offload` names leaves the devices until it is needed again. Does nothing without such a key."""
+        """Moves what `actor.*_offload` names off the devices until it is needed. Does nothing without such a key."""
         if self.config.actor.offloaded:
             self.call("offload")
 
     def bring(self, *kinds: str) -> None:
-        """Brings these kinds of what `actor.*_offload` names onto all devices, and moves the others off them."""
+        """Moves these kinds of what `actor.*_offload` names onto all devices, and the others off them."""
         if self.config.actor.offloaded:
             self.call("bring", *kinds)
 
     def prefetch(self, *kinds: str) -> None:
-        """Begins to bring these kinds of what `actor.*_offload` names, beside what is computed on the devices next."""
+        """Begins to move these kinds of what `actor.*_offload` names onto the devices, beside other computation."""
         if self.config.actor.offloaded:
             self.call("prefetch", *kinds)
 
     def export_buckets(self, limit_bytes: int) -> Iterator[tuple[ray.ObjectRef, str]]:
-        """Buckets of full HF tensors as rank 0 makes them, one ahead: a reference to the data, and its SHA-256.
+        """Yields buckets of full HF tensors as rank 0 makes them, one ahead: a reference to the data, and its SHA-256.
 
-        Raises what `call` raises; data of a bucket is never fetched here.
+        Raises what `call` raises. Never fetches a bucket's data.
         """
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": _AHEAD}
         streams = {
@@ -191,7 +189,7 @@ class ActorGroup:
             self._next_of(next(iter(streams)), streams)
 
     def _next_of(self, stream: Any, streams: dict) -> ray.ObjectRef | None:
-        """The next reference of one rank's stream; None at its end, where it leaves `streams`.
+        """Returns the next reference of one rank's stream; None at its end, when it leaves `streams`.
 
         The other ranks yield nothing, or fail.
         """
@@ -221,18 +219,21 @@ class ActorGroup:
             raise blame(error, self.refs("host"), _EXPORT) from error
 
     def meeting_point(self, rank: int = 0) -> str:
-        """host:port, free now, on the host of `rank`."""
+        """Returns host:port on the host of `rank`; the port is free now."""
         worker = self.workers[rank]
         refs = {f"rank {rank} host": worker.host.remote(), f"rank {rank} port": worker.free_port.remote()}
         host, port = gather(refs, self.config.cluster.start_timeout_s, "finding a port").values()
         return f"{host}:{port}"
 
     def take_checkpoint(self) -> int:
-        """Every rank copies its part of a checkpoint to host memory; the bytes that writing all of them will need."""
+        """Makes every rank copy its part of a checkpoint to host memory.
+
+        Returns the bytes that writing all will need.
+        """
         return sum(self.call("take_checkpoint"))
 
     def are_free(self, within_s: float) -> bool:
-        """Whether every rank answers in that time: one that sends weights to an engine that is lost does not."""
+        """Tells whether every rank answers in that time. A rank that sends weights to a lost engine does not."""
         try:
             gather(self.refs("host"), within_s, "asking the ranks")
         except Interrupted:
@@ -240,9 +241,10 @@ class ActorGroup:
         return True
 
     def write_checkpoint(self, folder: Path) -> list[dict]:
-        """Every rank writes the copy it took, while it answers other calls; its parts of the manifest in rank order.
+        """Makes every rank write its copy while it answers other calls. Returns its parts of the manifest in rank
+        order.
 
-        Raises EnvironmentFault, once no rank writes any more, when a disk does not take it or is slower than
+        Raises EnvironmentFault, after all ranks have stopped writing, if a disk fails or needs more than
         cluster.step_timeout_s.
         """
         try:
@@ -254,7 +256,7 @@ class ActorGroup:
         return list(parts.values())
 
     def stop(self) -> None:
-        """Ends the ranks; twice is once."""
+        """Ends the ranks. Safe to call twice."""
         for worker in self.workers:
             ray.kill(worker)
         end_below(self.pids)

@@ -1,8 +1,8 @@
-"""Before something comes onto a shared device: is there room for what the plan says the next phase needs?
+"""Checks, before something moves onto a shared device, that it has room for the next phase of the plan.
 
-An example, an 80 GiB device before `train_to_sync`, which the plan gives the actor 12 GiB and the engine 10. The rank
-has 10 live there and the sleeping engine 0, so 2 + 10 are still to come. Free are 70 GiB on a healthy device; 9 if the
-rank's optimizer had stayed, and then the step ends here, with the rank and its 61 GiB named.
+Example: an 80 GiB device before `train_to_sync`, for which the plan gives the actor 12 GiB and the engine 10. The rank
+has 10 live there and the sleeping engine 0, so 2 + 10 are still to come. A healthy device has 70 GiB free. If the
+rank's optimizer had stayed, only 9 would be free. Then the step would end here, naming the rank and its 61 GiB.
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ from mrl.units import GIB
 
 @dataclass(frozen=True)
 class MemoryHolder:
-    """One process on a device, and what it holds there."""
+    """One process on a device, and its memory there."""
 
     name: str
     kind: str  # ACTOR or ENGINE
@@ -30,8 +30,9 @@ class MemoryHolder:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """What the plan gives each kind of process on a device in a phase, in bytes of tensors; `available`:
-    what it may fill in all.
+    """The plan's bytes of tensors for each kind of process on a device in a phase.
+
+    `available` is the limit for all of them.
     """
 
     phase: str
@@ -40,13 +41,13 @@ class PhaseMemory:
 
     @classmethod
     def of(cls, plan: dict[str, Any], phase: str) -> "PhaseMemory":
-        """`plan`: see mrl.plan.run_plan. Raises ConfigError for a phase that it does not have."""
+        """`plan` comes from mrl.plan.run_plan. Raises ConfigError for a phase that it does not have."""
         planned = phase_bytes(plan, phase)
-        tensors = planned.holders[ENGINE] - planned.untracked  # contexts and graphs are off what is free already
+        tensors = planned.holders[ENGINE] - planned.untracked  # free memory already excludes contexts and graphs
         return cls(phase, {**planned.holders, ENGINE: tensors}, planned.available)
 
     def to_come(self, holders: Sequence[MemoryHolder]) -> dict[str, int]:
-        """Bytes that each kind of process there has yet to allocate."""
+        """Returns the bytes that each kind of process has yet to allocate."""
         live: dict[str, int] = defaultdict(int)
         for holder in holders:
             live[holder.kind] += holder.memory.live_bytes
@@ -54,21 +55,21 @@ class PhaseMemory:
 
 
 def shortage(need: PhaseMemory, holders: Sequence[MemoryHolder]) -> str | None:
-    """Why the phase has no room on the device of these processes; None when it has."""
+    """Returns why the phase has no room on the device of these processes; None if it has."""
     coming = need.to_come(holders)
     free = _free(need, holders)
     if sum(coming.values()) <= free:
         return None
     parts = " and ".join(f"{size / GIB:.2f} GiB of the {kind}" for kind, size in coming.items() if size)
     each = ", ".join(f"{holder.name} {holder.memory.live_bytes / GIB:.2f} GiB" for holder in _largest_first(holders))
-    return f"{parts} are to come by the plan, {free / GIB:.2f} GiB are free; there hold {each}"
+    return f"{parts} are still planned for this device, {free / GIB:.2f} GiB are free; in use: {each}"
 
 
 def _free(need: PhaseMemory, holders: Sequence[MemoryHolder]) -> int:
-    """What the device says, or, where it does not (cpu), what the plan may fill less what its processes hold."""
-    said = [holder.memory.free_bytes for holder in holders if holder.memory.free_bytes is not None]
-    if said:
-        return min(said)
+    """Returns what the device reports, or on CPU the plan's limit minus what its processes hold."""
+    reported = [holder.memory.free_bytes for holder in holders if holder.memory.free_bytes is not None]
+    if reported:
+        return min(reported)
     return need.available - sum(holder.memory.live_bytes for holder in holders)
 
 
@@ -77,7 +78,7 @@ def _largest_first(holders: Sequence[MemoryHolder]) -> list[MemoryHolder]:
 
 
 class MemoryGate:
-    """Asks every process what it holds, and lets a phase begin only where it has room."""
+    """Asks all processes about their memory, and lets a phase begin only if it has room."""
 
     def __init__(self, plan: dict[str, Any], actor: ActorGroup, engines: RolloutGroup, timeout_s: float) -> None:
         self._plan = plan
@@ -87,7 +88,7 @@ class MemoryGate:
         self._rank_places: dict[str, list] | None = None  # (node, device) of each rank, by name
 
     def __call__(self, phase: str) -> None:
-        """Raises Interrupted, with every device that is short and who holds how much there."""
+        """Raises Interrupted with every device that lacks room, and with the memory of its processes."""
         need = PhaseMemory.of(self._plan, phase)
         shortages = {device: shortage(need, holders) for device, holders in self._holders(phase).items()}
         if short := {device: why for device, why in shortages.items() if why}:
@@ -98,7 +99,7 @@ class MemoryGate:
             raise Interrupted(f"no room for phase {phase}: {lines}" + (f". Change: {cure}" if cure else ""))
 
     def _holders(self, phase: str) -> dict[tuple[str, int], list[MemoryHolder]]:
-        """What each process holds on every device that ranks and engines share."""
+        """Returns the processes and their memory for every device that ranks and engines share."""
         if self._rank_places is None:
             self._rank_places = gather(self._actor.refs("places"), self._timeout_s, "placing the processes")
         at = self._rank_places | self._engines.device_places
@@ -111,6 +112,6 @@ class MemoryGate:
         return devices
 
     def _memory(self, phase: str) -> dict[str, Any]:
-        """The memory of ranks and of engines that live, by name."""
+        """Returns the memory of ranks and of live engines, by name."""
         of_ranks = gather(self._actor.refs("memory"), self._timeout_s, phase)
         return of_ranks | self._engines.answers("memory", phase)

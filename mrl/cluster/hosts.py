@@ -1,6 +1,4 @@
-"""The hosts that a run is on: what they could compute at best, of which MFU is a share,
-and how full their memory is.
-"""
+"""The hosts of a run: their peak compute, which MFU refers to, and how full their memory is."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -21,27 +19,27 @@ from mrl.remote.calls import SETTLE_S, gather
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of one rank's device; on the CPU that of its whole host, whose cores ranks share."""
+    """The speed of one rank's device; on the CPU that of the whole host, whose cores ranks share."""
 
     device: str
     measured: float  # FLOP/s of a large matrix product in the model's dtype
 
     @property
     def peak(self) -> float:
-        """The published figure, or what was measured where none is known."""
+        """The published figure, or the measured one if none is known."""
         return published_flops(self.device) or self.measured
 
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of all devices that ranks have, and of all that the run has."""
+    """FLOP/s of all devices of ranks, and of all devices of the run."""
 
     actor: float
     run: float
 
     @classmethod
     def of(cls, deployment: Deployment, speeds: Iterable[Speed]) -> "Peak":
-        """`speeds`: of every rank's device; on the CPU of every host that has ranks."""
+        """`speeds`: of every rank's device; on the CPU of every host with ranks."""
         each = [speed.peak for speed in speeds]
         cluster = deployment.cluster
         devices = cluster.nnodes if cluster.device == "cpu" else deployment.devices
@@ -49,7 +47,7 @@ class Peak:
 
 
 class Hosts:
-    """Asks one process of each node."""
+    """Asks one process on each node."""
 
     def __init__(self, deployment: Deployment, actor: ActorGroup, engines: RolloutGroup) -> None:
         self._deployment = deployment
@@ -57,7 +55,7 @@ class Hosts:
         self._engines = engines
 
     def speeds(self) -> list[Speed]:
-        """Measures every rank's device; on the CPU every host that has ranks.
+        """Measures every rank's device; on the CPU every host with ranks.
 
         Nothing else should compute there meanwhile.
         """
@@ -70,24 +68,24 @@ class Hosts:
         return [Speed(*found) for found in self._gathered(asked, "measuring devices").values()]
 
     def peak(self) -> Peak:
-        """Prints what it is made of; two kinds of devices under one actor are worth a warning,
-        for the slower sets the pace.
+        """Returns the peak and prints its parts. Warns about different devices under one actor, because the slowest
+        sets the pace.
         """
         speeds = self.speeds()
-        print("\n".join(_in_words(speeds)), flush=True)
+        print("\n".join(_describe(speeds)), flush=True)
         return Peak.of(self._deployment, speeds)
 
     def memory_used(self) -> int:
-        """Bytes of host memory in use on the fullest host.
+        """Returns the bytes of host memory in use on the fullest host.
 
-        One that only engines are on and that does not answer within SETTLE_S is left out.
+        A host that has only engines, and does not answer within SETTLE_S, is left out.
         """
         used = self._gathered(
             {f"rank {i}": self._actor.workers[i].host_bytes_used.remote() for i in self._first_ranks},
             "measuring memory",
         )
         bytes_used = [host_bytes_used(), *used.values()]
-        with suppress(Interrupted):  # whoever needs a lost engine says so
+        with suppress(Interrupted):  # other calls report a lost engine
             asked = {
                 f"engine process {i}": self._engines.workers[i].host_bytes_used.remote() for i in self._first_engines
             }
@@ -108,20 +106,20 @@ class Hosts:
 
     @cached_property
     def _first_engines(self) -> list[int]:
-        """The first engine process of every node that has engines and no ranks."""
+        """The first engine process of every node that has engines but no ranks."""
         nodes = list(self._engines.nodes.values())
         return [number for number in first_of_each(nodes) if nodes[number] not in self._rank_nodes]
 
 
 def first_of_each(values: Iterable[str]) -> list[int]:
-    """Position of the first of each value."""
+    """Returns the position of the first occurrence of each value."""
     positions: dict[str, int] = {}
     for number, value in enumerate(values):
         positions.setdefault(value, number)
     return list(positions.values())
 
 
-def _in_words(speeds: list[Speed]) -> list[str]:
+def _describe(speeds: list[Speed]) -> list[str]:
     kinds: dict[str, list[float]] = {}
     for speed in speeds:
         kinds.setdefault(speed.device, []).append(speed.measured)

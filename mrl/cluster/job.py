@@ -1,7 +1,7 @@
-"""`mrl train` as a job of a Ray cluster: its runtime environment, its submission, following it, and its exit status.
+"""`mrl train` as a job of a Ray cluster: its runtime environment, submission, output, and exit status.
 
-The driver runs on the cluster and outlives the terminal. Ray itself is asked through its JobSubmissionClient, of which
-`ray job submit` is made; here that is a protocol, so that nothing of Ray is imported.
+The driver runs on the cluster and outlives the terminal. Ray is called through its JobSubmissionClient, on which `ray
+job submit` is built. Here it is a protocol, so that Ray need not be imported.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from mrl.plain_files import CONFIG_BYTES, read_text, reason
 from mrl.units import MIB
 
 GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
-GRACE_S = 120  # Ray kills a stopped job after 3 s unless told otherwise; finishing a step and saving it takes longer
-LOST_AFTER_S = 60.0  # a head that does not answer for so long is gone
-# what a runtime environment may hold (ray.runtime_env.RuntimeEnv.known_fields, those without an underscore)
+GRACE_S = 120  # Ray's default kills a stopped job after 3 s; finishing and saving a step takes longer
+LOST_AFTER_S = 60.0  # a head that has not answered for this long is lost
+# allowed entries of a runtime environment (ray.runtime_env.RuntimeEnv.known_fields, those without underscore)
 _PACKAGES = (str, list, dict)
 _KNOWN: dict[str, tuple[type, ...]] = {
     "py_modules": (list,), "py_executable": (str,), "java_jars": (list,), "working_dir": (str,), "conda": (str, dict),
@@ -33,11 +33,11 @@ _KNOWN: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 _IN_WORDS = {str: "text", list: "a list", dict: "a mapping"}
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-_NOT_YET = "No available agent"  # a head that has just started takes requests before it has an agent that can run them
+_NOT_YET = "No available agent"  # a new head accepts requests before it has an agent that can run them
 
 
 class JobClient(Protocol):
-    """What is used of ray.job_submission.JobSubmissionClient (Ray 2.60)."""
+    """The used part of ray.job_submission.JobSubmissionClient (Ray 2.60)."""
 
     def submit_job(self, *, entrypoint: str, submission_id: str, runtime_env: dict[str, Any]) -> str: ...
     def get_job_status(self, job_id: str) -> Any: ...
@@ -56,20 +56,19 @@ class Job:
 
 
 def train_job(arguments: list[str], run_dir: Path, runtime_env: dict[str, Any]) -> Job:
-    """The job of `mrl train ARGUMENTS`.
+    """Makes the job of `mrl train ARGUMENTS`.
 
-    The run directory is given as an absolute path: the job's working directory is a copy that goes.
+    The run directory is absolute, because the job's working directory is a temporary copy.
     """
     words = ["mrl", "train", *arguments, "--run-dir", str(run_dir.absolute())]
     return Job(f"mrl-{int(time.time())}-{os.getpid()}", shlex.join(words), runtime_env)
 
 
 def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
-    """The runtime environment in a YAML file, with the grace period in it.
+    """Reads a runtime environment from a YAML file and adds the grace period.
 
-    `grace_s` wins over the file's, the file's over GRACE_S.
-
-    Raises ConfigError for a file that is missing, no mapping, or has entries that Ray would refuse the job for later.
+    `grace_s` overrides the file's value, which overrides GRACE_S. Raises ConfigError for a missing file, one that is
+    not a mapping, or entries that Ray would refuse later.
     """
     try:
         content = parse_yaml(read_text(path, CONFIG_BYTES), str(path)).plain()
@@ -77,7 +76,7 @@ def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
         raise ConfigError(f"--runtime-env {path} cannot be read: {reason(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("env_vars", {}), dict):
         raise ConfigError(
-            f"--runtime-env {path}: a mapping with working_dir, excludes and env_vars (a mapping) is wanted"
+            f"--runtime-env {path}: must be a mapping with working_dir, excludes and env_vars (a mapping)"
         )
     variables = content.get("env_vars", {})
     wrong = [name for name, value in variables.items() if not isinstance(value, str)]
@@ -87,7 +86,7 @@ def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
         )
     if unknown := [str(name) for name in content if name not in _KNOWN]:
         raise ConfigError(
-            f"--runtime-env {path}: {', '.join(unknown)}: Ray knows no such entry; the file may be of another version "
+            f"--runtime-env {path}: {', '.join(unknown)}: Ray does not know it; the file may be for another version "
             f"(known: {', '.join(_KNOWN)})"
         )
     for fault in _faults(content):
@@ -97,19 +96,19 @@ def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
 
 
 def _faults(content: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with values of known entries."""
+    """Yields faults in the values of known entries."""
     for name, value in content.items():
         if not isinstance(value, _KNOWN[name]):
-            yield f"{name}: must be {_in_words(_KNOWN[name])}"
+            yield f"{name}: must be {_type_names(_KNOWN[name])}"
     excludes = content.get("excludes", [])
     if not all(isinstance(pattern, str) for pattern in excludes):
-        yield "excludes: must be a list of texts"
+        yield "excludes: must be a list of strings"
     sent = content.get("working_dir")
     if isinstance(sent, str) and "://" not in sent and not Path(sent).exists():
         yield f"working_dir: {sent} is not here; a relative path starts at the current directory, {Path.cwd()}"
 
 
-def _in_words(kinds: tuple[type, ...]) -> str:
+def _type_names(kinds: tuple[type, ...]) -> str:
     *first, last = [_IN_WORDS[kind] for kind in kinds]
     if first:
         return f"{', '.join(first)} or {last}"
@@ -117,9 +116,9 @@ def _in_words(kinds: tuple[type, ...]) -> str:
 
 
 def not_sent(file: str, runtime_env: dict[str, Any]) -> str | None:
-    """Why the job's copy of the working directory has no `file`, which is here; None where it has it.
+    """Returns why the job's copy of the working directory lacks `file`, which exists here; None if it has it.
 
-    An absolute path is looked for on the job's own host, of which nothing is known here.
+    An absolute path refers to the job's own host, which cannot be checked here.
     """
     if Path(file).is_absolute():
         return None
@@ -131,7 +130,7 @@ def not_sent(file: str, runtime_env: dict[str, Any]) -> str | None:
     root = Path(sent).resolve()
     path = Path(file).resolve()
     if not path.is_relative_to(root):
-        return f"is outside of {root}, which is all that is sent; give an absolute path that the job's hosts have"
+        return f"is outside of {root}, the only folder that is sent; give an absolute path that the job's hosts have"
     parts = path.relative_to(root).parts
     ignored = root / ".gitignore"
     rules = [("excludes of the runtime environment", line) for line in runtime_env.get("excludes", [])]
@@ -144,7 +143,10 @@ def not_sent(file: str, runtime_env: dict[str, Any]) -> str | None:
 
 
 def _excludes(pattern: str, parts: tuple[str, ...]) -> bool:
-    """Whether a line of gitignore's names a part of a path; negated lines, which send what another keeps, are none."""
+    """Tells whether a line of gitignore's syntax matches a part of a path.
+
+    Negated lines, which send what another line excludes, never match.
+    """
     pattern = pattern.strip()
     if not pattern or pattern.startswith(("#", "!")):
         return False
@@ -156,9 +158,9 @@ def _excludes(pattern: str, parts: tuple[str, ...]) -> bool:
 
 
 def submit(client: JobClient, job: Job, agent_timeout_s: float, wait: Callable[[float], None] = time.sleep) -> None:
-    """Hands the job over; tries again while the head has no agent yet.
+    """Submits the job. Retries while the head has no agent yet.
 
-    Raises EnvironmentFault, ConfigError for too large a package.
+    Raises EnvironmentFault, or ConfigError if the package is too large.
     """
     deadline = time.monotonic() + agent_timeout_s
     while True:
@@ -167,7 +169,7 @@ def submit(client: JobClient, job: Job, agent_timeout_s: float, wait: Callable[[
             return
         except TypeError as error:
             raise ConfigError(f"--runtime-env: Ray refuses it: {error}") from error
-        except ValueError as error:  # Ray's word for a package above its limit
+        except ValueError as error:  # Ray raises it for a package above its limit
             raise ConfigError(f"the working directory cannot be sent: {error}. {_largest(job.runtime_env)}") from error
         except (RuntimeError, ConnectionError) as error:
             if _NOT_YET not in str(error) or time.monotonic() > deadline:
@@ -176,13 +178,13 @@ def submit(client: JobClient, job: Job, agent_timeout_s: float, wait: Callable[[
 
 
 def follow(client: JobClient, job: Job, say: Callable[[str], None]) -> int:
-    """Passes the job's output on until it ends; returns the status to exit with: the driver's own, 5 for a stopped job.
+    """Prints the job's output until it ends. Returns the exit status: the driver's own, or 5 for a stopped job.
 
-    A first SIGINT or SIGTERM asks the job to stop, which saves the run, and the wait goes on. A second one acts as it
-    would without this, or ends the wait if it would be ignored. Raises Interrupted when the head is lost.
+    A first SIGINT or SIGTERM asks the job to stop, which saves the run, and waiting continues. A second one has its
+    normal effect, or ends the wait if it would be ignored. Raises Interrupted when the head is lost.
     """
     with _stopping(client, job, say):
-        # the connection breaks with the head; what became of the job is asked below
+        # the connection breaks with the head; the job's state is asked below
         with suppress(RuntimeError, OSError):
             asyncio.run(_print_logs(client, job, say))
         status = _wait_for_end(client, job)
@@ -222,7 +224,7 @@ def _wait_for_end(client: JobClient, job: Job) -> str:
 def _stopping(client: JobClient, job: Job, say: Callable[[str], None]) -> Iterator[None]:
     def ask(number: int, frame: Any) -> None:
         restore()
-        # as in a shell's background job, whose second SIGINT must end the wait too
+        # as in a shell's background job, where the second SIGINT must end the wait too
         if before[signal.SIGINT] is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         say(f"stopping job {job.name}: it finishes what it must and saves; the same again only ends this wait\n")
@@ -241,7 +243,7 @@ def _stopping(client: JobClient, job: Job, say: Callable[[str], None]) -> Iterat
 
 
 def _largest(runtime_env: dict[str, Any]) -> str:
-    """The largest entries of the working directory, for who has to shorten it."""
+    """Describes the largest entries of the working directory, to help shorten it."""
     root = Path(runtime_env.get("working_dir", "."))
     sizes = []
     if root.is_dir():

@@ -1,4 +1,4 @@
-"""What a run needs of its cluster, checked before Ray is imported: a head that answers, a free port, enough devices."""
+"""What a run needs from its cluster, checked before Ray is imported: a reachable head, a free port, enough devices."""
 
 import json
 import os
@@ -29,12 +29,12 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PORT_TRIES = 100
 _MODE = "RAY_AUTH_MODE"
 _TOKEN = "RAY_AUTH_TOKEN"
-ASKED = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # of a head, which answers it to whoever may join
-_LONGEST_ANSWER = 100_000  # bytes, of a dashboard that says its version
+ASKED = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # a call that the head answers to whoever may join
+_LONGEST_ANSWER = 100_000  # bytes, for a dashboard's version
 
 
 def ray_address(cluster: ClusterConfig) -> str | None:
-    """Address of the cluster to join; None when the run starts one of its own."""
+    """Returns the address of the cluster to join; None when the run starts its own."""
     address = cluster.address or os.environ.get("RAY_ADDRESS")
     if address in (None, "", "local"):
         return None
@@ -42,11 +42,11 @@ def ray_address(cluster: ClusterConfig) -> str | None:
 
 
 def check_reachable(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-    """Raises EnvironmentFault unless a gRPC server, which a Ray head is, answers at `address` in time.
+    """Raises EnvironmentFault unless a gRPC server, such as a Ray head, answers at `address` in time.
 
     Ray itself would try for minutes and then end the process.
     """
-    if address == "auto":  # Ray looks for a cluster of this machine and says at once when there is none
+    if address == "auto":  # Ray looks for a cluster on this machine and says at once if there is none
         return
     match = re.fullmatch(r"(?:ray://)?\[?([^/\]]+?)\]?:(\d{1,5})", address)
     if match is None:
@@ -66,23 +66,24 @@ def check_reachable(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
 
 
 def follow_head(address: str) -> None:
-    """Sets RAY_AUTH_MODE, where nobody has, to what the head at `address` wants.
+    """Sets RAY_AUTH_MODE, if it is not set, to what the head at `address` requires.
 
-    Raises EnvironmentFault where that head takes no token of this user's: Ray itself would try for half a minute, and
-    say that nobody answers.
+    Raises EnvironmentFault if that head accepts none of this user's tokens. Ray itself would try for half a minute, and
+    then say that nobody answers.
     """
     if address == "auto" or os.environ.get("RAY_USE_TLS", "0") == "1" or not _turns_away(address, None):
         return
     if (mode := os.environ.setdefault(_MODE, "token")) != "token":
-        raise EnvironmentFault(f"the head at {address} wants a token, and {_MODE}={mode} sends none; unset it")
+        raise EnvironmentFault(f"the head at {address} requires a token, but {_MODE}={mode} sends none; unset it")
     check_token(address)
     if _turns_away(address, _token()):
         raise EnvironmentFault(_another_token(address, "cluster.address or RAY_ADDRESS"))
 
 
 def _turns_away(address: str, token: str | None) -> bool:
-    """Whether a head does not know who asks; one that says anything else may be joined."""
-    import grpc  # of ray[default]; here: it takes a fifth of a second, and most runs start a cluster of their own
+    """Tells whether a head rejects the caller. One that gives any other answer may be joined."""
+    # from ray[default]; imported here, as it takes a fifth of a second and most runs start their own cluster
+    import grpc
 
     given = (("authorization", f"Bearer {token}"),) if token else ()
     options = (("grpc.enable_http_proxy", 0),)  # as in Ray's own channels
@@ -95,17 +96,17 @@ def _turns_away(address: str, token: str | None) -> bool:
 
 
 def check_dashboard(address: str) -> None:
-    """Raises ConfigError for what is no dashboard's address, and EnvironmentFault unless a dashboard answers there that
-    takes this user's token.
+    """Raises ConfigError for an address that is no dashboard's, EnvironmentFault unless a dashboard there accepts the
+    token.
 
-    Ray's own client would take other addresses for those of a head itself, and look for one for a minute.
+    Ray's own client would take other addresses for that of a head, and search for a dashboard for a minute.
     """
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         host = parts.hostname or address.partition(":")[0]
         host = "HOST" if host in ("", "auto", "http", "https") else host
         raise ConfigError(
-            f"--address {address} (or RAY_API_SERVER_ADDRESS): the dashboard's address is wanted, as http://{host}:8265"
+            f"--address {address} (or RAY_API_SERVER_ADDRESS): must be the dashboard's address, as http://{host}:8265"
         )
     token = None
     if os.environ.get(_MODE) == "token":
@@ -114,24 +115,26 @@ def check_dashboard(address: str) -> None:
     if token:
         headers = {"Authorization": f"Bearer {token}"}
     try:
-        with urlopen(Request(f"{address.rstrip('/')}/api/version", headers=headers), timeout=CONNECT_TIMEOUT_S) as said:
-            is_ray = "ray_version" in json.loads(said.read(_LONGEST_ANSWER))
+        with urlopen(
+            Request(f"{address.rstrip('/')}/api/version", headers=headers), timeout=CONNECT_TIMEOUT_S
+        ) as answer:
+            is_ray = "ray_version" in json.loads(answer.read(_LONGEST_ANSWER))
     except HTTPError as error:
         if error.code in (401, 403):
             raise EnvironmentFault(_another_token(address, "--address")) from error
         is_ray = False
-    except ValueError:  # no JSON
+    except ValueError:  # not JSON
         is_ray = False
     except HTTPException as error:
         raise EnvironmentFault(no_dashboard(address, "no answer in HTTP")) from error
     except OSError as error:
         raise EnvironmentFault(no_dashboard(address, str(getattr(error, "reason", error)))) from error
     if not is_ray:
-        raise EnvironmentFault(f"something else than a Ray dashboard answers at {address}; give --address")
+        raise EnvironmentFault(f"what answers at {address} is not a Ray dashboard; give --address")
 
 
 def no_dashboard(address: str, why: str) -> str:
-    """What is said where nobody answers."""
+    """Returns the message for a dashboard that does not answer."""
     return (
         f"no Ray dashboard answers at {address} ({why}); start a head with launch/start_head.sh, or give --address; a "
         "head elsewhere also wants its token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
@@ -141,23 +144,23 @@ def no_dashboard(address: str, why: str) -> str:
 def _another_token(address: str, key: str) -> str:
     named = _TOKEN if os.environ.get(_TOKEN) else str(_token_file())
     return (
-        f"the head at {address} is of another token, somebody else's perhaps: the one in {named} is not its own. Copy "
+        f"the head at {address} requires another token than the one in {named}; it may be somebody else's. Copy "
         f"it from the head's host, or name a head of yours ({key})"
     )
 
 
 def unreachable(address: str, why: str) -> EnvironmentFault:
-    """What is said when a cluster cannot be joined."""
+    """Returns the error for a cluster that cannot be joined."""
     return EnvironmentFault(
         f"no Ray head answers at {address} (from cluster.address or $RAY_ADDRESS): {why}; start one with "
-        "launch/start_head.sh and give HOST:6379, or unset both and the run starts a cluster of its own"
+        "launch/start_head.sh and give HOST:6379, or unset both, so that the run starts its own cluster"
     )
 
 
 def check_port_free(port: int) -> None:
     """Raises EnvironmentFault when something listens on `port` of this machine."""
     with socket.socket() as probe:
-        # a connection that lingers after its run is no obstacle
+        # a lingering connection of an ended run is no obstacle
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -169,9 +172,9 @@ def check_port_free(port: int) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on now, and that the kernel hands to nobody before it is used.
+    """Returns a free TCP port of this host that the kernel will not assign to another connection.
 
-    A port of the kernel's ephemeral range may become some connection's own between this look and the listening.
+    A port of the kernel's ephemeral range could be assigned between this check and the listening.
     """
     ports = _own_ports()
     for port in random.SystemRandom().sample(ports, k=min(_PORT_TRIES, len(ports))):
@@ -184,8 +187,8 @@ def free_port() -> int:
 
 
 def _own_ports() -> range:
-    """Ports between those of Ray's workers (10002 to 19999) and Kubernetes' (30000 to 32767),
-    below the ephemeral ones.
+    """Returns the ports between those of Ray's workers (10002 to 19999) and Kubernetes' (30000 to 32767), below the
+    ephemeral range.
     """
     try:
         first_ephemeral = int(_EPHEMERAL.read_text().split()[0])
@@ -198,23 +201,23 @@ OPEN_RAY = "MRL_ALLOW_OPEN_RAY"
 
 
 def refuse_open_ray() -> None:
-    """Raises EnvironmentFault where Ray's token is switched off and the user did not say that this is meant.
+    """Raises EnvironmentFault if Ray's token is disabled and the user did not confirm it.
 
-    Ray listens on every address of a host and runs what it is sent.
+    Ray listens on all addresses of a host and executes what it receives.
     """
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode != "token" and os.environ.get(OPEN_RAY) != "1":
         raise EnvironmentFault(
-            f"RAY_AUTH_MODE={mode}: whoever reaches this host could have Ray run anything; unset it, or set "
+            f"RAY_AUTH_MODE={mode}: anybody who reaches this host could make Ray run anything; unset it, or set "
             f"{OPEN_RAY}=1 where the network itself keeps others out"
         )
 
 
 def ask_for_token_authentication(own_cluster: bool = True) -> None:
-    """Says Ray's own default for clusters that it starts, which spares its warning; a value of the user's stays.
+    """Sets Ray's own default for clusters that it starts, which avoids its warning. A value set by the user stays.
 
-    Ray reads the variable when it is imported, and a change after that would split the cluster in two minds. Where it
-    could not write a token below HOME, one of this run's `own_cluster` alone is given.
+    Ray reads the variable on import, and a later change would make its parts disagree. If Ray could not write a token
+    below HOME, a cluster of the run's own (`own_cluster`) gets a temporary one.
     """
     if "ray" not in sys.modules:
         os.environ.setdefault(_MODE, "token")
@@ -223,27 +226,27 @@ def ask_for_token_authentication(own_cluster: bool = True) -> None:
 
 
 def has_token() -> bool:
-    """Whether Ray finds a token: in RAY_AUTH_TOKEN, or in the file that RAY_AUTH_TOKEN_PATH or HOME names."""
+    """Tells whether Ray finds a token: in RAY_AUTH_TOKEN, or in the file of RAY_AUTH_TOKEN_PATH or HOME."""
     file = _token_file()
     return bool(os.environ.get(_TOKEN)) or (file is not None and file.is_file() and file.stat().st_size > 0)
 
 
 def check_token(address: str) -> None:
-    """Raises EnvironmentFault where a head at `address` would be asked without a token."""
+    """Raises EnvironmentFault if a head at `address` would be asked without a token."""
     if os.environ.get(_MODE) != "token" or has_token():
         return
     file = _token_file()
     where = "HOME is not set"
     if file is not None:
-        where = f"{file} is not there"
+        where = f"{file} does not exist"
     raise EnvironmentFault(
-        f"no token of Ray's for the head at {address}: {where}. launch/start_head.sh makes one on its host; copy it "
+        f"no Ray token for the head at {address}: {where}. launch/start_head.sh makes one on its host; copy it "
         "from there, or set RAY_AUTH_TOKEN"
     )
 
 
 def _token() -> str | None:
-    """What Ray would send."""
+    """Returns the token that Ray would send."""
     file = _token_file()
     return os.environ.get(_TOKEN) or (file.read_text(encoding="utf-8").strip() if has_token() else None)
 
@@ -269,12 +272,12 @@ def _home_takes_a_token() -> bool:
 
 
 def own_cpus() -> int:
-    """CPUs that this process may use, and so the CPUs of a cluster that the run starts for itself."""
+    """Returns the number of CPUs of this process, which is also that of a cluster started by the run."""
     return len(os.sched_getaffinity(0))
 
 
 def needed_resources(deployment: Deployment, actor: bool = True) -> dict[str, float]:
-    """Ray resources of the whole run, by name; without `actor` those of its engines alone."""
+    """Returns the Ray resources of the whole run by name; without `actor` those of its engines."""
     if actor and deployment.is_colocated:
         bundles = device_bundles(deployment)
     else:
@@ -290,12 +293,12 @@ def needed_resources(deployment: Deployment, actor: bool = True) -> dict[str, fl
 
 
 def actor_bundles(cluster: ClusterConfig, layout: LayoutConfig) -> list[dict[str, float]]:
-    """Resources of each actor rank."""
+    """Returns the resources of each actor rank."""
     return [get_hosting(cluster.device).ray_resources(cluster.cpus_per_actor, devices=1)] * layout.world_size
 
 
 def engine_bundles(deployment: Deployment) -> list[dict[str, float]]:
-    """Resources of each data-parallel rank of each engine, whose tensor workers share one node.
+    """Returns the resources of each data-parallel rank of each engine. Its tensor workers share one node.
 
     Raises ConfigError when engines do not fit.
     """
@@ -307,15 +310,15 @@ def engine_bundles(deployment: Deployment) -> list[dict[str, float]]:
 
 
 def shared_devices(deployment: Deployment) -> tuple[Place, ...]:
-    """The devices of a colocated run, node by node. Raises ConfigError when engines do not fit."""
+    """Returns the devices of a colocated run, node by node. Raises ConfigError when engines do not fit."""
     ranks, workers = rank_places(deployment)
     return tuple(sorted({*ranks, *workers}))
 
 
 def device_bundles(deployment: Deployment) -> list[dict[str, float]]:
-    """Resources of each device of a colocated run.
+    """Returns the resources of each device of a colocated run.
 
-    They are alike, so that whichever node Ray finds one on, it can be any of them.
+    They are equal, so that any bundle can be any device, on whatever node Ray puts it.
     """
     devices = len(shared_devices(deployment))
     ranks = actor_bundles(deployment.cluster, deployment.layout)
@@ -329,7 +332,7 @@ def check_size(
 ) -> None:
     """Raises EnvironmentFault when the run needs more than `have`.
 
-    `names`: only these are known; `actor`: see needed_resources.
+    `names`: check only these resources. `actor`: as in needed_resources.
     """
     need = needed_resources(deployment, actor)
     short = {
@@ -337,7 +340,9 @@ def check_size(
     }
     if not short:
         return
-    lines = [f"{name}: the run needs {amount:g}, {have.get(name, 0.0):g} are there" for name, amount in short.items()]
+    lines = [
+        f"{name}: the run needs {amount:g}, the cluster has {have.get(name, 0.0):g}" for name, amount in short.items()
+    ]
     cluster = deployment.cluster
     raise EnvironmentFault(
         f"the cluster is too small: {'; '.join(lines)}. {deployment.layout.world_size if actor else 0} actor ranks "
@@ -348,10 +353,10 @@ def check_size(
 
 
 def check_object_stores(need: int, have: dict[str, int]) -> None:
-    """Raises EnvironmentFault where a node's object store is smaller than `need`, both in bytes; `have` by the node's
+    """Raises EnvironmentFault if a node's object store is smaller than `need`. Both are in bytes, `have` by the node's
     name.
 
-    Ray would spill what does not fit to the node's disk, several times a step, and end the run when that is full.
+    Ray would spill to disk several times in a step, and end the run when the disk is full.
     """
     small = {node: size for node, size in have.items() if size < need}
     if not small:

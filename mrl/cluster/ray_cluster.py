@@ -1,4 +1,4 @@
-"""The Ray cluster of a run, joined or started for it, and what the run reserves there: a bundle a rank and an engine.
+"""Joins or starts the Ray cluster of a run, and reserves a bundle for each rank and each engine.
 
 Ray listens on all addresses, with a token.
 """
@@ -23,15 +23,15 @@ from mrl.model.device_grid import rank_order
 from mrl.platforms.process_memory import few_heaps
 from mrl.platforms.process_tree import end_below, pids_below
 
-_STARTS = 3  # of a cluster of a run's own, each as long as Ray waits for its processes
+_STARTS = 3  # for a run's own cluster, each as long as Ray waits for its processes
 _OUT_OF_TIME = re.compile(r"timed? ?out", re.I)
 
 
 @contextmanager
 def ray_cluster(deployment: Deployment, actor: bool = True) -> Iterator[None]:
-    """Connects for the time of the block.
+    """Connects during the block.
 
-    Raises EnvironmentFault when the cluster is unreachable or too small; without `actor` only the engines have to fit.
+    Raises EnvironmentFault when the cluster is unreachable or too small. Without `actor` only the engines have to fit.
     """
     address = ray_address(deployment.cluster)
     remove_folders_of_the_dead()
@@ -47,10 +47,10 @@ def ray_cluster(deployment: Deployment, actor: bool = True) -> Iterator[None]:
 
 
 def _start_own(stack: ExitStack) -> None:
-    """Starts a cluster for this run alone, which `stack` takes down. Raises EnvironmentFault where none comes up.
+    """Starts a cluster for this run alone, which `stack` stops. Raises EnvironmentFault if none comes up.
 
-    Ray gives its own processes 30 s to find each other, whatever the machine has to do meanwhile. So a start that ran
-    out of time is tried again once what it left has ended.
+    Ray gives its own processes 30 s to find each other, even on a busy machine. So a start that timed out is repeated
+    after its remaining processes have ended.
     """
     for again in range(_STARTS):
         folder = stack.enter_context(ray_folder())
@@ -59,7 +59,7 @@ def _start_own(stack: ExitStack) -> None:
         try:
             _init_own(folder)
             return
-        except Exception as error:  # a node that does not come up in time is a bare one of Ray's
+        except Exception as error:  # Ray raises a plain exception if a node does not start in time
             why = f"{type(error).__name__}: {error}"
             if not _OUT_OF_TIME.search(why) or again + 1 == _STARTS:
                 tries = ""
@@ -72,7 +72,7 @@ def _start_own(stack: ExitStack) -> None:
 
 
 def _init_own(folder: Path) -> None:
-    # Ray would start a process for each CPU, wait for them and never use one: all of a run have environments of theirs
+    # Ray would start a process for each CPU, wait for them, and never use one, as all of a run have own environments
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     ray.init(
         address="local",
@@ -96,7 +96,7 @@ def _quiet() -> dict[str, Any]:
 
 
 def object_store_sizes(deployment: Deployment) -> dict[str, int]:
-    """Bytes by address, of the nodes that processes of the run may be on."""
+    """Returns the size in bytes, by address, of object stores on nodes that may run processes of the run."""
     wanted = needed_resources(deployment)
     nodes = [node for node in ray.nodes() if node["Alive"] and wanted.keys() <= node["Resources"].keys()]
     return {node["NodeManagerAddress"]: int(node["Resources"].get("object_store_memory", 0)) for node in nodes}
@@ -104,7 +104,7 @@ def object_store_sizes(deployment: Deployment) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A reserved placement group, the node of each bundle, and bundle indices in rank order."""
+    """A reserved placement group, the node of each bundle, and the bundle indices in rank order."""
 
     group: PlacementGroup
     bundles: tuple[dict[str, float], ...]
@@ -112,18 +112,16 @@ class Reservation:
     nodes: tuple[str, ...] = ()
 
     def options(self, position: int) -> dict:
-        """Options of the Ray actor at `position` (a rank, or an engine number)."""
+        """Returns the options of the Ray actor at `position` (a rank, or an engine number)."""
         index = self.order[position]
         return self._in_bundle(index, self.bundles[index]) | {"max_restarts": 0}
 
     def idle_options(self, index: int) -> dict:
-        """Options of a Ray actor that sits in a bundle with others and takes nothing of it:
-        what it uses is reserved there.
-        """
+        """Returns the options of a Ray actor that shares a bundle and takes none of its reserved resources."""
         return self._in_bundle(index, {}) | {"max_restarts": 0}
 
     def device_options(self, index: int) -> dict:
-        """Options of a Ray task that is given the device of a bundle."""
+        """Returns the options of a Ray task that gets the device of a bundle."""
         return self._in_bundle(index, {k: v for k, v in self.bundles[index].items() if k != "CPU"})
 
     def _in_bundle(self, index: int, resources: dict[str, float]) -> dict:
@@ -135,14 +133,14 @@ class Reservation:
         }
 
     def release(self) -> None:
-        """Gives the bundles back."""
+        """Releases the bundles."""
         remove_placement_group(self.group)
 
 
 def reserve(bundles: list[dict[str, float]], timeout_s: float, together: int = 1) -> Reservation:
-    """Reserves all bundles at once; every `together` neighbours in rank order share a node where that can be.
+    """Reserves all bundles at once. Every `together` neighbours in rank order share a node if possible.
 
-    Raises EnvironmentFault when the cluster cannot give them within the deadline.
+    Raises EnvironmentFault when the cluster cannot provide them within the deadline.
     """
     group = placement_group(bundles, strategy="PACK")
     ready, _ = ray.wait([group.ready()], timeout=timeout_s)

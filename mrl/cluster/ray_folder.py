@@ -1,6 +1,7 @@
-"""Ray's temporary folder of a run that has a cluster of its own: sessions, and what Ray spilled to the disk.
+"""Ray's temporary folder for a run with its own cluster: sessions, and objects that Ray spilled to disk.
 
-A process that is killed leaves it, so each says whose it is, and the next start of any run removes those of the dead.
+A killed process leaves it behind. So each folder names its owner, and the next start of any run removes those of ended
+processes.
 """
 
 import json
@@ -14,14 +15,14 @@ from pathlib import Path
 from mrl.record.process_mark import ProcessMark
 
 PREFIX = "mrl-ray-"
-PLACE = Path("/tmp")  # short: Ray puts sockets below it
+PLACE = Path("/tmp")  # short, because Ray puts sockets below it
 _OWNER = "owner.json"
 _TRIES = 3
 
 
 @contextmanager
 def ray_folder() -> Iterator[Path]:
-    """Makes the folder for the time of the block."""
+    """Makes the folder for the duration of the block."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
     try:
         (folder / _OWNER).write_text(json.dumps(ProcessMark.own().to_json()), encoding="utf-8")
@@ -31,8 +32,9 @@ def ray_folder() -> Iterator[Path]:
 
 
 def remove_folders_of_the_dead() -> None:
-    """Removes folders that this user's processes of this host left, once they run no more. One that does not say whose
-    it is, or is of a process elsewhere, stays.
+    """Removes folders of this user's ended processes on this host.
+
+    A folder without an owner, or of a process elsewhere, stays.
     """
     for folder in PLACE.glob(f"{PREFIX}*"):
         if _is_of_the_dead(folder):
@@ -40,14 +42,14 @@ def remove_folders_of_the_dead() -> None:
 
 
 def remove_own_folders() -> None:
-    """Removes the folders of this process, which is about to end and whose processes of Ray have ended."""
+    """Removes the folders of this process, which is about to end and whose Ray processes have ended."""
     for folder in PLACE.glob(f"{PREFIX}*"):
         if _owner(folder) == ProcessMark.own():
             _remove(folder)
 
 
 def _remove(folder: Path) -> None:
-    """Removes the note of the owner last: what a process of Ray still writes is then known to a later start."""
+    """Removes the owner's note last, so that a later start recognises what a Ray process still writes."""
     for _ in range(_TRIES):
         for entry in folder.iterdir():
             if entry.name != _OWNER:
@@ -71,7 +73,7 @@ def _is_of_the_dead(folder: Path) -> bool:
 
 
 def _owner(folder: Path) -> ProcessMark | None:
-    """Whose folder it is; None where it does not say, or is another user's."""
+    """Returns the folder's owner; None if it has none, or belongs to another user."""
     try:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             return None

@@ -1,8 +1,8 @@
-"""All engines: requests stream to them and answers back, new weights reach every one or none is used.
+"""All engines: requests stream to them and answers come back. New weights reach every engine, or none uses them.
 
-An engine is one Ray actor, or one for each of its data-parallel ranks: `engine 1 rank 0`. Ranks of one engine compute
-every step together, so that whoever is asked alone to pause, to resume or to sleep waits for the others inside vLLM:
-what changes an engine is asked of all of its ranks at once, after each of them has said that it is there.
+An engine is one Ray actor, or one for each of its data-parallel ranks: `engine 1 rank 0`. The ranks of one engine
+compute every step together. A rank that is asked alone to pause, resume or sleep would wait for the others inside vLLM.
+So calls that change an engine go to all its ranks at once, after each has answered a first call.
 """
 
 import os
@@ -34,13 +34,13 @@ from mrl.vllm.engine_state import ASLEEP, CONTROL_VERBS, WEIGHTS_AWAKE
 from mrl.vllm.process_watch import end_processes
 from mrl.vllm.requests import EngineSettings, VersionServed
 
-GIVE_UP_S = 30.0  # for what an engine is at to end, once the ranks that it was at it with are gone
-CONVERSATIONS = 4  # times the requests that an engine computes: where tools take three quarters of it, none rests
-PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
+GIVE_UP_S = 30.0  # seconds for an engine to abandon its work, after its ranks are gone
+CONVERSATIONS = 4  # times the requests that an engine computes: if tools take three quarters of the time, it stays busy
+PREPARE_S = 60.0  # seconds for a live rank to answer; another may be in the middle of a long step
 
 
 class RolloutGroup:
-    """Handles of the engines and the weight version that all of them serve."""
+    """Handles of the engines, and the weight version that all of them serve."""
 
     def __init__(
         self,
@@ -54,8 +54,9 @@ class RolloutGroup:
     ):
         """Starts every engine. Raises EnvironmentFault when a start-up check fails.
 
-        `settings`: of each rank, engine by engine; `max_requests`: see `request_limit`; `seats`: of the engines, by
-        default on devices of their own; `before`: whose places these take, without those that were given up there.
+        `settings` are those of each rank, engine by engine. `max_requests` comes from `request_limit`. `seats` are the
+        engines', by default on devices of their own. `before` is the group that this one replaces, without the engines
+        retired there.
         """
         self.cluster = deployment.cluster
         self.rollout = deployment.rollout
@@ -67,7 +68,7 @@ class RolloutGroup:
         self.seats = seats or engine_seats(deployment)
         self._settings = list(settings)
         self._logs = logs
-        self._below: dict[int, list[tuple[int, float]]] = {}  # processes of each rank, and when they began
+        self._below: dict[int, list[tuple[int, float]]] = {}  # processes of each rank, and their start times
         self.workers: list[ray.actor.ActorHandle] = [] if before is None else list(before.workers)
         self.fleet = EngineFleet(self, self.rollout.start_timeout_s)
         self._places_before = {} if before is None else before.device_places
@@ -75,21 +76,21 @@ class RolloutGroup:
             self.fleet.stand_for(before.fleet)
         self._make_workers()
         self._software = self.refs("software")
-        self._placed = self.refs("places")  # before they start: meanwhile they answer nothing
+        self._placed = self.refs("places")  # before they start, because they answer nothing meanwhile
         self._starting = self._start()
 
     @property
     def have_loaded(self) -> bool:
-        """Whether all of them start with the weights of the checkpoint, and none waits for a sync."""
+        """Tells whether all engines start with the weights of the checkpoint and none waits for a sync."""
         return not any(settings.awaits_weights for settings in self._settings)
 
     def names_of(self, engines: Iterable[int]) -> list[str]:
-        """Names of all ranks of these engines."""
+        """Returns the names of all ranks of these engines."""
         wanted = set(engines)
         return [name for number, name in enumerate(self.names) if number // self.engine_ranks in wanted]
 
     def _make_workers(self) -> None:
-        """Makes workers of engines that are not given up; in the place of the others stays what was there."""
+        """Makes workers of engines that are not retired. For the others the old worker stays."""
         there = self.names_of(self.fleet.reached())
         each = enumerate(self.names)
         self.workers = [self._worker(number) if name in there else self.workers[number] for number, name in each]
@@ -110,16 +111,16 @@ class RolloutGroup:
         return kind.remote(settings, log, seat.places, dict(os.environ), str(Path.cwd()))
 
     def _start(self) -> dict[str, ray.ObjectRef]:
-        """Starts all ranks at once, once they have said where they are."""
+        """Starts all ranks at once, after they have said where they are."""
         starts: dict[str, ray.ObjectRef] = {}
         for engine in sorted(self.fleet.reached()):
             starts |= self._start_of(engine, [self._placed[name] for name in self.names_of([engine])])
         return starts
 
     def _start_of(self, engine: int, answered: Sequence[ray.ObjectRef] = ()) -> dict[str, ray.ObjectRef]:
-        """Starts the ranks of one engine with the address where they meet, which is at their first one.
+        """Starts the ranks of one engine with the address of its first rank, where they connect.
 
-        `answered`: what they are to answer before.
+        `answered` are answers that must come first.
         """
         meeting = None
         if self.engine_ranks > 1:
@@ -127,13 +128,16 @@ class RolloutGroup:
         return self.refs("start", meeting, *answered, engines=[engine])
 
     def start_again(self, engine: int) -> dict[str, ray.ObjectRef]:
-        """Starts an engine that was ended, on the same seats; answers to come once it serves, by name."""
+        """Starts an ended engine on the same seats.
+
+        Returns references, by name, to answers that come once it serves.
+        """
         for number in self._ranks_of(engine):
             self.workers[number] = self._worker(number)
         return self._start_of(engine)
 
     def end(self, engine: int) -> None:
-        """Kills an engine's actors and all below them, also such as are stopped."""
+        """Kills an engine's actors and all processes below them, including stopped ones."""
         for number in self._ranks_of(engine):
             ray.kill(self.workers[number])
             self._end_below(self.names[number], self._below.pop(number, []))
@@ -142,12 +146,12 @@ class RolloutGroup:
         if self.nodes[name] == ray.get_runtime_context().get_node_id():
             end_processes(processes)
             return
-        with suppress(Exception):  # where its node is gone, so are they
+        with suppress(Exception):  # if its node is gone, so are the processes
             ended = ray.remote(max_retries=0)(end_processes).options(**on_node(self.nodes[name])).remote(processes)
             gather({name: ended}, PREPARE_S, "ending what is left of an engine")
 
     def note_place(self, engine: int) -> None:
-        """Asks an engine that has started where it is, and which its processes are."""
+        """Asks a started engine where it is, and for its processes."""
         limit_s = self.cluster.start_timeout_s
         self.device_places |= gather(self.refs("places", engines=[engine]), limit_s, "asking where an engine is")
         self.nodes |= {name: places[0][0] for name, places in self.device_places.items()}
@@ -161,9 +165,9 @@ class RolloutGroup:
         return range(engine * self.engine_ranks, (engine + 1) * self.engine_ranks)
 
     def wait_started(self) -> None:
-        """Blocks until every engine serves; the actor can start meanwhile.
+        """Waits until every engine serves. The actor can start meanwhile.
 
-        Raises EnvironmentFault where one has other software.
+        Raises EnvironmentFault if one has other software.
         """
         check_same(gather(self._software, self.rollout.start_timeout_s, "starting the engines", self.poll))
         gather(self._starting, self.rollout.start_timeout_s, "starting the engines", self.poll)
@@ -171,9 +175,10 @@ class RolloutGroup:
             self._note_processes(engine)
 
     def refs(self, method: str, *arguments, engines: Collection[int] | None = None) -> dict[str, ray.ObjectRef]:
-        """Asks all ranks of all engines that are there, or of some, without waiting; answers to come, by name.
+        """Calls all ranks of all reachable engines, or of some, without waiting. Returns references to the answers, by
+        name.
 
-        `method`: one of CONTROL_VERBS, or a method of EngineWorker.
+        `method` is one of CONTROL_VERBS, or a method of EngineWorker.
         """
         asked = self.fleet.reached() if engines is None else engines
         return {
@@ -183,16 +188,16 @@ class RolloutGroup:
         }
 
     def call(self, method: str, *arguments, engines: Collection[int] | None = None) -> list:
-        """Asks all ranks of all engines, or of some, as `refs` does; answers of those that live on, in their order.
+        """Calls all ranks as `refs` does, and returns the answers of those that survive, in their order.
 
-        Raises Interrupted naming those that are lost, or not there in time, where the run cannot do without.
+        Raises Interrupted that names the lost or late ones, if the run cannot go on without them.
         """
         self.prepare(method, engines)
         refs = self.refs(method, *arguments, engines=self._still(engines))
         return list(self._in_time(refs, method).values())
 
     def answers(self, method: str, phase: str) -> dict[str, Any]:
-        """Calls all engines and returns their answers by name; `phase`: how errors name the call."""
+        """Calls all engines and returns their answers by name. `phase` is the name of the call in errors."""
         return self._in_time(self.refs(method), phase)
 
     def _still(self, engines: Collection[int] | None) -> Collection[int] | None:
@@ -201,16 +206,17 @@ class RolloutGroup:
         return self.fleet.reached() & set(engines)
 
     def prepare(self, what: str, engines: Collection[int] | None = None) -> None:
-        """The first phase of what is asked of ranks that wait for each other: each says that it is there.
+        """Asks ranks that wait for each other whether they are alive, before they are asked for more.
 
-        Raises Late naming those that do not; where they were asked at once, all others would be late with them.
+        Raises Late that names those that do not answer. Without this check, all others would be late too.
         """
         if self.engine_ranks > 1:
             self.check_there(what, engines)
 
     def check_there(self, what: str, engines: Collection[int] | None = None) -> None:
-        """Asks all ranks of all engines, or of some, whether they live. Raises Late naming those that do not answer,
-        Interrupted those that died.
+        """Asks all ranks of all engines, or of some, whether they are alive.
+
+        Raises Late that names those that do not answer, Interrupted for those that died.
         """
         limit_s = min(PREPARE_S, self._deadlines.of("check_there"))
         self._answers(self.refs("check_there", engines=engines), limit_s, f"{what}, asking who is there")
@@ -219,14 +225,14 @@ class RolloutGroup:
         """Waits for answers as long as calls of this phase may take."""
         began = time.monotonic()
         answers = self._answers(refs, self._deadlines.of(phase), phase)
-        if refs and len(answers) == len(refs):  # else what it took is how long somebody was waited for
+        if refs and len(answers) == len(refs):  # otherwise the time includes the wait for a lost engine
             self._deadlines.ended(phase, time.monotonic() - began)
         return answers
 
     def _answers(self, refs: dict[str, ray.ObjectRef], timeout_s: float, what: str) -> dict:
-        """Gathers answers, without engines that are lost meanwhile where the run can do without them.
+        """Gathers answers, without engines that are lost meanwhile if the run can go on without them.
 
-        Where ranks are late together, the error says whose processes do not run.
+        If several ranks are late, the error says whose processes do not run.
         """
         asked = self.fleet.epochs()
         while True:
@@ -249,8 +255,9 @@ class RolloutGroup:
 
     @cached_property
     def device_places(self) -> dict[str, list[tuple[str, int | None]]]:
-        """Ray's id of the node, and the device on it, of each worker of each rank, by the rank's name; of engines that
-        were given up those of before.
+        """Ray's node id and the device of each worker of each rank, by the rank's name.
+
+        Retired engines keep their former entries.
         """
         found = self._answers(self._placed, self.cluster.start_timeout_s, "asking where engines are")
         known = self._places_before | found
@@ -258,20 +265,19 @@ class RolloutGroup:
 
     @cached_property
     def nodes(self) -> dict[str, str]:
-        """Ray's id of the node that each rank of an engine is on, by its name."""
+        """Ray's node id of each engine rank, by its name."""
         return {name: own[0][0] for name, own in self.device_places.items()}
 
     def streams(self) -> RequestStreams:
-        """Makes the streams of requests; nothing is sent yet."""
+        """Makes the streams of requests. Nothing is sent yet."""
         limit_s = self.rollout.generate_timeout_s
         return RequestStreams(self.fleet, partial(self.refs, "check_there"), self.nodes, limit_s)
 
     def load_weights(self, buckets: Iterable[tuple[ray.ObjectRef, str]], engines: Collection[int]) -> int:
-        """Hands these engines full HF tensors; returns bytes received, all together. `commit` completes it.
+        """Gives these engines full HF tensors. Returns the received bytes in total. `commit` completes the update.
 
-        `buckets`: a reference to the bytes of a safetensors file as a uint8 array, and their SHA-256.
-
-        An engine whose update failed holds no version and refuses to generate, so a mixture is never served.
+        `buckets` are references to the bytes of a safetensors file as a uint8 array, each with its SHA-256. An engine
+        whose update failed has no version and refuses to generate, so a mixture is never served.
         """
         self.call("begin_update", engines=engines)
         moved = sum(sum(self.call("load_bucket", data, sha256, engines=engines)) for data, sha256 in buckets)
@@ -279,7 +285,7 @@ class RolloutGroup:
         return moved
 
     def commit(self, version: int, engines: Collection[int]) -> VersionServed:
-        """Lets these engines serve `version`, whose weights each of them holds already.
+        """Lets these engines serve `version`, whose weights each of them already holds.
 
         Returns counts of the version before, over all of them.
         """
@@ -289,17 +295,16 @@ class RolloutGroup:
         return VersionServed(sum(stale), max(peaks), sum(preemptions))
 
     def pause_for_update(self, give_back: bool) -> bool:
-        """Every engine pauses for new weights and `commit`; whether one of them gives its requests back.
+        """Pauses every engine for new weights and `commit`. Returns whether one of them gives its requests back.
 
         See VllmEngine.
         """
         return any(self.call("pause_for_update", give_back))
 
     def give_up(self, version: int, sleeps: bool) -> None:
-        """Ends all requests of every engine, which serves nothing until it is brought to `version`;
-        `sleeps`: and which is asleep.
+        """Ends all requests of every engine, which serves nothing until it is synced to `version`.
 
-        Raises Interrupted where one does not answer within GIVE_UP_S.
+        With `sleeps` it is also put to sleep. Raises Interrupted if one does not answer within GIVE_UP_S.
         """
         states = set(self._answers(self.refs("give_up"), GIVE_UP_S, "giving up requests").values())
         self.fleet.rewind(version)
@@ -310,21 +315,23 @@ class RolloutGroup:
         self.call("sleep")
 
     def end_requests(self, handles: Mapping[str, list[int]]) -> None:
-        """Ends requests that nobody waits for any more, by the name of the engine that has them."""
+        """Ends requests that are no longer needed, by the name of the engine that has them."""
         serving = self.fleet.serving()
         here = {name: numbers for name, numbers in handles.items() if name in serving}
         refs = {name: serving[name].worker.do.remote("end_requests", numbers) for name, numbers in here.items()}
         self._in_time(refs, "ending requests")
 
     def fingerprints(self) -> list[dict[str, str]]:
-        """Returns fingerprints of each engine, over all its ranks, as VllmEngine.fingerprints names them."""
+        """Returns one set of fingerprints for each engine, over all its ranks, with the names of
+        VllmEngine.fingerprints.
+        """
         fingerprints = self.call("fingerprints")
         ranks = self.engine_ranks
         return [dict(ChainMap(*fingerprints[first : first + ranks])) for first in range(0, len(fingerprints), ranks)]
 
     def stop(self) -> None:
         """Ends the engines and vLLM's processes below them."""
-        with suppress(Exception):  # the run is over either way; killing the actors ends what is left
+        with suppress(Exception):  # the run is over in any case; killing the actors ends the rest
             gather(self.refs("stop"), 30.0, "stopping the engines")
         for worker in self.workers:
             ray.kill(worker)
@@ -332,13 +339,14 @@ class RolloutGroup:
 
 
 def request_limit(deployment: Deployment, deterministic: bool) -> int | None:
-    """Requests that a front end has at most; None: each call's are spread before the first is answered.
+    """Returns the limit of requests at a front end; None: all are distributed before the first is answered.
 
-    Of conversations it has more than the engine samples at once, so that others generate while tools work: TurnGate.
+    With conversations it exceeds what the engine samples at once, so that others generate while tools run; see
+    TurnGate.
 
-    Where what else an engine computes changes no bit, a response is a function of its request and the weights. Engines
-    check it when they start. Elsewhere who is beside whom decides the last bits, and a run that is to repeat must
-    not leave that to a clock.
+    Returns None if the run must be repeatable and the rest of a batch may change bits. Then timing must not decide
+    which requests are computed together. If the rest of a batch changes no bit, which engines check when they start, a
+    limit is safe.
     """
     needs_order = deterministic and not get_hosting(deployment.cluster.device).checks_batch_order
     if needs_order:

@@ -1,6 +1,4 @@
-"""Whether all processes of a run, on whichever node, run what the driver runs: the same mrl, to the byte,
-and the same packages.
-"""
+"""Checks that all processes of a run have the driver's software: the same bytes of mrl, and the same packages."""
 
 import hashlib
 import sys
@@ -19,12 +17,12 @@ _SHOWN = 12  # characters of a digest
 
 @cache
 def software() -> dict[str, str]:
-    """What this process has, by name: Python, packages that are there, and a digest of mrl's sources."""
+    """Returns this process's software by name: Python, installed packages, and a digest of mrl's sources."""
     versions = {"Python": ".".join(map(str, sys.version_info[:2])), _OWN: _digest(Path(mrl.__file__).parent)}
     for name in PACKAGES:
         try:
             versions[name] = bare(version(name))
-        except PackageNotFoundError:  # a driver's node may lack what ranks need, a rank's what engines need
+        except PackageNotFoundError:  # a driver's node may lack packages of ranks, a rank's node those of engines
             continue
     return versions
 
@@ -37,11 +35,10 @@ def _digest(folder: Path) -> str:
 
 
 def check_same(others: Mapping[str, tuple[str, Mapping[str, str]]], mine: Mapping[str, str] | None = None) -> None:
-    """`others`: name of a process -> address of its node, and its `software`.
+    """Compares software. `others`: name of a process -> address of its node, and its `software`.
 
-    `mine`: the driver's, by default this process's.
-
-    Raises EnvironmentFault that names nodes whose processes have another version of something that the driver has too.
+    `mine` is the driver's, by default this process's. Raises EnvironmentFault that names nodes whose versions differ
+    from the driver's.
     """
     mine = software() if mine is None else mine
     differing: dict[str, list[str]] = {}
@@ -49,5 +46,5 @@ def check_same(others: Mapping[str, tuple[str, Mapping[str, str]]], mine: Mappin
         for name in (name for name in mine if name in theirs and theirs[name] != mine[name]):
             differing.setdefault(f"{name} is {theirs[name]} on {address} and {mine[name]} here", []).append(process)
     if differing:
-        told = "; ".join(f"{what} ({', '.join(processes)})" for what, processes in differing.items())
-        raise EnvironmentFault(f"the nodes do not run the same software: {told}; install one version on every node")
+        listed = "; ".join(f"{what} ({', '.join(processes)})" for what, processes in differing.items())
+        raise EnvironmentFault(f"the nodes do not run the same software: {listed}; install one version on every node")

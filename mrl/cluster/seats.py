@@ -1,12 +1,10 @@
-"""Where a run's processes sit. `separate`: a rank or an engine has its devices to itself. `colocated`: they share them.
+"""Places a run's processes. `separate`: each rank or engine has devices of its own. `colocated`: they share devices.
 
-Colocated, Ray reserves a bundle a device, and everything that works on a device sits in its bundle. Which device that
-is we say ourselves: an actor that asks Ray for a device gets one alone, and a rank and a worker are to have the same
-one.
+Colocated, Ray reserves a bundle for each device, and all processes on that device share its bundle. mrl itself assigns
+the device: an actor that asks Ray for a device gets it exclusively, but a rank and a worker must share one.
 
-An example, engines of TP2 on two nodes of two devices: rank 3 sits in the bundle of (node 1, device 1). Engine 1 has
-its process in the bundle of (node 1, device 0) and sees devices 0 and 1 of that node, on which it starts its two
-workers.
+Example: engines of TP2 on two nodes of two devices. Rank 3 is in the bundle of (node 1, device 1). Engine 1 has its
+process in the bundle of (node 1, device 0). It sees devices 0 and 1 of that node and starts its two workers on them.
 """
 
 import os
@@ -28,32 +26,32 @@ from mrl.remote.calls import gather
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one Ray actor runs."""
+    """What Ray reserves for one actor, and where."""
 
     options: dict[str, Any]  # of the Ray actor
-    environment: dict[str, str]  # beside what every process of its kind has
+    environment: dict[str, str]  # in addition to what every process of its kind has
     places: list[tuple[str, int]] | None  # node and device of each worker; None: Ray chooses, and the process asks it
 
 
 @dataclass(frozen=True)
 class Seats:
-    """The seats of a group's actors in its order, and how they are given back."""
+    """The seats of a group's actors in its order, and the function that releases them."""
 
     seats: tuple[Seat, ...]
     release: Callable[[], None]
 
 
 def actor_seats(cluster: ClusterConfig, layout: LayoutConfig, within_s: float | None = None) -> Seats:
-    """Reserves devices for the ranks alone; ranks that talk at every layer share a node where that can be.
+    """Reserves devices for the ranks alone. Ranks that communicate in every layer share a node if possible.
 
-    `within_s`: how long to wait for the devices, by default as long as for a start.
+    `within_s` is the deadline, by default that of a start.
     """
     bundles = actor_bundles(cluster, layout)
     return _own(reserve(bundles, within_s or cluster.start_timeout_s, layout.tensor_model_parallel_size))
 
 
 def engine_seats(deployment: Deployment) -> Seats:
-    """Reserves devices for the engines' data-parallel ranks; those of an engine share a node where that can be."""
+    """Reserves devices for the engines' data-parallel ranks. Those of an engine share a node if possible."""
     limit_s = deployment.cluster.start_timeout_s
     return _own(reserve(engine_bundles(deployment), limit_s, deployment.rollout.data_parallel_size))
 
@@ -65,7 +63,7 @@ def _own(reserved: Reservation) -> Seats:
 
 @dataclass(frozen=True)
 class SharedSeats:
-    """Ranks and engines on the same devices; `release` gives back the devices of both."""
+    """Ranks and engines on the same devices. `release` releases the devices of both."""
 
     ranks: Seats
     engines: Seats
@@ -74,7 +72,7 @@ class SharedSeats:
 
 @dataclass(frozen=True)
 class _Device:
-    """One reserved device: its bundle, its node, its number there, and the name by which a process is shown it."""
+    """One reserved device: its bundle, node, number on the node, and the name under which a process sees it."""
 
     options: dict[str, Any]
     node: str
@@ -83,9 +81,9 @@ class _Device:
 
 
 def shared_seats(deployment: Deployment) -> SharedSeats:
-    """Seats of a colocated run.
+    """Makes the seats of a colocated run.
 
-    Raises EnvironmentFault when Ray cannot give the devices node by node as the layout needs them.
+    Raises EnvironmentFault when Ray cannot provide the devices node by node as the layout needs.
     """
     cluster = deployment.cluster
     hosting = get_hosting(cluster.device)
@@ -93,7 +91,7 @@ def shared_seats(deployment: Deployment) -> SharedSeats:
     reserved = reserve(device_bundles(deployment), cluster.start_timeout_s)
     try:
         names = _device_names(reserved, hosting, cluster.start_timeout_s)
-        # CANN knows no other order
+        # CANN supports no other order
         ascending = sorted(range(len(names)), key=lambda bundle: (len(names[bundle]), names[bundle]))
         places = shared_devices(deployment)
         nodes = [reserved.nodes[bundle] for bundle in ascending]
@@ -108,20 +106,20 @@ def shared_seats(deployment: Deployment) -> SharedSeats:
         devices[place] = _Device(reserved.idle_options(bundle), node, numbers[node], names[bundle])
         numbers[node] += 1
     of_ranks = [_seat([devices[place]], hosting, cluster.cpus_per_actor) for place in ranks]
-    together = deployment.rollout.tensor_model_parallel_size  # an engine's tensor workers are below one process
+    together = deployment.rollout.tensor_model_parallel_size  # an engine's tensor workers are children of one process
     groups = [workers[first : first + together] for first in range(0, len(workers), together)]
     of_engines = [_seat([devices[place] for place in group], hosting, cluster.cpus_per_engine) for group in groups]
     return SharedSeats(Seats(tuple(of_ranks), _keep), Seats(tuple(of_engines), _keep), reserved.release)
 
 
 def _keep() -> None:
-    """Keeps the devices reserved: the other processes on them work on."""
+    """Does nothing: the devices stay reserved, because other processes on them continue."""
 
 
 def _seat(devices: Sequence[_Device], hosting: Hosting, cpus: float) -> Seat:
-    """A seat in the first device's bundle.
+    """Makes a seat in the first device's bundle.
 
-    Ray counts no CPUs there, so it would not set the threads that go with them.
+    Ray counts no CPUs there, so it would not set the number of threads.
     """
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, int(cpus))))
     environment = {"OMP_NUM_THREADS": threads} | hosting.visible_devices([device.name for device in devices])
@@ -129,7 +127,7 @@ def _seat(devices: Sequence[_Device], hosting: Hosting, cpus: float) -> Seat:
 
 
 def _device_names(reserved: Reservation, hosting: Hosting, timeout_s: float) -> list[str]:
-    """Ray's name for each bundle's device; empty on the CPU."""
+    """Returns Ray's name for each bundle's device; empty on the CPU."""
     if hosting.ray_resource is None:
         return [""] * len(reserved.bundles)
     ask = ray.remote(max_retries=0)(_own_device)

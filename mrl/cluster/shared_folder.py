@@ -1,5 +1,5 @@
-"""Whether every node sees the run directory: ranks write their part of a checkpoint into the driver's folder, and read
-the others' when they resume.
+"""Checks that every node sees the run directory. Ranks write their part of a checkpoint into it, and read those of
+others when they resume.
 """
 
 import secrets
@@ -11,18 +11,18 @@ from pathlib import Path
 
 from mrl.errors import EnvironmentFault
 
-SEEN_S = 10.0  # until another node's file is seen: network file systems keep what they know of a folder for a while
+SEEN_S = 10.0  # until another node's file is visible: network file systems cache a folder's content for a while
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A file of the run directory, there while ranks look for it."""
+class FolderMark:
+    """A file of the run directory that exists while ranks look for it."""
 
     path: str
     text: str
 
     def is_seen(self) -> bool:
-        """Whether this process's node has that very file."""
+        """Tells whether this process's node has that file."""
         deadline = time.monotonic() + SEEN_S
         while not (seen := self._read() == self.text) and time.monotonic() < deadline:
             time.sleep(SEEN_S / 50)
@@ -36,10 +36,10 @@ class Mark:
 
 
 @contextmanager
-def marked(run_dir: Path) -> Iterator[Mark]:
-    """Puts a mark into the folder for as long as it is looked for."""
+def marked(run_dir: Path) -> Iterator[FolderMark]:
+    """Puts a mark into the folder for the duration of the block."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    mark = Mark(str(run_dir.resolve() / f".seen-{secrets.token_hex(4)}"), secrets.token_hex(16))
+    mark = FolderMark(str(run_dir.resolve() / f".seen-{secrets.token_hex(4)}"), secrets.token_hex(16))
     Path(mark.path).write_text(mark.text, encoding="ascii")
     try:
         yield mark
@@ -48,8 +48,9 @@ def marked(run_dir: Path) -> Iterator[Mark]:
 
 
 def check_seen(run_dir: Path, seen: Mapping[str, tuple[str, bool]]) -> None:
-    """`seen`: name of a process -> address of its node, and whether it saw the mark. Raises EnvironmentFault naming
-    nodes whose processes did not.
+    """Raises EnvironmentFault that names nodes whose processes did not see the mark.
+
+    `seen`: name of a process -> address of its node, and whether it saw the mark.
     """
     blind: dict[str, list[str]] = {}
     for process, (address, saw) in seen.items():

@@ -1,9 +1,9 @@
 """One weight sync over all ranks and engines: agree on a plan, move the weights, compare digests, commit a version.
 
-Fencing: an engine that takes weights holds no version from the first byte on and refuses to generate
-(FENCED of mrl.vllm.engine_state); only the commit, which comes when every engine is verified, gives it one again. An
-engine whose sync failed stays fenced and is synced once more from the first round. What it then holds is read back
-whatever reshard.verify_every says. When that fails too, the run stops with the reason and can be resumed.
+Fencing: an engine that receives weights has no version from the first byte on, and refuses to generate (FENCED of
+mrl.vllm.engine_state). Only the commit gives it a version again, after all engines are verified. An engine whose sync
+failed stays fenced and is synced once more from the first round. Then its weights are always read back, whatever
+reshard.verify_every says. If that fails too, the run stops with the reason and can be resumed.
 """
 
 import itertools
@@ -24,14 +24,14 @@ from mrl.model import read_hf_config
 from mrl.remote.calls import gather, settle
 from mrl.remote.deadlines import LEAST_S, Deadlines
 from mrl.remote.process_logs import concerning
-from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, p2p_members, routes_in_words
-from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, disagreements, in_words, replica_faults
+from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, describe_routes, p2p_members
+from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, describe, disagreements, replica_faults
 from mrl.units import GIB, MIB
 from mrl.vllm.requests import rank_name
 
 PHASE = "weight sync"
 _ATTEMPTS = 2
-_KERNELS = {"attention": "attention", "moe": "MoE kernels"}  # part of an engine's report -> as it is printed
+_KERNELS = {"attention": "attention", "moe": "MoE kernels"}  # part of an engine's report -> its printed name
 
 
 @dataclass(frozen=True)
@@ -39,39 +39,39 @@ class AttemptAnswers:
     """What ranks and engines answered to one attempt: a report, or the error."""
 
     sends: list[Report | Exception]  # of each rank
-    receives: dict[int, list[Report] | Exception]  # engine -> of each of its workers
+    receives: dict[int, list[Report] | Exception]  # engine -> report of each worker
 
     @property
     def has_errors(self) -> bool:
-        """A transport may be in an unknown state."""
+        """True if a transport may be in an unknown state."""
         return any(isinstance(answer, Exception) for answer in (*self.sends, *self.receives.values()))
 
 
 @dataclass
 class SyncProgress:
-    """What one sync has reached, over its attempts."""
+    """The progress of one sync over its attempts."""
 
     fenced: set[int]  # engines that are not verified yet
     verified: dict[int, list[Report]] = field(default_factory=dict)  # engine -> reports of its workers
     reasons: dict[int, str] = field(default_factory=dict)  # engine -> why the last attempt failed
     bytes_sent: Counter[int] = field(default_factory=Counter)  # to each verified engine
-    staging_bytes: int = 0  # of the rank that held most
+    staging_bytes: int = 0  # largest of any rank
     free_bytes: list[int | None] = field(default_factory=list)  # of each rank's device, after the last attempt
     transports_broken: bool = False  # by the last attempt
 
     def keep(self, engines: set[int]) -> None:
-        """Goes on with these engines; the others were lost."""
+        """Keeps only these engines. The others were lost."""
         self.fenced &= engines
         self.verified = {engine: reports for engine, reports in self.verified.items() if engine in engines}
 
     @property
     def why(self) -> str:
-        """Why engines are still fenced."""
+        """The reasons why engines are still fenced."""
         return "; ".join(dict.fromkeys(self.reasons[engine] for engine in sorted(self.fenced)))
 
 
 class WeightSync:
-    """Brings all engines to the trainer's weights, by the path that the configuration chooses."""
+    """Syncs all engines to the trainer's weights, by the configured path."""
 
     def __init__(
         self,
@@ -86,20 +86,20 @@ class WeightSync:
         self._reshard = reshard
         self.actor = actor
         self.engines = engines
-        # ranks wait for a peer that is lost, too, and say so: whoever is late after that is who is lost
+        # ranks wait for a lost peer and report it, so whoever is late after that is lost itself
         self._deadlines = Deadlines.of_steps(deployment.cluster, LEAST_S + reshard.timeout_s)
         self._updates = itertools.count(1)
         self._syncs = 0
         self._preempted = 0  # requests, since the engines were started
         self.setup: SyncSetup | None = None
-        self._met: dict[int, int] = {}  # engines that transports are open to, with the epoch of each
+        self._met: dict[int, int] = {}  # engines with open transports, with the epoch of each
         self._held: set[int] = set()  # engines that hold what is to be committed
         self._weight_bytes: Counter[int] = Counter()  # of each engine
 
     def bring_to(self, version: int) -> dict[str, float]:
-        """Metrics of one sync after which every engine serves `version`, those too that have started again meanwhile.
+        """Syncs every engine, including restarted ones, so that all serve `version`. Returns metrics.
 
-        Raises what `transfer` does.
+        Raises what `transfer` raises.
         """
         began = time.perf_counter()
         self.engines.fleet.collect()
@@ -107,28 +107,28 @@ class WeightSync:
         return metrics | {"reshard/seconds": time.perf_counter() - began}
 
     def transfer(self, version: int) -> dict[str, float]:
-        """Metrics of moving the weights of `version`: every engine holds them, verified, and serves nothing until
-        `commit`.
+        """Moves the weights of `version` to every engine and verifies them. Nothing is served until `commit`. Returns
+        metrics.
 
-        Raises Interrupted when one could not be brought there, EnvironmentFault when ranks and engines cannot meet.
+        Raises Interrupted when an engine could not be synced, EnvironmentFault when ranks and engines cannot connect.
         """
         began = time.perf_counter()
-        # one that has started again began with numbers of nobody's
+        # a restarted engine began with random weights
         read_back = self._syncs % self._reshard.verify_every == 0 or bool(self.engines.fleet.stale())
-        metrics = self._brought(version, self.engines.fleet.reached(), read_back)
+        metrics = self._transfer_to(version, self.engines.fleet.reached(), read_back)
         return metrics | {"reshard/seconds": time.perf_counter() - began, "reshard/weight_version": float(version)}
 
-    def _brought(self, version: int, engines: set[int], read_back: bool) -> dict[str, float]:
-        """Metrics of moving weights to these engines: those of them that live on hold them then."""
+    def _transfer_to(self, version: int, engines: set[int], read_back: bool) -> dict[str, float]:
+        """Moves weights to these engines, which hold them afterwards if they survive. Returns metrics."""
         metrics = self._fast(version, engines, read_back) if self._reshard.path == "fast" else self._slow(engines)
         self._held = engines & self.engines.fleet.reached()
         self.engines.fleet.proven(self._held, version)
         return metrics
 
     def mend(self) -> None:
-        """Brings engines that have started again to the weights that the others serve. Ranks are idle, and hold them.
+        """Syncs restarted engines to the weights that the others serve. Ranks are idle and hold these weights.
 
-        Raises what `transfer` does.
+        Raises what `transfer` raises.
         """
         self.engines.fleet.collect()
         if self.engines.fleet.stale():
@@ -136,22 +136,22 @@ class WeightSync:
             self.commit_again()
 
     def transfer_again(self) -> None:
-        """Moves the current weights to engines that have started again, which serve nothing until `commit_again`.
+        """Moves the current weights to restarted engines, which serve nothing until `commit_again`.
 
-        Raises what `transfer` does.
+        Raises what `transfer` raises.
         """
         fleet = self.engines.fleet
-        self._brought(fleet.version, fleet.stale(), read_back=True)
+        self._transfer_to(fleet.version, fleet.stale(), read_back=True)
 
     def commit_again(self) -> None:
-        """Lets engines that were brought back serve the current version."""
+        """Lets restarted engines serve the current version."""
         self.engines.commit(self.engines.fleet.version, self._held)
 
     def commit(self, version: int) -> dict[str, float]:
-        """Lets every engine serve `version`, which `transfer` brought there. Returns metrics of the version before."""
+        """Lets every engine serve `version`, which `transfer` has moved. Returns metrics of the version before."""
         served = self.engines.commit(version, self._held)
         self._syncs += 1
-        preempted = max(0, served.preemptions - self._preempted)  # of engines that were started again since: fewer
+        preempted = max(0, served.preemptions - self._preempted)  # restarted engines have counted fewer
         self._preempted = served.preemptions
         return {
             "rollout/stale_prefix_tokens": float(served.stale_tokens),
@@ -190,7 +190,7 @@ class WeightSync:
         self._compare(self._move(progress.fenced, read_back), progress)
 
     def _move(self, engines: set[int], read_back: bool) -> AttemptAnswers:
-        """Sends all weights to these engines. `read_back`: digest what they finally hold, too."""
+        """Sends all weights to these engines. With `read_back`, digests of what they finally hold are computed too."""
         update = next(self._updates)
         ranks = self.setup.rollout_layout.data
         self.engines.check_there(PHASE, sorted(engines))
@@ -208,7 +208,7 @@ class WeightSync:
         return AttemptAnswers([answers[name] for name in sending], received)
 
     def _compare(self, answers: AttemptAnswers, progress: SyncProgress) -> None:
-        """Takes the engines that hold what the ranks sent out of `progress.fenced`, and notes why the others do not."""
+        """Removes verified engines from `progress.fenced`, and records why the others are not verified."""
         progress.transports_broken = answers.has_errors
         faults = _sending_faults(answers.sends)
         sends = []
@@ -224,7 +224,7 @@ class WeightSync:
             elif faults:
                 progress.reasons[engine] = faults[0]
             elif engine in differing:
-                progress.reasons[engine] = in_words(differing[engine])
+                progress.reasons[engine] = describe(differing[engine])
             else:
                 progress.verified[engine] = answer
         progress.fenced -= progress.verified.keys()
@@ -237,7 +237,10 @@ class WeightSync:
         progress.free_bytes = [report.get("free_bytes") for report in sends]
 
     def _keep_fenced(self, version: int, progress: SyncProgress, is_last: bool) -> None:
-        """Says which engines are synced again. Raises Interrupted after the last attempt: they stay fenced."""
+        """Reports which engines are synced again.
+
+        After the last attempt they stay fenced, and it raises Interrupted.
+        """
         names = ", ".join(f"engine {engine}" for engine in sorted(progress.fenced))
         if is_last:
             failed = Interrupted(
@@ -248,33 +251,34 @@ class WeightSync:
         print(f"weight sync to version {version}: {names} fenced and synced again: {progress.why}", file=sys.stderr)
 
     def _transferred(self, progress: SyncProgress) -> dict[str, float]:
-        """Metrics of a sync that every engine came through.
+        """Returns the metrics of a sync that succeeded for every engine.
 
-        Raises RuntimeError when the two sides counted other bytes.
+        Raises RuntimeError when the two sides counted different bytes.
         """
         receives = [report for reports in progress.verified.values() for report in reports]
         if self._syncs == 0 and receives:
-            self._say_what_is_there(progress.free_bytes, receives)
+            self._print_kernels_and_memory(progress.free_bytes, receives)
         sent = sum(progress.bytes_sent[engine] for engine in progress.verified)
         weights = sum(self._weight_bytes[engine] for engine in progress.verified)
         totals = SyncTotals.of(sent, receives, weights, progress.staging_bytes)
         metrics = _metrics(totals, len(progress.reasons), all(report["held"] is not None for report in receives))
         return metrics | {"reshard/engines": float(len(progress.verified)), "reshard/workers": float(len(receives))}
 
-    def _say_what_is_there(self, free: list[int | None], receives: list[Report]) -> None:
-        """Engines' kernels, and what is free of the fullest device:
-        communicators and staging are made by the first sync alone.
+    def _print_kernels_and_memory(self, free: list[int | None], receives: list[Report]) -> None:
+        """Prints the engines' kernels, and the free memory of the fullest device.
+
+        Communicators and staging memory are only made in the first sync.
         """
-        if kernels := _kernels_in_words([report.get("kernels", {}) for report in receives]):
+        if kernels := _describe_kernels([report.get("kernels", {}) for report in receives]):
             print(f"engines: {kernels}")
         free_of_engines = [report.get("free_bytes") for report in receives]
         if known := [nbytes for nbytes in (*free, *free_of_engines) if nbytes is not None]:
             print(f"after the first weight sync the fullest device has {min(known) / GIB:.1f} GiB free")
 
     def _agree_again(self, version: int, engines: set[int], why: str) -> None:
-        """Agrees with engines anew after a transport broke.
+        """Connects to the engines again after a transport broke.
 
-        Raises EnvironmentFault with what broke it, which is more than that peers do not meet any more.
+        Raises EnvironmentFault with the original cause, which says more than the failed connection.
         """
         try:
             self._agree(engines)
@@ -286,21 +290,21 @@ class WeightSync:
     def _agree(self, engines: set[int]) -> None:
         """Agrees on the plan with these engines and opens the transports to them.
 
-        This is done before the first byte, after a transport broke, and where others take part than before.
+        Called before the first byte, after a transport broke, and when other engines take part than before.
         """
         limit = self._deployment.cluster.start_timeout_s
         places = gather(self.actor.refs("places"), limit, "placing the weight sync") | self.engines.device_places
         topology = _topology(places, self._deployment.layout.world_size)
         if self.setup is None or self.setup.topology != topology:
             self.setup = self._setup(topology)
-        plan_hash = self.setup.plan().hash  # first: it refuses layouts that these processes do not have
+        plan_hash = self.setup.plan().hash  # first, because it refuses layouts that these processes do not have
         self._met = {}
         met = self.engines.fleet.starts(engines)
         meeting = {"kind": self._reshard.transport, "name": uuid.uuid4().hex[:12], "workers": self._workers(engines)}
         address = self.actor.meeting_point(_hosting_rank(replace(self.setup, transport=meeting)))
         self.setup = replace(self.setup, transport=meeting | {"address": address})
         data = self.setup.to_json()
-        # first, and without a peer that waits for it: an engine may read all of its weights back for this
+        # before any peer waits for it, because an engine may read back all of its weights for this
         refs = self.engines.refs("agree_on_sync", data, plan_hash, engines=engines)
         answers = gather(refs | self.actor.refs("agree_on_sync", data, plan_hash), limit, "agreeing on the weight sync")
         self._count_weights(answers)
@@ -308,10 +312,10 @@ class WeightSync:
         gather(refs, limit, "connecting the weight sync")
         self.engines.call("release_arenas", engines=engines)
         self._met = met
-        print(f"weight sync: {routes_in_words(self.setup)}")
+        print(f"weight sync: {describe_routes(self.setup)}")
 
     def _count_weights(self, answers: Mapping[str, Any]) -> None:
-        """`answers`: of engines' ranks, among others, bytes of the weights of each."""
+        """Counts the bytes of each engine's weights. `answers` also has those of ranks, which are ignored."""
         self._weight_bytes.clear()
         for name, answer in answers.items():
             if name.startswith("engine"):
@@ -341,7 +345,7 @@ class WeightSync:
 
 
 def _hosting_rank(setup: SyncSetup) -> int:
-    """The rank at whose address the point-to-point group meets: its first member, which holds the store.
+    """Returns the rank at whose address the point-to-point group connects: its first member, which has the store.
 
     Rank 0 may not be in the group.
     """
@@ -349,7 +353,7 @@ def _hosting_rank(setup: SyncSetup) -> int:
 
 
 def _topology(places: dict[str, Any], ranks: int) -> dict[str, list[list[int]]]:
-    """Nodes numbered as they come; a process without an accelerator stands on a device of its own."""
+    """Numbers the nodes in order. A process without an accelerator gets a device number of its own."""
     nodes: dict[str, int] = {}
     standing = [(nodes.setdefault(node, len(nodes)), device) for answer in places.values() for node, device in answer]
     own_device = itertools.count(1 << 16)
@@ -358,8 +362,9 @@ def _topology(places: dict[str, Any], ranks: int) -> dict[str, list[list[int]]]:
 
 
 def _of_engine(answers: list[list[Report] | Exception]) -> list[Report] | Exception:
-    """Reports of all workers, data-parallel rank by data-parallel rank; an error when a rank has one,
-    with all causes.
+    """Joins the reports of all workers of an engine, rank by rank.
+
+    Returns an error with all causes if a rank has one.
     """
     if errors := [answer for answer in answers if isinstance(answer, Exception)]:
         texts = sorted((str(error) for error in errors), key=lambda text: GAVE_UP in text)
@@ -368,7 +373,7 @@ def _of_engine(answers: list[list[Report] | Exception]) -> list[Report] | Except
 
 
 def _sending_faults(sends: Sequence[Report | Exception]) -> list[str]:
-    """Why what was sent cannot be trusted: errors of ranks, causes before effects, else replicas that differ."""
+    """Returns why the sent data cannot be trusted: errors of ranks, causes first, else replicas that differ."""
     errors = sorted(
         (str(answer) for answer in sends if isinstance(answer, Exception)), key=lambda text: GAVE_UP in text
     )
@@ -376,7 +381,7 @@ def _sending_faults(sends: Sequence[Report | Exception]) -> list[str]:
         return errors
     stale = replica_faults(sends)
     if stale:
-        return [in_words(stale)]
+        return [describe(stale)]
     return []
 
 
@@ -387,8 +392,8 @@ def _by_engine(differing: list[Disagreement]) -> dict[int, list[Disagreement]]:
     return groups
 
 
-def _kernels_in_words(of_workers: Sequence[Mapping[str, Sequence[str]]]) -> str:
-    """Names the kernels of attention and of experts over all workers; empty where no worker says."""
+def _describe_kernels(of_workers: Sequence[Mapping[str, Sequence[str]]]) -> str:
+    """Names the kernels of attention and experts over all workers; empty if no worker tells."""
     words = []
     for part, title in _KERNELS.items():
         names = {name for kernels in of_workers for name in kernels.get(part, ())}
@@ -398,7 +403,7 @@ def _kernels_in_words(of_workers: Sequence[Mapping[str, Sequence[str]]]) -> str:
 
 
 def _metrics(totals: SyncTotals, resynced: int, read_back: bool) -> dict[str, float]:
-    """`read_back`: what every engine finally holds was read."""
+    """Returns the metrics. `read_back` says that what every engine finally holds was read."""
     return {
         "reshard/bytes_required": float(totals.bytes_required),
         "reshard/bytes_moved": float(totals.bytes_moved),

@@ -18,7 +18,7 @@ import ray
 
 from mrl.cluster.prerequisites import free_port, own_cpus
 from mrl.cluster.same_software import software
-from mrl.cluster.shared_folder import Mark
+from mrl.cluster.shared_folder import FolderMark
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig
 from mrl.data.samples import Samples
@@ -38,13 +38,13 @@ from mrl.schedule.engine_loads import request_limit_of
 from mrl.vllm.engine_state import CONTROL_VERBS
 from mrl.vllm.requests import EngineReading
 
-WRITING = "writing"  # the methods that a rank answers in a thread of their own, while it trains
-LOOKING = "looking"  # and in another one, while it trains or writes
+WRITING = "writing"  # concurrency group of methods that a rank answers while it trains
+LOOKING = "looking"  # and of those that it answers while it trains or writes
 MODEL_VERBS = ("kernels", "offload", "bring", "prefetch")  # methods of MegatronActor that the driver calls
 
 
 def log_to(path: str) -> None:
-    """Sends this process's stdout and stderr, its children's included, to a file of the run directory."""
+    """Redirects stdout and stderr of this process and its children to a file of the run directory."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -55,7 +55,7 @@ def log_to(path: str) -> None:
 
 
 def own_places() -> list[tuple[str, int]]:
-    """(node, device) of every accelerator that Ray gave this process."""
+    """Returns (node, device) of every accelerator that Ray gave this process."""
     context = ray.get_runtime_context()
     devices = next((ids for ids in context.get_accelerator_ids().values() if ids), [])
     return [(context.get_node_id(), device_number(device)) for device in devices]
@@ -64,49 +64,49 @@ def own_places() -> list[tuple[str, int]]:
 class ActorWorker:
     """One rank of the trained model.
 
-    Every method but those of WRITING and LOOKING is collective: the group calls it on all ranks.
+    All methods are collective, so the group calls them on all ranks, except those of WRITING and LOOKING.
     """
 
     def __init__(self, config: dict[str, Any], rank: int, log_path: str, places: list[tuple[str, int]] | None = None):
-        """`places`: see Seat; of one device."""
+        """`places` is the seat's: one device."""
         log_to(log_path)
         self._log = Path(log_path)
         self._places = places
         self.config = RunConfig.model_validate(config)
         self.rank = rank
-        self.batch = None  # rows of the newest step
-        self.sync_setup = None  # of weight syncs, once it is agreed on
-        self.sender = None  # of them, once they are connected
-        self.host_copy = None  # of a checkpoint, once one is saved
+        self.batch = None  # rows of the current step
+        self.sync_setup = None  # of weight syncs, after agreement
+        self.sender = None  # of weight syncs, after connecting
+        self.host_copy = None  # of a checkpoint, after the first save
 
     @ray.method(concurrency_group=LOOKING)
     def write_stacks(self) -> None:
-        """Writes beside its log where every thread of this rank is; answers whatever the rank is at, if it runs."""
+        """Writes the stacks of all threads beside the log. Works while the rank is busy, if its process runs."""
         with stacks_file(self._log).open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def host(self) -> str:
-        """Address under which the other ranks reach this one."""
+        """Returns the address under which the other ranks reach this one."""
         return ray.util.get_node_ip_address()
 
     def software(self) -> tuple[str, dict[str, str]]:
-        """This node's address, and what runs here."""
+        """Returns this node's address, and the software of this process."""
         return self.host(), software()
 
-    def sees(self, mark: Mark) -> tuple[str, bool]:
-        """This node's address, and whether the driver's file is here, too; see check_seen."""
+    def sees(self, mark: FolderMark) -> tuple[str, bool]:
+        """Returns this node's address, and whether it has the driver's file, for check_seen."""
         return self.host(), mark.is_seen()
 
     def free_port(self) -> int:
-        """A TCP port that nobody listens on now."""
+        """Returns a TCP port that is free now."""
         return free_port()
 
     def start(self, master_addr: str, master_port: int, checkpoint: str | None) -> int:
-        """Builds the model and loads it: a checkpoint of ours, or the Hugging Face weights.
+        """Builds the model and loads it: an mrl checkpoint, or the Hugging Face weights.
 
         Returns this process's id.
         """
-        self.config = with_model_folders(self.config)  # this node's
+        self.config = with_model_folders(self.config)  # those of this node
         model = self.config.model
         own = prepare_process(
             self.config.cluster.device, self.config.actor.layout.model_dump(), model.override_transformer_config
@@ -128,42 +128,43 @@ class ActorWorker:
         return os.getpid()
 
     def begin_step(self, samples: ResponseStore, own: np.ndarray, cut: ReplicaCut, readers: Readers) -> None:
-        """Fetches the rows of a step; see RankBatch."""
-        from mrl.flow.rank_batch import RankBatch  # torch with it, which a prepared process alone may import
+        """Fetches the rows of a step into a RankBatch."""
+        from mrl.flow.rank_batch import RankBatch  # imports torch, which only a prepared process may do
 
-        self.batch = None  # the rows of the step before go first
-        here = ray.get_runtime_context().get_node_id()  # what lies here, the rank cuts out itself
+        self.batch = None  # the former step's rows are released first
+        here = ray.get_runtime_context().get_node_id()  # the rank itself reads what is on this node
         elsewhere = {node: reader for node, reader in readers.items() if node != here}
         self.batch = RankBatch.fetched(self.actor, samples, own, cut, elsewhere)
 
     def do(self, verb: str, *arguments: Any) -> Any:
-        """Asks MegatronActor for one of MODEL_VERBS, or the rows of the step for one of RankBatch's verbs."""
+        """Calls one of MODEL_VERBS on MegatronActor, or a verb of RankBatch on the rows of the step."""
         if verb in MODEL_VERBS:
             return getattr(self.actor, verb)(*arguments)
         return self.batch.do(verb, *arguments)
 
     def speed(self) -> tuple[str, float]:
-        """Name of this rank's device and its FLOP/s, on the CPU with all cores of the host."""
+        """Returns the name of this rank's device and its FLOP/s; on the CPU with all cores of the host."""
         return self.actor.speed(own_cpus())
 
     def host_bytes_used(self) -> int:
-        """Bytes of memory in use on this rank's host."""
+        """Returns the bytes of memory in use on this rank's host."""
         return host_bytes_used()
 
     def memory(self) -> ProcessMemory:
-        """What this rank's process holds, the copy of a checkpoint on the host too."""
+        """Returns the memory of this rank's process, including a checkpoint's copy on the host."""
         return self.actor.memory(self.host_copy.tensors.values() if self.host_copy else ())
 
     def export_buckets(self, limit_bytes: int) -> Iterator[str | np.ndarray]:
-        """Full HF tensors in safetensors buckets of about `limit_bytes`; only rank 0 yields, the others take part.
+        """Yields full HF tensors in safetensors buckets of about `limit_bytes`. Only rank 0 yields; the others take
+        part.
 
-        Of each bucket first the SHA-256, then the bytes: so the driver sees an error without fetching data.
+        For each bucket the SHA-256 comes first, then the bytes, so that the driver sees an error without fetching data.
         """
         from safetensors.torch import save
 
         bucket = {}
         size = 0
-        # it holds the parameters on the device until it ends, also where we are left
+        # the exporter keeps the parameters on the device until it is closed, even if this generator is abandoned
         with closing(self.actor.export_hf()) as exported:
             for name, tensor in exported:
                 if self.rank:
@@ -179,14 +180,14 @@ class ActorWorker:
             yield from _packed(save(bucket))
 
     def places(self) -> list[tuple[str, int | None]]:
-        """Node, and device on it where there is one, of this rank."""
+        """Returns this rank's node, and its device if there is one."""
         return self._places or own_places() or [(ray.get_runtime_context().get_node_id(), None)]
 
     def agree_on_sync(self, setup: dict[str, Any], plan_hash: str) -> None:
         """Builds the plan of the weight syncs and checks this rank's parameters against it.
 
-        Raises EnvironmentFault when it is not the driver's plan, RuntimeError naming parameters that are not as the
-        plan has them.
+        Raises EnvironmentFault if it differs from the driver's plan, RuntimeError naming parameters that differ from
+        the plan.
         """
         from mrl.megatron.local_parameters import LocalParameters
         from mrl.model.adapters import all_shards
@@ -202,7 +203,7 @@ class ActorWorker:
         self.sync_setup = agreed
 
     def connect_sync(self) -> None:
-        """Meets the engines, which do the same now. Raises TransferError."""
+        """Connects to the engines, which connect at the same time. Raises TransferError."""
         from mrl.config.schema_actor import PARAMETERS
         from mrl.megatron.local_parameters import LocalParameters
         from mrl.reshard.connect import connect_sender
@@ -212,14 +213,14 @@ class ActorWorker:
             self.sender = connect_sender(self.sync_setup, self.rank, shards, self.actor.adapters)
 
     def send_weights(self, update: int, workers: list[int], check_replicas: bool) -> dict[str, Any]:
-        """Sends this rank's part of the weights to `workers`; fields of a SendReport."""
+        """Sends this rank's part of the weights to `workers`. Returns the fields of a SendReport."""
         from mrl.config.schema_actor import PARAMETERS
 
         with self.actor.residence.using(PARAMETERS):
             return self.sender.send(update, workers, check_replicas).to_json()
 
     def take_checkpoint(self) -> int:
-        """Copies this rank's part of a checkpoint to host memory; returns the bytes that writing it will need."""
+        """Copies this rank's part of a checkpoint to host memory. Returns the bytes that writing it will need."""
         from mrl.checkpoint.rank_save import HostCopy
 
         self.host_copy = self.host_copy or HostCopy()
@@ -227,7 +228,7 @@ class ActorWorker:
 
     @ray.method(concurrency_group=WRITING)
     def write_checkpoint(self, folder: str) -> dict[str, Any]:
-        """Writes what was taken last into `folder`, beside other calls; returns its part of the manifest."""
+        """Writes the last copy into `folder`, beside other calls. Returns its part of the manifest."""
         return self.host_copy.write(Path(folder)).to_json()
 
 
@@ -238,7 +239,7 @@ def _contiguous():
 
 
 def _packed(data: bytes) -> Iterator[str | np.ndarray]:
-    """Yields digest and bytes. It is a generator and no tuple: Ray sends into what a streaming method yields from."""
+    """Yields digest and bytes. A generator, not a tuple: Ray sends into what a streaming method yields from."""
     yield hashlib.sha256(data).hexdigest()
     yield np.frombuffer(data, np.uint8)
 
@@ -246,26 +247,26 @@ def _packed(data: bytes) -> Iterator[str | np.ndarray]:
 class EngineWorker:
     """One vLLM engine in a Ray actor, or one data-parallel rank of it."""
 
-    conversations = None  # where responses are of several turns, once it is started
+    conversations = None  # set after the start, if responses have several turns
 
     def __init__(
         self, settings, log_path: str, places: list[tuple[str, int]] | None = None,
         environment: Mapping[str, str] | None = None, folder: str | None = None,
     ):  # fmt: skip
-        """`places`: see Seat; of a device a worker. `environment` and `folder`: of the command that the user gave, for
-        tools and agents.
+        """`places` is the seat's: a device for each worker. `environment` and `folder` belong to the user's command,
+        for tools and agents.
         """
         from mrl.vllm.engine import VllmEngine
 
         log_to(log_path)
         self._places = places
-        os.environ |= address_environment(ray.util.get_node_ip_address())  # vLLM's own processes inherit it
+        os.environ |= address_environment(ray.util.get_node_ip_address())  # inherited by vLLM's own processes
         # vLLM 0.23's coordinator of ranks would ask twice and get one port
         if settings.arguments.get("data_parallel_size", 1) == 1:
-            # where vLLM begins to look for ports; its workers listen seconds later, when one of the kernel's may be
+            # where vLLM begins to search for ports; its workers listen seconds later, when an ephemeral port may be
             # taken
             os.environ.setdefault("VLLM_PORT", str(free_port()))
-        model = local_folder(settings.arguments["model"])  # this node's
+        model = local_folder(settings.arguments["model"])  # that of this node
         self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": model}))
         self.outboxes = Outboxes()
         self._environment = environment
@@ -273,18 +274,18 @@ class EngineWorker:
         self._tools_log = Path(log_path).with_suffix(".tools.log")
 
     async def software(self) -> tuple[str, dict[str, str]]:
-        """This node's address, and what runs here."""
+        """Returns this node's address, and the software of this process."""
         return ray.util.get_node_ip_address(), software()
 
     async def meeting_point(self) -> tuple[str, int]:
-        """Address and port on this host where the ranks of an engine can meet."""
+        """Returns an address and port on this host where the ranks of an engine can connect."""
         return ray.util.get_node_ip_address(), free_port()
 
     async def start(self, meeting: tuple[str, int] | None = None, *_answered: Any) -> float:
-        """Starts vLLM; returns seconds. `meeting`: see VllmEngine.start.
+        """Starts vLLM and returns the seconds it took. `meeting` as in VllmEngine.start.
 
-        `_answered`: what it was asked before; Ray begins no call whose arguments are not there, and this one lets
-        nothing else be answered.
+        `_answered` are results of earlier calls. Ray begins a call when its arguments exist, and nothing else is
+        answered during this one.
         """
         if self.engine.settings.turns is not None:
             from mrl.data.dataset import load_tokenizer
@@ -304,27 +305,28 @@ class EngineWorker:
         return await self.engine.start(meeting)
 
     async def stopped_processes(self) -> list[str]:
-        """Says which of vLLM's processes do not run, though they live."""
+        """Returns vLLM's processes that are alive but stopped."""
         from mrl.vllm.process_watch import stopped_below
 
         return stopped_below()
 
     async def processes(self) -> list[tuple[int, float]]:
-        """This one and those below it; see mrl.vllm.process_watch."""
+        """Returns this process and those below it, as mrl.vllm.process_watch describes them."""
         from mrl.vllm.process_watch import processes_here
 
         return processes_here()
 
     async def check_there(self) -> None:
-        """Returns once vLLM's processes have answered. Raises Interrupted when one is lost."""
+        """Returns after vLLM's processes have answered. Raises Interrupted when one is lost."""
         await self.engine.check_there()
 
     async def generate(
         self, client: int, call: int, requests, sampling, kept: dict[int, tuple[ResponseBlock, int]] | None = None
     ) -> None:
-        """Answers requests; see `told` for what finished, and for what went wrong.
+        """Answers requests. `told` returns finished responses and errors.
 
-        `kept`: by sample_id, block and row of the tokens that a response goes on from; what is told of it is whole.
+        `kept`: by sample_id, block and row of the tokens after which a response continues. Its answer contains those
+        too.
         """
         outbox = self.outboxes.of(client)
         with outbox.call(call):
@@ -333,7 +335,7 @@ class EngineWorker:
                 outbox.add(call, batch, sampling.routes)
 
     async def _answers(self, requests, sampling, kept: dict[int, Samples]) -> AsyncIterator[Samples]:
-        """Whole rows, those that go on from kept tokens too."""
+        """Yields complete rows, including the kept tokens."""
         if self.conversations is not None:
             async for batch in self.conversations.generate(self.engine, requests, sampling, kept):
                 yield batch
@@ -343,39 +345,40 @@ class EngineWorker:
             yield with_kept(kept, batch)
 
     async def told(self, client: int, awaited: tuple[int, ...]) -> tuple:
-        """What finished of a client's calls, as a tuple; see Outbox.told. Raises what one of them raised."""
+        """Returns what finished of a client's calls, as a tuple of Outbox.told. Raises what one of them raised."""
         return tuple(await self.outboxes.of(client).told(awaited))
 
     async def blocks(self, client: int, ticket: int, routed: bool) -> list:
-        """Yields None, which says that they are there, then the blocks of one answer of `told`.
+        """Returns None, which says that the rest exists, then the blocks of one answer of `told`.
 
-        Each block comes before its routes, where there are some; they are objects of this node.
+        Each block comes before its routes, if it has some. They are objects of this node.
         """
         blocks = self.outboxes.of(client).taken(ticket)
         of_each = [(replace(block, routes=None), *([block.routes] if routed else [])) for block in blocks]
         return [None, *(each for values in of_each for each in values)]
 
     async def reading(self) -> EngineReading:
-        """What the engine's meters say now, whatever state it is in."""
+        """Returns the engine's current metrics, in any state."""
         all_act = self.conversations is not None and self.conversations.all_act
         return replace(self.engine.reading, all_act=all_act)
 
     async def do(self, verb: str, *arguments: Any) -> Any:
-        """Asks the engine for one of CONTROL_VERBS, which are methods of VllmEngine.
+        """Calls one of CONTROL_VERBS on the engine. They are methods of VllmEngine.
 
-        Raises ValueError for another name, and what the engine raises in a state in which it refuses.
+        Raises ValueError for another name, and the engine's error in a state in which it refuses.
         """
         if verb not in CONTROL_VERBS:
-            raise ValueError(f"an engine was asked to {verb}, which is none of {', '.join(CONTROL_VERBS)}")
+            raise ValueError(f"an engine has no verb {verb}; allowed: {', '.join(CONTROL_VERBS)}")
         if self.conversations is not None and verb in ("end_requests", "give_up"):
-            await self.conversations.end(*arguments)  # first, or one whose request is ended would ask for another
+            # first, otherwise an ended request's conversation would issue another one
+            await self.conversations.end(*arguments)
         answer = await getattr(self.engine, verb)(*arguments)
         if verb == "give_up":
-            self.outboxes = Outboxes()  # who asked for what is in them is gone
+            self.outboxes = Outboxes()  # the clients of its content are gone
         return answer
 
     def places(self) -> list[tuple[str, int | None]]:
-        """Node, and device on it where there is one, of every worker of this engine."""
+        """Returns the node, and the device if there is one, of every worker of this engine."""
         return (
             self._places
             or own_places()
@@ -383,11 +386,11 @@ class EngineWorker:
         )
 
     async def host_bytes_used(self) -> int:
-        """Bytes of memory in use on this engine's host."""
+        """Returns the bytes of memory in use on this engine's host."""
         return host_bytes_used()
 
     async def stop(self) -> None:
-        """Ends vLLM's processes and those of tools, and removes what an unfinished update left behind."""
+        """Ends the processes of vLLM and of tools, and removes what an unfinished update left behind."""
         if self.conversations is not None:
             self.conversations.close()
         await self.engine.stop()

@@ -1,4 +1,4 @@
-"""Who answers the calls of one response: tools, in whichever process is free, and the row's environment."""
+"""Answers the calls of one response: with tools, in any free process, and with the row's environment."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -10,10 +10,10 @@ from mrl.environments.offer import name_of
 
 
 class Acting:
-    """Who answers the calls of one response; to be closed."""
+    """Answers the calls of one response. Close it afterwards."""
 
     def __init__(self, pool: EnvironmentPool, row: Mapping[str, Any] | None, seed: int):
-        """`row`: see Environment.reset; None where all tools are meant and nothing else. Raises UnknownChoice."""
+        """`row` as in Environment.reset; None means all tools and no environment. Raises UnknownChoice."""
         self._pool = pool
         self._row = row or {"extra_info": {}}
         self._seed = seed
@@ -24,17 +24,17 @@ class Acting:
         schemas = ()
         if self._environment is not None:
             schemas = offer.environments[self._environment]
-        self.actions = {name_of(schema) for schema in schemas}  # functions that are the environment's
+        self.actions = {name_of(schema) for schema in schemas}  # functions of the environment
         self._session: Session | None = None
 
     def begin(self, made: Sequence[Step] = ()) -> None:
-        """Begins the row's environment. `made`: see EnvironmentPool.session."""
+        """Begins the row's environment. `made` as in EnvironmentPool.session."""
         if self._environment is not None:
             self._session = self._pool.session(self._environment, self._row, self._seed, made)
 
     @property
     def ready(self) -> "Future[CallAnswer] | None":
-        """Whether the environment has begun, to come; None: there is none."""
+        """A future that ends when the environment has begun; None without environment."""
         if self._session is None:
             return None
         return self._session.ready
@@ -47,7 +47,7 @@ class Acting:
         return self._session.parts
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallAnswer]":
-        """The answer to come. It raises EnvironmentFault where no process starts."""
+        """Returns a future answer. It raises EnvironmentFault if no process starts."""
         if name in self.actions:
             return self._session.step(name, arguments)
         if name in self.functions:
@@ -57,6 +57,6 @@ class Acting:
         return refused
 
     def close(self) -> None:
-        """Ends the environment, without waiting for it."""
+        """Ends the environment without waiting for it."""
         if self._session is not None:
             self._session.close()

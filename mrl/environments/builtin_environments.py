@@ -1,4 +1,4 @@
-"""Environments that are shipped."""
+"""Built-in environments."""
 
 import random
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from mrl.environments.text_arena import TEXTARENA, TextArena
 
 
 class GuessTheNumber(Environment):
-    """A hidden whole number between `low` and `high` of the row's extra_info, 1 and 100 where it names none.
+    """A hidden whole number between `low` and `high` of the row's extra_info, by default 1 and 100.
 
-    Rewards 1 when it is guessed, nothing before.
+    Rewards 1 for the right guess, and 0 before.
     """
 
     actions = ("guess",)

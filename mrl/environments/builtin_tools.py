@@ -1,4 +1,4 @@
-"""Tools that are shipped."""
+"""Built-in tools."""
 
 import ast
 import operator
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from mrl.environments.tool import Tool
 
 _LONGEST = 500  # characters of an expression
-_LARGEST_BITS = 4096  # of a whole number on the way
+_LARGEST_BITS = 4096  # of an intermediate whole number
 _OPERATORS: dict[type, Callable] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -34,7 +34,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    """Computes an expression of numbers and operators, and nothing else."""
+    """Computes an expression that consists of numbers and operators only."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number
@@ -46,7 +46,7 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _small(function: Callable, left: int | float, right: int | float) -> int | float:
-    """Raises ValueError before a number grows beyond what anybody asks for, or is no real one."""
+    """Raises ValueError before a number becomes too large, or if it is not real."""
     if function is operator.pow and isinstance(left, int) and abs(right) * left.bit_length() > _LARGEST_BITS:
         raise ValueError("the result is too large")
     value = function(left, right)

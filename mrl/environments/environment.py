@@ -1,4 +1,4 @@
-"""What a model acts on while it answers: begun for a response, acted on by calls, ended.
+"""An environment on which a model acts while it answers: it begins with a response, acts on calls, and ends.
 
     class Stairs(Environment):
         \"\"\"Ten steps up, one or two at a time.\"\"\"
@@ -18,8 +18,8 @@
             self.height -= steps
             return Reply(f"{self.height} to go", reward=float(self.height == 0), end=self.height <= 0)
 
-An action is a typed method with a docstring, as a tool is a typed function: the model is told of it alike, calls it
-alike, and reads what it returns. Tools are the environment that remembers nothing.
+An action is a typed method with a docstring, just as a tool is a typed function. The model sees it, calls it and reads
+its result in the same way. Tools are an environment without memory.
 """
 
 import json
@@ -30,14 +30,15 @@ from typing import Any, ClassVar
 from mrl.environments.tool import LONGEST_NAME, Tool
 from mrl.errors import ConfigError
 
-LONGEST = 80_000  # characters of an answer, which JSON may make twelve bytes of; the conversation's budget is below
-LARGEST_REWARD = 1e30  # as of a score: advantages are float32
+# characters of an answer, which JSON may extend to twelve bytes each; the conversation's budget is lower
+LONGEST = 80_000
+LARGEST_REWARD = 1e30  # as for a score: advantages are float32
 MOST_PARTS = 16
 
 
 @dataclass(frozen=True)
 class Action:
-    """A call that fits the schema of what it names."""
+    """A call that fits the schema of its action."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -45,52 +46,53 @@ class Action:
 
 @dataclass(frozen=True)
 class Reply:
-    """What an action brought. Rewards of a response are summed up; of `parts` of one name the last stays."""
+    """The result of an action. Rewards of a response are added; of equally named `parts` the last one counts."""
 
-    text: str = ""  # that the model reads
+    text: str = ""  # for the model
     reward: float = 0.0
-    parts: Mapping[str, float] = field(default_factory=dict)  # what the reward is made of, for metrics
-    end: bool = False  # it is over: the model reads nothing more
+    parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward, for metrics
+    end: bool = False  # the environment has ended: the model reads nothing more
 
 
 class Environment:
-    """Base of environments; an instance is of one response."""
+    """Base class of environments. An instance belongs to one response."""
 
     actions: ClassVar[tuple[str, ...]] = ()  # names of methods that the model may call
-    # by name, as chat templates take them: of actions that are no methods, which `step` answers
+    # by name, for chat templates: actions that are not methods, which `step` answers
     schemas: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    # whether replies follow from row, seed and actions alone: where its process dies it is begun anew, brought to where
-    # it was by the same actions, and acted on again, once
+    # Tells whether replies depend only on row, seed and actions. If its process dies, such an environment begins again,
+    # repeats its former actions, and is asked once more.
     repeatable: ClassVar[bool] = False
-    # what a response has under each name that no reply to it gave: one without a call has these alone
+    # values of parts that no reply gave; a response without calls has only these
     parts: ClassVar[Mapping[str, float]] = {}
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Begins. `row`: data_source, ground_truth and extra_info of the data; `seed`: the row's, so that all responses
-        to it meet the same.
+        """Begins. `row` has data_source, ground_truth and extra_info of the data.
+
+        `seed` belongs to the row, so that all responses to it meet the same environment.
         """
 
     def step(self, action: Action) -> Reply | Any:
-        """A Reply, or anything that is a text or becomes one as JSON."""
+        """Returns a Reply, or a text, or anything that JSON can turn into one."""
         return getattr(self, action.name)(**action.arguments)
 
     def close(self) -> None:
-        """The response has ended, or this has failed. Not called where its process is lost."""
+        """Ends, because the response has ended or this has failed. Not called if its process is lost."""
 
 
 class ToolBox(Environment):
-    """Functions that remember nothing."""
+    """Functions without memory."""
 
     def __init__(self, tools: Mapping[str, Tool]):
         self._tools = tools
 
     def step(self, action: Action) -> Any:
-        """What the function returns."""
+        """Returns the function's result."""
         return self._tools[action.name].function(**action.arguments)
 
 
 def actions_of(kind: type[Environment], name: str) -> dict[str, Tool]:
-    """The actions of an environment, as tools. Raises ConfigError for one that says too little of itself."""
+    """Returns an environment's actions as tools. Raises ConfigError for an incomplete declaration."""
     if not kind.actions and not kind.schemas:
         raise ConfigError(f"environment {name!r} has no actions: name in `actions` the methods that the model may call")
     found = {action: Tool(kind.step, schema) for action, schema in kind.schemas.items()}
@@ -103,15 +105,15 @@ def actions_of(kind: type[Environment], name: str) -> dict[str, Tool]:
 
 
 def parts_of(kind: type[Environment], name: str) -> dict[str, float]:
-    """What an environment declares. Raises ConfigError for what are no parts of a reply."""
+    """Returns the parts that an environment declares. Raises ConfigError for invalid ones."""
     try:
         return dict(reply_of(Reply(parts=kind.parts)).parts)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"environment {name!r} declares `parts` that are none: {error}") from error
+        raise ConfigError(f"environment {name!r} declares invalid `parts`: {error}") from error
 
 
 def reply_of(value: Any) -> Reply:
-    """What was returned as a Reply. Raises TypeError for one of other types, ValueError for a reward that is no
+    """Turns a returned value into a Reply. Raises TypeError for wrong types, ValueError for a reward that is not a
     number.
     """
     reply = value if isinstance(value, Reply) else Reply(value)
@@ -141,8 +143,8 @@ def _number(name: Any, value: Any) -> float:
     if not isinstance(value, bool | int | float):
         raise TypeError(f"{name!r} is {type(value).__name__} {str(value)[:80]!r}, where a number is expected")
     if not abs(value) <= LARGEST_REWARD:  # an integer may be too large for a float
-        said = "too large"
+        problem = "too large"
         if isinstance(value, float):
-            said = value
-        raise ValueError(f"{name!r} is {said}; it has to be finite and at most {LARGEST_REWARD:g}")
+            problem = value
+        raise ValueError(f"{name!r} is {problem}; it has to be finite and at most {LARGEST_REWARD:g}")
     return float(value)

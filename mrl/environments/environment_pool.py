@@ -1,11 +1,12 @@
-"""Tools and environments in processes that can be killed: one that hangs, crashes or runs out of memory costs a call.
+"""Tools and environments in processes that can be killed: a hanging or crashing one, or lack of memory, costs one call.
 
-    calls of tools              --> one queue of all slots of tools   --> whichever is free
+    calls of tools              --> one queue of all slots of tools   --> any free one
     reset, steps of a session   --> the queue of its own slot         --> the process that has it
 
-A slot is a thread with a process, at one request at a time. A process that is lost takes its sessions along, so no tool
-is called where they are. Those of repeatable environments are begun anew with their next step: reset by the same row
-and seed, acted on as before, and their replies compared. So is one that goes on from what was done elsewhere.
+A slot is a thread with a process, which handles one request at a time. A lost process loses its sessions, so tools run
+in other processes than sessions. Sessions of repeatable environments begin again with their next step: they are reset
+with the same row and seed, former actions are repeated, and the replies compared. A session that continues from another
+process begins in the same way.
 """
 
 import hashlib
@@ -30,8 +31,8 @@ from mrl.reward.process import ForeignLine, WorkerFailure, WorkerProcess, parsed
 
 MODULE = "mrl.environments.environment_worker"
 START_ATTEMPTS = 3
-ATTEMPTS = 2  # at a step of a repeatable environment
-DIFFERS = "differs"  # an environment that calls itself repeatable replied otherwise when it was begun anew
+ATTEMPTS = 2  # for a step of a repeatable environment
+DIFFERS = "differs"  # an environment that declares itself repeatable gave another reply when it was repeated
 
 
 # name, arguments and the digest of the reply
@@ -39,44 +40,44 @@ Step = tuple[str, Mapping[str, Any], int]
 
 
 def reply_digest(reply: Sequence[Any]) -> int:
-    """Digests a reply's reason, text, reward, parts and end; never 0."""
-    said = json.dumps(list(reply[:5]), sort_keys=True).encode()
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") | 1
+    """Returns a digest of a reply's reason, text, reward, parts and end; never 0."""
+    content = json.dumps(list(reply[:5]), sort_keys=True).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") | 1
 
 
 class CallAnswer(NamedTuple):
-    """`text` is what the model reads; `reason` is `ok`, or why it is no result."""
+    """The answer to a call. The model reads `text`. `reason` is `ok`, or why there is no result."""
 
     reason: str
     text: str
     reward: float = 0.0
     parts: Mapping[str, float] = {}
     end: bool = False
-    seconds: float = 0.0  # that it took
-    failed: bool = False  # the environment has failed, and no reward is due
+    seconds: float = 0.0  # duration of the call
+    failed: bool = False  # the environment has failed, so the response gets no reward
 
 
 @dataclass
 class _Slot:
-    """One process, and what waits for it alone."""
+    """One process, and the jobs that wait for it alone."""
 
-    of_sessions: bool  # else of tools
+    of_sessions: bool  # True: for sessions; False: for tools
     queue: deque[tuple[Callable, Future]] = field(default_factory=deque)
     sessions: int = 0
     process: WorkerProcess | None = None
-    at: Future | None = None  # what it works for
-    is_abandoned: bool = False  # nobody waits for that any more
+    at: Future | None = None  # the job that it works on
+    is_abandoned: bool = False  # nobody waits for that job any more
 
 
 class _Call(Future):
-    """The answer of a tool to come. Cancelled while a process is at it, it has that process killed."""
+    """The future answer of a tool. If cancelled during the work, it kills the process."""
 
     def __init__(self, abandon: Callable[[Future], None]):
         super().__init__()
         self._abandon = abandon
 
     def cancel(self) -> bool:
-        """Cancels the call as any Future: false where it was begun."""
+        """Cancels the call like any Future: returns False if it has begun."""
         is_cancelled = super().cancel()
         if not is_cancelled:
             self._abandon(self)
@@ -84,11 +85,11 @@ class _Call(Future):
 
 
 class _Lost(WorkerFailure):
-    """The session went with its process; that which the slot has now is sound."""
+    """The session was lost with its process. The slot's present process is sound."""
 
 
 class Session:
-    """An environment that one response is at. Its steps are made in the order in which they are asked for."""
+    """The environment of one response. Steps run in the order in which they are requested."""
 
     def __init__(
         self,
@@ -99,24 +100,27 @@ class Session:
         described: Mapping[str, Any],
         made: Sequence[Step] = (),
     ):
-        """`begin`: environment, row and seed; `described`: by the worker; `made`: see EnvironmentPool.session."""
-        self.parts: Mapping[str, float] = described["parts"]  # that the environment declares
+        """`begin`: environment, row and seed. `described` comes from the worker.
+
+        `made` as in EnvironmentPool.session.
+        """
+        self.parts: Mapping[str, float] = described["parts"]  # declared by the environment
         self._pool = pool
         self._slot = slot
         self._number = number
         self._begin = list(begin)
         self._attempts = ATTEMPTS if described["repeatable"] else 1
-        self._process: WorkerProcess | None = None  # that has it
+        self._process: WorkerProcess | None = None  # the process that has the session
         self._made = list(made)
         self._over: CallAnswer | None = None
         self.ready: Future[CallAnswer] = pool.submit(self._reset, slot)
 
     def step(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallAnswer]":
-        """The answer to come, in whatever way the step ends. It raises EnvironmentFault where no process starts."""
+        """Returns a future answer, however the step ends. It raises EnvironmentFault if no process starts."""
         return self._pool.submit(lambda slot: self._step(slot, [name, arguments]), self._slot)
 
     def close(self) -> None:
-        """Closes the session without waiting for what is under way; nobody acts on it any more."""
+        """Closes the session without waiting for running work. No further action is possible."""
         self._pool.submit(self._close, self._slot)
 
     def _reset(self, slot: _Slot) -> CallAnswer:
@@ -138,7 +142,7 @@ class Session:
         return reply
 
     def _attempted(self, slot: _Slot, what: str, act: Callable[[WorkerProcess], list[Any]]) -> CallAnswer:
-        """Acts in a process that has the session; repeats a failure where the environment allows it."""
+        """Acts in a process that has the session. Repeats a failure if the environment allows it."""
         began = time.monotonic()
         for left in reversed(range(self._attempts)):
             try:
@@ -147,7 +151,7 @@ class Session:
                     self._begun_in(process)
                 return CallAnswer(*act(process), seconds=time.monotonic() - began)
             except WorkerFailure as failure:
-                if failure.reason != DIFFERS:  # of which an instance is left to be closed
+                if failure.reason != DIFFERS:  # otherwise an instance is left that must be closed
                     self._process = None
                 if failure.reason not in _ANSWERED and not isinstance(failure, _Lost):
                     self._pool.end_for_one(slot)
@@ -160,7 +164,7 @@ class Session:
         return self._over
 
     def _begun_in(self, process: WorkerProcess) -> None:
-        """Brings it to where it was. Raises WorkerFailure where it does not come there."""
+        """Restores the session in this process. Raises WorkerFailure if that fails."""
         if self._made and self._attempts == 1:
             why = FELL if self._pool.was_ended_for_one(self._process) else DIED
             raise _Lost(why, "it would have to be begun anew, and is not repeatable")
@@ -186,14 +190,14 @@ class Session:
         return CallAnswer(OK, "")
 
 
-_ANSWERED = ("raised", "out_of_memory", "wrong_type", "not_a_number", DIFFERS)  # by a process that goes on
+_ANSWERED = ("raised", "out_of_memory", "wrong_type", "not_a_number", DIFFERS)  # reported by a process that continues
 
 
 class EnvironmentPool:
-    """At most `num_workers` processes for tools and as many for environments, each at one request at a time. Threads
-    may share it; use as a context manager.
+    """At most `num_workers` processes for tools and as many for environments. Each handles one request at a time.
 
-    `timeout_s` is the deadline of a call or step, counted from when a process begins it.
+    Threads may share it. Use it as a context manager. `timeout_s` is the deadline of a call or step, counted from when
+    a process begins it.
     """
 
     def __init__(
@@ -206,10 +210,10 @@ class EnvironmentPool:
         environment: Mapping[str, str] | None = None,
         folder: str | None = None,
     ):
-        """Returns when a first process is ready. `environment`: what processes are given some of; `folder`: where they
-        work; by default this process's.
+        """Returns when a first process is ready.
 
-        Raises ConfigError where something cannot be loaded, EnvironmentFault where no process starts.
+        Processes get parts of `environment` and work in `folder`, by default those of this process. Raises ConfigError
+        if something cannot be loaded, EnvironmentFault if no process starts.
         """
         self.spec = spec
         self.timeout_s = timeout_s
@@ -234,7 +238,7 @@ class EnvironmentPool:
         for thread in self._threads:
             thread.start()
         try:
-            # by a thread that lives as long as the pool: a process dies with the thread that started it
+            # by a thread that lives as long as the pool, as a process dies with the thread that started it
             self.submit(self._started, self._slots[0]).result()
         except BaseException:
             self.close()
@@ -257,8 +261,9 @@ class EnvironmentPool:
         return Offer(tuple(self._described["schemas"]), environments, unrepeatable)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallAnswer]":
-        """The answer of a tool to come, in whatever way the call ends. It raises EnvironmentFault where no process
-        starts. Cancelled, it frees the process that is at it.
+        """Returns the future answer of a tool, however the call ends. It raises EnvironmentFault if no process starts.
+
+        Cancelling it frees the process that works on it.
         """
         return self.submit(lambda slot: self._call(slot, name, arguments), future=_Call(self._abandon))
 
@@ -268,12 +273,12 @@ class EnvironmentPool:
                 if slot.at is call:
                     slot.is_abandoned = True
                     if slot.process is not None:
-                        slot.process.kill()  # the slot's thread gets an answer, and ends it
+                        slot.process.kill()  # the slot's thread gets an answer and ends the process
 
     def session(self, environment: str, row: Mapping[str, Any], seed: int, made: Sequence[Step] = ()) -> Session:
-        """Begins an environment for a response; see Session.ready for whether it has begun.
+        """Begins an environment for a response. Session.ready tells whether it has begun.
 
-        `made`: steps by which it is brought to where it was, each with the digest of its reply.
+        `made` are steps that restore a former state, each with the digest of its reply.
         """
         with self._changed:
             slot = min((slot for slot in self._slots if slot.of_sessions), key=lambda each: each.sessions)
@@ -284,14 +289,15 @@ class EnvironmentPool:
         return Session(self, slot, number, [environment, row, seed], described, made)
 
     def leave(self, slot: _Slot) -> None:
-        """A session of the slot has ended."""
+        """Records that a session of the slot has ended."""
         with self._changed:
             slot.sessions -= 1
 
     def submit(self, job: Callable[[_Slot], Any], slot: _Slot | None = None, future: Future | None = None) -> Future:
-        """What `job` returns, called with a slot by its thread; None: whichever of tools is free.
+        """Lets a slot's thread call `job` with the slot. Returns a future result. Without `slot`, any free slot of
+        tools is used.
 
-        `future`: that is to bring it, a new one by default.
+        `future` receives the result; by default it is new.
         """
         future = future or Future()
         with self._changed:
@@ -309,12 +315,12 @@ class EnvironmentPool:
                 continue
             try:
                 future.set_result(self._done(slot, job, future))
-            except BaseException as error:  # whoever waits for it is told
+            except BaseException as error:  # raised to whoever waits for it
                 future.set_exception(error)
         self.end_process(slot)
 
     def _done(self, slot: _Slot, job: Callable[[_Slot], Any], future: Future) -> Any:
-        """What the job returns; a process that was killed under it is ended before another job finds it."""
+        """Runs a job. If its process was killed meanwhile, ends it before the next job."""
         with self._changed:
             slot.at = future
         try:
@@ -328,7 +334,7 @@ class EnvironmentPool:
                 self.end_process(slot)
 
     def _next(self, slot: _Slot) -> tuple[Callable, Future] | None:
-        """Waits for it; None once the pool is closed."""
+        """Waits for the next job; None once the pool is closed."""
         with self._changed:
             shared = deque() if slot.of_sessions else self._shared
             while not (self._closed or slot.queue or shared):
@@ -346,7 +352,7 @@ class EnvironmentPool:
             return CallAnswer(DIED, "")
         try:
             reason, text, *rest = self.ask(process, "step", None, name, arguments)
-            if self.spec.has_agent:  # with all that it started, and before another agent's key is in there
+            if self.spec.has_agent:  # with everything that it started, before it gets another agent's key
                 self.end_process(slot)
         except WorkerFailure as failure:
             self.end_process(slot)
@@ -357,8 +363,8 @@ class EnvironmentPool:
         return CallAnswer(reason, text, *rest, seconds=time.monotonic() - began)
 
     def ask(self, process: WorkerProcess, *request: Any) -> list[Any]:
-        """The answer without its ticket. Raises WorkerFailure."""
-        ticket = secrets.token_hex(8)  # which nobody but the process is told
+        """Returns the answer without its ticket. Raises WorkerFailure."""
+        ticket = secrets.token_hex(8)  # known to the process alone
         line = json.dumps([ticket, *request], default=str).encode() + b"\n"
         (line,) = process.exchange(line, 1, self.timeout_s)
         answer = parsed(line)
@@ -367,7 +373,7 @@ class EnvironmentPool:
         return answer[1:]
 
     def process_of(self, slot: _Slot) -> WorkerProcess:
-        """The slot's process, a new one where it has none that lives. Raises EnvironmentFault."""
+        """Returns the slot's process, or a new one if it has none that is alive. Raises EnvironmentFault."""
         if slot.process is not None and slot.process.alive():
             return slot.process
         self.end_process(slot)
@@ -393,7 +399,7 @@ class EnvironmentPool:
         raise EnvironmentFault(f"no process for tools starts, tried {START_ATTEMPTS} times: {problem.detail}")
 
     def end_process(self, slot: _Slot) -> None:
-        """Kills it, and with it all of its sessions; by the slot's thread."""
+        """Kills the slot's process and all its sessions. Called by the slot's thread."""
         with self._changed:
             process = slot.process
             slot.process = None
@@ -401,31 +407,31 @@ class EnvironmentPool:
             process.close()
 
     def end_for_one(self, slot: _Slot) -> None:
-        """Kills the slot's process since one of its sessions makes it useless; the others fall with it."""
+        """Kills the slot's process because one of its sessions blocks it. The other sessions are lost, too."""
         if slot.process is not None:
             self._ended_for_one.add(slot.process)
         self.end_process(slot)
 
     def was_ended_for_one(self, process: WorkerProcess | None) -> bool:
-        """Whether it was, and did not die by itself."""
+        """Tells whether the process was ended by `end_for_one`, and did not die by itself."""
         return process in self._ended_for_one
 
     def log(self, line: str) -> None:
-        """Writes a line where tools print too."""
+        """Writes a line into the log of the tools."""
         with self._changed:
             if self._log is not None:
                 self._log.write(f"{line}\n".encode("utf-8", "replace"))
                 self._log.flush()
 
     def close(self) -> None:
-        """Kills all processes, what they are at included. Safe to call twice."""
+        """Kills all processes, even during work. Safe to call twice."""
         with self._changed:
             self._closed = True
             queues = [self._shared, *(slot.queue for slot in self._slots)]
             left = [taken for queue in queues for taken in queue]
             for slot in self._slots:
                 if slot.process is not None:
-                    slot.process.kill()  # whoever waits for it gets an answer, and its thread ends it
+                    slot.process.kill()  # whoever waits for it gets an answer, and its thread ends the process
             self._changed.notify_all()
         for _, future in left:
             future.cancel()
@@ -438,6 +444,9 @@ class EnvironmentPool:
 
 
 def check_tools(spec: ToolsSpec) -> Offer:
-    """Loads tools and environments in a process and lets it go; what may be called. Raises as EnvironmentPool does."""
+    """Loads tools and environments in a process that then ends. Returns what may be called.
+
+    Raises as EnvironmentPool.
+    """
     with EnvironmentPool(spec, 1, 1.0) as pool:
         return pool.offer

@@ -1,14 +1,13 @@
-"""The process that tools and environments run in: JSON lines in on one descriptor, one JSON line out a request on
-another, in order.
+"""The process in which tools and environments run: JSON lines on one descriptor, one answer line each on another.
 
-Forked by mrl.reward.keeper, as a scoring process is. The first line in is the ToolsSpec; the first line out says what
-may be called, or {"error": text}. Then
+mrl.reward.keeper forks it like a scoring process. The first input line is the ToolsSpec. The first output line says
+what may be called, or has {"error": text}. Then
 
     [ticket, "reset", session, environment, row, seed]   --> [ticket, reason, text, 0.0, {}, false]
     [ticket, "step", session, name, arguments]           --> [ticket, reason, text, reward, parts, end]
-    [ticket, "close", session]                           --> as of reset
+    [ticket, "close", session]                           --> same form as reset
 
-Session null is that of the tools. A line that a tool wrote is nobody's answer.
+Session null is that of the tools. A line that a tool wrote has no ticket, and so is no answer.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from mrl.reward.worker import serve
 
 REFUSED = "refused"  # the call fits no tool, and nothing was called
 
-CallAnswer = tuple[str, str, float, dict[str, float], bool]  # reason, text, reward, parts, whether it is over
+CallAnswer = tuple[str, str, float, dict[str, float], bool]  # reason, text, reward, parts, end
 
 
 def main(requests_fd: int, results_fd: int) -> None:
@@ -38,10 +37,10 @@ def _loaded(spec: ToolsSpec) -> tuple[dict[str, Any], Callable[..., CallAnswer]]
 
 
 class Sessions:
-    """The tools of one process, and the environments that its responses are at."""
+    """The tools of one process, and the environments of its responses."""
 
     def __init__(self, tools: Mapping[str, Tool], kinds: Mapping[str, type[Environment]]):
-        """Raises ConfigError for an environment that says too little of itself."""
+        """Raises ConfigError for an environment with an incomplete declaration."""
         self._kinds = kinds
         self._callable = {None: tools} | {name: actions_of(kind, name) for name, kind in kinds.items()}
         self._parts = {name: parts_of(kind, name) for name, kind in kinds.items()}
@@ -61,9 +60,9 @@ class Sessions:
         return {"schemas": _schemas(self._callable[None]), "environments": environments}
 
     def answer(self, verb: str, session: int | None, *arguments: Any) -> CallAnswer:
-        """Answers a request in whatever way it ends.
+        """Answers a request, however it ends.
 
-        A session that failed is closed: the pool begins it anew, or never asks for it again.
+        A failed session is closed. The pool begins it again, or never asks for it.
         """
         answer = self._answered(verb, session, *arguments)
         if session is not None and answer[0] not in (OK, REFUSED):
@@ -82,7 +81,7 @@ class Sessions:
                     return _answer(OK, Reply())
         except MemoryError:
             return _answer(OUT_OF_MEMORY, Reply("out of memory"))
-        except BaseException as error:  # SystemExit too: a user's function must not end its process by accident
+        except BaseException as error:  # SystemExit too: a user's function must not end its process
             return _answer(RAISED, Reply(f"{type(error).__name__}: {error}"[:LONGEST]))
 
     def _reset(self, session: int, environment: str, row: Mapping[str, Any], seed: int) -> CallAnswer:
@@ -92,7 +91,7 @@ class Sessions:
         return _answer(OK, Reply())
 
     def _end(self, session: int) -> None:
-        """Closes it where it is there, whatever it says to that."""
+        """Closes a session if it exists, and ignores its errors."""
         _, environment = self._at.pop(session, (None, None))
         if environment is not None:
             with suppress(BaseException):
@@ -116,7 +115,7 @@ class Sessions:
 
 
 def no_such_tool(name: str, names: Mapping[str, Any]) -> str:
-    """What the model reads when it calls a tool that there is not."""
+    """Returns the text that the model reads when it calls an unknown tool."""
     return f"Error: there is no tool {name!r}; there are: {', '.join(names)}"
 
 

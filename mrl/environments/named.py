@@ -1,4 +1,4 @@
-"""From a ToolsSpec to tools and environments. Runs in the workers; a user's file is imported nowhere else."""
+"""Turns a ToolsSpec into tools and environments. Runs in the workers; a user's file is imported nowhere else."""
 
 import shutil
 from pathlib import Path
@@ -26,9 +26,9 @@ SHIPPED_ENVIRONMENTS = (*BUILTIN_ENVIRONMENTS, VERL_TOOLS)
 
 
 def resolve_tools(spec: ToolsSpec) -> dict[str, Tool]:
-    """The tools by name; a function of the user's file stands before a shipped one of its name.
+    """Returns the tools by name. A function of the user's file overrides a built-in one with its name.
 
-    Raises ConfigError for a name that is nowhere, a file that is missing or fails, and a function that is no tool.
+    Raises ConfigError for an unknown name, a file that is missing or fails, and an invalid tool.
     """
     module = _module(spec)
     found = {}
@@ -52,11 +52,12 @@ def resolve_tools(spec: ToolsSpec) -> dict[str, Tool]:
 
 
 def resolve_agent(spec: ToolsSpec) -> dict[str, Tool]:
-    """The agent under its name. Raises ConfigError for a program that there is not, and for a file that is missing,
-    fails, or has no such function.
+    """Returns the agent under its name.
+
+    Raises ConfigError for a missing program, and for a file that is missing, fails, or lacks the function.
     """
     if spec.command and shutil.which(spec.command[0]) is None:
-        raise ConfigError(f"rollout.agent.command: there is no program {spec.command[0]!r} that may be run")
+        raise ConfigError(f"rollout.agent.command: no executable program {spec.command[0]!r} was found")
     if spec.command:
         return {AGENT: agent_tool(command_of(spec.command))}
     module = load_module(Path(spec.path), AGENT_KEY)
@@ -64,9 +65,9 @@ def resolve_agent(spec: ToolsSpec) -> dict[str, Tool]:
 
 
 def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:
-    """The environments by name; a class of the user's file stands before a shipped one of its name.
+    """Returns the environments by name. A class of the user's file overrides a built-in one with its name.
 
-    Raises ConfigError for a name that is nowhere, and for what is no environment.
+    Raises ConfigError for an unknown name and for an invalid environment.
     """
     module = None
     if spec.environments:
@@ -92,11 +93,11 @@ def resolve_environments(spec: ToolsSpec) -> dict[str, type[Environment]]:
 def _environment(module: ModuleType, name: str, where: str) -> type[Environment]:
     kind = load_function(module, name, where)
     if not isinstance(kind, type) or not issubclass(kind, Environment):
-        raise ConfigError(f"{where}: {name} is no class of mrl.environments.environment.Environment")
+        raise ConfigError(f"{where}: {name} is not a subclass of mrl.environments.environment.Environment")
     return kind
 
 
-_modules: dict[str, ModuleType] = {}  # that this process has loaded, by path
+_modules: dict[str, ModuleType] = {}  # loaded by this process, by path
 
 
 def _module(spec: ToolsSpec) -> ModuleType | None:

@@ -1,7 +1,8 @@
-"""What may be called in a run, and what of it one row's responses may call.
+"""What may be called in a run, and what the responses to one row may call.
 
-A row's extra_info may name it: `environment`, one of rollout.turns.environments or "" for none, and `tool_selection`
-(verl's name), some of rollout.turns.tools. A row without these has all tools, and the only environment that there is.
+A row's extra_info can select it: `environment`, one of rollout.turns.environments or "" for none, and `tool_selection`
+(verl's name), some of rollout.turns.tools. Without these, a row has all tools, and the environment if there is only
+one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,18 +17,18 @@ Schemas = tuple[Mapping[str, Any], ...]
 
 
 class UnknownChoice(ValueError):
-    """A row names what the run does not have; the message says what it has."""
+    """A row names something that the run does not have. The message says what it has."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What may be called in a run, as chat templates take it: tools, and the actions of each environment."""
+    """What may be called in a run, in the form of chat templates: tools, and the actions of each environment."""
 
     tools: Schemas
     environments: Mapping[str, Schemas] = field(default_factory=dict)
-    unrepeatable: tuple[str, ...] = ()  # environments that cannot be begun anew
-    rewards: bool = False  # the reward is the environment's, so that every row has to act on one
-    agent: bool = False  # an agent answers in the place of both, and brings its own tools
+    unrepeatable: tuple[str, ...] = ()  # environments that cannot be restored
+    rewards: bool = False  # the environment gives the reward, so every row needs one
+    agent: bool = False  # an agent replaces both, and brings its own tools
 
     @property
     def all_schemas(self) -> Schemas:
@@ -35,7 +36,9 @@ class Offer:
         return self.tools + tuple(each for actions in self.environments.values() for each in actions)
 
     def schemas(self, extra_info: Mapping[str, Any]) -> Schemas:
-        """Schemas of what a row's responses may call: tools, then the environment's actions. Raises UnknownChoice."""
+        """Returns schemas of what a row's responses may call: tools, then the environment's actions. Raises
+        UnknownChoice.
+        """
         if self.agent:
             return ()
         selected = self._selected(extra_info.get(SELECTION))
@@ -64,7 +67,7 @@ class Offer:
         return selection
 
     def environment(self, extra_info: Mapping[str, Any]) -> str | None:
-        """The row's, None for none. Raises UnknownChoice."""
+        """Returns the row's environment; None for none. Raises UnknownChoice."""
         named = extra_info.get(ENVIRONMENT)
         known = list(self.environments)
         if named is None and len(known) > 1:
@@ -88,10 +91,10 @@ class Offer:
         return named
 
     def needs_row(self, extra_info: Mapping[str, Any]) -> bool:
-        """Whether an engine is to be told of the row, and not of its prompt alone."""
+        """Tells whether an engine needs the row, not only its prompt."""
         return self.agent or bool(self.environments) or extra_info.get(SELECTION) is not None
 
 
 def name_of(schema: Mapping[str, Any]) -> str:
-    """The name of a tool or an action."""
+    """Returns the name of a tool or an action."""
     return schema["function"]["name"]

@@ -1,7 +1,7 @@
-"""The shipped tool `python`: a program of the model's, run by itself and thrown away.
+"""The built-in tool `python`: runs a program that the model wrote and discards it.
 
-Each call has a process and a folder of its own (mrl.environments.sandbox). It is watched from here: time, and what the
-folder holds. What it prints is the answer; where it was ended, the call is answered by why.
+Each call has its own process and folder (mrl.environments.sandbox). This module watches the time and the content of the
+folder. The output of the program is the answer. If it was ended, the reason is the answer.
 """
 
 import json
@@ -28,12 +28,12 @@ from mrl.reward.process import PACKAGE_ROOT
 PYTHON = "python"
 MOST_FILES = 256
 UNCONFINED_KEY = "rollout.turns.python.unconfined"
-_LOOK_S = 0.05  # between two looks at the folder
+_LOOK_S = 0.05  # between two checks of the folder
 _READ_BYTES = 65536
-_KEPT = LONGEST // 2 - 100  # bytes of output at either end
+_KEPT = LONGEST // 2 - 100  # bytes of output that are kept at either end
 _START = f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); from mrl.environments.sandbox import main; del "
 _START += "sys.path[0]; main()"
-# no variable but these: no thread may be started, and libraries would
+# no other variables: no thread may be started, but libraries would
 _ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _PROBE = """
 import os, socket
@@ -55,11 +55,11 @@ for name, act, *arguments in (
 
 
 class ProgramEnded(Exception):
-    """The program was ended, or ended itself, in a way that leaves no answer."""
+    """The program was ended, or ended itself, without an answer."""
 
 
 def python_tool(limits: PythonLimits) -> Tool:
-    """The tool. Raises ConfigError where programs would not be confined, and have to be."""
+    """Makes the tool. Raises ConfigError if programs must be confined, but cannot be."""
     refuse_unconfined("rollout.turns.tools: python", limits)
 
     def python(code: str) -> str:
@@ -74,7 +74,7 @@ def python_tool(limits: PythonLimits) -> Tool:
 
 
 def refuse_unconfined(who: str, limits: PythonLimits) -> None:
-    """Raises ConfigError where this machine cannot confine a program, unless it may run unconfined."""
+    """Raises ConfigError if this machine cannot confine a program, unless it may run unconfined."""
     why = None
     if not limits.unconfined:
         why = fault()
@@ -86,22 +86,24 @@ def refuse_unconfined(who: str, limits: PythonLimits) -> None:
 
 
 def fault() -> str | None:
-    """Why this machine cannot confine a program, found by one that tries what it must not; None: it can."""
+    """Returns why this machine cannot confine a program; None if it can. A program tries what is forbidden."""
     try:
-        said = run_program(_PROBE, PythonLimits(max_seconds=60.0))
+        output = run_program(_PROBE, PythonLimits(max_seconds=60.0))
     except (ProgramEnded, OSError) as error:
         return str(error)
-    if said == NOTHING:
+    if output == NOTHING:
         return None
-    return said.strip()
+    return output.strip()
 
 
 NOTHING = "(it printed nothing)"
-_NAMES_OF_SIGNALS = {each.value: each.name for each in signal.Signals}  # without those in real time
+_NAMES_OF_SIGNALS = {each.value: each.name for each in signal.Signals}  # without real-time signals
 
 
 def run_program(code: str, limits: PythonLimits) -> str:
-    """What the program printed, errors too. Raises ProgramEnded where it took too much, or ended by a signal."""
+    """Returns what the program printed, including errors. Raises ProgramEnded if it exceeded limits or a signal ended
+    it.
+    """
     with _folder() as folder:
         (folder / CODE).write_bytes(code.encode("utf-8", "replace"))
         process = subprocess.Popen(
@@ -134,7 +136,7 @@ def run_program(code: str, limits: PythonLimits) -> str:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder for one call; where this process is killed meanwhile, its keeper removes it."""
+    """Makes a folder for one call. If this process is killed meanwhile, its keeper removes it."""
     scratch = os.environ.get(SCRATCH)
     if scratch is not None:
         os.makedirs(scratch, mode=0o700, exist_ok=True)
@@ -147,7 +149,7 @@ def _folder() -> Iterator[Path]:
 
 
 class _Output:
-    """What was printed: both ends of it, whatever lies between."""
+    """The beginning and the end of the output."""
 
     def __init__(self):
         self._head = b""
@@ -155,7 +157,7 @@ class _Output:
         self._left_out = 0  # bytes
 
     def add(self, data: bytes) -> None:
-        """Takes what was printed next."""
+        """Adds output."""
         room = _KEPT - len(self._head)
         self._head += data[:room]
         self._tail += data[room:]
@@ -165,7 +167,7 @@ class _Output:
 
     @property
     def text(self) -> str:
-        """All that is kept, and how much is not."""
+        """Everything that was kept, and how many bytes were left out."""
         between = b""
         if self._left_out:
             between = f"\n[{self._left_out} bytes are left out]\n".encode()
@@ -173,7 +175,7 @@ class _Output:
 
 
 def _watched(process: subprocess.Popen, folder: Path, limits: PythonLimits, output: _Output) -> str | None:
-    """Takes output until the program has ended; why it has to be ended, None where it did by itself."""
+    """Reads output until the program has ended. Returns why it must be ended; None if it ended by itself."""
     end = time.monotonic() + limits.max_seconds
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
@@ -183,7 +185,7 @@ def _watched(process: subprocess.Popen, folder: Path, limits: PythonLimits, outp
             data = os.read(process.stdout.fileno(), _READ_BYTES)
             output.add(data)
             printing = bool(data)
-        elif not printing:  # it may go on without
+        elif not printing:  # it may continue without output
             time.sleep(_LOOK_S / 10)
         if why := _too_much(folder, limits):
             return why
@@ -194,12 +196,12 @@ def _watched(process: subprocess.Popen, folder: Path, limits: PythonLimits, outp
 
 
 def _has_ended(process: subprocess.Popen) -> bool:
-    """Whether it has, without reaping it: until then its number is nobody else's."""
+    """Tells whether it has ended, without reaping it, so that its number is not reused."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _too_much(folder: Path, limits: PythonLimits) -> str | None:
-    """What is too much of what the folder holds."""
+    """Returns which limit the content of the folder exceeds; None for none."""
     with os.scandir(folder) as entries:
         files = list(entries)
     if len(files) > MOST_FILES:
@@ -215,22 +217,22 @@ def _too_much(folder: Path, limits: PythonLimits) -> str | None:
 
 
 def _end(process: subprocess.Popen) -> int:
-    """Ends it with its group, which an unconfined program may have filled; its status, below 0 for a signal."""
+    """Ends it and its group, which an unconfined program may have filled. Returns its status, negative for a signal."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.stdout.close()
     return process.wait()
 
 
-def _answer(said: str, status: int, why: str | None) -> str:
+def _answer(output: str, status: int, why: str | None) -> str:
     if why is None and status < 0:
         why = f"it was ended by {_NAMES_OF_SIGNALS.get(-status, f'signal {-status}')}"
     if why is None and status == UNFIT:
-        raise ProgramEnded(said.strip())
+        raise ProgramEnded(output.strip())
     if why is not None:
-        if said:
-            why = f"{why}; it had printed:\n{said}"
+        if output:
+            why = f"{why}; it had printed:\n{output}"
         raise ProgramEnded(why)
-    if status and not said:
+    if status and not output:
         return f"(it printed nothing, and ended by status {status})"
-    return said or NOTHING
+    return output or NOTHING

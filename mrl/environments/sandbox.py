@@ -1,11 +1,11 @@
-"""The process that runs one program of a model's: it gives up all but that, and then runs it.
+"""The process that runs one program of a model: it gives up all other rights and then runs it.
 
     python -c "from mrl.environments.sandbox import main; main()" LIMITS WATCHER      in the program's folder
 
-What is given up: files but the libraries' (read) and its own folder's (written, never removed), by Landlock; every call
-that is not in mrl.environments.system_calls, by seccomp; rights of root; memory, processor, size of files, by limits.
-As one process of one thread is left, limits of that process are limits of all. No namespace is needed for it, so that
-it holds in containers too. Standard library and mrl.reward.confine only.
+Landlock removes access to files, except reading libraries, and reading and writing (not removing) in its own folder.
+seccomp removes all calls outside of mrl.environments.system_calls. Rights of root are dropped. Limits restrict memory,
+processor time and the size of files. Only one process with one thread remains, so its limits are limits of everything.
+This needs no namespace, so it also works in containers. Uses the standard library and mrl.reward.confine only.
 """
 
 import ctypes
@@ -25,10 +25,10 @@ from mrl.environments.system_calls import rules
 from mrl.reward.confine import KEEPS_WHOLE, filter_calls, keep_files, landlock_version
 
 CODE = "program.py"
-UNFIT = 97  # exit status: what it was to give up stayed
+UNFIT = 97  # exit status: a right could not be given up
 MIB = 2**20
 _OPEN_FILES = 64
-# of Landlock, and the version since which it knows more kinds of access
+# bits of Landlock, and the version that introduced more kinds of access
 _WRITE_FILE = 1 << 1
 _READ_FILE = 1 << 2
 _READ_FOLDER = 1 << 3
@@ -43,7 +43,7 @@ _CAPABILITIES = 0x20080522  # version 3 of capset(2)
 
 @dataclass(frozen=True)
 class PythonLimits:
-    """What one program may take; names are those of `rollout.turns.python`."""
+    """Limits of one program. Names are those of `rollout.turns.python`."""
 
     max_seconds: float = 5.0
     max_memory_gib: float = 1.0
@@ -52,7 +52,7 @@ class PythonLimits:
 
 
 def main() -> None:
-    """Runs the program in the working directory; arguments are the limits, as JSON, and the process that watches."""
+    """Runs the program in the working directory. Arguments: the limits as JSON, and the watching process."""
     limits = PythonLimits(**json.loads(sys.argv[1]))
     end_with(int(sys.argv[2]))
     fault = give_up(limits)
@@ -63,15 +63,15 @@ def main() -> None:
 
 
 def end_with(watcher: int) -> None:
-    """Has the kernel end this process where the one that watches it ends."""
+    """Makes the kernel end this process when the watching process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != watcher:  # it has ended before
+    if os.getppid() != watcher:  # it has already ended
         os._exit(1)
 
 
 def give_up(limits: PythonLimits) -> str | None:
-    """Gives up what the program is not to have; what is wrong where something stays. There is no way back."""
+    """Gives up what the program must not have. Returns what could not be given up. It cannot be undone."""
     _limit(limits)
     if sys.platform != "linux":
         return "it needs Linux"
@@ -93,10 +93,10 @@ def give_up(limits: PythonLimits) -> str | None:
 
 
 def _limit(limits: PythonLimits) -> None:
-    """Hard ones, each at most what it is already."""
-    seconds = math.ceil(limits.max_seconds) + 1  # who watches ends it first, and says why
+    """Sets hard limits, none above the present one."""
+    seconds = math.ceil(limits.max_seconds) + 1  # the watcher ends it earlier, with a reason
     for kind, most in (
-        (resource.RLIMIT_CPU, seconds),  # where nobody watches any more
+        (resource.RLIMIT_CPU, seconds),  # in case that nobody watches any more
         (resource.RLIMIT_AS, int(limits.max_memory_gib * 1024 * MIB)),
         (resource.RLIMIT_FSIZE, int(limits.max_files_mib * MIB)),
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
@@ -109,14 +109,14 @@ def _limit(limits: PythonLimits) -> None:
 
 
 def _drop_rights() -> bool:
-    """Gives up rights of root, and whether it could; a process without them has none to give up."""
+    """Drops rights of root and returns whether this succeeded. Without such rights there is nothing to drop."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0)
     none = (ctypes.c_uint32 * 6)()
     return ctypes.CDLL(None).capset(header, none) == 0
 
 
 def _places() -> dict[str, int]:
-    """What stays by path: libraries to be read, the folder to be read and written."""
+    """Returns the remaining access by path: reading libraries, reading and writing the folder."""
     paths = sysconfig.get_paths()
     read = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     read |= {f"{sys.base_prefix}/lib", *_LIBRARIES}
@@ -128,9 +128,10 @@ def _places() -> dict[str, int]:
 
 
 def run() -> None:
-    """Runs it as `__main__`; what it raises is printed as Python does, its own lines alone, and ends it by 1.
+    """Runs the program as `__main__`. An exception is printed as Python does, with the program's own lines, and gives
+    status 1.
 
-    An exit status of its own stays.
+    The program's own exit status is kept.
     """
     sys.argv[:] = [CODE]
     try:

@@ -1,4 +1,4 @@
-"""A tool that finds passages in an index on the disk: SQLite's full text, which Python brings along. No network."""
+"""A tool that finds passages in an index on disk, with SQLite's full-text search. Needs no network."""
 
 import re
 import sqlite3
@@ -12,14 +12,14 @@ from mrl.whole_file import appears_whole
 
 SEARCH = "search"
 INDEX_KEY = "rollout.turns.index"
-MOST = 10  # passages of an answer
-LONGEST_PASSAGE = 1000  # characters of it that are shown
+MOST = 10  # passages in an answer
+LONGEST_PASSAGE = 1000  # characters of a passage that are shown
 _TABLE = "CREATE VIRTUAL TABLE passages USING fts5(title, text)"
 _FIND = "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY bm25(passages), rowid LIMIT ?"
 
 
 def write_index(path: Path, passages: Iterable[tuple[str, str]]) -> int:
-    """Writes titles and texts into a new index, which appears whole; how many there are."""
+    """Writes titles and texts into a new index, which appears completely or not at all. Returns their number."""
     with appears_whole(path) as work:
         index = sqlite3.connect(work)
         index.execute(_TABLE)
@@ -30,9 +30,7 @@ def write_index(path: Path, passages: Iterable[tuple[str, str]]) -> int:
 
 
 def search_tool(path: str) -> Tool:
-    """The tool over the index at `path`, which is opened to be read alone. Raises ConfigError for a file that is no
-    index.
-    """
+    """Makes the tool for the index at `path`, opened read-only. Raises ConfigError for a file that is not an index."""
     where = f"{INDEX_KEY}: {path}"
     if not Path(path).is_file():
         raise ConfigError(f"{where}: no such file; scripts/make_search_index.py writes one")
@@ -40,7 +38,7 @@ def search_tool(path: str) -> Tool:
     try:
         index.execute(_FIND, ('"a"', 1)).fetchall()
     except sqlite3.DatabaseError as error:
-        raise ConfigError(f"{where}: is no index that scripts/make_search_index.py wrote: {error}") from error
+        raise ConfigError(f"{where}: is not an index written by scripts/make_search_index.py: {error}") from error
 
     def search(query: str, most: int = 3) -> list:
         """Finds passages with words of the query, the best first.
@@ -52,7 +50,8 @@ def search_tool(path: str) -> Tool:
         words = re.findall(r"\w+", query)
         if not words:
             raise ValueError("the query has no word")
-        wanted = " OR ".join(f'"{word}"' for word in words)  # quoted: no operator of the index's own language
+        # quoted, so that it contains no operator of the query language
+        wanted = " OR ".join(f'"{word}"' for word in words)
         found = index.execute(_FIND, (wanted, max(1, min(most, MOST)))).fetchall()
         return [{"title": title, "text": text[:LONGEST_PASSAGE]} for title, text in found]
 

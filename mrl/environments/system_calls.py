@@ -1,8 +1,8 @@
-"""Which system calls a sandboxed program may make: those of one process of one thread that computes, prints, and reads
-and writes files. Everything else is refused, what later kernels add too.
+"""The system calls that a sandboxed program may make: for one process with one thread that computes and uses files.
 
-So there is no socket, no other process or thread, no program that is started, no memory or signal of others, no file
-that is removed, renamed or without a name, and nothing of those that would reach around limits of this one process.
+Everything else is refused, including calls of later kernels. So there are no sockets, no other processes or threads, no
+started programs, and no access to other processes. Files cannot be removed, renamed or created without a name. No call
+can circumvent the limits of this one process.
 """
 
 import struct
@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 # by machine: the audit number of its calls, and the column of ALLOWED
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-# name: number on x86_64 and on aarch64; None where there is none
+# name: number on x86_64 and on aarch64; None if it does not exist
 ALLOWED: dict[str, tuple[int, int | None]] = {
-    # descriptors that are open, and new ones of no file
+    # open descriptors, and new ones without a file
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "pread64": (17, 67),
     "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66), "preadv": (295, 69), "pwritev": (296, 70),
     "preadv2": (327, 286), "pwritev2": (328, 287), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
@@ -22,7 +22,7 @@ ALLOWED: dict[str, tuple[int, int | None]] = {
     "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "epoll_create": (213, None),
     "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
     "eventfd2": (290, 19),
-    # files by name: Landlock says which may be opened
+    # files by name; Landlock decides which may be opened
     "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291), "statfs": (137, 43),
     "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "creat": (85, None),
     "readlink": (89, None), "readlinkat": (267, 78), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
@@ -30,11 +30,11 @@ ALLOWED: dict[str, tuple[int, int | None]] = {
     # memory
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
     "msync": (26, 227), "madvise": (28, 233),
-    # signals and timers of its own
+    # its own signals and timers
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
     "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "pause": (34, None),
     "getitimer": (36, 102), "setitimer": (38, 103), "alarm": (37, None), "restart_syscall": (219, 128),
-    # time, chance, and what it may know of itself
+    # time, random numbers, and facts about itself
     "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
     "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getrandom": (318, 278), "uname": (63, 160),
     "sysinfo": (99, 179), "getrusage": (98, 165), "getrlimit": (97, 163), "setrlimit": (160, 164),
@@ -42,24 +42,24 @@ ALLOWED: dict[str, tuple[int, int | None]] = {
     "getsid": (124, 156), "getuid": (102, 174), "getgid": (104, 176), "geteuid": (107, 175), "getegid": (108, 177),
     "getresuid": (118, 148), "getresgid": (120, 150), "getgroups": (115, 158), "getpriority": (140, 141),
     "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
-    # threads that it does not have, and its end
+    # threads (it has none), and its end
     "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293), "wait4": (61, 260), "exit": (60, 93),
     "exit_group": (231, 94),
 }  # fmt: skip
-# name: numbers, the argument that is looked at, and the values that it may have
+# name: numbers, the argument to check, and its allowed values
 CHECKED: dict[str, tuple[tuple[int, int | None], int, tuple[int, ...]]] = {
-    # cmd: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, locks, F_DUPFD_CLOEXEC; with F_SETOWN it would signal others
+    # cmd: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, locks, F_DUPFD_CLOEXEC; F_SETOWN could signal other processes
     "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 5, 6, 7, 1030)),
     # request: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
-    "prlimit64": ((302, 261), 0, (0,)),  # of itself
+    "prlimit64": ((302, 261), 0, (0,)),  # its own limits
 }
-# name: numbers, the argument that flags are in
+# name: numbers, the argument with the flags
 OPENING: dict[str, tuple[tuple[int, int | None], int]] = {"open": ((2, None), 1), "openat": ((257, 56), 2)}
 SIGNALS = {"kill": (62, 129), "tgkill": (234, 131)}  # to this process
 _O_TMPFILE = 0o20000000  # a file without a name, which nobody would find
 
-_NEITHER = 3  # access that is neither to read nor to write, which Landlock lets pass, and O_TRUNC empties the file
+_NEITHER = 3  # access neither for reading nor writing, which Landlock allows, although O_TRUNC empties the file
 
 _LOAD = 0x20
 _AND = 0x54
@@ -69,12 +69,14 @@ _RETURN = 0x06
 _ALLOW = 0x7FFF0000
 _DENY = 0x00050000 | 13  # EACCES
 
-# code, where it goes on if so and if not (None: the next instruction), number
+# code, target if true and if false (None: the next instruction), number
 Line = tuple[int, str | None, str | None, int]
 
 
 def rules(machine: str, process: int) -> bytes | None:
-    """The filter for this process, as mrl.reward.confine.filter_calls takes it; None where calls are not known."""
+    """Returns the filter for this process, for mrl.reward.confine.filter_calls; None if calls of the machine are
+    unknown.
+    """
     if machine not in MACHINES:
         return None
     audit, column = MACHINES[machine]
@@ -97,7 +99,7 @@ def rules(machine: str, process: int) -> bytes | None:
 
 
 def _by_number(column: int) -> Iterator[Line]:
-    """Compares the number of the call, which is loaded."""
+    """Yields comparisons of the loaded call number."""
     looked_at = {name: numbers for name, (numbers, *_) in (CHECKED | OPENING).items()} | SIGNALS
     for name, numbers in looked_at.items():
         if numbers[column] is not None:
@@ -114,12 +116,12 @@ def _one_of(argument: int, values: Sequence[int]) -> list[Line]:
 
 
 def _argument(number: int) -> Line:
-    """Loads the lower half of an argument; both machines store that first."""
+    """Loads the lower half of an argument, which both machines store first."""
     return _LOAD, None, None, 16 + 8 * number
 
 
 def _assembled(blocks: dict[str, list[Line]]) -> bytes:
-    """Instructions one after another, names of blocks as jumps over so many."""
+    """Concatenates instructions, and turns names of blocks into relative jumps."""
     begins = {}
     lines: list[Line] = []
     for name, block in blocks.items():

@@ -1,8 +1,8 @@
-"""Games of the package `textarena` for one player, as an environment: `pip install 'mrl[games]'`.
+"""Games for one player from the package `textarena` as an environment: `pip install 'mrl[games]'`.
 
-A row names its game, `extra_info.game` (`GuessTheNumber-v0-raw`), and may name the `seed` that its prompt was made by;
-scripts/make_rows.py makes such rows. Games draw from generators of the whole process: each response has its own state
-of them, so that it meets the same whatever is played beside it.
+A row names its game, `extra_info.game` (`GuessTheNumber-v0-raw`), and may name the `seed` that its prompt was made
+with. scripts/make_rows.py makes such rows. Games use the random generators of the whole process. Each response has its
+own state of these, so that games in the same process do not affect each other.
 """
 
 import random
@@ -16,11 +16,11 @@ from mrl.environments.environment import Environment, Reply
 from mrl.errors import ConfigError
 
 TEXTARENA = "textarena"
-RAW = "-raw"  # of names of games without wrappers, which would repeat what the model has read
+RAW = "-raw"  # suffix of games without wrappers, which would repeat what the model has read
 
 
 def load_textarena() -> Any:
-    """The package. Raises ConfigError where it is not installed."""
+    """Returns the package. Raises ConfigError if it is not installed."""
     try:
         import textarena
     except ImportError as error:
@@ -32,14 +32,14 @@ def load_textarena() -> Any:
 
 
 class TextArena(Environment):
-    """One game; its reward is what the game gives at its end."""
+    """One game. Its reward is what the game gives at its end."""
 
     actions = ("act",)
     repeatable = True
     parts = MappingProxyType({"moves": 0.0, "finished": 0.0})
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Begins the row's game. Raises ValueError for a row without one that can be played."""
+        """Begins the row's game. Raises ValueError for a row without a playable game."""
         given = row["extra_info"]
         self._chance: list[Any] | None = None
         self._moves = 0
@@ -54,7 +54,7 @@ class TextArena(Environment):
         """
         with self._own_chance():
             ended, _ = self._game.step(action)
-            text = told(self._game)
+            text = unread_text(self._game)
             rewards = None
             if ended:
                 rewards, _ = self._game.close()
@@ -64,7 +64,7 @@ class TextArena(Environment):
 
     @contextmanager
     def _own_chance(self) -> Iterator[None]:
-        """The response's own state of the process's generators for the time of the block."""
+        """Uses the response's own state of the process's random generators during the block."""
         before = _drawn()
         if self._chance is not None:
             _set_drawn(self._chance)
@@ -76,7 +76,7 @@ class TextArena(Environment):
 
 
 def begun(game: Any, seed: int) -> tuple[Any, str]:
-    """A game that has begun, and what it says first. Raises ValueError for what is no game of one player."""
+    """Returns a game that has begun, and its first text. Raises ValueError for a game that is not for one player."""
     arena = load_textarena()
     if not isinstance(game, str) or not game.endswith(RAW):
         raise ValueError(
@@ -88,11 +88,11 @@ def begun(game: Any, seed: int) -> tuple[Any, str]:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     made.reset(num_players=1, seed=seed)
-    return made, told(made)
+    return made, unread_text(made)
 
 
-def told(game: Any) -> str:
-    """What the player has not read yet; what it did itself is left out."""
+def unread_text(game: Any) -> str:
+    """Returns what the player has not read yet, without its own moves."""
     _, seen = game.get_observation()
     return "\n\n".join(message for who, message, _ in seen if who != 0)
 

@@ -1,4 +1,4 @@
-"""A typed Python function with a docstring as a tool: what a model is told of it, and what it may be called with.
+"""A typed Python function with a docstring as a tool: its schema for the model, and checks of arguments.
 
     def lookup(word: str, most: int = 3) -> str:
         \"\"\"Finds a word in the dictionary.
@@ -8,7 +8,7 @@
             most: how many meanings
         \"\"\"
 
-A parameter is a str, int, float, bool, list or dict, a list of one of them, a Literal, or any of these or None.
+A parameter is a str, int, float, bool, list, dict, a list of one of them, or a Literal. It may also allow None.
 """
 
 import inspect
@@ -22,38 +22,38 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mrl.errors import ConfigError
 
-LONGEST_AGENT_S = 1e6  # of which no conversation takes as much
-LONGEST_NAME = 64  # bytes of the name of a tool or of a part, which travel as columns
+LONGEST_AGENT_S = 1e6  # longer than any conversation
+LONGEST_NAME = 64  # bytes of the name of a tool or a part, which become columns
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
 
 
 @dataclass(frozen=True)
 class ToolsSpec:
-    """Which tools and environments: names of shipped ones, or of functions and classes in the user's file at `path`."""
+    """Tools and environments to use: names of built-in ones, or of functions and classes in the user's file `path`."""
 
     names: tuple[str, ...]
     path: str | None = None
-    max_memory_gib: float | None = None  # of a process's address space; None: unlimited
-    environment: tuple[str, ...] = ()  # variables that a process is given beside the usual ones
-    network: bool = False  # whether it may reach beyond the machine
-    folders: tuple[str, ...] = ()  # that it may write into beside temporary ones
+    max_memory_gib: float | None = None  # limit of a process's address space; None: unlimited
+    environment: tuple[str, ...] = ()  # variables that a process gets in addition to the usual ones
+    network: bool = False  # whether it may use the network
+    folders: tuple[str, ...] = ()  # that it may write into, in addition to temporary ones
     environments: tuple[str, ...] = ()
-    index: str | None = None  # of the shipped tool `search`
-    python: Mapping[str, Any] = field(default_factory=dict)  # limits of the shipped tool `python`, by name
-    tool_config: str | None = None  # verl's file of tools, of the environment `verl_tools`
-    # an agent in the place of both: a command, or the function of that name in the file at `path`
+    index: str | None = None  # for the built-in tool `search`
+    python: Mapping[str, Any] = field(default_factory=dict)  # limits of the built-in tool `python`, by name
+    tool_config: str | None = None  # verl's file of tools, for the environment `verl_tools`
+    # an agent instead of both: a command, or a function of that name in the file at `path`
     command: tuple[str, ...] = ()
     agent: str | None = None
 
     @property
     def has_agent(self) -> bool:
-        """Whether an agent speaks to the model, which then is told of the agent's tools."""
+        """Tells whether an agent talks to the model. Then the model gets the agent's tools."""
         return bool(self.command) or self.agent is not None
 
     @property
     def is_here(self) -> bool:
-        """Whether the files that it names are on this host."""
+        """Tells whether the named files exist on this host."""
         return all(
             Path(path).expanduser().exists() for path in (self.path, self.index, self.tool_config) if path is not None
         )
@@ -61,7 +61,7 @@ class ToolsSpec:
 
 @dataclass(frozen=True)
 class TurnsSpec:
-    """What a conversation may do; names are those of `rollout.turns`."""
+    """Limits and settings of a conversation. Names are those of `rollout.turns`."""
 
     tools: ToolsSpec
     max_turns: int
@@ -70,13 +70,14 @@ class TurnsSpec:
     max_answer_characters: int
     timeout_s: float
     num_workers: int
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, beside the tools
-    max_prompt_length: int = 0  # tokens of what an agent begins with
-    needs_reward: bool = False  # an agent has to give one
+    # for the chat template, in addition to the tools
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    max_prompt_length: int = 0  # tokens of an agent's first request
+    needs_reward: bool = False  # an agent must give a reward
 
     @property
     def step_s(self) -> float:
-        """Deadline of a call in a process; an agent is one that lasts as long as its conversation."""
+        """Deadline of a call in a process. An agent is one call that lasts for the whole conversation."""
         if self.tools.has_agent:
             return LONGEST_AGENT_S
         return self.timeout_s
@@ -84,20 +85,20 @@ class TurnsSpec:
 
 @dataclass(frozen=True)
 class Tool:
-    """One function. `schema` is what a chat template is given, in OpenAI's form."""
+    """One function. `schema` is given to a chat template, in OpenAI's form."""
 
     function: Callable[..., Any]
     schema: Mapping[str, Any] = field(compare=False)
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> "Tool":
-        """Under that name. Raises ConfigError for a function that says too little of itself."""
+        """Makes a tool with that name. Raises ConfigError for a function with an incomplete description."""
         if len(name.encode()) > LONGEST_NAME:
             raise ConfigError(f"a tool is named {name!r}; a name is at most {LONGEST_NAME} bytes, as UTF-8")
-        said = inspect.getdoc(function)
-        if not said:
-            raise ConfigError(f"tool {name!r} has no docstring: it is what the model is told of it")
-        described = _described(said)
+        docstring = inspect.getdoc(function)
+        if not docstring:
+            raise ConfigError(f"tool {name!r} has no docstring, which is what the model is told about it")
+        described = _described(docstring)
         properties = {}
         required = []
         hints = _hints(function, name)
@@ -106,7 +107,7 @@ class Tool:
             if parameter.default is parameter.empty:
                 required.append(parameter.name)
         parameters = {"type": "object", "properties": properties, "required": required}
-        own = {"name": name, "description": said.split("\n\n")[0].replace("\n", " "), "parameters": parameters}
+        own = {"name": name, "description": docstring.split("\n\n")[0].replace("\n", " "), "parameters": parameters}
         return cls(function, {"type": "function", "function": own})
 
     @cached_property
@@ -114,7 +115,7 @@ class Tool:
         return self.schema["function"]["parameters"]
 
     def problem(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with the arguments of a call; None: nothing."""
+        """Returns what is wrong with the arguments of a call; None for nothing."""
         properties = self._parameters["properties"]
         missing = [name for name in self._parameters["required"] if name not in arguments]
         unknown = [name for name in arguments if name not in properties]
@@ -123,13 +124,13 @@ class Tool:
             return f"{(missing or unknown)[0]!r} is {'missing' if missing else 'unknown'}; it takes {takes}"
         for name, value in arguments.items():
             if not _fits(value, properties[name]):
-                return f"{name!r} is not of the kind {_in_words(properties[name])}: {str(value)[:80]}"
+                return f"{name!r} is not of the kind {_describe(properties[name])}: {str(value)[:80]}"
         return None
 
 
-def _described(said: str) -> dict[str, dict[str, str]]:
-    """Reads the descriptions of parameters from the lines under `Args:`."""
-    _, _, below = said.partition("\nArgs:\n")
+def _described(docstring: str) -> dict[str, dict[str, str]]:
+    """Reads the descriptions of parameters from the lines below `Args:`."""
+    _, _, below = docstring.partition("\nArgs:\n")
     lines = below.split("\n\n")[0]
     return {name: {"description": text.strip()} for name, text in re.findall(r"^ +(\w+)[^:\n]*: (.+)$", lines, re.M)}
 
@@ -137,7 +138,7 @@ def _described(said: str) -> dict[str, dict[str, str]]:
 def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         return get_type_hints(function)
-    except Exception as error:  # whatever stands in a user's annotations
+    except Exception as error:  # a user's annotations may raise anything
         raise ConfigError(f"tool {name!r}: its annotations cannot be read: {error}") from error
 
 
@@ -157,7 +158,7 @@ def _schema_of(parameter: inspect.Parameter, hints: Mapping[str, Any], tool: str
 
 
 def _schema(kind: Any) -> dict[str, Any] | None:
-    """JSON schema of a type; None where it has none."""
+    """Returns the JSON schema of a type; None if it has none."""
     origin = get_origin(kind)
     arguments = get_args(kind)
     if isinstance(kind, type) and kind in _KINDS:
@@ -188,7 +189,7 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     return value in schema.get("enum", [value])
 
 
-def _in_words(schema: Mapping[str, Any]) -> str:
+def _describe(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return " or ".join(map(repr, schema["enum"]))
     return schema["type"]

@@ -1,5 +1,6 @@
-"""What stands in for verl's base class of tools and its schemas (verl.tools.base_tool, verl.tools.schemas of January
-2026): the same names with the same fields and signatures, and as little behind them as a subclass needs.
+"""Replaces verl's base class of tools and its schemas (verl.tools.base_tool, verl.tools.schemas of January 2026).
+
+It has the same names, fields and signatures, and only as much behaviour as a subclass needs.
 """
 
 import uuid
@@ -49,26 +50,26 @@ class ToolResponse(BaseModel):
     video: list[Any] | None = None
 
     def is_empty(self) -> bool:
-        """Whether it says nothing."""
+        """Tells whether it has no content."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
-        """Whether it is a text, and nothing else."""
+        """Tells whether it consists of text alone."""
         return bool(self.text) and not (self.image or self.video)
 
 
 class BaseTool:
-    """A tool; an instance of it is what one response is at."""
+    """A tool. An instance of it belongs to one response."""
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
         self.config = config
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
         if self.tool_schema is None:
-            raise ValueError(f"{type(self).__name__} has no tool_schema, neither in its file nor of its own")
+            raise ValueError(f"{type(self).__name__} has no tool_schema, neither in its file nor in its class")
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
-        """The schema; a class may have one of its own."""
+        """Returns the schema. A class may define one itself."""
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
@@ -78,11 +79,11 @@ class BaseTool:
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict]:
-        """Answers a call, with its reward and metrics."""
+        """Answers a call. Returns the answer, its reward and metrics."""
         return ToolResponse(text=""), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """The reward of an instance as it stands."""
+        """Returns the present reward of an instance."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -90,5 +91,5 @@ class BaseTool:
 
 
 def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Stands in for the decorator that traces calls; traces nothing."""
+    """Replaces the decorator that traces calls. Traces nothing."""
     return function

@@ -1,14 +1,16 @@
-"""verl's classes of tools (`BaseTool`) as one environment, an action a tool.
+"""verl's classes of tools (`BaseTool`) as one environment, with an action for each tool.
 
-An instance of a tool is begun with its first call of a response and released at the response's end, as verl's base
-class says; verl's own loop of agents begins one a call. A row's `extra_info.tools_kwargs` is given to it by verl's
-names. The reward of a call is the reply's, and `calc_reward` is asked after it for a part of the tool's name. What a
-tool raises is what the model reads, as with every tool.
+An instance of a tool begins with its first call in a response. It is released at the response's end, as verl's base
+class documents. verl's own agent loop makes one for each call. It gets a row's `extra_info.tools_kwargs` under verl's
+names. The reward of a call is the reply's. After each call `calc_reward` gives a part with the tool's name. If a tool
+raises, the model reads the error, as with every tool.
 """
 
 import asyncio
 import importlib
 import inspect
+import json
+import re
 import sys
 import traceback
 import uuid
@@ -17,8 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mrl.environments.environment import MOST_PARTS, Action, Environment, Reply
+from mrl.environments.python_tool import ProgramEnded, refuse_unconfined, run_program
 from mrl.environments.sandbox import PythonLimits
-from mrl.environments.verl_stand_ins import gsm8k_class, sandbox_class, search_class
 from mrl.environments.verl_tool_config import (
     CONFIG_KEY,
     GSM8K,
@@ -38,10 +40,10 @@ _TYPES = ("string", "integer", "number", "boolean", "array", "object")
 class VerlTools(Environment):
     """All tools of a file."""
 
-    tools: ClassVar[Mapping[str, Any]] = {}  # by name, of this process
+    tools: ClassVar[Mapping[str, Any]] = {}  # by name, in this process
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Notes what the row gives each tool."""
+        """Stores what the row gives each tool."""
         self._given = row["extra_info"].get("tools_kwargs") or {}
         self._instances: dict[str, str] = {}
 
@@ -50,7 +52,7 @@ class VerlTools(Environment):
         return _run(self._called(action.name, dict(action.arguments)))
 
     def close(self) -> None:
-        """Releases what was begun."""
+        """Releases all begun instances."""
         _run(self._released())
 
     async def _called(self, name: str, arguments: dict[str, Any]) -> Reply:
@@ -61,7 +63,7 @@ class VerlTools(Environment):
             instance = self._instances[name]
             answer, reward, *_ = await tool.execute(instance, arguments, **self._kwargs(name, "execute_kwargs"))
             so_far = await tool.calc_reward(instance, **self._kwargs(name, "calc_reward_kwargs"))
-        except Exception as error:  # whatever a tool does: its call is answered by it
+        except Exception as error:  # any error of a tool is the answer to its call
             traceback.print_exc()
             return Reply(f"Error: {name}: {type(error).__name__}: {error}")
         parts = {}
@@ -73,14 +75,14 @@ class VerlTools(Environment):
         for name, instance in self._instances.items():
             try:
                 await self.tools[name].release(instance, **self._kwargs(name, "release_kwargs"))
-            except Exception:  # the others hold something, too
+            except Exception:  # the other instances must be released, too
                 traceback.print_exc()
 
     def _kwargs(self, name: str, of: str) -> dict[str, Any]:
         return dict((self._given.get(name) or {}).get(of) or {})
 
 
-_loops: list[asyncio.AbstractEventLoop] = []  # of this process: what a tool keeps may be bound to it
+_loops: list[asyncio.AbstractEventLoop] = []  # one for this process, because a tool may keep objects bound to it
 
 
 def _run(called: Any) -> Any:
@@ -90,7 +92,7 @@ def _run(called: Any) -> Any:
 
 
 async def _begun(tool: Any, given: dict[str, Any]) -> str:
-    """Begins an instance. Classes take what the row gives by its names, newer ones as `create_kwargs` too."""
+    """Begins an instance. Classes get the row's values under its names, newer ones also as `create_kwargs`."""
     given = {"create_kwargs": dict(given), **given}
     parameters = inspect.signature(tool.create).parameters
     if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
@@ -102,9 +104,9 @@ async def _begun(tool: Any, given: dict[str, Any]) -> str:
 
 
 def _text(answer: Any) -> Any:
-    """What the model reads. Raises TypeError for pictures."""
+    """Returns what the model reads. Raises TypeError for images."""
     if getattr(answer, "image", None) or getattr(answer, "video", None):
-        raise TypeError("it answers by a picture, and a text is all that is read here")
+        raise TypeError("it answers with a picture; only text is supported")
     if hasattr(answer, "text"):
         return answer.text or ""
     if isinstance(answer, dict) and set(answer) == {"text"}:
@@ -113,9 +115,10 @@ def _text(answer: Any) -> Any:
 
 
 def verl_environment(path: str, limits: PythonLimits, network: bool) -> type[Environment]:
-    """The environment of the tools in verl's file. Raises ConfigError for what cannot be had, by its class's name.
+    """Makes the environment of the tools in verl's file. Raises ConfigError, naming the class, for what cannot be
+    loaded.
 
-    `limits`: of programs, `network`: whether tools have one; of what stands in for classes of verl's own.
+    `limits` of programs, and `network` access of tools, apply to the replacements of verl's own classes.
     """
     own = {GSM8K: gsm8k_class, SANDBOX: lambda: sandbox_class(limits), SEARCH_R1: lambda: search_class(network)}
     tools = {}
@@ -125,16 +128,16 @@ def verl_environment(path: str, limits: PythonLimits, network: bool) -> type[Env
         tool = _made(entry, Path(path), own, where)
         name, schema = _schema(tool, where)
         if name in tools:
-            raise ConfigError(f"{where}: a second tool is called {name}: nobody could say which is meant")
+            raise ConfigError(f"{where}: two tools have the name {name}; rename one")
         tools[name] = tool
         schemas[name] = schema
     if len(tools) > MOST_PARTS:
-        raise ConfigError(f"{CONFIG_KEY}: {path} has {len(tools)} tools; at most {MOST_PARTS} are taken")
+        raise ConfigError(f"{CONFIG_KEY}: {path} has {len(tools)} tools; at most {MOST_PARTS} are allowed")
     return type("VerlTools", (VerlTools,), {"tools": tools, "schemas": schemas})
 
 
 def _made(entry: ToolEntry, path: Path, own: Mapping[str, Callable[[], type]], where: str) -> Any:
-    """The tool of an entry."""
+    """Makes the tool of an entry."""
     stand_in()
     from verl.tools.schemas import OpenAIFunctionToolSchema
 
@@ -144,8 +147,8 @@ def _made(entry: ToolEntry, path: Path, own: Mapping[str, Callable[[], type]], w
         return kind(config=dict(entry.config), tool_schema=schema or None)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a user's class does
-        raise ConfigError(f"{where}: it cannot be made: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a user's class may raise anything
+        raise ConfigError(f"{where}: it cannot be created: {type(error).__name__}: {error}") from error
 
 
 def _class(entry: ToolEntry, path: Path, own: Mapping[str, Callable[[], type]], where: str) -> Any:
@@ -177,20 +180,121 @@ def _missing(error: ModuleNotFoundError) -> str:
     if str(error.name).partition(".")[0] != "verl":
         return f"its module needs {error.name}, which is not installed"
     return (
-        f"its module needs {error.name} of verl, which is not installed; what stands in for verl is "
+        f"its module needs {error.name} of verl, which is not installed; mrl replaces only "
         f"{', '.join(each for each in STOOD_IN if each.count('.') == 2)}"
     )
 
 
 def _schema(tool: Any, where: str) -> tuple[str, dict[str, Any]]:
-    """The name of a tool, and its schema as chat templates take it."""
+    """Returns the name of a tool, and its schema for chat templates."""
     function = tool.tool_schema.model_dump(exclude_none=True)["function"]
     properties = {}
     for name, given in function["parameters"]["properties"].items():
         if given["type"] not in _TYPES:
-            raise ConfigError(f"{where}: parameter {name!r} is of type {given['type']!r}, which no call has here")
+            raise ConfigError(f"{where}: parameter {name!r} is of type {given['type']!r}, which calls do not support")
         properties[name] = given
     required = list(function["parameters"]["required"])
     parameters = {"type": "object", "properties": properties, "required": required}
     own = {"name": function["name"], "description": function["description"], "parameters": parameters}
     return function["name"], {"type": "function", "function": own}
+
+
+def gsm8k_class() -> type:
+    """Replaces verl's tool that checks an answer to a GSM8K problem."""
+    from mrl.environments.verl_base_tool import BaseTool, ToolResponse
+
+    class Gsm8kTool(BaseTool):
+        def __init__(self, config: dict, tool_schema: Any):
+            super().__init__(config, tool_schema)
+            self._at: dict[str, list] = {}  # instance -> right answer, best reward so far
+
+        async def create(self, instance_id: str | None = None, ground_truth: str | None = None, **_: Any):
+            self._at[instance_id] = [ground_truth, 0.0]
+            return instance_id, ToolResponse()
+
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any):
+            answer = str(parameters.get("answer", ""))
+            if not answer.startswith("#### "):
+                answer = f"#### {answer}"
+            right, before = self._at[instance_id]
+            numbers = [each for each in re.findall(r"-?[0-9.,]+", answer[-300:]) if each != "."]
+            reward = float(bool(numbers) and numbers[-1] == right)
+            self._at[instance_id][1] = reward
+            penalty = 0.0
+            if reward <= before:
+                penalty = -0.05
+            return ToolResponse(text=f"Current parsed {answer=} {reward=}"), penalty, {}
+
+        async def calc_reward(self, instance_id: str, **_: Any) -> float:
+            return self._at[instance_id][1]
+
+        async def release(self, instance_id: str, **_: Any) -> None:
+            del self._at[instance_id]
+
+    return Gsm8kTool
+
+
+def sandbox_class(limits: PythonLimits) -> type:
+    """Replaces verl's tool that runs a program on a server. It runs here, as with the tool python."""
+    from mrl.environments.verl_base_tool import BaseTool, ToolResponse
+
+    refuse_unconfined("it", limits)
+
+    class SandboxFusionTool(BaseTool):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any):
+            try:
+                return ToolResponse(text=run_program(str(parameters.get("code", "")), limits)), 0.0, {}
+            except ProgramEnded as error:
+                return ToolResponse(text=f"Error: {error}"), 0.0, {}
+
+    return SandboxFusionTool
+
+
+def search_class(network: bool) -> type:
+    """Replaces verl's tool that asks a service for passages, with Search-R1's protocol.
+
+    `network` says whether it may use the network. Raises ConfigError if not.
+    """
+    from mrl.environments.verl_base_tool import BaseTool, ToolResponse
+
+    if not network:
+        raise ConfigError(
+            "it asks a service over the network, which tools do not have: set rollout.turns.network to true"
+        )
+
+    class SearchTool(BaseTool):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any):
+            queries = parameters.get("query_list")
+            if not queries:
+                return ToolResponse(text=_result("Error: 'query_list' is missing or empty.")), 0.0, {}
+            asked = {"queries": queries, "topk": self.config.get("topk", 3), "return_scores": True}
+            try:
+                found = _asked(self.config["retrieval_service_url"], asked, self.config.get("timeout", 30))
+                shown = "\n---\n".join(map(_shown, found["result"]))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                return ToolResponse(text=_result(f"Search error: {error}")), 0.0, {}
+            return ToolResponse(text=_result(shown or "No search results found.")), 0.0, {}
+
+    return SearchTool
+
+
+def _asked(url: str, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+    import urllib.request  # here: other processes of tools start without it
+
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
+    with urllib.request.urlopen(request, timeout=seconds) as answer:
+        return json.loads(answer.read())
+
+
+def _shown(found: list[dict[str, Any]]) -> str:
+    """Formats passages for the model. The first line of each is its title."""
+    shown = []
+    for number, each in enumerate(found, 1):
+        title, _, text = each["document"]["contents"].partition("\n")
+        shown.append(f"Doc {number} (Title: {title})\n{text}")
+    return "\n\n".join(shown).strip()
+
+
+def _result(text: str) -> str:
+    return json.dumps({"result": text}, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""verl's file of tools (`tool_config_path`), read; the classes that it names are neither loaded nor looked for here."""
+"""Reads verl's file of tools (`tool_config_path`). The named classes are not loaded here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from typing import Any
 from mrl.errors import ConfigError
 from mrl.plain_files import CONFIG_BYTES, read_text
 
-VERL_TOOLS = "verl_tools"  # the environment that they are
+VERL_TOOLS = "verl_tools"  # the environment that has these tools
 CONFIG_KEY = "rollout.turns.tool_config_path"
 GSM8K = "verl.tools.gsm8k_tool.Gsm8kTool"
 SANDBOX = "verl.tools.sandbox_fusion_tools.SandboxFusionTool"
 SEARCH_R1 = "verl.tools.search_tool.SearchTool"
-STAND_INS = (GSM8K, SANDBOX, SEARCH_R1)  # classes of verl's own that have one
+STAND_INS = (GSM8K, SANDBOX, SEARCH_R1)  # verl's own classes that have a replacement
 
 
 @dataclass(frozen=True)
 class ToolEntry:
-    """One tool of the file. `schema`: of the model's call; None: the class brings it."""
+    """One tool of the file. `schema` describes the model's call; None: the class has it."""
 
     class_name: str
     config: Mapping[str, Any]
@@ -26,7 +26,7 @@ class ToolEntry:
 
 
 def read_tool_config(path: Path) -> list[ToolEntry]:
-    """The tools in their order. Raises ConfigError for a file that is none of verl's, and for tools of another kind."""
+    """Returns the tools in order. Raises ConfigError for another kind of file, and for tools of another kind."""
     import yaml
 
     where = f"{CONFIG_KEY}: {path}"
@@ -49,22 +49,22 @@ def _entry(given: Any, where: str) -> ToolEntry:
         raise ConfigError(f"{where} ({given['class_name']}): config and tool_schema have to be mappings")
     kind = config.get("type", "native")
     if kind != "native":
-        raise ConfigError(f"{where} ({given['class_name']}) is of type {kind}; what is read here is native")
+        raise ConfigError(f"{where} ({given['class_name']}) is of type {kind}; only native is supported")
     return ToolEntry(given["class_name"], config, schema)
 
 
 def problem_of(entry: ToolEntry, path: Path) -> str | None:
-    """Why its class cannot be had without verl, as far as names say; None: it can, or its file will say."""
+    """Returns why its class cannot be loaded without verl, judged by its name; None if nothing is known against it."""
     name = entry.class_name
     if name.startswith("verl.") and name not in STAND_INS:
-        return f"{name} is verl's own and has no stand-in here; these have one: {', '.join(STAND_INS)}"
+        return f"{name} is verl's own and has no replacement here; these have one: {', '.join(STAND_INS)}"
     if name in STAND_INS or root_of(entry, path) is not None:
         return None
-    return f"there is no file of the module {name.rpartition('.')[0]} beside {path.name}, nor in a folder above it"
+    return f"no file was found for the module {name.rpartition('.')[0]} beside {path.name}, nor in a folder above it"
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file itself and the modules that run for it, each once. Raises ConfigError as read_tool_config does."""
+    """Returns the file and the modules that run for it, each once. Raises ConfigError as read_tool_config."""
     files = {path.resolve(): None}
     for entry in read_tool_config(path):
         root = root_of(entry, path)
@@ -77,7 +77,10 @@ def files_of(path: Path) -> list[Path]:
 
 
 def root_of(entry: ToolEntry, path: Path) -> Path | None:
-    """The folder that its module's name starts at: the file's own, or the nearest above. None where there is none."""
+    """Returns the folder where its module's name begins: the file's own, or the nearest parent.
+
+    None if there is none.
+    """
     module = Path(*entry.class_name.split(".")[:-1])
     for folder in path.resolve().parents:
         if (folder / module).with_suffix(".py").is_file() or (folder / module / "__init__.py").is_file():

@@ -1,7 +1,7 @@
-"""Files that were written for verl import its decorator of tools, or its base class: where verl is not installed, names
-of these modules stand in for it.
+"""Replaces modules of verl that a user's file imports: its decorator of tools and its base class. For hosts without
+verl.
 
-The decorator leaves a function as it is and notes it under the name that it was given.
+The decorator returns a function unchanged and registers it under the given name.
 """
 
 import importlib.util
@@ -12,20 +12,20 @@ from types import ModuleType
 from typing import Any
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # of this process, by name
-# modules of verl's whose names stand in mrl.environments.verl_base_tool, which is loaded when one is asked for
+# verl's modules whose names are in mrl.environments.verl_base_tool, which is loaded on first use
 _OF_CLASSES = ("verl.tools.base_tool", "verl.tools.schemas", "verl.utils.rollout_trace")
 STOOD_IN = ("verl", "verl.tools", "verl.utils", "verl.tools.function_tool", *_OF_CLASSES)
 
 
 def stand_in() -> None:
-    """Makes imports of what stands in possible; nothing where verl is there."""
+    """Makes the replaced modules importable. Does nothing if verl is installed."""
     if "verl" in sys.modules or importlib.util.find_spec("verl") is not None:
         return
     for name in STOOD_IN:
         module = ModuleType(name, "Stands in for verl's, which is not installed.")
         sys.modules[name] = module
         if name in ("verl", "verl.tools", "verl.utils"):
-            module.__path__ = []  # a package, so that what is missing in it is missed by its name
+            module.__path__ = []  # a package, so that a missing submodule is reported by its name
     for name in STOOD_IN[1:]:
         parent, _, own = name.rpartition(".")
         setattr(sys.modules[parent], own, sys.modules[name])
@@ -41,7 +41,7 @@ def _of_classes(name: str) -> Any:
 
 
 def function_tool(named: str | Callable[..., Any] | None = None, *, name: str | None = None, schema: Any = None) -> Any:
-    """Stands in for verl's decorator, with or without a name. A function with a schema of its own is not noted."""
+    """Replaces verl's decorator, with or without a name. A function with a schema of its own is not registered."""
     if callable(named):
         FUNCTIONS[named.__name__] = named
         return named

@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned blocks of a tensor's index space, and whether a set of them covers another. Integers only."""
+"""Boxes: axis-aligned blocks of a tensor's index space, and checks of cover. Integers only."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,26 +8,26 @@ from math import prod
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """Half-open ranges, one (start, stop) per dimension; never empty.
+    """Half-open ranges, one (start, stop) for each dimension; never empty.
 
-    Many copies share a box, so what is asked of it often is kept.
+    Many copies share a box, so often used properties are kept.
     """
 
     ranges: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        for start, stop in self.ranges:  # a plan makes hundreds of thousands of boxes
+        for start, stop in self.ranges:  # a loop, as a plan makes hundreds of thousands of boxes
             if not 0 <= start < stop:
                 raise ValueError(f"{self.ranges}: every range must satisfy 0 <= start < stop")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """The box of a complete tensor."""
+        """Returns the box of a complete tensor."""
         return cls(tuple((0, size) for size in shape))
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Elements along each dimension."""
+        """Number of elements along each dimension."""
         return tuple(stop - start for start, stop in self.ranges)
 
     @cached_property
@@ -37,39 +37,40 @@ class Box:
 
     @cached_property
     def origin(self) -> tuple[int, ...]:
-        """The first element's index."""
+        """Index of the first element."""
         return tuple(start for start, _ in self.ranges)
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
-        """Index of an array."""
+        """The box as an array index."""
         return tuple(slice(start, stop) for start, stop in self.ranges)
 
     def intersect(self, other: "Box") -> "Box | None":
-        """What both have; None where they do not meet."""
+        """Returns the common part; None if they are disjoint."""
         ranges = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True))
         if all(start < stop for start, stop in ranges):
             return Box(ranges)
         return None
 
     def contains(self, other: "Box") -> bool:
-        """Whether `other`, of as many dimensions, lies within."""
+        """Tells whether `other`, with the same number of dimensions, is inside."""
         return all(a <= c and d <= b for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True))
 
     def shift(self, offsets: Sequence[int]) -> "Box":
-        """The box moved by an offset per dimension. Raises ValueError below zero."""
+        """Moves the box by an offset for each dimension. Raises ValueError for a negative start."""
         return Box(tuple([(start + by, stop + by) for (start, stop), by in zip(self.ranges, offsets, strict=True)]))
 
     def rebase(self, old: "Box", new: "Box") -> "Box":
-        """This box, given in the frame where `old` lies, in the frame where the same block is called `new`
-        (of equal shape).
+        """Moves the box from a frame where a block is `old` to a frame where the same block is `new`.
+
+        Both must have the same shape.
         """
         if old.shape != new.shape:
             raise ValueError(f"{old.ranges} and {new.ranges} differ in shape")
         return self.shift([n - o for o, n in zip(old.origin, new.origin, strict=True)])
 
     def subtract(self, other: "Box") -> list["Box"]:
-        """What remains without `other`, as disjoint boxes."""
+        """Returns what remains without `other`, as disjoint boxes."""
         common = self.intersect(other)
         if common is None:
             return [self]
@@ -87,15 +88,15 @@ class Box:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements `start` to `stop` of a tensor, counted in flat order, as disjoint boxes: whole rows, and what is
-    left before and behind them.
+    """Returns the elements `start` to `stop` of a tensor in flat order, as disjoint boxes: complete rows, and parts of
+    rows before and after them.
     """
     if start >= stop:
         return []
     if len(shape) < 2:
         return [Box(((start, stop),) * len(shape))]
     size = prod(shape[1:])
-    # whole rows
+    # complete rows
     first = -(-start // size)
     last = stop // size
     if first > last:
@@ -113,7 +114,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
 
 
 def uncovered(whole: Box, boxes: Iterable[Box]) -> list[Box]:
-    """The part of `whole` that none of `boxes` covers, as disjoint boxes; empty when they cover it."""
+    """Returns the part of `whole` that none of `boxes` covers, as disjoint boxes; empty if they cover it."""
     rest = [whole]
     for box in boxes:
         rest = [piece for part in rest for piece in part.subtract(box)]
@@ -121,9 +122,9 @@ def uncovered(whole: Box, boxes: Iterable[Box]) -> list[Box]:
 
 
 def first_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None when all are disjoint.
+    """Returns two boxes that share an element, or None if all are disjoint.
 
-    Cuts through whole groups are enough for 100,000 boxes of a grid.
+    Splitting whole groups along the axes is fast enough for 100,000 boxes of a grid.
     """
     groups = [list(boxes)]
     while groups:
@@ -139,7 +140,7 @@ def first_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
 
 
 def _runs(boxes: list[Box], axis: int) -> list[list[Box]]:
-    """The boxes in groups of which no two meet on an axis."""
+    """Splits the boxes into groups that do not overlap each other on an axis."""
     runs: list[list[Box]] = []
     end = 0
     for box in sorted(boxes, key=lambda box: box.ranges[axis]):
@@ -152,7 +153,7 @@ def _runs(boxes: list[Box], axis: int) -> list[list[Box]]:
 
 
 def _first_overlap_of_each(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Each box with each that it meets on the first axis."""
+    """Compares each box with each that overlaps it on the first axis."""
     active: list[Box] = []
     for box in sorted(boxes):
         active = [other for other in active if other.ranges[0][1] > box.ranges[0][0]]
@@ -164,7 +165,7 @@ def _first_overlap_of_each(boxes: list[Box]) -> tuple[Box, Box] | None:
 
 
 def cover_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
-    """Why `boxes` do not cover `whole` exactly once, in words; None when they do."""
+    """Describes why `boxes` do not cover `whole` exactly once; None if they do."""
     if outside := next((box for box in boxes if not whole.contains(box)), None):
         return f"{outside.ranges} lies outside {whole.ranges}"
     if pair := first_overlap(boxes):

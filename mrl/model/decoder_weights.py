@@ -1,8 +1,8 @@
-"""Rows of the weight map that families have in common: norms, grouped-query attention, gated MLPs, routed experts.
+"""Rows of the weight map that families share: norms, grouped-query attention, gated MLPs, routed experts.
 
 Checkpoint names are those of transformers' Qwen models. Megatron's are those of megatron-core 0.16.1 GPT models with
-Transformer Engine's module names, which mbridge 0.15.1 maps: the norm before a fused linear layer belongs to that
-layer (`linear_qkv.layer_norm_weight`). vLLM's are those of its 0.32 models.
+Transformer Engine's module names, which mbridge 0.15.1 maps. The norm before a fused linear layer belongs to that layer
+(`linear_qkv.layer_norm_weight`). vLLM's are those of its 0.32 models.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from mrl.model.weight_map import Part, Weight, copied
 
 
 def dense_layer(m: ModelSpec, is_linear: bool = False) -> tuple[Weight, ...]:
-    """A layer with one MLP. `is_linear`: with gated delta attention."""
+    """Returns a layer with one MLP; with gated delta attention if `is_linear`."""
     norms = layer_norms(m, "mlp.linear_fc1.layer_norm_weight", is_linear)
     return (*norms, *_attending(m, is_linear), *gated_mlp(m, m.intermediate_size))
 
@@ -22,10 +22,10 @@ def dense_layer(m: ModelSpec, is_linear: bool = False) -> tuple[Weight, ...]:
 def expert_layer(
     m: ModelSpec, shared: tuple[Weight, ...] = (), router_in_vllm: str | None = None, is_linear: bool = False
 ) -> tuple[Weight, ...]:
-    """A layer with a router and routed experts.
+    """Returns a layer with a router and routed experts.
 
-    `shared`: weights of experts that every token uses. `router_in_vllm`: vLLM's dtype of the router where it is not
-    the engine's. `is_linear`: with gated delta attention.
+    `shared`: weights of experts that every token uses. `router_in_vllm`: vLLM's dtype of the router, if it is not the
+    engine's. `is_linear`: with gated delta attention.
     """
     gate = replace(router(m), vllm_dtype=router_in_vllm)
     norms = layer_norms(m, "pre_mlp_layernorm.weight", is_linear)
@@ -39,8 +39,9 @@ def _attending(m: ModelSpec, is_linear: bool) -> tuple[Weight, ...]:
 
 
 def layer_norms(m: ModelSpec, megatron_mlp_norm: str, is_linear: bool = False) -> tuple[Weight, ...]:
-    """The norms before attention and before the MLP. Latent and gated delta attention begin with two projections, so
-    that their norm belongs to neither.
+    """Returns the norms before attention and before the MLP.
+
+    Latent and gated delta attention begin with two projections, so their norm belongs to neither.
     """
     before_attention = "self_attention.linear_qkv.layer_norm_weight"
     if m.is_latent or is_linear:
@@ -52,8 +53,9 @@ def layer_norms(m: ModelSpec, megatron_mlp_norm: str, is_linear: bool = False) -
 
 
 def attention(m: ModelSpec) -> tuple[Weight, ...]:
-    """Query, key and value projections, perhaps with bias or with gates of the output; perhaps norms on queries and
-    keys; output projection.
+    """Returns query, key and value projections and the output projection.
+
+    They may have biases, gates of the output, or norms on queries and keys.
     """
     if m.is_latent:
         return latent_attention(m)
@@ -82,7 +84,7 @@ def _qkv(m: ModelSpec, leaf: str, columns: tuple[int, ...]) -> Weight:
 
 
 def gated_mlp(m: ModelSpec, size: int, hf: str = "mlp.", megatron: str = "mlp.") -> tuple[Weight, ...]:
-    """Gate and up projection to `size`, fused, and down projection; vLLM's module has the checkpoint's name."""
+    """Returns the fused gate and up projection to `size`, and the down projection. vLLM uses the checkpoint's name."""
     gate_up, down = _gated_parts(m, size, hf)
     return (
         Weight(gate_up, f"{megatron}linear_fc1.weight", f"{hf}gate_up_proj.weight", "rows"),
@@ -91,7 +93,7 @@ def gated_mlp(m: ModelSpec, size: int, hf: str = "mlp.", megatron: str = "mlp.")
 
 
 def routed_experts(m: ModelSpec) -> tuple[Weight, ...]:
-    """Gated MLPs of all experts."""
+    """Returns the gated MLPs of all experts."""
     gate_up, down = _gated_parts(m, m.moe_intermediate_size, "mlp.experts.{expert}.")
     megatron = "mlp.experts.linear_"
     vllm = "mlp.experts.routed_experts."
@@ -102,11 +104,11 @@ def routed_experts(m: ModelSpec) -> tuple[Weight, ...]:
 
 
 def _gated_parts(m: ModelSpec, size: int, hf: str) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """(gate and up, down)"""
+    """Returns (gate and up, down)."""
     gate_up = tuple(Part(f"{hf}{x}_proj.weight", (size, m.hidden_size)) for x in ("gate", "up"))
     return gate_up, (Part(f"{hf}down_proj.weight", (m.hidden_size, size)),)
 
 
 def router(m: ModelSpec) -> Weight:
-    """Scores of all experts."""
+    """Returns the weight that scores all experts."""
     return copied("mlp.gate.weight", (m.num_experts, m.hidden_size), "mlp.router.weight", matmul=True)

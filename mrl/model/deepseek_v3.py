@@ -1,12 +1,12 @@
-"""DeepSeek-V3 and its kin (DeepSeek-R1, Moonlight, Kimi-K2): latent attention, dense layers first, then routed experts
-beside shared ones. Kimi-K2 has a model type of its own and is the same model.
+"""DeepSeek-V3 and its relatives (DeepSeek-R1, Moonlight, Kimi-K2): latent attention, dense layers first, then routed
+experts beside shared ones. Kimi-K2 has its own model type but is the same model.
 
-Routers choose as GLM-4.5's do, by a sigmoid and constants, and perhaps from the best groups of experts alone: those
-whose two best experts score highest together. Layers for multi-token prediction follow the others in a checkpoint, and
-training leaves them out.
+Routers choose as GLM-4.5's do, by a sigmoid and constants. They may choose only from the best groups of experts, those
+whose two best experts have the highest sum. A checkpoint's layers for multi-token prediction come last, and training
+leaves them out.
 
-Norms of latents have `rms_norm_eps`, as in Megatron and vLLM; transformers always gives them 1e-6 (which is Moonlight's
-difference from transformers: its config.json says 1e-5).
+Norms of latents use `rms_norm_eps`, as in Megatron and vLLM. transformers always uses 1e-6, which differs for
+Moonlight: its config.json says 1e-5.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from mrl.model.latent_attention import VLLM_LATENT_ATTENTION
 from mrl.model.weight_map import VLLM_NORMS, Family
 
 VLLM_ORDER = (*VLLM_LATENT_ATTENTION, "mlp.gate.", "mlp.shared_experts.", "mlp.", *VLLM_NORMS)
-_GROUP_BEST = 2  # experts that a group is judged by
+_GROUP_BEST = 2  # experts by which a group is judged
 
 
 def read(config: HfConfig) -> ModelSpec:
@@ -75,39 +75,41 @@ def read(config: HfConfig) -> ModelSpec:
 
 
 def _routing(config: HfConfig) -> tuple[int, int, int]:
-    """(experts a token, groups, groups chosen of them). Raises ConfigError for a router that Megatron has not."""
+    """Returns (experts of a token, groups, chosen groups). Raises ConfigError for a router that Megatron lacks."""
     supported = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 1}
     for key, value in (supported | {"rope_interleave": True}).items():
         refuse_unless(key, config.get(key, value), value)
     experts = required(config, "num_experts_per_tok")
     if experts == 1:
-        refuse_unless("num_experts_per_tok", 1, "2 or more")  # Megatron does not renormalise one expert's weight
+        # Megatron does not renormalise the weight of a single expert
+        refuse_unless("num_experts_per_tok", 1, "2 or more")
     if not config.get("n_shared_experts"):
         refuse_unless("n_shared_experts", config.get("n_shared_experts"), "1 or more")
     groups = config.get("n_group") or 1
     chosen = config.get("topk_group") or 1
     if groups == 1:
         return experts, 1, 1
-    if experts // chosen != _GROUP_BEST:  # Megatron judges a group by so many of its experts
+    if experts // chosen != _GROUP_BEST:  # Megatron judges a group by this number of its experts
         refuse_unless("topk_group", chosen, f"half of num_experts_per_tok = {experts}")
     return experts, groups, chosen
 
 
 def _moe_layers(config: HfConfig) -> tuple[int, ...]:
-    """Numbers of the layers with experts; transformers writes the kinds of GLM-4.7-Flash's layers as a list."""
+    """Returns the numbers of layers with experts. transformers lists the kinds of GLM-4.7-Flash's layers."""
     if kinds := config.get("mlp_layer_types"):
         first = kinds.count("dense")
         refuse_unless("mlp_layer_types", kinds, ["dense"] * first + ["sparse"] * (len(kinds) - first))
     else:
         first = required(config, "first_k_dense_replace")
     layers = required(config, "num_hidden_layers")
-    if first >= layers:  # a dense one could be cut over tensor ranks without their sequences, and is nobody's
+    # a model without experts might be split over tensor ranks without sequence parallelism; none is known
+    if first >= layers:
         refuse_unless("first_k_dense_replace", first, f"less than num_hidden_layers = {layers}")
     return tuple(range(first, layers))
 
 
 def _fp8_block(config: HfConfig) -> tuple[int, int] | None:
-    """Rows and columns that one scale stands for, where a checkpoint's matrices are FP8.
+    """Returns the rows and columns of one scale, if a checkpoint's matrices are FP8.
 
     Raises ConfigError for another quantisation.
     """
@@ -121,7 +123,7 @@ def _fp8_block(config: HfConfig) -> tuple[int, int] | None:
 
 
 def engine_keys(m: ModelSpec) -> dict[str, Any]:
-    """Keys without which vLLM takes a softmax, no constants of routers, or experts in no layer."""
+    """Returns keys without which vLLM would use a softmax, routers without constants, or no experts."""
     return {
         "scoring_func": m.router_score,
         "topk_method": "noaux_tc",

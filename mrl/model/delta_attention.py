@@ -1,8 +1,8 @@
 """Rows of the weight map for gated delta attention (arXiv:2412.06464) as Qwen3-Next and Qwen3.5 have it.
 
-Qwen3-Next's projections are fused in the checkpoint already, head of keys by head of keys, and Megatron and vLLM cut
-them by these heads. Qwen3.5's lie there kind by kind, in four tensors of which Megatron and vLLM make two; each kind is
-cut by itself. So are the channels of the convolution: queries, keys, then values.
+Qwen3-Next's projections are already fused in the checkpoint, by key heads, and Megatron and vLLM split them by these
+heads. Qwen3.5's are separate by kind, in four tensors, of which Megatron and vLLM make two. Each kind is split by
+itself, and so are the channels of the convolution: queries, keys, then values.
 
                    Qwen3-Next                                      Qwen3.5
     in_proj_qkvz   of a key head: its query, its key, its values,  in_proj_qkv: all queries, all keys, all values;
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from mrl.model.hf_config import ModelSpec
 from mrl.model.weight_map import Part, Weight, copied
 
-# vLLM and Megatron register the parameters of this attention so
+# the order in which vLLM and Megatron register the parameters of this attention
 VLLM_DELTA_ATTENTION = (
     "linear_attn.dt_bias",
     "linear_attn.A_log",
@@ -42,7 +42,7 @@ _MEGATRON = "self_attention."
 
 
 def delta_attention(m: ModelSpec) -> tuple[Weight, ...]:
-    """The weights of a layer's gated delta attention."""
+    """Returns the weights of a layer's gated delta attention."""
     keys = m.linear_num_key_heads * m.linear_key_head_dim
     values = m.linear_num_value_heads * m.linear_value_head_dim
     convolution = Part(f"{_HF}conv1d.weight", (m.linear_channels, 1, m.linear_conv_kernel_dim))
@@ -59,7 +59,9 @@ def delta_attention(m: ModelSpec) -> tuple[Weight, ...]:
 
 
 def _projections(m: ModelSpec, keys: int, values: int) -> tuple[Weight, Weight]:
-    """What is made of the hidden state: queries, keys, values and gates; rates and steps. `keys`, `values`: rows."""
+    """Returns the projections of the hidden state: queries, keys, values and gates; rates and steps. `keys`, `values`:
+    rows.
+    """
     heads = m.linear_num_value_heads
     if m.linear_by_kind:
         kinds = {"qkv": 2 * keys + values, "z": values}
@@ -74,7 +76,7 @@ def _projections(m: ModelSpec, keys: int, values: int) -> tuple[Weight, Weight]:
 
 
 def _by_kind(m: ModelSpec, name: str, rows: Mapping[str, int], sections: tuple[int, ...]) -> Weight:
-    """`rows`: of each tensor in the checkpoint, by the end of its name."""
+    """Makes a weight of separate tensors. `rows`: of each tensor in the checkpoint, by the end of its name."""
     parts = tuple(Part(f"{_HF}in_proj_{kind}.weight", (count, m.hidden_size)) for kind, count in rows.items())
     return Weight(parts, _MEGATRON + name, _HF + name, "sections", sections=sections)
 

@@ -1,8 +1,8 @@
-"""Where ranks and engine workers stand on a cluster: rank -> node -> device, as pure integers.
+"""Assigns ranks and engine workers to the devices of a cluster: rank -> node -> device, as pure integers.
 
 Devices are numbered node by node. The actor takes the first ones in rank order, so that Megatron's fastest axis, tensor
-parallelism, stays inside a node. Engines follow (separate) or share the same devices (colocated). What talks at every
-layer is kept on one node: a whole engine where it fits one, else each data-parallel rank of it.
+parallelism, stays inside a node. Engines follow (separate) or share the same devices (colocated). Processes that
+communicate in every layer stay on one node: a whole engine if it fits, else each data-parallel rank of it.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ __all__ = ["ClusterShape", "Place", "actor_places", "bundles_of_places", "engine
 
 
 class Place(NamedTuple):
-    """One device: the node's number and the device's number on it, both from 0."""
+    """One device: the number of its node, and its number on the node, both from 0."""
 
     node: int
     device: int
@@ -35,7 +35,7 @@ class ClusterShape:
         return self.nodes * self.devices_per_node
 
     def place(self, device: int) -> Place:
-        """Place of the `device`-th device of the cluster. Raises IndexError past its end."""
+        """Returns the `device`-th device of the cluster. Raises IndexError past its end."""
         if not 0 <= device < self.devices:
             raise IndexError(
                 f"device {device} is outside a cluster of {self.nodes} nodes with {self.devices_per_node} devices"
@@ -44,7 +44,7 @@ class ClusterShape:
 
 
 def actor_places(world_size: int, cluster: ClusterShape) -> tuple[Place, ...]:
-    """Place of every rank of the actor, in rank order. Raises ConfigError when the cluster is smaller than that."""
+    """Returns the device of every actor rank, in rank order. Raises ConfigError when the cluster is too small."""
     if world_size > cluster.devices:
         raise ConfigError(
             f"actor.layout.world_size = {world_size} needs more than the {cluster.devices} devices of "
@@ -54,7 +54,7 @@ def actor_places(world_size: int, cluster: ClusterShape) -> tuple[Place, ...]:
 
 
 def unit_size(rollout: RolloutLayout, devices_per_node: int) -> int:
-    """How many workers have to stand on one node together: an engine, or a data-parallel rank of it.
+    """Returns how many workers must share one node: those of an engine, or of a data-parallel rank of it.
 
     Raises ConfigError when a tensor group is larger than a node.
     """
@@ -63,14 +63,14 @@ def unit_size(rollout: RolloutLayout, devices_per_node: int) -> int:
             return size
     raise ConfigError(
         f"rollout.tensor_model_parallel_size = {rollout.tensor} is more than a node's {devices_per_node} devices, "
-        "and an engine's tensor workers stand on one node"
+        "and an engine's tensor workers need one node"
     )
 
 
 def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0) -> tuple[Place, ...]:
-    """Place of every engine worker, in worker order; `first`: number of the first device they may use.
+    """Returns the device of every engine worker, in worker order. `first` is the number of the first usable device.
 
-    A unit never straddles nodes: what is left of a node and too small for one stays idle. Raises ConfigError when the
+    A unit never spans nodes; devices of a node that are too few for a unit stay idle. Raises ConfigError when the
     engines do not fit.
     """
     size = unit_size(rollout, cluster.devices_per_node)
@@ -92,11 +92,11 @@ def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0)
 
 
 def rank_order(nodes: Sequence[str], together: int = 1) -> tuple[int, ...]:
-    """Bundle of each rank, given the node of each bundle: node by node, `together` ranks on one node as far as nodes
-    allow.
+    """Returns the bundle of each rank, given the node of each bundle: node by node, `together` ranks on one node if
+    possible.
 
-    Ray may scatter bundles, and a node may get a number of them that `together` does not divide. What is left over
-    comes last, so that as few groups of ranks as possible are spread.
+    Ray may scatter bundles, and give a node a number of them that `together` does not divide. The remainder comes last,
+    so that as few groups of ranks as possible are spread.
     """
     by_node = _bundles_by_node(nodes)
     whole = [i for bundles in by_node.values() for i in bundles[: len(bundles) // together * together]]
@@ -105,7 +105,7 @@ def rank_order(nodes: Sequence[str], together: int = 1) -> tuple[int, ...]:
 
 
 def _bundles_by_node(nodes: Sequence[str]) -> dict[str, list[int]]:
-    """Bundles of each node, given the node of each bundle; nodes in the order of their names."""
+    """Returns the bundles of each node, given the node of each bundle. Nodes are sorted by name."""
     bundles: dict[str, list[int]] = {node: [] for node in sorted(set(nodes))}
     for bundle, node in enumerate(nodes):
         bundles[node].append(bundle)
@@ -113,10 +113,10 @@ def _bundles_by_node(nodes: Sequence[str]) -> dict[str, list[int]]:
 
 
 def bundles_of_places(places: Sequence[Place], nodes: Sequence[str]) -> tuple[int, ...]:
-    """Bundle of each place, given the node of each bundle: devices of one planned node lie on one node, where they may
-    meet another's.
+    """Returns the bundle of each place, given the node of each bundle.
 
-    Raises EnvironmentFault when Ray gave them in other portions than the layout needs.
+    Devices of one planned node are on one real node, which may also have those of another planned node. Raises
+    EnvironmentFault when Ray provides them in other portions than the layout needs.
     """
     left = _bundles_by_node(nodes)
     wanted = Counter(place.node for place in places)

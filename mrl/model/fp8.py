@@ -1,7 +1,8 @@
-"""Matrices in FP8 (e4m3) with one float32 scale a block, read as bfloat16: the form in which they are trained.
+"""Reads FP8 matrices (e4m3) with one float32 scale for each block as bfloat16, the form in which they are trained.
 
-An element is its code's value times its block's scale, a product in float32 that is rounded to the nearest bfloat16, as
-in DeepSeek's own cast. Blocks are counted from the matrix's first row and column, and the last ones may be smaller:
+An element is its code's value times its block's scale. The product is computed in float32 and rounded to the nearest
+bfloat16, as in DeepSeek's own cast. Blocks are counted from the matrix's first row and column, and the last ones may be
+smaller:
 
     columns   0 .. 127   128 .. 255   256 .. 299
     scales    s[i, 0]    s[i, 1]      s[i, 2]
@@ -19,9 +20,9 @@ _BIAS = 7
 def bfloat16_words(
     codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], first: tuple[int, int] = (0, 0)
 ) -> np.ndarray:
-    """The bfloat16 numbers of a box of a matrix, as integers of 16 bits.
+    """Returns the bfloat16 numbers of a box of a matrix, as integers of 16 bits.
 
-    `codes`: e4m3 as bytes [rows, columns]. `scales`: of the whole matrix. `first`: where the box begins in it.
+    `codes`: e4m3 as bytes [rows, columns]. `scales`: of the whole matrix. `first`: the box's origin in it.
     """
     words = np.empty(codes.shape, np.uint16)
     for rows, block_row in _parts(first[0], codes.shape[0], block[0]):
@@ -32,7 +33,7 @@ def bfloat16_words(
 
 
 def _parts(first: int, count: int, block: int) -> Iterator[tuple[slice, int]]:
-    """Splits `count` rows from row `first` on at the borders of blocks: rows, and the block's number."""
+    """Splits `count` rows from row `first` on at borders of blocks. Yields rows, and the block's number."""
     for number in range(first // block, -(-(first + count) // block)):
         start = max(number * block, first)
         stop = min((number + 1) * block, first + count)
@@ -40,14 +41,14 @@ def _parts(first: int, count: int, block: int) -> Iterator[tuple[slice, int]]:
 
 
 def nearest_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The bfloat16 numbers nearest to float32 ones, as integers of 16 bits; of two equally near ones the even."""
+    """Rounds float32 to the nearest bfloat16, as integers of 16 bits. Ties go to even."""
     words = values.view(np.uint32)
     is_odd = (words >> 16) & 1
     return ((words + 0x7FFF + is_odd) >> 16).astype(np.uint16)
 
 
 def _values() -> np.ndarray:
-    """The number of each code: a sign, four bits of exponent, three of fraction; without infinities."""
+    """Returns the number of each code: a sign, four bits of exponent, three of fraction; without infinities."""
     exponent = ((_CODES >> _FRACTION_BITS) & 15).astype(np.int32)
     fraction = (_CODES & 7) / np.float32(8)
     sizes = np.ldexp(np.where(exponent > 0, 1 + fraction, fraction), np.maximum(exponent, 1) - _BIAS)

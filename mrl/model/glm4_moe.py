@@ -1,8 +1,8 @@
-"""GLM-4.5 MoE: dense layers first, then routed experts beside shared ones that nothing gates.
+"""GLM-4.5 MoE: dense layers first, then routed experts beside ungated shared ones.
 
-Routers score experts by a sigmoid, and choose by that score plus a float32 constant of each expert
-(`e_score_correction_bias`), which pretraining tuned and nothing changes any more. Layers for multi-token prediction
-follow the others in a checkpoint; transformers and vLLM's model leave them out, and so does training.
+Routers score experts by a sigmoid. They choose by that score plus a float32 constant of each expert
+(`e_score_correction_bias`). Pretraining has tuned it, and it never changes. A checkpoint's layers for multi-token
+prediction come last. transformers, vLLM's model and training leave them out.
 """
 
 import re
@@ -54,9 +54,9 @@ def read(config: HfConfig) -> ModelSpec:
 
 
 def with_shared_experts(m: ModelSpec, router_in_vllm: str | None = "float32") -> tuple[Weight, ...]:
-    """A layer with routed experts, the constants that they are chosen by, and the shared ones.
+    """Returns a layer with routed experts, the constants for their choice, and the shared experts.
 
-    `router_in_vllm`: vLLM's dtype of the router where it is not the engine's.
+    `router_in_vllm`: vLLM's dtype of the router, if it is not the engine's.
     """
     shared = gated_mlp(m, m.shared_expert_intermediate_size, "mlp.shared_experts.", "mlp.shared_experts.")
     return expert_layer(m, (_correction(m), *shared), router_in_vllm)
@@ -68,7 +68,7 @@ def _correction(m: ModelSpec) -> Weight:
 
 
 def is_left_out(name: str, m: ModelSpec) -> bool:
-    """Tensors of the layers for multi-token prediction."""
+    """Tells whether a tensor belongs to the layers for multi-token prediction."""
     layer = _LAYER.match(name)
     return layer is not None and int(layer[1]) >= m.num_layers
 

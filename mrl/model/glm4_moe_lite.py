@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3's layers, and a router that vLLM has in float32 as GLM-4.5's."""
+"""GLM-4.7-Flash: DeepSeek-V3's layers, with a router that vLLM keeps in float32, as GLM-4.5's."""
 
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.deepseek_v3 import VLLM_ORDER, engine_keys, read

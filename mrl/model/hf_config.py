@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says of a model: ModelSpec, and how the families read its fields."""
+"""The content of a Hugging Face config.json: ModelSpec, and how the families read its fields."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -7,18 +7,18 @@ from typing import Any, Literal, NamedTuple
 from mrl.errors import ConfigError, shown
 
 HfConfig = Mapping[str, Any]
-# what would make yarn another one than Megatron's, and its plain value
+# yarn settings that differ from Megatron's, with their plain values
 _YARN_FIXED = {"attention_factor": None, "truncate": True}
-# Of fields that came with a later family: `described` leaves them out of models that do not need them.
+# For fields that came with later families: `described` leaves them out of models that do not need them.
 _LATER = {"only_where_set": True}
-QUANTIZATION = "quantization_config"  # how a checkpoint's weights are stored in fewer bits than they are trained in
-# one thing: layers for multi-token prediction
+QUANTIZATION = "quantization_config"  # how a checkpoint's weights are stored with fewer bits than they are trained in
+# different names of the layers for multi-token prediction
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True)
 class Yarn:
-    """How rotary angles are stretched to more positions than pretraining saw (arXiv:2309.00071)."""
+    """How rotary angles are stretched to more positions than in pretraining (arXiv:2309.00071)."""
 
     factor: float
     original_max_position_embeddings: int
@@ -29,15 +29,15 @@ class Yarn:
 
 
 class LayerKind(NamedTuple):
-    """What sets a layer of a model apart from its others: layers of one kind have the same weights."""
+    """What distinguishes layers of a model: layers of one kind have the same weights."""
 
     has_experts: bool
-    is_linear: bool = False  # gated delta attention: a state that goes from token to token, in the place of keys
+    is_linear: bool = False  # gated delta attention: a state that passes from token to token, instead of keys
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of one model, under the names that Hugging Face configurations use."""
+    """Sizes of one model, with the names of Hugging Face configurations."""
 
     family: str  # the configuration's model_type
     num_layers: int
@@ -54,7 +54,7 @@ class ModelSpec:
     qkv_bias: bool
     qk_norm: bool
     dtype: str  # of the checkpoint, e.g. "bfloat16"
-    moe_layers: tuple[int, ...] = ()  # numbers (from 0) of the layers that have experts
+    moe_layers: tuple[int, ...] = ()  # numbers (from 0) of the layers with experts
     num_experts: int = 0  # 0: a dense model
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -62,16 +62,16 @@ class ModelSpec:
     norm_topk_prob: bool = False  # router weights of the chosen experts sum to one
     router_score: Literal["softmax", "sigmoid"] = field(default="softmax", metadata=_LATER)
     routed_scaling_factor: float = field(default=1.0, metadata=_LATER)  # of the routed experts' sum
-    partial_rotary_factor: float = field(default=1.0, metadata=_LATER)  # share of a head that turns with the position
-    # for multi-token prediction; neither trained nor exported, so an export is of the same model without them
+    partial_rotary_factor: float = field(default=1.0, metadata=_LATER)  # rotated share of a head
+    # for multi-token prediction; neither trained nor exported, so an export describes the same model without them
     left_out_layers: int = field(default=0, compare=False, metadata=_LATER)
-    # latent attention: keys and values are made from one latent vector a token; head_dim is that of queries and keys
+    # latent attention: keys and values are made from one latent vector of a token; head_dim is that of queries and keys
     kv_lora_rank: int = field(default=0, metadata=_LATER)  # size of the latent; 0: no latent attention
-    q_lora_rank: int = field(default=0, metadata=_LATER)  # size of the queries' latent; 0: they are projected at once
-    qk_rope_head_dim: int = field(default=0, metadata=_LATER)  # the part of head_dim that turns, one for all heads
+    q_lora_rank: int = field(default=0, metadata=_LATER)  # size of the queries' latent; 0: they are projected directly
+    qk_rope_head_dim: int = field(default=0, metadata=_LATER)  # the rotated part of head_dim, shared by all heads
     v_head_dim: int = field(default=0, metadata=_LATER)
     yarn: Yarn | None = field(default=None, metadata=_LATER)
-    expert_groups: int = field(default=1, metadata=_LATER)  # experts are chosen from the best groups alone
+    expert_groups: int = field(default=1, metadata=_LATER)  # experts are chosen from the best groups only
     chosen_expert_groups: int = field(default=1, metadata=_LATER)
     # gated delta attention in some layers (Qwen3-Next, Qwen3.5): their numbers, heads and sizes
     linear_layers: tuple[int, ...] = field(default=(), metadata=_LATER)
@@ -80,14 +80,14 @@ class ModelSpec:
     linear_key_head_dim: int = field(default=0, metadata=_LATER)
     linear_value_head_dim: int = field(default=0, metadata=_LATER)
     linear_conv_kernel_dim: int = field(default=0, metadata=_LATER)
-    # its projections lie as queries, keys, values, gates of all heads, not head of keys by head of keys
+    # its projections are ordered as queries, keys, values, gates of all heads, not by key heads
     linear_by_kind: bool = field(default=False, metadata=_LATER)
-    linear_state_dtype: str | None = field(default=None, metadata=_LATER)  # in engines, where it is not the engine's
-    attn_output_gate: bool = field(default=False, metadata=_LATER)  # the other layers' queries bring a gate along
-    zero_centered_norm: bool = field(default=False, metadata=_LATER)  # norms multiply by one more than their weight
-    # rows and columns of one scale of a checkpoint in FP8, which is read as bfloat16; exports have none
+    linear_state_dtype: str | None = field(default=None, metadata=_LATER)  # in engines, if it is not the engine's dtype
+    attn_output_gate: bool = field(default=False, metadata=_LATER)  # in the other layers, queries include a gate
+    zero_centered_norm: bool = field(default=False, metadata=_LATER)  # norms multiply by 1 + weight
+    # rows and columns of one scale of an FP8 checkpoint, which is read as bfloat16; exports have none
     fp8_block: tuple[int, int] | None = field(default=None, compare=False, metadata=_LATER)
-    # the checkpoint is of a model that also reads images (mrl/model/wrapped.py), of which this is the text model
+    # the checkpoint belongs to a model that also reads images (mrl/model/wrapped.py), and this is its text model
     is_wrapped: bool = field(default=False, compare=False, metadata=_LATER)
 
     @property
@@ -96,11 +96,12 @@ class ModelSpec:
 
     @property
     def is_latent(self) -> bool:
+        """Tells whether keys and values are made from a latent vector (MLA)."""
         return self.kv_lora_rank > 0
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether some layers have gated delta attention."""
+        """Tells whether some layers have gated delta attention."""
         return bool(self.linear_layers)
 
     @property
@@ -110,49 +111,51 @@ class ModelSpec:
 
     @property
     def linear_channels(self) -> int:
-        """Queries, keys and values of gated delta attention, side by side."""
+        """Number of channels of queries, keys and values of gated delta attention together."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """The kind of a layer by its number from 0."""
+        """Returns the kind of a layer by its number from 0."""
         return LayerKind(layer in self.moe_layers, layer in self.linear_layers)
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the checkpoint's matrices are in FP8. They are read as bfloat16, which vLLM's own loader does not."""
+        """Tells whether the checkpoint's matrices are FP8. They are read as bfloat16, unlike by vLLM's own loader."""
         return self.fp8_block is not None
 
     @property
     def loads_by_sync(self) -> bool:
-        """Whether no engine can load the checkpoint's files as the model that is trained: it gets weights by a sync."""
+        """Tells whether engines get weights only by a sync, because they cannot load the checkpoint as the trained
+        model.
+        """
         return self.is_fp8 or self.is_wrapped
 
     @property
     def qk_nope_head_dim(self) -> int:
-        """The part of head_dim that does not turn with the position, of latent attention."""
+        """The part of head_dim that is not rotated, in latent attention."""
         return self.head_dim - self.qk_rope_head_dim
 
     @property
     def value_head_dim(self) -> int:
-        """The width of one head's values, which latent attention has narrower or wider than keys."""
+        """Width of one head's values, which differs from that of keys in latent attention."""
         return self.v_head_dim or self.head_dim
 
     def described(self) -> dict[str, Any]:
-        """The fields as plain data, the same for a model whatever families came after its own:
-        hashes are made of it.
+        """Returns the fields as plain data, which do not change when later families add fields. Hashes are made of
+        them.
         """
         left_out = {f.name for f in fields(self) if f.metadata and getattr(self, f.name) == f.default}
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
 def without_quantization(config: HfConfig) -> dict[str, Any]:
-    """The config.json of the same model with its weights as they are trained and written."""
+    """Returns the config.json of the same model in the form in which weights are trained and written."""
     return {key: value for key, value in config.items() if key != QUANTIZATION}
 
 
 def required(config: HfConfig, *keys: str) -> Any:
-    """The value of the first of `keys` (old and new spellings of one thing) that is there. Raises ConfigError."""
+    """Returns the value of the first existing key of `keys` (old and new spellings). Raises ConfigError."""
     for key in keys:
         if config.get(key) is not None:
             return config[key]
@@ -163,23 +166,23 @@ def required(config: HfConfig, *keys: str) -> Any:
 
 
 def rope_theta(config: HfConfig) -> float:
-    """The rotary base: a key of its own, or inside `rope_parameters` as transformers 5 writes it."""
+    """Returns the rotary base: a key of its own, or inside `rope_parameters`, as in transformers 5."""
     return float(required({**config, **(config.get("rope_parameters") or {})}, "rope_theta"))
 
 
 def partial_rotary_factor(config: HfConfig, default: float) -> float:
-    """A key of its own, or inside `rope_parameters`, as `rope_theta`."""
+    """Returns a key of its own, or one inside `rope_parameters`, as `rope_theta`."""
     return float({**config, **(config.get("rope_parameters") or {})}.get("partial_rotary_factor", default))
 
 
 def rope_fields(config: HfConfig) -> dict[str, Any]:
-    """All that config.json says of rotation, in the places of old and new transformers."""
+    """Returns everything in config.json about rotation, from the keys of old and new transformers."""
     found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     return {"rope_theta": config.get("rope_theta"), **found}
 
 
 def yarn(config: HfConfig) -> Yarn | None:
-    """How angles are stretched; None where they are not. Raises ConfigError for another way than Megatron's."""
+    """Returns how angles are stretched; None if they are not. Raises ConfigError if it differs from Megatron's way."""
     rope = rope_fields(config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
@@ -202,7 +205,7 @@ def yarn(config: HfConfig) -> Yarn | None:
 
 
 def refuse_unlike_megatron(config: HfConfig) -> None:
-    """Refuses what Megatron's model would silently compute differently from the checkpoint's own definition.
+    """Refuses settings that Megatron's model would silently compute differently from the checkpoint.
 
     Raises ConfigError.
     """
@@ -213,7 +216,7 @@ def refuse_unlike_megatron(config: HfConfig) -> None:
     refuse_unless("attention_bias", bool(config.get("attention_bias", False)), False)
 
 
-# The largest whole number that a field of a configuration may have, far above what any model has.
+# Largest allowed values of whole-number fields, far above those of any model.
 _MOST = {
     "num_hidden_layers": 2000, "hidden_size": 2**18, "num_attention_heads": 2**13, "num_key_value_heads": 2**13,
     "head_dim": 2**13, "vocab_size": 2**24, "intermediate_size": 2**21, "max_position_embeddings": 2**30,
@@ -243,7 +246,7 @@ _KINDS: dict[str, type] = {
 
 
 def refuse_impossible(config: HfConfig) -> None:
-    """Raises ConfigError for a field of another kind, or of a size, than any model has; null is left alone."""
+    """Raises ConfigError for a field of a wrong type or an impossible size. Null is accepted."""
     for key, value in config.items():
         least = 0
         if key in _MOST:
@@ -266,7 +269,7 @@ def refuse_impossible(config: HfConfig) -> None:
 
 
 def common(config: HfConfig) -> dict[str, Any]:
-    """The fields of ModelSpec that all families read alike."""
+    """Returns the fields of ModelSpec that all families read alike."""
     refuse_unlike_megatron(config)
     heads = required(config, "num_attention_heads")
     return {
@@ -286,7 +289,7 @@ def common(config: HfConfig) -> dict[str, Any]:
 
 
 def experts(config: HfConfig) -> dict[str, Any]:
-    """The fields of ModelSpec that the mixture-of-experts families read alike."""
+    """Returns the fields of ModelSpec that mixture-of-experts families read alike."""
     num_experts = required(config, "num_experts", "num_local_experts")
     sparse_step = config.get("decoder_sparse_step") or 1
     dense = set(config.get("mlp_only_layers") or ())
@@ -301,12 +304,12 @@ def experts(config: HfConfig) -> dict[str, Any]:
 
 
 def head_dim_from_hidden(config: HfConfig) -> int:
-    """`head_dim`, which is hidden size over heads where the configuration has no such key."""
+    """Returns `head_dim`, or hidden size over heads if the configuration lacks it."""
     return config.get("head_dim") or required(config, "hidden_size") // required(config, "num_attention_heads")
 
 
 def refuse_unless(key: str, value: Any, supported: Any) -> None:
-    """Raises ConfigError for a value of config.json that training would not compute."""
+    """Raises ConfigError for a value in config.json that training would not compute."""
     if value != supported:
         raise ConfigError(
             f"config.json: {key} = {value!r} is not supported (only {supported!r}): training "

@@ -1,6 +1,4 @@
-"""Looks at a Hugging Face checkpoint before a model is built from it: safetensors headers only, no weights,
-no pickle.
-"""
+"""Inspects a Hugging Face checkpoint before a model is built: safetensors headers only, no weights and no pickles."""
 
 import os
 from collections.abc import Iterable
@@ -14,30 +12,30 @@ from mrl.model.registry import family_of
 from mrl.model.wrapped import inner_tensors
 from mrl.plain_files import open_regular, parse_json, read_json
 
-_HEADER_LIMIT = 100 * 1024**2  # bytes; the format's own bound
+_HEADER_LIMIT = 100 * 1024**2  # bytes, the format's own limit
 _SHOWN = 5
-# of an element, by the format's dtypes; of others nothing is known
+# bits of an element, by dtype of the format; unknown for others
 ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
 FP8 = "F8_E4M3"
 ITEM_BITS |= {FP8: 8, "F8_E5M2": 8}
 INDEX = "model.safetensors.index.json"
-HF_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration and tokenizer of a model's folder
+HF_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration and tokenizer in a model's folder
 
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """Where a tensor lies in a safetensors file."""
+    """Location of a tensor in a safetensors file."""
 
-    dtype: str  # as the format names it: "F32", "BF16", ...
+    dtype: str  # the format's name: "F32", "BF16", ...
     shape: tuple[int, ...]
     start: int  # bytes from the beginning of the file
     stop: int
 
 
 def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
-    """Tensor name -> dtype, shape and place.
+    """Returns tensor name -> dtype, shape and location.
 
-    Raises EnvironmentFault when the file is missing, cut short or no safetensors file.
+    Raises EnvironmentFault when the file is missing, truncated or not safetensors.
     """
     try:
         size = file.stat().st_size
@@ -60,7 +58,7 @@ def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
 
 
 def safetensors_metadata(file: Path) -> dict[str, str]:
-    """What a file says of itself beside its tensors. Raises EnvironmentFault when it is no safetensors file."""
+    """Returns the metadata of a file. Raises EnvironmentFault when it is not safetensors."""
     try:
         metadata = _header(file, file.stat().st_size)[0].get("__metadata__", {})
     except (OSError, ValueError, AttributeError) as error:
@@ -69,7 +67,7 @@ def safetensors_metadata(file: Path) -> dict[str, str]:
 
 
 def _header(file: Path, size: int) -> tuple[dict, int]:
-    """The JSON at a file's beginning, and how many bytes it has. Raises OSError and ValueError."""
+    """Returns the JSON at a file's beginning, and its length. Raises OSError and ValueError."""
     with os.fdopen(open_regular(file), "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
@@ -89,7 +87,7 @@ def _tensor_bytes(entry: dict, base: int) -> TensorBytes:
 
 
 def _check_apart(tensors: dict[str, TensorBytes], begin: int) -> None:
-    """Raises ValueError where two tensors have a byte in common, or one has more or fewer than its shape needs."""
+    """Raises ValueError if two tensors overlap, or one has another size than its shape needs."""
     end = begin
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if tensor.start < end:
@@ -101,7 +99,7 @@ def _check_apart(tensors: dict[str, TensorBytes], begin: int) -> None:
 
 
 def hf_files(model: Path) -> list[Path]:
-    """Configuration and tokenizer in a checkpoint folder, without the index of its weights."""
+    """Returns configuration and tokenizer files of a checkpoint folder, without the index of weights."""
     found = {file for pattern in HF_FILES for file in model.glob(pattern)}
     wanted = sorted(file for file in found if not file.name.endswith(".index.json"))
     for file in wanted:
@@ -110,32 +108,32 @@ def hf_files(model: Path) -> list[Path]:
 
 
 def check_own_file(file: Path) -> None:
-    """Raises EnvironmentFault for a pipe, a device or a folder in a model's folder, and for a link that leaves it.
+    """Raises EnvironmentFault for a pipe, device or folder in a model's folder, and for a link that leaves it.
 
-    A snapshot in the cache of the Hugging Face hub is made of links into the blobs beside it,
-    models--ORG--NAME/snapshots/COMMIT/FILE -> ../../blobs/HASH. Those are followed, and no others.
+    A snapshot in the Hugging Face cache consists of links to blobs beside it, models--ORG--NAME/snapshots/COMMIT/FILE
+    -> ../../blobs/HASH. Only such links are followed.
     """
     folder = file.parent.resolve()
     try:
         real = file.resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # the latter of a circle of links
+    except (OSError, RuntimeError) as error:  # RuntimeError for circular links
         if not file.is_symlink():
-            return  # it is not there, and whoever opens it says so
+            return  # the file is missing, which opening it will report
         raise EnvironmentFault(f"{file}: a link that leads nowhere ({error})") from None
     if not real.is_file():
-        raise EnvironmentFault(f"{file}: is no regular file")
+        raise EnvironmentFault(f"{file}: not a regular file")
     repository = folder.parent.parent
     is_cached = folder.parent.name == "snapshots" and repository.name.startswith("models--")
     if real.parent != folder and not (is_cached and real.parent == repository / "blobs"):
         raise EnvironmentFault(
-            f"{file}: a link to {real}, out of its folder; what it leads to is not read: put the file itself there"
+            f"{file}: a link to {real}, outside its folder, and is not followed: put the file itself there"
         )
 
 
 def checkpoint_tensors(path: str | Path) -> dict[str, TensorBytes]:
-    """All tensors of a checkpoint directory, by name.
+    """Returns all tensors of a checkpoint directory by name.
 
-    Raises EnvironmentFault when there are no safetensors files or one is broken.
+    Raises EnvironmentFault if there are no safetensors files or one is broken.
     """
     tensors: dict[str, TensorBytes] = {}
     for file in weight_files(Path(path)):
@@ -144,18 +142,19 @@ def checkpoint_tensors(path: str | Path) -> dict[str, TensorBytes]:
 
 
 def scale_of(name: str) -> str:
-    """The name of the tensor that has the scales of a matrix in FP8."""
+    """Returns the name of the tensor with the scales of an FP8 matrix."""
     return f"{name}_scale_inv"
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there is a safetensors file, or the index of some."""
+    """Tells whether there is a safetensors file, or an index of some."""
     return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
 
 
 def check_checkpoint(path: str | Path, model: ModelSpec, key: str = "model.path") -> None:
-    """Raises EnvironmentFault when the files do not hold exactly the tensors that config.json promises; `key`: of the
-    configuration, that names them.
+    """Raises EnvironmentFault if the files do not hold exactly the tensors of config.json.
+
+    `key` is the configuration key that names them.
     """
     tensors = _under_their_names(path, checkpoint_tensors(path), model)
     wanted = {spec.name: spec.shape for spec in tensor_specs(model)}
@@ -180,9 +179,9 @@ def check_checkpoint(path: str | Path, model: ModelSpec, key: str = "model.path"
 
 
 def _under_their_names(path: str | Path, tensors: dict[str, TensorBytes], model: ModelSpec) -> dict[str, TensorBytes]:
-    """Tensors of the text model where another one is around it; of other families as they are.
+    """Returns the text model's tensors if another model surrounds it; for other families all tensors unchanged.
 
-    Raises EnvironmentFault for one that is there in both forms.
+    Raises EnvironmentFault for a tensor that exists in both forms.
     """
     if not family_of(model).wrapper:
         return tensors
@@ -190,7 +189,7 @@ def _under_their_names(path: str | Path, tensors: dict[str, TensorBytes], model:
     for key, stored in tensors.items():
         for inner in inner_tensors(key, stored.shape):
             if inner.name in found:
-                raise EnvironmentFault(f"{path}: {inner.name} is there twice, once of them as {key}; take one away")
+                raise EnvironmentFault(f"{path}: {inner.name} is stored twice, once as {key}; remove one")
             found[inner.name] = replace(stored, shape=inner.shape)
     return found
 
@@ -198,7 +197,7 @@ def _under_their_names(path: str | Path, tensors: dict[str, TensorBytes], model:
 def _eight_bit_problems(
     tensors: dict[str, TensorBytes], wanted: Iterable[str], block: tuple[int, int] | None
 ) -> list[str]:
-    """What keeps weights of 8 bits from being read as bfloat16. `block`: rows and columns that one scale is of."""
+    """Returns why 8-bit weights cannot be read as bfloat16. `block`: rows and columns of one scale."""
     problems = []
     for name in wanted:
         if name in tensors and tensors[name].dtype.startswith("F8"):
@@ -210,7 +209,7 @@ def _scale_problems(
     name: str, weight: TensorBytes, scale: TensorBytes | None, block: tuple[int, int] | None
 ) -> list[str]:
     if block is None:
-        return [f"{name} is {weight.dtype}, of which the quantization_config in config.json says nothing"]
+        return [f"{name} is {weight.dtype}, but config.json has no quantization_config for it"]
     if weight.dtype != FP8 or len(weight.shape) != len(block):
         return [f"{name} is {weight.dtype} of shape {list(weight.shape)}: only matrices of {FP8} are read"]
     if scale is None:
@@ -225,9 +224,7 @@ def _scale_problems(
 
 
 def check_same_architecture(key: str, path: str | Path, model: ModelSpec) -> None:
-    """Raises ConfigError when config.json in `path`, which configuration key `key` names,
-    describes another model than `model`.
-    """
+    """Raises ConfigError if config.json in `path`, which configuration key `key` names, describes another model."""
     if differing := other_architecture(path, model):
         raise ConfigError(
             f"{key} {path}: another architecture than model.path's ({differing}); give a checkpoint of the same one"
@@ -235,7 +232,7 @@ def check_same_architecture(key: str, path: str | Path, model: ModelSpec) -> Non
 
 
 def other_architecture(path: str | Path, model: ModelSpec) -> str:
-    """In what config.json in `path` describes another model than `model`; empty where it is the same, but for dtype."""
+    """Describes how config.json in `path` differs from `model`; empty if it does not, except in dtype."""
     other = load_model_spec(path)
     compared = [field.name for field in fields(ModelSpec) if field.compare and field.name != "dtype"]
     names = [name for name in compared if getattr(other, name) != getattr(model, name)]
@@ -243,7 +240,7 @@ def other_architecture(path: str | Path, model: ModelSpec) -> str:
 
 
 def _is_spare(name: str, model: ModelSpec) -> bool:
-    """Tensors that some checkpoints carry and the model computes by itself or does without."""
+    """Tells whether the model computes a checkpoint's tensor itself, or does not need it."""
     tied_head = name == "lm_head.weight" and model.tie_word_embeddings
     return name.endswith("rotary_emb.inv_freq") or tied_head or family_of(model).is_left_out(name, model)
 
@@ -254,9 +251,9 @@ def _own(file: Path) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder.
+    """Returns the safetensors files of a checkpoint folder.
 
-    Raises EnvironmentFault when there are none or the index cannot be followed.
+    Raises EnvironmentFault if there are none or the index is invalid.
     """
     index = folder / INDEX
     if index.exists() or index.is_symlink():

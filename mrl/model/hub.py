@@ -1,8 +1,8 @@
-"""Models named as on the Hugging Face hub instead of by a folder: brought into the cache of the node that asks.
+"""Models with names of the Hugging Face hub instead of folders. They are fetched into the cache of the asking node.
 
-A name is `ORG/NAME` of a model that is known here, or `hf://ORG/NAME` of any, and `@REVISION` may follow either. Only
-configuration, tokenizer and safetensors files are fetched, never code and never pickles. Cache, endpoint, token and
-offline mode are huggingface_hub's own (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
+A name is `ORG/NAME` of a model that is known here, or `hf://ORG/NAME` of any model. `@REVISION` may follow either. Only
+configuration, tokenizer and safetensors files are fetched, never code or pickles. Cache, endpoint, token and offline
+mode are those of huggingface_hub (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
 """
 
 import os
@@ -28,7 +28,7 @@ class HubName:
 
     @property
     def command(self) -> str:
-        """The command that fetches it by hand."""
+        """The command that fetches it manually."""
         revision = ""
         if self.revision:
             revision = f" --revision {self.revision}"
@@ -36,9 +36,9 @@ class HubName:
 
 
 def hub_name(path: str) -> HubName | None:
-    """What a path names on the hub; None for a folder of this node, and for what is no name.
+    """Returns the hub name of a path; None for a local folder, and for anything that is no name.
 
-    A folder of another node's cache (.../models--ORG--NAME/snapshots/COMMIT) names that commit.
+    A folder of another node's cache (.../models--ORG--NAME/snapshots/COMMIT) means that commit.
     """
     if os.path.isdir(path):
         return None
@@ -52,29 +52,28 @@ def hub_name(path: str) -> HubName | None:
 
 
 def _published(repo: str) -> bool:
-    """Whether a plain ORG/NAME is meant as a name on the hub.
+    """Tells whether a plain ORG/NAME is a name on the hub.
 
-    It is where the model is known and the path is not below a folder that is here.
+    It is if the model is known and the path is not below an existing folder.
     """
     return known_name(repo) is not None and not os.path.exists(Path(repo).parent)
 
 
 def local_folder(path: str) -> str:
-    """The folder on this node that `path` means: itself, or a snapshot of the hub, fetched where it is not in the cache
-    yet.
+    """Returns the local folder of `path`: itself, or a snapshot of the hub, fetched if the cache lacks it.
 
-    Processes of one node that ask at once wait for each other's files. Raises EnvironmentFault, with the command that
-    fetches it by hand, when it cannot be had.
+    Processes of one node that ask at once wait for each other's files. Raises EnvironmentFault, with the command for
+    manual fetching, if it is not available.
     """
     name = hub_name(path)
     if name is None:
         return path
-    from huggingface_hub import snapshot_download  # here: it takes a quarter of a second, and most runs name a folder
+    from huggingface_hub import snapshot_download  # here, as it takes a quarter of a second and most runs name a folder
 
     try:
         wanted = [*HF_FILES, "*.safetensors"]
         return snapshot_download(name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns="*/*")
-    except Exception as error:  # of the network, the hub, the disk: dozens of types, of several packages
+    except Exception as error:  # errors of network, hub or disk have dozens of types
         raise EnvironmentFault(
             f"{path} is not on this machine and cannot be fetched from the Hugging Face hub: {_reason(error)}. "
             f"Where the network allows, {name.command}, and give that FOLDER, which every node must see"
@@ -82,9 +81,9 @@ def local_folder(path: str) -> str:
 
 
 def cached_folder(path: str) -> str:
-    """The folder of a model as `local_folder` finds it, but nothing is fetched and weights may be missing.
+    """Returns the folder of `local_folder` without fetching anything. Weights may be missing.
 
-    It is `path` itself where the cache has no config.json of the model.
+    Returns `path` itself if the cache has no config.json of the model.
     """
     name = hub_name(path)
     if name is None:
@@ -96,7 +95,7 @@ def cached_folder(path: str) -> str:
         folder = snapshot_download(
             name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns="*/*", local_files_only=True
         )
-    except Exception:  # it is not there; whatever else is wrong with the cache is for those who fetch
+    except Exception:  # it is missing; whoever fetches reports any other problem of the cache
         return path
     if (Path(folder) / "config.json").is_file():
         return folder
@@ -107,6 +106,6 @@ def _reason(error: Exception) -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return "it is not in the cache, and HF_HUB_OFFLINE says not to look further"
+        return "the cache does not have it, and HF_HUB_OFFLINE forbids fetching"
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}"

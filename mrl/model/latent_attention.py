@@ -1,8 +1,8 @@
 """Rows of the weight map for multi-head latent attention (MLA, arXiv:2405.04434).
 
-A token's keys and values are made from one latent vector, and so may be its queries. Down projections make the latents
-and are whole on every tensor rank; up projections and the output are cut by heads. vLLM has both down projections in
-one parameter where queries have a latent, one under the other.
+A token's keys and values are made from one latent vector, and its queries may be, too. Down projections make the
+latents and are replicated on every tensor rank. Up projections and the output projection are split by heads. If queries
+have a latent, vLLM stacks both down projections in one parameter.
 
     checkpoint                     Megatron                          vLLM
     q_a_proj                       linear_q_down_proj                fused_qkv_a_proj, first rows
@@ -10,14 +10,14 @@ one parameter where queries have a latent, one under the other.
     q_a_layernorm, q_b_proj        linear_q_up_proj (with norm)      q_a_layernorm, q_b_proj
     kv_a_layernorm, kv_b_proj      linear_kv_up_proj (with norm)     kv_a_layernorm, kv_b_proj
 
-Without a latent of queries the first and third row are `q_proj`, `linear_q_proj` and `q_proj`, and vLLM's down
+If queries have no latent, the first and third row are `q_proj`, `linear_q_proj` and `q_proj`. Then vLLM's down
 projection has the checkpoint's name.
 """
 
 from mrl.model.hf_config import ModelSpec
 from mrl.model.weight_map import Part, Weight, copied
 
-# vLLM registers the modules of this attention so
+# the order in which vLLM registers the modules of this attention
 VLLM_LATENT_ATTENTION = (
     "self_attn.q_a_proj.",
     "self_attn.kv_a_proj_with_mqa.",
@@ -31,7 +31,7 @@ VLLM_LATENT_ATTENTION = (
 
 
 def latent_attention(m: ModelSpec) -> tuple[Weight, ...]:
-    """Down and up projections of a layer with their norms, and the output projection."""
+    """Returns the down and up projections of a layer with their norms, and the output projection."""
     heads = m.num_attention_heads
     latent = m.kv_lora_rank
     down = Part("self_attn.kv_a_proj_with_mqa.weight", (latent + m.qk_rope_head_dim, m.hidden_size))

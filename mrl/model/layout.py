@@ -1,9 +1,8 @@
 """Parallel layouts as pure integers: degrees, rank <-> coordinates, group membership, pipeline stage -> layers.
 
 Ranks are ordered as Megatron-core 0.16.1 orders them by default ("tp-cp-ep-dp-pp": tensor fastest, pipeline slowest).
-Dense parameters live on a grid (tp, cp, dp, pp) and experts on a second grid over the same ranks (etp, ep, edp, pp);
-both share the pipeline axis.
-Nobody else computes a rank: ask a `TrainLayout` or a `RolloutLayout`.
+Dense parameters are on a grid (tp, cp, dp, pp). Experts are on a second grid over the same ranks (etp, ep, edp, pp).
+Both share the pipeline axis. All other code gets ranks from a `TrainLayout` or a `RolloutLayout`.
 """
 
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ __all__ = [
 
 
 class DenseCoords(NamedTuple):
-    """Where a rank stands among the ranks that share dense parameters."""
+    """Coordinates of a rank among the ranks that share dense parameters."""
 
     tp: int
     cp: int
@@ -40,7 +39,7 @@ class DenseCoords(NamedTuple):
 
 
 class ExpertCoords(NamedTuple):
-    """Where a rank stands among the ranks that share experts."""
+    """Coordinates of a rank among the ranks that share experts."""
 
     etp: int
     ep: int
@@ -52,12 +51,12 @@ class ExpertCoords(NamedTuple):
 class TrainLayout:
     """A legal layout of the actor.
 
-    Build it with `TrainLayout.build`, which refuses an illegal one with every violation at once.
+    `TrainLayout.build` makes it, and refuses an illegal one with all violations at once.
     """
 
     tensor: int
     pipeline: int
-    virtual_pipeline: int  # model chunks per pipeline stage; 1: no interleaving
+    virtual_pipeline: int  # model chunks for each pipeline stage; 1: no interleaving
     context: int
     expert: int
     expert_tensor: int
@@ -68,7 +67,9 @@ class TrainLayout:
 
     @classmethod
     def build(cls, degrees: Mapping[str, Any] | LayoutDegrees, model: ModelFacts) -> "TrainLayout":
-        """`degrees` may be a mapping with the keys of LayoutDegrees. Raises ConfigError that lists all violations."""
+        """Builds a layout. `degrees` may be a mapping with the keys of LayoutDegrees. Raises ConfigError with all
+        violations.
+        """
         d = LayoutDegrees.of(degrees)
         if violations := check_train_layout(d, model):
             none = "; allowed: none while the other keys stay as they are"
@@ -79,7 +80,7 @@ class TrainLayout:
 
     @classmethod
     def grids(cls, degrees: Mapping[str, Any] | LayoutDegrees) -> "TrainLayout":
-        """The two grids of ranks alone, unchecked and without layers, where there are degrees and no model."""
+        """Makes the two grids of ranks without checks and layers, for uses without a model."""
         d = LayoutDegrees.of(degrees)
         return cls(
             tensor=d.tensor_model_parallel_size,
@@ -101,49 +102,42 @@ class TrainLayout:
 
     @property
     def dense_sizes(self) -> DenseCoords:
-        """Ranks along each axis of everything but experts; the first axis changes fastest with the rank."""
+        """Sizes of the grid for all parameters except experts. The first axis changes fastest with the rank."""
         return DenseCoords(self.tensor, self.context, self.data, self.pipeline)
 
     @property
     def expert_sizes(self) -> ExpertCoords:
-        """Ranks along each axis of the experts; as `dense_sizes`, over the same ranks."""
+        """Sizes of the grid for experts, over the same ranks as `dense_sizes`."""
         return ExpertCoords(self.expert_tensor, self.expert, self.expert_data, self.pipeline)
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
         return sum(map(sum, self.chunk_layers))
 
     def dense_coords(self, rank: int) -> DenseCoords:
-        """Where `rank` stands for everything but experts, each from 0."""
+        """Returns the coordinates of `rank` for all parameters except experts, each from 0."""
         return DenseCoords(*_unravel(rank, self.dense_sizes))
 
     def expert_coords(self, rank: int) -> ExpertCoords:
-        """Where `rank` stands for experts, each from 0."""
+        """Returns the coordinates of `rank` for experts, each from 0."""
         return ExpertCoords(*_unravel(rank, self.expert_sizes))
 
-    def rank_of_dense(self, tp: int, cp: int, dp: int, pp: int) -> int:
-        """The inverse of `dense_coords`."""
-        return _ravel((tp, cp, dp, pp), self.dense_sizes)
-
-    def rank_of_expert(self, etp: int, ep: int, edp: int, pp: int) -> int:
-        """The inverse of `expert_coords`."""
-        return _ravel((etp, ep, edp, pp), self.expert_sizes)
-
     def dense_group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Ranks, ascending, that differ from `rank` only along `axes` ("tp", "cp", "dp", "pp"): dense_group(r, "cp",
-        "dp") is Megatron's data-parallel group with context parallelism.
+        """Returns the ranks, ascending, that differ from `rank` only along `axes` ("tp", "cp", "dp", "pp").
+
+        dense_group(r, "cp", "dp") is Megatron's data-parallel group with context parallelism.
         """
         return _group(DenseCoords._fields, self.dense_sizes, self.dense_coords(rank), axes)
 
     def expert_group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Ranks, ascending, that differ from `rank` only along `axes` ("etp", "ep", "edp", "pp")."""
+        """Returns the ranks, ascending, that differ from `rank` only along `axes` ("etp", "ep", "edp", "pp")."""
         return _group(ExpertCoords._fields, self.expert_sizes, self.expert_coords(rank), axes)
 
     def stage_layers(self, pp_rank: int, vp_rank: int = 0) -> range:
-        """Global layer numbers (from 0) of one chunk.
+        """Returns the global layer numbers (from 0) of one chunk.
 
-        Chunks are numbered stage by stage, then virtual chunk by virtual chunk.
+        Chunks are ordered by virtual chunk, then by stage.
         """
         ends = list(
             accumulate(self.chunk_layers[p][v] for v in range(self.virtual_pipeline) for p in range(self.pipeline))
@@ -152,17 +146,17 @@ class TrainLayout:
         return range(end - self.chunk_layers[pp_rank][vp_rank], end)
 
     def is_first_chunk(self, pp_rank: int, vp_rank: int = 0) -> bool:
-        """True of the chunk that holds the word embeddings."""
+        """Tells whether the chunk has the word embeddings."""
         return pp_rank == 0 and vp_rank == 0
 
     def is_last_chunk(self, pp_rank: int, vp_rank: int = 0) -> bool:
-        """True of the chunk that holds the final norm and the output layer."""
+        """Tells whether the chunk has the final norm and the output layer."""
         return pp_rank == self.pipeline - 1 and vp_rank == self.virtual_pipeline - 1
 
     def pipeline_rows(self) -> list[list[str]]:
-        """The split as Megatron's `pipeline_model_parallel_layout`: one row a chunk, in model order.
+        """Returns the split as Megatron's `pipeline_model_parallel_layout`: one row for each chunk, in model order.
 
-        It can say every uneven split.
+        It can express every uneven split.
         """
         rows = [
             ["decoder"] * self.chunk_layers[p][v] for v in range(self.virtual_pipeline) for p in range(self.pipeline)
@@ -173,7 +167,7 @@ class TrainLayout:
 
 
 class WorkerCoords(NamedTuple):
-    """Where a vLLM worker stands: engine, data-parallel rank inside it, tensor rank inside that."""
+    """Coordinates of a vLLM worker: engine, data-parallel rank within it, tensor rank within that."""
 
     engine: int
     dp: int
@@ -182,10 +176,10 @@ class WorkerCoords(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """Groups of vLLM workers, numbered engine by engine, then data-parallel rank, then tensor rank.
+    """Groups of vLLM workers, numbered by engine, then data-parallel rank, then tensor rank.
 
-    vLLM's expert parallelism is a switch. Experts are spread whole over all workers of an engine (`expert` = tensor *
-    data), or each is sliced over all of them (`expert` = 1).
+    vLLM's expert parallelism is a switch. With `expert` = tensor * data, whole experts are spread over all workers of
+    an engine. With `expert` = 1, each expert is sliced over all of them.
     """
 
     num_engines: int = 1
@@ -202,25 +196,24 @@ class RolloutLayout:
 
     @property
     def workers_per_engine(self) -> int:
-        """Workers of all data-parallel ranks of an engine."""
+        """Number of workers of all data-parallel ranks of an engine."""
         return self.tensor * self.data
 
     @property
     def world_size(self) -> int:
-        """Workers of all engines."""
+        """Number of workers of all engines."""
         return self.num_engines * self.workers_per_engine
 
     def coords(self, worker: int) -> WorkerCoords:
-        """Where a worker stands, by its number over all engines: tensor ranks change fastest, engines slowest."""
+        """Returns the coordinates of a worker, numbered over all engines.
+
+        Tensor ranks change fastest, engines slowest.
+        """
         tp, dp, engine = _unravel(worker, (self.tensor, self.data, self.num_engines))
         return WorkerCoords(engine, dp, tp)
 
-    def worker_of(self, engine: int, dp: int, tp: int) -> int:
-        """The inverse of `coords`."""
-        return _ravel((tp, dp, engine), (self.tensor, self.data, self.num_engines))
-
     def expert_coords(self, worker: int) -> tuple[int, int]:
-        """(expert-parallel rank, tensor rank inside an expert) of a worker."""
+        """Returns (expert-parallel rank, tensor rank within an expert) of a worker."""
         flat = worker % self.workers_per_engine
         if self.expert > 1:
             return (flat, 0)
@@ -228,13 +221,13 @@ class RolloutLayout:
 
     @property
     def expert_tensor(self) -> int:
-        """How many workers one expert is sliced over."""
+        """Number of workers over which one expert is sliced."""
         return self.workers_per_engine // self.expert
 
 
 @lru_cache(maxsize=1 << 16)
 def _unravel(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Coordinates of `index`, first axis fastest. Raises IndexError outside the grid."""
+    """Returns the coordinates of `index`, first axis fastest. Raises IndexError outside the grid."""
     if not 0 <= index < prod(sizes):
         raise IndexError(f"rank {index} is outside a grid of {prod(sizes)}")
     coords = []

@@ -1,4 +1,4 @@
-"""What a parallel layout is given as: degrees under their Megatron names, each with what it means.
+"""The input form of a parallel layout: degrees with Megatron's names, each with its meaning.
 
 The section `actor.layout` of the configuration has these keys (mrl/config/schema_actor.py takes them from here).
 """
@@ -11,7 +11,7 @@ _REQUIRED = MISSING
 
 
 def _key(default: Any, meaning: str, **notes: Any) -> Any:
-    """A key of the section: `notes` are those of mrl/config/section.py's `key`."""
+    """Declares a key of the section. `notes` are those of `key` in mrl/config/section.py."""
     return field(default=default, metadata={"meaning": meaning, **notes})
 
 
@@ -106,9 +106,7 @@ class LayoutDegrees:
 
     @classmethod
     def of(cls, degrees: "Mapping[str, Any] | LayoutDegrees") -> "LayoutDegrees":
-        """Degrees of a mapping; those that are one already (a section of the configuration
-        is) come back as they are.
-        """
+        """Makes degrees from a mapping. Returns degrees, such as a section of the configuration, unchanged."""
         if isinstance(degrees, LayoutDegrees):
             return degrees
         listed = degrees.get("pipeline_layers")
@@ -116,7 +114,7 @@ class LayoutDegrees:
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the dense parameters; 0 where they do not divide the ranks, which is no legal layout."""
+        """Number of copies of the dense parameters; 0 if they do not divide the ranks, which is illegal."""
         size, rest = divmod(self.world_size, self.dense_ranks)
         if rest:
             return 0
@@ -124,29 +122,33 @@ class LayoutDegrees:
 
     @property
     def virtual_pipeline(self) -> int:
-        """Chunks of layers on each pipeline stage."""
+        """Number of layer chunks on each pipeline stage."""
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def expert_tensor(self) -> int:
-        """Tensor ranks of an expert; 1 where the key is left out, whatever those of attention are."""
+        """Tensor ranks of an expert; 1 if the key is left out, whatever the degree of attention is."""
         return self.expert_tensor_parallel_size or 1
 
     @property
     def uses_sequence_parallel(self) -> bool:
-        """What the key says; where it is left out, whether there are several tensor ranks."""
+        """Tells whether sequence parallelism is on: the key's value, or by default whether there are several tensor
+        ranks.
+        """
         if self.sequence_parallel is None:
             return self.tensor_model_parallel_size > 1
         return self.sequence_parallel
 
     @property
     def dense_ranks(self) -> int:
-        """Ranks that one copy of the dense parameters and one sequence take."""
+        """Number of ranks for one copy of the dense parameters and one sequence."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def sequence_parts(self) -> int:
-        """Equal parts of a sequence: over tensor ranks with sequence parallelism, twice over context ranks (zigzag)."""
+        """Number of equal parts of a sequence: tensor ranks with sequence parallelism, times two for each context rank
+        (zigzag).
+        """
         over_tensor = 1
         if self.uses_sequence_parallel:
             over_tensor = self.tensor_model_parallel_size
@@ -154,12 +156,12 @@ class LayoutDegrees:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that one copy of the experts takes."""
+        """Number of ranks for one copy of the experts."""
         return self.expert_tensor * self.expert_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def end_stages(self) -> tuple[int, ...]:
-        """The layer counts given for the first and the last stage, as far as they are given."""
+        """The given layer counts of the first and the last stage."""
         ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
         return tuple(n for n in ends if n is not None)
 
@@ -170,12 +172,12 @@ class LayoutDegrees:
 
     @property
     def notations(self) -> int:
-        """How many of the three uneven notations are in use; at most one may be."""
+        """How many of the three notations of an uneven split are used; at most one is allowed."""
         return (self.pipeline_layers is not None) + bool(self.end_stages) + bool(self.counted_extras)
 
 
 for _degree in fields(LayoutDegrees):
-    # Only __init__ has the defaults: a section that inherits from here and lacks a refused key must not read one off
-    # the class.
+    # Only __init__ has the defaults. A section that inherits from here and lacks a refused key must not read a default
+    # of the class.
     if _degree.default is not MISSING:
         delattr(LayoutDegrees, _degree.name)

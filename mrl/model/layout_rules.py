@@ -1,4 +1,4 @@
-"""The rules that a training layout must meet, as one table; all of them are checked at once.
+"""The rules for a training layout, as one table. All are checked at once.
 
 Used through mrl/model/layout.py.
 """
@@ -14,7 +14,7 @@ from mrl.model.layout_degrees import LayoutDegrees
 
 
 class ModelFacts(Protocol):
-    """What the rules ask of a model; mrl.model.ModelSpec has it."""
+    """What the rules need to know about a model. mrl.model.ModelSpec implements it."""
 
     @property
     def num_layers(self) -> int: ...
@@ -27,7 +27,7 @@ class ModelFacts(Protocol):
     @property
     def intermediate_size(self) -> int: ...  # of dense MLP layers
     @property
-    def moe_layers(self) -> tuple[int, ...]: ...  # numbers of the layers that have experts
+    def moe_layers(self) -> tuple[int, ...]: ...  # numbers of the layers with experts
     @property
     def num_experts(self) -> int: ...  # 0: a dense model
     @property
@@ -37,21 +37,25 @@ class ModelFacts(Protocol):
     @property
     def linear_num_key_heads(self) -> int: ...  # of gated delta attention; 0: no layer has it
     @property
-    def attn_output_gate(self) -> bool: ...  # queries bring a gate of the output along
+    def attn_output_gate(self) -> bool: ...  # queries include a gate of the output
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
-    """Rows of the embedding over all tensor ranks: the vocabulary rounded up to a multiple of the tensor degree.
+    """Returns the rows of the embedding over all tensor ranks: the vocabulary rounded up to a multiple of the tensor
+    degree.
 
-    The least that Megatron's vocabulary-parallel embedding accepts. The bridge is given this multiple (mbridge:
-    `make_vocab_size_divisible_by`), which pads nothing unless it is told to; padding rows are zero and never exported.
+    This is the smallest size that Megatron's vocabulary-parallel embedding accepts. The bridge gets this multiple
+    (mbridge: `make_vocab_size_divisible_by`), because it pads nothing by default. Padding rows are zero and never
+    exported.
     """
     return -(-vocab_size // tensor) * tensor
 
 
 def chunk_layer_counts(d: LayoutDegrees, num_layers: int) -> tuple[tuple[int, ...], ...]:
-    """[pipeline][virtual_pipeline] layer counts of legal degrees, as megatron-core 0.16.1 splits them
-    (transformer_block.get_num_layers_to_build; an explicit list is its `pipeline_model_parallel_layout`)."""
+    """Returns layer counts [pipeline][virtual_pipeline] of legal degrees, as megatron-core 0.16.1 splits them.
+
+    Sources: transformer_block.get_num_layers_to_build; for an explicit list its `pipeline_model_parallel_layout`.
+    """
     pp = d.pipeline_model_parallel_size
     vp = d.virtual_pipeline
     if d.pipeline_layers is not None:
@@ -66,7 +70,7 @@ def chunk_layer_counts(d: LayoutDegrees, num_layers: int) -> tuple[tuple[int, ..
 
 
 def _end_stage_counts(d: LayoutDegrees, num_layers: int) -> tuple[int, ...]:
-    """Layers of each stage when the first or last stage is given; the rest is shared evenly by the other stages."""
+    """Returns layers of each stage if the first or last is given. The other stages share the rest evenly."""
     first = d.num_layers_in_first_pipeline_stage
     last = d.num_layers_in_last_pipeline_stage
     middle = d.pipeline_model_parallel_size - len(d.end_stages)
@@ -120,7 +124,7 @@ def _stages_are_even(d: LayoutDegrees, m: ModelFacts) -> bool:
 
 def _chunks_are_even(d: LayoutDegrees, m: ModelFacts) -> bool:
     if d.pipeline_layers is not None or not (_stages_are_even(d, m) and _middle_is_even(d, m)):
-        return True  # another rule speaks
+        return True  # another rule reports this
     pp = d.pipeline_model_parallel_size
     stages = _end_stage_counts(d, m.num_layers) if d.end_stages else ((m.num_layers + d.counted_extras) // pp,)
     return all(n % d.virtual_pipeline == 0 for n in stages)
@@ -139,9 +143,9 @@ def _list_fits(d: LayoutDegrees, m: ModelFacts) -> bool:
 
 
 def _lists(d: LayoutDegrees, m: ModelFacts) -> Iterable[tuple[int, ...]]:
-    """Cuts into stages that are worth trying.
+    """Yields pipeline splits to propose.
 
-    These are the given one with a layer for each inner chunk that has none, an even one, and one whose ends have none.
+    These are the given one without empty inner chunks, an even one, and one with empty ends.
     """
     chunks = d.pipeline_model_parallel_size * d.virtual_pipeline
     if d.pipeline_layers is not None:
@@ -152,7 +156,7 @@ def _lists(d: LayoutDegrees, m: ModelFacts) -> Iterable[tuple[int, ...]]:
 
 
 def _with_inner_layers(listed: Sequence[int]) -> tuple[int, ...]:
-    """`listed` with a layer of the fullest chunk moved to each inner one that has none."""
+    """Moves a layer of the fullest chunk to each empty inner chunk of `listed`."""
     counts = list(listed)
     for empty in (place for place in range(1, len(counts) - 1) if counts[place] == 0):
         counts[counts.index(max(counts))] -= 1
@@ -342,12 +346,11 @@ _RULES = (
 
 
 def check_train_layout(degrees: Mapping[str, Any] | LayoutDegrees, model: ModelFacts) -> list[Violation]:
-    """All violations of a layout at once, in the order of the table; empty when it is legal.
+    """Returns all violations of a layout in the order of the table; empty if it is legal.
 
-    `degrees` may be a mapping with the keys of LayoutDegrees; they are positive, which the schema sees to.
-    `Violation.field` is the key in that section. `allowed` are the nearest values that satisfy every rule on the same
-    key while the other keys stay as they are; it is empty when there are none. Rules that read a key whose value is not
-    known are left out.
+    `degrees` may be a mapping with the keys of LayoutDegrees. The schema ensures that they are positive.
+    `Violation.field` is the key in that section. `allowed` has the nearest values that satisfy all rules of the same
+    key while other keys stay as they are; it may be empty. Rules that read a key with unknown value are skipped.
     """
     d = LayoutDegrees.of(degrees)
     judged = (_judged(rule, d, model) for rule in _RULES)
@@ -388,7 +391,7 @@ def _changed(d: LayoutDegrees, field: str, value: Any) -> LayoutDegrees:
 
 
 def _candidates(field: str, d: LayoutDegrees, m: ModelFacts) -> Iterable[Any]:
-    """Values of a key that are worth trying."""
+    """Returns values of a key to try."""
     if field == "world_size":
         step = lcm(d.dense_ranks, d.expert_ranks)
         below = d.world_size // step

@@ -1,7 +1,6 @@
 """Megatron's view of the weight map: what each rank holds, as boxes in Hugging Face coordinates.
 
-Layer and expert numbers in names are local to the model chunk and the rank, as in `named_parameters()` of the
-unwrapped chunk.
+Layer and expert numbers in names are local to the model chunk and the rank, as in the chunk's `named_parameters()`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from mrl.model.weight_map import Block, Part, Slice, Weight, WeightMap, even_sli
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of a Hugging Face tensor and where it lies in the local parameter; both boxes have one shape."""
+    """A block of a Hugging Face tensor and its position in the local parameter. Both boxes have the same shape."""
 
     hf_name: str
     hf_box: Box
@@ -27,40 +26,39 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """One local parameter of one rank. Local elements under no piece are vocabulary padding."""
+    """One local parameter of one rank. Local elements outside of all pieces are vocabulary padding."""
 
     megatron_name: str
-    vp_chunk: int  # number of the model chunk (virtual pipeline rank) that has the parameter
+    vp_chunk: int  # number of the model chunk (virtual pipeline rank) with the parameter
     local_shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     is_expert: bool
-    replicas: tuple[int, ...]  # all ranks, ascending and this one included, whose parameter holds exactly these pieces
+    replicas: tuple[int, ...]  # all ranks, ascending and including this one, whose parameter holds exactly these pieces
     is_constant: bool = False
 
     @property
     def primary(self) -> int:
-        """The replica that counts when each element is to be counted once."""
+        """The replica that counts if each element is counted once."""
         return self.replicas[0]
 
 
 def local_shapes(shards: Iterable[Shard]) -> dict[tuple[str, int], tuple[int, ...]]:
-    """(Megatron name, model chunk) -> shape, as the model itself can be asked."""
+    """Returns (Megatron name, model chunk) -> shape, to compare with the real model."""
     return {(shard.megatron_name, shard.vp_chunk): shard.local_shape for shard in shards}
 
 
 def source_shards(model: ModelSpec, layout: TrainLayout, rank: int) -> tuple[Shard, ...]:
-    """The parameters of one rank, chunk by chunk.
+    """Returns the parameters of one rank, chunk by chunk.
 
-    The layout must be legal for the model (`TrainLayout.build` sees to it).
+    The layout must be legal for the model, as `TrainLayout.build` ensures.
     """
     return tuple(_Rank(model, layout, rank).shards())
 
 
 def last_stage_weights(model: ModelSpec, pipeline: int) -> tuple[Weight, ...]:
-    """What the last model chunk has behind its layers.
+    """Returns the weights of the last model chunk after its layers.
 
-    Where embeddings are tied and the ends are two stages, Megatron gives the last one a copy of the embedding and
-    keeps the two equal.
+    With tied embeddings and several stages, Megatron gives the last stage a copy of the embedding and keeps both equal.
     """
     weights = weight_map(model)
     shares_embedding = model.tie_word_embeddings and pipeline == 1
@@ -71,7 +69,7 @@ def last_stage_weights(model: ModelSpec, pipeline: int) -> tuple[Weight, ...]:
 
 @cache
 def megatron_slice(weight: Weight, tensor: int, expert_tensor: int, index: int = 0) -> Slice:
-    """The slice of tensor rank `index`; of an expert's weight, of a rank of the expert grid."""
+    """Returns the slice of tensor rank `index`, or of a rank in the expert grid for an expert's weight."""
     ranks = expert_tensor if weight.is_expert else tensor
     match weight.split:
         case "heads":
@@ -84,9 +82,10 @@ def megatron_slice(weight: Weight, tensor: int, expert_tensor: int, index: int =
 
 
 def _head_groups(weight: Weight) -> list[tuple[Part, int, int]]:
-    """(part, first row, number of rows) for each key/value head: queries that use it, perhaps their gates, key, value.
+    """Returns (part, first row, number of rows) for each key/value head: its queries, optionally their gates, key,
+    value.
 
-    The fused rows are cut evenly: with more tensor ranks than key/value heads a slice may begin inside a group.
+    The fused rows are split evenly. With more tensor ranks than key/value heads, a slice may begin inside a group.
     """
     rows = [(part, part.shape[0] // weight.groups) for part in weight.parts]
     if not weight.is_gated:
@@ -103,9 +102,7 @@ def _head_groups(weight: Weight) -> list[tuple[Part, int, int]]:
 
 
 def _window(segments: list[tuple[Part, int, int]], start: int, stop: int) -> Slice:
-    """Rows [start, stop) of the segments (part, first row, number of rows) one under the other;
-    rows beyond are padding.
-    """
+    """Returns rows [start, stop) of the stacked segments (part, first row, number of rows). Rows beyond are padding."""
     tail = segments[0][0].shape[1:]
     columns = Box.whole(tail).ranges
     blocks = []
@@ -121,7 +118,7 @@ def _window(segments: list[tuple[Part, int, int]], start: int, stop: int) -> Sli
 
 
 class _Numbers(NamedTuple):
-    """What stands in a name for its layer and its expert."""
+    """The numbers that a name's placeholders for layer and expert get."""
 
     layer: int | None = None
     expert: int | None = None
@@ -130,7 +127,7 @@ class _Numbers(NamedTuple):
         return name.format(layer=self.layer, expert=self.expert)
 
 
-_OUTSIDE = _Numbers()  # the layers
+_OUTSIDE = _Numbers()  # outside the layers
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ class _Rank:
             yield self._shard(weight, vp, _Numbers(local, expert), _Numbers(layer, hf_expert))
 
     def _shard(self, weight: Weight, vp: int, local: _Numbers = _OUTSIDE, hf: _Numbers = _OUTSIDE) -> Shard:
-        """`local` and `hf`: numbers in Megatron's name and in the checkpoint's."""
+        """Makes a shard. `local` and `hf`: numbers in Megatron's name and in the checkpoint's."""
         index = self._expert_index if weight.is_expert else self._tensor_index
         local_slice = megatron_slice(weight, self.layout.tensor, self.layout.expert_tensor, index)
         pieces = tuple(Piece(hf.filled(b.part.name), b.hf_box, b.local_box) for b in local_slice.blocks)
@@ -169,7 +166,7 @@ class _Rank:
         return Shard(name, vp, local_slice.shape, pieces, weight.is_expert, self._replicas(weight), weight.is_constant)
 
     def _replicas(self, weight: Weight) -> tuple[int, ...]:
-        """Ranks that hold the same slice."""
+        """Returns the ranks that hold the same slice."""
         if weight.is_expert:
             return self._expert_replicas
         if weight.split == "copied":
@@ -200,7 +197,7 @@ class _Rank:
 
     @cached_property
     def _tied_replicas(self) -> tuple[int, ...]:
-        """Ranks that hold word embeddings of which the last stage has a copy."""
+        """Returns the ranks with the word embeddings and with the last stage's copy."""
         layout = self.layout
         ends = {0, self.layout.pipeline - 1}
         on_all_stages = layout.dense_group(self.rank, "cp", "dp", "pp")

@@ -1,13 +1,12 @@
-"""In which order an engine's workers are laid over the devices of its node, so that most of what each needs lies on its
-own.
+"""Orders an engine's workers on the devices of a node, so that each finds most weights on its device.
 
-Actor and engine share the devices, and a weight sync copies on the device whatever the rank there holds. An example:
-the actor has tensor parallelism 2, an engine 4. Rank 0 and 2 hold the first half of every matrix, rank 1 and 3 the
-second; worker 0 and 1 need the quarters of the first half. So workers 0 to 3 stand on devices 0, 2, 1, 3.
+Actor and engine share the devices, and a weight sync copies within the device what the rank there holds. Example: the
+actor has tensor parallelism 2, an engine 4. Ranks 0 and 2 hold the first half of every matrix, ranks 1 and 3 the
+second. Workers 0 and 1 need the quarters of the first half. So workers 0 to 3 get devices 0, 2, 1, 3.
 
-What a worker needs and a rank holds are intervals: of the experts, of the rows or columns inside an expert, and of
-those outside the experts. Their overlap is counted in integers. Experts come first, since they are nearly all bytes of
-a mixture; what else overlaps decides among equals; and the usual order stays wherever another one gains nothing.
+What a worker needs and a rank holds are intervals: of experts, of rows or columns within an expert, and of rows or
+columns outside the experts. Their overlap is counted in integers. Experts come first, because they are nearly all bytes
+of a mixture. Other overlaps decide between equal ones. Without a gain the usual order stays.
 """
 
 from collections.abc import Sequence
@@ -23,11 +22,11 @@ def near_places(
     workers: Sequence[Place],
     ascending: bool = False,
 ) -> tuple[Place, ...]:
-    """`workers`, the places of all workers in worker order, with those of one engine exchanged inside each node.
+    """Returns the places of all workers in worker order, with those of one engine permuted within each node.
 
-    `ascending`: the devices of one tensor group have to stay as they are. A process of Ascend sees the devices of
-    ASCEND_RT_VISIBLE_DEVICES, which CANN takes in ascending order only. Data-parallel ranks, processes of their own,
-    change places as a whole.
+    `ascending`: devices of one tensor group keep their order. A process of Ascend sees the devices of
+    ASCEND_RT_VISIBLE_DEVICES, which CANN accepts in ascending order only. Data-parallel ranks are processes of their
+    own and are exchanged as a whole.
     """
     rank_at = {place: rank for rank, place in enumerate(ranks)}
     together = 1
@@ -40,7 +39,7 @@ def near_places(
 
     places = list(workers)
     for units in _exchangeable(rollout, workers, together):
-        scale = len(units) + 1  # a unit that keeps its place is worth less than any overlap
+        scale = len(units) + 1  # keeping the place of a unit is worth less than any overlap
         order = best_assignment([[gain(unit, at) * scale + (unit == at) for at in units] for unit in units])
         for unit, column in zip(units, order, strict=True):
             places[unit.start : unit.stop] = [workers[at] for at in units[column]]
@@ -48,7 +47,7 @@ def near_places(
 
 
 def _exchangeable(rollout: RolloutLayout, workers: Sequence[Place], together: int) -> list[list[range]]:
-    """Groups of units, each of `together` workers, that may take each other's places: of one engine, on one node."""
+    """Returns groups of units of `together` workers that may be exchanged: of one engine, on one node."""
     groups: dict[tuple[int, int], list[range]] = {}
     for first in range(0, len(workers), together):
         groups.setdefault((rollout.coords(first).engine, workers[first].node), []).append(
@@ -58,7 +57,7 @@ def _exchangeable(rollout: RolloutLayout, workers: Sequence[Place], together: in
 
 
 def _overlap(train: TrainLayout, rollout: RolloutLayout, rank: int, worker: int) -> int:
-    """How much of what the worker needs the rank holds: experts before all else."""
+    """Returns how much the rank holds of what the worker needs; experts dominate."""
     expert = train.expert_coords(rank)
     dense = train.dense_coords(rank)
     ep, etp = rollout.expert_coords(worker)
@@ -69,22 +68,22 @@ def _overlap(train: TrainLayout, rollout: RolloutLayout, rank: int, worker: int)
 
 
 def _common(first: int, of_first: int, second: int, of_second: int) -> int:
-    """What part `first` of `of_first` and part `second` of `of_second` have in common, in 1 /
-    (of_first x of_second).
+    """Returns the overlap of part `first` of `of_first` and part `second` of `of_second`, in 1 / (of_first x
+    of_second).
     """
     return max(0, min((first + 1) * of_second, (second + 1) * of_first) - max(first * of_second, second * of_first))
 
 
 def best_assignment(gains: Sequence[Sequence[int]]) -> list[int]:
-    """Column of each row such that the gains add up to most. `gains`: [n, n].
+    """Returns the column of each row that maximises the sum of gains. `gains`: [n, n].
 
-    The Hungarian method with potentials: each row looks for the cheapest way to displace those before it (Jonker and
+    The Hungarian method with potentials: each row searches for the cheapest way to displace earlier ones (Jonker and
     Volgenant, Computing 38, 1987). n^3 steps.
     """
     size = len(gains)
     row_price = [0] * (size + 1)
     column_price = [0] * (size + 1)
-    row_of = [0] * (size + 1)  # of each column; both count from 1, and column 0 holds the row that is looking
+    row_of = [0] * (size + 1)  # of each column; both count from 1, and column 0 holds the searching row
     for row in range(1, size + 1):
         row_of[0], column = row, 0
         least = [None] * (size + 1)

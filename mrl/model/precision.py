@@ -7,18 +7,18 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per element of what training keeps."""
+    """Bytes that training keeps for each element."""
 
     parameters: int = 2
-    gradients: int = _FLOAT32  # with Megatron's grad_reduce_in_fp32, which mrl switches on
+    gradients: int = _FLOAT32  # with Megatron's grad_reduce_in_fp32, which mrl enables
     moments: int = 2 * _FLOAT32
-    host_share: float = 0.0  # of Adam, that Megatron's hybrid optimizer has on the host for good
-    # the device keeps float32 weights beside those on the host: without use_precision_aware_optimizer
+    host_share: float = 0.0  # share of Adam that Megatron's hybrid optimizer keeps on the host
+    # the device keeps float32 weights in addition to those on the host: without use_precision_aware_optimizer
     masters_stay: bool = True
 
     @property
     def master(self) -> int:
-        """A second copy of the weights, where their own format is too coarse for small updates."""
+        """Bytes of master weights: a second copy, if the weights' own format is too coarse for small updates."""
         if self.parameters == _FLOAT32:
             return 0
         return _FLOAT32
@@ -33,7 +33,7 @@ class Precision:
 
     @property
     def adam_on_host(self) -> float:
-        """Bytes that the hybrid optimizer has on the host: weights, gradients and moments in float32."""
+        """Bytes that the hybrid optimizer keeps on the host: weights, gradients and moments in float32."""
         return (2 * _FLOAT32 + self.moments) * self.host_share
 
     @property

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, dense: biased query, key and value projections; small sizes tie their embeddings."""
+"""Qwen2 and Qwen2.5, dense: query, key and value projections with biases; small models tie their embeddings."""
 
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.hf_config import HfConfig, ModelSpec, common, head_dim_from_hidden

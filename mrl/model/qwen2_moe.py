@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: routed experts beside one shared expert whose output a scalar gate weighs."""
+"""Qwen1.5-MoE and Qwen2-MoE: routed experts, and one shared expert with a scalar gate on its output."""
 
 from mrl.model.decoder_weights import dense_layer, expert_layer, gated_mlp
 from mrl.model.hf_config import HfConfig, ModelSpec, common, experts, head_dim_from_hidden, required
@@ -17,9 +17,7 @@ def read(config: HfConfig) -> ModelSpec:
 
 
 def with_shared_expert(m: ModelSpec, is_linear: bool = False) -> tuple[Weight, ...]:
-    """A layer with routed experts, the shared one and the gate on its output. `is_linear`: with gated delta
-    attention.
-    """
+    """Returns a layer with routed experts, the shared expert and its gate. `is_linear`: with gated delta attention."""
     if not m.shared_expert_intermediate_size:
         return expert_layer(m, is_linear=is_linear)
     shared = gated_mlp(m, m.shared_expert_intermediate_size, "mlp.shared_expert.", "mlp.shared_experts.")

@@ -1,10 +1,10 @@
-"""Qwen3, dense: norms on queries and keys instead of biases, and a head size of its own."""
+"""Qwen3, dense: norms on queries and keys instead of biases, and an explicit head size."""
 
 from mrl.model.decoder_weights import dense_layer
 from mrl.model.hf_config import HfConfig, ModelSpec, common
 from mrl.model.weight_map import Family
 
-_HEAD_DIM = 128  # what a configuration without the key means
+_HEAD_DIM = 128  # the default of a configuration without the key
 
 
 def read(config: HfConfig) -> ModelSpec:

@@ -1,8 +1,8 @@
-"""Qwen3.5 and Qwen3.6 as text models, dense: Qwen3-Next's layers with one MLP in the place of experts, and projections
-of gated delta attention that lie kind by kind.
+"""Qwen3.5 and Qwen3.6 as dense text models: Qwen3-Next's layers with one MLP instead of experts. Projections of gated
+delta attention are separate by kind.
 
-Their checkpoints are of models that also read images (mrl/model/wrapped.py). Those give an image's tokens three
-positions each; a text's three are equal, of which multimodal rotation makes the plain one, whatever its sections.
+Their checkpoints belong to models that also read images (mrl/model/wrapped.py). Those give an image's tokens three
+positions each. A text's three positions are equal, so multimodal rotation becomes the plain one for any sections.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def read(config: HfConfig) -> ModelSpec:
 
 
 def of_kinds(config: HfConfig, model_type: str) -> dict[str, Any]:
-    """The fields of ModelSpec that dense models and those with experts read alike.
+    """Returns the fields of ModelSpec that dense models and those with experts read alike.
 
     vLLM keeps states in `mamba_ssm_dtype`, whatever its own dtype.
     """
@@ -39,16 +39,16 @@ def of_kinds(config: HfConfig, model_type: str) -> dict[str, Any]:
 
 
 def is_left_out(name: str, m: ModelSpec) -> bool:
-    """Tensors of the vision tower and of the layer for multi-token prediction."""
+    """Tells whether a tensor belongs to the vision tower or the layer for multi-token prediction."""
     return name.startswith((VISION_TOWER, "mtp."))
 
 
 def engines_of(architecture: str) -> Callable[[ModelSpec], dict[str, Any]]:
-    """What engines are told: they are of the text model alone, whose architecture this is."""
+    """Returns settings for engines: they get the text model alone, whose architecture this is."""
     return lambda m: {"architectures": [architecture]} if m.is_wrapped else {}
 
 
-# official folders of Qwen3.5 have these in float32, those of Qwen3.6 have not
+# official folders of Qwen3.5 have these in float32, but not those of Qwen3.6
 PRECISE = (".linear_attn.A_log", ".linear_attn.norm.weight")
 
 FAMILY = Family(

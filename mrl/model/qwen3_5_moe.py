@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE and Qwen3.6-MoE as text models: Qwen3-Next's layers, projections of gated delta attention apart."""
+"""Qwen3.5-MoE and Qwen3.6-MoE as text models: Qwen3-Next's layers, with separate projections of delta attention."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _ARCHITECTURE = "Qwen3_5MoeForCausalLM"
 
 
 def read(config: HfConfig) -> ModelSpec:
-    # transformers always has them sum to one, vLLM asks the key
+    # transformers always makes them sum to one, vLLM reads the key
     refuse_unless("norm_topk_prob", config.get("norm_topk_prob", True), True)
     # no layer is dense
     of_experts: dict[str, Any] = {

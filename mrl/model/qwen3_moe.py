@@ -1,4 +1,4 @@
-"""Qwen3-MoE: routed experts, no shared one; norms on queries and keys."""
+"""Qwen3-MoE: routed experts, no shared expert; norms on queries and keys."""
 
 from mrl.model.decoder_weights import dense_layer, expert_layer
 from mrl.model.hf_config import HfConfig, ModelSpec, common, experts, head_dim_from_hidden

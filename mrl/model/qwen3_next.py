@@ -1,9 +1,8 @@
-"""Qwen3-Next: gated delta attention in three layers of four, attention whose output a gate weighs in the fourth; routed
-experts beside a gated shared one in all.
+"""Qwen3-Next: gated delta attention in three of four layers, gated attention in the fourth; all have routed experts and
+a gated shared one.
 
-Norms are zero-centred: they multiply by one more than their weight. A quarter of each head turns with the position.
-Checkpoints also have a layer for multi-token prediction (`mtp.`), which transformers and vLLM's model leave out, and
-so does training.
+Norms are zero-centred: they multiply by 1 + weight. A quarter of each head is rotated. Checkpoints also have a layer
+for multi-token prediction (`mtp.`), which transformers, vLLM's model and training leave out.
 """
 
 from typing import Any
@@ -33,7 +32,7 @@ _SIZES = (
 )
 _LINEAR = "linear_attention"
 _FULL = "full_attention"
-# what vLLM or transformers would compute otherwise, and its plain value
+# settings that vLLM or transformers would compute differently, with their plain values
 _PLAIN = {
     "attn_output_gate": True,
     "output_gate_type": "silu",
@@ -54,11 +53,11 @@ def read(config: HfConfig) -> ModelSpec:
 
 
 def hybrid(config: HfConfig) -> dict[str, Any]:
-    """The fields of ModelSpec that hybrids of gated delta and gated attention read alike."""
+    """Returns the fields of ModelSpec that hybrids of gated delta and gated attention read alike."""
     for key, plain in _PLAIN.items():
         value = config.get(key, plain)
         refuse_unless(key, _SAME.get(value, value) if isinstance(value, str) else value, plain)
-    # layers of one kind of attention have one kind of MLP in the weight map
+    # in the weight map, layers with one kind of attention have one kind of MLP
     refuse_unless("mlp_only_layers", config.get("mlp_only_layers") or [], [])
     sizes: dict[str, Any] = {name: required(config, name) for name in _SIZES}
     if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
@@ -78,7 +77,7 @@ def hybrid(config: HfConfig) -> dict[str, Any]:
 
 
 def _linear_layers(config: HfConfig) -> tuple[int, ...]:
-    """Numbers of the layers with gated delta attention: listed, or all but every fourth."""
+    """Returns the numbers of layers with gated delta attention: listed, or all except every fourth."""
     count = required(config, "num_hidden_layers")
     every = config.get("full_attention_interval") or 4
     kinds = config.get("layer_types") or [_FULL if (n + 1) % every == 0 else _LINEAR for n in range(count)]
@@ -90,7 +89,7 @@ def _linear_layers(config: HfConfig) -> tuple[int, ...]:
 
 
 def is_left_out(name: str, m: ModelSpec) -> bool:
-    """Tensors of the layer for multi-token prediction."""
+    """Tells whether a tensor belongs to the layer for multi-token prediction."""
     return name.startswith("mtp.")
 
 

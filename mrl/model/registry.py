@@ -1,8 +1,8 @@
-"""The model families; from a checkpoint directory or a published name to a ModelSpec, and to its weight map.
+"""The model families. Turns a checkpoint directory or a published name into a ModelSpec and its weight map.
 
-Nothing but JSON is read and no code of a checkpoint runs. `mrl/model/known/NAME.json` holds the fields of the public
-config.json of `Qwen/NAME` (`zai-org/NAME`, `deepseek-ai/NAME`, `moonshotai/NAME`) that a ModelSpec is read from, so
-that a preset can be planned where its checkpoint is not; training never looks there.
+Reads only JSON; no code of a checkpoint runs. `mrl/model/known/NAME.json` has the public config.json fields of
+`Qwen/NAME` (`zai-org/NAME`, `deepseek-ai/NAME`, `moonshotai/NAME`) that a ModelSpec needs. So a preset can be planned
+without its checkpoint. Training never reads them.
 """
 
 import json
@@ -45,18 +45,17 @@ _MODULES = (
     qwen3_5_moe,
 )
 FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
-# models that also read images -> the family inside
+# architectures that also read images -> the family inside
 _WRAPPERS = {family.wrapper: family for family in FAMILIES.values() if family.wrapper}
-# what attends to few positions, chosen by an indexer of its own (DeepSeek-V3.2, GLM-5)
+# models with sparse attention by an indexer (DeepSeek-V3.2, GLM-5)
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 TOKENIZER_BYTES = 64 * MIB  # of tokenizer_config.json, which may list thousands of special tokens
 _KNOWN = Path(__file__).parent / "known"
-# Words behind a name that mean other weights than its own: what reads images, what is no language model, what is
-# quantised.
+# Words after a name that mean other weights: models that read images, no language models, quantised ones.
 _OTHER_WEIGHTS = ("vl", "omni", "embedding", "reranker", "awq", "gptq", "gguf", "int4", "int8", "fp8", "mxfp4")
-# Releases of Qwen3 that have the shape of the first ones, and more positions: a part of their names -> positions.
+# Releases of Qwen3 with the shape of the first ones but more positions: part of the name -> positions.
 _MORE_POSITIONS = {"2507": 262_144}
-# Names that leave something out and can still mean one model only.
+# Shortened names that are still unique.
 _SHORT = {
     "qwen330b": "Qwen3-30B-A3B",
     "qwen3235b": "Qwen3-235B-A22B",
@@ -64,18 +63,18 @@ _SHORT = {
     "qwen3635ba3b": "Qwen3.5-35B-A3B",
     "qwen3627b": "Qwen3.5-27B",
 }
-# Names that begin as a known one's and mean another model.
+# Names that begin like a known one but mean another model.
 _OTHER_MODELS = ("deepseekv32",)
 
 
 @cache
 def weight_map(model: ModelSpec) -> WeightMap:
-    """Every weight of a model. Raises ConfigError for a model type that is of no family."""
+    """Returns every weight of a model. Raises ConfigError for an unknown model type."""
     return WeightMap.of(model, family_of(model))
 
 
 def family_of(model: ModelSpec) -> Family:
-    """Raises ConfigError for a model type that is of no family."""
+    """Returns the family of a model. Raises ConfigError for an unknown model type."""
     family = next((family for family in FAMILIES.values() if family.model_type == model.family), None)
     if family is None:
         known = ", ".join(family.model_type for family in FAMILIES.values())
@@ -84,7 +83,10 @@ def family_of(model: ModelSpec) -> Family:
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
-    """The config.json of a checkpoint directory. Raises EnvironmentFault when it is missing or no JSON object."""
+    """Returns the config.json of a checkpoint directory.
+
+    Raises EnvironmentFault if it is missing or not a JSON object.
+    """
     file = Path(path) / "config.json"
     try:
         config = read_json(file, TEXT_BYTES)
@@ -103,8 +105,10 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def model_spec(config: HfConfig) -> ModelSpec:
-    """Raises ConfigError for remote code, an unsupported architecture,
-    a missing key or a feature that training would not compute.
+    """Makes a ModelSpec from config.json.
+
+    Raises ConfigError for remote code, an unsupported architecture, a missing key, or a feature that training would not
+    compute.
     """
     refuse_impossible(config)
     names = config.get("architectures") or []
@@ -127,13 +131,13 @@ def model_spec(config: HfConfig) -> ModelSpec:
 
 
 def wrapper_of(config: HfConfig) -> Family | None:
-    """The family of the text model inside a model that also reads images; None for a text model by itself."""
+    """Returns the family of the text model inside a model that also reads images; None for a plain text model."""
     names = config.get("architectures") or []
     return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
 
 
 def own_config(config: HfConfig) -> HfConfig:
-    """The config.json of the text model by itself. Raises ConfigError as `model_spec` does."""
+    """Returns the config.json of the text model alone. Raises ConfigError as `model_spec`."""
     family = wrapper_of(config)
     if family is None:
         return config
@@ -141,7 +145,7 @@ def own_config(config: HfConfig) -> HfConfig:
 
 
 def load_model_spec(path: str | Path) -> ModelSpec:
-    """The model in a checkpoint directory. Raises EnvironmentFault and ConfigError that name the directory."""
+    """Returns the model in a checkpoint directory. Raises EnvironmentFault and ConfigError that name the directory."""
     config = read_hf_config(path)
     _refuse_own_tokenizer(Path(path))
     try:
@@ -151,7 +155,7 @@ def load_model_spec(path: str | Path) -> ModelSpec:
 
 
 def _refuse_own_tokenizer(folder: Path) -> None:
-    """Raises ConfigError for a tokenizer that is code of the checkpoint's."""
+    """Raises ConfigError for a tokenizer that is code of the checkpoint."""
     file = folder / "tokenizer_config.json"
     if not file.exists():
         return
@@ -167,26 +171,26 @@ def _refuse_own_tokenizer(folder: Path) -> None:
 
 
 def _as_transformers_own(folder: Path) -> str:
-    """How a tokenizer that needs code of its own is made one of transformers'.
+    """Tells how to convert a tokenizer with its own code into one of transformers.
 
-    Moonlight's and Kimi-K2's are over tiktoken.model.
+    Moonlight's and Kimi-K2's use tiktoken.model.
     """
     if not (folder / "tiktoken.model").exists():
-        return "save the tokenizer as one of transformers' own"
-    return f"mrl convert tokenizer {folder} -o NEW writes one that is none: put its files in the place of these"
+        return "save the tokenizer as one of transformers' classes"
+    return f"mrl convert tokenizer {folder} -o NEW writes one without code: replace these files by its files"
 
 
 @cache
 def known_models() -> tuple[str, ...]:
-    """The names that are known, e.g. Qwen3-30B-A3B."""
+    """Returns the known names, e.g. Qwen3-30B-A3B."""
     return tuple(sorted(file.stem for file in _KNOWN.glob("*.json")))
 
 
 def known_name(path: str | Path) -> str | None:
-    """The known model that the last part of a path or hub name begins with, case and punctuation aside.
+    """Returns the known model with which the last part of a path or hub name begins, ignoring case and punctuation.
 
-    `-Base`, `-Instruct` and what a user adds do not change the shape of the weights. None where the rest of the name
-    says that they differ.
+    `-Base`, `-Instruct` and additions of users do not change the shape of the weights. Returns None if the rest of the
+    name means other weights.
     """
     text = _plain(Path(path).name)
     names = {_plain(name): name for name in known_models()} | _SHORT
@@ -200,22 +204,21 @@ def known_name(path: str | Path) -> str | None:
 
 
 def known_hf_config(name: str) -> dict[str, Any]:
-    """Fields of the public config.json of a known name."""
+    """Returns the fields of the public config.json of a known name."""
     return json.loads((_KNOWN / f"{name}.json").read_text(encoding="utf-8"))
 
 
 @cache
 def known_spec(name: str) -> ModelSpec:
-    """The ModelSpec of a known name."""
+    """Returns the ModelSpec of a known name."""
     return model_spec(known_hf_config(name))
 
 
 def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
-    """The model for commands that only calculate, and a note where the published configuration stands in for it.
+    """Returns the model for commands that only calculate, and a note if the published configuration is used.
 
-    A folder that is there is always read, and refused when it has no config.json or wants remote code. Only a path
-    that is not on this machine falls back to its name. Raises what `load_model_spec` raises when the name is not
-    known either.
+    An existing folder is always read, and refused if it has no config.json or needs remote code. Only a path that does
+    not exist here falls back to its name. Raises what `load_model_spec` raises if the name is unknown too.
     """
     if os.path.isdir(path) or (name := known_name(path)) is None:
         try:
@@ -231,7 +234,7 @@ def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
         spec.max_position_embeddings,
     )
     spec = replace(spec, max_position_embeddings=longer)
-    return spec, f"model.path {path} is not on this machine: the published configuration of {name} stands in for it"
+    return spec, f"model.path {path} is not on this machine: the published configuration of {name} is used instead"
 
 
 def _plain(name: str) -> str:

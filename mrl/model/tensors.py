@@ -1,4 +1,4 @@
-"""The checkpoint's view of the weight map: names and shapes of all tensors, numbers of parameters, FLOPs of a token."""
+"""The checkpoint's view of the weight map: names and shapes of all tensors, parameter counts, FLOPs of a token."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    layer: int | None = None  # from 0; None outside the layers
+    layer: int | None = None  # from 0; None outside of layers
     expert: int | None = None  # global number, from 0
     is_constant: bool = False  # not trained
 
@@ -29,9 +29,9 @@ class TensorSpec:
 
 @cache
 def tensor_specs(model: ModelSpec) -> tuple[TensorSpec, ...]:
-    """All tensors in the order of the layers.
+    """Returns all tensors in the order of the layers.
 
-    Tied embeddings are one (`model.embed_tokens.weight`), as in the checkpoint files.
+    Tied embeddings are one tensor (`model.embed_tokens.weight`), as in the checkpoint files.
     """
     weights = weight_map(model)
     specs = [*_tensors(model, weights.embedding)]
@@ -51,39 +51,40 @@ def _tensors(
 
 
 def parameter_count(model: ModelSpec) -> int:
-    """All parameters; tied embeddings count once."""
+    """Returns the number of parameters. Tied embeddings count once."""
     return _count(model, model.num_experts)
 
 
 def active_parameter_count(model: ModelSpec) -> int:
-    """Parameters that one token uses: all but the experts that it is not routed to (embeddings included,
-    as model cards count).
+    """Returns the number of parameters that one token uses: all except the experts that its router does not choose.
+
+    Includes embeddings, as model cards do.
     """
     return _count(model, model.num_experts_per_tok)
 
 
 def _count(model: ModelSpec, experts: int) -> int:
-    """Parameters with so many experts a layer."""
+    """Returns the number of parameters with this number of experts in each layer."""
     counted = weight_map(model).counted
     return sum(weight.numel * layers * (experts if weight.is_expert else 1) for weight, layers in counted)
 
 
 def expert_share(model: ModelSpec) -> float:
-    """Share of the parameters that belongs to routed experts."""
+    """Returns the share of the parameters in routed experts."""
     experts = parameter_count(model) - _count(model, 0)
     return experts / parameter_count(model)
 
 
 @cache
 def forward_flops_per_token(model: ModelSpec, context: float) -> float:
-    """Floating-point operations (a multiply-add is two) of one token's forward pass.
+    """Returns floating-point operations (two for a multiply-add) of one token's forward pass.
 
-    `context`: mean number of positions that a token attends to, itself included. It is (length + 1) / 2 for a causal
-    sequence, not the whole length, since the masked half need not be computed. Counted are matrix products and
-    attention, of gated delta layers what a token does to the state; a backward pass costs twice as much.
+    `context`: mean number of positions that a token attends to, including itself. For a causal sequence this is (length
+    + 1) / 2, because the masked half need not be computed. Counts matrix products and attention, and in gated delta
+    layers a token's operations on the state. A backward pass costs twice as much.
     """
     weights = weight_map(model)
-    # a tied output layer is a product with the embedding, which itself is a look-up
+    # a tied output layer multiplies with the embedding, which itself is a look-up
     tied = []
     if model.tie_word_embeddings:
         tied = [(weights.output, 1)]
@@ -95,7 +96,7 @@ def forward_flops_per_token(model: ModelSpec, context: float) -> float:
 
 @cache
 def module_flops_per_token(model: ModelSpec, context: float) -> Mapping[str, float]:
-    """The part of `forward_flops_per_token` in each module that Megatron's selective recompute names."""
+    """Returns the part of `forward_flops_per_token` in each module that Megatron's selective recompute names."""
     by_module = dict.fromkeys(("core_attn", "mlp", "moe", "shared_experts"), 0.0)
     by_module["core_attn"] = forward_flops_per_token(model, context) - forward_flops_per_token(model, 0)
     for weight, layers in weight_map(model).counted:
@@ -109,16 +110,16 @@ def module_flops_per_token(model: ModelSpec, context: float) -> Mapping[str, flo
 
 
 def _state_products(model: ModelSpec) -> int:
-    """Multiply-adds of a token with the state of one gated delta layer: what the key reads, what is written for it,
-    and what the query reads.
+    """Returns multiply-adds of a token with the state of one gated delta layer: reading by the key, writing, and
+    reading by the query.
     """
     return 3 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
 
 
 def forward_flops(model: ModelSpec, lengths: Sequence[int], predicted: int) -> float:
-    """FLOPs of a forward pass over sequences of these lengths in tokens, one by one, without padding.
+    """Returns FLOPs of a forward pass over sequences of these lengths in tokens, without padding.
 
-    `predicted`: tokens whose log-prob is asked for; the output layer multiplies these alone.
+    `predicted`: tokens whose log-prob is computed. Only these pass through the output layer.
     """
     first = forward_flops_per_token(model, 0)
     per_pair = forward_flops_per_token(model, 1) - first
@@ -129,7 +130,7 @@ def forward_flops(model: ModelSpec, lengths: Sequence[int], predicted: int) -> f
 
 
 def _matmul_numel(model: ModelSpec, weight: Weight) -> int:
-    """Elements of a weight that one token is multiplied with in one layer."""
+    """Returns the elements of a weight that are multiplied with one token in one layer."""
     numel = sum(part.numel for part in weight.parts if part.matmul)
     if weight.is_expert:
         return numel * model.num_experts_per_tok

@@ -1,7 +1,7 @@
-"""What vLLM 0.32's own loader makes of full tensors: the oracle that plans are held against. Numbers in, numbers out.
+"""What vLLM 0.32's own loader makes of full tensors: the oracle for plans. Numbers in, numbers out.
 
-Said anew, without the weight map and its boxes, as `load_weights` does it: name by name, each layer class slicing
-what it is given.
+Independent of the weight map and its boxes, written as `load_weights` works: name by name, each layer class slicing its
+tensor.
 """
 
 from collections import defaultdict
@@ -12,9 +12,9 @@ from mrl.model.hf_config import ModelSpec
 from mrl.model.layout import RolloutLayout
 
 Arrays = dict[str, np.ndarray]
-# packed_modules_mapping: a module of the checkpoint -> the fused module, and its place there
+# packed_modules_mapping: a module of the checkpoint -> the fused module, and its position there
 _FUSED_MLP = {f"{x}_proj": ("gate_up_proj", place) for place, x in enumerate(("gate", "up"))}
-# of gated delta attention whose projections lie kind by kind
+# for gated delta attention with separate projections
 _FUSED_KINDS = {
     "in_proj_qkv": ("in_proj_qkvz", 0),
     "in_proj_z": ("in_proj_qkvz", 1),
@@ -22,7 +22,7 @@ _FUSED_KINDS = {
     "in_proj_a": ("in_proj_ba", 1),
 }
 _FUSED = {**{f"{x}_proj": ("qkv_proj", place) for place, x in enumerate("qkv")}, **_FUSED_MLP}
-# of latent attention, where queries have a latent; without one nothing of it is fused
+# for latent attention with a latent of queries; without it nothing is fused
 _FUSED_LATENTS = {"q_a_proj": ("fused_qkv_a_proj", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj", 1), **_FUSED_MLP}
 _VOCABULARY = ("embed_tokens", "lm_head")
 _COLUMN_PARALLEL = (
@@ -38,12 +38,13 @@ _COLUMN_PARALLEL = (
     "in_proj_a",
 )
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
-_OF_VALUE_HEADS = ("A_log", "dt_bias")  # parameters of the layer of gated delta attention itself
+_OF_VALUE_HEADS = ("A_log", "dt_bias")  # parameters directly in the layer of gated delta attention
 
 
 def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, transposed: bool) -> Arrays:
-    """The parameters of one worker after the loader has seen all tensors of `hf`; `transposed`:
-    as vllm-ascend stores experts.
+    """Returns the parameters of one worker after loading all tensors of `hf`.
+
+    `transposed`: as vllm-ascend stores experts.
     """
     tp = rollout.coords(worker).tp
     slices: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
@@ -75,7 +76,7 @@ def _fused(model: ModelSpec) -> dict[str, tuple[str, int]]:
 
 
 def _sliced(module: str, tensor: np.ndarray, kv_heads: int, tp: int, size: int) -> np.ndarray:
-    """A worker's part of a tensor, by the class of the layer that it belongs to."""
+    """Returns a worker's part of a tensor, by the class of its layer."""
     if module in _VOCABULARY:
         rows = -(-len(tensor) // 64) * 64
         padding = np.zeros((rows - len(tensor), *tensor.shape[1:]), tensor.dtype)
@@ -91,7 +92,7 @@ def _sliced(module: str, tensor: np.ndarray, kv_heads: int, tp: int, size: int) 
 
 
 def _of_three(model: ModelSpec, tensor: np.ndarray, tp: int, size: int) -> np.ndarray:
-    """Rows of a worker's queries, of its keys, of its values."""
+    """Returns the rows of a worker's queries, keys and values."""
     keys = model.linear_num_key_heads * model.linear_key_head_dim
     return np.concatenate([_cut(part, size, tp) for part in np.split(tensor, (keys, 2 * keys))])
 
@@ -99,7 +100,7 @@ def _of_three(model: ModelSpec, tensor: np.ndarray, tp: int, size: int) -> np.nd
 def _experts(
     hf: Arrays, prefix: str, num_experts: int, rollout: RolloutLayout, worker: int, transposed: bool
 ) -> Arrays:
-    """w13 and w2 of one layer: whole experts of the worker's own, or a slice of each."""
+    """Returns w13 and w2 of one layer: the worker's whole experts, or a slice of each."""
     workers = rollout.workers_per_engine
     flat = worker % rollout.workers_per_engine
     spread = rollout.expert > 1
@@ -116,7 +117,7 @@ def _experts(
 
 
 def _cut(array: np.ndarray, parts: int, index: int, axis: int = 0) -> np.ndarray:
-    """One of equal parts along an axis."""
+    """Returns one of equal parts along an axis."""
     size, rest = divmod(array.shape[axis], parts)
     if rest:
         raise ValueError(f"{array.shape} cannot be cut into {parts} parts along {axis}")

@@ -1,10 +1,10 @@
-"""vLLM's view of the weight map: the fused parameters that each worker must hold, as boxes in Hugging Face coordinates.
+"""vLLM's view of the weight map: the fused parameters of each worker, as boxes in Hugging Face coordinates.
 
-Names and shapes are those of vLLM 0.32's models in load layout, that is as `load_weights` fills them, before a kernel
-packs or shuffles anything. The dialect says how a device's build lays experts out: everybody but Ascend stores them
-as [expert, out, in], vllm-ascend transposed. Experts are placed as vLLM's linear strategy places them. Sources:
-model_executor/layers/linear.py (queries are divided, key/value heads repeated where there are fewer of them than
-workers) and vocab_parallel_embedding.py (rows are padded first).
+Names and shapes are those of vLLM 0.32's models in load layout, as `load_weights` fills them. No kernel has packed or
+shuffled anything yet. The dialect tells how a device's build stores experts: as [expert, out, in], but transposed in
+vllm-ascend. Experts are assigned as by vLLM's linear strategy. Sources: model_executor/layers/linear.py (queries are
+divided, key/value heads repeated if there are fewer than workers) and vocab_parallel_embedding.py (rows are padded
+first).
 """
 
 from collections.abc import Iterator
@@ -21,15 +21,15 @@ from mrl.model.weight_map import Slice, Weight, even_slice, share, stacked
 
 Dialect = Literal["cpu", "cuda", "npu"]
 TRANSPOSED: Dialect = "npu"
-VOCABULARY_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE: rows are padded to it before they are divided
+VOCABULARY_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE: rows are padded to it before division
 
 
 @dataclass(frozen=True)
 class TargetPiece:
-    """A block of a Hugging Face tensor and where it lies in a worker's parameter.
+    """A block of a Hugging Face tensor and its position in a worker's parameter.
 
-    Hugging Face dimension d lies along local dimension `axes[d]`. Local dimensions that are not in `axes` have extent 1
-    in `local_box` (the number of an expert).
+    Hugging Face dimension d is local dimension `axes[d]`. Local dimensions outside of `axes` have extent 1 in
+    `local_box` (the number of an expert).
     """
 
     hf_name: str
@@ -40,10 +40,10 @@ class TargetPiece:
 
 @dataclass(frozen=True)
 class TargetParameter:
-    """One parameter of one worker. Local elements under no piece are padding, which must be zero."""
+    """One parameter of one worker. Local elements outside of all pieces are padding, which must be zero."""
 
     name: str  # as in named_parameters()
-    module: str  # the name without its last part: what vLLM's layerwise reload materialises and processes as one
+    module: str  # the name without its last part: the unit that vLLM's layerwise reload creates and processes
     local_shape: tuple[int, ...]
     dtype: str
     pieces: tuple[TargetPiece, ...]
@@ -52,18 +52,18 @@ class TargetParameter:
 def target_parameters(
     model: ModelSpec, rollout: RolloutLayout, worker: int, dialect: Dialect, dtype: str
 ) -> tuple[TargetParameter, ...]:
-    """The parameters of one worker in vLLM's module order; `dtype` is the engine's.
+    """Returns the parameters of one worker in vLLM's module order. `dtype` is the engine's.
 
-    Raises ConfigError for sizes that vLLM could not divide over the workers.
+    Raises ConfigError for sizes that vLLM cannot divide over the workers.
     """
     return tuple(_Worker(model, rollout, worker, dialect == TRANSPOSED, dtype).parameters())
 
 
 @cache
 def worker_slice(weight: Weight, workers: int, index: int) -> Slice:
-    """The slice of worker `index` of the workers that share a weight (an expert's: of those that share one expert).
+    """Returns the slice of worker `index` of the workers that share a weight (or one expert's weight).
 
-    Sizes that do not divide are rounded: `target_parameters` refuses them, a memory plan need not.
+    Sizes that do not divide are rounded. `target_parameters` refuses them, but a memory plan need not.
     """
     match weight.split:
         case "heads":
@@ -74,7 +74,7 @@ def worker_slice(weight: Weight, workers: int, index: int) -> Slice:
 
 
 def _heads(weight: Weight, workers: int, index: int) -> Slice:
-    """Query rows, key rows, value rows. With more workers than key/value heads, neighbours hold the same head."""
+    """Returns rows of queries, keys, values. With more workers than key/value heads, neighbours hold the same head."""
     query, key, value = weight.parts
     heads = max(weight.groups // workers, 1)
     copies = max(workers // weight.groups, 1)
@@ -85,7 +85,7 @@ def _heads(weight: Weight, workers: int, index: int) -> Slice:
 
 
 def _vocabulary(weight: Weight, workers: int, index: int) -> Slice:
-    """Rows of the padded vocabulary; a worker may hold padding only."""
+    """Returns rows of the padded vocabulary. A worker may hold only padding."""
     (part,) = weight.parts
     vocab = part.shape[0]
     each = -(-_padded(vocab) // workers)
@@ -97,14 +97,14 @@ def _padded(vocab: int) -> int:
 
 
 def expert_range(num_experts: int, ranks: int, index: int) -> range:
-    """Numbers of a rank's experts; what cannot be divided goes to the first ranks."""
+    """Returns the numbers of a rank's experts. The first ranks get the remainder."""
     each, more = divmod(num_experts, ranks)
     first = index * each + min(index, more)
     return range(first, first + each + (index < more))
 
 
 def fullest_numel(model: ModelSpec, rollout: RolloutLayout, weight: Weight) -> int:
-    """Elements of one layer's parameter, padding included, on the worker that has most of them: the first one."""
+    """Returns elements of a layer's parameter, with padding, on the worker with the most: the first one."""
     if weight.is_expert:
         experts = len(expert_range(model.num_experts, rollout.expert, 0))
         return experts * worker_slice(weight, rollout.expert_tensor, 0).numel
@@ -139,7 +139,7 @@ class _Worker:
         return self._named(weight, layer, local.shape, tuple(pieces))
 
     def _experts(self, weight: Weight, layer: int | None) -> TargetParameter:
-        """[expert, rows, columns], or on Ascend with the last two swapped."""
+        """Returns [expert, rows, columns], or on Ascend with the last two swapped."""
         _check_experts(self.model, self.rollout)
         ep, etp = self.rollout.expert_coords(self.worker)
         local = worker_slice(weight, self.rollout.expert_tensor, etp)
@@ -162,7 +162,7 @@ class _Worker:
 
 
 def _check_dense(model: ModelSpec, workers: int, weight: Weight, layer: int | None) -> None:
-    """Raises ConfigError for a weight that vLLM could not divide."""
+    """Raises ConfigError for a weight that vLLM cannot divide."""
     part = weight.parts[0]
     match weight.split:
         case "rows" | "columns":

@@ -1,12 +1,12 @@
 """The weight map: what every tensor of a model is in the checkpoint, in Megatron and in vLLM.
 
-A family's file (qwen3.py, ...) lists its `Weight`s. Each says of which checkpoint tensors it consists, under which
-name Megatron and vLLM keep it, and how both divide it over tensor ranks. The three views are derived from these rows,
-without knowledge of a family: tensors.py (checkpoint, parameters, FLOPs), megatron_shards.py (blocks and memory of a
-rank), vllm_parameters.py (of an engine worker).
+A family's file (qwen3.py, ...) lists its `Weight`s. Each one names its checkpoint tensors and its parameter in Megatron
+and in vLLM. It tells how both divide it over tensor ranks. Three views are derived from these rows, without knowledge
+of a family: tensors.py (checkpoint, parameters, FLOPs), megatron_shards.py (blocks and memory of a rank),
+vllm_parameters.py (blocks and memory of an engine worker).
 
-An example: attention with four query heads and two key/value heads. Each word below stands for the `head_dim` rows of
-one head.
+Example: attention with four query heads and two key/value heads. Each word below stands for the `head_dim` rows of one
+head.
 
     checkpoint    self_attn.q_proj.weight  q0 q1 q2 q3
                   self_attn.k_proj.weight  k0 k1
@@ -30,8 +30,7 @@ one head.
          rank 2   q2 q3                              q2 k1 v1
          rank 3   k1 v1                              q3 k1 v1
 
-Every word of a view is a `Block`: at TP1 and head_dim 1, k1 is row [1, 2) of k_proj, row [6, 7) in Megatron and row
-[5, 6) in vLLM.
+Every word of a view is a `Block`: at TP1 and head_dim 1, k1 is row 1 of k_proj, row 6 in Megatron and row 5 in vLLM.
 """
 
 from collections import Counter
@@ -53,7 +52,7 @@ Split = Literal[
     "sections",  # each of the sections of the parts cut along its first dimension, as "rows" cuts the parts themselves
     "vocabulary",  # rows, after padding to a multiple that each side chooses
 ]
-# names of a layer's weights begin with these
+# prefixes of the names of a layer's weights
 HF_LAYER = "model.layers.{layer}."
 MEGATRON_LAYER = "decoder.layers.{layer}."
 VLLM_LAYER = "model.layers.{layer}."
@@ -65,11 +64,11 @@ MEGATRON_ORDER = ("input_layernorm.", "self_attn.", "post_attention_layernorm.",
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a Hugging Face checkpoint. `{layer}` and `{expert}` in the name stand for global numbers from 0."""
+    """One tensor of a Hugging Face checkpoint. `{layer}` and `{expert}` in its name stand for global numbers from 0."""
 
     name: str
     shape: tuple[int, ...]
-    matmul: bool = True  # multiplied as a matrix; neither looked up by index, nor a norm, nor a bias
+    matmul: bool = True  # multiplied as a matrix; False for look-ups, norms and biases
 
     @property
     def numel(self) -> int:
@@ -78,13 +77,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Weight:
-    """One row of the map: checkpoint tensors that are one parameter in Megatron and in vLLM.
+    """One row of the map: checkpoint tensors that form one parameter in Megatron and in vLLM.
 
-    Rows of a layer with one name in vLLM are one parameter there, one under the other. `LayerWeights.vllm` has them as
-    one row, whose Megatron name means nothing.
+    Rows of a layer with the same name in vLLM are stacked in one parameter there. `LayerWeights.vllm` has them as one
+    row, whose Megatron name has no meaning.
 
     In `megatron`, `{layer}` and `{expert}` are numbers local to the model chunk and the rank. vLLM stacks the experts
-    of a layer in one parameter, whose leading axis is the expert.
+    of a layer in one parameter, whose first axis is the expert.
     """
 
     parts: tuple[Part, ...]
@@ -93,17 +92,17 @@ class Weight:
     split: Split
     is_expert: bool = False  # every routed expert has one
     groups: int = 0  # of "heads": number of key/value heads
-    # of "heads": the checkpoint has a gate behind each query head's rows; Megatron has those of a group behind its
-    # queries, and vLLM as the checkpoint
+    # for "heads": the checkpoint has a gate after each query head's rows. Megatron has the gates of a group after its
+    # queries, vLLM as in the checkpoint.
     is_gated: bool = False
-    sections: tuple[int, ...] = ()  # of "sections": their rows; none reaches from one part into the next
-    dtype: str | None = None  # in the checkpoint and in Megatron, whatever the model's; None: the model's
-    vllm_dtype: str | None = None  # in vLLM, where it is neither `dtype` nor the engine's
+    sections: tuple[int, ...] = ()  # for "sections": their rows; no section spans two parts
+    dtype: str | None = None  # in the checkpoint and in Megatron; None: the model's
+    vllm_dtype: str | None = None  # in vLLM, if it is neither `dtype` nor the engine's
     is_constant: bool = False  # not trained: no gradient, no master weights, no moments
 
     @property
     def numel(self) -> int:
-        """Elements in the checkpoint, of one expert."""
+        """Number of elements in the checkpoint, for one expert."""
         return sum(part.numel for part in self.parts)
 
 
@@ -120,28 +119,28 @@ LayerOf = Callable[[ModelSpec], tuple[Weight, ...]]  # weights of one layer, in 
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's file says."""
+    """The content of a family's file."""
 
     architecture: str  # in config.json's `architectures`
     model_type: str  # ModelSpec.family
-    read: Callable[[HfConfig], ModelSpec]
+    read: Callable[[HfConfig], ModelSpec]  # of config.json; raises ConfigError for what training would not compute
     dense_layer: LayerOf  # a layer without experts
     expert_layer: LayerOf | None = None  # a layer with experts
     linear_layer: LayerOf | None = None  # a layer with gated delta attention, with or without experts as all of them
-    # Both sides have a layer's weights in an order of their own: that of the first of these that a weight's checkpoint
-    # name begins with, and the checkpoint's among those of one beginning.
+    # Each side orders a layer's weights: by the first of these prefixes of a weight's checkpoint name, and by the
+    # checkpoint's order among equal prefixes.
     megatron_order: tuple[str, ...] = MEGATRON_ORDER
     vllm_order: tuple[str, ...] = (*VLLM_ATTENTION, "mlp.", *VLLM_NORMS)
-    # a tensor of the family's checkpoints that the model does not have
+    # tells whether a tensor of the family's checkpoints is not part of the model
     is_left_out: Callable[[str, ModelSpec], bool] = _nothing
-    # of config.json what vLLM reads, and what transformers does not write: no engine may take another default for it
+    # keys of config.json that vLLM reads but transformers does not write, so that no engine uses another default
     engine_keys: Callable[[ModelSpec], dict[str, Any]] = _no_keys
-    # in `architectures` of a model that also reads images and has this one inside (mrl/model/wrapped.py)
+    # `architectures` of a model that also reads images and contains this one (mrl/model/wrapped.py)
     wrapper: str = ""
-    # Ends of names that official folders have in float32 beside bfloat16: they are read in the model's dtype, as
-    # transformers reads them.
+    # Suffixes of names that official folders have in float32 beside bfloat16. They are read in the model's dtype, as in
+    # transformers.
     rounded: tuple[str, ...] = ()
-    # official folders carry code beside the weights (`auto_map`) for what `read` reads: it is neither run nor copied
+    # official folders contain code beside the weights (`auto_map`) for what `read` reads; it is neither run nor copied
     has_code_beside: bool = False
 
 
@@ -164,11 +163,11 @@ class WeightMap:
     expert_layer: LayerWeights
     linear_layer: LayerWeights
     final_norm: Weight
-    output: Weight  # where embeddings are tied, its tensor is the embedding's
+    output: Weight  # the embedding's tensor, if embeddings are tied
 
     @classmethod
     def of(cls, model: ModelSpec, family: Family) -> "WeightMap":
-        """The rows that the family lists, between the vocabulary matrices and the final norm that all decoders have."""
+        """Makes the map from the rows of the family, with the vocabulary matrices and final norm of all decoders."""
         words = (model.vocab_size, model.hidden_size)
         hidden = (model.hidden_size,)
         output = "lm_head.weight"
@@ -185,11 +184,11 @@ class WeightMap:
         )
 
     def layer(self, number: int) -> LayerWeights:
-        """Weights of a layer by its global number."""
+        """Returns the weights of a layer by its global number."""
         return self.of_kind(self.model.layer_kind(number))
 
     def of_kind(self, kind: LayerKind) -> LayerWeights:
-        """Weights of a layer of a kind."""
+        """Returns the weights of a layer of this kind."""
         if kind.is_linear:
             return self.linear_layer
         if kind.has_experts:
@@ -205,29 +204,29 @@ class WeightMap:
 
     @cached_property
     def layers(self) -> tuple[tuple[LayerWeights, int], ...]:
-        """Each kind of layer with the number of layers of that kind; no kind that the model has not."""
+        """Each kind of layer in the model, with the number of its layers."""
         counts = Counter(self.model.layer_kind(layer) for layer in range(self.model.num_layers))
         return tuple((self.of_kind(kind), counts[kind]) for kind in sorted(counts))
 
     @cached_property
     def counted(self) -> tuple[tuple[Weight, int], ...]:
-        """Every weight of the checkpoint's and vLLM's, with the number of layers that have it."""
+        """Every weight of the checkpoint and vLLM, with the number of layers that have it."""
         inside = ((weight, count) for kind, count in self.layers for weight in kind.hf)
         return ((self.embedding, 1), *inside, *((weight, 1) for weight in self.ends))
 
     def has(self, megatron_name: str) -> bool:
-        """Whether any layer has a Megatron parameter of that name, e.g. "mlp.router.weight"."""
+        """Tells whether a layer has a Megatron parameter with that name, e.g. "mlp.router.weight"."""
         return any(weight.megatron == MEGATRON_LAYER + megatron_name for weight, _ in self.counted)
 
 
 def copied(hf_name: str, shape: tuple[int, ...], megatron: str, matmul: bool = False) -> Weight:
-    """A weight that is whole on every rank and has the checkpoint's name in vLLM."""
+    """Makes a weight that is replicated on every rank and has the checkpoint's name in vLLM."""
     return Weight((Part(hf_name, shape, matmul),), megatron, hf_name, "copied")
 
 
 def per_expert(weights: Iterable[Weight], experts: Iterable[int]) -> Iterator[tuple[Weight, int | None]]:
-    """Each weight with the number of its expert, neighbours of one expert together;
-    None for what is not an expert's.
+    """Yields each weight with the number of its expert, weights of one expert together; None for weights outside
+    experts.
     """
     for is_expert, group in groupby(weights, key=lambda weight: weight.is_expert):
         together = tuple(group)
@@ -245,14 +244,14 @@ def _layer_weights(family: Family, weights: tuple[Weight, ...]) -> LayerWeights:
 
 
 def _joined(weights: Iterable[Weight]) -> Iterator[Weight]:
-    """Neighbours of one name in vLLM as one row."""
+    """Joins neighbours with the same name in vLLM into one row."""
     for _, group in groupby(weights, key=lambda weight: weight.vllm):
         first, *others = group
         yield replace(first, parts=(*first.parts, *(part for other in others for part in other.parts)))
 
 
 def _ordered(weights: Iterable[Weight], prefixes: Sequence[str]) -> list[Weight]:
-    """Raises ValueError for a weight that none of the prefixes fits."""
+    """Sorts the weights. Raises ValueError for a weight without matching prefix."""
 
     def position(weight: Weight) -> int:
         for number, prefix in enumerate(prefixes):
@@ -264,7 +263,7 @@ def _ordered(weights: Iterable[Weight], prefixes: Sequence[str]) -> list[Weight]
 
 
 def _in_layer(weight: Weight) -> Weight:
-    """The weight under complete names."""
+    """Returns the weight with complete names."""
     parts = tuple(replace(part, name=HF_LAYER + part.name) for part in weight.parts)
     return replace(weight, parts=parts, megatron=MEGATRON_LAYER + weight.megatron, vllm=VLLM_LAYER + weight.vllm)
 
@@ -274,7 +273,7 @@ def _in_layer(weight: Weight) -> Weight:
 
 @dataclass(frozen=True)
 class Block:
-    """A box of a checkpoint tensor, and where it lies in a rank's slice; both boxes have one shape."""
+    """A box of a checkpoint tensor, and its position in a rank's slice. Both boxes have the same shape."""
 
     part: Part
     hf_box: Box
@@ -283,19 +282,19 @@ class Block:
 
 @dataclass(frozen=True)
 class Slice:
-    """What one rank holds of a weight (of one expert's). Local elements under no block are vocabulary padding."""
+    """A rank's part of a weight (or of one expert's). Local elements outside of all blocks are vocabulary padding."""
 
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
 
     @property
     def numel(self) -> int:
-        """Elements, padding included."""
+        """Number of elements with padding."""
         return prod(self.shape)
 
 
 def even_slice(weight: Weight, ranks: int, index: int) -> Slice:
-    """Part `index` of `ranks` of a weight that Megatron and vLLM cut alike: any but "heads" and "vocabulary"."""
+    """Returns part `index` of `ranks` of a weight that Megatron and vLLM split alike: not "heads" and "vocabulary"."""
     part = weight.parts[0]
     match weight.split:
         case "copied":
@@ -311,7 +310,7 @@ def even_slice(weight: Weight, ranks: int, index: int) -> Slice:
 
 
 def _sections(weight: Weight) -> Iterator[tuple[Part, int, int]]:
-    """(part, first row, rows) of each section."""
+    """Yields (part, first row, rows) of each section."""
     parts = iter(weight.parts)
     part = next(parts)
     first = 0
@@ -329,7 +328,7 @@ def _share_of_section(part: Part, first: int, rows: int, ranks: int, index: int)
 
 
 def stacked(segments: Sequence[tuple[Part, int, int]], rows: int | None = None) -> Slice:
-    """Rows [start, stop) of several parts, one under the other; `rows`: height of the slice where padding follows."""
+    """Stacks rows [start, stop) of several parts. `rows` is the height of the slice if padding follows."""
     blocks = []
     at = 0
     columns = Box.whole(segments[0][0].shape[1:]).ranges
@@ -341,6 +340,6 @@ def stacked(segments: Sequence[tuple[Part, int, int]], rows: int | None = None) 
 
 
 def share(size: int, ranks: int, index: int) -> tuple[int, int]:
-    """(start, stop) of one of equal shares of a dimension."""
+    """Returns (start, stop) of one of equal shares of a dimension."""
     each = size // ranks
     return index * each, (index + 1) * each

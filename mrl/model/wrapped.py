@@ -1,7 +1,7 @@
-"""Checkpoints of models that also read images and have a text model of ours inside (Qwen3.5).
+"""Checkpoints of models that also read images and contain a supported text model (Qwen3.5).
 
-The text model alone is trained, and its tensors have their names everywhere in mrl. In the files they have others, and
-all experts of a layer are one tensor:
+Only the text model is trained, and mrl uses its tensor names everywhere. The files have other names, and all experts of
+a layer in one tensor:
 
     in the files                                                  of the text model
     model.language_model.norm.weight                              model.norm.weight
@@ -11,7 +11,7 @@ all experts of a layer are one tensor:
         [experts, hidden, columns]
     model.visual.patch_embed.proj.weight                          none: it stays as it is
 
-Which form a folder has is seen by the names in its files: a text model's own folder has the right column's.
+The names in a folder's files tell its form: a text model's own folder has the names of the right column.
 """
 
 import re
@@ -22,7 +22,7 @@ from typing import Any
 
 from mrl.model.hf_config import HfConfig, refuse_unless, required
 
-VISION_TOWER = "model.visual."  # its tensors' names begin so
+VISION_TOWER = "model.visual."  # prefix of its tensors' names
 _INSIDE = "model.language_model."
 _TEXT = "text_config"
 _DTYPES = ("dtype", "torch_dtype")
@@ -31,26 +31,26 @@ _EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj"
 
 @dataclass(frozen=True)
 class Inner:
-    """A tensor of the text model in one that is stored, whose axes but the last count as rows."""
+    """A tensor of the text model inside a stored one, all of whose axes except the last count as rows."""
 
     name: str
     shape: tuple[int, ...]
-    first: int  # row of the stored tensor at which it begins
+    first: int  # its first row in the stored tensor
 
     @property
     def rows(self) -> int:
-        """Rows of the stored tensor that it takes."""
+        """Number of its rows in the stored tensor."""
         return prod(self.shape[:-1])
 
 
 def text_config(config: HfConfig, architecture: str) -> dict[str, Any]:
-    """The config.json that the text model has by itself, from that of the whole. `architecture`: of the text model.
+    """Returns the text model's own config.json, from that of the whole. `architecture`: of the text model.
 
-    Raises ConfigError where both say different things of one.
+    Raises ConfigError if the two disagree.
     """
     inner = required(config, _TEXT)
     tied = "tie_word_embeddings"
-    # transformers asks the outer one, vLLM the inner
+    # transformers reads the outer one, vLLM the inner one
     refuse_unless(f"{_TEXT}.{tied}", bool(inner.get(tied)), bool(config.get(tied)))
     dtypes = {}
     if not any(inner.get(key) for key in _DTYPES):
@@ -59,17 +59,17 @@ def text_config(config: HfConfig, architecture: str) -> dict[str, Any]:
 
 
 def with_text_config(config: HfConfig, changes: HfConfig) -> dict[str, Any]:
-    """The config.json of the whole with `changes` to the text model's part."""
+    """Returns the config.json of the whole with `changes` in the text model's part."""
     return {**config, _TEXT: {**config[_TEXT], **changes}}
 
 
 def is_whole(config: HfConfig) -> bool:
-    """Whether a config.json has the text model's in a part of its own."""
+    """Tells whether a config.json contains that of a text model."""
     return isinstance(config.get(_TEXT), dict)
 
 
 def inner_tensors(key: str, shape: tuple[int, ...]) -> Iterable[Inner]:
-    """The tensors of the text model in a stored one; of another tensor it is the one itself."""
+    """Returns the tensors of the text model in a stored one. Any other tensor is returned unchanged."""
     name = key
     if key.startswith(_INSIDE):
         name = "model." + key.removeprefix(_INSIDE)

@@ -1,10 +1,10 @@
-"""The only room that knows a device by name: cpu, cuda or npu. Everything else asks a `Platform`, or `Hosting` where
-torch must not be.
+"""The only package that knows devices by name: cpu, cuda or npu. Other code asks a `Platform`, or `Hosting` without
+torch.
 
-`torch_platforms` computes on a device, `hosting` starts processes for it, `inventory` looks for it on this host,
-`versions` says which packages it needs, `transfer` moves weights between its processes, `process_memory` counts what
-one of them holds; `cpu_patches` is the table of what is replaced in torch and Megatron. Imports nothing of mrl but
-errors and units. Without torch: this module, hosting, inventory, versions, imports, patching, process_memory and
+`torch_platforms` computes on a device, `hosting` starts processes for it, `inventory` looks for it on this host.
+`versions` lists the packages that it needs, `transfer` moves weights between its processes, `process_memory` counts the
+memory of a process. `cpu_patches` is the table of replacements in torch and Megatron. Imports nothing of mrl but errors
+and units. Without torch: this module, hosting, inventory, versions, imports, patching, process_memory and
 npu_mindspeed.
 """
 
@@ -21,7 +21,7 @@ PLATFORMS = ("cpu", "cuda", "npu")
 
 
 class Platform(Protocol):
-    """One kind of device. Implementations hold no state of their own beyond the chosen device index."""
+    """One kind of device. Implementations have no state of their own except the chosen device index."""
 
     name: str
     distributed_backend: str  # of torch.distributed
@@ -34,66 +34,68 @@ class Platform(Protocol):
         """Chooses the device of this process from its rank on the host."""
 
     def apply_patches(self) -> None:
-        """Replaces in torch and Megatron what does not work here; in Megatron worker processes only,
-        before a model is built.
+        """Replaces parts of torch and Megatron that do not work on this device.
+
+        Call it only in Megatron worker processes, before a model is built.
         """
 
     def deterministic(self) -> None:
-        """Makes equal inputs give equal bits from here on, in this process."""
+        """Makes equal inputs give equal bits from now on, in this process."""
 
     def rng_state(self) -> "torch.Tensor":
-        """State of the device's generator, uint8."""
+        """Returns the state of the device's generator, uint8."""
 
     def set_rng_state(self, state: "torch.Tensor") -> None:
-        """Puts back what `rng_state` returned."""
+        """Restores what `rng_state` returned."""
 
     def synchronize(self) -> None:
         """Waits for all work of this device."""
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Copies that are enqueued in the block run beside what computes, after all that was enqueued before;
-        `synchronize` waits for both. What they fill has to be allocated outside of it.
+        """Runs copies of the block beside the computation, after everything that was enqueued before.
+
+        `synchronize` waits for both. Allocate the targets of the copies outside of the block.
         """
 
     def device_name(self) -> str:
-        """What the maker calls the device."""
+        """Returns the vendor's name of the device."""
 
     def reset_peak_memory(self) -> None:
         """Starts a new peak for `max_memory_allocated_gb`, where the device can."""
 
     def max_memory_allocated_gb(self) -> float:
-        """Peak of memory in use by this process, GiB; on the CPU its resident set."""
+        """Returns the peak of memory in use by this process, GiB; on the CPU that of its resident set."""
 
     def max_memory_reserved_gb(self) -> float:
-        """Peak of memory held by this process, GiB; on the CPU its resident set."""
+        """Returns the peak of memory reserved by this process, GiB; on the CPU that of its resident set."""
 
     def network_environment(self, master_addr: str) -> dict[str, str]:
-        """Environment variables that must be set before torch.distributed starts with this rendezvous address."""
+        """Returns environment variables to set before torch.distributed starts with this rendezvous address."""
 
     def host_memory(self, nbytes: int) -> "torch.Tensor":
-        """uint8 [nbytes] on the host, in memory that the device reads and writes at full speed.
+        """Returns uint8 [nbytes] on the host, in memory that the device reads and writes at full speed.
 
-        Contents are not set.
+        Contents are undefined.
         """
 
     def release_cache(self) -> None:
-        """Gives freed device memory back to the device, so that other processes on it can have it."""
+        """Returns cached memory to the device, so that other processes can use it."""
 
 
 def get_platform(name: str) -> Platform:
-    """The platform called `name`. Raises ConfigError for an unknown name, EnvironmentFault where it cannot work."""
+    """Returns the platform `name`. Raises ConfigError for an unknown name, EnvironmentFault where it cannot work."""
     if name not in PLATFORMS:
-        raise ConfigError(f"cluster.device: {name!r} is no platform; allowed: {', '.join(PLATFORMS)}")
+        raise ConfigError(f"cluster.device: {name!r} is not a platform; allowed: {', '.join(PLATFORMS)}")
     from mrl.platforms.torch_platforms import CpuPlatform, CudaPlatform, NpuPlatform
 
     return {"cpu": CpuPlatform, "cuda": CudaPlatform, "npu": NpuPlatform}[name]()
 
 
 def prepare_process(device: str, layout: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """What the process of a Megatron rank needs before anything in it imports Megatron; only Ascend needs something.
+    """Prepares the process of a Megatron rank before Megatron is imported. Only Ascend needs this.
 
-    `layout`: parallel sizes, `overrides`: fields of the transformer config, both under Megatron's names. Returns those
-    of `overrides` that Megatron itself is to be given. Raises EnvironmentFault.
+    `layout` has parallel sizes, `overrides` fields of the transformer config, both with Megatron's names. Returns the
+    overrides that Megatron itself gets. Raises EnvironmentFault.
     """
     if device != "npu":
         return dict(overrides)

@@ -1,7 +1,7 @@
-"""Which of a host's addresses other nodes reach, and the interface that has it.
+"""Finds the address of this host that other nodes can reach, and its interface.
 
-What a host's name resolves to is often loopback (Debian writes `127.0.1.1 NAME` into /etc/hosts), where no other node
-can answer. gloo takes that address unless it is told another.
+A host's name often resolves to loopback (Debian writes `127.0.1.1 NAME` into /etc/hosts), which no other node can
+reach. gloo uses that address unless it is told another.
 """
 
 import os
@@ -11,13 +11,13 @@ import psutil
 
 from mrl.errors import EnvironmentFault
 
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch reads it for every gloo group that is given no device of its own
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch reads it for every gloo group that has no device of its own
 
 
 def address_towards(host: str) -> str:
-    """The address under which this host speaks to `host`: of its networks, that on which the two meet. Nothing is sent.
+    """Returns the address from which this host would talk to `host`. Sends nothing.
 
-    Raises EnvironmentFault where no route leads there.
+    Raises EnvironmentFault if no route leads there.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -31,9 +31,10 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has `address`. Raises EnvironmentFault where none of this host has."""
+    """Returns the interface with `address`. Raises EnvironmentFault if this host has none."""
     names = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
-    if address not in names and not address.startswith("127."):  # all of 127/8 is loopback's, which lists one address
+    # all of 127/8 belongs to loopback, which lists one address
+    if address not in names and not address.startswith("127."):
         raise EnvironmentFault(
             f"no interface of this host ({socket.gethostname()}) has the address {address}; it has {sorted(names)}"
         )
@@ -41,14 +42,15 @@ def interface_of(address: str) -> str:
 
 
 def gloo_environment(address: str) -> dict[str, str]:
-    """The variable by which gloo groups meet at `address`, which is this host's own; what is set already stays."""
+    """Returns the variable that makes gloo groups use `address`, one of this host's. A variable that is set stays."""
     return {GLOO_INTERFACE: os.environ.get(GLOO_INTERFACE) or interface_of(address)}
 
 
 def address_environment(address: str) -> dict[str, str]:
-    """Variables by which an engine and its processes meet others at `address`; what is set already stays.
+    """Returns variables with which an engine and its processes connect to others at `address`. Variables that are set
+    stay.
 
-    None where no interface here has it: an address that is translated on its way is the cluster's to deal with.
+    Returns none if no interface has the address: then it is translated on the way, which the cluster has to handle.
     """
     try:
         wanted = {GLOO_INTERFACE: interface_of(address), "VLLM_HOST_IP": address}

@@ -1,9 +1,9 @@
-"""What vllm-ascend 0.23 can be told, as data: it ignores names that it does not know, and so would a run.
+"""The names that vllm-ascend 0.23 accepts, as data. It ignores unknown names silently, and so would a run.
 
-Read in the sources of release v0.23.0 (branch releases/v0.23.0, commit 50e87d63): `additional_config` in
+Read from the sources of release v0.23.0 (branch releases/v0.23.0, commit 50e87d63): `additional_config` in
 vllm_ascend/ascend_config.py, vllm_ascend/utils.py (refresh, enable_dsa_cp) and attention/kvcomp_attn
-(enable_hamming_sparse); variables in vllm_ascend/envs.py. `rl_config`, which later releases document, is not among
-them.
+(enable_hamming_sparse), and variables in vllm_ascend/envs.py. `rl_config`, which later releases document, is absent
+there.
 """
 
 ADDITIONAL_CONFIG = frozenset(

@@ -1,8 +1,7 @@
-"""Everything that is replaced in torch and Megatron-core 0.16.1 inside Megatron worker processes: one table.
+"""The table of everything that is replaced in torch and Megatron-core 0.16.1 inside Megatron worker processes.
 
-Megatron takes an accelerator for granted. On CPU the accelerator's answers are given by the CPU itself; streams and
-events, which order work that here is already in order, do nothing. Rows with `devices` beyond cpu are defects of
-Megatron without Transformer Engine.
+Megatron assumes an accelerator. On CPU the CPU answers in its place. Streams and events do nothing, because work is
+already in order there. Rows with `devices` other than cpu repair defects of Megatron without Transformer Engine.
 """
 
 from typing import Any
@@ -29,7 +28,7 @@ class _Event:
 
 
 class _Stream:
-    """A stream on a device that runs everything in order."""
+    """A stream of a device that runs everything in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -49,9 +48,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(factory: Any) -> Any:
-    """A tensor factory that answers a request for a CUDA tensor, or for one in pinned memory,
-    with a plain CPU tensor.
-    """
+    """Wraps a tensor factory. Requests for CUDA tensors or pinned memory get a plain CPU tensor."""
 
     def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return factory(*args, device=_CPU if _is_cuda(device) else device, **kwargs)
@@ -60,7 +57,7 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def _known_constructors(original: Any) -> Any:
-    constructors = original.__wrapped__()  # of the factories as they are now, before they are wrapped
+    constructors = original.__wrapped__()  # of the factories before they are wrapped
     return lambda: constructors
 
 
@@ -108,13 +105,13 @@ def _recompute_without_fp8(original: Any) -> Any:
 
 
 class _TwoSides(TorchFunctionMode):
-    """Tells host from device where both are one memory: what `cpu()` returned is on the host,
-    and so is what is made from it.
+    """Tells host from device where both share memory: results of `cpu()` are on the host, and so is what is made from
+    them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._host: dict[int, torch.Tensor] = {}  # they are kept, so that no other tensor gets their id
+        self._host: dict[int, torch.Tensor] = {}  # tensors are kept, so that no other gets their id
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = bool(args) and id(args[0]) in self._host
@@ -135,7 +132,7 @@ def _with_two_sides(original: Any) -> Any:
 
 
 def _answer(value: Any) -> Any:
-    """A function that gives one answer, whatever it is asked."""
+    """Returns a function that always gives the same answer."""
     return lambda original: lambda *args, **kwargs: value
 
 
@@ -154,7 +151,7 @@ def _set_rng_state(original: Any) -> Any:
 _PACK_ROTATION = "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd"
 _WAKES = "gloo wakes four threads for a message, and an update of a tiny model over two ranks waits for 90 of them"
 
-# The order matters in one place: the constructors of torch.device contexts are read before the factories are wrapped.
+# The order matters once: constructors of torch.device contexts are read before the factories are wrapped.
 PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.current_device", _answer(_CPU), "Megatron builds its tensors on this device"),
     Patch("torch.cuda.synchronize", _answer(None), "pipeline stages wait for the shapes they receive"),
@@ -252,6 +249,6 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def rows_for(device: str) -> tuple[Patch, ...]:
-    """The rows that `device` needs in this installation."""
+    """Returns the rows that `device` needs in this installation."""
     kind = layers()
     return tuple(row for row in PATCHES if device in row.devices and (kind == "torch" or not row.torch_layers_only))

@@ -1,7 +1,7 @@
-"""Groups of gloo that share what a process listens with.
+"""Lets gloo groups of a process share their devices.
 
-torch gives each group a device of its own, and gloo each device a thread that wakes a hundred times a second whether or
-not anything came. Megatron makes a hundred groups, so a rank that waits was woken ten thousand times a second.
+torch makes a device for each group, and gloo starts a thread for each device. It wakes a hundred times a second, even
+without messages. Megatron makes a hundred groups, so a waiting rank was woken ten thousand times a second.
 """
 
 import os
@@ -12,18 +12,18 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-INTERFACES = "GLOO_SOCKET_IFNAME"  # names with commas, which torch reads for each group
-_THREADS = 2  # for each device, as torch has them
+INTERFACES = "GLOO_SOCKET_IFNAME"  # comma-separated names, which torch reads for each group
+_THREADS = 2  # for each device, as in torch
 
 
 def share() -> None:
-    """Lets groups of this process share their devices from here on; a second call changes nothing."""
+    """Makes all later groups of this process share their devices. A second call changes nothing."""
     if distributed_c10d.ProcessGroupGloo is dist.ProcessGroupGloo:
         distributed_c10d.ProcessGroupGloo = sharing(distributed_c10d.ProcessGroupGloo)
 
 
 def sharing(original: type) -> type:
-    """What stands in for the class of groups where torch makes them and asks whether a group is one of them."""
+    """Returns a stand-in for the class of groups. torch uses it to make groups and to check their type."""
 
     class _Sharing(type):
         def __call__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -1,20 +1,20 @@
 """Collectives of CPU ranks on one host, through memory that they share.
 
-gloo passes every message through a socket and four threads, each of which has to be woken: 1 to 2 ms after the last
-rank has come, some 90 times in an update of the tiny model over two ranks, where the sum itself takes 0.1 ms. Here each
-rank writes what it gives into memory of its own that the others map, says so by a number, and reads what it needs from
-the others' as soon as they have said so:
+gloo passes every message through a socket and four threads, each of which has to be woken. This takes 1 to 2 ms after
+the last rank has arrived, and the sum itself 0.1 ms. An update of the tiny model over two ranks has some 90 of them.
+Here each rank writes its data into its own memory, which the others map, and announces it by a number. It reads the
+others' data as soon as they have announced it:
 
-    rank 0   | round 7 | ends 0 4 8 | bytes for 0 | bytes for 1 |      two such slots a rank: round 8 is written
-    rank 1   | round 7 | ends 0 2 9 | bytes for 0 | bytes for 1 |      into the other while round 7 is still read
+  rank 0   | round 7 | ends 0 4 8 | bytes for 0 | bytes for 1 |      each rank has two such slots: round 8 is written
+  rank 1   | round 7 | ends 0 2 9 | bytes for 0 | bytes for 1 |      into the other while round 7 is still read
 
-A rank that is in round 9 has seen all others in round 8, so all have read round 7, whose slot it writes. A rank
-that waits looks again and again, so all this is for runs with a core for each rank. Other runs, groups over several
-hosts and what is larger than a slot go by gloo, which all ranks of a group see from the same numbers, and so do
-collectives that torch coalesces: gradients and parameters of data-parallel ranks. Sums are taken in the order of ranks.
+A rank in round 9 has seen all others in round 8. So all have read round 7, whose slot it now overwrites. A waiting rank
+polls, so this needs a core for each rank. gloo serves all other runs, groups over several hosts, and messages larger
+than a slot; all ranks of a group decide this from the same numbers. gloo also serves collectives that torch coalesces:
+gradients and parameters of data-parallel ranks. Sums are computed in the order of ranks.
 
-A call that is made to be waited for later returns when all ranks have come: all ranks call collectives, of all groups,
-in one order, and a group's from one thread.
+An asynchronous call returns when all ranks have arrived. Therefore all ranks must call the collectives of all groups in
+the same order. A group's calls must come from one thread.
 """
 
 import mmap
@@ -40,9 +40,9 @@ from mrl.units import MIB
 SLOT_BYTES = 4 * MIB  # resident as far as it has been written
 MOST_RANKS = 16
 HEADER_BYTES = 4096
-SPIN_S = 0.5e-3  # then a rank that waits leaves its core to others, for an eighth of the time that it has waited
+SPIN_S = 0.5e-3  # afterwards a waiting rank yields its core for an eighth of the time that it has waited
 NAP_S = 5e-3  # at most
-LOOK_S = 1.0  # between looks whether the others still run
+LOOK_S = 1.0  # between checks whether the other ranks are alive
 _COMBINES: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
     (ReduceOp.SUM, torch.add),
     (ReduceOp.MAX, torch.maximum),
@@ -51,13 +51,14 @@ _COMBINES: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
 
 
 class SharedSlots:
-    """Two slots of one rank, in memory without a name, which others of the host open by the owner's descriptor.
+    """Two slots of one rank, in memory without a name. Other processes of the host open it through the owner's
+    descriptor.
 
-    Whoever maps it holds an open file for it; the memory lasts for as long as one does.
+    Each process that maps it holds an open file. The memory lasts while one of these files is open.
     """
 
     def __init__(self, path: str):
-        """`path`: of a descriptor of the owner's. Raises OSError where it cannot be opened."""
+        """`path` names a descriptor of the owner. Raises OSError if it cannot be opened."""
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), 2 * (HEADER_BYTES + SLOT_BYTES))
         halves = [slice(i * HEADER_BYTES, (i + 1) * HEADER_BYTES) for i in (0, 1)]
@@ -67,7 +68,7 @@ class SharedSlots:
 
     @property
     def token(self) -> int:
-        """A number by which the owner's memory is known."""
+        """A number that identifies the owner's memory."""
         return self.headers[0][-1]
 
     @token.setter
@@ -76,14 +77,14 @@ class SharedSlots:
 
     @staticmethod
     def make() -> int:
-        """Descriptor of a rank's own memory, zeros. Raises OSError, or AttributeError in a Python without it."""
+        """Returns a descriptor of new memory, zeros. Raises OSError, or AttributeError in a Python without it."""
         descriptor = os.memfd_create("mrl-collectives")
         os.ftruncate(descriptor, 2 * (HEADER_BYTES + SLOT_BYTES))
         return descriptor
 
 
 class HostExchange:
-    """What the ranks of one group give each other. All of them make the same calls in the same order."""
+    """Exchanges data between the ranks of one group. All ranks make the same calls in the same order."""
 
     def __init__(self, rank: int, slots: Sequence[SharedSlots], processes: Sequence[int], timeout_s: float):
         self._rank = rank
@@ -93,11 +94,11 @@ class HostExchange:
         self._round = 0
 
     def parts(self, sent: Tensor, ends: Sequence[int]) -> list[Tensor] | None:
-        """Bytes that each rank has for this one, to be read before the next call.
+        """Returns the bytes that each rank has for this one, to be read before the next call.
 
-        None where one of them has more than a slot holds. `sent`: bytes for all ranks, [bytes]; rank i gets those from
-        ends[i] to ends[i + 1]. With two ends all get all. Raises RuntimeError when a rank is gone or does not come
-        within the group's time.
+        Returns None if one of them has more than a slot holds. `sent`: bytes for all ranks, [bytes]; rank i gets those
+        from ends[i] to ends[i + 1]. With two ends all ranks get everything. Raises RuntimeError when a rank is gone, or
+        does not arrive within the group's time.
         """
         self._round += 1
         half = self._round % 2
@@ -119,7 +120,7 @@ class HostExchange:
         return [slots.slots[half][header[1 + here] : header[2 + here]] for slots, header in pairs]
 
     def _header(self, rank: int, half: int) -> memoryview:
-        """Waits for a rank to come to this round and returns its header."""
+        """Waits for a rank to reach this round, and returns its header."""
         header = self._slots[rank].headers[half]
         began = time.monotonic()
         looked = began
@@ -136,13 +137,15 @@ class HostExchange:
 
     def _check(self, rank: int, waited_s: float) -> None:
         if not _lives(self._processes[rank]):
-            raise RuntimeError(f"rank {rank} of a group of {len(self._slots)} is gone: a collective cannot end")
+            raise RuntimeError(f"rank {rank} of a group of {len(self._slots)} has ended: the collective cannot finish")
         if waited_s > self._timeout_s:
-            raise RuntimeError(f"rank {rank} of a group of {len(self._slots)} did not come within {self._timeout_s} s")
+            raise RuntimeError(
+                f"rank {rank} of a group of {len(self._slots)} did not arrive within {self._timeout_s} s"
+            )
 
 
 def _lives(process: int) -> bool:
-    """Whether it runs: one that ended may stand in the table for as long as nobody asks how."""
+    """Tells whether a process runs. An ended one stays in the table until its parent collects it."""
     try:
         return psutil.Process(process).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -153,7 +156,7 @@ _exchanges: WeakKeyDictionary[ProcessGroup, HostExchange | None] = WeakKeyDictio
 
 
 def exchange_of(group: ProcessGroup) -> HostExchange | None:
-    """The group's exchange, None where it has to go by gloo. Collective the first time."""
+    """Returns the group's exchange, or None if gloo must serve it. The first call is collective."""
     if group not in _exchanges:
         fits = 1 < group.size() <= MOST_RANKS and group.name() == "gloo"
         _exchanges[group] = _open(group) if fits else None
@@ -164,7 +167,7 @@ def exchange_of(group: ProcessGroup) -> HostExchange | None:
 def _open(group: ProcessGroup) -> HostExchange | None:
     """Opens an exchange for a group.
 
-    None on all ranks where one of them cannot see the others' memory, or has no core of its own.
+    Returns None on all ranks if one cannot open the others' memory, or has no core of its own.
     """
     memory = _own_memory()
     try:
@@ -180,7 +183,7 @@ def _open(group: ProcessGroup) -> HostExchange | None:
         group.allgather([opened], [torch.tensor([float(slots is not None)])]).wait()
     finally:
         if memory:
-            os.close(memory[2])  # nobody will open it any more
+            os.close(memory[2])  # every rank has opened it
     if slots is None or not all(map(bool, opened)):
         return None
     timeout = group._get_backend(torch.device("cpu")).options._timeout
@@ -188,7 +191,7 @@ def _open(group: ProcessGroup) -> HostExchange | None:
 
 
 def _own_memory() -> tuple[int, int, int, int] | None:
-    """(host, process, descriptor, token) of new memory; None where Python or the system has no such memory."""
+    """Returns (host, process, descriptor, token) of new memory; None if Python or the system lacks such memory."""
     try:
         host = _host()
         descriptor = SharedSlots.make()
@@ -204,7 +207,9 @@ def _own_memory() -> tuple[int, int, int, int] | None:
 
 
 def _slots_of(rows: Sequence[Sequence[int]]) -> list[SharedSlots] | None:
-    """Opens the slots of all ranks by what `_own_memory` gave; None where one cannot be opened, or is a stranger's."""
+    """Opens the slots of all ranks from their `_own_memory`. None if one cannot be opened or belongs to another
+    process.
+    """
     try:
         slots = [SharedSlots(f"/proc/{process}/fd/{descriptor}") for _, process, descriptor, _ in rows]
     except (OSError, ValueError):
@@ -215,7 +220,7 @@ def _slots_of(rows: Sequence[Sequence[int]]) -> list[SharedSlots] | None:
 
 
 def _host() -> int:
-    """Equal for processes that may see each other: of one start of one machine, one container, one network."""
+    """Returns a number that is equal for processes of the same boot, container and network."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = int(file.read().replace("-", ""), 16)
     spaces = [os.stat(f"/proc/self/ns/{space}").st_ino for space in ("pid", "net")]
@@ -223,7 +228,7 @@ def _host() -> int:
 
 
 class _Done(dist.Work):
-    """A collective that has ended. It has no future."""
+    """A finished collective. It has no future."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -320,7 +325,7 @@ def all_to_all(original: Any) -> Any:
 
 
 def _row_bytes(tensor: Tensor, rows: Sequence[int], ranks: int) -> list[int]:
-    """Bytes for each rank; no `rows`: as many for each."""
+    """Returns the bytes for each rank. Without `rows` all ranks get the same."""
     each = prod(tensor.shape[1:]) * tensor.element_size()
     return [count * each for count in rows or [len(tensor) // ranks] * ranks]
 
@@ -332,9 +337,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _check(
     parts: Sequence[Tensor], expected: Sequence[int], input: Tensor, output: Tensor, is_whole: bool = True
 ) -> None:
-    """Raises RuntimeError for parts that are not of the expected bytes.
+    """Raises RuntimeError for parts of unexpected size.
 
-    `is_whole`: all of the input was given and the parts fill the output.
+    `is_whole`: all of the input was sent, and the parts fill the output.
     """
     came = [len(part) for part in parts]
     if came != list(expected) or not is_whole or input.dtype != output.dtype:
@@ -352,5 +357,5 @@ def _write(output: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _combine(opts: Any = None, *_: Any, **named: Any) -> Callable[..., Tensor] | None:
-    """What joins the parts of two ranks; None where gloo has to."""
+    """Returns the function that joins the parts of two ranks; None where gloo must serve the call."""
     return next((function for kind, function in _COMBINES if getattr(opts, "reduceOp", None) == kind), None)

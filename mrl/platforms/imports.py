@@ -1,4 +1,4 @@
-"""Imports of large packages in less time."""
+"""Speeds up imports of large packages."""
 
 import gc
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def many_imports() -> Iterator[None]:
-    """Keeps the garbage collector from looking through what is imported inside, which takes a fifth of the time.
+    """Suspends garbage collection during imports, where it takes a fifth of the time.
 
-    All that an import makes stays, and there is a million of it.
+    An import makes about a million objects, and all of them stay.
     """
     was_enabled = gc.isenabled()
     gc.disable()

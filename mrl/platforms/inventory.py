@@ -1,4 +1,4 @@
-"""What this host has of each kind of device, asked of drivers and of /dev; no torch. Every command has a deadline."""
+"""Finds the devices of this host, from drivers and /dev. Loads no torch. Every command has a deadline."""
 
 import ctypes
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from mrl.platforms.versions import MIN_NPU_DRIVER_FOR_IPC
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-# programs that prove that torch computes on the device; they print one line
+# programs that prove that torch computes on the device; each prints one line
 TORCH_PROBES = {
     "cpu": "import torch; torch.ones(2).sum(); print('torch', torch.__version__, 'computes;', "
     "torch.get_num_threads(), 'threads')",
@@ -23,16 +23,16 @@ TORCH_PROBES = {
     "npu": "import torch, torch_npu; n = torch.npu.device_count(); assert n, 'torch_npu sees no device'; "
     "torch.ones(2).npu().sum().item(); print('torch_npu', torch_npu.__version__, 'computes on', n, 'devices')",
 }
-# programs that prove that the layers of an accelerator's ranks can be had; they take a while
+# programs that prove that the layers of an accelerator's ranks are available; slow
 LAYER_PROBES = {
     "cuda": "import transformer_engine.pytorch, transformer_engine as te; print('Transformer Engine', "
     "te.__version__, 'imports')",
 }
-# of torch and Transformer Engine in the cuda row, and the least driver of that family
+# CUDA of torch and Transformer Engine in the cuda row, and the oldest driver of that family
 # (docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility)
 CUDA_MAJOR = 13
 MIN_CUDA_DRIVER = "580"
-_COMPAT = "cuda/compat"  # folder of NVIDIA's package for a newer CUDA on the older drivers of data-center devices
+_COMPAT = "cuda/compat"  # folder of NVIDIA's package that runs a newer CUDA on older drivers of data-center devices
 _ASCEND = Path("/usr/local/Ascend")
 _TIMEOUT_S = 5.0
 
@@ -42,7 +42,7 @@ class HostDevices:
     """Devices of one kind on this host."""
 
     kind: str
-    count: int  # on cpu: cores that this process may use
+    count: int  # on cpu: number of cores that this process may use
     driver: str | None = None
     toolkit: str | None = None  # CANN
     error: str | None = None  # why the driver did not answer
@@ -50,11 +50,11 @@ class HostDevices:
 
 @dataclass(frozen=True)
 class Rdma:
-    """What this host has of adapters that write into another node's memory, which NCCL looks for (InfiniBand, RoCE)."""
+    """RDMA adapters of this host (InfiniBand, RoCE), for which NCCL looks."""
 
     adapters: tuple[str, ...] = ()  # as the kernel knows them, also inside a container
-    devices: bool = False  # /dev/infiniband is there: a container has it only if it was passed in
-    library: bool = False  # libibverbs can be loaded; without it NCCL takes sockets and does not complain
+    devices: bool = False  # /dev/infiniband exists: a container has it only if it was passed in
+    library: bool = False  # libibverbs can be loaded; without it NCCL silently uses sockets
 
 
 def find_rdma(system: Path = Path("/sys/class/infiniband"), devices: Path = Path("/dev/infiniband")) -> Rdma:
@@ -74,7 +74,7 @@ def _loads(library: str) -> bool:
 
 
 def detect_kind() -> str:
-    """npu, cuda or cpu, from what the host shows."""
+    """Returns npu, cuda or cpu, from what the host shows."""
     if glob("/dev/davinci[0-9]*"):
         return "npu"
     if Path("/proc/driver/nvidia/version").exists():
@@ -83,7 +83,7 @@ def detect_kind() -> str:
 
 
 def find_devices(kind: str) -> HostDevices:
-    """Devices of that kind. Never raises: what went wrong is in `error`."""
+    """Returns the devices of that kind. Never raises: errors are in `error`."""
     if kind == "cpu":
         return HostDevices("cpu", len(os.sched_getaffinity(0)), driver=_cpu_features())
     if kind == "cuda":
@@ -92,7 +92,7 @@ def find_devices(kind: str) -> HostDevices:
 
 
 def visible_faults(kind: str, count: int, environment: Mapping[str, str]) -> list[str]:
-    """What is wrong with the variable that says which devices a process sees; empty when all is well."""
+    """Returns faults of the variable that lists a process's visible devices; empty when all is well."""
     name = VISIBLE.get(kind)
     value = None
     if name:
@@ -109,9 +109,9 @@ def visible_faults(kind: str, count: int, environment: Mapping[str, str]) -> lis
 
 
 def device_number(name: str) -> int:
-    """A device as its scheduler calls it, as a number that every process of its host comes to.
+    """Returns a number for a device as its scheduler names it, the same in every process of the host.
 
-    It is the index. UUIDs and ids of MIG partitions are names: they get one above any index.
+    It is the index. UUIDs and ids of MIG partitions are names, and get a number above any index.
     """
     if name.isdigit():
         return int(name)
@@ -120,7 +120,7 @@ def device_number(name: str) -> int:
 
 @dataclass(frozen=True)
 class DriverFault:
-    """What is wrong with a driver. `breaks`: nothing computes with it."""
+    """A fault of a driver. `breaks`: nothing computes with it."""
 
     found: str
     cure: str
@@ -128,7 +128,7 @@ class DriverFault:
 
 
 def driver_fault(devices: HostDevices, environment: Mapping[str, str]) -> DriverFault | None:
-    """What is wrong with the driver; None when nothing is known against it."""
+    """Returns the fault of the driver; None when nothing is known against it."""
     if devices.kind == "cuda" and devices.driver and _numbers(devices.driver) < _numbers(MIN_CUDA_DRIVER):
         return _old_for_cuda(devices.driver, _COMPAT in environment.get("LD_LIBRARY_PATH", ""))
     if devices.kind != "npu":
@@ -144,15 +144,15 @@ def driver_fault(devices: HostDevices, environment: Mapping[str, str]) -> Driver
 
 def _old_for_cuda(driver: str, has_newer_libraries: bool) -> DriverFault:
     found = f"{driver}; CUDA {CUDA_MAJOR}, for which torch is built, needs {MIN_CUDA_DRIVER} or newer"
-    found += f", or on data-center devices {_COMPAT}, which LD_LIBRARY_PATH has" * has_newer_libraries
+    found += f", or on data-center devices {_COMPAT}, which is on LD_LIBRARY_PATH" * has_newer_libraries
     cure = f"update the host's driver to {MIN_CUDA_DRIVER} or newer (a container has the host's)"
     return DriverFault(found, cure, breaks=not has_newer_libraries)
 
 
 def network_fault(kind: str, rdma: Rdma, nnodes: int) -> tuple[str, str] | None:
-    """Why NCCL would take sockets between nodes, which it does silently, and the cure.
+    """Returns why NCCL would silently use sockets between nodes, and the cure.
 
-    HCCL has adapters of its own, in the devices.
+    HCCL has its own adapters in the devices.
     """
     if kind != "cuda":
         return None
@@ -173,7 +173,7 @@ def network_fault(kind: str, rdma: Rdma, nnodes: int) -> tuple[str, str] | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version, so that 25.5.0 is above 25.3 and 24.1.rc3 below."""
+    """Returns the leading numbers of a version, so that 25.5.0 is above 25.3 and 24.1.rc3 below."""
     return tuple(int(part) for part in re.findall(r"\d+", version.lower().partition("rc")[0]))
 
 

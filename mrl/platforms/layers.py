@@ -8,35 +8,35 @@ from typing import Any, Literal
 from mrl.errors import EnvironmentFault
 
 Layers = Literal["torch", "transformer_engine"]
-# what an accelerator's row brings
+# what the row of an accelerator installs
 FAMILIES = {"cuda": "Transformer Engine", "npu": "MindSpeed's, under Transformer Engine's names"}
 
 
-# device -> attention and experts of a rank that has the layers of its row
+# device -> attention and experts of a rank with the layers of its row
 _KERNELS = {
     "cuda": ("Transformer Engine's, over cuDNN or an installed flash-attn", "Transformer Engine's grouped GEMM"),
     "npu": ("MindSpeed's fused one (use_flash_attn)", "MindSpeed's grouped GEMM"),
 }
-# What engines compute attention with where nobody chooses: vLLM 0.32 takes the first that can (platforms/cuda.py and
-# cpu.py), vllm-ascend 0.23 has one (attention/attention_v1.py)
+# Attention of engines where nobody chooses: vLLM 0.32 takes the first that works (platforms/cuda.py and cpu.py),
+# vllm-ascend 0.23 has only one (attention/attention_v1.py).
 _ENGINE_ATTENTION = {"cuda": "FLASH_ATTN, or FLASHINFER on Blackwell", "npu": "vllm-ascend's own", "cpu": "CPU_ATTN"}
 _PLAIN = ("torch's scaled_dot_product_attention", "one after the other")
 
 
 def kernels_of_row(device: str | None) -> tuple[str, str]:
-    """Attention and experts of a rank on that device, in words; None: of one that has no layers but mrl's own."""
+    """Describes attention and experts of a rank on that device. None: a rank with mrl's own layers."""
     return _KERNELS.get(device or "", _PLAIN)
 
 
 def engine_attention(device: str) -> str:
-    """What vLLM computes attention with on that device by itself, in words; the first weight sync says what it took."""
+    """Describes the attention that vLLM chooses on that device. The first weight sync tells what it really uses."""
     return _ENGINE_ATTENTION[device]
 
 
 def layers() -> Layers:
-    """Megatron's own answer: a Transformer Engine that is installed and cannot be imported is none.
+    """Returns Megatron's own answer. A Transformer Engine that is installed but cannot be imported does not count.
 
-    Imports Megatron where there is one.
+    Imports Megatron, if it is installed.
     """
     if find_spec("transformer_engine") is None:
         return "torch"
@@ -47,7 +47,7 @@ def layers() -> Layers:
 
 
 def check_layers(device: str, found: Layers, allow_torch: bool) -> None:
-    """Raises EnvironmentFault where an accelerator would compute in plain torch and nobody said that it may."""
+    """Raises EnvironmentFault where an accelerator would compute in plain torch without permission."""
     if device in FAMILIES and found == "torch" and not allow_torch:
         raise EnvironmentFault(
             f"cluster.device={device}, but Megatron finds no Transformer Engine in this process ({FAMILIES[device]} is "
@@ -58,9 +58,10 @@ def check_layers(device: str, found: Layers, allow_torch: bool) -> None:
 
 
 def check_dispatcher(overrides: Mapping[str, Any]) -> None:
-    """Raises EnvironmentFault where tokens are to reach experts by kernels that this process lacks.
+    """Raises EnvironmentFault if the chosen kernels that send tokens to experts are missing in this process.
 
-    `overrides`: fields of Megatron's transformer config. It would say so itself, after it has built the layers before.
+    `overrides` are fields of Megatron's transformer config. Megatron would only fail after it has built the earlier
+    layers.
     """
     if overrides.get("moe_token_dispatcher_type") == "flex" and find_spec("deep_ep") is None:
         raise EnvironmentFault(

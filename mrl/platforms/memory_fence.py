@@ -1,4 +1,4 @@
-"""Order in memory that processes share without a lock: data, and then the word that says that it is there."""
+"""Orders writes to memory that processes share without a lock: data first, then the word that announces it."""
 
 from threading import Lock
 
@@ -6,12 +6,12 @@ _LOCK = Lock()
 
 
 def memory_fence() -> None:
-    """Orders what was written or read before against what comes after, on x86 and on ARMv8.
+    """Orders all earlier reads and writes before all later ones, on x86 and ARMv8.
 
-    x86 keeps the order of writes by itself; ARM does not, neither of writes nor of reads. Nothing sinks below the
-    release of a lock, and nothing rises above its taking. Of one lock both may slip in between, and change places
-    there. Two times are enough: the first release and the second taking stand between them. ARMv8 runs a release and a
-    taking after it in order, as x86 runs all that is locked. Devices are used on hosts of these two alone.
+    x86 keeps writes in order by itself. ARM keeps neither writes nor reads in order. No access moves below the release
+    of a lock or above its acquisition. With one lock, both neighbours may move in between and change their order there.
+    With two, the first release and the second acquisition separate them. ARMv8 keeps a release and a later acquisition
+    in order, and x86 keeps all locked operations in order. mrl supports hosts of these two kinds alone.
     """
     for _ in range(2):
         with _LOCK:

@@ -1,15 +1,13 @@
-"""MindSpeed in a Megatron rank's process: imported before Megatron, then applied again for the run's own parallel
-sizes.
+"""Prepares MindSpeed in a Megatron rank's process: imports it before Megatron, then applies it for the run's sizes.
 
 Importing `mindspeed.megatron_adaptor` replaces parts of torch and Megatron with NPU versions. It decides what to
-replace from `sys.argv`, where nothing of ours stands, so at import it sees a context-parallel size of 1 and leaves
-those features out; `repatch` with the real sizes mends that, and must come before `initialize_model_parallel`, which is
-one of the functions replaced.
+replace from `sys.argv`, which does not hold the run's settings. So at import it sees a context-parallel size of 1 and
+leaves those features out. `repatch` with the real sizes adds them. It must come before `initialize_model_parallel`,
+which is one of the replaced functions.
 
 Source: MindSpeed core_r0.16.0, mindspeed/megatron_adaptor.py (`patch_features`, `repatch`), mindspeed/args_utils.py
 (`get_mindspeed_args` parses `sys.argv`; `get_full_args`, which `repatch` takes, gives the same where Megatron's
-training script is not installed), features_manager/context_parallel/context_parallel_feature.py. Never run on
-hardware.
+training script is not installed), features_manager/context_parallel/context_parallel_feature.py. Never run on hardware.
 """
 
 import importlib
@@ -25,9 +23,9 @@ from mrl.platforms.patching import refuse_beside_vllm
 ADAPTOR = "mindspeed.megatron_adaptor"
 BRANCH = "core_r0.16.0"
 DEFAULTS = {
-    "use_flash_attn": True,  # the only attention that MindSpeed's packed and context-parallel paths have
+    "use_flash_attn": True,  # the only attention of MindSpeed's packed and context-parallel paths
     "use_distributed_optimizer": True,
-    "context_parallel_algo": "megatron_cp_algo",  # ring attention: how our batches are cut
+    "context_parallel_algo": "megatron_cp_algo",  # ring attention, which matches how mrl cuts batches
 }
 SIZES = (
     "tensor_model_parallel_size",
@@ -38,8 +36,8 @@ SIZES = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
-# fields of a transformer config that are MindSpeed's alone: it takes them when it is applied, and Megatron's own class
-# has no such fields
+# Fields of a transformer config that only MindSpeed knows. It takes them when it is applied; Megatron's own class lacks
+# them.
 MINDSPEED_FIELDS = frozenset(
     (
         "use_flash_attn",
@@ -53,11 +51,11 @@ MINDSPEED_FIELDS = frozenset(
 
 
 def adapt(layout: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Puts MindSpeed in place for this process. Later calls apply it again.
+    """Applies MindSpeed to this process. Later calls apply it again.
 
-    `layout`: Megatron's names of parallel sizes (other keys are left alone, None stands for Megatron's default);
-    `overrides`: fields of its transformer config. Raises EnvironmentFault when Megatron was imported or initialised too
-    early, beside vLLM, and for another generation of MindSpeed.
+    `layout` has Megatron's names of parallel sizes; other keys are ignored, and None means Megatron's default.
+    `overrides` are fields of its transformer config. Raises EnvironmentFault if Megatron was imported or initialised
+    too early, if vLLM was imported, and for another release of MindSpeed.
     """
     refuse_beside_vllm()
     _refuse_too_late()
@@ -99,7 +97,7 @@ def _refuse_too_late() -> None:
 
 @contextmanager
 def _hidden_arguments() -> Iterator[None]:
-    """MindSpeed parses the command line at import and stumbles over arguments of others (Ray's, pytest's)."""
+    """Hides the command line: MindSpeed parses it at import and fails on arguments of Ray or pytest."""
     kept = sys.argv[:]
     sys.argv[:] = kept[:1]
     try:

@@ -1,7 +1,7 @@
-"""What the host knows of a pack of sequences, tied to the tensor that tells the device where they begin.
+"""Lengths of a pack of sequences on the host, attached to the tensor that tells the device where sequences begin.
 
-Megatron hands that tensor to attention and to the rotary embedding of every layer, and both would read it back from the
-device: a wait for all that is computed before.
+Megatron passes that tensor to attention and to the rotary embedding of every layer. Both would read it back from the
+device, and so wait for everything computed before.
 """
 
 from collections.abc import Callable
@@ -16,25 +16,25 @@ _NAME = "mrl_pack"
 
 @dataclass(frozen=True)
 class Pack:
-    """Sequences that lie end to end."""
+    """Sequences that are concatenated."""
 
-    lengths: tuple[int, ...]  # tokens in memory of each, before the cut for context parallelism
-    places: Tensor  # int64, on the device: of this rank's tokens, which one of its sequence each is
+    lengths: tuple[int, ...]  # tokens in memory for each sequence, before the cut for context parallelism
+    places: Tensor  # int64, on the device: for each token of this rank, its position in its sequence
 
 
 def tie(starts: Tensor, pack: Pack) -> Tensor:
-    """`starts`, int32 [sequences + 1], from which `pack_of` now gives the pack."""
+    """Attaches the pack to `starts`, int32 [sequences + 1], and returns it. `pack_of` reads the pack."""
     setattr(starts, _NAME, pack)
     return starts
 
 
 def pack_of(starts: Tensor) -> Pack | None:
-    """What was tied to the tensor itself, None where nothing was."""
+    """Returns the pack attached to the tensor, or None."""
     return getattr(starts, _NAME, None)
 
 
 def lengths_of(packed_seq_params: Any) -> tuple[int, ...]:
-    """Tokens in memory of each sequence; read from the device where nothing was tied."""
+    """Returns the tokens in memory of each sequence. Reads them from the device if no pack is attached."""
     starts = packed_seq_params.cu_seqlens_q_padded
     pack = pack_of(starts)
     if pack is not None:
@@ -43,9 +43,11 @@ def lengths_of(packed_seq_params: Any) -> tuple[int, ...]:
 
 
 def for_attention(starts: Tensor) -> Tensor:
-    """What attention is given as starts. MindSpeed's makes a list of them in every layer (core_r0.16.0:
-    te/pytorch/attention/dot_product_attention/backend.py, core/context_parallel/ring_context_parallel.py), which is no
-    wait where they lie on the host. Some of its ways take a list itself, but DotProductAttention asks for a shape.
+    """Returns the starts that attention gets.
+
+    MindSpeed's attention makes a list of them in every layer (core_r0.16.0:
+    te/pytorch/attention/dot_product_attention/backend.py, core/context_parallel/ring_context_parallel.py). That does
+    not wait if they are on the host. Some of its paths accept a list, but DotProductAttention needs a shape.
     """
     pack = pack_of(starts)
     if pack is None or starts.device.type != "npu":
@@ -55,10 +57,10 @@ def for_attention(starts: Tensor) -> Tensor:
 
 
 def rotated_from_table(original: Callable) -> Callable:
-    """Rotates a pack [tokens, heads, dim] by `freqs` [longest, 1, 1, rotated dim], by places in sequences.
+    """Rotates a pack [tokens, heads, dim] by `freqs` [longest, 1, 1, rotated dim], by positions within sequences.
 
-    Places are gathered from cosines of one sequence, to the same bits as Megatron's. Megatron slices and joins the
-    angles sequence by sequence, in every layer, for queries and again for keys, and takes cosines of all tokens.
+    Positions are looked up in the cosines of one sequence, with the same bits as Megatron's. Megatron slices and joins
+    the angles of each sequence, in every layer, for queries and keys. It computes the cosines of all tokens.
     """
     from megatron.core.models.common.embeddings.rope_utils import _rotate_half
 
@@ -88,7 +90,7 @@ def rotated_from_table(original: Callable) -> Callable:
 
 
 def rotated_by_angles(original: Callable) -> Callable:
-    """Rotates packs through Megatron's rotation of rows, in whose place MindSpeed has put its kernel."""
+    """Rotates packs through Megatron's rotation of rows, which MindSpeed has replaced by its kernel."""
     from megatron.core.models.common.embeddings import rope_utils
 
     def rotated(

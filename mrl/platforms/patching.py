@@ -1,4 +1,4 @@
-"""How a replaced symbol is described, put in place and taken out again. What is replaced stands in cpu_patches."""
+"""Describes, applies and reverts replaced symbols. cpu_patches lists them."""
 
 import importlib
 import sys
@@ -8,12 +8,12 @@ from typing import Any
 
 from mrl.errors import EnvironmentFault
 
-MISSING = object()  # stands for the original of a name that Megatron never defined
+MISSING = object()  # the original of a name that Megatron never defined
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced symbol: `make` gets the original and returns what stands in its place."""
+    """One replaced symbol. `make` gets the original and returns its replacement."""
 
     target: str  # dotted path, e.g. "torch.cuda.Stream"
     make: Callable[[Any], Any]
@@ -26,7 +26,7 @@ _originals: dict[str, Any] = {}
 
 
 def apply(rows: Iterable[Patch]) -> None:
-    """Puts every row in place that is not in place yet. Raises EnvironmentFault in a process that has imported vllm."""
+    """Applies every row that is not applied yet. Raises EnvironmentFault in a process that has imported vllm."""
     refuse_beside_vllm()
     for row in rows:
         if row.target not in _originals:
@@ -45,7 +45,7 @@ def refuse_beside_vllm() -> None:
 
 
 def revert(row: Patch) -> None:
-    """Puts the original back; for the tests that prove a row is still needed."""
+    """Restores the original, for tests that prove that a row is still needed."""
     owner, name = _owner(row.target)
     original = _originals.pop(row.target)
     if original is MISSING:
@@ -55,7 +55,7 @@ def revert(row: Patch) -> None:
 
 
 def _owner(target: str) -> tuple[Any, str]:
-    """The module or class that holds the symbol, and the symbol's name in it."""
+    """Returns the module or class that holds the symbol, and the symbol's name in it."""
     path, name = target.rsplit(".", 1)
     try:
         return importlib.import_module(path), name

@@ -1,8 +1,8 @@
-"""What one process and its host hold, in bytes: on the device, tensor by tensor where nobody else counts, and in all.
+"""Memory of one process and its host, in bytes: on the device, by tensor where no allocator counts, and in total.
 
-On cuda and npu the device's allocator knows what is live. On the CPU nobody does: storages are found through Python's
-garbage collector, so that one which only C++ holds (a packed linear, what autograd saved) is not seen and has to be
-added by who knows of it.
+On cuda and npu the device's allocator knows what is live. On the CPU nothing does, so storages are found through
+Python's garbage collector. It does not see a storage that only C++ holds (a packed linear, tensors saved by autograd).
+The caller has to add those.
 """
 
 import ctypes
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 
 HEAPS = 2
 _ARENA_MAX = -8  # M_ARENA_MAX in glibc's malloc.h
-_baseline_bytes = 0  # of this process, see `note_baseline`
+_baseline_bytes = 0  # of this process, set by `note_baseline`
 
 
 @dataclass(frozen=True)
 class ProcessMemory:
     """Memory of one process at one moment."""
 
-    live_bytes: int  # storages on the device; what an offload put on the host is none of them
-    free_bytes: int | None  # what the device has left for anybody; None on the CPU
+    live_bytes: int  # storages on the device, without what an offload put on the host
+    free_bytes: int | None  # what the device has left for any process; None on the CPU
     resident_bytes: int  # the process's resident set, with libraries and heap
-    baseline_bytes: int  # the same after its imports, before it had a model; 0 where nobody noted it
+    baseline_bytes: int  # the same after imports, before there was a model; 0 if nobody recorded it
 
     @property
     def grown_bytes(self) -> int:
-        """Resident set above that after the imports: what a plan of device and host bytes can be compared with."""
+        """Resident set minus the baseline, which compares with planned device and host bytes."""
         return self.resident_bytes - self.baseline_bytes
 
 
 def note_baseline() -> None:
-    """Remembers the resident set as it is now; to be called after the imports, before the first large tensor.
+    """Records the resident set. Call it after the imports, before the first large tensor.
 
-    What the imports made is set aside for good. These are some 600,000 objects, which the collector and the ledger
-    below would else go through again and again.
+    Objects of the imports, about 600,000, are frozen. Otherwise the collector and `live_bytes` would scan them each
+    time.
     """
     global _baseline_bytes
     gc.collect()
@@ -53,20 +53,20 @@ def note_baseline() -> None:
 
 
 def resident_bytes() -> int:
-    """Resident set of this process."""
+    """Returns the resident set of this process."""
     import psutil
 
     return psutil.Process().memory_info().rss
 
 
 def reset_peak_resident() -> None:
-    """Starts a new peak for `peak_resident_bytes`, where the kernel lets a process do so (proc_pid_clear_refs(5))."""
+    """Starts a new peak for `peak_resident_bytes`, where the kernel allows it (proc_pid_clear_refs(5))."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident set of this process since `reset_peak_resident`, or since it began."""
+    """Returns the largest resident set of this process since `reset_peak_resident`, or since its start."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -75,14 +75,14 @@ def peak_resident_bytes() -> int:
 
 
 def host_bytes_used() -> int:
-    """Memory in use on this host, by all of its processes."""
+    """Returns the memory in use on this host, by all processes."""
     import psutil
 
     return psutil.virtual_memory().used
 
 
 def cpu_name() -> str:
-    """The processor's name in /proc/cpuinfo, or the machine's architecture."""
+    """Returns the processor's name in /proc/cpuinfo, or the machine's architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -91,8 +91,9 @@ def cpu_name() -> str:
 
 
 def give_back_heap() -> None:
-    """Returns freed memory to the operating system, where the C library can be asked to:
-    it keeps what was made in small pieces.
+    """Returns freed memory to the operating system, where the C library supports it.
+
+    Otherwise it keeps small pieces.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -107,11 +108,11 @@ def process_memory(
     unseen_bytes: int = 0,
     absent_bytes: int = 0,
 ) -> ProcessMemory:
-    """What this process holds now.
+    """Returns what this process holds now.
 
-    `device`: cpu, cuda or npu. `on_host`: places of what left the device, which count on the CPU for none of it.
-    `roots`: tensors that the garbage collector may not know any more. `unseen_bytes`: held out of Python's sight.
-    `absent_bytes`: of whole blocks that the allocator holds and that are mapped nowhere, as in a sleeping engine.
+    `device`: cpu, cuda or npu. `on_host`: copies of what left the device, which do not count as device memory on the
+    CPU. `roots`: tensors that the garbage collector may no longer know. `unseen_bytes`: memory that Python does not
+    see. `absent_bytes`: blocks that the allocator holds without physical memory, as in a sleeping engine.
     """
     if device == "cpu":
         live = live_bytes(on_host, roots)
@@ -126,10 +127,10 @@ def process_memory(
 
 
 def live_bytes(on_host: "Iterable[Tensor]" = (), roots: "Iterable[Tensor]" = ()) -> int:
-    """Bytes of all CPU storages that Python knows of, each once, without those under `on_host`.
+    """Returns the bytes of all CPU storages that Python knows, each once, without those under `on_host`.
 
-    The collector does not list what `gc.freeze` set aside, as `note_baseline` and vLLM do: such tensors have to be
-    among `roots`.
+    The collector does not list what `gc.freeze` has frozen, as `note_baseline` and vLLM do. Pass such tensors in
+    `roots`.
     """
     import torch
 
@@ -143,7 +144,7 @@ def live_bytes(on_host: "Iterable[Tensor]" = (), roots: "Iterable[Tensor]" = ())
 
 
 def _storages(tensors: "Iterable[Tensor]") -> "dict[int, UntypedStorage]":
-    """CPU storages under tensors and their gradients, by an identity that lasts as long as the storage."""
+    """Returns the CPU storages of tensors and their gradients, by an identity that lasts as long as the storage."""
     storages = {}
     for tensor in tensors:
         for holder in (tensor, tensor.grad if tensor.is_leaf else None):
@@ -153,7 +154,7 @@ def _storages(tensors: "Iterable[Tensor]") -> "dict[int, UntypedStorage]":
 
 
 def _storage(tensor: "Tensor") -> "UntypedStorage | None":
-    """The storage of a tensor; None for one elsewhere, and for one without a storage (meta, fake, sparse)."""
+    """Returns the storage of a tensor; None for other devices, and for tensors without storage (meta, fake, sparse)."""
     if tensor.device.type != "cpu":
         return None
     try:
@@ -166,10 +167,10 @@ def _storage(tensor: "Tensor") -> "UntypedStorage | None":
 
 
 def few_heaps() -> bool:
-    """Has threads that begin from now on share few heaps of glibc's; returns whether that could be asked.
+    """Makes later threads share few heaps of glibc's. Returns whether the C library supports it.
 
-    Else each of Ray's threads, dozens in a process, may have a heap (eight a core in all) and keeps what was freed
-    there. In a driver that held 1,024 responses, this was 1.6 of 9 KB a response.
+    Otherwise each of Ray's many threads may have a heap (up to eight for each core) that keeps freed memory. In a
+    driver that held 1,024 responses, this was 1.6 of 9 KB for each response.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(_ARENA_MAX, HEAPS) == 1

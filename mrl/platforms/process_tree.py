@@ -1,4 +1,4 @@
-"""Processes below this one: found by descent, which the kernel keeps, and never by a name that others may have too."""
+"""Processes below this one, found by descent, which the kernel tracks, and never by name, which others may share."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ _LOOK_S = 0.02
 
 @contextmanager
 def adopted_orphans() -> Iterator[None]:
-    """Makes descendants that lose their parent children of this process for the time of the block: they can be found.
+    """Makes orphaned descendants children of this process during the block, so that they can be found.
 
     Linux only.
     """
@@ -32,7 +32,7 @@ def adopted_orphans() -> Iterator[None]:
 
 
 def reap_orphans(but: int | None = None) -> None:
-    """Takes notice of children that have ended, so that none stays a zombie. `but`: one that is waited for."""
+    """Collects ended children, so that none stays a zombie. `but`: a child that somebody else waits for."""
     with suppress(ChildProcessError):
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid == but:
@@ -41,16 +41,16 @@ def reap_orphans(but: int | None = None) -> None:
 
 
 def end_descendants(within_s: float = 5.0) -> int:
-    """Kills every process below this one, also those that are started meanwhile; returns how many there were.
+    """Kills every process below this one, also those started meanwhile. Returns their number.
 
-    What has not ended after `within_s` is left.
+    Processes that have not ended after `within_s` are left.
     """
     import psutil
 
     own = psutil.Process()
     ended: set[psutil.Process] = set()
     deadline = time.monotonic() + within_s
-    with adopted_orphans():  # those whose parent is killed first are still found
+    with adopted_orphans():  # processes whose parent is killed first are still found
         while living := [process for process in ended.union(own.children(recursive=True)) if _lives(process)]:
             for process in living:
                 with suppress(psutil.Error):
@@ -63,16 +63,16 @@ def end_descendants(within_s: float = 5.0) -> int:
 
 
 def pids_below() -> set[int]:
-    """Pids of all processes below this one."""
+    """Returns the pids of all processes below this one."""
     import psutil
 
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def end_below(pids: Collection[int], within_s: float = 10.0) -> None:
-    """Kills those of the processes that are below this one, also such as are stopped and hear nobody else.
+    """Kills those of `pids` that are below this process, also stopped ones, which do not react to other signals.
 
-    Returns once they hold nothing any more, or after `within_s`.
+    Returns when they have ended, or after `within_s`.
     """
     import psutil
 

@@ -1,4 +1,4 @@
-"""A linear layer that is whole on every tensor rank, which Megatron takes from Transformer Engine alone."""
+"""A linear layer that is replicated on every tensor rank. Megatron only has Transformer Engine's."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear layer that is the same on every tensor rank, each with its own tokens; TELinear in its mode
+    """A linear layer that is equal on all tensor ranks, each with its own tokens. Same as TELinear in mode
     `duplicated`.
     """
 
@@ -29,12 +29,12 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         if config.perform_initialization:
             init_method(self.weight.data)
-        # asks for the sum over tensor ranks, each of which sees its own tokens
+        # requests the sum over tensor ranks, each of which has its own tokens
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """`x` [..., input] -> [..., output]."""
+        """Maps `x` [..., input] to [..., output]."""
         return F.linear(x, self.weight), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed here."""
+        """Does nothing: weight gradients are never delayed here."""

@@ -1,4 +1,4 @@
-"""What a device computes at best: the rate of a large matrix product."""
+"""Measures a device's best rate of computation: that of a large matrix product."""
 
 import time
 
@@ -6,17 +6,17 @@ import torch
 
 from mrl.platforms import Platform
 
-SIZE = {"cpu": 1024}  # rows and columns; small enough for a core, large enough to leave memory alone
+SIZE = {"cpu": 1024}  # rows and columns; small enough for a core, large enough that memory does not matter
 _ACCELERATOR_SIZE = 4096  # three matrices of 32 MiB in bfloat16
 _AT_ONCE = {"cpu": 1}
 _ACCELERATOR_AT_ONCE = 16  # waiting for the device costs as much as a product
 
 
 def product_rate(platform: Platform, dtype: torch.dtype, threads: int | None = None, seconds: float = 0.2) -> float:
-    """FLOP/s of the fastest of the square products that fit into `seconds`, at least three.
+    """Returns the FLOP/s of the fastest square product within `seconds`, of at least three.
 
-    `threads`: of the host, on the CPU alone; afterwards it computes with as many as before. Numbers of the device's
-    generator are not used.
+    `threads` is the number of host threads, for the CPU alone, and is restored afterwards. The device's generator is
+    not used.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
@@ -29,7 +29,7 @@ def product_rate(platform: Platform, dtype: torch.dtype, threads: int | None = N
 def _fastest(platform: Platform, dtype: torch.dtype, seconds: float) -> float:
     size = SIZE.get(platform.name, _ACCELERATOR_SIZE)
     at_once = _AT_ONCE.get(platform.name, _ACCELERATOR_AT_ONCE)
-    generator = torch.Generator().manual_seed(0)  # zeros would be multiplied faster than weights are
+    generator = torch.Generator().manual_seed(0)  # zeros are multiplied faster than weights
     left, right = (torch.randn(size, size, generator=generator).to(platform.device, dtype) for _ in range(2))
     out = torch.empty_like(left)
     best = float("inf")

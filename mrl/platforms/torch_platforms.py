@@ -1,7 +1,7 @@
-"""The three platforms, through torch: CPU over gloo, NVIDIA GPUs over NCCL, Ascend NPUs through torch_npu over HCCL.
+"""The three platforms in torch: CPU with gloo, NVIDIA GPUs with NCCL, Ascend NPUs with torch_npu and HCCL.
 
-The NPU platform is written against documented interfaces and was never run on hardware. MindSpeed has to be in place
-before Megatron is imported: see mrl.platforms.npu_mindspeed.
+The NPU platform follows documented interfaces and was never run on hardware. mrl.platforms.npu_mindspeed must apply
+MindSpeed before Megatron is imported.
 """
 
 import importlib
@@ -24,13 +24,13 @@ from mrl.units import GIB
 
 def _deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
-    # would only hide a read of fresh memory, at the price of a pass
+    # filling would only hide a read of uninitialised memory, and costs a pass
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 class CpuPlatform:
-    """One process a rank, one compute thread, gloo collectives; stand-ins for what Megatron asks of torch.cuda
-    (see cpu_patches).
+    """One process for each rank, one compute thread, gloo collectives. cpu_patches answers what Megatron asks
+    torch.cuda.
     """
 
     name = "cpu"
@@ -42,11 +42,12 @@ class CpuPlatform:
 
     def apply_patches(self) -> None:
         apply(rows_for("cpu"))
-        # Megatron warns when the CPU generator moves inside its tracker's fork; here that generator is the tracked one.
+        # Megatron warns when the CPU generator changes inside its tracker's fork; here that generator is the tracked
+        # one.
         logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
     def deterministic(self) -> None:
-        torch.set_num_threads(1)  # sums over threads depend on how work is cut
+        torch.set_num_threads(1)  # sums over threads depend on the split of the work
         _deterministic_kernels()
 
     def rng_state(self) -> torch.Tensor:
@@ -59,7 +60,7 @@ class CpuPlatform:
         pass
 
     def beside(self) -> AbstractContextManager[Any]:
-        return nullcontext()  # a copy is over when it returns
+        return nullcontext()  # a copy is complete when it returns
 
     def device_name(self) -> str:
         return cpu_name()
@@ -84,7 +85,7 @@ class CpuPlatform:
 
 
 class _Accelerator:
-    """What torch.cuda and torch.npu have in common: one process a device."""
+    """The common part of torch.cuda and torch.npu: one process for each device."""
 
     name: str
     distributed_backend: str
@@ -99,7 +100,7 @@ class _Accelerator:
         return torch.device(self.name, self._torch.current_device())
 
     def set_device(self, local_rank: int) -> None:
-        # A scheduler that shows each process only its own device makes that device number 0.
+        # If a scheduler shows each process only its own device, that device has number 0.
         self._torch.set_device(local_rank % self._torch.device_count())
 
     def rng_state(self) -> torch.Tensor:
@@ -133,7 +134,7 @@ class _Accelerator:
         return self._torch.max_memory_reserved() / GIB
 
     def network_environment(self, master_addr: str) -> dict[str, str]:
-        return {}  # which interface is used between nodes is the cluster's to say: launch/runtime_env.*.yaml
+        return {}  # the cluster decides on the interface between nodes: launch/runtime_env.*.yaml
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -162,15 +163,15 @@ class CudaPlatform(_Accelerator):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Megatron's deterministic mode refuses Transformer Engine without it
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-        # Read when the first communicator is made. Left alone, NCCL may sum in the switches (NVLS), whose order is not
-        # fixed.
+        # Read when the first communicator is made. By default NCCL may sum in the switches (NVLS), in an order that is
+        # not fixed.
         os.environ.setdefault("NCCL_ALGO", "Ring")
         torch.backends.cudnn.benchmark = False
         _deterministic_kernels()
 
 
 class NpuPlatform(_Accelerator):
-    """Ascend NPUs through torch_npu and HCCL; an Atlas A3 card is two of them."""
+    """Ascend NPUs through torch_npu and HCCL. An Atlas A3 card has two of them."""
 
     name = "npu"
     distributed_backend = "hccl"
@@ -191,7 +192,7 @@ class NpuPlatform(_Accelerator):
         check_npu_environment(os.environ)
 
     def apply_patches(self) -> None:
-        """What is left to do: MindSpeed replaced what Megatron needs before Megatron was imported."""
+        """Applies the remaining rows. MindSpeed did the rest before Megatron was imported."""
         apply(rows_for("npu"))
 
     def deterministic(self) -> None:

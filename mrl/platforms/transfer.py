@@ -1,7 +1,7 @@
-"""What moving weights between processes needs of a device: a process group of one's own, and memory that two processes
-see.
+"""What moving weights between processes needs from a device: a private process group, and memory that two processes
+share.
 
-Apart from the platforms themselves because it is used in engine processes too, where nothing of Megatron's is replaced.
+Separate from the platforms because engine processes use it too, where no part of Megatron is replaced.
 """
 
 import base64
@@ -19,69 +19,70 @@ from mrl.errors import EnvironmentFault
 from mrl.platforms.addresses import address_towards
 
 _POLL_S = 1e-4
-# The group's own deadline, in times of ours: where it passes, a watchdog ends the process, and nobody could fence or
-# sync again.
+# The group's own deadline, as a multiple of mrl's. When it passes, a watchdog ends the process, and no later fence or
+# sync is possible.
 _WATCHDOG = 4
 _NO_DEVICE = "the CPU has no device memory to share; the pair goes through a shared-memory file"
 
 
 class Transfer(Protocol):
-    """One kind of device."""
+    """The transfer functions of one kind of device."""
 
     @property
     def device(self) -> torch.device:
-        """The device of this process, chosen before."""
+        """The device of this process, which was chosen before."""
 
     def synchronize(self) -> None:
         """Waits for all work of this device."""
 
     def free_bytes(self) -> int | None:
-        """Free bytes of this device, whoever has the rest; None where there is no memory apart from the host's."""
+        """Returns the free bytes of this device over all processes; None if it has no memory apart from the host's."""
 
     def point_to_point_group(
         self, store: dist.Store, number: int, size: int, timeout_s: float, host: str
     ) -> dist.Backend:
-        """A process group that is registered nowhere.
+        """Makes a process group that is not registered anywhere.
 
-        `host`: where the store is. `timeout_s`: the longest that `wait` will be told to.
+        `host` has the store. `timeout_s` is the longest timeout that `wait` will get.
         """
 
     def wait(self, work: dist.Work, timeout_s: float) -> bool:
-        """Whether the group's send or receive is over by then; the caller, and what it enqueues next, come after it.
+        """Tells whether the group's send or receive has finished within `timeout_s`. Later work of the caller is
+        ordered after it.
 
-        Raises RuntimeError where it failed.
+        Raises RuntimeError if it failed.
         """
 
     def abort(self, group: dist.Backend) -> None:
-        """Ends the group's communication, also what is under way."""
+        """Ends the group's communication, including what is in progress."""
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
-        """Makes host memory that is shared with other processes as quick for the device as memory of its own;
-        the answer undoes it.
+        """Makes host memory that processes share as fast for the device as its own memory. Returns a function that
+        undoes it.
         """
 
     def arena(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes] on this device, in memory that other processes can open for as long as it lives.
+        """Returns uint8 [nbytes] on this device, in memory that other processes can open while it lives.
 
-        Raises EnvironmentFault where the allocator gives none.
+        Raises EnvironmentFault if the allocator cannot give such memory.
         """
 
     def share_memory(self, tensor: Tensor) -> dict[str, Any]:
-        """A handle of a whole arena, as plain data.
+        """Returns a handle of a whole arena, as plain data.
 
         The arena must outlive its users. Raises EnvironmentFault for other memory.
         """
 
     def open_memory(self, handle: dict[str, Any]) -> Tensor:
-        """The arena behind another process's handle. It is mapped here until the last tensor on it is gone."""
+        """Returns the arena of another process's handle. It stays mapped here until its last tensor is gone."""
 
 
 def _nothing() -> None:
-    """Undoes nothing, since nothing was done."""
+    """Undoes a `pin` that did nothing."""
 
 
 class CpuTransfer:
-    """gloo; host memory is shared as files, not through here."""
+    """Uses gloo. Host memory is shared as files, not here."""
 
     device = torch.device("cpu")
 
@@ -96,13 +97,13 @@ class CpuTransfer:
     ) -> dist.Backend:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        # Otherwise gloo listens at what the host's name resolves to, often loopback; a group that has options reads no
+        # By default gloo listens on the address of the host's name, often loopback. A group with options ignores the
         # environment.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host))]
         return dist.ProcessGroupGloo(store, number, size, options)
 
     def wait(self, work: dist.Work, timeout_s: float) -> bool:
-        return work.wait(timedelta(seconds=timeout_s))  # gloo's is over only once somebody has waited for it
+        return work.wait(timedelta(seconds=timeout_s))  # a send of gloo only finishes when somebody waits for it
 
     def abort(self, group: dist.Backend) -> None:
         group.abort()
@@ -121,13 +122,13 @@ class CpuTransfer:
 
 
 class _DeviceMemory:
-    """Inter-process handles of a torch allocator: of CUDA, and of torch_npu, which has the same ones by other names.
+    """Inter-process handles of a torch allocator: of CUDA, and of torch_npu, which has the same ones under other names.
 
     A handle begins with the allocator's version and a letter for the kind of segment (`ShareableHandleType` in both
-    allocators). The letter is c for one made in one piece, e for an expandable one. Those are refused. Their physical
-    pages come and go, opening them needs more of the system, and two releases of torch had it wrong (pytorch 179220 and
-    190860). Memory of a private pool is refused as well: vLLM's sleep takes the pages of its pool away under whoever
-    has it open.
+    allocators): c for one piece, e for expandable. Expandable segments are refused. Their physical pages come and go,
+    and opening them needs more from the system. Two releases of torch had defects there (pytorch 179220 and 190860).
+    Memory of a private pool is refused too: vLLM's sleep unmaps the pages of its pool, although other processes have
+    them open.
     """
 
     name: str  # of the torch module
@@ -149,7 +150,7 @@ class _DeviceMemory:
         return self._module.mem_get_info()[0]
 
     def wait(self, work: dist.Work, timeout_s: float) -> bool:
-        # Its own `wait` makes the stream wait, not the host, whatever time it is given (ProcessGroupNCCL.cpp,
+        # torch's own `wait` makes the stream wait, not the host, for any timeout (ProcessGroupNCCL.cpp,
         # ProcessGroupHCCL.cpp, where it also "always" returns true).
         deadline = time.monotonic() + timeout_s
         while not work.is_completed():
@@ -184,9 +185,9 @@ class _DeviceMemory:
     def open_memory(self, handle: dict[str, Any]) -> Tensor:
         self._module.init()
         parts = [base64.b64decode(handle[k]) if isinstance(handle[k], str) else handle[k] for k in self._FIELDS]
-        parts[0] = self._module.current_device()  # a scheduler may number the same device otherwise in each process
-        # Of an event by which the maker's work on the memory would be waited for: it may be on a device that this
-        # process is not shown, and `arena` has waited for that work already.
+        parts[0] = self._module.current_device()  # a scheduler may number the same device differently in each process
+        # False for the event on which the maker's work on the memory would be awaited. It may be on a device that this
+        # process cannot see, and `arena` has already waited for that work.
         parts[self._FIELDS.index("event_sync")] = False
         try:
             storage = getattr(torch.UntypedStorage, f"_new_shared_{self.name}")(*parts)
@@ -199,7 +200,7 @@ class _DeviceMemory:
 
 
 def _private_pool(segments: Iterable[Mapping[str, Any]], address: int) -> tuple[int, int] | None:
-    """The pool in which an address lies; None for the allocator's own, and where the snapshot tells of no pools."""
+    """Returns the pool of an address; None for the allocator's own, and if the snapshot does not tell pools."""
     for segment in segments:
         if segment["address"] <= address < segment["address"] + segment["total_size"]:
             pool = tuple(segment.get("segment_pool_id", (0, 0)))
@@ -210,10 +211,10 @@ def _private_pool(segments: Iterable[Mapping[str, Any]], address: int) -> tuple[
 
 
 class CudaTransfer(_DeviceMemory):
-    """NCCL, and CUDA's own inter-process handles. Written against torch's interfaces; untested on hardware.
+    """Uses NCCL, and CUDA's inter-process handles. Follows torch's interfaces; untested on hardware.
 
-    Another device's memory can be opened too, also of a device that this process is not shown. `cudaIpcOpenMemHandle`
-    says so, and torch asks it to let the two devices reach each other.
+    Memory of another device can be opened too, even of a device that this process cannot see. `cudaIpcOpenMemHandle`
+    documents this, and torch asks it to enable peer access.
     """
 
     name = "cuda"
@@ -241,8 +242,8 @@ class CudaTransfer(_DeviceMemory):
 
 
 class NpuTransfer(_DeviceMemory):
-    """HCCL through torch_npu, and its inter-process handles (torch_npu/utils/storage.py, csrc/ipc; HDK 25.3 and CANN
-    8.3 or later). Written against its sources; untested on hardware.
+    """Uses HCCL through torch_npu, and its inter-process handles (torch_npu/utils/storage.py, csrc/ipc; HDK 25.3 and
+    CANN 8.3 or later). Follows its sources; untested on hardware.
     """
 
     name = "npu"
@@ -260,7 +261,7 @@ class NpuTransfer(_DeviceMemory):
         return ProcessGroupHCCL(store, number, size, options)
 
     def abort(self, group: dist.Backend) -> None:
-        # the `abort` that it inherits does nothing (csrc/distributed/Init.cpp)
+        # the inherited `abort` does nothing (csrc/distributed/Init.cpp)
         group.abort_hccl_comm("a weight sync was abandoned")
 
 
@@ -268,9 +269,9 @@ _TRANSFERS = {"cpu": CpuTransfer, "cuda": CudaTransfer, "npu": NpuTransfer}
 
 
 def get_transfer(device: str) -> Transfer:
-    """The transfer of a device, by its name, which is also that of vLLM's dialect.
+    """Returns the transfer of a device by name, which is also the name of vLLM's dialect.
 
-    Raises EnvironmentFault for a device that is not known.
+    Raises EnvironmentFault for an unknown device.
     """
     if device not in _TRANSFERS:
         raise EnvironmentFault(f"no weight transfer for device {device!r}; known: {', '.join(_TRANSFERS)}")

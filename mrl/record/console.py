@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a line a step, or a live table where there is a terminal."""
+"""Shows the progress of a run: one line for each step, or a live table on a terminal."""
 
 import sys
 import time
@@ -24,7 +24,7 @@ SHOWN_STEPS = 12
 def make_console(
     total_steps: int, stream: TextIO | None = None, logs: Path | None = None
 ) -> "PlainConsole | LiveConsole":
-    """A live table on a terminal, with the folder of logs below it, else plain lines."""
+    """Returns a live table on a terminal, with the folder of logs below it; otherwise plain lines."""
     stream = stream or sys.stdout
     if stream.isatty():
         return LiveConsole(total_steps, stream, logs)
@@ -32,8 +32,9 @@ def make_console(
 
 
 class TimeLeft:
-    """Estimated from the mean step time so far in this process:
-    set-up and validation before the first step are not counted.
+    """Estimates the remaining time from the mean step time in this process.
+
+    Set-up and validation before the first step are not counted.
     """
 
     def __init__(self, total_steps: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +44,7 @@ class TimeLeft:
         self._steps = 0
 
     def after(self, step: int, metrics: Metrics) -> str:
-        """The time left after a step, as `1:02:03`; `?` before the first step is timed."""
+        """Returns the time left after a step, as `1:02:03`; `?` before the first step is timed."""
         if PHASE + "step" in metrics:
             self._spent = self._spent + metrics[PHASE + "step"]
             self._steps = self._steps + 1
@@ -53,13 +54,13 @@ class TimeLeft:
 
 
 def hms(seconds: float) -> str:
-    """Seconds as `h:mm:ss`."""
+    """Formats seconds as `h:mm:ss`."""
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def phases(metrics: Metrics) -> dict[str, float]:
-    """Seconds by phase, longest first, without the step as a whole."""
+    """Returns the seconds of each phase, longest first, without the whole step."""
     times = {
         name.removeprefix(PHASE): value
         for name, value in metrics.items()
@@ -69,12 +70,12 @@ def phases(metrics: Metrics) -> dict[str, float]:
 
 
 def validation(metrics: Metrics) -> dict[str, float]:
-    """Held-out scores of this line: the means, without what best-of and majorities say."""
+    """Returns the held-out mean scores of this line, without best-of and majority scores."""
     return {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
 
 
 def generation_lines(step: int, rows: Rows) -> str:
-    """Validation responses as a person reads them; long ones are cut in the middle."""
+    """Formats validation responses for reading. Long texts are shortened in the middle."""
     return "".join(
         f"step {step}, {row['data_source']}, score {row['score']:g}\n  prompt: {_cut(row['input'])}\n"
         f"  response: {_cut(row['output'])}\n  truth: {_cut(str(row['gts']))}\n"
@@ -89,7 +90,7 @@ def _cut(text: str, length: int = 600) -> str:
 
 
 def format_line(step: int, total_steps: int, metrics: Metrics, left: str) -> str:
-    """One plain line, metrics in a fixed order, those that are absent left out."""
+    """Formats one plain line. Metrics have a fixed order; absent ones are left out."""
     words = [f"step {step}/{total_steps}"]
     words += [f"{label} {metrics[name]:.4g}" for label, name in HEADLINE.items() if metrics.get(name) is not None]
     words += [f"{name} {value:.4g}" for name, value in validation(metrics).items() if value is not None]
@@ -100,7 +101,7 @@ def format_line(step: int, total_steps: int, metrics: Metrics, left: str) -> str
 
 
 class Pace:
-    """Lets something happen at most once in `seconds`; the first time is `seconds` after the start."""
+    """Limits something to once in `seconds`. The first time is `seconds` after the start."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -108,7 +109,7 @@ class Pace:
         self._last = now()
 
     def due(self) -> bool:
-        """True when it is time again."""
+        """Returns True when the interval has passed, and starts the next one."""
         if self._now() - self._last < self._seconds:
             return False
         self._last = self._now()
@@ -116,7 +117,7 @@ class Pace:
 
 
 class PlainConsole(View):
-    """A line a step, and in a phase that takes long a line now and then."""
+    """Prints a line for each step, and sometimes a line during a long phase."""
 
     def __init__(self, total_steps: int, stream: TextIO, pace: Pace | None = None) -> None:
         self._total = total_steps
@@ -125,7 +126,7 @@ class PlainConsole(View):
         self._pace = pace or Pace(30.0)
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Says how far a phase is."""
+        """Prints how far a phase is."""
         if self._pace.due():
             print(f"{phase}: {done} of {total}", file=self._stream, flush=True)
 
@@ -145,7 +146,7 @@ class PlainConsole(View):
 
 
 class LiveConsole(View):
-    """A table of the last steps that is drawn in place; the last picture stays when the run ends."""
+    """A table of the last steps that is redrawn in place. It stays on the terminal when the run ends."""
 
     def __init__(self, total_steps: int, stream: TextIO, logs: Path | None = None) -> None:
         from rich.console import Console
@@ -192,10 +193,9 @@ class LiveConsole(View):
 
 
 def make_table(rows: list[tuple[int, dict[str, float]]], total_steps: int, left: str, note: str = "") -> Any:
-    """A rich table: one row a step with headline metrics and held-out score; the phases of the last step, or `note`,
-    stand below.
+    """Makes a rich table with one row for each step: headline metrics and held-out score.
 
-    Columns that no row fills are left out, so that it fits 80 characters.
+    The phases of the last step, or `note`, are below it. Empty columns are left out, so that it fits 80 characters.
     """
     from rich.table import Table
 

@@ -1,7 +1,7 @@
-"""Where the wall time of a run went, from its first start on: steps that stay, and what was lost, by cause.
+"""Divides the wall time of a run since its first start into steps that remain and time lost, by cause.
 
-What is read stands in `attempts.jsonl` (see attempts.py) and in the steps' lines of metrics. A killed start writes no
-end: what it was at when it was killed, and the time to the next start, are one cause.
+The input is `attempts.jsonl` (described in attempts.py) and the metrics of the steps. A killed start records no end.
+What it was doing when killed, and the time until the next start, therefore count as one cause.
 """
 
 import math
@@ -20,7 +20,7 @@ from mrl.record.run_lock import in_use
 STARTING = "starting the run"
 RESTARTING = "starting lost ranks again"
 AGAIN = "steps that were trained again"
-BESIDE = "beside finished steps"  # of the step that a loss ended, validations before the first, the last save
+BESIDE = "beside finished steps"  # the step that a loss interrupted, validation before the first step, the last save
 DOWN = "between an end and the next start"
 KILLED = "after the last step of killed starts, to the next start"
 CAUSES = (STARTING, RESTARTING, AGAIN, BESIDE, DOWN, KILLED)
@@ -29,7 +29,7 @@ _LOOP = "loop"
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds. `useful`: of steps that stay in metrics.jsonl; `lost`: by cause, only those that cost something."""
+    """Times in seconds. `useful`: steps that remain in metrics.jsonl; `lost`: by cause, without causes of 0 seconds."""
 
     wall: float
     useful: float
@@ -37,7 +37,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The share of useful seconds in the wall time."""
+        """Useful seconds as a share of the wall time."""
         if self.wall:
             return self.useful / self.wall
         return 0.0
@@ -52,7 +52,7 @@ class Goodput:
 
 @dataclass
 class _Interval:
-    """Time of one kind. `step`: the last one that was finished as it began; infinite where it is not known yet."""
+    """Time of one kind. `step` is the last finished one at its beginning, or infinite if not known yet."""
 
     kind: str
     began: float
@@ -64,19 +64,19 @@ class _Interval:
 
 @dataclass
 class _Timeline:
-    """Intervals so far, the last of which goes on."""
+    """The intervals so far, of which the last one is still open."""
 
     intervals: list[_Interval] = field(default_factory=list)
 
     def turn(self, kind: str, at: float, step: float = math.inf, is_killed: bool = False) -> None:
-        """The interval ends, and another begins."""
+        """Ends the interval and begins another."""
         if self.intervals:
             self.intervals[-1].seconds = at - self.intervals[-1].began
             self.intervals[-1].is_killed = is_killed
         self.intervals.append(_Interval(kind, at, step))
 
     def rewound(self, step: int, seconds: float) -> None:
-        """Steps after `step` took so long, and are trained again: those of the newest intervals."""
+        """Marks `seconds` of the newest intervals as trained again: the steps after `step`."""
         self.intervals[-1].step = step
         for interval in reversed(self.intervals[:-1]):
             if interval.kind == _LOOP:
@@ -86,14 +86,15 @@ class _Timeline:
 
 
 def goodput(events: Iterable[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], now: float) -> Goodput | None:
-    """Goodput of a run with these events of attempts.jsonl and rows of metrics.jsonl; None where no loop began.
+    """Computes goodput from the events of attempts.jsonl and the rows of metrics.jsonl; None if no loop began.
 
-    `now`: seconds since the epoch, the last moment that is known of a run which has not ended.
+    `now` is in seconds since the epoch: the last known moment of a run that has not ended.
     """
     timeline = _Timeline()
     for event in events:
         _take(timeline, event)
-    if all(interval.kind != _LOOP for interval in timeline.intervals):  # none began, or older versions wrote them
+    # no loop began, or an older version wrote the events
+    if all(interval.kind != _LOOP for interval in timeline.intervals):
         return None
     last = timeline.intervals[-1]
     last.seconds = 0.0 if last.kind == DOWN else max(0.0, now - last.began)
@@ -142,9 +143,9 @@ def _cause(interval: _Interval) -> str:
 
 
 def goodput_of(folder: Path) -> Goodput | None:
-    """Goodput of a run directory, until now where the run goes on.
+    """Computes goodput of a run directory, up to now if the run is alive.
 
-    A killed run counts until its last line of metrics.
+    A killed run counts up to its last line of metrics.
     """
     run = RunDir(folder)
     events = read_events(folder)

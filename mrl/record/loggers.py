@@ -1,10 +1,10 @@
 """Loggers beside the console: TensorBoard's event files, and the services W&B, MLflow and SwanLab.
 
-TensorBoard's files are written with its own writer and without torch. The services are optional packages and connect in
-their own thread, never in the trainer's. Written against wandb 0.2x, mlflow 3 and swanlab 0.6 or later. Each takes its
-account, server and offline mode from its own environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI,
-SWANLAB_MODE=local, ...); what it writes locally lies in the run directory. A resumed run continues the entry it had:
-its id is kept in the run directory.
+TensorBoard's files are written with its own writer and without torch. The services are optional packages. They connect
+in their own thread, never in the trainer's. Written for wandb 0.2x, mlflow 3, and swanlab 0.6 or later. Each service
+reads account, server and offline mode from its own environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI,
+SWANLAB_MODE=local, ...). Its local files are in the run directory. A resumed run continues its former entry, whose id
+is kept in the run directory.
 """
 
 import importlib
@@ -25,7 +25,7 @@ COLUMNS = ("data_source", "input", "output", "gts", "score")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The names that a service files the run under, and the time that one call to it may take."""
+    """The names under which a service files the run, and the time limit of one call to it."""
 
     project: str = "mrl"
     name: str = "default"
@@ -46,11 +46,11 @@ def _kept_id(file: Path) -> str | None:
 class WandbSink(View):
     """Weights & Biases.
 
-    `training/global_step` is the axis, so that steps trained again after a resume are shown at their place.
+    `training/global_step` is the axis, so that steps trained again after a resume keep their position.
     """
 
     def __init__(self, folder: Path, info: RunInfo) -> None:
-        """Raises ImportError without the package; connects with the first call."""
+        """Connects with the first call. Raises ImportError without the package."""
         self._wandb = importlib.import_module("wandb")
         self._folder = folder
         self._info = info
@@ -73,7 +73,6 @@ class WandbSink(View):
         return self._run
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Logs the step."""
         self._open().log({k: v for k, v in metrics.items() if v is not None} | {STEP: step})
 
     def generations(self, step: int, rows: Rows) -> None:
@@ -88,10 +87,10 @@ class WandbSink(View):
 
 
 class MlflowSink(View):
-    """MLflow, through its client alone; without MLFLOW_TRACKING_URI into a file of the run directory."""
+    """MLflow, through its client alone. Without MLFLOW_TRACKING_URI it writes into a file of the run directory."""
 
     def __init__(self, folder: Path, info: RunInfo, tracking_uri: str | None = None) -> None:
-        """Raises ImportError without the package; connects with the first call."""
+        """Connects with the first call. Raises ImportError without the package."""
         self._mlflow = importlib.import_module("mlflow")
         self._entities = importlib.import_module("mlflow.entities")
         self._folder = folder
@@ -121,11 +120,11 @@ class MlflowSink(View):
         return None
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Logs the step; `@` is no character of its metric names and becomes `_at_`, as in verl."""
+        """Logs the step. MLflow does not allow `@` in names, so it becomes `_at_`, as in verl."""
         now = int(1000 * time.time())
         batch = [self._entities.Metric(_mlflow_name(k), v, now, step) for k, v in _finite(metrics).items()]
         client = self._open()
-        for begin in range(0, len(batch), 1000):  # the most that one request takes
+        for begin in range(0, len(batch), 1000):  # the limit of one request
             client.log_batch(self._id, metrics=batch[begin : begin + 1000])
 
     def generations(self, step: int, rows: Rows) -> None:
@@ -144,10 +143,10 @@ def _mlflow_name(name: str) -> str:
 
 
 class SwanlabSink(View):
-    """SwanLab; SWANLAB_MODE says cloud, local, offline or disabled."""
+    """SwanLab. SWANLAB_MODE selects cloud, local, offline or disabled."""
 
     def __init__(self, folder: Path, info: RunInfo) -> None:
-        """Raises ImportError without the package; connects with the first call."""
+        """Connects with the first call. Raises ImportError without the package."""
         self._swanlab = importlib.import_module("swanlab")
         self._folder = folder
         self._info = info
@@ -168,7 +167,6 @@ class SwanlabSink(View):
         return self._run
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Logs the step."""
         self._open().log(_finite(metrics), step=step)
 
     def generations(self, step: int, rows: Rows) -> None:
@@ -186,7 +184,7 @@ class SwanlabSink(View):
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's values of COLUMNS, by column."""
+    """Returns the row's values of COLUMNS, by column."""
     return {column: _cell(row[column]) for column in COLUMNS}
 
 
@@ -197,9 +195,9 @@ def _cell(value: Any) -> Any:
 
 
 class TensorBoardSink(View):
-    """Scalars, and validation responses as text.
+    """Writes scalars, and validation responses as text.
 
-    What already stands in `history`, the metrics.jsonl of a resumed run, is written first. Event files cannot be cut at
+    The content of `history`, the metrics.jsonl of a resumed run, is written first. Event files cannot be truncated at
     the resumed step, so `RunDir.truncate_metrics` removes them.
     """
 
@@ -220,7 +218,7 @@ class TensorBoardSink(View):
                 self.write(row["training/global_step"], row)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Scalars; what is no number is left out."""
+        """Writes scalars. Values of None are left out."""
         self._add(
             step,
             [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if value is not None],
@@ -244,7 +242,7 @@ class TensorBoardSink(View):
 
 
 def as_markdown(row: Mapping[str, Any]) -> str:
-    """A response with its prompt, truth and score; indented, so that nothing in it is taken for markup."""
+    """Formats a response with its prompt, truth and score. The text is indented, so it is not taken for markup."""
     paragraphs = [f"score {row['score']:g} ({row['data_source']})"]
     for name, text in (("prompt", row["input"]), ("response", row["output"]), ("truth", row["gts"])):
         indented = "\n".join(f"    {line}" for line in str(text).splitlines())

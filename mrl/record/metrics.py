@@ -1,4 +1,4 @@
-"""Metrics as plain numbers: reducing parts, reading them off a step's batch, timing its phases. numpy only."""
+"""Metrics as plain numbers: reduces parts, computes them from a step's batch, times its phases. Uses numpy only."""
 
 import math
 import time
@@ -13,22 +13,21 @@ import numpy as np
 from mrl.data.samples import CALL_REASONS, STOP_REASONS, SampleRows
 from mrl.record.spec import DEVIATIONS, metric_spec
 
-WHOLE = "step"  # the phase that all others stand in, side by side
-GENERATING = "gen"  # its time is shared among sampled tokens; every other phase's among all tokens
+WHOLE = "step"  # the phase that contains all others, which do not overlap
+GENERATING = "gen"  # its time is divided by sampled tokens, that of other phases by all tokens
 _FELL = CALL_REASONS.index("fell")
-# of what an agent asked for, which is no call; and the metrics of them
+# what an agent asked for, which is not a call, and its metrics
 _ASKED = {CALL_REASONS.index("overridden"): "overridden", CALL_REASONS.index("retry"): "retries",
     CALL_REASONS.index("branch"): "branches", CALL_REASONS.index("untrained"): "untrained_branches"}  # fmt: skip
-_RIGHT = (*map(CALL_REASONS.index, ("ok", "refused", "not_called")), _FELL)  # not by the tool's fault
+_RIGHT = (*map(CALL_REASONS.index, ("ok", "refused", "not_called")), _FELL)  # the tool is not at fault
 PER_TOKEN_PHASES = (GENERATING, "ref", "old_log_prob", "adv", "update_actor")
 
 
 def reduce_parts(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
-    """One number a metric, by its declared kind, over micro-batches and ranks in the given order. A part of a mean is
-    (sum of value x weight, sum of weight), of any other kind (value, 1).
+    """Reduces each metric to one number by its declared kind, over micro-batches and ranks in the given order.
 
-    A mean without any weight is left out. Second moments become standard deviations. Raises KeyError for a metric that
-    is not declared.
+    A part of a mean is (sum of value x weight, sum of weight), of other kinds (value, 1). A mean without weight is left
+    out. Second moments become standard deviations. Raises KeyError for a metric that is not declared.
     """
     gathered: dict[str, list[tuple[float, float]]] = {}
     for named in parts:
@@ -49,7 +48,8 @@ def _reduce(kind: str, pairs: Sequence[tuple[float, float]]) -> float | None:
         case "sum":
             return math.fsum(values)
         case "max" | "min":
-            return float((np.max if kind == "max" else np.min)(values))  # numpy's, so that a NaN is kept and seen
+            # numpy's functions keep a NaN, so that it is seen
+            return float((np.max if kind == "max" else np.min)(values))
         case _:
             return values[-1]
 
@@ -62,7 +62,7 @@ def _with_deviations(values: dict[str, float]) -> dict[str, float]:
 
 
 def distribution(prefix: str, values: np.ndarray | Sequence[float]) -> dict[str, float]:
-    """`prefix/mean`, `prefix/max`, `prefix/min` of all values; nothing of none."""
+    """Returns `prefix/mean`, `prefix/max` and `prefix/min` of the values; nothing if there are none."""
     array = np.asarray(values, dtype=np.float64)
     if array.size == 0:
         return {}
@@ -74,12 +74,14 @@ def distribution(prefix: str, values: np.ndarray | Sequence[float]) -> dict[str,
 
 
 def reward_metrics(scores: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
-    """`critic/score/*` (as the reward function gave them) and `critic/rewards/*` (after penalties); both [batch]."""
+    """Returns `critic/score/*` (from the reward function) and `critic/rewards/*` (after penalties). Both inputs:
+    [batch].
+    """
     return distribution("critic/score", scores) | distribution("critic/rewards", rewards)
 
 
 def length_metrics(rows: SampleRows, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
-    """`prompt_length/*` and `response_length/*`: what was sampled; the longest that is allowed has context in it."""
+    """Returns `prompt_length/*` and `response_length/*` of sampled tokens. The length limit also counts context."""
     metrics = distribution("prompt_length", rows.prompt_lengths)
     metrics |= _clip_ratio("prompt_length", rows.prompt_lengths, max_prompt_length)
     metrics |= distribution("response_length", rows.sampled_lengths)
@@ -87,7 +89,7 @@ def length_metrics(rows: SampleRows, max_prompt_length: int, max_response_length
 
 
 def turn_metrics(rows: SampleRows) -> dict[str, float]:
-    """`turns/*`; nothing where responses are of one turn and have no context."""
+    """Returns `turns/*`; nothing where all responses have one turn and no context."""
     if rows.turn_counts is None:
         return {}
     ended = {reason: rows.stop_reason == STOP_REASONS.index(reason) for reason in STOP_REASONS}
@@ -101,9 +103,7 @@ def turn_metrics(rows: SampleRows) -> dict[str, float]:
 
 
 def _call_metrics(rows: SampleRows) -> dict[str, float]:
-    """Calls, failed calls and seconds of each tool that was called, calls that no tool was found for, and what an agent
-    asked for.
-    """
+    """Returns calls, failures and seconds of each tool, calls of unknown tools, and what an agent asked for."""
     calls = ~np.isin(rows.call_reasons, list(_ASKED))
     names = [name.decode() for name in rows.call_names[calls].tolist()]
     reasons = rows.call_reasons[calls]
@@ -120,15 +120,15 @@ def _call_metrics(rows: SampleRows) -> dict[str, float]:
 
 
 def _asked_metrics(rows: SampleRows) -> dict[str, float]:
-    """`endpoint/*`; nothing where no agent asked for anything of the kind."""
+    """Returns `endpoint/*`, for what agents asked for; otherwise nothing."""
     found = Counter(rows.call_reasons.tolist())
     return {f"endpoint/{name}": float(found[reason]) for reason, name in _ASKED.items() if found[reason]}
 
 
 def advantage_metrics(of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Advantages over trained tokens, from each row's `count`, `sum`, `low` and `high`; nothing of none.
+    """Returns advantages over trained tokens, from each row's `count`, `sum`, `low` and `high`; nothing without tokens.
 
-    Returns are the advantages, as in every estimator without a critic.
+    Returns are equal to advantages, as in every estimator without a critic.
     """
     count = int(of_rows["count"].sum())
     if not count:
@@ -146,11 +146,11 @@ def _clip_ratio(prefix: str, lengths: np.ndarray, longest: int) -> dict[str, flo
 
 
 def seqlen_metrics(lengths: np.ndarray, trained_tokens: Sequence[int]) -> dict[str, float]:
-    """`global_seqlen/*`: tokens a data-parallel rank, for the batch cut in order into equal shares and as it is
+    """Returns `global_seqlen/*`: tokens of each data-parallel rank, for an equal cut of the batch in order and as
     trained.
 
-    `lengths` are tokens a sequence, [batch]; `trained_tokens` are those of each data-parallel rank. As in verl,
-    `minmax_diff` is that of the cut in order.
+    `lengths` are tokens of each sequence, [batch]. `trained_tokens` are those of each data-parallel rank. As in verl,
+    `minmax_diff` belongs to the cut in order.
     """
     plain = np.array([share.sum() for share in np.array_split(lengths, len(trained_tokens))])
     return {
@@ -164,10 +164,10 @@ def seqlen_metrics(lengths: np.ndarray, trained_tokens: Sequence[int]) -> dict[s
 
 
 def speed_metrics(rows: SampleRows, seconds: Mapping[str, float], devices: int) -> dict[str, float]:
-    """`perf/*` and `timing_per_token_ms/*` from the phases' seconds (without the `timing_s/` prefix).
+    """Returns `perf/*` and `timing_per_token_ms/*` from the seconds of phases (without the `timing_s/` prefix).
 
-    `devices` counts all devices of the run, trainer's and engines'. Throughput is prompt and response tokens over step
-    time and devices.
+    `devices` counts all devices of the run, of trainer and engines. Throughput is prompt and response tokens, divided
+    by step time and devices.
     """
     sampled = int(rows.sampled_lengths.sum())
     total = int(rows.lengths.sum())
@@ -184,7 +184,7 @@ def speed_metrics(rows: SampleRows, seconds: Mapping[str, float], devices: int) 
 
 
 class GeneratingTime:
-    """How long engines that work beside training had requests, and the tokens that came back meanwhile."""
+    """Time during which engines beside training had requests, and the tokens that they returned."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -192,14 +192,14 @@ class GeneratingTime:
         self._since = None
 
     def note(self, generates: bool, tokens: int, now: float) -> None:
-        """Notes whether engines have requests at second `now`; `tokens` came back since the last note."""
+        """Records at second `now` whether engines have requests. `tokens` came back since the last call."""
         if self._since is not None:
             self._seconds += now - self._since
         self._tokens += tokens
         self._since = now if generates else None
 
     def metrics(self) -> dict[str, float]:
-        """Metrics since the last call; nothing where no token came back."""
+        """Returns the metrics since the last call; nothing if no token came back."""
         metrics = {}
         if self._tokens:
             metrics = {f"timing_per_token_ms/{GENERATING}": 1e3 * self._seconds / self._tokens}
@@ -209,9 +209,9 @@ class GeneratingTime:
 
 
 class PhaseTimer:
-    """Seconds by phase: `with timer("gen"): ...`.
+    """Measures seconds by phase: `with timer("gen"): ...`.
 
-    A phase entered again adds up; phases may nest, each counts its own whole time.
+    Times of repeated phases add up. Phases may nest, and each counts its whole time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -229,12 +229,13 @@ class PhaseTimer:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Seconds of the phases that have ended, in the order in which they first did; a live, read-only view."""
+        """Seconds of the ended phases, in the order in which they first ended. A live, read-only view."""
         return MappingProxyType(self._seconds)
 
     def metrics(self) -> dict[str, float]:
-        """`timing_s/PHASE` of every phase that has ended; `outside` is what of WHOLE, once it has ended,
-        no other phase counts.
+        """Returns `timing_s/PHASE` of every ended phase.
+
+        `outside` is the time of an ended WHOLE that no phase counts.
         """
         seconds = dict(self._seconds)
         if WHOLE in seconds:
@@ -244,11 +245,11 @@ class PhaseTimer:
 
 @dataclass
 class StepLine:
-    """What a step's line of metrics says, as it becomes known."""
+    """Collects the metrics of one step."""
 
     phase: PhaseTimer = field(default_factory=PhaseTimer)
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Later values of a metric win."""
+        """Adds metrics. A later value replaces an earlier one."""
         self.metrics |= metrics

@@ -1,4 +1,4 @@
-"""What tells one process from every other, to be written down by it and looked for by others."""
+"""Identifies a process among all others, in a form that it writes down and others can check."""
 
 import os
 import socket
@@ -7,18 +7,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_ENDED = "ZX"  # states of a process that runs no more, of which its parent has not asked yet
+_ENDED = "ZX"  # states of an ended process whose parent has not collected it yet
 
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """A process: where it is, its number there, and when it began, as numbers are given again."""
+    """A process: its host, its number there, and its start time, because numbers are reused."""
 
     host: str
     pid: int
-    started: str | None  # clock ticks since boot; None where the system does not say
-    boot: str | None = None  # of the kernel: hosts may have one name
-    pid_space: int | None = None  # containers of a host may have its name, and number processes each for itself
+    started: str | None  # clock ticks since boot; None where the system does not tell
+    boot: str | None = None  # id of the kernel's boot, because hosts may share a name
+    # id of the PID namespace, because containers may have the host's name and number their processes separately
+    pid_space: int | None = None
 
     @classmethod
     def own(cls) -> "ProcessMark":
@@ -27,7 +28,7 @@ class ProcessMark:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "ProcessMark":
-        """Reads a mark; raises KeyError, ValueError or TypeError for another text. Old marks say less of the place."""
+        """Reads a mark. Raises KeyError, ValueError or TypeError for other data. Old marks lack some fields."""
         return cls(str(row["host"]), int(row["pid"]), row["started"], row.get("boot"), row.get("pid_space"))
 
     def to_json(self) -> dict[str, Any]:
@@ -35,7 +36,7 @@ class ProcessMark:
         return asdict(self)
 
     def lives(self) -> bool | None:
-        """Says whether the process runs; None of one elsewhere or hidden, of which nothing can be known here."""
+        """Tells whether the process runs; None if it is on another host or hidden, where this cannot be known."""
         if not self._is_here():
             return None
         is_others = False
@@ -46,7 +47,7 @@ class ProcessMark:
         except PermissionError:
             is_others = True
         state, started = _stat(self.pid)
-        if is_others and started is None:  # /proc may hide what other users run
+        if is_others and started is None:  # /proc may hide processes of other users
             return None
         return started == self.started and state not in _ENDED
 
@@ -56,9 +57,7 @@ class ProcessMark:
 
 
 def _stat(pid: int) -> tuple[str, str | None]:
-    """State and start time of a process (fields 3 and 22 of Linux's /proc/PID/stat); nothing where there is no such
-    file.
-    """
+    """Returns state and start time of a process (fields 3 and 22 of Linux's /proc/PID/stat), or "?" and None."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

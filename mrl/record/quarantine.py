@@ -1,8 +1,8 @@
-"""What a run set aside: `quarantine.jsonl` in the run directory, a line a row of its data and a line a failed reward.
+"""What a run set aside: `quarantine.jsonl` in the run directory, with a line for each bad row and each failed reward.
 
-`kind` row: `file`, `row` (from 0) and `why`; those of the data that the last start read. `kind` reward: `step`,
-`prompt_id`, `sample_id`, `data_source`, `reason` and `detail`, of the responses that the step was trained on. A resume
-cuts the rewards of steps that are trained again. At most QUARANTINE_BYTES are kept.
+`kind` row has `file`, `row` (from 0) and `why`, for the data that the last start read. `kind` reward has `step`,
+`prompt_id`, `sample_id`, `data_source`, `reason` and `detail`, for responses that the step was trained on. A resume
+removes the rewards of steps that are trained again. At most QUARANTINE_BYTES are kept.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,16 +19,16 @@ REWARD = "reward"
 
 
 class Quarantine:
-    """Adds to the file. What the disk refuses of it ends no run, and is said once."""
+    """Appends to the file. If the disk refuses, the run goes on after one note."""
 
     def __init__(self, folder: Path, check: Callable[[], None] = lambda: None) -> None:
-        """`check`: raises where nothing may be written."""
+        """`check` raises where nothing may be written."""
         self._path = folder / QUARANTINE
         self._check = check
         self._failed = False
 
     def rewind(self, after_step: int) -> None:
-        """Drops rows of data, which every start finds anew, and rewards of later steps."""
+        """Drops rows of data, which every start finds again, and rewards of steps after `after_step`."""
         if not self._path.exists():
             return
         self._check()
@@ -41,9 +41,8 @@ class Quarantine:
     def add(self, kind: str, things: Iterable[Mapping[str, Any]]) -> None:
         """Appends a line for each thing."""
         rows = [json_line({"kind": kind} | dict(thing)) for thing in things]
-        lines = [
-            row.encode("utf-8", "backslashreplace").decode() for row in rows
-        ]  # JSON's own way with half a character
+        # a lone surrogate is escaped, as in JSON
+        lines = [row.encode("utf-8", "backslashreplace").decode() for row in rows]
         if not lines:
             return
         self._check()
@@ -62,7 +61,7 @@ class Quarantine:
 
     def _say(self, error: Exception) -> None:
         if not self._failed:
-            print(f"note: {self._path} is not written ({error}); the run goes on", flush=True)
+            print(f"note: {self._path} cannot be written ({error}); the run continues", flush=True)
         self._failed = True
 
 

@@ -1,4 +1,4 @@
-"""Secrets stay out of what a run writes, shows and hands to loggers: values under telling names, and telling values."""
+"""Keeps secrets out of what a run writes, shows and sends to loggers. Both names and values can reveal a secret."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ _NAME = re.compile(
     r"token|password|passwd|pwd|credentials?|authorization)$",
     re.IGNORECASE,
 )
-# How the keys of well-known services begin, and a password in an address.
+# How keys of well-known services begin, and a password in a URL.
 _VALUE = re.compile(
     r"\b(?:sk-[\w-]{16,}|hf_\w{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|AKIA[A-Z0-9]{16}|"
     r"xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,})|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
@@ -18,7 +18,7 @@ _VALUE = re.compile(
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Replaces every secret in plain data by HIDDEN; `name`: under which the data stands."""
+    """Replaces every secret in plain data by HIDDEN. `name` is the key of the data."""
     if value is not None and not isinstance(value, bool) and name and _NAME.search(name):
         return HIDDEN
     match value:
@@ -32,7 +32,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def command_without_secrets(words: Sequence[str]) -> list[str]:
-    """Arguments of a command, the value of KEY=VALUE hidden where the key tells it."""
+    """Returns the arguments of a command. The value of KEY=VALUE is hidden where the key reveals a secret."""
     shown = []
     for word in words:
         key, equals, value = word.partition("=")

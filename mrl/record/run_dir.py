@@ -1,4 +1,4 @@
-"""The folder of one run: its layout and JSON lines, and how it is continued without a line lost or doubled."""
+"""The folder of one run: its layout and JSON lines, and a resume that neither loses nor doubles a line."""
 
 import json
 import math
@@ -20,15 +20,15 @@ CONFIG = "config.resolved.yaml"
 METRICS = "metrics.jsonl"
 SHOWN_ROWS = "shown_rows.json"
 MOST_STEPS = 2**31
-UNDER_WAY = "under_way.json"  # see mrl.record.attempts
+UNDER_WAY = "under_way.json"  # written by mrl.record.attempts
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of a run directory. `RunDir.open` makes it and takes its lock; `close` gives that back."""
+    """Paths of a run directory. `RunDir.open` creates it and takes its lock, `close` releases the lock."""
 
     path: Path
-    lock: RunLock | None = field(default=None, compare=False, repr=False)  # None where it is only looked at
+    lock: RunLock | None = field(default=None, compare=False, repr=False)  # None for reading only
 
     @property
     def config(self) -> Path:
@@ -37,22 +37,23 @@ class RunDir:
 
     @property
     def plan(self) -> Path:
-        """Answer of `mrl plan` for the run, as JSON."""
+        """The result of `mrl plan` for the run, as JSON."""
         return self.path / "plan.json"
 
     @property
     def metrics(self) -> Path:
-        """One JSON line a step."""
+        """One JSON line for each step."""
         return self.path / METRICS
 
     @property
     def samples(self) -> Path:
-        """A file `step-N.parquet` of training samples a step; see mrl.record.sample_files."""
+        """A file `step-N.parquet` of training samples for each step, written by mrl.record.sample_files."""
         return self.path / "samples"
 
     @property
     def spool(self) -> Path:
-        """A file a group that is finished and not trained on yet, in a folder of the process; see mrl.train.spool.
+        """A file for each finished group that is not trained yet, in a folder of the process, written by
+        mrl.train.spool.
 
         Removed between two processes.
         """
@@ -60,17 +61,17 @@ class RunDir:
 
     @property
     def lost_engines(self) -> Path:
-        """A line an engine that was lost in the middle of generation; see mrl.train.lost_engines."""
+        """A line for each engine that was lost during generation, written by mrl.train.lost_engines."""
         return self.path / "lost_engines.jsonl"
 
     @property
     def validation(self) -> Path:
-        """A file `step-N.jsonl` of held-out responses a validation."""
+        """A file `step-N.jsonl` of held-out responses for each validation."""
         return self.path / "validation"
 
     @property
     def checkpoints(self) -> Path:
-        """A folder `step-N` a checkpoint."""
+        """A folder `step-N` for each checkpoint."""
         return self.path / "checkpoints"
 
     @property
@@ -97,13 +98,13 @@ class RunDir:
         poll: Callable[[], None] = lambda: None,
         clock: Waiting = time,
     ) -> "RunDir":
-        """Takes `path` for this process, makes its folders and writes the resolved configuration where none stands.
+        """Takes `path` for this process, creates its folders, and writes the resolved configuration if there is none.
 
-        A folder that holds a run is opened only to resume it, and keeps its configuration until `write_config`. So an
-        attempt to resume that fails changes nothing. What an attempt left that reached no step is removed, and so are
-        checkpoints and files of responses that were never finished. Raises ConfigError where another run stands or
-        where no folder can be written. Where another process has the directory, it raises as RunLock.take, which may
-        wait and then calls `poll`. It has not got the lock where it raises.
+        A folder that holds a run is only opened to resume it, and keeps its configuration until `write_config`. So a
+        failed resume changes nothing. Remains of attempts that reached no step are removed, and so are unfinished
+        checkpoints and sample files. Raises ConfigError if another run is there, or if no folder can be written. While
+        another process has the directory, RunLock.take may wait, calling `poll`, and then raises. After an error this
+        process does not hold the lock.
         """
         run = cls(Path(path))
         try:
@@ -128,7 +129,7 @@ class RunDir:
         write_text(self.config, config_yaml)
 
     def refuse_another_run(self) -> None:
-        """Raises ConfigError where a run stands that has something to lose: a step, or a checkpoint."""
+        """Raises ConfigError for a folder with a run that has something to lose: a step or a checkpoint."""
         if self._holds_a_run():
             raise ConfigError(
                 f"trainer.run_dir: {self.path} holds another run; "
@@ -144,12 +145,14 @@ class RunDir:
 
     def _clear(self, resume: bool) -> None:
         if not resume:
-            self.refuse_another_run()  # which may have been trained while this start waited for its lock
-            self.truncate_metrics(-1)  # what an attempt that reached no step left
+            self.refuse_another_run()  # another process may have trained it while this start waited for the lock
+            self.truncate_metrics(-1)  # remains of an attempt that reached no step
         self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
-        """What processes that were killed were at; no live one has this directory. See mrl.whole_file for the files."""
+        """Removes unfinished files of killed processes. No live process has this directory. See mrl.whole_file for
+        names.
+        """
         self.check_lock()
         for folder in self.checkpoints.glob("*.tmp-*"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -157,7 +160,7 @@ class RunDir:
             file.unlink(missing_ok=True)
 
     def _holds_a_run(self) -> bool:
-        """Whether anything is there to lose.
+        """Tells whether there is something to lose.
 
         A run that died before its first step leaves at most a validation of the untrained model.
         """
@@ -165,29 +168,29 @@ class RunDir:
         return trained or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
     def close(self) -> None:
-        """Gives the lock back, if it is this process's."""
+        """Releases the lock, if this process has it."""
         if self.lock is not None:
             self.lock.give_back()
 
     def check_lock(self) -> None:
-        """Checks the lock; called before something is written.
+        """Checks the lock. Call it before writing anything.
 
-        Raises LostLock where another process has the directory by now.
+        Raises LostLock if another process has the directory now.
         """
         if self.lock is not None:
             self.lock.check()
 
     def raise_if_lost(self) -> None:
-        """Raises LostLock once it is known that another process has the directory; cheap enough to be called often."""
+        """Raises LostLock once another process is known to have the directory. Cheap enough to be called often."""
         if self.lock is not None:
             self.lock.raise_if_lost()
 
     def truncate_metrics(self, after_step: int) -> int:
-        """Drops what was written past `after_step`, the step of the checkpoint that is resumed; returns the number of
-        lines kept.
+        """Drops everything written after `after_step`, the step of the resumed checkpoint. Returns the number of kept
+        lines.
 
-        The steps that are trained again write their lines, and samples, again, so none is there twice. A torn last
-        line, left by a crash in the middle of a write, is dropped. The file is rewritten atomically.
+        Steps that are trained again write their lines and samples again, so none is there twice. A torn last line, left
+        by a crash during a write, is dropped. The file is rewritten atomically.
         """
         self.check_lock()
         kept = [line for line, row in _whole_lines(self.metrics) if row["training/global_step"] <= after_step]
@@ -197,20 +200,20 @@ class RunDir:
                 file.unlink()
         for name in (SHOWN_ROWS, UNDER_WAY):  # the next step writes its own
             (self.path / name).unlink(missing_ok=True)
-        # its files cannot be cut; the sink writes the kept lines anew
+        # event files cannot be truncated; the logger writes the kept lines again
         shutil.rmtree(self.tensorboard, ignore_errors=True)
         return len(kept)
 
 
 def step_of(file: Path) -> int:
-    """The step of a file `step-N.*` of `samples/` or `validation/`."""
+    """Returns the step of a file `step-N.*` in `samples/` or `validation/`."""
     return int(file.name.split(".")[0].removeprefix("step-"))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, in order, without a torn last line; none of a file that is not there.
+    """Returns the rows of a metrics.jsonl in order, without a torn last line; nothing if the file is absent.
 
-    Raises ConfigError, naming the line, when a line in the middle is no JSON object.
+    Raises ConfigError, naming the line, when a line in the middle is not a JSON object.
     """
     return [row for _, row in _whole_lines(path)]
 
@@ -218,19 +221,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not path.exists():
         return
-    # only "\n" ends a line: JSON text may hold U+2028 and U+0085, at which splitlines() would cut too
+    # only "\n" ends a line: JSON text may contain U+2028 and U+0085, at which splitlines() also splits
     try:
         lines = re.findall(r"[^\n]*\n|[^\n]+", read_text(path, LINES_BYTES, errors="replace"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {reason(error)}") from error
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not line.endswith("\n"):
-            return  # torn: a line counts once its newline is there
+            return  # torn: only a line with its newline counts
         try:
             row = parse_json(line)
             _check_step(row["training/global_step"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}:{number}: not a metrics line ({error!r}); mend or remove the line") from error
+            raise ConfigError(f"{path}:{number}: not a metrics line ({error!r}); repair or remove the line") from error
         yield line, row
 
 
@@ -246,9 +249,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def open_lines(path: Path) -> TextIO:
-    """Opens a file of lines to add some; one that a kill in the middle of a write left torn is ended first.
+    """Opens a file of lines for appending. First ends a last line that a kill during a write left torn.
 
-    Readers pass over a torn line, and what is added to one would be lost with it.
+    Readers skip a torn line, and would skip anything appended to it.
     """
     with path.open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
@@ -259,7 +262,7 @@ def open_lines(path: Path) -> TextIO:
 
 
 def json_safe(value: Any) -> Any:
-    """Replaces numbers that JSON cannot hold (NaN, inf) by null, and numpy scalars by plain ones."""
+    """Replaces numbers that JSON lacks (NaN, inf) by null, and numpy scalars by plain numbers."""
     match value:
         case Mapping():
             return {str(k): json_safe(v) for k, v in value.items()}
@@ -275,7 +278,7 @@ def json_safe(value: Any) -> Any:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One line of strict JSON. Thousands of finite numbers, the usual case, are not looked at one by one in Python."""
+    """Formats one line of strict JSON. In the usual case Python does not check thousands of numbers one by one."""
     try:
         return json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
     except (ValueError, TypeError):

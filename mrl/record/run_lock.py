@@ -1,17 +1,18 @@
-"""The lock of a run directory: a lease. Of the file system it asks only that a file is made by one of those who try.
+"""The lock of a run directory, as a lease. It only needs a file system on which exclusive creation of a file works.
 
-    RUN/run.lock.7    who has the directory, and a beat that this process counts up every BEAT_S seconds
+    RUN/run.lock.7    who has the directory, and a beat that this process increments every BEAT_S seconds
 
-Only its holder writes into a lock file; who succeeds it makes the one of the next number and removes the older ones,
-which tells a holder that still runs that it has lost. A holder on this host is succeeded as soon as its process is
-gone. Of one elsewhere nothing is known but its beat: it is succeeded once that has stood still for LEASE_S seconds of
-the successor's own clock. A successor that is killed before it removes the older files leaves two: the directory is
-taken over once nobody whom a file names is there any more. Nobody's clock is compared with another's, and contents are
-compared, not times of files, which network file systems keep for a while. A directory that is given back keeps its
-last file.
+Only its holder writes into a lock file. A successor creates the file with the next number and removes the older ones. A
+holder that still runs notices from this that it has lost the lock. A holder on this host is succeeded as soon as its
+process has ended. A holder elsewhere is only visible through its beat. It is succeeded after the beat has not changed
+for LEASE_S seconds of the successor's own clock. A successor that is killed before it removes the older files leaves
+two files. Then the directory is taken over once all named holders are gone.
 
-Before it writes, a holder looks whether its file is still there (`check`): one that stood still for longer than the
-lease, or was cut off from the disk, ends without writing.
+Clocks of different hosts are never compared. The contents of files are compared, not their times, which network file
+systems cache. A directory that is released keeps its last file.
+
+Before it writes, a holder checks that its file is still there (`check`). A holder that was suspended for longer than
+the lease, or cut off from the disk, ends without writing.
 """
 
 import errno
@@ -34,29 +35,29 @@ from mrl.errors import EnvironmentFault, LostLock
 from mrl.plain_files import TEXT_BYTES, parse_json, read_text
 from mrl.record.process_mark import ProcessMark
 
-LOCK = "run.lock"  # of earlier versions, which had this one file and no beat; counts as number 0, free when empty
+LOCK = "run.lock"  # of earlier versions, which had this file alone and no beat; counts as number 0, free when empty
 BEAT_S = 5.0
 LEASE_S = 60.0
-LOOK_S = 1.0  # between looks at a beat
-PATIENCE_S = 5.0  # with a disk that refuses a holder's look
+LOOK_S = 1.0  # between reads of a beat
+PATIENCE_S = 5.0  # for a disk that refuses a holder's check
 ASK_AGAIN_S = 0.5
 FREE = "given back"
 _NAME = re.compile(rf"{re.escape(LOCK)}(?:\.(\d+))?")
 
 
 class Waiting(Protocol):
-    """What who waits for a lock needs of a clock; the module `time` has it."""
+    """The clock that waiting for a lock needs. The module `time` implements it."""
 
     def monotonic(self) -> float:
-        """Seconds since some moment."""
+        """Returns seconds since some fixed moment."""
 
     def sleep(self, seconds: float) -> None:
-        """Waits."""
+        """Waits for `seconds`."""
 
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Who has the directory. `nonce` is of this one lock alone; `since`: UTC, unknown of earlier versions."""
+    """Who has the directory. `nonce` is unique to this lock. `since`: UTC, unknown for earlier versions."""
 
     process: ProcessMark
     nonce: str
@@ -79,12 +80,12 @@ class LockFile:
 
     @property
     def is_free(self) -> bool:
-        """Whether it was given back, or never taken."""
+        """Tells whether the lock was released or never taken."""
         return self.text.strip() == (FREE if self.number else "")
 
     @cached_property
     def holder(self) -> LockHolder | None:
-        """Who has it; None of a file that is free, is just being made, or is torn."""
+        """The holder; None for a file that is free, incomplete or torn."""
         try:
             row = parse_json(self.text)
             return LockHolder(ProcessMark.from_json(row), row.get("nonce", ""), row.get("since"))
@@ -92,7 +93,7 @@ class LockFile:
             return None
 
     def beats_lately(self) -> bool:
-        """Whether the file is younger than a lease by the disk's clock and this host's: to be shown, not to act on."""
+        """Tells whether the file is younger than a lease by the disk's clock. For display only, not for decisions."""
         try:
             return abs(time.time() - self.path.stat().st_mtime) < LEASE_S
         except OSError:
@@ -100,21 +101,19 @@ class LockFile:
 
 
 def read_locks(folder: Path) -> tuple[LockFile, ...]:
-    """Reads all lock files, the newest last; a free one of number 0 where there is none. Raises OSError."""
+    """Reads all lock files, the newest last; a free one with number 0 if there is none. Raises OSError."""
     numbers = sorted(_numbers(folder)) or [0]
     paths = [(number, _path(folder, number)) for number in numbers]
     return tuple(LockFile(number, path, _text(path)) for number, path in paths)
 
 
 def newest_lock(folder: Path) -> LockFile:
-    """Reads the lock file of who took the directory last; as `read_locks` does."""
+    """Reads the lock file of the last holder. Raises OSError."""
     return read_locks(folder)[-1]
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a live process has the run directory. It is only looked at, and of a holder elsewhere the file's age
-    counts.
-    """
+    """Tells whether a live process has the run directory. Only reads. For a holder elsewhere the file's age decides."""
     try:
         return any(_seems_held(found) for found in read_locks(folder))
     except OSError:
@@ -140,7 +139,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _text(path: Path) -> str:
-    """Content of a lock file; nothing of one that is not there."""
+    """Returns the content of a lock file, or "" if it is absent."""
     try:
         return read_text(path, TEXT_BYTES, errors="replace")
     except FileNotFoundError:
@@ -150,7 +149,7 @@ def _text(path: Path) -> str:
 
 
 class RunLock:
-    """A run directory that this process has, until `give_back`, its end, or another takes it over. See `take`."""
+    """A run directory held by this process, until `give_back`, its end, or a takeover. Made by `take`."""
 
     def __init__(self, folder: Path, number: int):
         self._folder = folder
@@ -166,9 +165,9 @@ class RunLock:
 
     @classmethod
     def take(cls, folder: Path, poll: Callable[[], None] = lambda: None, clock: Waiting = time) -> "RunLock":
-        """Takes the directory, after a wait where only its holder's beat can say whether it lives.
+        """Takes the directory. Waits first if only its holder's beat can tell whether the holder is alive.
 
-        `poll` may raise while it waits. Raises EnvironmentFault where the holder lives, and OSError as the disk does.
+        `poll` may raise during the wait. Raises EnvironmentFault if the holder is alive, and OSError from the disk.
         """
         while True:
             found = read_locks(folder)
@@ -180,8 +179,8 @@ class RunLock:
                 return lock
 
     def _succeed(self, before: Sequence[LockFile]) -> bool:
-        """Makes this lock's file, and removes those before it; nothing where another was faster, or one of those before
-        beats after all.
+        """Creates this lock's file and removes the earlier ones. Does nothing if another process was faster or a former
+        holder is alive.
         """
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -193,7 +192,7 @@ class RunLock:
                 self._write(file.fileno(), self._content())
             follows = self._follows(before)
         finally:
-            if not follows:  # or the disk is full
+            if not follows:  # it does not follow, or the disk is full
                 self._path.unlink(missing_ok=True)
         if follows:
             for number in _numbers(self._folder):
@@ -202,14 +201,14 @@ class RunLock:
         return follows
 
     def _follows(self, before: Sequence[LockFile]) -> bool:
-        """Whether no file came after this one, and those before are as they were."""
+        """Tells whether no file came after this one, and the earlier ones are unchanged."""
         are_same = all(_text(found.path) == found.text for found in before)
         return are_same and max(_numbers(self._folder)) == self._number
 
     def check(self) -> None:
-        """Looks into the file. Raises LostLock where the lock is another's by now.
+        """Reads the file. Raises LostLock if another process has the lock now.
 
-        Raises EnvironmentFault where the disk refuses to say, and still does PATIENCE_S seconds later.
+        Raises EnvironmentFault if the disk refuses, and still does so after PATIENCE_S seconds.
         """
         if self._nonce not in self._read():
             raise self._loss()
@@ -223,17 +222,17 @@ class RunLock:
                 if time.monotonic() >= deadline:
                     raise EnvironmentFault(
                         f"trainer.run_dir: {self._path} cannot be read ({error.strerror}), so nothing is written into "
-                        f"{self._folder}, which may be another process's by now; see what its disk lacks"
+                        f"{self._folder}, which may belong to another process now; check its disk"
                     ) from error
             time.sleep(ASK_AGAIN_S)
 
     def raise_if_lost(self) -> None:
-        """Raises LostLock once a beat found that the lock is another's; looks at nothing."""
+        """Raises LostLock once a beat has found that the lock is lost. Reads nothing itself."""
         if self._lost is not None:
             raise self._lost
 
     def give_back(self) -> None:
-        """Leaves the directory to the next process, if it is still this one's."""
+        """Releases the directory for the next process, if this process still holds it."""
         self._ended.set()
         with self._writing, suppress(OSError, EnvironmentFault, LostLock):
             self.check()
@@ -242,7 +241,7 @@ class RunLock:
                 file.truncate(len(FREE))
 
     def beat(self) -> None:
-        """Counts the beat up. Raises as `check` does, and OSError as the disk does."""
+        """Increments the beat. Raises what `check` raises, and OSError from the disk."""
         self.check()
         with self._writing, self._path.open("r+b") as file:
             if self._ended.is_set():
@@ -258,10 +257,10 @@ class RunLock:
                 self._lost = self._loss()
                 return
             except (OSError, EnvironmentFault):
-                continue  # who writes looks for itself
+                continue  # whoever writes will check again
 
     def _content(self) -> str:
-        """The lock file's text, of one length whatever the count, so that one write replaces the other."""
+        """Returns the lock file's text. Its length is constant, so that one write replaces the former text."""
         return json.dumps(self._mark | {"beat": f"{self._beats:012}"})
 
     @staticmethod
@@ -278,15 +277,16 @@ class RunLock:
             now = None
         by = f"{now} has taken it over" if now else f"its lock {self._path.name} is gone"
         return LostLock(
-            f"trainer.run_dir: {self._folder} is not this run's any more: {by}. A run that gives no sign of life for "
-            f"{LEASE_S:.0f} s, as one whose host stood still or was cut off from the disk, may be resumed elsewhere; "
-            "this process ends without writing anything more"
+            f"trainer.run_dir: {self._folder} no longer belongs to this run: {by}. A run without a sign of life for "
+            f"{LEASE_S:.0f} s, because its host was suspended or cut off from the disk, may be resumed elsewhere; "
+            "this process ends without further writes"
         )
 
 
 def _are_over(found: Sequence[LockFile], folder: Path, poll: Callable[[], None], clock: Waiting) -> bool:
-    """Waits until it is known whether all holders are gone; False where a lock has changed and all are to be looked at
-    again. Raises EnvironmentFault where a holder lives.
+    """Waits until it is known whether all holders are gone. Returns False if a lock has changed and must be read again.
+
+    Raises EnvironmentFault if a holder is alive.
     """
     unknown = []
     for lock in found:
@@ -303,30 +303,29 @@ def _are_over(found: Sequence[LockFile], folder: Path, poll: Callable[[], None],
 def _stand_still(
     found: Sequence[LockFile], holders: str, folder: Path, poll: Callable[[], None], clock: Waiting
 ) -> bool:
-    """Waits until holders of which only the beat can be seen are over, or a lock has changed; says which as `_are_over`
-    does.
+    """Waits until the beats of the holders have stopped for a lease, or a lock has changed. Returns as `_are_over`.
 
-    `holders`: in words.
+    `holders` describes them.
     """
     still_s = 0.0
     looked = clock.monotonic()
-    told = False
+    has_printed = False
     while True:
         clock.sleep(LOOK_S)
         poll()
-        asked = clock.monotonic()  # before the look, so that a pause of this process counts for nothing
-        still_s += min(asked - looked, 2 * LOOK_S)  # while the disk stalls nobody's beat can be seen
+        asked = clock.monotonic()  # before the read, so that a pause of this process does not count
+        still_s += min(asked - looked, 2 * LOOK_S)  # while the disk stalls, no beat can be seen
         looked = asked
         seen = read_locks(folder)
         if beating := _beating(found, seen):
-            raise _in_use(beating, folder, "its lock's beat goes on")
+            raise _in_use(beating, folder, "its lock's beat continues")
         if seen != found:
             return False
         if still_s >= LEASE_S:
             _say(f"{folder}: {holders} gave no sign of life for {LEASE_S:.0f} s; it is taken over")
             return True
-        if not told:
-            told = True
+        if not has_printed:
+            has_printed = True
             _say(
                 f"{folder} is held by {holders}, of which only its lock's beat can be seen from here; it is taken "
                 f"over if there is none for {LEASE_S:.0f} s"
@@ -334,7 +333,7 @@ def _stand_still(
 
 
 def _beating(before: Sequence[LockFile], after: Sequence[LockFile]) -> LockFile | None:
-    """A lock whose holder counted up between two looks."""
+    """Returns a lock whose holder incremented the beat between two reads; else None."""
     earlier = {found.number: found for found in before}
     for found in after:
         one = earlier.get(found.number, found)

@@ -1,13 +1,15 @@
-"""Files of `samples/`: a step's responses as they travel through a run, in columns, with their rewards.
+"""Files of `samples/`: a step's responses in columns, as they travel through a run, with their rewards.
 
-`step-N.parquet` has a row a response: its ids and seed, `prompt_ids` and `response_ids` (lists of int32),
-`rollout_log_probs` (list of float32), `stop_reason`, `weight_version` (list of `first_token`, `version`: one item
-unless weights changed meanwhile), `score`, `reason`, and `reward` (JSON: the parts that the reward function gave).
-Where responses have several turns there are `sampled` (list of bool: false of context, whose log-probs mean nothing)
-`turns` (list of `first_token`, `stop_reason`, `calls`, `seconds`, `reward`; see mrl.data.samples.Turn), and `calls`, of
-all turns one after another (list of `name`, `reason`, `seconds`; see mrl.data.samples.TurnCall). Where a response has
-several branches there is `branches` (list of `first_token`, `prompt_tokens`; see mrl.data.samples).
-Older runs have `step-N.jsonl`, which `read_samples` reads alike.
+`step-N.parquet` has a row for each response: its ids and seed, `prompt_ids` and `response_ids` (lists of int32),
+`rollout_log_probs` (list of float32), `stop_reason`, `weight_version` (list of `first_token`, `version`; one item
+unless weights changed meanwhile), `score`, `reason`, and `reward` (JSON of the parts from the reward function).
+
+Responses of several turns add three columns. `sampled` (list of bool) is false for context, whose log-probs have no
+meaning. `turns` is a list of `first_token`, `stop_reason`, `calls`, `seconds`, `reward` (mrl.data.samples.Turn).
+`calls` is a list of `name`, `reason`, `seconds` over all turns (mrl.data.samples.TurnCall). Responses of several
+branches add `branches`, a list of `first_token`, `prompt_tokens`.
+
+Older runs have `step-N.jsonl`, which `read_samples` reads too.
 """
 
 import re
@@ -28,12 +30,12 @@ from mrl.plain_files import LINES_BYTES, parse_json, read_text
 from mrl.record.run_dir import json_line, step_of
 from mrl.whole_file import appears_whole
 
-# what reading a file raises that is not what it should be
+# what reading a damaged file raises
 DAMAGED = (OSError, pa.ArrowException, ValueError, LookupError, TypeError, AttributeError, OverflowError)
-RewardParts = Mapping[str, Any]  # `score`, `reason` and whatever else the reward function returned
+RewardParts = Mapping[str, Any]  # `score`, `reason` and anything else that the reward function returned
 OWN_COLUMNS = ("score", "reason")  # parts that every reward has
 DIFFERENCES = ".log_probs.parquet"
-ROWS_AT_ONCE = 64  # of a row group: what a reader has to decompress for one response
+ROWS_AT_ONCE = 64  # of a row group, which a reader decompresses for one response
 
 
 def write_samples(
@@ -44,10 +46,10 @@ def write_samples(
     turns: bool = False,
     branches: bool = False,
 ) -> Path:
-    """Writes `folder/step-N.parquet`, which appears whole or not at all; `rewards` are of all rows of all pieces, in
-    order. `turns`, `branches`: with their columns; those of branches go with those of turns.
+    """Writes `folder/step-N.parquet`, which appears completely or not at all.
 
-    Routes are left out: they are hundreds of bytes a token, and an engine of that weight version would give them again.
+    `rewards` belong to all rows of all pieces, in order. `turns` and `branches` add their columns; branches need turns.
+    Routes are left out. They take hundreds of bytes a token, and an engine of that weight version would reproduce them.
     """
     table = _table
     if turns:
@@ -66,7 +68,7 @@ def _tables(
 
 
 def _write_whole(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> Path:
-    """The file, once all of it is on the disk; nothing of one that fails stays."""
+    """Returns the path once the whole file is on disk. A failed write leaves no file."""
     with appears_whole(path) as work, pq.ParquetWriter(work, schema, compression="zstd") as file:
         for table in tables:
             file.write_table(table, row_group_size=ROWS_AT_ONCE)
@@ -76,8 +78,8 @@ def _write_whole(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> P
 def write_differences(
     folder: Path, step: int, sample_id: np.ndarray, lengths: np.ndarray, differences: np.ndarray
 ) -> Path:
-    """Writes `folder/step-N.log_probs.parquet`: by response, how far the trainer's log-prob of each token is from
-    generation's, float16.
+    """Writes `folder/step-N.log_probs.parquet`: the trainer's log-probs of tokens minus those of generation, as
+    float16.
 
     `sample_id`, `lengths`: [rows]; `differences`: [response tokens], rows end to end.
     """
@@ -87,16 +89,17 @@ def write_differences(
 
 
 def steps_with_responses(folder: Path) -> list[int]:
-    """Steps that have a file of responses, ascending. One may have that of its log-probs alone: its other file failed,
-    or is not there yet.
+    """Returns the steps with a file of responses, ascending.
+
+    A step may have its file of log-probs alone, because the other one failed or is not written yet.
     """
     names = (re.fullmatch(r"step-(\d+)\.(parquet|jsonl)", file.name) for file in folder.glob("step-*.*"))
     return sorted({int(name[1]) for name in names if name})
 
 
 def keep_within(folder: Path, max_bytes: float) -> list[int]:
-    """Removes files of the oldest steps, never of the newest, until those left have `max_bytes` at most;
-    their steps.
+    """Removes files of the oldest steps until at most `max_bytes` remain, but never the newest step. Returns removed
+    steps.
     """
     sizes: dict[int, int] = {}
     for file in folder.glob("step-*.*"):
@@ -114,10 +117,10 @@ def keep_within(folder: Path, max_bytes: float) -> list[int]:
 
 
 def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The responses of a step in order, each with the names above and `reward` as a dictionary with score and reason
-    among its parts.
+    """Returns the responses of a step in order, each with the columns above. `reward` is a dictionary with all its
+    parts.
 
-    `weight_version` is the one that a response was begun with. Raises FileNotFoundError.
+    `weight_version` is the one with which a response began. Raises FileNotFoundError.
     """
     file = StepFile(folder, step)
     return file.read(np.arange(len(file.scores)))
@@ -125,7 +128,7 @@ def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def readable(folder: Path, step: int) -> Iterator[None]:
-    """Turns whatever is wrong with the samples of a step into one DataError.
+    """Turns any error in the samples of a step into one DataError.
 
     A step without samples stays FileNotFoundError.
     """
@@ -134,15 +137,15 @@ def readable(folder: Path, step: int) -> Iterator[None]:
     except (FileNotFoundError, MrlError):
         raise
     except DAMAGED as error:
-        said = f"{type(error).__name__}: {error}"
-        raise DataError(f"{folder}: the samples of step {step} cannot be read ({said})") from error
+        problem = f"{type(error).__name__}: {error}"
+        raise DataError(f"{folder}: the samples of step {step} cannot be read ({problem})") from error
 
 
 class StepFile:
-    """The responses of a step on the disk; only what is asked for is read of a file of columns."""
+    """The responses of a step on disk. Of a file of columns, only the requested part is read."""
 
     def __init__(self, folder: Path, step: int):
-        """Raises FileNotFoundError where the step has no file."""
+        """Raises FileNotFoundError if the step has no file."""
         self.step = step
         self._path = folder / f"step-{step}.parquet"
         self._differences = folder / f"step-{step}{DIFFERENCES}"
@@ -153,14 +156,14 @@ class StepFile:
 
     @cached_property
     def scores(self) -> np.ndarray:
-        """float64 [rows]."""
+        """Score of each response, float64 [rows]."""
         if self._lines is not None:
             return np.array([float(line["reward"]["score"]) for line in self._lines])
         return self._numbers["score"].to_numpy()
 
     @cached_property
     def prompt_ids(self) -> np.ndarray:
-        """int64 [rows]: the prompt that each response answers."""
+        """Prompt of each response, int64 [rows]."""
         if self._lines is not None:
             return np.array([line["prompt_id"] for line in self._lines], np.int64)
         return self._numbers["prompt_id"].to_numpy()
@@ -171,24 +174,26 @@ class StepFile:
 
     @cached_property
     def _is_judged(self) -> np.ndarray:
-        """bool [rows]: false where the environment failed, and the score is none."""
+        """Tells which rows have a score, bool [rows]. False where the environment failed."""
         if self._lines is not None:
             return np.array([line["reward"].get("reason") not in UNJUDGED for line in self._lines], bool)
         return np.array([reason not in UNJUDGED for reason in self._numbers["reason"].to_pylist()], bool)
 
     def worst(self, count: int) -> np.ndarray:
-        """int64: judged rows with the lowest scores, lowest first, in the order of the file where they are alike."""
+        """Returns the rows with the lowest scores, lowest first, int64. Equal scores keep the order of the file."""
         order = np.argsort(self.scores, kind="stable")
         return order[self._is_judged[order]][:count]
 
     def read(self, rows: np.ndarray) -> list[dict[str, Any]]:
-        """The given rows, in that order; see read_samples."""
+        """Returns the given rows, in that order and in the form of `read_samples`."""
         if self._lines is not None:
             return [self._lines[row] for row in rows.tolist()]
         return [_row(row) for row in rows_of(self._path, rows)]
 
     def differences(self, sample_ids: Sequence[int]) -> list[list[float] | None]:
-        """How far the trainer's log-prob of each token of these responses is from generation's; None: not kept."""
+        """Returns the trainer's log-prob minus generation's for each token of these responses; None where it was not
+        kept.
+        """
         if not self._differences.exists():
             return [None] * len(sample_ids)
         kept = pq.read_table(self._differences, columns=["sample_id"])["sample_id"].to_numpy()
@@ -200,7 +205,7 @@ class StepFile:
 
 
 def rows_of(path: Path, rows: np.ndarray) -> list[dict[str, Any]]:
-    """Rows of a file of columns, in the given order, read from the groups of rows that they are in; `rows`: int64."""
+    """Returns rows of a file of columns in the given order, reading only their row groups. `rows`: int64."""
     if not len(rows):
         return []
     with pq.ParquetFile(path) as file:
@@ -225,7 +230,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
-    """Lists are the flat columns and where rows end: no number is copied one by one."""
+    """Builds lists from the flat columns and the ends of rows. No number is copied by itself."""
     of_prompts = np.repeat(
         np.tile([True, False], len(samples)), _alternating(samples.prompt_lengths, samples.response_lengths)
     )
@@ -244,7 +249,7 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
             "prompt_ids": _lists(pa.array(samples.token_ids[of_prompts]), samples.prompt_lengths),
             "response_ids": _lists(pa.array(samples.token_ids[~of_prompts]), samples.response_lengths),
             "rollout_log_probs": _lists(pa.array(samples.rollout_log_probs), samples.response_lengths),
-            "stop_reason": _in_words(samples.stop_reason),
+            "stop_reason": _as_words(samples.stop_reason),
             "weight_version": _lists(spans, samples.span_counts),
             **own_columns,
             "reward": pa.array(others, pa.string()),
@@ -253,7 +258,7 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
 
 
 def _without_own_columns(parts: RewardParts) -> str:
-    """The parts of a reward that have no column of their own, as a line of JSON."""
+    """Returns the parts of a reward without a column of their own, as a line of JSON."""
     return json_line({name: part for name, part in parts.items() if name not in OWN_COLUMNS}).rstrip()
 
 
@@ -264,14 +269,14 @@ def _table_of_turns(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Tabl
     samples = with_turns(samples)
     turns = {
         "first_token": pa.array(samples.turn_starts),
-        "stop_reason": _in_words(samples.turn_stops),
+        "stop_reason": _as_words(samples.turn_stops),
         "calls": pa.array(samples.turn_calls),
         "seconds": pa.array(samples.turn_seconds),
         "reward": pa.array(samples.turn_rewards),
     }
     calls = {
         "name": pa.array([name.decode() for name in samples.call_names.tolist()], pa.string()),
-        "reason": _in_words(samples.call_reasons, CALL_REASONS),
+        "reason": _as_words(samples.call_reasons, CALL_REASONS),
         "seconds": pa.array(samples.call_seconds),
     }
     table = _table(samples, rewards)
@@ -291,7 +296,7 @@ def _structs(columns: Mapping[str, pa.Array], counts: np.ndarray) -> pa.Array:
     return _lists(pa.StructArray.from_arrays(list(columns.values()), list(columns)), counts)
 
 
-def _in_words(reasons: np.ndarray, words: Sequence[str] = STOP_REASONS) -> pa.Array:
+def _as_words(reasons: np.ndarray, words: Sequence[str] = STOP_REASONS) -> pa.Array:
     return pa.DictionaryArray.from_arrays(pa.array(reasons, pa.int8()), list(words)).dictionary_decode()
 
 

@@ -1,8 +1,8 @@
-"""Responses of a step that people are shown, and the trainer's log-probs of them beside generation's.
+"""Responses of a step that are shown to people, with the trainer's log-probs beside those of generation.
 
-`shown_rows.json` in the run directory is of the newest step alone: `step`, and `log_probs` by `sample_id`, the
-trainer's under the weights that generated, LONGEST tokens at most. What engines gave the same tokens
-stands in `samples/`.
+`shown_rows.json` in the run directory holds the newest step alone: `step`, and `log_probs` by `sample_id`. They come
+from the trainer, with the weights that generated the tokens; at most LONGEST are kept. Log-probs of engines are in
+`samples/`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ LONGEST = 1500  # tokens of a response
 
 @dataclass(frozen=True)
 class ShownRows:
-    """The trainer's log-probs by `sample_id` of a step's samples."""
+    """The trainer's log-probs of a step's samples, by `sample_id`."""
 
     step: int
     log_probs: dict[int, list[float | None]]
@@ -33,10 +33,10 @@ def extreme_rows(
     reasons: Sequence[str | None],
     gaps: Sequence[float] | None = None,
 ) -> dict[str, list[int]]:
-    """Rows by kind, EACH at most, none in two: `best` and `worst` of the scores, and `changed`: the largest of `gaps`.
+    """Returns rows by kind, at most EACH, none in two kinds: `best` and `worst` scores, and the largest `gaps`
+    (`changed`).
 
-    They are of different prompts as long as there are any left. None is one whose environment failed, which has no
-    score.
+    They have different prompts as far as possible. Rows whose environment failed have no score and are left out.
     """
     judged = [row for row, reason in enumerate(reasons) if reason not in UNJUDGED]
     order = sorted(judged, key=lambda row: scores[row])
@@ -50,14 +50,14 @@ def extreme_rows(
 
 
 def _of_different(order: Sequence[int], prompts: Sequence[int]) -> list[int]:
-    """The first EACH rows, those of a prompt that is there already after all others."""
+    """Returns the first EACH rows. Rows of a prompt that is already included come after all others."""
     seen: set[int] = set()
     first = [row for row in order if not (prompts[row] in seen or seen.add(prompts[row]))]
     return [*first, *(row for row in order if row not in first[:EACH])][:EACH]
 
 
 def write_shown_rows(folder: Path, step: int, log_probs: Mapping[int, np.ndarray]) -> None:
-    """Replaces the file of the step before."""
+    """Writes the file, which replaces that of the step before."""
     values = {}
     for row, of_tokens in log_probs.items():
         values[str(row)] = [round(float(value), 7) for value in of_tokens[:LONGEST]]
@@ -65,7 +65,7 @@ def write_shown_rows(folder: Path, step: int, log_probs: Mapping[int, np.ndarray
 
 
 def read_shown_rows(folder: Path) -> ShownRows | None:
-    """Reads the file; None where none can be read, as in a run that takes its log-probs from the update."""
+    """Reads the file; None if it cannot be read, as in a run that takes its log-probs from the update."""
     try:
         row = read_json(folder / SHOWN_ROWS)
         return ShownRows(int(row["step"]), {int(number): list(values) for number, values in row["log_probs"].items()})

@@ -1,4 +1,4 @@
-"""Where a step's metrics go. JSONL is the record and always on; the others are views, and none can stop training."""
+"""Where a step's metrics go. JSONL is the record and always on. The others are views and cannot stop training."""
 
 import importlib.util
 import os
@@ -14,9 +14,9 @@ from mrl.record.views import Metrics, Rows, View, ViewThread
 
 
 class JsonlSink:
-    """One object a step, on disk when `write` returns.
+    """Writes one object for each step, which is on disk when `write` returns.
 
-    Keys keep the order in which they come, `training/global_step` first. `check`: raises where nothing may be written.
+    Keys keep their order, `training/global_step` first. `check` raises where nothing may be written.
     """
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
@@ -30,7 +30,7 @@ class JsonlSink:
             raise EnvironmentFault(f"{path} cannot be opened for new lines ({error.strerror})") from error
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Appends the step's line, durably. Raises EnvironmentFault where the disk does not take it."""
+        """Appends the step's line durably. Raises EnvironmentFault if the disk refuses."""
         self._check()
         try:
             self._file.write(json_line({"training/global_step": step} | dict(metrics)))
@@ -38,24 +38,24 @@ class JsonlSink:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise EnvironmentFault(
-                f"{self._path}: the line of step {step} cannot be written ({error.strerror}), and a run without record "
-                "does not go on. Make room and pass --resume"
+                f"{self._path}: the line of step {step} cannot be written ({error.strerror}); without a "
+                "record a run must not continue. Free disk space and pass --resume"
             ) from error
 
     def close(self) -> None:
-        """Closes the file; what the disk refused was said."""
+        """Closes the file. Errors of the disk were reported before."""
         with suppress(OSError):
             self._file.close()
 
 
 class Record:
-    """All sinks of a run.
+    """All destinations of a run's metrics.
 
-    The JSONL line is written first and its errors are raised: a run whose record cannot be written must not go on.
+    The JSONL line is written first. Its errors are raised, because a run without a record must not go on.
 
-    A view has a thread of its own. A view that raises, or is busy with one call for more than `timeout_s` seconds, is
-    logged once. It is left out from then on, and training continues. Training never waits for a view, except for as
-    long again when the run ends.
+    A view has its own thread. A view that raises, or spends more than `timeout_s` seconds on one call, is logged once
+    and then left out. Training continues. It only waits for views at the end of the run, at most for `timeout_s`
+    seconds.
     """
 
     def __init__(self, jsonl: JsonlSink, views: Mapping[str, View], timeout_s: float = 60.0) -> None:
@@ -64,21 +64,21 @@ class Record:
         self._views = [ViewThread(name, view, timeout_s) for name, view in views.items()]
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Writes the line; the views follow."""
+        """Writes the line. The views follow in their own threads."""
         self._jsonl.write(step, metrics)
-        kept = dict(metrics)  # the caller may change its own meanwhile
+        kept = dict(metrics)  # the caller may change its own mapping meanwhile
         self._call(lambda view: view.write(step, kept))
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """`done` of `total` parts of a phase, for the views; dropped while they are busy."""
+        """Tells the views that `done` of `total` parts of a phase are finished. Dropped for views that are busy."""
         self._call(lambda view: view.progress(phase, done, total), droppable=True)
 
     def generations(self, step: int, rows: Rows) -> None:
-        """A few validation responses, for the views that show text."""
+        """Gives a few validation responses to the views that show text."""
         self._call(lambda view: view.generations(step, rows))
 
     def close(self) -> None:
-        """Waits for the views to finish, `timeout_s` seconds for all of them together."""
+        """Waits for the views to finish, for `timeout_s` seconds in total."""
         views = [view for view in self._views if view.alive]
         for view in views:
             view.ask_to_close()
@@ -106,12 +106,12 @@ VIEWS: dict[str, Callable[[RunDir, int, RunInfo], View]] = {
     "mlflow": lambda run_dir, total_steps, info: MlflowSink(run_dir.path, info, os.environ.get("MLFLOW_TRACKING_URI")),
     "swanlab": lambda run_dir, total_steps, info: SwanlabSink(run_dir.path, info),
 }
-HOSTED = ("wandb", "mlflow", "swanlab")  # extras of the same name, and packages
+HOSTED = ("wandb", "mlflow", "swanlab")  # extras of the installation, and packages, of the same name
 
 
 def check_packages(names: Sequence[str]) -> None:
-    """Raises ConfigError for a view whose package is not installed; imports none,
-    so it can be asked before a run starts anything.
+    """Raises ConfigError for a view whose package is not installed. Imports nothing, so it can run before anything
+    starts.
     """
     for name in names:
         if name in HOSTED and importlib.util.find_spec(name) is None:
@@ -122,7 +122,7 @@ def _missing(view: str, package: str | None) -> str:
     cure = "install it"
     if view in HOSTED:
         cure = f"pip install 'mrl[{view}]'"
-    return f"trainer.logger: {view} needs the package {package}; {cure}, or take {view} off the list"
+    return f"trainer.logger: {view} needs the package {package}; {cure}, or remove {view} from the list"
 
 
 def make_sinks(
@@ -132,17 +132,15 @@ def make_sinks(
     info: RunInfo | None = None,
     more: Mapping[str, View] | None = None,
 ) -> Record:
-    """The record of a run with the views that `trainer.logger` names; `jsonl` may be named and is on anyhow.
+    """Makes the record of a run with the views that `trainer.logger` names. `jsonl` is always on and may be named.
 
-    `more`: ready ones.
-
-    Raises ConfigError for an unknown name, or a view whose package is missing or broken. Raises EnvironmentFault where
-    the disk or the network refuses a view.
+    `more` are further views. Raises ConfigError for an unknown name, or a view whose package is missing or broken.
+    Raises EnvironmentFault if the disk or the network refuses a view.
     """
     info = info or RunInfo()
     for name in names:
         if name not in VIEWS and name != "jsonl":
-            raise ConfigError(f"trainer.logger: {name!r} is no logger; allowed: {', '.join(['jsonl', *VIEWS])}")
+            raise ConfigError(f"trainer.logger: {name!r} is not a logger; allowed: {', '.join(['jsonl', *VIEWS])}")
     views = {name: _view(name, run_dir, total_steps, info) for name in dict.fromkeys(names) if name != "jsonl"}
     return Record(JsonlSink(run_dir.metrics, run_dir.check_lock), {**views, **(more or {})}, info.timeout_s)
 
@@ -153,9 +151,9 @@ def _view(name: str, run_dir: RunDir, total_steps: int, info: RunInfo) -> View:
     except ImportError as error:
         raise ConfigError(_missing(name, error.name)) from error
     except Exception as error:
-        # a broken installation raises anything, and a run should not begin without what it was asked for
+        # a broken installation can raise anything, and a run should not begin without what was requested
         fault = EnvironmentFault if isinstance(error, OSError) else ConfigError
         what = f"{type(error).__name__}: {error}"
         raise fault(
-            f"trainer.logger: {name} cannot be started ({what}); mend it, or take {name} off the list"
+            f"trainer.logger: {name} cannot be started ({what}); repair it, or remove {name} from the list"
         ) from error

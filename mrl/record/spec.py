@@ -1,6 +1,6 @@
-"""What a metric is, and the table of all that a run may write: metrics.yaml. Torch-free, for code and docs.
+"""The table of all metrics that a run may write: metrics.yaml. Loads without torch, for code and docs.
 
-Names are verl's where verl has the same metric, so that dashboards carry over; those under `reshard/` and `router/` are
+Names are verl's where verl has the same metric, so that dashboards carry over. Names under `reshard/` and `router/` are
 mrl's own. A `*` in a name stands for any text without an empty part: `val-core/*/mean@*`.
 """
 
@@ -17,10 +17,11 @@ TABLE = Path(__file__).with_name("metrics.yaml")
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One metric, or one family of metrics with the same meaning; `reading`: what its values say, where that is known.
+    """One metric, or one family of metrics with the same meaning. `reading` explains its values, where that is known.
 
-    `kind` says how parts from micro-batches and ranks become one number. Mean parts are (sum of value x weight, sum of
-    weight), all others (value, 1). `last` takes the last part: what every rank knows alike, such as the learning rate.
+    `kind` says how parts of micro-batches and ranks become one number. Parts of a mean are (sum of value x weight, sum
+    of weight), all others (value, 1). `last` takes the last part, for values that all ranks share, such as the learning
+    rate.
     """
 
     name: str
@@ -30,7 +31,7 @@ class MetricSpec:
     reading: str = ""
 
 
-# standard deviation <- (first moment, second moment): parts of a deviation do not add up, those of its moments do
+# standard deviation <- (first moment, second moment): deviations cannot be added, but their moments can
 DEVIATIONS: dict[str, tuple[str, str]] = {
     "actor/log_seq_ratio_std": ("actor/log_seq_ratio_mean", "actor/log_seq_ratio_square_mean")
 }
@@ -38,10 +39,10 @@ DEVIATIONS: dict[str, tuple[str, str]] = {
 
 @functools.cache
 def all_metrics() -> tuple[MetricSpec, ...]:
-    """The rows of the table, in its order; read when they are first asked for."""
-    import yaml  # not at the top: ranks and engines import this module and never read the table
+    """Returns the rows of the table in its order. The file is read on the first call."""
+    import yaml  # not at the top: ranks and engines import this module but never read the table
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, ten times as fast
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's loader is ten times as fast
     rows = loader(TABLE.read_text(encoding="utf-8")).get_single_data()
     specs = []
     family = ""
@@ -60,7 +61,7 @@ def all_metrics() -> tuple[MetricSpec, ...]:
 
 @functools.cache
 def metric_spec(name: str) -> MetricSpec:
-    """The entry that governs `name`: an exact one, else the first pattern that fits.
+    """Returns the entry for `name`: an exact one, else the first matching pattern.
 
     Raises KeyError with the nearest names.
     """

@@ -1,11 +1,13 @@
-"""Numbers of a validation under verl's names: mean@n, best@k, worst@k, maj@k of each quantity, by data source. numpy.
+"""Scores of a validation under verl's names: mean@n, best@k, worst@k, maj@k of each quantity, by data source. numpy
+only.
 
-A prompt has n responses; best@k is what the best of k of them is worth. verl estimates it with 1000 bootstrap draws of
-k with replacement; here it is the exact expectation of that draw (Efron's ideal bootstrap), so it has no noise of its
-own. A majority has no such form and is drawn, 1000 times, seed 42, as in verl. `/ci95_low` and `/ci95_high` are the 95
-% interval over prompts, whose responses are not independent; they are left out for a single prompt. Of what is 0 or 1
-in every response it is Wilson's, which stays within 0 and 1 and has a width where all are right; of anything else the
-percentile bootstrap's.
+A prompt has n responses, and best@k is the value of the best of k of them. verl estimates it with 1000 bootstrap draws
+of k with replacement. Here it is the exact expectation of that draw (Efron's ideal bootstrap), without sampling noise.
+A majority has no such formula and is drawn 1000 times with seed 42, as in verl.
+
+`/ci95_low` and `/ci95_high` are the 95 % interval over prompts, because responses to a prompt are not independent. They
+are left out for a single prompt. Quantities of only 0 and 1 get Wilson's interval. It stays within 0 and 1 and has a
+width even if all are right. Other quantities get the percentile bootstrap's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +20,13 @@ SEED = 42
 REWARD = "reward"
 ACC = "acc"
 PRED = "pred"
-Z95 = 1.959964  # of the normal distribution, 95 % lie within so many standard deviations
+Z95 = 1.959964  # 95 % of a normal distribution are within so many standard deviations
 
 
 @dataclass(frozen=True)
 class Answers:
-    """All responses to one prompt: quantities by name, [n] each, and what each response answered, for majorities,
-    where it is known.
+    """All responses to one prompt: quantities by name, [n] each, and each response's answer for majorities, where
+    known.
     """
 
     data_source: str
@@ -33,7 +35,7 @@ class Answers:
 
 
 def subset_sizes(n: int) -> list[int]:
-    """2, 4, 8, ... below n, and n: the k of best@k. None for a single response."""
+    """Returns the k of best@k: 2, 4, 8, ... below n, and n. Empty for a single response."""
     sizes = [2**i for i in range(1, n.bit_length()) if 2**i < n]
     if n > 1:
         return [*sizes, n]
@@ -41,9 +43,9 @@ def subset_sizes(n: int) -> list[int]:
 
 
 def extreme_of(values: np.ndarray, k: int, best: bool = True) -> tuple[float, float]:
-    """(mean, standard deviation) of the largest, or smallest, of k draws with replacement from `values`, [n].
+    """Returns (mean, standard deviation) of the largest or smallest of k draws with replacement from `values`, [n].
 
-    The largest is at most the i-th smallest value with chance (i/n)^k (order statistics of the empirical distribution).
+    The largest is at most the i-th smallest value with probability (i/n)^k (order statistics).
     """
     ordered = np.sort(np.asarray(values, np.float64)) if best else -np.sort(-np.asarray(values, np.float64))
     chance = np.diff((np.arange(len(ordered) + 1) / len(ordered)) ** k)
@@ -52,22 +54,22 @@ def extreme_of(values: np.ndarray, k: int, best: bool = True) -> tuple[float, fl
 
 
 def majority_of(values: np.ndarray, preds: Sequence[str], k: int) -> tuple[float, float]:
-    """(mean, standard deviation) of the value of the most frequent answer among k draws with replacement.
+    """Returns (mean, standard deviation) of the value of the most frequent answer among k draws with replacement.
 
-    Among equally frequent answers the one drawn first wins, and its first drawn value counts, as in verl.
+    Among equally frequent answers the first drawn wins, and its first drawn value counts, as in verl.
     """
     _, codes = np.unique(np.asarray(preds, dtype=object).astype(str), return_inverse=True)
     words = np.random.PCG64(np.random.SeedSequence(SEED)).random_raw(DRAWS * k)
     drawn = (words % np.uint64(len(codes))).astype(np.int64).reshape(DRAWS, k)
     chosen = codes[drawn]
     same = chosen[:, :, None] == chosen[:, None, :]  # [draws, k, k]
-    first = np.argmax(same.sum(2), axis=1)  # the first position whose answer is as frequent as any
+    first = np.argmax(same.sum(2), axis=1)  # the first position with a most frequent answer
     winner_values = np.asarray(values, np.float64)[drawn[np.arange(DRAWS), first]]
     return float(winner_values.mean()), float(winner_values.std())
 
 
 def prompt_metrics(answers: Answers) -> dict[str, dict[str, float]]:
-    """{quantity: {"mean@n": ..., "best@k/mean": ...}} of one prompt."""
+    """Returns {quantity: {"mean@n": ..., "best@k/mean": ...}} of one prompt."""
     by_quantity: dict[str, dict[str, float]] = {}
     for name, given in answers.values.items():
         values = np.asarray(given, np.float64)
@@ -85,10 +87,10 @@ def prompt_metrics(answers: Answers) -> dict[str, dict[str, float]]:
 
 
 def validation_metrics(answers: Sequence[Answers]) -> dict[str, float]:
-    """`val-core/SOURCE/QUANTITY/METRIC` and `val-aux/...` over all prompts.
+    """Returns `val-core/SOURCE/QUANTITY/METRIC` and `val-aux/...` over all prompts.
 
-    Core are, as in verl, mean, maj and best at the full n, of `acc` where the reward gives one, else of `reward`.
-    Everything else is auxiliary. A quantity that only some responses have is left out.
+    Core metrics are, as in verl, mean, maj and best at the full n. They use `acc` if the reward gives it, else
+    `reward`. All others are auxiliary. A quantity that only some responses have is left out.
     """
     metrics: dict[str, float] = {}
     for source in sorted({a.data_source for a in answers}):
@@ -104,13 +106,11 @@ def validation_metrics(answers: Sequence[Answers]) -> dict[str, float]:
 
 
 def wilson95(values: np.ndarray, responses: int) -> tuple[float, float]:
-    """The 95 % interval of the mean of `values`, [prompts], each made of `responses` zeros and ones.
+    """Returns the 95 % interval of the mean of `values`, [prompts], each the mean of `responses` zeros and ones.
 
-    With one response a prompt it is Wilson's (1927, eq. 5).
-
-    With several, as many independent answers are put in its place as would vary as the prompts do (Korn and Graubard
-    1998):
-    at least one a prompt, at most all responses. Where all are alike nothing tells how many: one a prompt.
+    With one response to a prompt it is Wilson's (1927, eq. 5). With several, it uses the number of independent answers
+    that would vary equally (Korn and Graubard 1998): at least one for a prompt, at most all responses. If all values
+    are equal, that number is unknown, and one for a prompt is used.
     """
     count = len(values)
     mean = float(values.mean())
@@ -123,7 +123,9 @@ def wilson95(values: np.ndarray, responses: int) -> tuple[float, float]:
 
 
 def bootstrap95(values: np.ndarray) -> tuple[float, float]:
-    """The 2.5 % and 97.5 % quantiles of the mean of `values`, [prompts], over draws of the prompts with replacement."""
+    """Returns the 2.5 % and 97.5 % quantiles of the mean of `values`, [prompts], over draws of prompts with
+    replacement.
+    """
     words = np.random.PCG64(np.random.SeedSequence(SEED)).random_raw(DRAWS * len(values))
     drawn = (words % np.uint64(len(values))).astype(np.int64).reshape(DRAWS, len(values))
     low, high = np.quantile(values[drawn].mean(1), (0.025, 0.975))
@@ -153,6 +155,6 @@ def _at(name: str) -> int:
 
 
 def evenly_spread(count: int, limit: int) -> list[int]:
-    """Indices of at most `limit` of `count` responses, the same at every validation: those that people are shown."""
+    """Returns at most `limit` of `count` indices, the same at every validation, for the responses shown to people."""
     limit = min(count, limit)
     return [i * count // limit for i in range(limit)]

@@ -1,4 +1,7 @@
-"""Views of metrics, each in its own thread: one that raises or hangs is left out, and training never waits for it."""
+"""Views of metrics, each in its own thread.
+
+A view that raises or hangs is left out, and training never waits for it.
+"""
 
 import logging
 import queue
@@ -14,31 +17,31 @@ Rows = Sequence[Mapping[str, Any]]  # validation responses: `input`, `output`, `
 
 
 class View:
-    """What shows metrics somewhere. All methods of one view are called from one thread; any of them may raise."""
+    """Shows metrics somewhere. All methods of one view are called from one thread, and each may raise."""
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Shows the metrics of a finished step."""
         raise TypeError(f"{type(self).__name__} shows no metrics")
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Called often while a long phase goes on; shown where somebody looks, so by default not at all."""
+        """Shows the progress of a long phase. Called often; by default it does nothing."""
 
     def generations(self, step: int, rows: Rows) -> None:
-        """Shows a few validation responses; by default not at all."""
+        """Shows a few validation responses; by default it does nothing."""
 
     def close(self) -> None:
-        """Finishes; the view is not used any more."""
+        """Finishes. The view is not used afterwards."""
 
 
 class ViewThread:
-    """Runs one view's calls in order, in a daemon thread. What the view does to itself stays there."""
+    """Runs one view's calls in order in a daemon thread, which contains all errors of the view."""
 
     def __init__(self, name: str, view: View, timeout_s: float) -> None:
         self.name = name
         self._view = view
         self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[Callable[[View], None] | None] = queue.SimpleQueue()
-        self._since: float | None = None  # when the call under way began
+        self._since: float | None = None  # when the current call began
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._left_out = False
@@ -46,9 +49,9 @@ class ViewThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the view still gets calls.
+        """Tells whether the view still gets calls.
 
-        One that has been busy with a single call for too long is given up here.
+        A view that has spent too long on a single call is given up here.
         """
         since = self._since
         if since is not None and time.monotonic() - since > self._timeout_s:
@@ -56,21 +59,22 @@ class ViewThread:
         return not self._left_out
 
     def call(self, job: Callable[[View], None], droppable: bool = False) -> None:
-        """Has the view do `job` when it comes to it.
+        """Queues `job` for the view.
 
-        A job that may be dropped is dropped while another is under way or waits.
+        A droppable job is dropped while another one runs or waits.
         """
         if not (droppable and (self._since is not None or not self._jobs.empty())):
             self._jobs.put(job)
 
     def ask_to_close(self) -> None:
-        """The view closes once it has done what waits."""
+        """Lets the view close after its waiting jobs."""
         self._jobs.put(lambda view: view.close())
         self._jobs.put(None)
 
     def wait_closed(self, deadline: float) -> None:
-        """Waits until the view has closed, or was left out, or the deadline (of time.monotonic) passes,
-        when it is left to itself.
+        """Waits until the view has closed, was left out, or the deadline (of time.monotonic) passes.
+
+        After the deadline the view is abandoned.
         """
         while not self._ended.wait(min(0.2, max(deadline - time.monotonic(), 0.0))):
             if not self.alive:
@@ -83,7 +87,7 @@ class ViewThread:
             self._since = time.monotonic()
             try:
                 job(self._view)
-            except BaseException as error:  # SystemExit too: a service's client must not decide over the run
+            except BaseException as error:  # SystemExit too: a service's client must not end the run
                 self._leave_out(f"failed: {type(error).__name__}: {error}", error)
             self._since = None
         self._ended.set()
@@ -94,7 +98,7 @@ class ViewThread:
             self._left_out = True
         if first:
             log.error(
-                "trainer.logger: %s %s; it is left out from now on, metrics.jsonl goes on",
+                "trainer.logger: %s %s; it is left out from now on; metrics.jsonl continues",
                 self.name,
                 reason,
                 exc_info=error,

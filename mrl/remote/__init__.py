@@ -1,4 +1,4 @@
-"""What every caller of Ray's processes needs: deadlines, names of who is lost, their logs.
+"""What every caller of Ray's processes needs: deadlines, names of lost processes, their logs.
 
-`gather` (calls.py) waits for answers and names who failed.
+`gather` (calls.py) waits for answers and names the process that failed.
 """

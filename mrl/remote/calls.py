@@ -1,4 +1,4 @@
-"""Asking Ray actors and waiting for answers: every wait has a deadline and names who did not answer."""
+"""Calls Ray actors and waits for answers. Every wait has a deadline and names those that did not answer."""
 
 import errno
 import re
@@ -29,15 +29,15 @@ _STORE_FULL = (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullErro
 
 
 class Late(LostProcess):
-    """A process that did not answer in time; none died."""
+    """A process did not answer in time, but no process died."""
 
 
 class LostPeer(Interrupted):
-    """A rank's connection to another one broke; who died, only Ray can say."""
+    """A rank's connection to another one broke. Only Ray knows which process died."""
 
 
 def ask(worker: ray.actor.ActorHandle, verbs: Container[str], method: str, *arguments: Any) -> ray.ObjectRef:
-    """Calls a method of a worker, or hands one of `verbs` to its `do`; an answer to come."""
+    """Calls a method of a worker, or passes one of `verbs` to its `do`. Returns a reference to the answer."""
     if method in verbs:
         return worker.do.remote(method, *arguments)
     return getattr(worker, method).remote(*arguments)
@@ -46,12 +46,11 @@ def ask(worker: ray.actor.ActorHandle, verbs: Container[str], method: str, *argu
 def gather(
     refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: Callable[[], None] = lambda: None
 ) -> dict:
-    """Answers by the same names.
+    """Waits for all answers and returns them under the same names.
 
-    The first failure ends the wait at once, since the other ranks may hang in a collective.
-
-    `poll` is called about twice a second and may raise, which is how a signal ends a long phase.
-    Raises Interrupted for a lost process or a missed deadline, and re-raises errors that are the user's to mend.
+    The first failure ends the wait at once, because the other ranks may hang in a collective. `poll` is called about
+    twice a second and may raise, so that a signal ends a long phase. Raises Interrupted for a lost process or a missed
+    deadline. Errors that the user can solve are raised again.
     """
     answers = {}
     for name, others in _finished(refs, timeout_s, phase, poll):
@@ -63,12 +62,12 @@ def gather(
 
 
 def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict:
-    """Answers by the same names once all are there. A call that failed answers with its error.
+    """Waits for all calls and returns their answers under the same names. A failed call answers with its error.
 
-    The error says whose it is, all of the cause, and where the log lies: both sides of a broken connection are heard.
+    The error names the process, the whole cause and the log, so both sides of a broken connection are reported.
 
-    Raises what cannot be tried again: Interrupted for a lost process or a missed deadline, and errors that are the
-    user's to mend.
+    Raises what cannot be retried: Interrupted for a lost process or a missed deadline, and errors that the user can
+    solve.
     """
     answers = {}
     for name, _ in _finished(refs, timeout_s, phase):
@@ -80,10 +79,10 @@ def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict
 
 
 def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict:
-    """Gathers answers, and raises a failure only when everybody has answered.
+    """Waits for all answers, and raises a failure only after all have answered.
 
-    It is for calls that wait for nobody and hold a resource. Raises Late for those that have not answered in time; they
-    may still be at it.
+    Use it for calls that do not wait for each other and that hold a resource. Raises Late for those that have not
+    answered in time; they may still be working.
     """
     answers = {}
     failures = []
@@ -93,17 +92,17 @@ def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> 
         except (MrlError, ray.exceptions.RayTaskError) as error:
             failures.append(error)
     if failures:
-        # a lost process or a defect ends the run, a full disk does not: what is worst is told
+        # a lost process or a defect ends the run, a full disk does not: the worst is raised
         raise min(failures, key=lambda error: isinstance(error, EnvironmentFault))
     return {name: answers[name] for name in refs}
 
 
 def unwrap(ref: ray.ObjectRef, name: str, phase: str):
-    """The value behind a finished reference, with Ray's error wrapping taken off.
+    """Returns the value of a finished reference, or raises its error without Ray's wrapping.
 
-    Raises Interrupted for a process that died, LostPeer for a broken connection, and EnvironmentFault for a full disk.
-    One of mrl.errors is raised as it was. A defect is Ray's own error, traceback included. Each bears the process's
-    name.
+    Raises Interrupted for a process that died, LostPeer for a broken connection, EnvironmentFault for a full disk.
+    Errors of mrl.errors are raised unchanged. A defect is raised as Ray's error with its traceback. Each carries the
+    process's name.
     """
     try:
         return ray.get(ref)
@@ -118,9 +117,9 @@ def unwrap(ref: ray.ObjectRef, name: str, phase: str):
 
 
 def blame(error: Exception, others: dict[str, ray.ObjectRef], phase: str) -> Exception:
-    """What to raise for a rank's failure: the error of one that died or failed for a known reason is better.
+    """Returns the error to raise for a rank's failure. Prefers that of a rank that died or failed for a known reason.
 
-    `others`: calls to the other ranks that are under way; what they answer within SETTLE_S is looked at.
+    `others` are pending calls to the other ranks. Their answers within SETTLE_S are considered.
     """
     names = {ref: name for name, ref in others.items()}
     waiting = list(names)
@@ -142,7 +141,7 @@ def blame(error: Exception, others: dict[str, ray.ObjectRef], phase: str) -> Exc
 def _finished(
     refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, dict[str, ray.ObjectRef]]]:
-    """Names of calls as they finish, each with the calls that nobody has heard of yet.
+    """Yields the names of calls as they finish, each with the calls that are still pending.
 
     Raises Late with their names after `timeout_s`.
     """
@@ -188,7 +187,10 @@ def _known(cause: Exception, name: str, phase: str) -> MrlError | None:
 
 
 def _root(error: Exception) -> Exception:
-    """What the task raised; a task whose argument failed carries the error of the task that made the argument."""
+    """Returns what the task raised.
+
+    A task whose argument failed carries the error of the task that made the argument.
+    """
     while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause
     return error
@@ -203,9 +205,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _in_short(error: Exception) -> str:
-    """The cause in one line, its beginning first: what follows a traceback's frames,
-    or precedes those of a C++ error.
-    """
+    """Returns the cause in one line, from its beginning: after a traceback's frames, or before those of a C++ error."""
     lines = str(error).split("\nException raised from")[0].strip().splitlines()
     if isinstance(error, ray.exceptions.RayTaskError):
         frames = [number for number, line in enumerate(lines) if line.startswith((" ", "Traceback"))]

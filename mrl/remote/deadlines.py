@@ -1,4 +1,4 @@
-"""How long a call may take: what was set, else by what calls of its kind took before."""
+"""Deadlines of calls: a configured time, or one derived from earlier calls of the same kind."""
 
 from mrl.config.schema import ClusterConfig
 
@@ -7,13 +7,16 @@ TIMES_THE_LONGEST = 10.0
 
 
 class Deadlines:
-    """Seconds by phase: those of before tell how long one takes, and so when somebody hangs.
+    """Deadlines in seconds by phase. Earlier calls show how long a phase takes, and so when a process hangs.
 
-    The first call of a phase compiles, connects and reads, and has all the time that there is.
+    The first call of a phase compiles, connects and reads files. It gets the whole time limit.
     """
 
     def __init__(self, first_s: float, is_set: bool, least_s: float = LEAST_S) -> None:
-        """`is_set`: somebody has said that it is `first_s`, always. `least_s`: that a call is given at least."""
+        """`is_set`: the user configured `first_s`, so it always applies.
+
+        `least_s` is the shortest deadline of a call.
+        """
         self._first_s = first_s
         self._is_set = is_set
         self._least_s = least_s
@@ -21,7 +24,7 @@ class Deadlines:
 
     @classmethod
     def of_steps(cls, cluster: ClusterConfig, least_s: float = LEAST_S) -> "Deadlines":
-        """Deadlines of calls within a step."""
+        """Makes the deadlines of calls within a step."""
         return cls(cluster.step_timeout_s, "step_timeout_s" in cluster.model_fields_set, least_s)
 
     def of(self, phase: str) -> float:
@@ -32,5 +35,5 @@ class Deadlines:
         return min(self._first_s, max(self._least_s, TIMES_THE_LONGEST * longest))
 
     def ended(self, phase: str, seconds: float) -> None:
-        """Takes notice of a call that all have answered."""
+        """Records the duration of a call that all have answered."""
         self._longest[phase] = max(seconds, self._longest.get(phase, 0.0))

@@ -1,4 +1,4 @@
-"""Where actors go that help beside engines and ranks."""
+"""Placement of actors that help engines and ranks."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 def on_node(node: str | None = None) -> dict[str, Any]:
-    """Options of an actor that takes no processor of its own, on the node with that id and on no other.
+    """Returns options of an actor that reserves no processor, on the node with that id alone.
 
     Without an id it is this process's node.
     """

@@ -1,8 +1,7 @@
-"""What ranks and engines wrote last, beside the error that they ended with: a person need not know which of many logs
-to open.
+"""The last log lines of ranks and engines, shown with their errors, so that nobody has to search many logs.
 
-Errors of a process bear its name from where they are received (`concerning`); the run, which knows its folder, reads
-(`with_log_tails`).
+Errors get the names of their processes where they are received (`concerning`). The run, which knows its folder, reads
+the logs (`with_log_tails`).
 """
 
 import re
@@ -13,30 +12,30 @@ from typing import TypeVar
 
 from mrl.vllm.requests import log_name
 
-# of a log, of a line, of an error
+# limits for a log, a line, an error
 LINES = 15
 CHARACTERS = 300
 FILES = 3
 _READ = 64 * 1024  # bytes from the end of a log
-# colours, cursor moves: a log is text of others
+# colours and cursor moves, because other programs write logs
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 Raised = TypeVar("Raised", bound=BaseException)
 
 
 def concerning(error: Raised, *names: str) -> Raised:
-    """The error with the names of the processes that it is of, in the order in which they are told."""
+    """Adds the names of the processes concerned to the error, in order, and returns it."""
     error.processes = tuple(dict.fromkeys((*processes_of(error), *names)))
     return error
 
 
 def processes_of(error: BaseException) -> tuple[str, ...]:
-    """Names of ranks and engines, as in `concerning`."""
+    """Returns the names of ranks and engines that `concerning` added."""
     return getattr(error, "processes", ())
 
 
 def log_file(name: str) -> str:
-    """File in logs/ that the output of a rank, an engine or an engine's rank goes to; of a scorer, its processes'."""
+    """Returns the file in logs/ with the output of a rank, an engine, an engine's rank, or a scorer's processes."""
     kind, _, number = name.partition(" ")
     if kind == "scorer":
         if number == "0":
@@ -46,13 +45,13 @@ def log_file(name: str) -> str:
 
 
 def stacks_file(log: Path) -> Path:
-    """The file beside a process's log that says where its threads were when somebody missed a deadline."""
+    """Returns the file beside a process's log with the stacks of its threads when a deadline was missed."""
     return log.with_suffix(".stacks")
 
 
 @contextmanager
 def with_log_tails(logs: Path) -> Iterator[None]:
-    """An error of processes gets the last lines of their logs as notes, which a traceback and `mrl` print below it."""
+    """Adds the last log lines of the processes to an error as notes, which are printed below it."""
     try:
         yield
     except Exception as error:
@@ -63,8 +62,8 @@ def with_log_tails(logs: Path) -> Iterator[None]:
 
 
 def log_tail(file: Path) -> list[str]:
-    """The last lines that are not empty, control characters taken out; none of a file that is not there
-    (another node may have it).
+    """Returns the last non-empty lines without control characters; nothing if the file is absent (another node may have
+    it).
     """
     try:
         with file.open("rb") as log:

@@ -1,4 +1,4 @@
-"""Opens both sides of a sync: a `Sender` and a `Receiver`, each over the transports that serve its peers."""
+"""Opens both sides of a sync: a `Sender` and a `Receiver`, each over the transports that reach its peers."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -16,15 +16,15 @@ from mrl.reshard.transport import ReceivingEnd, SendingEnd
 from mrl.reshard.transport_p2p import PointToPointReceiver, PointToPointSender
 from mrl.reshard.transport_shm import DeviceReceiver, DeviceSender, SharedMemoryReceiver, SharedMemorySender
 
-# in the order in which they are opened: the meeting of point-to-point waits for everybody
+# The order in which they are opened: opening point-to-point waits for all peers.
 _SENDERS = {"shm": SharedMemorySender, "ipc": DeviceSender, "p2p": PointToPointSender}
 _RECEIVERS = {"shm": SharedMemoryReceiver, "ipc": DeviceReceiver, "p2p": PointToPointReceiver}
 
 
 def connect_sender(setup: SyncSetup, rank: int, shards: Shards, merge: Merge | None = None) -> Sender:
-    """Opens the rank's end and meets its workers, which do the same now. Raises TransferError.
+    """Opens the rank's end and connects to its workers, which open theirs now. Raises TransferError.
 
-    `merge`: of the rank's adapters, where it has some.
+    `merge` merges the rank's adapters, where it has any.
     """
     place = setup.places.ranks[rank]
     workers = setup.places.workers
@@ -35,7 +35,7 @@ def connect_sender(setup: SyncSetup, rank: int, shards: Shards, merge: Merge | N
 
 
 def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
-    """Opens the worker's end and meets its ranks, which do the same now. Raises TransferError."""
+    """Opens the worker's end and connects to its ranks, which open theirs now. Raises TransferError."""
     place = setup.places.workers[worker]
     ranks = setup.places.ranks
     local = [rank for rank, other in enumerate(ranks) if other == place]
@@ -75,19 +75,19 @@ def _peers(routes: dict[int, str], kind: str) -> list[int]:
 
 
 def _one_end(ends: dict[str, Any], routes: dict[int, str], bundle: type) -> Any:
-    """The only end, or a bundle of several."""
+    """Returns the only end, or a bundle of several."""
     if len(ends) == 1:
         return next(iter(ends.values()))
     return bundle({peer: ends[kind] for peer, kind in routes.items()}, list(ends.values()))
 
 
 class _Bundle:
-    """Some peers by one transport, the others by another."""
+    """Several ends as one: some peers use one transport, the others another."""
 
-    _peer: ClassVar[str]  # field of a message that names whom this side deals with
+    _peer: ClassVar[str]  # field of a message that names the peer of this side
 
     def __init__(self, by_peer: dict[int, Any], ends: list[Any]):
-        """`by_peer`: the one of `ends` that serves each rank or worker."""
+        """`by_peer` gives, for each rank or worker, the one of `ends` that serves it."""
         self._by_peer = by_peer
         self._ends = ends
 
@@ -95,7 +95,7 @@ class _Bundle:
         return self._by_peer[getattr(message, self._peer)]
 
     def _share(self, end: Any, messages: Sequence[Message]) -> list[Message]:
-        """The messages that this end serves."""
+        """Returns the messages that this end serves."""
         return [message for message in messages if self._end(message) is end]
 
     @property
@@ -115,7 +115,7 @@ class _Bundle:
 
 
 class _SenderBundle(_Bundle):
-    """A SendingEnd of several."""
+    """A SendingEnd made of several."""
 
     _peer = "worker"
 
@@ -135,7 +135,7 @@ class _SenderBundle(_Bundle):
 
 
 class _ReceiverBundle(_Bundle):
-    """A ReceivingEnd of several."""
+    """A ReceivingEnd made of several."""
 
     _peer = "source"
 

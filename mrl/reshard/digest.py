@@ -1,14 +1,16 @@
-"""A number for the bits of a tensor that adds up over any cut: what proves that an engine holds the trainer's weights.
+"""A digest of a tensor's bits that is additive over any cut: it proves that an engine holds the trainer's weights.
 
     digest = sum over bytes of  byte[i, b] * row(i) * sum over lanes l of  name_l * column_l(b)      (mod 2^64)
 
-`byte` are the raw bytes (signed) of the tensor in Hugging Face orientation, `i` its row and `b` the byte's place in the
-row, both counted in the whole Hugging Face tensor. The weights are fixed pseudo-random numbers, so digests of disjoint
-blocks add up to that of their union however a tensor is cut, and any change that is not made knowing the weights shows
-but for a chance of about 2^-56 (Freivalds' argument: what changed would have to be orthogonal to random vectors). A
-change within one byte always shows: its weight is odd.
+`byte` are the raw bytes (signed) of the tensor in Hugging Face orientation. `i` is the row and `b` the byte's position
+in the row, both in the whole Hugging Face tensor. The weights are fixed pseudo-random numbers. Digests of disjoint
+blocks therefore add up to the digest of their union, however a tensor is cut.
 
-Lanes are small integers so that the sum over a row, which is nearly all the work, is one exact int8 matrix product.
+A change made without knowledge of the weights is missed with a probability of about 2^-56. This is Freivalds' argument:
+the difference would have to be orthogonal to random vectors. A change within one byte is always found, because its
+weight is odd.
+
+Lanes are small integers, so the sum over a row is one exact int8 matrix product. This sum is nearly all of the work.
 """
 
 import hashlib
@@ -29,26 +31,26 @@ Shards = Callable[[str, int], torch.Tensor]  # (source name, model chunk) -> thi
 
 
 class Merge(Protocol):
-    """Weights that engines get otherwise than ranks have them: with adapters merged into them."""
+    """Changes some weights on their way to the engines, by merging adapters into them."""
 
-    described: Sequence[Shard]  # this rank's adapters, which other ranks may have to hold alike
+    described: Sequence[Shard]  # this rank's adapters, of which other ranks may hold replicas
 
     def adapts(self, hf_name: str) -> bool:
-        """Whether a tensor is one of those."""
+        """Tells whether this tensor is changed."""
 
     def merged(self, hf_name: str, box: Box, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What engines of `dtype` get for `block`, which is `box` of the tensor. The same bits at every call."""
+        """Returns what engines of `dtype` get for `block`, which is `box` of the tensor. Same bits at every call."""
 
 
 LANES = 8
-_CPU_TILE_BYTES = 1 << 21  # in cache, and few products
-_DEVICE_TILE_BYTES = 1 << 28  # elsewhere, where rows can be used as they lie: few launches
-_DEVICE_COPY_BYTES = 1 << 23  # elsewhere, where they must be copied: little memory, and at least 64 rows
-# without an int8 product each byte becomes an int64 for a while, once a lane: 64 MiB of them
+_CPU_TILE_BYTES = 1 << 21  # fits into the cache, and needs few products
+_DEVICE_TILE_BYTES = 1 << 28  # on devices, for rows that are used in place: few launches
+_DEVICE_COPY_BYTES = 1 << 23  # on devices, for rows that must be copied: little memory, and at least 64 rows
+# Without an int8 product each byte becomes an int64 for a while, once for each lane: 64 MiB of them.
 _EXPANDED_TILE_BYTES = 1 << 23
-_MIN_ROWS = 256  # of a tile on CPU, else a product spends its time on the columns
-_NARROW = 4096  # bytes of a row: a product walks over many short rows slower than a copy does, unless they are in cache
-MAX_COLUMNS = 1 << 17  # bytes of a row at a time: 128 * 64 * 2^17 < 2^31, so that no sum overflows int32
+_MIN_ROWS = 256  # of a tile on CPU, otherwise a product spends its time on the columns
+_NARROW = 4096  # bytes of a row: a product over many short rows is slower than a copy, unless they are in the cache
+MAX_COLUMNS = 1 << 17  # bytes of a row that are summed together: 128 * 64 * 2^17 < 2^31, so no sum overflows int32
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -59,11 +61,11 @@ class _Tables(NamedTuple):
 
 
 def partial_digest(block: torch.Tensor, hf_name: str, origin: tuple[int, ...]) -> int:
-    """The share of `block` in the digest of tensor `hf_name`, in [0, 2^64).
+    """Returns the share of `block` in the digest of tensor `hf_name`, in [0, 2^64).
 
-    `block`: one- or two-dimensional, or with single places between the first dimension and the last, in Hugging Face
-    orientation (strides do not matter) and in the engine's dtype. Its first element stands at `origin` of the whole
-    tensor. Raises ValueError for other shapes or an origin of another length.
+    `block` has one or two dimensions, or single positions between its first and last dimension. It is in Hugging Face
+    orientation and in the engine's dtype; strides do not matter. Its first element is at `origin` of the whole tensor.
+    Raises ValueError for other shapes, or an origin of another length.
     """
     return combine(lane_sums(block, origin).tolist(), hf_name)
 
@@ -71,20 +73,23 @@ def partial_digest(block: torch.Tensor, hf_name: str, origin: tuple[int, ...]) -
 def partial_digests(
     blocks: Sequence[torch.Tensor], hf_names: Sequence[str], origin: tuple[int, ...], dtype: torch.dtype
 ) -> list[int]:
-    """`partial_digest` of blocks of one shape and place, each of another tensor, in the engine's `dtype`: quicker."""
+    """Returns `partial_digest` of blocks with one shape and origin, each of another tensor.
+
+    Quicker than single calls.
+    """
     turned = [_as_matrix(block, origin) for block in blocks]
     sums = lane_sums_of_each([block for block, _ in turned], turned[0][1], dtype).tolist()
     return [combine(lanes, name) for lanes, name in zip(sums, hf_names, strict=True)]
 
 
 def lane_sums(block: torch.Tensor, origin: tuple[int, ...]) -> torch.Tensor:
-    """[LANES] int64 on the block's device: `partial_digest` before the tensor's name enters. Additive as well."""
+    """Returns `partial_digest` before the name is applied: [LANES] int64 on the block's device. Also additive."""
     block, origin = _as_matrix(block, origin)
     return lane_sums_of_each([block], origin)[0]
 
 
 def _as_matrix(block: torch.Tensor, origin: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Dimensions between the first and the last are left out, of which each must have one place."""
+    """Removes the dimensions between the first and the last, which must have length 1."""
     is_flat = set(block.shape[1:-1]) <= {1} and not any(origin[1:-1])
     if not block.dim() or len(origin) != block.dim() or not is_flat:
         raise ValueError(
@@ -99,7 +104,7 @@ def _as_matrix(block: torch.Tensor, origin: tuple[int, ...]) -> tuple[torch.Tens
 def lane_sums_of_each(
     blocks: torch.Tensor | Sequence[torch.Tensor], origin: tuple[int, int], dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """[n, LANES]: `lane_sums` of n blocks at the same place of n tensors, such as the experts of a layer.
+    """Returns [n, LANES]: `lane_sums` of n blocks at one origin of n tensors, such as the experts of a layer.
 
     `blocks`: [n, rows, columns], or n of [rows, columns]. `dtype`: the engine's, where the blocks have another.
     """
@@ -132,10 +137,10 @@ def _columns(blocks: torch.Tensor | Sequence[torch.Tensor], start: int, stop: in
 def _tiles(
     blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype, kind: str, largest: int
 ) -> Iterator[torch.Tensor]:
-    """[rows, bytes] int8: all rows of all blocks in order, some at a time. A tile is valid until the next is asked for.
+    """Yields [rows, bytes] int8: all rows of all blocks in order, a tile at a time. Each tile is valid until the next.
 
-    `kind`: of the device; `largest`: bytes of a tile that is used as it lies there. On CPU a tile is a cache's worth;
-    elsewhere rows are copied only where there are gaps.
+    `kind` is the device type. `largest` limits the bytes of a tile that is used in place. On CPU a tile fits into the
+    cache. Elsewhere rows are copied only where there are gaps.
     """
     count, (height, width), device = len(blocks), blocks[0].shape, blocks[0].device
     size = width * dtype.itemsize
@@ -159,12 +164,12 @@ def _tiles(
 
 
 def _whole_rows(nbytes: int, size: int) -> int:
-    """How many rows of `size` bytes a tile gets: a multiple of 32, so that `_row_sums` need not pad."""
+    """Returns how many rows of `size` bytes form a tile: a multiple of 32, so that `_row_sums` need not pad."""
     return max(32, nbytes // size // 32 * 32)
 
 
 def _end_to_end(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
-    """All rows of all blocks as a view; None where they lie otherwise or have another dtype."""
+    """Returns all rows of all blocks as one view; None where they are not adjacent or have another dtype."""
     if not isinstance(blocks, torch.Tensor):
         if len(blocks) > 1:
             return None
@@ -178,23 +183,23 @@ def _end_to_end(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtyp
 
 
 def _can_be_used(parts: Sequence[torch.Tensor], dtype: torch.dtype, kind: str) -> bool:
-    """Whether these rows are a tile as they are: else they are copied to the tile's own memory."""
+    """Tells whether these rows can serve as a tile in place. Otherwise they are copied to the tile's own memory."""
     part = parts[0]
     is_narrow = kind == "cpu" and part.shape[1] * dtype.itemsize <= _NARROW
     return len(parts) == 1 and part.dtype == dtype and part.stride(1) == 1 and not is_narrow
 
 
 def combine(sums: list[int], hf_name: str) -> int:
-    """The digest of the tensor's name with its `lane_sums`."""
+    """Returns the digest, from the tensor's name and its `lane_sums`."""
     return sum(weight * lane for weight, lane in zip(_name_weights(hf_name), sums, strict=True)) % MODULUS
 
 
 def _row_sums(raw: torch.Tensor, columns: torch.Tensor, multiplies_int8: bool) -> torch.Tensor:
-    """[rows, LANES], exact. `raw`: [rows, bytes] int8."""
+    """Returns exact sums, [rows, LANES], of `raw`, [rows, bytes] int8."""
     if not multiplies_int8:
         return torch.stack([(raw * lane.to(torch.int64)).sum(1) for lane in columns.t()], 1)
     count = len(raw)
-    # accelerators want more than 16 rows and multiples of 8 bytes
+    # matrix units of accelerators need more than 16 rows and multiples of 8 bytes
     if raw.device.type != "cpu" and (count % 32 or raw.shape[1] % 8):
         raw = torch.nn.functional.pad(raw, (0, -raw.shape[1] % 8, 0, -count % 32))
         columns = torch.nn.functional.pad(columns, (0, 0, 0, raw.shape[1] - len(columns)))
@@ -203,11 +208,11 @@ def _row_sums(raw: torch.Tensor, columns: torch.Tensor, multiplies_int8: bool) -
 
 @cache
 def _tables(device: str, rows: int, columns: int) -> _Tables:
-    """Weights of `rows` rows and `columns` bytes.
+    """Returns weights of `rows` rows and `columns` bytes.
 
-    They depend on the position alone: a longer table begins with a shorter one.
+    They depend on the position alone, so a longer table begins with a shorter one.
     """
-    # of 7 bits: no int8 product saturates
+    # 7 bits, so that no int8 product saturates
     lanes = (_mixed(columns, 2).view(np.int8).reshape(columns, LANES) >> 1).copy()
     lanes[:, 0] ^= 1 - (lanes.sum(1, dtype=np.int64) & 1).astype(np.int8)
     row_weights = torch.from_numpy((_mixed(rows, 1) | np.uint64(1)).view(np.int64))
@@ -220,7 +225,7 @@ def _table_size(size: int) -> int:
 
 @cache
 def _multiplies_int8(device: str) -> bool:
-    """Whether this device has an exact int8 matrix product; tried once, because no property says so."""
+    """Tells whether this device has an exact int8 matrix product. It is tried once, as no property tells it."""
     left = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).repeat(32).reshape(32, 256)
     right = torch.arange(256 * LANES).remainder(128).sub(64).to(torch.int8).reshape(256, LANES)
     try:
@@ -231,7 +236,7 @@ def _multiplies_int8(device: str) -> bool:
 
 
 def _mixed(count: int, stream: int) -> np.ndarray:
-    """`count` uint64 of SplitMix64 (Steele, Lea and Flood 2014), a generator whose n-th number needs no other."""
+    """Returns `count` numbers of SplitMix64 (Steele, Lea and Flood 2014), each independent of the others."""
     z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 40)) * np.uint64(_GOLDEN)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -240,20 +245,20 @@ def _mixed(count: int, stream: int) -> np.ndarray:
 
 @cache
 def _name_weights(hf_name: str) -> tuple[int, ...]:
-    """One odd number of 64 bits a lane."""
+    """Returns one odd number of 64 bits for each lane."""
     data = hashlib.blake2b(hf_name.encode(), digest_size=8 * LANES).digest()
     return tuple(int.from_bytes(data[8 * lane : 8 * lane + 8], "little") | 1 for lane in range(LANES))
 
 
 class ShardDigests:
-    """What one rank's shards hold, as digests: of the boxes it sends, and of what other ranks hold as well.
+    """Digests of one rank's shards: of the boxes that it sends, and of parameters that other ranks hold too.
 
-    Boxes are found through the description of the shards, not where the plan says they lie. So a box taken from the
-    wrong place shows. Where they lie is looked up once.
+    Boxes are located through the description of the shards, not through the plan. So a box that is sent from a wrong
+    offset is detected. Locations are looked up once.
     """
 
     def __init__(self, described: Sequence[Shard], shards: Shards, dtype: torch.dtype, merge: Merge | None = None):
-        """`dtype`: the engine's, in which weights travel."""
+        """`dtype` is the engine's, in which weights travel."""
         self._merge = merge
         self._described = {(shard.megatron_name, shard.vp_chunk): shard for shard in described}
         self._shards = shards
@@ -261,7 +266,7 @@ class ShardDigests:
         self._boxes: dict[Copy, Box] = {}
 
     def sent(self, messages: Iterable[Message]) -> dict[int, dict[str, int]]:
-        """Worker -> parameter -> digest of what this rank sends of it.
+        """Returns worker -> parameter -> digest of what this rank sends of it.
 
         A box that goes to several workers is read once.
         """
@@ -275,7 +280,7 @@ class ShardDigests:
         return sums
 
     def shared(self) -> dict[str, int]:
-        """Digest of each parameter that other ranks must hold alike, under the name and box of its first piece."""
+        """Returns the digest of each replicated parameter, under the name and box of its first piece."""
         return {
             f"{shard.pieces[0].hf_name} {shard.pieces[0].hf_box.ranges}": self._whole(shard)
             for shard in self._described.values()
@@ -293,7 +298,7 @@ class ShardDigests:
         return add(digest for (digest,) in digests)
 
     def _digests(self, copies: Iterable[Copy]) -> dict[tuple[str, Box], int]:
-        """(name, box) -> digest. The same box of several tensors, as of a layer's experts, is taken together."""
+        """Returns (name, box) -> digest. One box of several tensors, such as a layer's experts, is read together."""
         groups: dict[tuple[Box, str | None], dict[str, Copy]] = {}
         for copy in copies:
             groups.setdefault((copy.hf_box, copy.dtype), {}).setdefault(copy.hf_name, copy)
@@ -307,7 +312,9 @@ class ShardDigests:
         return digest_of
 
     def _at_once(self, names: list[str], nbytes: int) -> Iterator[list[str]]:
-        """Tensors of `nbytes` whose blocks are there at once: what is merged takes memory, what is there does not."""
+        """Yields groups of tensors, of `nbytes` each, whose blocks exist at once. Merged blocks take memory, others do
+        not.
+        """
         step = len(names)
         if self._merge is not None:
             step = max(1, MERGED_BYTES // nbytes)
@@ -321,7 +328,7 @@ class ShardDigests:
         return self._sent(copy.hf_name, copy.hf_box, block, dtype)
 
     def _sent(self, hf_name: str, box: Box, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What engines get for a block."""
+        """Returns what engines get for a block."""
         if self._merge is not None and self._merge.adapts(hf_name):
             return self._merge.merged(hf_name, box, block, dtype)
         return block

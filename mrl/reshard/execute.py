@@ -1,8 +1,8 @@
-"""Runs a plan: a rank packs and sends its messages round by round, a worker unpacks them module by module.
+"""Executes a plan: a rank packs and sends its messages round by round, a worker unpacks them module by module.
 
-A message is the boxes of its copies one after the other, each contiguous; they are copied as views, neighbours
-together. Views of what stays where it is (shards, staging) are made once and kept: making them costs more than copying
-a small box.
+A message is the boxes of its copies one after the other, each contiguous. They are copied as views, adjacent ones
+together. Views of memory that does not move (shards, staging) are kept: making them costs more than copying a small
+box.
 """
 
 from collections import Counter
@@ -22,24 +22,24 @@ from mrl.reshard.sync_report import ReceiveReport, SendReport
 from mrl.reshard.transport import ReceivingEnd, SendingEnd
 from mrl.units import MIB
 
-# elements from which on a copy by itself is one launch, and in a list would be several: of so many chunks of so many
-# elements one launch for a list takes care (ATen/native/cuda/MultiTensorApply.cuh)
+# From this many elements on, a copy by itself is one launch, while a list would need several: one launch for a list
+# handles a limited number of chunks (ATen/native/cuda/MultiTensorApply.cuh).
 _LARGE = 320 * 65536
-LITTLE_BYTES = MIB  # of modules that are written at once: at most one of them, the last, has as many by itself
+LITTLE_BYTES = MIB  # bytes of modules that are written together; only the last of them may be larger by itself
 
 
 class Writer(Protocol):
-    """An engine's parameters, in load layout."""
+    """An engine's parameters in load layout."""
 
     def tensor(self, parameter: str) -> Tensor:
-        """The parameter; on first use its module is made."""
+        """Returns the parameter. Creates its module on first use."""
 
     def complete(self, module: str) -> None:
-        """All of the module has been written."""
+        """Says that the whole module has been written."""
 
 
 class Sender:
-    """One rank's sending side, kept over the run so that its views are made once."""
+    """The sending side of one rank. It lives as long as the run, so its views are made once."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class Sender:
         free_bytes: Callable[[], int | None] = lambda: None,
         merge: Merge | None = None,
     ):
-        """`local`: workers on this rank's own device; what goes to them does not count as moved.
+        """`local` are workers on this rank's own device; what goes to them does not count as moved.
 
-        `free_bytes`: of that device. `merge`: of adapters, into blocks as they are packed.
+        `free_bytes` returns that device's free memory. `merge` merges adapters into blocks while they are packed.
         """
         self._free_bytes = free_bytes
         self.plan = plan
@@ -72,9 +72,9 @@ class Sender:
         self._packings: dict[tuple[int, int], BlockCopies | MergedCopies] = {}  # by round and worker
 
     def send(self, update: int, workers: Collection[int], check_replicas: bool = True) -> SendReport:
-        """Sends everything for `workers`, once.
+        """Sends everything for `workers` once.
 
-        Raises TransferError; the peers are told that the rest does not come.
+        Raises TransferError, after telling the peers that the rest will not come.
         """
         messages, timer = self.transfer(update, workers)
         with timer("digest"), torch.no_grad():
@@ -92,18 +92,18 @@ class Sender:
         )
 
     def close(self) -> None:
-        """Gives memory and connections back, views of what peers own first."""
+        """Releases memory and connections, beginning with views of memory that belongs to peers."""
         self._packings.clear()
         self._wire.clear()
         self._sources.clear()
         self.end.close()
 
     def transfer(self, update: int, workers: Collection[int]) -> tuple[list[Message], PhaseTimer]:
-        """The sending alone: what was sent, and the time it took. Raises as `send` does."""
+        """Sends without digests. Returns the messages and the time taken. Raises what `send` raises."""
         timer = PhaseTimer()
         messages = [message for message in self._messages if message.worker in workers]
         if self._sources.refresh():
-            self._packings.clear()  # they would keep the memory that parameters have left
+            self._packings.clear()  # they would keep memory alive that the parameters no longer use
         try:
             with torch.no_grad():
                 self._transfer(update, messages, timer)
@@ -124,7 +124,7 @@ class Sender:
             self.end.finish()
 
     def _packing(self, message: Message, slot: Tensor) -> "BlockCopies | MergedCopies":
-        """Copies of the message into its slot; kept for as long as all of its blocks stay where they are."""
+        """Returns the copies of the message into its slot. Kept while none of its blocks moves in memory."""
         lasting = self.end.lasting(message)
         targets = self._wire.of(message, slot, lasting)
         sources = self._sources.of(message)
@@ -141,7 +141,7 @@ class Sender:
 
 
 class Receiver:
-    """One worker's receiving side, kept over the run."""
+    """The receiving side of one worker. It lives as long as the run."""
 
     def __init__(
         self,
@@ -153,7 +153,10 @@ class Receiver:
         remote: Collection[int] = (),
         free_bytes: Callable[[], int | None] = lambda: None,
     ):
-        """`local`: ranks on this worker's own device; `remote`: ranks on other nodes; `free_bytes`: of that device."""
+        """`local` are ranks on this worker's own device, `remote` are ranks on other nodes.
+
+        `free_bytes` returns the device's free memory.
+        """
         self._free_bytes = free_bytes
         self.plan = plan
         self.worker = worker
@@ -165,12 +168,15 @@ class Receiver:
         self._wire = WireViews(dtype)
 
     def close(self) -> None:
-        """Gives memory and connections back."""
+        """Releases memory and connections."""
         self._wire.clear()
         self.end.close()
 
     def receive(self, writer: Writer, update: int) -> ReceiveReport:
-        """Takes everything for this worker. Raises TransferError; the peers are told that no more is taken."""
+        """Receives everything for this worker.
+
+        Raises TransferError, after telling the peers that it receives no more.
+        """
         timer = PhaseTimer()
         try:
             with torch.no_grad():
@@ -188,7 +194,7 @@ class Receiver:
 
     def _receive(self, writer: Writer, update: int, timer: PhaseTimer) -> None:
         self.end.begin(update, self._rounds)
-        missing: dict[str, int] = {}  # modules that are begun -> copies they lack
+        missing: dict[str, int] = {}  # modules that have been started -> copies that are missing
         for messages in self._rounds:
             with timer("wait"):
                 buffers = self.end.take(messages)
@@ -206,11 +212,11 @@ class Receiver:
             self.end.release(messages)
 
 
-Copies = list[tuple[Copy, Tensor]]  # with the blocks that are copied
+Copies = list[tuple[Copy, Tensor]]  # with the blocks to copy
 
 
 def _together(of_modules: Iterable[tuple[str, Copies]]) -> Iterator[dict[str, Copies]]:
-    """Modules by name that are written at once: norms and routers have too little for a launch of their own."""
+    """Groups modules that are written together: norms and routers are too small for a launch of their own."""
     modules: dict[str, Copies] = {}
     nbytes = 0
     for module, copies in of_modules:
@@ -231,9 +237,9 @@ def _write(writer: Writer, copies: Copies) -> None:
 
 
 def wire_views(message: Message, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Each copy's block, in Hugging Face orientation, in a uint8 `buffer` that begins with the message.
+    """Returns each copy's block, in Hugging Face orientation, as a view of the uint8 `buffer` that holds the message.
 
-    `dtype`: of copies that have none of their own.
+    `dtype` is used for copies that have none of their own.
     """
     start = 0
     views = {}
@@ -250,9 +256,9 @@ def wire_views(message: Message, buffer: Tensor, dtype: torch.dtype) -> list[Ten
 
 
 def source_view(shard: Tensor, copy: Copy) -> Tensor:
-    """The copy's block of a source shard, which has Hugging Face orientation.
+    """Returns the copy's block of a source shard, which has Hugging Face orientation.
 
-    Raises RuntimeError when it is no such shard.
+    Raises RuntimeError when the shard does not contain that block.
     """
     view = shard[copy.source_box.slices]
     if view.shape != copy.hf_box.shape:
@@ -263,9 +269,9 @@ def source_view(shard: Tensor, copy: Copy) -> Tensor:
 
 
 def target_view(parameter: Tensor, copy: Copy) -> Tensor:
-    """The copy's block of an engine's parameter, in Hugging Face orientation.
+    """Returns the copy's block of an engine's parameter, in Hugging Face orientation.
 
-    Raises RuntimeError when it is no such parameter.
+    Raises RuntimeError when the parameter does not contain that block.
     """
     view = hf_view(parameter, copy.target_box, copy.axes)
     if view.shape != copy.hf_box.shape:
@@ -276,18 +282,18 @@ def target_view(parameter: Tensor, copy: Copy) -> Tensor:
 
 
 def hf_view(parameter: Tensor, box: Box, axes: Sequence[int]) -> Tensor:
-    """The `box` of an engine's parameter, turned to Hugging Face orientation.
+    """Returns the `box` of an engine's parameter, turned to Hugging Face orientation.
 
-    Hugging Face dimension d lies along the parameter's dimension `axes[d]`; the others have extent 1.
+    Hugging Face dimension d is the parameter's dimension `axes[d]`; the other dimensions have extent 1.
     """
     block = parameter[box.slices]
     return block.as_strided([block.shape[axis] for axis in axes], [block.stride(axis) for axis in axes])
 
 
 class ShardViews:
-    """The blocks that one rank sends.
+    """Views of the blocks that one rank sends.
 
-    They are made again when a parameter has moved in memory, so that none is stale.
+    They are made again after a parameter has moved in memory, so none is stale.
     """
 
     def __init__(self, shards: Shards):
@@ -296,7 +302,7 @@ class ShardViews:
         self._views: dict[tuple[int, int], list[Tensor]] = {}
 
     def refresh(self) -> bool:
-        """Looks every parameter up again, and says whether one has moved. Call once before each sync."""
+        """Checks every parameter's address and tells whether one has moved. Call it once before each sync."""
         for (name, chunk), known in self._bases.items():
             if not _same_memory(known, self._shards(name, chunk)):
                 self.clear()
@@ -309,7 +315,7 @@ class ShardViews:
         self._views.clear()
 
     def of(self, message: Message) -> list[Tensor]:
-        """One view per copy; kept from the second sync on."""
+        """Returns one view for each copy. Kept for the following syncs."""
         key = (message.round, message.worker)
         if key not in self._views:
             self._views[key] = [source_view(self._base(copy), copy) for copy in message.copies]
@@ -330,22 +336,20 @@ def _same_memory(first: Tensor, second: Tensor) -> bool:
 
 
 class WireViews:
-    """Blocks of messages in staging memory, kept for as long as a message keeps its place
-    in memory that outlives it.
-    """
+    """Views of the blocks of messages in staging memory. Each is kept while its message stays at the same address."""
 
     def __init__(self, dtype: torch.dtype):
         self._dtype = dtype
         self._views: dict[tuple[int, int, int], tuple[int, list[Tensor]]] = {}
 
     def clear(self) -> None:
-        """Forgets all views: one of them would keep a peer's memory mapped."""
+        """Forgets all views, each of which would keep a peer's memory mapped."""
         self._views.clear()
 
     def of(self, message: Message, buffer: Tensor, lasting: bool) -> list[Tensor]:
-        """`lasting`: the buffer lies in the transport's own staging.
+        """Returns the views. `lasting` says that the buffer belongs to the transport's own staging memory.
 
-        Views of another are not kept, since they would keep its memory.
+        Views of other buffers are not kept, because they would keep the memory alive.
         """
         if not lasting:
             return wire_views(message, buffer, self._dtype)
@@ -359,7 +363,7 @@ class WireViews:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target, converting the dtype where they differ."""
+    """Copies each source into its target. Converts the dtype where they differ."""
     BlockCopies(targets, sources).run()
 
 
@@ -367,10 +371,10 @@ Pair = tuple[Tensor, Tensor]  # target and source
 
 
 class BlockCopies:
-    """Copies of blocks in few launches: on a device each is one, and most blocks are small.
+    """Copies blocks with few launches. On a device each copy is a launch, and most blocks are small.
 
-    Blocks that follow each other on both sides are one copy. Of the rest, those that lie alike on both sides go
-    together: torch has a kernel for lists of such.
+    Blocks that are adjacent on both sides become one copy. Of the others, those that are contiguous with equal dtype
+    are copied together by torch's kernel for lists.
     """
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]):
@@ -406,7 +410,7 @@ class BlockCopies:
         (self._large if elements >= _LARGE else self._alike).append((target, source))
 
     def run(self) -> None:
-        """Copies. May be called again, with other values in the sources."""
+        """Copies. May be repeated with new values in the sources."""
         for target, source in self._large:
             target.copy_(source)
         for pairs in (self._alike, self._other):
@@ -415,7 +419,7 @@ class BlockCopies:
 
 
 class MergedCopies:
-    """Copies of blocks into which adapters are merged on the way, where they have some; memory is one block's."""
+    """Copies blocks and merges adapters into those that have them. Needs extra memory for one block."""
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor], copies: Sequence[Copy], merge: Merge):
         self.targets = targets
@@ -427,7 +431,7 @@ class MergedCopies:
         self._plain = BlockCopies([target for _, target, _ in plain], [source for _, _, source in plain])
 
     def run(self) -> None:
-        """Copies; as BlockCopies.run."""
+        """Copies. May be repeated, as BlockCopies.run."""
         self._plain.run()
         for copy, target, source in self._merged:
             target.copy_(self._merge.merged(copy.hf_name, copy.hf_box, source, target.dtype))
@@ -438,7 +442,7 @@ def _alike(target: Tensor, source: Tensor) -> bool:
 
 
 def _in_same_memory(pair: Pair, other: Pair) -> bool:
-    """Target with target, and source with source."""
+    """Compares target with target, and source with source."""
     return _memories(pair) == _memories(other)
 
 
@@ -449,9 +453,9 @@ def _memories(pair: Pair) -> list[int]:
 def by_module(
     messages: Sequence[Message], blocks: Sequence[Sequence[Tensor]], begun: Iterable[str]
 ) -> Iterator[tuple[str, Copies]]:
-    """(module, its copies with their blocks) of the messages of one round, so that modules are written one at a time.
+    """Yields (module, its copies with their blocks) of one round's messages, so that modules are written one at a time.
 
-    Those that were `begun` in an earlier round come first, the others in the order of the messages.
+    Modules that were `begun` in an earlier round come first, the others in the order of the messages.
     """
     modules: dict[str, Copies] = {module: [] for module in begun}
     for message, views in zip(messages, blocks, strict=True):

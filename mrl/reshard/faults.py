@@ -1,6 +1,6 @@
-"""What is wrong with a plan, judged from its copies and the descriptions of the two sides alone.
+"""Faults of a plan, found from its copies and the descriptions of both sides alone.
 
-A fault is a sentence that names tensor and parameter. A plan that has one is never executed.
+A fault is a sentence that names tensor and parameter. A plan with a fault is never executed.
 """
 
 from collections import defaultdict
@@ -17,16 +17,16 @@ ShardTable = Mapping[tuple[int, str], Shard]  # by chunk and name
 
 
 class PlanFault(Exception):
-    """A plan that does not hold: a defect of mrl, never the user's."""
+    """A plan with a fault. This is a defect of mrl, never the user's."""
 
 
 def shard_table(shards: Iterable[Shard]) -> ShardTable:
-    """The shards of one rank by chunk and name."""
+    """Returns the shards of one rank by chunk and name."""
     return {(shard.vp_chunk, shard.megatron_name): shard for shard in shards}
 
 
 def target_faults(parameters: Sequence[TargetParameter], copies: Iterable[Copy]) -> Iterator[str]:
-    """Elements that the `copies` of one worker do not write exactly once, or fill from a wrong place."""
+    """Yields elements that the `copies` of one worker do not write exactly once, or fill from a wrong offset."""
     arriving: dict[tuple[str, str], list[Copy]] = defaultdict(list)
     for copy in copies:
         arriving[copy.parameter, copy.hf_name].append(copy)
@@ -41,8 +41,9 @@ def target_faults(parameters: Sequence[TargetParameter], copies: Iterable[Copy])
 
 
 def _tensor_faults(name: str, pieces: Sequence[TargetPiece], copies: Sequence[Copy]) -> Iterator[str]:
-    """Faults of what arrives of one tensor, of which a parameter may hold several pieces. A copy that lies in none of
-    them counts as one of the first.
+    """Yields faults of the copies of one tensor, of which a parameter may hold several pieces.
+
+    A copy outside all pieces is checked against the first one.
     """
     if len(pieces) == 1:
         yield from _piece_faults(name, pieces[0], copies)
@@ -66,7 +67,7 @@ def _piece_faults(name: str, piece: TargetPiece, copies: Sequence[Copy]) -> Iter
 
 
 def _is_in_place(copy: Copy, piece: TargetPiece) -> bool:
-    """Whether the copy's distance from the piece's corner is the same in the parameter as in the tensor."""
+    """Tells whether the copy has the same offset from the piece's corner in the parameter as in the tensor."""
     wanted = list(piece.local_box.ranges)
     for (start, stop), (first, _), axis in zip(copy.hf_box.ranges, piece.hf_box.ranges, piece.axes, strict=True):
         origin = piece.local_box.ranges[axis][0] - first
@@ -75,7 +76,7 @@ def _is_in_place(copy: Copy, piece: TargetPiece) -> bool:
 
 
 def source_fault(shards: ShardTable, copy: Copy) -> str | None:
-    """Why a rank with these shards cannot make the copy; None when it can."""
+    """Returns why a rank with these shards cannot make the copy; None when it can."""
     shard = shards.get((copy.vp_chunk, copy.source_name))
     if shard is None:
         return f"there is no {copy.source_name} in chunk {copy.vp_chunk}"
@@ -97,8 +98,11 @@ def template_faults(
     dialect: Dialect,
     dtype: str,
 ) -> Iterator[str]:
-    """Faults of the templates for `pipeline` stages: the cover of every position in an engine, and every sender."""
-    covered: dict[tuple[int, ...], TargetParameter] = {}  # by the very grains that fill it; workers have many in common
+    """Yields faults of the templates for `pipeline` stages: of the cover of each position in an engine, and of each
+    sender.
+    """
+    # by the identity of the grains that fill it; workers have many grains in common
+    covered: dict[tuple[int, ...], TargetParameter] = {}
     for position, template in enumerate(templates):
         filling = _by_parameter(template)
         parameters = target_parameters(miniature.model, rollout, position, dialect, dtype)
@@ -113,7 +117,7 @@ def template_faults(
 
 
 def _by_parameter(template: StreamTemplate) -> dict[str, list[tuple[int, Grain]]]:
-    """The layer of the miniature and the grain, of all that fills each parameter."""
+    """Returns, for each parameter, what fills it: the layer of the miniature, and the grain."""
     filling: dict[tuple[int, str], list[tuple[int, Grain]]] = defaultdict(list)
     for block, grains in enumerate(template.blocks):
         for grain in grains:
@@ -126,7 +130,7 @@ def _identity(grains: Sequence[tuple[int, Grain]]) -> tuple[int, ...]:
 
 
 def _sender_faults(miniature: Miniature, pipeline: int, templates: Sequence[StreamTemplate]) -> Iterator[str]:
-    """Grains that one of those who are said to hold them does not."""
+    """Yields grains that one of their stated holders does not have."""
     shards = [shard_table(of_rank) for of_rank in miniature.shards]
     blocks = [(block - 1, of_block) for template in templates for block, of_block in enumerate(template.blocks)]
     distinct = {(layer, id(grain)): grain for layer, of_block in blocks for grain in of_block}
@@ -144,7 +148,7 @@ def _sender_faults(miniature: Miniature, pipeline: int, templates: Sequence[Stre
 
 
 def _copy_of(grain: Grain, layer: int, source_name: str) -> Copy:
-    """The grain as a copy of the miniature, where every layer is in chunk 0."""
+    """Returns the grain as a copy of the miniature, where every layer is in chunk 0."""
     return Copy(
         grain.hf_name.format(layer),
         grain.hf_box,
@@ -161,7 +165,7 @@ def _copy_of(grain: Grain, layer: int, source_name: str) -> Copy:
 def worker_faults(
     parameters: Sequence[TargetParameter], messages: Iterable[Message], shards_of: Callable[[int], ShardTable]
 ) -> Iterator[str]:
-    """What is wrong with all that one worker receives: boxes that senders do not hold, elements not written once."""
+    """Yields faults of what a worker receives: boxes that senders do not hold, elements not written exactly once."""
     copies: list[Copy] = []
     for message in messages:
         shards = shards_of(message.source)

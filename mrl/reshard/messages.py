@@ -1,4 +1,4 @@
-"""What a plan consists of: where the processes stand, one copy, one message.
+"""The parts of a plan: the devices of the processes, one copy, one message.
 
 Parameter names are opaque strings here.
 """
@@ -12,7 +12,7 @@ from mrl.model.device_grid import Place
 
 @dataclass(frozen=True)
 class Topology:
-    """Where each source rank and each engine worker stands. Two processes at one place share the device."""
+    """Node and device of each source rank and each engine worker. Two processes with equal `Place` share a device."""
 
     ranks: tuple[Place, ...]
     workers: tuple[Place, ...]
@@ -22,7 +22,7 @@ class Topology:
 class Copy:
     """One box from one source shard into one target parameter.
 
-    `source_box` and `hf_box` have one shape; `target_box` has it along `axes` (see TargetPiece).
+    `source_box` and `hf_box` have the same shape. `target_box` has it along `axes`, as in TargetPiece.
     """
 
     hf_name: str
@@ -33,15 +33,15 @@ class Copy:
     parameter: str
     target_box: Box
     axes: tuple[int, ...]
-    dtype: str | None = None  # on the wire; None: the plan's
+    dtype: str | None = None  # on the wire; None means the plan's
 
 
 @dataclass(frozen=True)
 class Message:
     """All that one rank sends to one worker in one round.
 
-    Its copies follow each other in order, each contiguous in Hugging Face orientation, in the engine's number format.
-    Those with a wider format of their own come first, so that every element is aligned.
+    The copies follow each other, each contiguous in Hugging Face orientation, in the engine's number format. Copies
+    with a wider format of their own come first, so that every element is aligned.
     """
 
     round: int
@@ -52,7 +52,7 @@ class Message:
 
 
 def by_round(messages: Iterable[Message]) -> list[list[Message]]:
-    """Messages of one process, round by round in their order; empty rounds left out."""
+    """Groups the messages of one process by round, in their order. Empty rounds are left out."""
     rounds: dict[int, list[Message]] = {}
     for message in messages:
         rounds.setdefault(message.round, []).append(message)
@@ -60,5 +60,5 @@ def by_round(messages: Iterable[Message]) -> list[list[Message]]:
 
 
 def module_of(parameter: str) -> str:
-    """The module of a target parameter: what the engine materialises and processes as one."""
+    """Returns the module of a target parameter. The engine creates and processes a module as a unit."""
     return parameter.rpartition(".")[0]

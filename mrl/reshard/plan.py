@@ -1,7 +1,7 @@
-"""The reshard plan: every weight from the source shards that hold it straight to the target parameters that need it.
+"""The reshard plan moves every weight straight from the source shards that hold it to the parameters that need it.
 
 Worked example: a weight of 4 rows and 6 columns, 2 bytes an element. Two ranks hold three columns each (TP2), three
-workers need two columns each (TP3). Where what is held meets what is needed there are four boxes, a to d:
+workers need two columns each (TP3). The overlaps of held and needed columns are four boxes, a to d:
 
              rank 0    rank 1        worker 0  worker 1  worker 2
     row 0    a a b     c d d         a a       b c       d d
@@ -9,15 +9,15 @@ workers need two columns each (TP3). Where what is held meets what is needed the
     row 2    a a b     c d d         a a       b c       d d
     row 3    a a b     c d d         a a       b c       d d
 
-A box is a `Copy`: where it lies, as [rows, columns], in the whole tensor, the source shard and the target parameter:
+Each box is a `Copy`. It has an offset, as [rows, columns], in the whole tensor, the source shard and the target:
 
     a  [0:4, 0:2]  from rank 0 [0:4, 0:2]  to worker 0 [0:4, 0:2]
     b  [0:4, 2:3]  from rank 0 [0:4, 2:3]  to worker 1 [0:4, 0:1]
     c  [0:4, 3:4]  from rank 1 [0:4, 0:1]  to worker 1 [0:4, 1:2]
     d  [0:4, 4:6]  from rank 1 [0:4, 1:3]  to worker 2 [0:4, 0:2]
 
-With a budget of 16 bytes for one process in one round, boxes are cut into rows (grains) and travel in two rounds. In a
-round there is one `Message` from each rank to each worker that needs something of it:
+The budget here is 16 bytes for one process in one round. So boxes are cut into rows (grains), which travel in two
+rounds. In each round there is one `Message` from each rank to each worker that needs something from it:
 
     round 0  rank 0 -> worker 0  8 bytes  a[0:1] a[1:2]
     round 0  rank 0 -> worker 1  4 bytes  b[0:1] b[1:2]
@@ -29,9 +29,9 @@ round there is one `Message` from each rank to each worker that needs something 
     round 1  rank 1 -> worker 2  8 bytes  d[2:3] d[3:4]
 
 Where several ranks hold a box (replicas), the schedule chooses the nearest and shares the work among equals. A plan is
-a pure function of the model, both layouts, the dialect, the number format, the topology and the budget. It is small
-(templates and two numbers of a schedule) and expands lazily into what one process sends or receives. Its hash covers
-all that it expands from, so two sides with equal hashes exchange the same messages.
+a pure function of the model, both layouts, dialect, number format, topology and budget. It is small (templates and two
+numbers of a schedule) and expands lazily into what one process sends or receives. Its hash covers all of its inputs, so
+two sides with equal hashes exchange the same messages.
 """
 
 import gc
@@ -71,13 +71,13 @@ from mrl.units import MIB
 
 FORMAT = 1
 _GRAIN_BYTES = 4 * MIB  # large enough to be copied at full speed
-_GRAINS_PER_ROUND = 16  # at least, of each process
-KEPT_COPIES = 1 << 18  # of a position inside an engine, while the plan lives: what a proof of a large plan can use
+_GRAINS_PER_ROUND = 16  # at least, for each process
+KEPT_COPIES = 1 << 18  # for a position inside an engine; limits the memory that a proof of a large plan uses
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Who sends what to whom in which round."""
+    """Who sends what to which worker in which round."""
 
     model: ModelSpec
     train: TrainLayout
@@ -87,14 +87,14 @@ class ReshardPlan:
     topology: Topology | None
     budget_bytes: int
     segments: tuple[Segment, ...]
-    templates: tuple[StreamTemplate, ...]  # of each position inside an engine
+    templates: tuple[StreamTemplate, ...]  # one for each position inside an engine
     devices: Devices = field(repr=False, compare=False)
     schedule: RoundSchedule = field(repr=False, compare=False)
     loads: Loads = field(repr=False, compare=False)
 
     @property
     def num_rounds(self) -> int:
-        """Rounds of messages in one sync, each within `budget_bytes` a process."""
+        """Number of rounds in one sync. In each, a process moves at most `budget_bytes`."""
         return self.schedule.num_rounds
 
     @cached_property
@@ -114,22 +114,22 @@ class ReshardPlan:
 
     @cached_property
     def bytes_remote(self) -> int:
-        """Bytes of messages that leave a node; part of `bytes_moved`."""
+        """Bytes of messages that leave a node. Part of `bytes_moved`."""
         return int(self.loads.received[REMOTE].sum())
 
     @cached_property
     def peak_staging_bytes(self) -> int:
-        """The most that any process stages while it works on one round and fills or empties the next."""
+        """Largest staging of a process while it works on one round and fills or empties the next."""
         return max(self.peak_staging_of(self.loads.sent), self.peak_staging_of(self.loads.received))
 
     def peak_staging_of(self, loads: np.ndarray) -> int:
-        """The most bytes that a process of one side has in staging at once. `loads`: [tier, round, process]."""
+        """Returns the most staging bytes of one process on one side. `loads`: [tier, round, process]."""
         per_round = loads.sum(axis=0)
         following = np.vstack([per_round[1:], np.zeros_like(per_round[:1])])
         return int((per_round + following).max(initial=0))
 
     def sends(self, rank: int) -> Iterator[Message]:
-        """What one rank sends, by round, then worker."""
+        """Yields what one rank sends, by round, then worker."""
         flows = [self.schedule.flow(worker) for worker in range(self.rollout.world_size)]
         rows_of = [np.flatnonzero(flow.source == rank) for flow in flows]
         rounds = np.arange(self.num_rounds + 1)
@@ -140,7 +140,7 @@ class ReshardPlan:
                     yield self._message(number, rank, worker, flow, rows[bounds[number] : bounds[number + 1]])
 
     def receives(self, worker: int) -> Iterator[Message]:
-        """What one worker receives, by round, then source."""
+        """Yields what one worker receives, by round, then source."""
         flow = self.schedule.flow(worker)
         order = np.lexsort((np.arange(len(flow.source)), flow.source, flow.round))
         keys = flow.round[order] * self.train.world_size + flow.source[order]
@@ -166,12 +166,12 @@ class ReshardPlan:
     def _kept_copies(self) -> list[dict[tuple[int, int, int], Copy]]:
         """Copies of each position inside an engine, by segment, grain and holder.
 
-        Every engine and both sides have the same.
+        They are the same in every engine and on both sides.
         """
         return [{} for _ in self.templates]
 
     def copy(self, grain: Grain, segment: Segment, choice: int) -> Copy:
-        """A template with its layer's numbers, from the chosen holder."""
+        """Returns the grain as a copy: with the numbers of its layer, sent by the chosen holder."""
         holder = grain.holders[choice]
         chunk = self.train.virtual_pipeline - 1 if holder.is_last_stage else segment.vp_chunk
         return Copy(
@@ -188,14 +188,14 @@ class ReshardPlan:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the canonical JSON."""
+        """SHA-256 of the plan's canonical JSON."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain data, with everything that messages follow from; equal plans give equal JSON."""
+        """Returns the plan as plain data with everything that determines its messages. Equal plans give equal JSON."""
         holder_sets: dict[tuple[Holder, ...], int] = {}
-        # some are shared
+        # some templates share grains
         grains = {id(grain): grain for template in self.templates for block in template.blocks for grain in block}
         number = {key: n for n, key in enumerate(grains)}
         return {
@@ -224,7 +224,7 @@ class ReshardPlan:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Grains and copies form no cycles: looking for some among hundreds of thousands of them takes long."""
+    """Suspends garbage collection. Grains and copies form no cycles, and searching hundreds of thousands is slow."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -245,9 +245,9 @@ def plan_reshard(
     topology: Topology | None = None,
     budget_bytes: int = 256 * MIB,
 ) -> ReshardPlan:
-    """The plan, proved: every element once, every source where it is said to be, no round over the budget.
+    """Makes a proved plan: each element is written once, each source holds its box, each round is within the budget.
 
-    Raises ConfigError for layouts that the engine cannot have, a topology of another size, too small a budget.
+    Raises ConfigError for layouts that the engine cannot have, a topology of another size, or a small budget.
     """
     _check_inputs(train, rollout, dtype, topology)
     miniature = Miniature.of(model, train)
@@ -267,7 +267,7 @@ def plan_reshard(
             scheduled = make_schedule(rollout, streams, devices, train.world_size, budget_bytes)
         if scheduled is not None:
             break
-        if largest > limit:  # single rows already
+        if largest > limit:  # these are single rows already
             raise _too_small(budget_bytes, largest)
         limit //= 2
     plan = ReshardPlan(
@@ -280,7 +280,7 @@ def plan_reshard(
 
 
 def _schedule_faults(plan: ReshardPlan) -> Iterator[str]:
-    """What is wrong with the order: bytes that no round brings, or a round over the budget."""
+    """Yields faults of the order: bytes that no round moves, or a round over the budget."""
     if plan.bytes_moved != plan.bytes_required:
         yield f"rounds bring {plan.bytes_moved} of {plan.bytes_required} bytes"
     if plan.loads.largest > plan.budget_bytes:
@@ -299,7 +299,7 @@ def _check_inputs(train: TrainLayout, rollout: RolloutLayout, dtype: str, topolo
 
 def _too_small(budget: int, largest: int) -> ConfigError:
     return ConfigError(
-        f"reshard.budget_mb: a round of {budget} bytes is too small for this model, a row of which has {largest} "
+        f"reshard.budget_mb: a round of {budget} bytes is too small for this model, whose largest row has {largest} "
         "bytes; raise it until a process can send a row to each of its peers in one round"
     )
 
@@ -321,12 +321,12 @@ def _holders_json(holders: tuple[Holder, ...]) -> list[list[Any]]:
 
 
 def _stream_json(template: StreamTemplate, number: Mapping[int, int]) -> list[list[int]]:
-    """A template's grains block by block, each as its number; `number`: by identity of the grain."""
+    """Returns a template's grains block by block, each as its number. `number` maps the identity of a grain to it."""
     return [[number[id(grain)] for grain in block] for block in template.blocks]
 
 
 def _grain_json(grain: Grain, holder_sets: dict[tuple[Holder, ...], int]) -> list[Any]:
-    """A template as plain data; its holders go into a table of their own."""
+    """Returns a grain as plain data. Its holders go into a table of their own."""
     boxes = (grain.hf_box, grain.source_box, grain.target_box)
     number = holder_sets.setdefault(grain.holders, len(holder_sets))
     return [grain.hf_name, grain.parameter, *(box.ranges for box in boxes), grain.axes, grain.nbytes, number]

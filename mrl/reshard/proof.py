@@ -1,8 +1,8 @@
-"""Is a plan right, before there is a device or a weight? Two answers that are independent of each other.
+"""Checks a plan before any device or weight exists, by two methods that are independent of each other.
 
-The proof takes the plan at the model's real shapes apart into single copies and holds each against what ranks and
-workers have. The rehearsal carries out the same layouts on a shrunken model. There every element is an integer of its
-own, so that no mistake hides, and every worker is compared with what its engine's own loader makes of full tensors.
+The proof takes the plan at the model's real shapes apart into single copies. It compares each with what ranks and
+workers have. The rehearsal executes the same layouts on a small model. There every element is a different integer, so
+that no error is hidden. It compares every worker with what the engine's own loader makes of full tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,19 +29,20 @@ from mrl.units import MIB
 Arrays = dict[str, np.ndarray]
 Wire = dict[tuple[int, int, int], np.ndarray]  # (round, source, worker) -> the message's elements
 
-_PROOF_SECONDS = 6.0  # after which no worker is taken apart beyond those that always are
-_BUDGETS = (*(4096 * 4**power for power in range(5)), 64 * MIB)  # of a rehearsal: the first that is large enough
+_PROOF_SECONDS = 6.0  # after which only the workers are checked that are always checked
+# of a rehearsal; the first that is large enough is used
+_BUDGETS = (*(4096 * 4**power for power in range(5)), 64 * MIB)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proved of the plan at real shapes.
+    """What was proved about the plan at real shapes.
 
-    Planning proves the templates, and so covers all workers; some workers were also checked in full.
+    Planning proves the templates, which covers all workers. Some workers were checked in full as well.
     """
 
-    workers: int  # in full
-    of_workers: int  # that there are
+    workers: int  # checked in full
+    of_workers: int  # all workers of the plan
     copies: int
     fault: str | None
     seconds: float
@@ -49,19 +50,19 @@ class Proof:
 
 @dataclass(frozen=True)
 class PlanRehearsal:
-    """What was found when weights of a shrunken model were moved between the same layouts."""
+    """What was found when the weights of a small model were moved between the same layouts."""
 
     layers: int
     experts: int
     rounds: int
-    elements: int  # that were written and compared
+    elements: int  # written and compared
     fault: str | None
     seconds: float
 
 
 @dataclass(frozen=True)
 class PlanVerdict:
-    """The two answers on a plan."""
+    """The results of both checks of a plan."""
 
     proof: Proof
     rehearsal: PlanRehearsal
@@ -73,15 +74,18 @@ class PlanVerdict:
 
 
 def verify(plan: ReshardPlan, every_worker: bool = False) -> PlanVerdict:
-    """Takes about 15 seconds for 128 ranks, and memory for one worker's copies and plan.KEPT_COPIES more.
+    """Proves and rehearses a plan. Takes about 15 seconds for 128 ranks, and memory for one worker's copies and
+    KEPT_COPIES.
 
-    With `every_worker` all of them are taken apart, however long it takes.
+    With `every_worker` all workers are checked in full, however long it takes.
     """
     return PlanVerdict(prove(plan, inf if every_worker else _PROOF_SECONDS), rehearse(plan))
 
 
 def prove(plan: ReshardPlan, seconds: float = _PROOF_SECONDS) -> Proof:
-    """One whole engine and the first worker of each other one in any case, the other workers while there is time."""
+    """Checks one whole engine and the first worker of each other engine, then other workers until `seconds` have
+    passed.
+    """
     begun = perf_counter()
     workers = 0
     copies = 0
@@ -101,8 +105,9 @@ def prove(plan: ReshardPlan, seconds: float = _PROOF_SECONDS) -> Proof:
 
 
 def _order(rollout: RolloutLayout) -> tuple[list[int], list[int]]:
-    """Workers that are always taken apart, and the others; those at one position come together,
-    see `_parameters_of`.
+    """Returns workers that are always checked, and the others.
+
+    Workers at the same position follow each other, because `_parameters_of` keeps one position.
     """
     size = rollout.workers_per_engine
     first = range(0, rollout.world_size, size)
@@ -111,9 +116,9 @@ def _order(rollout: RolloutLayout) -> tuple[list[int], list[int]]:
 
 
 def _parameters_of(plan: ReshardPlan) -> Callable[[int], tuple[TargetParameter, ...]]:
-    """Makes a function from a position inside an engine to its parameters: every engine wants the same.
+    """Returns a function from a position inside an engine to its parameters, which are the same in every engine.
 
-    The last position's are kept.
+    The last position's parameters are kept.
     """
 
     @lru_cache(maxsize=1)
@@ -134,7 +139,7 @@ def _shards_of(plan: ReshardPlan) -> Callable[[int], ShardTable]:
 def rehearse(plan: ReshardPlan) -> PlanRehearsal:
     """Rehearses the plan with the same layouts, dialect and placement, and a budget that makes several rounds.
 
-    Raises ConfigError when no budget will do.
+    Raises ConfigError when no budget is large enough.
     """
     begun = perf_counter()
     small = _small_plan(plan)
@@ -147,7 +152,7 @@ def rehearse(plan: ReshardPlan) -> PlanRehearsal:
 
 
 def _small_plan(plan: ReshardPlan) -> ReshardPlan:
-    """The plan for the shrunken model. Raises ConfigError when even the largest budget will not do."""
+    """Makes the plan of the small model. Raises ConfigError when even the largest budget is too small."""
     model, train = shrink(plan.model, plan.train, plan.rollout)
     arguments = {"dialect": plan.dialect, "dtype": plan.dtype, "topology": plan.topology}
     *budgets, largest = _BUDGETS
@@ -158,10 +163,10 @@ def _small_plan(plan: ReshardPlan) -> ReshardPlan:
 
 
 def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tuple[ModelSpec, TrainLayout]:
-    """A model of the same layout and divisibility, and the training layout for it.
+    """Returns a small model of the same layout and divisibility, and its training layout.
 
-    It has two layers a chunk and one of each kind, and two rows a shard. On either side a rank has two experts, where
-    the model has as many. Heads, padding of the vocabulary and what is uneven stay.
+    Each chunk has two layers and one of each kind, each shard two rows. On either side a rank has two experts, if the
+    model has enough. Heads, padding of the vocabulary and uneven divisions stay.
     """
     kept = [_kept_layers(layers, model) for layers in _chunks(train)]
     layers = [layer for chunk in kept for layer in chunk]
@@ -187,14 +192,14 @@ def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tupl
 
 
 def _small_latents(model: ModelSpec) -> dict[str, int]:
-    """Sizes of latent attention beside a head_dim of 2; a latent that is not there stays away."""
+    """Returns sizes of latent attention for a head_dim of 2. A latent of size 0 keeps it."""
     if not model.is_latent:
         return {}
     return {"kv_lora_rank": 3, "q_lora_rank": min(model.q_lora_rank, 3), "qk_rope_head_dim": 1, "v_head_dim": 2}
 
 
 def _small_states(model: ModelSpec, layers: Sequence[int], tensor: int) -> dict[str, Any]:
-    """Heads and sizes of gated delta attention in the kept `layers`; values a key stay as many."""
+    """Returns heads and sizes of gated delta attention in the kept `layers`. The number of values per key stays."""
     if not model.is_hybrid:
         return {}
     values_a_key = model.linear_num_value_heads // model.linear_num_key_heads
@@ -209,22 +214,22 @@ def _small_states(model: ModelSpec, layers: Sequence[int], tensor: int) -> dict[
 
 
 def _kept_layers(layers: range, model: ModelSpec) -> list[int]:
-    """First and last layer of a chunk, and one of each kind that neither is."""
+    """Returns the first and last layer of a chunk, and one of each remaining kind."""
     of_each_kind = {model.layer_kind(layer): layer for layer in (*layers, *layers[:1])}.values()
     return sorted({*layers[:1], *layers[-1:], *of_each_kind})
 
 
 def _chunks(train: TrainLayout) -> list[range]:
-    """Layers of each chunk in model order."""
+    """Returns the layers of each chunk in model order."""
     return [
         train.stage_layers(stage, chunk) for chunk in range(train.virtual_pipeline) for stage in range(train.pipeline)
     ]
 
 
 def _few_experts(num_experts: int, train: int, rollout: int) -> int:
-    """A small number of experts: at least two a rank and a worker, or the one that a worker has.
+    """Returns a small number of experts: at least two for each rank and worker, or one if a worker has only one.
 
-    It is as even over the workers as the real number.
+    It divides evenly among the workers if the real number does.
     """
     even = num_experts % rollout == 0
     least = max(2 * train, min(2, num_experts // rollout) * rollout)
@@ -235,9 +240,9 @@ def _few_experts(num_experts: int, train: int, rollout: int) -> int:
 
 
 def simulated_faults(plan: ReshardPlan) -> Iterator[str]:
-    """Faults of the plan carried out in memory, as sentences; none when every worker has what the loader would give it.
+    """Executes the plan in memory and yields its faults. None: every worker has what the loader would give it.
 
-    Holds the whole model in 4-byte integers once a replica on either side: for small models.
+    Holds the whole model in 4-byte integers once for each replica on both sides, so it is for small models.
     """
     hf = numbered(plan.model)
     wire: Wire = {}
@@ -256,7 +261,7 @@ def simulated_faults(plan: ReshardPlan) -> Iterator[str]:
 
 
 def _arrival_faults(plan: ReshardPlan, worker: int, wanted: Arrays, wire: Wire) -> Iterator[str]:
-    """Takes the worker's messages off the wire, and compares."""
+    """Takes the worker's messages off the wire and compares the result."""
     parameters = {name: np.zeros_like(array) for name, array in wanted.items()}
     for message in plan.receives(worker):
         data = wire.pop((message.round, message.source, worker), None)
@@ -271,7 +276,7 @@ def _arrival_faults(plan: ReshardPlan, worker: int, wanted: Arrays, wire: Wire) 
 
 
 def numbered(model: ModelSpec) -> Arrays:
-    """A checkpoint in which every element is a number of its own; 0 is kept for padding."""
+    """Returns a checkpoint in which every element is a different number. 0 is reserved for padding."""
     arrays = {}
     number = 1
     for spec in tensor_specs(model):
@@ -281,7 +286,7 @@ def numbered(model: ModelSpec) -> Arrays:
 
 
 def fill(shard: Shard, hf: Arrays) -> np.ndarray:
-    """What a rank holds in one parameter."""
+    """Returns what a rank holds in one parameter."""
     local = np.zeros(shard.local_shape, dtype=np.int32)
     for piece in shard.pieces:
         local[piece.local_box.slices] = hf[piece.hf_name][piece.hf_box.slices]
@@ -289,7 +294,7 @@ def fill(shard: Shard, hf: Arrays) -> np.ndarray:
 
 
 def _packed(shards: dict[tuple[int, str], np.ndarray], copies: Sequence[Copy]) -> np.ndarray:
-    """A message as it travels."""
+    """Returns a message as it travels."""
     return np.concatenate([shards[copy.vp_chunk, copy.source_name][copy.source_box.slices].ravel() for copy in copies])
 
 

@@ -1,11 +1,12 @@
-"""When each grain travels and from whom: workers rotate over the model, rounds, choice among replicas.
+"""Decides when each grain travels and who sends it: starting points of workers, rounds, choice among replicas.
 
-Every worker walks its stream as a circle and starts at a module of its own. Workers stand evenly over the circle, so
-that at any time all pipeline stages send. There are two ways to walk: freely, where every round brings the same bytes;
-and in lockstep, where every stage takes the same number of rounds, so that the workers that share a stage always are
-the same ones. Way and starting points are chosen by the load of the busiest rank. What several ranks could send is
-shared so that, round by round, the least loaded rank sends most. All is computed in integers, so that every process
-comes to the same schedule.
+Every worker walks its stream as a circle and starts at a module of its own. Starting points are spread evenly over the
+circle, so that all pipeline stages send at any time. There are two ways to walk. A free walk moves the same bytes in
+every round. A lockstep walk spends equal numbers of rounds on all stages, so that always the same workers share a
+stage. The load of the busiest rank decides the way and the starting points.
+
+What several ranks could send is shared so that the least loaded rank of a round sends most. All numbers are integers,
+so that every process computes the same schedule.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,9 @@ import numpy as np
 from mrl.model.layout import RolloutLayout
 from mrl.reshard.streams import TIERS, Candidates, Devices, WorkerStream, rotated
 
-_STRIDES = 24  # that are tried
+_STRIDES = 24  # most strides that are tried
 _BINS = 64  # rounds for comparing walks
-_KEPT_GRAINS = 1 << 20  # plans of at most so many keep their flows
+_KEPT_GRAINS = 1 << 20  # larger plans do not keep their flows
 _ATTEMPTS = 6  # numbers of rounds that are tried
 
 
@@ -39,7 +40,7 @@ class Loads:
 
 @dataclass(frozen=True)
 class Flow:
-    """What one worker receives, in the order of its walk: arrays with a row a grain."""
+    """What one worker receives, in the order of its walk. Arrays have one row for each grain."""
 
     segment: np.ndarray
     index: np.ndarray  # in the segment's block
@@ -53,14 +54,14 @@ class Flow:
 class RoundSchedule:
     """The order of all grains, and their senders."""
 
-    streams: tuple[WorkerStream, ...]  # of each position inside an engine
-    starts: tuple[int, ...]  # of each worker: the grain it begins with
+    streams: tuple[WorkerStream, ...]  # one for each position inside an engine
+    starts: tuple[int, ...]  # for each worker: the grain with which it begins
     lockstep: bool
     num_rounds: int
-    choices: tuple[np.ndarray, ...]  # of each worker: number of the sender among the holders, in the order of its walk
+    choices: tuple[np.ndarray, ...]  # for each worker: number of the sender among the holders, in the order of its walk
 
     def flow(self, worker: int) -> Flow:
-        """What one worker receives."""
+        """Returns what one worker receives."""
         if worker in self._kept:
             return self._kept[worker]
         flow = self._flow(worker)
@@ -70,7 +71,7 @@ class RoundSchedule:
 
     @cached_property
     def _kept(self) -> dict[int, Flow]:
-        """Flows of small plans, which are asked for once a rank."""
+        """Flows of small plans, which are asked for once for each rank."""
         return {}
 
     def _flow(self, worker: int) -> Flow:
@@ -84,8 +85,8 @@ class RoundSchedule:
 def make_schedule(
     rollout: RolloutLayout, streams: Sequence[WorkerStream], devices: Devices, num_ranks: int, budget: int
 ) -> tuple[RoundSchedule, Loads] | None:
-    """The schedule with few rounds in which nobody sends or receives more than `budget` bytes;
-    None if there is none.
+    """Returns the schedule with few rounds in which no process sends or receives more than `budget` bytes; None if
+    there is none.
     """
     largest_grain = max(int(stream.nbytes.max()) for stream in streams)
     usable = max(budget - largest_grain, 1)  # a round may end in the middle of a grain
@@ -110,7 +111,7 @@ def make_schedule(
 
 @dataclass(frozen=True)
 class _Walk:
-    """What one worker asks for, in the order of its walk: arrays with a row a grain."""
+    """What one worker asks for, in the order of its walk. Arrays have one row for each grain."""
 
     holder_set: np.ndarray
     nbytes: np.ndarray
@@ -119,15 +120,15 @@ class _Walk:
 
 @dataclass(frozen=True)
 class _Pools:
-    """Whom workers may ask. A pool is what a set of equally near ranks has to send together."""
+    """The ranks that workers may ask. A pool is what a set of equally near ranks has to send together."""
 
-    ranks: tuple[tuple[int, ...], ...]  # of each pool
-    of_sets: tuple[np.ndarray, ...]  # of each worker: the pool of each holder set
-    candidates: tuple[Candidates, ...]  # of each worker
+    ranks: tuple[tuple[int, ...], ...]  # for each pool
+    of_sets: tuple[np.ndarray, ...]  # for each worker: the pool of each holder set
+    candidates: tuple[Candidates, ...]  # for each worker
 
     @classmethod
     def of(cls, candidates: Sequence[Candidates]) -> "_Pools":
-        """The pools of all workers together."""
+        """Makes the pools of all workers together."""
         numbers: dict[tuple[int, ...], int] = {}
         of_sets = []
         for of_worker in candidates:
@@ -137,7 +138,7 @@ class _Pools:
 
 
 class _Sharing:
-    """How replicas share what they all could send."""
+    """Shares among replicas what each of them could send."""
 
     def __init__(
         self,
@@ -157,11 +158,13 @@ class _Sharing:
         self.quotas = self._share(self._demand())
 
     def _rounds(self, worker: int) -> np.ndarray:
-        """The round of each grain that a worker receives; computed anew, which is faster than to keep all workers'."""
+        """Returns the round of each grain that a worker receives. Computing it again is faster than keeping all
+        workers'.
+        """
         return self.streams[worker].rounds(self.starts[worker], self.num_rounds, self.lockstep)
 
     def _demand(self) -> np.ndarray:
-        """Bytes [pool, round] that are asked of each pool."""
+        """Returns the bytes that are asked of each pool, [pool, round]."""
         demand = np.zeros(len(self.pools.ranks) * self.num_rounds, dtype=np.int64)
         for worker, (stream, pool_of) in enumerate(zip(self.streams, self.pools.of_sets, strict=True)):
             cells = (pool_of * self.num_rounds)[stream.holder_set] + self._rounds(worker)
@@ -170,7 +173,7 @@ class _Sharing:
 
     @property
     def largest(self) -> int:
-        """Bytes of the busiest rank in its busiest round, give or take a grain."""
+        """Bytes of the busiest rank in its busiest round, exact up to one grain."""
         return int(self.sent.max())
 
     def _walk(self, worker: int) -> "_Walk":
@@ -180,9 +183,9 @@ class _Sharing:
         return _Walk(*(rotated(array, start) for array in arrays))
 
     def _share(self, demand: np.ndarray) -> dict[int, np.ndarray]:
-        """Bytes [round, candidate] of each pool's demand that each candidate sends.
+        """Returns, for each pool, the bytes [round, candidate] that each candidate sends.
 
-        Those with the least choice come first.
+        Pools with the fewest candidates come first.
         """
         pools = self.pools.ranks
         quotas = {}
@@ -193,7 +196,7 @@ class _Sharing:
         return quotas
 
     def _bounds(self) -> np.ndarray:
-        """[pool, round, candidate]: up to which byte of the pool's demand each candidate sends."""
+        """Returns [pool, round, candidate]: the byte of the pool's demand at which each candidate's part ends."""
         pools = self.pools.ranks
         width = max(len(ranks) for ranks in pools)
         bounds = np.full((len(pools), self.num_rounds, width), np.iinfo(np.int64).max)
@@ -202,7 +205,7 @@ class _Sharing:
         return bounds
 
     def assign(self) -> tuple[tuple[np.ndarray, ...], Loads]:
-        """Assigns a sender to every grain, and returns the loads that follow."""
+        """Assigns a sender to every grain. Returns the choices and the resulting loads."""
         filled = np.zeros(len(self.pools.ranks) * self.num_rounds, dtype=np.int64)
         bounds = self._bounds()
         num_ranks = self.sent.shape[1]
@@ -222,7 +225,7 @@ class _Sharing:
         return tuple(choices), Loads(sent.reshape(shape), received.T.reshape(shape))
 
     def _pick(self, worker: int, walk: "_Walk", bounds: np.ndarray, filled: np.ndarray) -> np.ndarray:
-        """Number of the candidate for each grain: the one whose part of the pool its middle byte falls into."""
+        """Returns a candidate's number for each grain: the one whose part of the pool holds the grain's middle byte."""
         sets = walk.holder_set
         candidate = np.zeros_like(sets)
         shared = np.flatnonzero(self.pools.candidates[worker].count[sets] > 1)
@@ -240,7 +243,9 @@ def _rank_sets(candidates: Candidates) -> list[tuple[int, ...]]:
 
 
 def _middles(keys: np.ndarray, nbytes: np.ndarray, filled: np.ndarray) -> np.ndarray:
-    """The middle byte of each grain in the row of all grains of its key; `filled`, the rows' lengths, grows."""
+    """Returns each grain's middle byte in the sequence of all grains of its key. Adds to `filled`, the sequence
+    lengths.
+    """
     order = np.argsort(keys, kind="stable")
     key = keys[order]
     size = nbytes[order]
@@ -255,22 +260,24 @@ def _middles(keys: np.ndarray, nbytes: np.ndarray, filled: np.ndarray) -> np.nda
 
 
 def level(loads: np.ndarray, more: np.ndarray) -> np.ndarray:
-    """How to add `more[row]` to `loads[row, :]` so that the largest stays least: what each column gets, nearly."""
+    """Returns how much of `more[row]` each column of `loads[row, :]` gets, so that the largest stays smallest.
+    Approximate.
+    """
     width = loads.shape[1]
     ascending = np.sort(loads, axis=1)
     total = ascending.cumsum(axis=1)
     counts = np.arange(1, width + 1)
-    needed = ascending[:, 1:] * counts[:-1] - total[:, :-1]  # what lifts the first columns to the next one
-    active = (needed < more[:, None]).sum(axis=1)  # columns that take part, less one
+    needed = ascending[:, 1:] * counts[:-1] - total[:, :-1]  # what raises the first columns to the next one
+    active = (needed < more[:, None]).sum(axis=1)  # columns that get more, minus one
     rows = np.arange(len(loads))
     height = (more + total[rows, active]) // counts[active]
     return np.maximum(height[:, None] - loads, 0)
 
 
 def best_walk(workers: int, streams: Sequence[WorkerStream], num_ranks: int) -> tuple[bool, int]:
-    """(in lockstep, stride) under which the busiest process of each round has least to do, added over the rounds.
+    """Returns (in lockstep, stride) for which the load of the busiest process, added over the rounds, is smallest.
 
-    Worker w begins w * stride workers' parts round the stream.
+    Worker w starts w * stride workers' shares into the stream.
     """
     strides = _strides(workers)
     costs = [_walk_costs(workers, streams, num_ranks, strides, lockstep) for lockstep in (False, True)]
@@ -281,7 +288,7 @@ def best_walk(workers: int, streams: Sequence[WorkerStream], num_ranks: int) -> 
 def _walk_costs(
     workers: int, streams: Sequence[WorkerStream], num_ranks: int, strides: Sequence[int], lockstep: bool
 ) -> list[int]:
-    """Bytes of the busiest process of each round, added, for each stride; in a coarse division into rounds."""
+    """Returns, for each stride, the bytes of the busiest process added over a coarse division into rounds."""
     stages = streams[0].num_stages
     bins = -(-_BINS // stages) * stages
     sent = np.zeros((len(strides), bins, num_ranks), dtype=np.int64)
@@ -298,7 +305,7 @@ def _walk_costs(
 
 
 def _strides(workers: int) -> list[int]:
-    """Strides that visit every place: one after the other, near golden ratios, past blocks, small primes."""
+    """Returns strides that visit every starting point: 1, near golden ratios, past blocks, small primes."""
     blocks = [size for size in range(2, workers) if workers % size == 0]
     ratios = [workers * ratio // 1000 for ratio in (618, 382, 236, 414, 293)]
     candidates = [1, *(size - 1 for size in blocks), *(size + 1 for size in blocks), *ratios, 3, 5, 7, 11, 13]
@@ -309,7 +316,7 @@ def _strides(workers: int) -> list[int]:
 
 
 def _profile(stream: WorkerStream, bins: int, num_ranks: int, lockstep: bool) -> np.ndarray:
-    """Bytes [bin, rank] that a worker starting at the beginning asks of each rank, replicas sharing equally."""
+    """Returns bytes [bin, rank] that a worker asks of each rank, if it starts at 0 and replicas share equally."""
     sets = len(stream.holders)
     cells = stream.travel(0, bins, lockstep)[1] * sets + stream.holder_set
     set_bytes = np.zeros(bins * sets, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What trainer and engines agree on before a weight sync, as plain data: both sides build plan and routes from it."""
+"""What trainer and engines agree on before a weight sync, as plain data. Both sides build plan and routes from it."""
 
 import json
 from collections import Counter
@@ -10,12 +10,12 @@ from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, model_spec
 from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.platforms.hosting import Reach, get_hosting
+from mrl.platforms.hosting import MemoryReach, get_hosting
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import ReshardPlan, plan_reshard
 from mrl.units import MIB
 
-BUCKET_BYTES = 512 * MIB  # of full tensors, on the slow path through the driver
+BUCKET_BYTES = 512 * MIB  # full tensors, on the slow path through the driver
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class SyncSetup:
     train: dict[str, Any]  # degrees of the actor, as TrainLayout.build takes them
     rollout: dict[str, int]  # fields of RolloutLayout
     dialect: str  # how the engine lays weights out: "cpu", "cuda" or "npu"
-    dtype: str  # of the engines: what travels
+    dtype: str  # of the engines, and on the wire
     topology: dict[str, list[list[int]]]  # "ranks" and "workers": [node, device] of each
-    budget_bytes: int  # of one worker's or one rank's data in one round
+    budget_bytes: int  # limit for one worker's or one rank's data in one round
     timeout_s: float  # longest wait for one peer
-    # "kind" (reshard.transport), "name" of this meeting, "address" of the point-to-point group, and "workers" that take
-    # part: by default all
+    # "kind" (reshard.transport), "name" of this connection, "address" of the point-to-point group, and "workers" that
+    # take part: all by default
     transport: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `from_json` reads it back."""
+        """Returns plain data, which `from_json` reads back."""
         return asdict(self)
 
     @classmethod
@@ -63,15 +63,15 @@ class SyncSetup:
 
     @property
     def workers(self) -> list[int]:
-        """Workers that take part in this meeting; the plan is for all of them."""
+        """Numbers of the workers that take part in this connection. The plan covers all workers."""
         return self.transport.get("workers", list(range(self.rollout_layout.world_size)))
 
     def plan(self) -> ReshardPlan:
-        """The plan; built once in a process, wherever the two sides meet."""
+        """Returns the plan. It is built once in a process, however the two sides connect."""
         return _plan(json.dumps(replace(self, timeout_s=0.0, transport={}).to_json(), sort_keys=True))
 
     def check_hash(self, expected: str, who: str) -> None:
-        """Raises EnvironmentFault when `who`, this process, comes to another plan than the driver did."""
+        """Raises EnvironmentFault when `who`, this process, makes another plan than the driver."""
         if self.plan().hash != expected:
             raise EnvironmentFault(
                 f"{who} plans the weight sync as {self.plan().hash[:12]}, the driver as {expected[:12]}: they do not "
@@ -79,11 +79,11 @@ class SyncSetup:
             )
 
     def worker(self, engine: int, position: int) -> int:
-        """Number among all workers of the worker at `position` in its engine: data-parallel rank, then tensor rank."""
+        """Returns the number of the worker at `position` in its engine: data-parallel rank, then tensor rank."""
         return engine * self.rollout_layout.workers_per_engine + position
 
     def engine_of(self, worker: int) -> int:
-        """Number of the engine that a worker belongs to."""
+        """Returns the number of the engine that a worker belongs to."""
         return self.rollout_layout.coords(worker).engine
 
 
@@ -101,8 +101,8 @@ def _plan(text: str) -> ReshardPlan:
     )
 
 
-def route(setup: SyncSetup, rank: int, worker: int, reach: Reach) -> str:
-    """Which transport serves the pair. Raises EnvironmentFault for shm between hosts. `reach`: see `pair_route`."""
+def route(setup: SyncSetup, rank: int, worker: int, reach: MemoryReach) -> str:
+    """Returns the transport of the pair. Raises EnvironmentFault for shm between hosts. `reach`: see `pair_route`."""
     kind = setup.transport["kind"]
     transport = pair_route(kind, setup.places.ranks[rank], setup.places.workers[worker], reach)
     if transport == "p2p" and kind == "shm":
@@ -112,12 +112,12 @@ def route(setup: SyncSetup, rank: int, worker: int, reach: Reach) -> str:
     return transport
 
 
-def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
-    """Which transport serves a rank and a worker at these places, when `kind` (reshard.transport) is asked for.
+def pair_route(kind: str, rank: Place, worker: Place, reach: MemoryReach) -> str:
+    """Returns the transport of a rank and a worker, when `kind` (reshard.transport) is requested.
 
-    auto: the device's own memory as far as it can be opened, which `reach` says. Between two devices of a node beyond
-    that, auto takes what serves two nodes. ipc: host memory there. A platform without device memory has host memory on
-    one node whatever is asked for.
+    `auto` uses device memory as far as another process can open it, which `reach` tells. Between further devices of a
+    node it uses the transport for two nodes. `ipc` uses host memory there. A platform without device memory uses host
+    memory on one node in any case.
     """
     if kind == "p2p" or rank.node != worker.node:
         return "p2p"
@@ -130,8 +130,8 @@ def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
     return "shm"
 
 
-def routes_in_words(setup: SyncSetup) -> str:
-    """Says how many pairs of a rank and a worker each transport serves, when a run starts."""
+def describe_routes(setup: SyncSetup) -> str:
+    """Describes, at the start of a run, how many pairs of rank and worker each transport serves."""
     reach = get_hosting(setup.dialect).memory_reach
     workers = [setup.places.workers[number] for number in setup.workers]
     pairs = ((rank, worker) for rank in setup.places.ranks for worker in workers)
@@ -140,7 +140,7 @@ def routes_in_words(setup: SyncSetup) -> str:
 
 
 def p2p_members(setup: SyncSetup) -> list[tuple[str, int]]:
-    """("rank", r) and ("worker", w) of everybody in the point-to-point group, in the group's order."""
+    """Returns ("rank", r) and ("worker", w) for all members of the point-to-point group, in its order."""
     ranks = range(setup.train_layout.world_size)
     workers = setup.workers
     reach = get_hosting(setup.dialect).memory_reach

@@ -1,9 +1,9 @@
 """What one worker receives, as a stream of grains in the order of its modules: first as templates, then as arrays.
 
-Layers of one kind differ in their numbers only, and so do pipeline stages; workers at one position inside their engines
-hold the same. So grains are worked out once for each layer kind and position, on a model with one layer of each kind,
-and every layer is that template with other numbers. The size of a plan then grows neither with depth nor with the
-number of engines. The schedule computes with arrays that have one row for each grain of the whole model.
+Layers of one kind differ only in their numbers, and so do pipeline stages. Workers at the same position in their
+engines hold the same. So grains are computed once for each layer kind and position, on a model with one layer of each
+kind. Every layer is such a template with other numbers. The size of a plan then grows neither with the depth of the
+model nor with the number of engines. The schedule uses arrays with one row for each grain of the whole model.
 """
 
 import re
@@ -23,24 +23,24 @@ from mrl.model.megatron_shards import Shard, source_shards
 from mrl.model.vllm_parameters import Dialect, TargetParameter, target_parameters
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SAME_DEVICE, SAME_NODE, REMOTE = TIERS = (0, 1, 2)  # nearer is less
+SAME_DEVICE, SAME_NODE, REMOTE = TIERS = (0, 1, 2)  # lower is nearer
 MAX_CANDIDATES = 16  # replicas that one worker may ask for the same grain
-_SHARE_UNITS = 1 << 40  # shares of a module are compared as integers, so that every process orders alike
+_SHARE_UNITS = 1 << 40  # shares of a module are compared as integers, so that every process gets the same order
 _LAYER_NUMBER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A rank that has a grain: `offset` from the first rank of the layer's pipeline stage, and the parameter there."""
+    """A rank that holds a grain: its `offset` from the first rank of the stage, and its parameter's name."""
 
     offset: int
     source_name: str
-    is_last_stage: bool  # of tied embeddings and of what follows the layers
+    is_last_stage: bool  # for tied embeddings and modules after the layers
 
 
 @dataclass(frozen=True)
 class Grain:
-    """A box of one tensor that goes to one place; `{}` in names stands for the number of the layer."""
+    """A box of one tensor with one destination. `{}` in names stands for the number of the layer."""
 
     hf_name: str
     hf_box: Box
@@ -50,25 +50,25 @@ class Grain:
     target_box: Box
     axes: tuple[int, ...]
     nbytes: int
-    holders: tuple[Holder, ...]  # any of them can send it
-    dtype: str | None = None  # on the wire: that of the engine's parameter; None: the plan's
+    holders: tuple[Holder, ...]  # each of them can send it
+    dtype: str | None = None  # on the wire: that of the engine's parameter; None means the plan's
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One part of every stream: what precedes the layers, one layer, or what follows them."""
+    """One part of every stream: before the layers, one layer, or after the layers."""
 
     block: int  # number of the template in StreamTemplate.blocks
     layer: int | None  # global number, for tensor names and target parameters
     local_layer: int | None  # number in the model chunk, for source parameters
-    stage: int  # pipeline stage that has it
-    first_rank: int  # that holders are counted from
-    vp_chunk: int  # chunk that has it
+    stage: int  # pipeline stage that holds it
+    first_rank: int  # from which offsets of holders are counted
+    vp_chunk: int  # chunk that holds it
 
 
 @dataclass(frozen=True)
 class StreamTemplate:
-    """Templates of what a worker at one position inside its engine receives; block numbers are those of `Segment`."""
+    """Templates of what a worker at one position in its engine receives. `Segment.block` counts the blocks."""
 
     blocks: tuple[tuple[Grain, ...], ...]
 
@@ -80,15 +80,15 @@ class StreamTemplate:
 
 @dataclass(frozen=True)
 class Miniature:
-    """The model with one layer of each kind, and the training layout with at most two pipeline stages around it."""
+    """The model with one layer of each kind, and its training layout with at most two pipeline stages."""
 
     model: ModelSpec
     train: TrainLayout
-    kinds: tuple[LayerKind, ...]  # of each layer
+    kinds: tuple[LayerKind, ...]  # for each layer
 
     @classmethod
     def of(cls, model: ModelSpec, train: TrainLayout) -> "Miniature":
-        """The miniature of a model and its layout."""
+        """Makes the miniature of a model and its layout."""
         kinds = tuple(dict.fromkeys(model.layer_kind(layer) for layer in range(model.num_layers)))
         moe_layers = tuple(layer for layer, kind in enumerate(kinds) if kind.has_experts)
         linear_layers = tuple(layer for layer, kind in enumerate(kinds) if kind.is_linear)
@@ -101,7 +101,7 @@ class Miniature:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks in one pipeline stage."""
         return self.train.world_size // self.train.pipeline
 
     @cached_property
@@ -110,14 +110,14 @@ class Miniature:
         return tuple(source_shards(self.model, self.train, rank) for rank in range(self.train.world_size))
 
     def rank_of(self, holder: Holder, pipeline: int) -> int:
-        """The rank of this small layout that stands for a holder of a layout with `pipeline` stages."""
+        """Returns the rank of this small layout that stands for a holder of a layout with `pipeline` stages."""
         if holder.is_last_stage:
             return holder.offset - (pipeline - 2) * self.stage_size
         return holder.offset
 
 
 def segments(model: ModelSpec, train: TrainLayout, kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
-    """All parts, stage after stage. Blocks are numbered: before the layers, each layer kind, after the layers."""
+    """Returns all segments, stage after stage. Block numbers: before the layers, each layer kind, after the layers."""
     stage_size = train.world_size // train.pipeline
     layers = [
         Segment(1 + kinds.index(model.layer_kind(layer)), layer, local, stage, stage * stage_size, chunk)
@@ -131,10 +131,10 @@ def segments(model: ModelSpec, train: TrainLayout, kinds: tuple[LayerKind, ...])
 
 
 class Holdings:
-    """Who has which block of which tensor, looked up by tensor."""
+    """Which ranks hold which block of a tensor, by tensor name."""
 
     def __init__(self, miniature: Miniature, pipeline: int):
-        """`pipeline`: stages of the real layout; ranks of the last one stand that much further away."""
+        """`pipeline` is the number of stages of the real layout. It shifts the offsets of the last stage."""
         holders_of: dict[tuple[str, Box, Box], list[Holder]] = defaultdict(list)
         size = miniature.stage_size
         for rank, shards in enumerate(miniature.shards):
@@ -145,28 +145,30 @@ class Holdings:
                 for piece in shard.pieces:
                     holders_of[piece.hf_name, piece.hf_box, piece.local_box].append(holder)
         self._cut: dict[tuple[TargetParameter, int], tuple[Grain, ...]] = {}  # workers have many parameters in common
-        self._queues: dict[tuple[int, ...], tuple[list[Grain], ...]] = {}  # and whole modules: by the very grains
+        # and whole modules, by the identity of the grains
+        self._queues: dict[tuple[int, ...], tuple[list[Grain], ...]] = {}
         self._turns: dict[tuple[tuple[int, ...], int], tuple[Grain, ...]] = {}
         self._blocks: dict[str, list[tuple[Box, Box, tuple[Holder, ...]]]] = defaultdict(list)
         for (hf_name, hf_box, local_box), holders in holders_of.items():
             self._blocks[hf_name].append((hf_box, local_box, tuple(holders)))
 
     def parts(self, hf_name: str, box: Box) -> Iterator[tuple[Box, Box, tuple[Holder, ...]]]:
-        """(common box, the same in the source parameter, who has it) of every block that meets `box`."""
+        """Yields (common box, its box in the source parameter, holders) for every block that overlaps `box`."""
         for hf_box, local_box, holders in self._blocks[hf_name]:
             if common := hf_box.intersect(box):
                 yield common, common.rebase(hf_box, local_box), holders
 
     def grains(self, parameter: TargetParameter, limit: int, dtype: str) -> tuple[Grain, ...]:
-        """What fills one parameter, in grains of at most `limit` bytes or one row; `dtype`: the plan's."""
+        """Returns what fills one parameter, in grains of at most `limit` bytes or one row. `dtype` is the plan's."""
         if (parameter, limit) not in self._cut:
             self._cut[parameter, limit] = tuple(self._grains(parameter, limit, dtype))
         return self._cut[parameter, limit]
 
     def interleaved(self, grains: Iterable[Grain], position: int, positions: int) -> Iterator[Grain]:
-        """Module after module; inside one the ranks that hold it take turns, so that any part draws on all of them.
+        """Yields the grains module by module. Within a module the holders alternate, so that any part needs all of
+        them.
 
-        `position` of `positions` lets workers that walk in step begin with different ranks. `grains` are of `grains()`.
+        `position` of `positions` lets workers in lockstep begin with different ranks. `grains` come from `grains()`.
         """
         modules: dict[str, list[Grain]] = defaultdict(list)
         for grain in grains:
@@ -208,9 +210,9 @@ def stream_template(
     dtype: str,
     limit: int,
 ) -> StreamTemplate:
-    """The stream of the workers at `position` of their engines.
+    """Makes the stream of the workers at `position` in their engines.
 
-    Grains have at most `limit` bytes, but never less than one row.
+    A grain has at most `limit` bytes, but at least one row.
     """
     blocks: list[list[Grain]] = [[] for _ in range(len(miniature.kinds) + 2)]
     after_layers = False
@@ -224,7 +226,7 @@ def stream_template(
 
 
 def with_open_layer(name: str) -> str:
-    """The name with `{}` in place of its layer number: `model.layers.7.mlp` gives `model.layers.{}.mlp`."""
+    """Replaces the layer number in a name by `{}`: `model.layers.7.mlp` gives `model.layers.{}.mlp`."""
     return _LAYER_NUMBER.sub("{}", name, count=1)
 
 
@@ -236,7 +238,7 @@ def _layer_number(name: str) -> int | None:
 
 
 def _row_ranges(box: Box, max_elements: int) -> Iterator[tuple[int, int]]:
-    """Equal runs of rows of at most so many elements, or of one row."""
+    """Yields equal runs of rows with at most `max_elements` elements, or one row."""
     start, stop = box.ranges[0]
     rows = max(1, max_elements // prod(box.shape[1:]))
     runs = -(-(stop - start) // rows)
@@ -245,12 +247,12 @@ def _row_ranges(box: Box, max_elements: int) -> Iterator[tuple[int, int]]:
 
 
 def _rows_of(part: Box, whole: Box, elsewhere: Box) -> Box:
-    """Where `part` of `whole` lies, when `whole` lies at `elsewhere`."""
+    """Returns the box of `part` when `whole`, which contains it, is moved to `elsewhere`."""
     return part.shift([there - here for there, here in zip(elsewhere.origin, whole.origin, strict=True)])
 
 
 def _in_target(part: Box, hf_box: Box, local_box: Box, axes: tuple[int, ...]) -> Box:
-    """Where `part` of `hf_box` lies in the parameter, where all of it lies at `local_box`, turned by `axes`."""
+    """Returns the box of `part` in the parameter, in which all of `hf_box` is at `local_box`, turned by `axes`."""
     ranges = list(local_box.ranges)
     for dim, axis in enumerate(axes):
         start = local_box.ranges[axis][0] - hf_box.ranges[dim][0]
@@ -259,13 +261,13 @@ def _in_target(part: Box, hf_box: Box, local_box: Box, axes: tuple[int, ...]) ->
 
 
 def _offsets(grains: Iterable[Grain]) -> dict[int, tuple[int, ...]]:
-    """Offsets of the ranks that hold each grain, by the identity of `holders`, which most grains share with others."""
+    """Returns the ranks' offsets for each set of holders, by its identity. Most grains share a set."""
     holders_of = {id(grain.holders): grain.holders for grain in grains}
     return {key: tuple(holder.offset for holder in holders) for key, holders in holders_of.items()}
 
 
 def _queues(module: Sequence[Grain]) -> tuple[list[Grain], ...]:
-    """The grains of a module by who holds them."""
+    """Groups the grains of a module by their holders."""
     offsets = _offsets(module)
     queues: dict[tuple[int, ...], list[Grain]] = defaultdict(list)
     for grain in module:
@@ -274,7 +276,7 @@ def _queues(module: Sequence[Grain]) -> tuple[list[Grain], ...]:
 
 
 def _in_turns(queues: Sequence[list[Grain]], first: int) -> tuple[Grain, ...]:
-    """Queues take turns in proportion to their bytes; queue `first` begins."""
+    """Merges the queues in proportion to their bytes. Queue `first` begins."""
     order = []
     for number, queue in enumerate(queues):
         total = sum(grain.nbytes for grain in queue)
@@ -288,7 +290,7 @@ def _in_turns(queues: Sequence[list[Grain]], first: int) -> tuple[Grain, ...]:
 
 @dataclass(frozen=True)
 class Devices:
-    """Number of the device and of the node of every rank and worker."""
+    """The device number and the node number of every rank and worker."""
 
     rank_device: np.ndarray
     rank_node: np.ndarray
@@ -297,7 +299,7 @@ class Devices:
 
     @classmethod
     def apart(cls, ranks: int, workers: int) -> "Devices":
-        """Every process on a device and a node of its own."""
+        """Puts every process on a device and a node of its own."""
         rank = np.arange(ranks)
         worker = ranks + np.arange(workers)
         return cls(rank, rank, worker, worker)
@@ -305,12 +307,12 @@ class Devices:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Whom one worker may ask for the grains of each holder set: arrays with a row a set."""
+    """The ranks that one worker may ask for the grains of each holder set. Arrays have one row for each set."""
 
-    numbers: np.ndarray  # [set, candidate]: number among the holders; those beyond `count` mean nothing
+    numbers: np.ndarray  # [set, candidate]: number among the holders; undefined beyond `count`
     ranks: np.ndarray  # [set, candidate]
     count: np.ndarray
-    tier: np.ndarray  # how near they are, all alike
+    tier: np.ndarray  # how near they are, all equally
 
 
 class _Block:
@@ -328,7 +330,7 @@ class _Block:
 
 
 class WorkerStream:
-    """The whole stream of one position inside an engine: arrays with a row a grain, in model order.
+    """The whole stream of one position inside an engine. Arrays have one row for each grain, in model order.
 
     A worker walks it as a circle.
     """
@@ -348,7 +350,7 @@ class WorkerStream:
         self.holder_set = np.concatenate(entries)
         # first grain of each module
         self.module_starts = np.flatnonzero(np.concatenate([block.begins_module for block in chosen]))
-        self.before = np.cumsum(self.nbytes) - self.nbytes  # bytes in front of each grain
+        self.before = np.cumsum(self.nbytes) - self.nbytes  # bytes before each grain
         self.total = int(self.nbytes.sum())
         width = max(len(offsets) for _, offsets in sets)
         self.stage = np.repeat(np.array([segment.stage for segment in segments]), sizes)
@@ -365,7 +367,9 @@ class WorkerStream:
         self.ranks = np.array(rows)  # [set, holder]
 
     def start_near(self, part: int, parts: int, lockstep: bool) -> int:
-        """The grain that begins a module, nearest to `part` / `parts` of the way round; in lockstep a stage."""
+        """Returns the grain that begins a module nearest to `part` / `parts` of the circle; in lockstep, one that
+        begins a stage.
+        """
         if lockstep:
             behind = (self.stage - part * self.num_stages // parts) % self.num_stages
             return int(behind.argmin())
@@ -373,15 +377,15 @@ class WorkerStream:
         return int(self.module_starts[distance.argmin()])
 
     def travel(self, start: int, num_rounds: int, lockstep: bool) -> tuple[np.ndarray, np.ndarray]:
-        """(grains in order, round of each) of a walk round from grain `start`."""
+        """Returns the grains in the order of a walk from grain `start`, and the round of each."""
         order = rotated(np.arange(len(self.nbytes)), start)
         return order, rotated(self.rounds(start, num_rounds, lockstep), start)
 
     def rounds(self, start: int, num_rounds: int, lockstep: bool) -> np.ndarray:
-        """The round of each grain, in model order, of a walk round from grain `start`.
+        """Returns the round of each grain, in model order, for a walk from grain `start`.
 
-        Rounds bring equal bytes of the whole walk. In lockstep every stage gets an equal number of rounds, which divide
-        its bytes.
+        Each round moves equal bytes of the walk. In lockstep every stage gets the same number of rounds, which share
+        its bytes equally.
         """
         if not lockstep:
             travelled = (self.before - self.before[start]) % self.total
@@ -395,14 +399,14 @@ class WorkerStream:
         return np.arange(self.num_stages)
 
     def _rounds_in_stage(self, stage_rounds: int) -> np.ndarray:
-        """Each grain's round within its stage, of so many; the same wherever a walk begins."""
+        """Returns each grain's round within its stage, which does not depend on the start of a walk."""
         if self._kept_rounds[0] != stage_rounds:
             in_stage = (self.before - self.stage_before[self.stage]) * stage_rounds // self.stage_total[self.stage]
             self._kept_rounds = stage_rounds, in_stage
         return self._kept_rounds[1]
 
     def nearness(self, devices: Devices, worker: int) -> np.ndarray:
-        """[set, holder]: the tier of each; beyond all tiers where a set has no more holders."""
+        """Returns the tier of each holder, [set, holder]. Unused entries are beyond all tiers."""
         tier = np.full(self.ranks.shape, REMOTE)
         tier[devices.rank_node[self.ranks] == devices.worker_node[worker]] = SAME_NODE
         tier[devices.rank_device[self.ranks] == devices.worker_device[worker]] = SAME_DEVICE
@@ -410,7 +414,7 @@ class WorkerStream:
         return tier
 
     def candidates(self, devices: Devices, worker: int) -> Candidates:
-        """The nearest holders of everything, at most MAX_CANDIDATES of them, other ones for other workers."""
+        """Returns the nearest holders of each set, at most MAX_CANDIDATES. Different workers get different ones."""
         tier = self.nearness(devices, worker)
         nearest = tier.min(axis=1)
         near = tier == nearest[:, None]
@@ -423,12 +427,12 @@ class WorkerStream:
 
 
 def rotated(values: np.ndarray, start: int) -> np.ndarray:
-    """Values in the order in which a walk round from `start` meets them."""
+    """Returns the values in the order of a circular walk from `start`."""
     return np.concatenate([values[start:], values[:start]])
 
 
 def _digit_sum(number: int, base: int) -> int:
-    """Spreads numbers evenly over their remainders, also where only every so manieth number is taken."""
+    """Returns the sum of a number's digits. Its remainders are spread evenly, also for every n-th number only."""
     digits = 0
     while number and base > 1:
         number, digit = divmod(number, base)

@@ -1,4 +1,4 @@
-"""Reports of both sides of a sync, and the verdict: which tensor of which engine is not the trainer's, if any."""
+"""Reports of both sides of a sync, and the verdict: tensors of engines that differ from the trainer's."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from mrl.reshard.setup import SyncSetup
 
-MODULUS = 1 << 64  # digests are numbers modulo this; see mrl.reshard.digest, which needs torch
+MODULUS = 1 << 64  # digests are numbers modulo this; defined here because mrl.reshard.digest needs torch
 GAVE_UP = "gave up"  # in the error of a process whose peer failed first
 _NAMED = 4  # disagreements that a message names
 
@@ -20,17 +20,17 @@ class SendReport:
 
     rank: int
     digests: dict[int, dict[str, int]]  # worker -> parameter -> digest of this rank's share
-    # parameter -> digest, of those that other ranks hold as well; empty when it was not asked for
+    # parameter -> digest, for replicated parameters; empty when not requested
     shared: dict[str, int]
     moved: dict[int, int]  # worker on another device -> bytes
     local: dict[int, int]  # worker on the rank's own device -> bytes
     staging_bytes: int
     seconds: dict[str, float]  # "wait", "pack" and "digest"
-    free_bytes: int | None = None  # of the rank's device, communicators of the sync made
+    free_bytes: int | None = None  # of the rank's device, after the sync's communicators were made
 
     @property
     def bytes_moved(self) -> int:
-        """Sent to other devices, to all workers together."""
+        """Bytes sent to other devices, to all workers together."""
         return sum(self.moved.values())
 
     @property
@@ -39,7 +39,6 @@ class SendReport:
         return sum(self.local.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
         return vars(self)
 
 
@@ -53,7 +52,7 @@ class ReceiveReport:
     bytes_remote: int  # from other nodes; part of bytes_moved
     staging_bytes: int
     seconds: dict[str, float]  # "wait", "unpack" and "complete": the engine's processing and the digests
-    free_bytes: int | None = None  # of the worker's device, communicators of the sync made
+    free_bytes: int | None = None  # of the worker's device, after the sync's communicators were made
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ class Disagreement:
     engine: int
     worker: int
     parameter: str
-    # "on the way": what arrived is not what the ranks hold; "in the engine": what it holds is not what arrived
+    # "on the way": arrived and sent differ; "in the engine": held and arrived differ
     where: str
-    ranks: tuple[int, ...]  # that sent parts of it
+    ranks: tuple[int, ...]  # which sent parts of it
 
     def __str__(self) -> str:
         by = ""
@@ -75,15 +74,15 @@ class Disagreement:
 
 
 def add(digests: Iterable[int]) -> int:
-    """The digest of a union of disjoint blocks from theirs."""
+    """Returns the digest of a union of disjoint blocks from their digests."""
     return sum(digests) % MODULUS
 
 
 def disagreements(setup: SyncSetup, sends: Iterable[Report], receives: Iterable[Report]) -> list[Disagreement]:
-    """Every parameter whose digests do not agree: the sum of what ranks sent, what arrived, and (where it was read
-    back) what is held.
+    """Returns every parameter whose digests differ: the sum that ranks sent, what arrived, and what is held.
 
-    `sends`: SendReport fields of every rank. `receives`: weight_update_report of every worker that was synced.
+    What is held is compared where it was read back. `sends` are the SendReport fields of every rank. `receives` are the
+    weight_update_report of every synced worker.
     """
     sent: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     senders: dict[tuple[int, str], list[int]] = defaultdict(list)
@@ -114,7 +113,7 @@ def _where(parameter: str, sent: Mapping[str, int], report: Report) -> str | Non
 
 
 def replica_faults(sends: Iterable[Report]) -> list[str]:
-    """Parameters that ranks should hold alike and do not, as when one has the weights of the step before."""
+    """Returns replicated parameters that differ between ranks, for example if one has the step before's weights."""
     ranks_by_digest: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for report in sends:
         for name, digest in report["shared"].items():
@@ -127,8 +126,8 @@ def replica_faults(sends: Iterable[Report]) -> list[str]:
     return faults
 
 
-def in_words(faults: Sequence[Disagreement | str]) -> str:
-    """The first few, and how many more."""
+def describe(faults: Sequence[Disagreement | str]) -> str:
+    """Describes the first few faults, and says how many more there are."""
     more = ""
     if len(faults) > _NAMED:
         more = f" and {len(faults) - _NAMED} more"
@@ -137,20 +136,20 @@ def in_words(faults: Sequence[Disagreement | str]) -> str:
 
 @dataclass(frozen=True)
 class SyncTotals:
-    """Counts over all engines of one sync that was verified."""
+    """Counts over all engines of one verified sync."""
 
-    bytes_required: int  # what live engines must get, asked of them and not of the plan
-    bytes_moved: int  # between devices, counted in the transport
+    bytes_required: int  # what live engines need, as they say and not as the plan says
+    bytes_moved: int  # between devices, counted by the transport
     bytes_local: int  # inside a device
     bytes_remote: int  # between nodes, part of bytes_moved; counted by the workers
     staging_bytes: int  # of the process that held most
 
     @classmethod
     def of(cls, bytes_sent: int, receives: list[Report], weight_bytes: int, staging_bytes: int) -> "SyncTotals":
-        """`bytes_sent`: to other devices, as the ranks counted.
+        """Adds up the reports. `bytes_sent` went to other devices, as the ranks counted.
 
-        `staging_bytes`: of the rank that held most. `weight_bytes`: of all weights in all engines. Raises RuntimeError
-        when the two sides counted other bytes.
+        `staging_bytes` is the largest staging of a rank. `weight_bytes` counts all weights in all engines. Raises
+        RuntimeError when the two sides counted different bytes.
         """
         received = sum(report["bytes_moved"] for report in receives)
         local = sum(report["bytes_local"] for report in receives)

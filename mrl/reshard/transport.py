@@ -1,8 +1,8 @@
-"""How messages travel: the protocol of both ends, and what every transport shares.
+"""How messages travel: the protocol of both ends, and what all transports share.
 
-A sync is numbered (`update`), so that nothing of an earlier or an abandoned one can be taken for this one's. Staging is
-double: while the receiver unpacks round r, the senders pack round r + 1. Every wait has a deadline and names the peer
-that did not move. Which transport serves which pair of rank and worker is said in setup.py; connect.py opens the ends.
+A sync is numbered (`update`), so that a message of an earlier sync is never mistaken for a new one. Staging is double:
+while the receiver unpacks round r, the senders pack round r + 1. Every wait has a deadline and names the peer that did
+not answer. setup.py says which transport serves which pair. connect.py opens the ends.
 """
 
 import time
@@ -22,13 +22,11 @@ _ALIGN = 64  # bytes: a cache line
 
 
 class TransferError(RuntimeError):
-    """A peer did not answer, gave up or sent what was not expected;
-    the sync has to be done again from its first round.
-    """
+    """A peer did not answer, gave up or sent something unexpected. The sync must be repeated from its first round."""
 
 
 class SendingEnd(Protocol):
-    """One rank's side."""
+    """The sending side of one rank."""
 
     staging_bytes: int  # held by this process
 
@@ -36,13 +34,13 @@ class SendingEnd(Protocol):
         """Starts a sync in which exactly `messages` are sent, in this order."""
 
     def slot(self, message: Message) -> Tensor:
-        """Memory for the message, uint8 [nbytes], once the receiver has taken what was in it before.
+        """Returns memory for the message, uint8 [nbytes], after the receiver has taken its former content.
 
         Raises TransferError.
         """
 
     def lasting(self, message: Message) -> bool:
-        """Whether the slot lies in staging that is kept from sync to sync, not in memory made for this message."""
+        """Tells whether the slot is in staging that is kept between syncs, not in memory made for this message."""
 
     def post(self, message: Message) -> None:
         """Hands over what was written into the slot."""
@@ -54,40 +52,43 @@ class SendingEnd(Protocol):
         """Tells the receivers that the rest will not come."""
 
     def close(self) -> None:
-        """Gives memory and connections back. Safe to call twice."""
+        """Releases memory and connections. Safe to call twice."""
 
 
 class ReceivingEnd(Protocol):
-    """One worker's side."""
+    """The receiving side of one worker."""
 
     staging_bytes: int
 
     def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
-        """Starts a sync that brings these messages, round by round (those without a message left out)."""
+        """Starts a sync that brings these messages, round by round. Rounds without messages are left out."""
 
     def take(self, messages: Sequence[Message]) -> list[Tensor]:
-        """The bytes of one round's messages, uint8 [nbytes] each, valid until `release`. Raises TransferError."""
+        """Returns the bytes of one round's messages, uint8 [nbytes] each, valid until `release`.
+
+        Raises TransferError.
+        """
 
     def lasting(self, message: Message) -> bool:
-        """Whether the bytes lie in staging that is kept from sync to sync, not in memory made for this message."""
+        """Tells whether the bytes are in staging that is kept between syncs, not in memory made for this message."""
 
     def release(self, messages: Sequence[Message]) -> None:
         """Gives the round's memory back to the senders."""
 
     def abandon(self) -> None:
-        """Tells the senders that no more is taken."""
+        """Tells the senders that no more will be taken."""
 
     def close(self) -> None:
-        """Gives memory and connections back. Safe to call twice."""
+        """Releases memory and connections. Safe to call twice."""
 
 
 def wait_until(
     arrived: Callable[[], bool], timeout_s: float, what: str, check_peer: Callable[[], None] = lambda: None
 ) -> None:
-    """Polls; sleeps between looks, because a core that waits is taken from a core that packs.
+    """Polls until `arrived`. Sleeps between polls, because a waiting core is taken from a packing one.
 
-    `check_peer` is called a few times a second, and raises where nothing will arrive any more.
-    Raises TransferError with `what`.
+    Calls `check_peer` a few times a second. It raises when nothing will arrive any more. Raises TransferError with
+    `what`.
     """
     for _ in range(_SPINS):
         if arrived():
@@ -105,25 +106,25 @@ def wait_until(
 
 
 def sequence_number(update: int, message: Message) -> int:
-    """A number that no other round of any sync has."""
+    """Returns a number that no other round of any sync has."""
     return update << 24 | (message.round + 1)
 
 
 def plan_word(plan: ReshardPlan) -> int:
-    """The first 60 bits of the plan's hash: travels with every message."""
+    """Returns the first 60 bits of the plan's hash, which travel with every message."""
     return int(plan.hash[:15], 16)
 
 
 def aligned(nbytes: int) -> int:
-    """Rounds up so that every message begins on a cache line."""
+    """Rounds up, so that every message begins on a cache line."""
     return round_up(nbytes, _ALIGN)
 
 
 def received_rounds(plan: ReshardPlan, worker: int, ranks: Collection[int]) -> list[list[Message]]:
-    """What a worker receives from `ranks`, round by round, empty rounds left out."""
+    """Returns what a worker receives from `ranks`, round by round, without empty rounds."""
     return by_round(message for message in plan.receives(worker) if message.source in ranks)
 
 
 def largest_round(rounds: Sequence[Sequence[Message]], header_bytes: int = 0) -> int:
-    """Staging bytes of the largest round; `header_bytes`: in front of each message."""
+    """Returns the staging bytes of the largest round. `header_bytes` precede each message."""
     return max((sum(aligned(header_bytes + message.nbytes) for message in messages) for messages in rounds), default=0)

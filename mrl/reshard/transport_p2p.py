@@ -1,8 +1,8 @@
 """torch.distributed point-to-point between hosts, over a process group that neither trainer nor engine uses.
 
-Members are the ranks and workers that have a peer on another host (or all of them, when this transport was asked for),
-ranks first. Each message travels behind a header of four words that the receiver checks. Sender and receiver each hold
-two buffers of one round.
+Members are the ranks and workers with a peer on another host, or all if this transport was requested. Ranks come first.
+A header of four words precedes each message, and the receiver checks it. Sender and receiver hold two buffers of one
+round each.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from mrl.reshard.messages import Message, by_round
 from mrl.reshard.setup import SyncSetup, p2p_members
 from mrl.reshard.transport import TransferError, aligned, largest_round, plan_word, received_rounds, sequence_number
 
-_HEADER = 64  # bytes, so that the message behind it begins on a cache line
-_HEADER_WORDS = 4 * 8  # bytes of it in use: four int64
+_HEADER = 64  # bytes, so that the message after it begins on a cache line
+_HEADER_WORDS = 4 * 8  # bytes of it that are used: four int64
 _TAGS = 1 << 30
 
 
@@ -40,7 +40,9 @@ class _Group:
             store = dist.PrefixStore(setup.transport["name"], store)
             self.process_group = transfer.point_to_point_group(store, number, size, setup.timeout_s, host)
         except (RuntimeError, ValueError) as error:
-            raise TransferError(f"{self._me} did not meet the other {size - 1} at {host}:{port}: {error}") from error
+            raise TransferError(
+                f"{self._me} did not connect to the other {size - 1} at {host}:{port}: {error}"
+            ) from error
 
     def number(self, side: str, index: int) -> int:
         return self._members.index((side, index))
@@ -66,7 +68,7 @@ def _tag(update: int, message: Message) -> int:
 
 
 class PointToPointSender:
-    """Two buffers of the rank's largest round. See mrl.reshard.transport.SendingEnd."""
+    """A SendingEnd with two buffers of the rank's largest round."""
 
     def __init__(self, setup: SyncSetup, rank: int, workers: Sequence[int], transfer: Transfer):
         plan = setup.plan()
@@ -133,10 +135,7 @@ class PointToPointSender:
 
 
 class PointToPointReceiver:
-    """Two buffers of the worker's largest round, each asked for before it is needed.
-
-    See mrl.reshard.transport.ReceivingEnd.
-    """
+    """A ReceivingEnd with two buffers of the worker's largest round. Each receive is posted before it is needed."""
 
     def __init__(self, setup: SyncSetup, worker: int, ranks: Sequence[int], transfer: Transfer):
         plan = setup.plan()
@@ -181,7 +180,7 @@ class PointToPointReceiver:
         wanted = _header(self._update, message, self._plan_word)
         if arrived != wanted:
             raise TransferError(
-                f"{who}: not the message that the plan has there (number, bytes, plan, rank {arrived}, not {wanted})"
+                f"{who}: not the message that the plan expects (number, bytes, plan, rank {arrived}, not {wanted})"
             )
         return slot[_HEADER:]
 

@@ -1,15 +1,15 @@
 """Shared memory of one host or of one device: ranks pack straight into the arena of a worker.
 
-An arena has two halves, and a half serves one round. The worker grants each rank its slot in it, the rank writes its
-message there and marks it ready, the worker unpacks and grants the half for the round after the next. Control words are
-64-bit, with a fence on both sides of each: who writes it has written, or read, what it speaks of before, and who has
-seen it looks at that afterwards, also on processors that reorder. The arena is touched when it is made, and its file's
-name goes as soon as everybody has it open.
+An arena has two halves, each for one round. The worker grants each rank its slot, and the rank writes its message there
+and marks it ready. The worker unpacks it and grants the half for the round after the next.
 
-Each side holds a lock on a byte of the file, which the kernel takes from a process that ends: who waits for another
-sees that it is gone.
+Control words have 64 bits, with a memory fence before each write and after each read. So data is complete before the
+word that announces it is seen, also on processors that reorder. The worker touches the arena when it makes it. The name
+of its file is removed as soon as all have opened it.
 
-In device memory that is opened by others (`DeviceReceiver`, `DeviceSender`) only the data lies on the device; the
+Each side holds a lock on a byte of the file. The kernel releases it when the process ends, so a waiting peer notices.
+
+An arena in device memory that others open (`DeviceReceiver`, `DeviceSender`) has only the data on the device. The
 control words stay in a file of the host.
 """
 
@@ -48,32 +48,32 @@ ON_DEVICE = "-device"  # a worker may have a second arena, on its device
 _GRANTED, _OFFSET, _NBYTES, _READY, _PLAN = range(5)  # words of one (half, rank)
 _WORDS = 8  # a cache line
 _PAGE = 4096
-_NOTE = 2048  # bytes in front, for what an arena elsewhere needs to be found
-_THERE = -1  # a rank that has given up no update yet
+_NOTE = 2048  # bytes at the start, for what others need to open an arena on a device
+_THERE = -1  # a rank that is connected and has not given up an update yet
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 
 def arena_path(setup: SyncSetup, worker: int) -> Path:
-    """File of a worker's arena; its name is of this run alone."""
+    """Returns the file of a worker's arena. Its name belongs to this run alone."""
     name = setup.transport["name"]
     if not re.fullmatch(r"[\w.-]+", name):
-        raise ValueError(f"transport name {name!r} is no file name")
+        raise ValueError(f"transport name {name!r} is not a valid file name")
     return Path(setup.transport.get("folder", "/dev/shm")) / f"{PREFIX}{name}-{worker}"
 
 
 def arena_files(setup: SyncSetup, worker: int) -> list[Path]:
-    """Every name that a worker's arenas may have.
+    """Returns every name that a worker's arenas may have.
 
-    Once everybody has them open the names can go: then nothing outlives the processes.
+    The names can be removed once all have opened them. Then no memory outlives the processes.
     """
     path = arena_path(setup, worker)
     return [path.with_name(f"{path.name}{where}{state}") for where in ("", ON_DEVICE) for state in ("", ".part")]
 
 
 class Arena:
-    """A mapped file: control words of every (half, rank), who gave up, and the data.
+    """A mapped file: the control words of every (half, rank), who gave up, and the data.
 
-    `side` is whose arena this object is: 0 the worker's, which makes the file, and 1 + i that of the i-th rank.
+    `side` says whose object this is: 0 for the worker, which makes the file, and 1 + i for the i-th rank.
     """
 
     def __init__(self, path: Path, ranks: int, half_bytes: int, side: int):
@@ -90,8 +90,10 @@ class Arena:
             if create:
                 _allocate(file, start + 2 * half_bytes, part)
             elif os.fstat(file).st_size != start + 2 * half_bytes:
-                raise TransferError(f"{path} has another size than the plan says; do both sides use one configuration?")
-            # the worker touches all of it now, once; a rank only ever touches its own places
+                raise TransferError(
+                    f"{path} does not have the size that the plan gives; do both sides use the same configuration?"
+                )
+            # the worker touches all of it once, here; a rank only touches its own slots
             populate = 0
             if create:
                 populate = getattr(mmap, "MAP_POPULATE", 0)
@@ -102,7 +104,7 @@ class Arena:
             raise
         self._file = os.fdopen(file, "rb", buffering=0)
         words = np.frombuffer(self._map, np.int64, (control - _NOTE) // 8, _NOTE)
-        self.stops = words[: 1 + ranks]  # update that the worker (first) and each rank gave up
+        self.stops = words[: 1 + ranks]  # the update that the worker (first) and each rank gave up
         self.words = words[1 + ranks :].reshape(2, ranks, _WORDS)
         if not create:
             self.stops[side] = _THERE
@@ -114,19 +116,19 @@ class Arena:
         )
 
     def pin(self, transfer: Transfer) -> None:
-        """Makes the data quick to reach from the device, where it lies in host memory."""
+        """Pins the data, where it is in host memory, so that the device reaches it quickly."""
         if self.data.numel():
             self._pinned = transfer.pin(self.data)
 
     def unpin(self) -> None:
-        """Releases the pinned memory before it goes. Safe to call twice."""
+        """Releases the pinned memory before it is unmapped. Safe to call twice."""
         undo = self._pinned
         self._pinned = None
         if undo is not None:
             undo()
 
     def has_left(self, side: int) -> bool:
-        """Whether the process of that side was there and has ended."""
+        """Tells whether the process of that side was connected and has ended."""
         answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock_of(side))
         was_there = side == 0 or self.stops[side] != 0
         return was_there and struct.unpack(_FLOCK, answer)[0] == fcntl.F_UNLCK
@@ -137,7 +139,7 @@ class Arena:
 
 
 def _lock_of(side: int) -> bytes:
-    """A lock of one byte, which belongs to who opened the file, and to processes forked from it."""
+    """Returns a lock of one byte, which belongs to the opener of the file and to processes forked from it."""
     return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, side, 1, 0)
 
 
@@ -153,7 +155,7 @@ def _allocate(file: int, size: int, path: Path) -> None:
 
 
 class SharedMemoryReceiver:
-    """A worker's arena. See mrl.reshard.transport.ReceivingEnd."""
+    """A ReceivingEnd in a worker's arena."""
 
     def __init__(self, setup: SyncSetup, worker: int, ranks: Sequence[int], transfer: Transfer):
         plan = setup.plan()
@@ -228,8 +230,8 @@ class SharedMemoryReceiver:
         arrived = words[_READY], words[_NBYTES], words[_PLAN]
         if arrived != (sequence_number(self._update, message), message.nbytes, self._plan_word):
             raise TransferError(
-                f"{who}: not the message that the plan has there (number, bytes, plan {arrived}); "
-                "is the sender of this run?"
+                f"{who}: not the message that the plan expects (number, bytes, plan {arrived}); "
+                "does the sender belong to this run?"
             )
         data = self._data[words[_OFFSET] : words[_OFFSET] + message.nbytes]
         if self.lasting(message):
@@ -255,7 +257,7 @@ class SharedMemoryReceiver:
 
 
 class SharedMemorySender:
-    """A rank's places in the arenas of its workers. See mrl.reshard.transport.SendingEnd."""
+    """A SendingEnd in a rank's slots of its workers' arenas."""
 
     kind = "shm"
     staging_bytes = 0  # the arenas are the workers'
@@ -319,7 +321,7 @@ class SharedMemorySender:
         return self._arenas[message.worker].words[:, self._index[message.worker]]
 
     def _is_granted(self, message: Message) -> bool:
-        """Whether the message has a slot that the worker has not taken back.
+        """Tells whether the message has a slot that the worker has not taken back.
 
         Raises TransferError when the worker gave up.
         """
@@ -368,9 +370,9 @@ class SharedMemorySender:
 
 
 class DeviceReceiver(SharedMemoryReceiver):
-    """A worker's arena on its device, shared once and kept over syncs: an engine's sleep leaves it where it is.
+    """A worker's arena on its device, shared once and kept between syncs. An engine's sleep does not move it.
 
-    Chosen only where the platform can share memory; elsewhere the pair uses shared memory. Ranks close theirs first.
+    Used only where the platform can share device memory. Ranks close theirs first.
     """
 
     def _make(self, path: Path, half: int) -> Arena:
@@ -395,7 +397,7 @@ class DeviceReceiver(SharedMemoryReceiver):
 
 
 class DeviceSender(SharedMemorySender):
-    """A rank's places in arenas on devices of its node, each opened once and kept until it is closed."""
+    """A rank's slots in arenas on devices of its node, each opened once and kept until it is closed."""
 
     kind = "ipc"
 
@@ -409,5 +411,7 @@ class DeviceSender(SharedMemorySender):
 
 
 def _device_path(path: Path) -> Path:
-    """The file of the arena on the device: a worker may also have one in host memory, for ranks of other devices."""
+    """Returns the file of the arena on the device. A worker may also have one in host memory, for ranks of other
+    devices.
+    """
     return path.with_name(path.name + ON_DEVICE)

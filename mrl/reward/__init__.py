@@ -1,6 +1,6 @@
-"""Scores of responses: built-in rules and a user's function, run in processes that can be killed.
+"""Scores responses with built-in rules or a user's function, in processes that can be killed.
 
-`RewardSpec` says which function scores, a `RewardItem` is one response, a `RewardResult` its score or the reason why
-there is none; `RewardPool` holds the processes. `worker` runs in them: all that it imports from here needs the standard
-library alone (and math-verify for the rule `math`), so that it starts in milliseconds. May import `errors`.
+`RewardSpec` names the function, a `RewardItem` is one response, a `RewardResult` its score or the reason why it has
+none. `RewardPool` holds the processes. `worker` runs in them. Its imports from this package need the standard library
+alone (and math-verify for the rule `math`). So it starts in milliseconds. May import `errors`.
 """

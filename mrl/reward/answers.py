@@ -1,17 +1,17 @@
-"""Where a response says its answer.
+"""Finds the answer in a response.
 
-Plain scans in linear time: a response is a stranger's text. Standard library only.
+Plain scans in linear time, because a response is untrusted text. Standard library only.
 """
 
 import re
 
-TAIL = 2000  # characters of the conclusion that are looked at; an answer stands at the end
+TAIL = 2000  # characters of the conclusion that are searched, as an answer is near the end
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 STATED = re.compile(r"(?i)\banswer\s*(?:is\s*:?|:)\s*")
 
 
 def behind_reasoning(response: str) -> str:
-    """The text after the last `</think>`; nothing when a `<think>` never closes."""
+    """Returns the text after the last `</think>`; nothing when a `<think>` is not closed."""
     rest = response.rpartition("</think>")[2]
     if "<think>" in rest:
         return ""
@@ -19,12 +19,12 @@ def behind_reasoning(response: str) -> str:
 
 
 def conclusion(response: str) -> str:
-    """The last TAIL characters of what follows the reasoning."""
+    """Returns the last TAIL characters of the text after the reasoning."""
     return behind_reasoning(response)[-TAIL:]
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    """Index of the `}` that closes the group whose content begins at `start`; None if it never closes.
+    """Returns the index of the `}` that closes the group whose content begins at `start`; None if it never closes.
 
     Escaped braces do not count.
     """
@@ -44,7 +44,7 @@ def closing_brace(text: str, start: int) -> int | None:
 
 
 def boxed(text: str) -> list[str]:
-    """Contents of all outermost `\\boxed{...}` and `\\fbox{...}`, in order; one that never closes is none."""
+    """Returns the contents of all outermost `\\boxed{...}` and `\\fbox{...}` in order. Unclosed ones do not count."""
     contents = []
     position = 0
     while match := BOX.search(text, position):
@@ -57,8 +57,9 @@ def boxed(text: str) -> list[str]:
 
 
 def unboxed(content: str) -> str:
-    """A box whose only content is a box is that box; more than three of them, one in another,
-    are no answer's form and stay.
+    """Replaces a box that contains only a box by the inner one, at most three times.
+
+    More nested boxes are no form of an answer and stay.
     """
     for _ in range(3):
         match = BOX.match(content.strip())
@@ -69,8 +70,9 @@ def unboxed(content: str) -> str:
 
 
 def stated(text: str) -> str | None:
-    """What follows the last `Answer:` or `answer is` on its line, without asterisks and the final period;
-    None where there is none.
+    """Returns the text after the last `Answer:` or `answer is` on its line, without asterisks and the final period.
+
+    Returns None if there is none.
     """
     matches = list(STATED.finditer(text))
     if not matches:
@@ -80,7 +82,7 @@ def stated(text: str) -> str | None:
 
 
 def answers(response: str) -> list[str]:
-    """The response's answers as it writes them: those in boxes, else the stated one; empty when it gives none."""
+    """Returns the response's answers as written: those in boxes, else the stated one; empty if there is none."""
     text = conclusion(response)
     in_boxes = [content.strip() for content in boxed(text) if content.strip()]
     if in_boxes:

@@ -1,5 +1,5 @@
-"""Built-in reward functions, with verl's signature: (data_source, solution_str, ground_truth,
-extra_info) -> score or dict(score=...).
+"""Built-in reward functions with verl's signature: (data_source, solution_str, ground_truth, extra_info) -> score or
+dict(score=...).
 """
 
 import re
@@ -14,19 +14,19 @@ from mrl.reward.reasoning_rule import REASONING, SOURCE, reasoning_gym
 Score = float | dict[str, Any]
 RewardFunction = Callable[..., Score]
 
-GSM8K_TAIL = 300  # characters: the answer stands at the end, and the pattern need not see the rest
+GSM8K_TAIL = 300  # characters: the answer is at the end, and the pattern need not search the rest
 GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 LETTERS = "ABCDEFGHIJ"
-LONGEST_CHOICE = 500  # characters; a box with more is an essay
-# A, (A), AB, "A, C and D"; then perhaps the option's own text behind a period, colon or bracket: "D. 780"
+LONGEST_CHOICE = 500  # characters; a longer box is an essay
+# A, (A), AB, "A, C and D"; optionally the option's own text after a period, colon or bracket: "D. 780"
 _CHOICE = re.compile(rf"\(?([{LETTERS}](?:[\s,;/&{LETTERS}]|and|和|与)*)\)?(?:\s*[.:)].*)?", re.DOTALL)
 
 DAPO_TAIL = 300  # characters
 DAPO_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 DAPO_NOTHING = "[INVALID]"
 
-# applied in this order, each to the result of the one before
+# applied in this order, each to the former result
 _DAPO_REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
     ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
@@ -57,15 +57,15 @@ _DAPO_PATTERNS = tuple(
 def exact_match(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    """1 if the response is the ground truth, spaces around both aside, else 0."""
+    """Returns 1 if the response equals the ground truth, except for surrounding spaces, else 0."""
     return float(solution_str.strip() == str(ground_truth).strip())
 
 
 def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> Score:
-    """1 if the last `#### number` in the response's last 300 characters is the ground truth, thousands commas aside
-    (verl's strict form).
+    """Returns 1 if the last `#### number` in the response's last 300 characters is the ground truth, else 0.
 
-    Parts: `acc`, the score itself as in verl, and `answered`, whether there was such a number at all.
+    Thousands commas are ignored, as in verl's strict form. Parts: `acc` equals the score, as in verl; `answered` tells
+    whether there was such a number.
     """
     answers = GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL:])
     correct = float(bool(answers) and answers[-1].replace(",", "") == str(ground_truth).replace(",", ""))
@@ -73,7 +73,9 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Ma
 
 
 def normalised(answer: str) -> str:
-    """What follows the last `=`, without units, dressing and shorthand; whole numbers without thousands commas."""
+    """Returns the text after the last `=`, without units, formatting and shorthand. Whole numbers lose thousands
+    commas.
+    """
     text = answer.rpartition("=")[2]
     for before, after in (*_DAPO_REPLACED, *((word, "") for word in _DAPO_REMOVED)):
         text = text.replace(before, after)
@@ -87,12 +89,11 @@ def normalised(answer: str) -> str:
 def math_dapo(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`score` 1 or -1, `acc` 1 or 0, `pred` the normalised answer, `[INVALID]` where there is no `Answer:` in the last
-    300 characters.
+    """Returns `score` 1 or -1, `acc` 1 or 0, `pred` the normalised answer.
 
-    Behaviour of verl's math_dapo (itself Minerva's normalisation), so that scores are comparable with published runs,
-    its quirks included. The layered verifier of mrl.reward.math_verifier is the better judge; this one is the
-    reference.
+    `pred` is `[INVALID]` without an `Answer:` in the last 300 characters. Behaves as verl's math_dapo (Minerva's
+    normalisation) including its quirks, so that scores are comparable with published runs. The layered verifier of
+    mrl.reward.math_verifier judges better; this rule is the reference.
     """
     answers = DAPO_ANSWER.findall(solution_str[-DAPO_TAIL:])
     pred = normalised(answers[-1] if answers else DAPO_NOTHING)
@@ -106,8 +107,8 @@ def math_dapo(
 
 
 def letters(text: str) -> str | None:
-    """The letters that a text chooses, in the order of the alphabet, each once; None where it is no choice ("ALL",
-    "the first").
+    """Returns the letters that a text chooses, each once, in alphabetical order; None if it is no choice ("ALL", "the
+    first").
     """
     match = _CHOICE.fullmatch(clean(text[:LONGEST_CHOICE]))
     if match is None:
@@ -118,11 +119,10 @@ def letters(text: str) -> str | None:
 def multiple_choice(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """1 if the last `\\boxed{}` after the reasoning chooses exactly the right letters, order and separators aside, else
-    0.
+    """Returns 1 if the last `\\boxed{}` after the reasoning chooses exactly the right letters, else 0.
 
-    Parts: `acc`, `verdict`, `pred`. Unlike a search for letters anywhere in the box, `\\boxed{CAB}` as a word of
-    letters counts and `\\boxed{None}` does not. Raises ValueError for a truth that is no choice.
+    Order and separators do not matter. Parts: `acc`, `verdict`, `pred`. Unlike a search for letters anywhere in the
+    box, `\\boxed{CAB}` counts as letters and `\\boxed{None}` does not. Raises ValueError for a truth that is no choice.
     """
     truth = letters("".join(ground_truth) if isinstance(ground_truth, list) else str(ground_truth))
     if truth is None:
@@ -143,9 +143,9 @@ def multiple_choice(
 def think_format(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    """1 if the response is reasoning, one `</think>`, and an answer behind it, both with content.
+    """Returns 1 if the response is reasoning, one `</think>`, and an answer after it, both non-empty; else 0.
 
-    The opening `<think>` may be missing: chat templates with thinking on put it into the prompt.
+    The opening `<think>` may be missing, because chat templates with thinking put it into the prompt.
     """
     text = solution_str.strip()
     opened = text.count("<think>")
@@ -159,7 +159,7 @@ def think_format(
 def boxed_format(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    """1 if there is exactly one `\\boxed{}` with content behind the reasoning."""
+    """Returns 1 if there is exactly one non-empty `\\boxed{}` after the reasoning, else 0."""
     boxes = boxed(conclusion(solution_str))
     return float(len(boxes) == 1 and bool(boxes[0].strip()))
 
@@ -167,7 +167,7 @@ def boxed_format(
 def environment(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> Score:
-    """What the environment that the response acted on gave. Raises ValueError where it acted on none."""
+    """Returns what the environment of the response gave. Raises ValueError for a response without environment."""
     outcome = (extra_info or {}).get("outcome")
     if outcome is None:
         raise ValueError("the response acted on no environment; see rollout.turns.environments")
@@ -190,8 +190,8 @@ RULES: dict[str, RewardFunction] = {
     REASONING: reasoning_gym,
 }
 
-# What `auto` uses for a data_source that is not itself a rule's name; the keys are those in verl's prepared files and
-# of `mrl data`.
+# The rules that `auto` uses for a data_source that is not itself a rule's name. Keys are those in verl's prepared files
+# and of `mrl data`.
 RULE_OF_DATA_SOURCE: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
@@ -204,7 +204,7 @@ RULE_OF_PREFIX: dict[str, str] = {"aime": "math_dapo", "dianjin": "multiple_choi
 
 
 def rule_name(data_source: str) -> str:
-    """The rule that `auto` uses for a data source; its own name where none is known."""
+    """Returns the rule that `auto` uses for a data source, or the source's own name if none is known."""
     if data_source in RULES or data_source in RULE_OF_DATA_SOURCE:
         return RULE_OF_DATA_SOURCE.get(data_source, data_source)
     return next((rule for prefix, rule in RULE_OF_PREFIX.items() if data_source.startswith(prefix)), data_source)

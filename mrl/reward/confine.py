@@ -1,9 +1,9 @@
-"""What a scoring process is given of the machine: variables by name, no network unless the run asks for it, and
-temporary folders, with those that the run names, to write into.
+"""Limits what a scoring process can use of the machine: selected variables, no network by default, few writable
+folders.
 
-Linux alone can take these away from a process without rights (seccomp, Landlock), on processors whose system calls are
-known here; elsewhere the log of rewards says what is on. Sockets of this machine's own (AF_UNIX) stay, and so does
-reading.
+Only Linux lets an unprivileged process give these up (seccomp, Landlock), on processors whose system calls are known
+here. Elsewhere the log of rewards says what is not limited. Local sockets (AF_UNIX) and reading stay allowed. Writable
+are temporary folders and those that the run names.
 """
 
 import ctypes
@@ -15,15 +15,15 @@ import tempfile
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-# Names, or patterns, of what programs need to start, to find files and to be quiet; keys and tokens are not among them.
+# Names or patterns of variables that programs need to start, find files and be quiet; keys and tokens are excluded.
 GIVEN = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "PYTHON*", "VIRTUAL_ENV",
     "CONDA_PREFIX", "LD_LIBRARY_PATH", "DYLD_*", "OMP_*", "MKL_*", "OPENBLAS_*", "TOKENIZERS_PARALLELISM", "HF_HOME",
     "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "NLTK_DATA", "MRL_*",
 )  # fmt: skip
 OFF = "reward functions have no network without reward.network: true, and write into temporary and reward.folders alone"
-NETWORK_STAYS = "the network cannot be taken from reward functions on this machine, and is on for them"
-WRITING_STAYS = "files cannot be taken from reward functions on this machine, which may write whatever its user may"
+NETWORK_STAYS = "this machine cannot deny reward functions the network, so they have it"
+WRITING_STAYS = "this machine cannot keep reward functions from writing files, so they write whatever their user may"
 
 _SYSTEM_CALLS = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # audit number, socket(2)
 _IO_URING_SETUP = 425
@@ -32,36 +32,36 @@ _AF_UNIX = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
-# of Landlock, on every processor
+# Landlock's calls, on every processor
 _CREATE_RULESET = 444
 _ADD_RULE = 445
 _RESTRICT_SELF = 446
 _BENEATH = 1
 _VERSION = 1
-# To write, remove or make files of any kind; then, by version, to link them elsewhere and to cut them short.
+# Rights to write, remove or create files of any kind; and, by version, to link them elsewhere and to truncate them.
 _WRITES = 0b1_1111_1111_0010 & ~0b1100
-KEEPS_WHOLE = 3  # the version of Landlock since which it refuses to empty a file: Linux 6.2
+KEEPS_WHOLE = 3  # version of Landlock from which it can refuse truncation: Linux 6.2
 _LATER_WRITES = ((2, 1 << 13), (KEEPS_WHOLE, 1 << 14))
-# of classic BPF
+# classic BPF
 _LOAD = 0x20
 _EQUAL = 0x15
 _AT_LEAST = 0x35
 _RETURN = 0x06
-# the latter with EACCES
+# deny with EACCES
 _ALLOW = 0x7FFF0000
 _DENY = 0x00050000 | 13
 
 
 def given_environment(own: Mapping[str, str], further: tuple[str, ...]) -> dict[str, str]:
-    """Keeps those of these variables that GIVEN or the run names, as a pattern or in full."""
+    """Returns those of these variables that match a name or pattern of GIVEN or of the run."""
     wanted = (*GIVEN, *further)
     return {name: value for name, value in own.items() if any(fnmatchcase(name, each) for each in wanted)}
 
 
 def without_network() -> bool:
-    """Refuses this process, and all that it starts, every socket but those of this machine's own; whether it could.
+    """Refuses this process, and all that it starts, every socket except local ones. Returns whether this succeeded.
 
-    There is no way back.
+    It cannot be undone.
     """
     numbers = _SYSTEM_CALLS.get(platform.machine())
     if numbers is None:
@@ -70,9 +70,10 @@ def without_network() -> bool:
 
 
 def filter_calls(rules: bytes) -> bool:
-    """Puts a filter of system calls (seccomp(2)) over this process and all that it starts; whether it could.
+    """Installs a filter of system calls (seccomp(2)) for this process and all that it starts. Returns whether this
+    succeeded.
 
-    `rules`: classic BPF, eight bytes an instruction. There is no way back.
+    `rules`: classic BPF, eight bytes for each instruction. It cannot be undone.
     """
     if sys.platform != "linux":
         return False
@@ -85,10 +86,10 @@ def filter_calls(rules: bytes) -> bool:
 
 
 def without_writing(folders: tuple[str, ...]) -> bool:
-    """Refuses this process, and all that it starts, every change to files but below temporary folders, /dev and
-    `folders`; whether it could. There is no way back.
+    """Refuses this process, and all that it starts, changes to files outside temporary folders, /dev and `folders`.
 
-    Landlock before version KEEPS_WHOLE refuses what it can, and lets files be emptied: the answer is no.
+    Returns whether this succeeded. It cannot be undone. Landlock before version KEEPS_WHOLE refuses what it can, but
+    cannot refuse truncation; then the result is False.
     """
     version = landlock_version()
     writes = _WRITES | sum(access for since, access in _LATER_WRITES if version >= since)
@@ -98,17 +99,18 @@ def without_writing(folders: tuple[str, ...]) -> bool:
 
 
 def landlock_version() -> int:
-    """Version of Landlock that this host has; below 1: none."""
+    """Returns the version of Landlock on this host; below 1: none."""
     if sys.platform != "linux":
         return 0
     return ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
 
 
 def keep_files(refused: int, allowed: Mapping[str, int]) -> bool:
-    """Refuses this process, and all that it starts, kinds of access to files (landlock(7)); whether it could.
+    """Refuses this process, and all that it starts, kinds of access to files (landlock(7)). Returns whether this
+    succeeded.
 
-    `refused`: bits that this version of Landlock knows. `allowed`: bits that stay at, and below, a path that is there.
-    There is no way back.
+    `refused`: bits that this version of Landlock knows. `allowed`: bits that remain at and below an existing path. It
+    cannot be undone.
     """
     if landlock_version() < 1:
         return False
@@ -127,13 +129,13 @@ def keep_files(refused: int, allowed: Mapping[str, int]) -> bool:
 
 
 def _rules(audit: int, socket: int) -> bytes:
-    """Instructions of a filter: (code, jump if so, jump if not, number) one after another."""
+    """Returns the instructions of a filter: (code, jump if true, jump if false, number), one after another."""
     lines = [
-        (_LOAD, 0, 0, 4),  # the processor's kind; a program of another kind has other numbers
+        (_LOAD, 0, 0, 4),  # the processor's kind; programs for another kind have other call numbers
         (_EQUAL, 0, 7, audit),
         (_LOAD, 0, 0, 0),  # the number of the call
         (_AT_LEAST, 5, 0, _X32),
-        (_EQUAL, 4, 0, _IO_URING_SETUP),  # which opens sockets too
+        (_EQUAL, 4, 0, _IO_URING_SETUP),  # it opens sockets too
         (_EQUAL, 0, 2, socket),
         (_LOAD, 0, 0, 16),  # its first argument
         (_EQUAL, 0, 1, _AF_UNIX),

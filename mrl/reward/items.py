@@ -1,6 +1,6 @@
-"""What goes to the scoring workers and comes back.
+"""The data that goes to the scoring workers and comes back.
 
-This room imports the standard library only, so that a worker starts in milliseconds.
+This package imports the standard library only, so that a worker starts in milliseconds.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from typing import Any
 
 from mrl.errors import DataError, EnvironmentFault, NumericAbort
 
-# how scoring one response ended
+# outcomes of scoring one response
 OK = "ok"
 RAISED = "raised"
 TIMEOUT = "timeout"
@@ -18,15 +18,15 @@ DIED = "died"
 OUT_OF_MEMORY = "out_of_memory"
 NOT_A_NUMBER = "not_a_number"
 WRONG_TYPE = "wrong_type"
-LEFT_OUT = "environment"  # nobody was asked: the environment of the response failed, and no reward is due
-NOT_FINITE = "not_finite"  # nobody was asked: the response has log-probs that are no numbers
+LEFT_OUT = "environment"  # not scored: the environment of the response failed, so it gets no reward
+NOT_FINITE = "not_finite"  # not scored: the response has log-probs that are not finite
 UNJUDGED = (LEFT_OUT, NOT_FINITE)
-FELL = "fell"  # why it did, where its process was ended for another response's; the last word of `detail`
-ANSWER_BYTES = 2**20  # of one answer of a scoring process, as JSON
-ACC = "acc"  # the part that says how right an answer is; where a function gives a number alone, that number
+FELL = "fell"  # last word of `detail`: the environment's process was ended because of another response
+ANSWER_BYTES = 2**20  # limit for one answer of a scoring process, as JSON
+ACC = "acc"  # the part that tells how right an answer is; equals the number of a function that returns only a number
 
 
-# what a function is told in extra_info of a response of one turn, in runs whose responses may have several; see
+# extra_info that a function gets for a response of one turn, in runs whose responses may have several turns; see
 # mrl.flow.scoring.outcomes
 ONE_TURN = {
     "num_turns": 1,
@@ -37,25 +37,25 @@ ONE_TURN = {
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """Which function scores: a built-in by name, `auto` (by each row's data_source),
-    or `name` in the user's file at `path`.
+    """The function that scores: a built-in by name, `auto` (by each row's data_source), or `name` in the user's file
+    `path`.
     """
 
     function: str = "auto"
     path: str | None = None
     name: str = "compute_score"
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # added to every call of the user's function
-    data_sources: tuple[str, ...] = ()  # of the data, so that what `auto` will need is loaded before the first sample
+    data_sources: tuple[str, ...] = ()  # of the data, so that `auto` can load what it needs before the first sample
     bonus_rules: Mapping[str, float] = field(default_factory=dict)  # built-in rules whose weighted scores are added
-    environment: tuple[str, ...] = ()  # variables that a scoring process is given beside the usual ones
-    network: bool = False  # whether it may reach beyond the machine
-    folders: tuple[str, ...] = ()  # that it may write into beside temporary ones
-    max_memory_gib: float | None = None  # of a scoring process's address space; None: unlimited
+    environment: tuple[str, ...] = ()  # variables that a scoring process gets in addition to the usual ones
+    network: bool = False  # whether it may use the network
+    folders: tuple[str, ...] = ()  # that it may write into, in addition to temporary ones
+    max_memory_gib: float | None = None  # limit of a scoring process's address space; None: unlimited
 
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One response to score; `ground_truth` and `extra_info` are the data row's, as JSON has them."""
+    """One response to score. `ground_truth` and `extra_info` come from the data row, as JSON has them."""
 
     sample_id: int
     data_source: str
@@ -66,7 +66,7 @@ class RewardItem:
 
 @dataclass(frozen=True)
 class Question:
-    """What a response is judged by, before its text is known; `sample_id` is its result's."""
+    """What a response is judged by, before its text is known. `sample_id` identifies its result."""
 
     sample_id: int
     data_source: str
@@ -74,14 +74,15 @@ class Question:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
 
     def answered(self, text: str) -> RewardItem:
-        """The question with the response's text."""
+        """Returns the item with the response's text."""
         return RewardItem(self.sample_id, self.data_source, text, self.ground_truth, self.extra_info)
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """`reason` is one of the constants above; where it is not `ok`,
-    `score` is the pool's failure_score and `detail` says more.
+    """The score of one response. `reason` is one of the constants above.
+
+    If it is not `ok`, `score` is the pool's failure_score and `detail` explains it.
     """
 
     sample_id: int
@@ -94,33 +95,35 @@ class RewardResult:
 
 
 def failure_counts(results: Iterable[RewardResult]) -> dict[str, int]:
-    """Failures by reason, most frequent first."""
+    """Returns failures by reason, most frequent first."""
     return dict(Counter(r.reason for r in results if is_failure(r)).most_common())
 
 
 def is_failure(result: RewardResult) -> bool:
-    """Whether scoring failed."""
+    """Tells whether scoring failed."""
     return result.reason not in (OK, *UNJUDGED)
 
 
 def is_environment_failure(result: RewardResult) -> bool:
-    """Whether the response's own environment failed. One that fell with another's process is counted there."""
+    """Tells whether the response's own environment failed. A failure caused by another response's process does not
+    count.
+    """
     return result.reason == LEFT_OUT and not result.detail.endswith(f": {FELL}")
 
 
 def most_failures(results: Collection[RewardResult]) -> int:
-    """The largest number of failures of one kind: of rewards, of environments, of log-probs."""
+    """Returns the largest number of failures of one kind: of rewards, of environments, of log-probs."""
     rewards = sum(map(is_failure, results))
     environments = sum(map(is_environment_failure, results))
     return max(rewards, environments, sum(result.reason == NOT_FINITE for result in results))
 
 
 def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
-    """The results, with failed ones scored as the lowest of their data source and at most 0.
+    """Returns the results, with failed ones scored as the lowest of their data source, at most 0.
 
-    Where the source has no other, the lowest of all counts. Any fixed score would stand above the wrong answers of some
-    rule: 0 does above the -1 of math_dapo, and hanging would be learned. The lowest of another source may be out of all
-    proportion: in a group of 0 and 1, a -100 would be all that is learned from.
+    If the source has no other results, the lowest of all counts. A fixed score would exceed the wrong answers of some
+    rule: 0 exceeds the -1 of math_dapo, so hanging would be learned. The lowest of another source may be out of scale:
+    in a group of 0 and 1, a -100 would dominate learning.
     """
     lowest: dict[str, float] = {}
     for r in results:
@@ -131,10 +134,10 @@ def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
 
 
 def check_failures(results: list[RewardResult], max_failure_share: float) -> None:
-    """Raises DataError when more than this share of the results are failures; EnvironmentFault for environments,
-    NumericAbort for log-probs that are no numbers.
+    """Raises an error when more than this share of the results are failures. It has counts by reason and one detail of
+    each.
 
-    The error has counts by reason and one detail of each.
+    DataError for rewards, EnvironmentFault for environments, NumericAbort for log-probs that are not finite.
     """
     check_numbers(results, max_failure_share)
     check_environments(results, max_failure_share)
@@ -154,9 +157,9 @@ def check_failures(results: list[RewardResult], max_failure_share: float) -> Non
 
 
 def check_numbers(results: list[RewardResult], max_failure_share: float) -> None:
-    """Raises NumericAbort when more than this share of the responses have log-probs that are no numbers.
+    """Raises NumericAbort when more than this share of the responses have log-probs that are not finite.
 
-    Nothing in vLLM does: weights that are not numbers give tokens and a stop reason like any others.
+    vLLM itself raises nothing: weights that are NaN give tokens and a stop reason as usual.
     """
     bad = [result for result in results if result.reason == NOT_FINITE]
     if len(bad) > max_failure_share * len(results):

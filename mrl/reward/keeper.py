@@ -1,10 +1,10 @@
-"""The process above a scoring process: it keeps what the function prints, and ends all that the function started.
+"""The parent of a scoring process: it stores what the function prints, and ends all that the function started.
 
     python -m mrl.reward.keeper REQUESTS RESULTS MODULE    forks; the child serves, as `main` of the module does
 
-What the child leaves in a folder that the variable MRL_SCRATCH names goes with it.
-Whatever descends from the child becomes the keeper's when its own parent ends, also in a session of its own; Linux
-knows such keepers, elsewhere the child's session alone is ended. Standard library and this room only.
+The keeper also removes the folder that the variable MRL_SCRATCH names. Every descendant of the child becomes the
+keeper's child when its own parent ends, also in another session. Only Linux supports this; elsewhere just the child's
+session is ended. Uses the standard library and this package only.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-LOG_BYTES = 64 * 2**20  # of one log; what the function prints beyond it is read and dropped
+LOG_BYTES = 64 * 2**20  # limit of one log; later output of the function is read and dropped
 READ_BYTES = 65536
 NOTICE = b"\n[the log is full: what the reward function prints from here on is not kept]\n"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-SCRATCH = "MRL_SCRATCH"  # variable: a folder that a child may make, and that its keeper removes at the end
+SCRATCH = "MRL_SCRATCH"  # variable: a folder that a child may create, and that its keeper removes at the end
 
 
 def main(requests_fd: int, results_fd: int) -> None:
-    """Returns in the child alone, which is to serve; the keeper ends as its child does."""
+    """Returns only in the child, which then serves. The keeper ends with its child's status."""
     wake = _woken_by(signal.SIGTERM, signal.SIGCHLD)
     ask_kernel(PR_SET_CHILD_SUBREAPER, 1)
     ask_kernel(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -49,7 +49,7 @@ def main(requests_fd: int, results_fd: int) -> None:
     status = _keep(child, wake, output)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
-    _copy(output)  # before a search that whoever waits for the end may cut short
+    _copy(output)  # before the search, which whoever waits for the end may interrupt
     _end_descendants()
     _copy(output)
     with contextlib.suppress(OSError, RecursionError):
@@ -58,13 +58,13 @@ def main(requests_fd: int, results_fd: int) -> None:
 
 
 def ask_kernel(option: int, value: int) -> None:
-    """Sets an attribute of this process by prctl(2), which Linux alone has."""
+    """Sets an attribute of this process by prctl(2), on Linux alone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _woken_by(*signals: signal.Signals) -> int:
-    """A descriptor from which the numbers of these signals are read as they come."""
+    """Returns a descriptor from which the numbers of these signals can be read as they arrive."""
     read, write = os.pipe()
     for descriptor in (read, write):
         os.set_blocking(descriptor, False)
@@ -75,20 +75,20 @@ def _woken_by(*signals: signal.Signals) -> int:
 
 
 def _begin_child(keeper: int, printed: int) -> None:
-    """A session of its own, so that a function that signals its group does not reach the keeper."""
+    """Starts a session of its own, so that a function that signals its group does not reach the keeper."""
     os.close(signal.set_wakeup_fd(-1))
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
     ask_kernel(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != keeper:  # it ended meanwhile
+    if os.getppid() != keeper:  # the keeper has ended meanwhile
         os._exit(1)
     for standard in (1, 2):
         os.dup2(printed, standard)
 
 
 def _keep(child: int, wake: int, output: int) -> int:
-    """Copies output until the child ends; its status, that of SIGKILL where the keeper is told to end it."""
+    """Copies output until the child ends. Returns its status, or that of SIGKILL if the keeper is told to end it."""
     poll = select.poll()
     poll.register(wake, select.POLLIN)
     poll.register(output, select.POLLIN)
@@ -104,7 +104,7 @@ def _keep(child: int, wake: int, output: int) -> int:
 
 
 def _reaped(child: int) -> int | None:
-    """Reaps all children that have ended; returns the child's status where it is among them."""
+    """Collects all ended children. Returns the child's status if it is one of them."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -114,9 +114,9 @@ def _reaped(child: int) -> int | None:
 
 
 def _copy(output: int) -> bool:
-    """Moves what is there into the log; False once nobody can print any more."""
+    """Moves available output into the log. Returns False once nobody can print any more."""
     with contextlib.suppress(BlockingIOError):
-        for _ in range(64):  # then signals are looked at again
+        for _ in range(64):  # then signals are checked again
             data = os.read(output, READ_BYTES)
             if not data:
                 return False
@@ -124,7 +124,7 @@ def _copy(output: int) -> bool:
     return True
 
 
-_written = 0  # bytes, by this keeper
+_written = 0  # by this keeper
 
 
 def _write(data: bytes) -> None:
@@ -136,7 +136,7 @@ def _write(data: bytes) -> None:
     kept = data[: max(0, LOG_BYTES - size)]
     if len(kept) < len(data):
         kept += NOTICE
-    with contextlib.suppress(OSError):  # a full disk keeps nothing more, and is no fault of the sample's
+    with contextlib.suppress(OSError):  # a full disk drops output, which is not the sample's fault
         while kept:
             done = os.write(1, kept)
             _written += done
@@ -144,17 +144,17 @@ def _write(data: bytes) -> None:
 
 
 def _end_descendants() -> None:
-    """Kills descendants until none is left: what is killed may have started another meanwhile."""
+    """Kills descendants until none is left, because a killed one may have started another."""
     while descendants := list(_below(os.getpid())):
         for process in descendants:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, 0)  # theirs become ours, one after another
+            os.waitpid(-1, 0)  # their children become this process's
 
 
 def _below(process: int) -> Iterator[int]:
-    """All that descend from a process, zombies too; none where there is no /proc."""
+    """Yields all descendants of a process, including zombies; none without /proc."""
     parents: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -183,5 +183,5 @@ if __name__ == "__main__":
     pipes = int(sys.argv[1]), int(sys.argv[2])
     serve = import_module(sys.argv[3]).main
     main(*pipes)
-    with contextlib.suppress(BrokenPipeError):  # the run ended while an answer was on its way
+    with contextlib.suppress(BrokenPipeError):  # the run ended while an answer was being written
         serve(*pipes)

@@ -1,4 +1,4 @@
-"""Short mathematical answers in one way of writing, and what can be compared exactly: numbers, units, lists.
+"""Normalises short mathematical answers, and compares what can be compared exactly: numbers, units, lists.
 
 Standard library only.
 """
@@ -12,10 +12,10 @@ from fractions import Fraction
 from mrl.reward.answers import closing_brace
 
 LONGEST_NUMBER = 400  # characters
-LARGEST_EXPONENT = 100  # of ten, in scientific notation
-UNIT = "§"  # marks a unit in a cleaned answer; dropped from what comes in
+LARGEST_EXPONENT = 100  # power of ten, in scientific notation
+UNIT = "§"  # marks a unit in a cleaned answer; removed from the input
 
-# single characters and what they mean; whatever else is not ASCII stays as it is and equals only itself
+# single characters and their meaning; any other non-ASCII character stays and equals only itself
 _UNICODE = {
     **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full-width forms
     **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63", "-"),
@@ -48,7 +48,7 @@ _UNITS = {
     "L": "L liter liters litre litres", "%": "percent", "元": "元", "万元": "万元", "亿元": "亿元",
 }  # fmt: skip
 _UNIT_OF = {spelling: unit for unit, spellings in _UNITS.items() for spelling in spellings.split()}
-# one letter may be a variable
+# a single letter may be a variable
 _BARE_UNITS = sorted((s for s in _UNIT_OF if len(s) > 1 or s == "元"), key=len, reverse=True)
 _KNOWN_UNIT = re.compile(rf"(?:{'|'.join(map(re.escape, _UNITS))})[23]?")
 _POWER = r"(?:\s*\^\s*\{?([23])\}?)?"
@@ -84,7 +84,7 @@ _SEPARATOR = re.compile(r",|;|\s+(?:and|or)\s+")
 
 @dataclass(frozen=True)
 class Quantity:
-    """An exact number, the unit written behind it, and whether it was written with a decimal point."""
+    """An exact number, its unit, and whether it was written with a decimal point."""
 
     value: Fraction
     unit: str = ""
@@ -92,8 +92,9 @@ class Quantity:
 
 
 def clean(text: str) -> str:
-    """The answer without dressing: no dollars, sizes, spacing commands, text wrappers and final period;
-    units marked with `§`.
+    """Returns the answer without formatting: no dollars, sizes, spacing commands, text wrappers and final period.
+
+    Units are marked with `§`.
     """
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda m: "^{" + m[0].translate(_RAISED) + "}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_LOWERED) + "}", text)
@@ -124,8 +125,8 @@ def _long_fraction(match: re.Match) -> str:
 
 
 def _unwrap_text(text: str) -> str:
-    """`\\text{...}` as its content between spaces; as a marked unit where the content is one and something stands
-    before it.
+    """Replaces `\\text{...}` by its content between spaces, or by a marked unit if the content is one and something
+    precedes.
     """
     while match := _TEXT.search(text):
         end = closing_brace(text, match.end())
@@ -148,7 +149,7 @@ def _unit(shape: str | None, name: str, power: str | None) -> str:
 
 
 def quantity(text: str) -> Quantity | None:
-    """The exact number that a cleaned answer is, with its unit; None when it is anything else."""
+    """Returns the exact number of a cleaned answer, with its unit; None for anything else."""
     if len(text) > LONGEST_NUMBER:
         return None
     body, unit = split_unit(text)
@@ -162,7 +163,7 @@ def quantity(text: str) -> Quantity | None:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """(what stands before the unit, the unit); a text whose unit is not its end is all body."""
+    """Returns (text before the unit, unit). A text that does not end with its unit has no unit."""
     body, marked, unit = text.partition(UNIT)
     if marked and _KNOWN_UNIT.fullmatch(unit.strip()):
         return (body.strip(), unit.strip())
@@ -209,10 +210,10 @@ def _scientific(digits: str, braced: str, plain: str) -> Fraction:
 
 
 def same_quantity(truth: Quantity, answer: Quantity) -> bool:
-    """Equal numbers, and no two different units.
+    """Tells whether two quantities have equal numbers, and not two different units.
 
-    A percentage equals its value (50 % is 0.5). Its bare number counts too, since questions ask for "how many percent".
-    Where the truth is a bare number below one, it is a share, and this does not hold.
+    A percentage equals its value (50 % is 0.5). Its bare number counts too, because questions ask for "how many
+    percent". It does not count if the truth is a bare number below one, which is a share.
     """
     if truth.unit and answer.unit and truth.unit != answer.unit:
         return False
@@ -223,7 +224,7 @@ def same_quantity(truth: Quantity, answer: Quantity) -> bool:
 
 
 def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
-    """`text` cut at separators that stand in no bracket."""
+    """Splits `text` at separators outside of brackets."""
     parts = []
     begin = 0
     depths = list(_depths(text))
@@ -235,7 +236,7 @@ def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def deepest(text: str) -> int | None:
-    """How deep brackets of any kind are nested; None where they do not close."""
+    """Returns the depth of nested brackets of any kind; None if they are not balanced."""
     depths = [*_depths(text), 0]
     balanced = min(depths) >= 0 and sum(c in "([{" for c in text) == sum(c in ")]}" for c in text)
     if balanced:
@@ -255,7 +256,7 @@ def _depths(text: str) -> Iterator[int]:
 class Collection:
     """Several answers in one.
 
-    `kind` is the pair of brackets, `list` for none and for braces, `union` for intervals joined.
+    `kind` is the pair of brackets, `list` for none and for braces, `union` for joined intervals.
     """
 
     kind: str
@@ -263,7 +264,7 @@ class Collection:
 
     @property
     def ordered(self) -> bool:
-        """Whether the order of the items counts."""
+        """Tells whether the order of the items counts."""
         return self.kind not in ("list", "union")
 
 
@@ -273,7 +274,7 @@ _PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 
 
 def collection(text: str) -> Collection | None:
-    """A cleaned answer as its parts; None for a single one. `a \\pm b` is the two values, a matrix its entries."""
+    """Splits a cleaned answer into its parts; None for a single one. `a \\pm b` is two values, a matrix its entries."""
     if matrix := _MATRIX.fullmatch(text):
         rows = [[entry.strip() for entry in row.split("&")] for row in matrix[2].split(r"\\") if row.strip()]
         kind = "matrix"

@@ -1,9 +1,9 @@
-"""Is an answer the truth? Exact comparison of numbers, lists and text first, which is microseconds; math-verify for
-what is left.
+"""Decides whether an answer is right: first by exact comparison of numbers, lists and text, then with math-verify.
 
-Strict where a policy could be paid for less than the answer: several different answers, a list where one is asked for,
-another unit, an interval with other ends, words around a number. Decimals are exact: 0.333 is not 1/3. No signal and no
-alarm is used: the one deadline is that of the scoring process (mrl.reward.pool).
+Exact comparison takes microseconds. The verifier is strict where a policy could be rewarded for less than the answer:
+several different answers, a list instead of one answer, another unit, other ends of an interval, words around a number.
+Decimals are exact: 0.333 is not 1/3. It uses no signal and no alarm. The only deadline is that of the scoring process
+(mrl.reward.pool).
 """
 
 import functools
@@ -31,14 +31,14 @@ NO_ANSWER = "no_answer"
 SEVERAL = "several_answers"
 TOO_COMPLEX = "too_complex"
 
-LONGEST = 500  # characters of an answer that is compared other than as text
-LONGEST_EXPRESSION = 200  # characters that are handed to math-verify
-DEEPEST = 6  # brackets in brackets; the parser's time grows with powers of it
+LONGEST = 500  # limit of characters; longer answers are only compared as text
+LONGEST_EXPRESSION = 200  # limit of characters for math-verify
+DEEPEST = 6  # nested brackets; the parser's time grows exponentially with them
 MOST_ITEMS = 16
-LARGEST_EXPONENT = 10_000  # all whole exponents of an expression multiplied
+LARGEST_EXPONENT = 10_000  # product of all whole exponents of an expression
 PRIMES = (11, 13, 17, 19, 23, 29, 31)  # numerators of the values at which expressions are compared
 TOLERANCE = 1e-12
-LARGEST_SYMBOLIC_EXPONENT = 50  # of something with letters in it
+LARGEST_SYMBOLIC_EXPONENT = 50  # for terms with letters
 
 _NAME = r"(?:[A-Za-z]+|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|rho|sigma|angle\s*[A-Z]+))(?:_\{?\w+\}?)?'?"
 _ASSIGNED = re.compile(rf"({_NAME}(?:\(\s*{_NAME}(?:,\s*{_NAME})*\s*\))?)\s*(?:=|\\in(?![a-zA-Z]))\s*")
@@ -56,22 +56,22 @@ _KNOWN_COMMANDS = frozenset(
     )
     for name in group.split()
 )
-# a power of a power, the factorial of anything but a number below 100
+# a power of a power; the factorial of anything but a number below 100
 _TOWER = re.compile(r"\}\s*\^|\)\s*\^[^()]*\)\s*\^|[^\d\s]\s*!|\d{3,}\s*!|!\s*!")
 
 
 class TooComplex(Exception):
-    """The answer is nothing that may be computed with: it could take for ever, or say anything."""
+    """The answer must not be computed: it could take forever, or mean anything."""
 
 
 def math(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """1 if the response's answer is the truth, else 0; parts: `acc`, `verdict` (one of the above) and `pred`, the
-    answer as compared.
+    """Returns score 1 if the response's answer is right, else 0. Parts: `acc`, `verdict` (a constant above) and
+    `pred`.
 
-    The answer is what stands in `\\boxed{}`, else behind `Answer:` or `answer is`, after `</think>`. A truth that is a
-    list of texts names alternatives. Raises ValueError for a truth without content.
+    The answer is the content of `\\boxed{}`, else the text after `Answer:` or `answer is`, after `</think>`. A truth
+    that is a list of texts names alternatives. `pred` is the answer as compared. Raises ValueError for an empty truth.
     """
     truths = [_truth(t) for t in (ground_truth if isinstance(ground_truth, list) and ground_truth else [ground_truth])]
     verdict, pred = judge(truths, solution_str)
@@ -80,11 +80,11 @@ def math(
 
 
 def judge(truths: list[str], response: str) -> tuple[str, str]:
-    """(verdict, answer in its common form) for cleaned truths, any of which is right."""
+    """Returns (verdict, answer in canonical form). `truths` are cleaned alternatives."""
     given = list({canonical(a): a for a in map(clean, answers(response))}.values())
     if not any(given):
         return NO_ANSWER, ""
-    # several boxes are a list, which is right only where the truth is one
+    # several boxes form a list, which is right only if the truth is one
     answer = given[0] if len(given) == 1 else ", ".join(given)
     try:
         right = any(equal(truth, answer) for truth in truths)
@@ -104,9 +104,9 @@ def _truth(value: Any) -> str:
 
 
 def canonical(cleaned: str) -> str:
-    """One text for all spellings of the same number; for other answers their own without needless spaces.
+    """Returns the same text for all spellings of a number. Other answers just lose needless spaces.
 
-    What majority votes count.
+    Majority votes count these texts.
     """
     named = _ASSIGNED.match(cleaned)
     if named and len(_EQUALS.findall(cleaned)) <= 1:
@@ -120,7 +120,7 @@ def canonical(cleaned: str) -> str:
 
 
 def equal(truth: str, answer: str) -> bool:
-    """Whether two cleaned answers are the same. Not symmetric: `x = 5` answers 5. Raises TooComplex."""
+    """Tells whether two cleaned answers are equal. Not symmetric: `x = 5` answers 5. Raises TooComplex."""
     if _same_text(truth, answer):
         return True
     if max(len(truth), len(answer)) > LONGEST:
@@ -145,7 +145,7 @@ def equal(truth: str, answer: str) -> bool:
 
 
 def _same_text(truth: str, answer: str) -> bool:
-    """Whether texts are the same but for spaces: words but for case, one letter but for brackets around it.
+    """Compares texts without spaces: words also without case, single letters also without brackets around them.
 
     `1 2` is not 12.
     """
@@ -182,7 +182,7 @@ def _same_collection(truth: Collection, answer: Collection) -> bool:
 
 
 def _set_of_one(truth: Collection | None, answer: Collection | None, truth_text: str, answer_text: str) -> bool:
-    """Braces around a single answer do not change it; every other collection equals no single answer."""
+    """Braces around a single answer do not change it. No other collection equals a single answer."""
     single = truth or answer
     if single.kind != "list" or len(single.items) != 1:
         return False
@@ -192,9 +192,9 @@ def _set_of_one(truth: Collection | None, answer: Collection | None, truth_text:
 
 
 def _without_names(truth: str, answer: str) -> tuple[str, str] | None:
-    """Both sides without `x =`, `f(x) =` or `x \\in`, where one side has it or both have the same.
+    """Removes `x =`, `f(x) =` or `x \\in` if one side has it or both have the same. Returns both sides.
 
-    None where there is nothing to take off.
+    Returns None if there is nothing to remove.
     """
     known = _ASSIGNED.match(truth)
     given = _ASSIGNED.match(answer)
@@ -212,9 +212,9 @@ def _without_names(truth: str, answer: str) -> tuple[str, str] | None:
 
 
 def _same_expression(truth: str, answer: str) -> bool:
-    """The last layer.
+    """Compares as expressions, the last layer.
 
-    Words, units of one side's own, decimals for irrational numbers and chains of equations are not computed with.
+    Does not compute with words, units of one side only, decimals for irrational numbers, or chains of equations.
     """
     known = quantity(truth)
     given = quantity(answer)
@@ -235,15 +235,15 @@ def _same_expression(truth: str, answer: str) -> bool:
 
 
 def _letters(text: str) -> set[str]:
-    """The variables of an answer, without the constants e and i.
+    """Returns the variables of an answer, without the constants e and i.
 
-    Capitals count apart from small letters, which math-verify does not tell apart.
+    Capital letters are different variables, although math-verify does not distinguish them.
     """
     return set(re.findall("[A-Za-z]", _COMMAND.sub(" ", text))) - {"e", "i"}
 
 
 def _is_expression(text: str) -> bool:
-    """Whether it is made of numbers, one-letter names, operators and known commands only."""
+    """Tells whether a text only has numbers, one-letter names, operators and known commands."""
     depth = deepest(text)
     if (
         depth is None
@@ -255,15 +255,13 @@ def _is_expression(text: str) -> bool:
     if r"\infty" in text and not re.fullmatch(r"\s*[+-]?\s*\\infty\s*", text):
         return False  # not a number to compute with
     rest = _COMMAND.sub("*", text)
-    # a leading zero stands in dates, such as 2023-01-01
+    # leading zeros occur in dates, such as 2023-01-01
     odd = r"\d\s+[\d.]|\d\s*_|['\"`?@#&|%:]|\.\.|\d\s*,\s*\d|(?<![\d.])0\d"
     return not (_WORD.search(rest) or re.search(odd, rest))
 
 
 def _check_size(text: str) -> None:
-    """Raises TooComplex for an expression that is long, or has towers of powers, huge ones,
-    or factorials of anything but small numbers.
-    """
+    """Raises TooComplex for long expressions, nested or huge powers, and factorials of anything but small numbers."""
     letters = re.search("[A-Za-z]", _COMMAND.sub(" ", text)) is not None
     if len(text) > LONGEST_EXPRESSION or _TOWER.search(text) or re.search(r"\d{41}", text):
         raise TooComplex
@@ -278,14 +276,14 @@ def _check_size(text: str) -> None:
 
 
 def _exponents(text: str) -> Iterator[str]:
-    """What stands behind each `^`: its group, or one character."""
+    """Yields what follows each `^`: its group, or one character."""
     for match in re.finditer(r"\^\s*", text):
         end = closing_brace(text, match.end() + 1) if text[match.end() : match.end() + 1] == "{" else match.end() + 1
         yield text[match.end() : end]
 
 
 def _math_verify(truth: str, answer: str) -> bool:
-    """math-verify on LaTeX only, without its alarms. An answer that it cannot read is wrong."""
+    """Compares with math-verify, for LaTeX only and without its alarms. An unreadable answer is wrong."""
     parse, verify, targets = load_math_verify()
     sides = [parse(f"${text}$", targets, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
     return (
@@ -296,10 +294,9 @@ def _math_verify(truth: str, answer: str) -> bool:
 
 
 def _confirmed(truth: Any, answer: Any) -> bool:
-    """Whether two expressions have the same finite value where their variables have some; true of what has no value,
-    such as relations.
+    """Tells whether two expressions have equal finite values for some values of their variables. True for relations.
 
-    math-verify takes a difference that it cannot evaluate for none: it finds 7 pi^infinity equal to 5.
+    math-verify accepts a difference that it cannot evaluate as zero: it finds 7 pi^infinity equal to 5.
     """
     from sympy import Expr, Float, Rational
 
@@ -318,7 +315,7 @@ def _confirmed(truth: Any, answer: Any) -> bool:
 
 @functools.cache
 def load_math_verify() -> tuple[Any, Any, list[Any]]:
-    """math-verify's two functions and how an answer is read; the import takes about a second.
+    """Returns math-verify's two functions and its settings for parsing an answer. The import takes about a second.
 
     Raises ImportError with the cure.
     """
@@ -328,7 +325,7 @@ def load_math_verify() -> tuple[Any, Any, list[Any]]:
         from math_verify.parser import LatexExtractionConfig
     except ImportError as error:
         raise ImportError("the rule `math` compares expressions with math-verify; pip install 'mrl[math]'") from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit; the worker has
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit; the worker has one
     as_it_is = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none", equations=False
     )

@@ -1,8 +1,7 @@
-"""Scoring in processes that can be killed: one sample that hangs, crashes or runs out of memory costs that sample and
-nothing else.
+"""Scores in processes that can be killed: a sample that hangs, crashes or exhausts memory affects only itself.
 
-Threads and alarms do not do: a regular expression gone exponential holds the interpreter lock and no exception reaches
-it.
+Threads and alarms are not enough: a regular expression with exponential time holds the interpreter lock, and no
+exception interrupts it.
 """
 
 import atexit
@@ -18,13 +17,13 @@ from mrl.errors import ConfigError, EnvironmentFault
 from mrl.reward.items import OK, OUT_OF_MEMORY, RewardItem, RewardResult, RewardSpec
 from mrl.reward.process import ForeignLine, WorkerFailure, WorkerProcess, parsed
 
-ITEMS_AT_ONCE = 64  # sent to a worker together; more would only make a slow item hold up others
+ITEMS_AT_ONCE = 64  # sent to a worker together; with more, a slow item would delay others
 START_ATTEMPTS = 3
 POLL_S = 0.5
 
 
 def check_function(spec: RewardSpec, timeout_s: float = 60.0) -> None:
-    """Loads the function in a child process and lets it go.
+    """Loads the function in a child process, which then ends.
 
     Raises ConfigError with the reason if that fails or takes too long.
     """
@@ -42,20 +41,20 @@ class _Job:
     position: int
     sample_id: int
     data_source: str
-    ticket: str  # which nobody but the worker is told, and its answer begins with
+    ticket: str  # known to the worker alone; its answer begins with it
     request: bytes
 
 
 class _Closed(Exception):
-    """The pool is being closed; its threads leave."""
+    """The pool is being closed. Its threads end."""
 
 
 class RewardPool:
-    """`num_workers` scoring processes, each held by one thread.
+    """`num_workers` scoring processes, each controlled by one thread.
 
-    `timeout_s` is the one deadline of a sample's scoring, counted from when its worker begins it. A failed sample gets
-    `failure_score` and a reason. `submit` and `drain` let scoring overlap generation; `score` does both. Use as a
-    context manager, one thread at a time.
+    `timeout_s` is the only deadline of a sample, counted from when its worker begins it. A failed sample gets
+    `failure_score` and a reason. With `submit` and `drain`, scoring overlaps generation; `score` does both. Use it as a
+    context manager, from one thread at a time.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class RewardPool:
         environment: Mapping[str, str] | None = None,
         folder: str | None = None,
     ):
-        """Returns when every worker is ready; `environment` and `folder`: of the workers, by default those of this
+        """Returns when every worker is ready. `environment` and `folder` of the workers are by default those of this
         process.
 
         Raises ConfigError if the function cannot be loaded, EnvironmentFault if no worker starts.
@@ -85,7 +84,7 @@ class RewardPool:
         self._queue: deque[_Job] = deque()
         self._results: dict[int, RewardResult] = {}
         self._submitted = 0
-        self._collected = 0  # of these
+        self._collected = 0  # of the submitted items
         self._ready = 0
         self._closed = False
         self._error: BaseException | None = None
@@ -107,7 +106,7 @@ class RewardPool:
         self.close()
 
     def submit(self, item: RewardItem) -> None:
-        """Queues an item; scoring begins at once. Values that JSON does not know reach the function as their text."""
+        """Queues an item, and scoring begins at once. Values that JSON lacks reach the function as text."""
         ticket = secrets.token_hex(8)
         request = json.dumps(
             [ticket, item.data_source, item.response_text, item.ground_truth, dict(item.extra_info)], default=str
@@ -122,10 +121,10 @@ class RewardPool:
             self._changed.notify()
 
     def drain(self, poll: Callable[[], None] = lambda: None, max_failures: int | None = None) -> list[RewardResult]:
-        """Waits for everything submitted since the last drain; results in the order of submission.
+        """Waits for everything submitted since the last drain. Returns results in the order of submission.
 
-        `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once
-        more than `max_failures` samples failed. The caller refuses them, and the pool is then only good for closing.
+        `poll` is called about twice a second and may raise. After more than `max_failures` failed samples it returns
+        early with the results so far. The caller then refuses them, and can only close the pool.
         """
         self._wait_for(lambda: not self._awaited or self._failed_more_than(max_failures), poll)
         with self._changed:
@@ -137,10 +136,10 @@ class RewardPool:
         return results
 
     def collect(self, wait_s: float = 0.0) -> list[RewardResult]:
-        """Results that are there, in the order of submission; none of them is given again.
+        """Returns new results in the order of submission, each only once.
 
-        Waits for those of all items, `wait_s` seconds at most. It is for callers who submit without end; `drain` waits
-        for the rest. Raises what made scoring impossible.
+        Waits for all submitted items, at most `wait_s` seconds. It is for callers that submit without end; `drain`
+        waits for the rest. Raises what made scoring impossible.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._closed or not self._awaited, timeout=wait_s)
@@ -152,14 +151,14 @@ class RewardPool:
 
     @property
     def _awaited(self) -> int:
-        """Items that have no result yet."""
+        """Number of items without a result."""
         return self._submitted - self._collected - len(self._results)
 
     def _failed_more_than(self, limit: int | None) -> bool:
         return limit is not None and sum(r.reason != OK for r in self._results.values()) > limit
 
     def score(self, items: Iterable[RewardItem]) -> list[RewardResult]:
-        """Results in the order of `items`; not to be mixed with items submitted and not yet drained."""
+        """Returns results in the order of `items`. Do not mix it with submitted items that are not yet drained."""
         if self._submitted:
             raise RuntimeError(f"{self._submitted} items were submitted and not drained; drain them before score")
         for item in items:
@@ -167,7 +166,7 @@ class RewardPool:
         return self.drain()
 
     def close(self) -> None:
-        """Kills and reaps the workers, what they are at included. May be called twice."""
+        """Kills and collects the workers, even during work. May be called twice."""
         atexit.unregister(self.close)
         with self._changed:
             self._closed = True
@@ -191,7 +190,7 @@ class RewardPool:
                     raise RuntimeError("the reward pool is closed")
 
     def _serve(self, slot: int) -> None:
-        """A thread: keeps one worker alive and takes jobs for it."""
+        """Runs in a thread: keeps one worker alive and takes jobs for it."""
         try:
             self._start(slot)
             with self._changed:
@@ -201,7 +200,7 @@ class RewardPool:
                 self._work(slot, self._take())
         except _Closed:
             pass
-        except BaseException as error:  # whatever it is, the thread that waits in drain has to see it
+        except BaseException as error:  # any error must reach the thread that waits in drain
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -209,7 +208,7 @@ class RewardPool:
             self._discard(slot)
 
     def _take(self) -> list[_Job]:
-        """The next jobs: a share of what is queued, so that the last ones spread over all workers."""
+        """Returns the next jobs: a share of the queue, so that the last ones spread over all workers."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             if self._closed:
@@ -218,14 +217,13 @@ class RewardPool:
             return [self._queue.popleft() for _ in range(min(ITEMS_AT_ONCE, share))]
 
     def _work(self, slot: int, jobs: list[_Job], alone: bool = False) -> None:
-        """Has the slot's worker answer the jobs.
+        """Lets the slot's worker answer the jobs.
 
-        On a failure the job it was at is finished with the reason, the rest go to a fresh one.
-
-        `alone`: the one job has a fresh worker to itself. Then memory it does not find, or a line that is not its
-        answer, is no other sample's fault.
+        After a failure, the current job ends with the reason, and the others go to a fresh worker. With `alone`, one
+        job has a fresh worker to itself. Then lack of memory, or a line that is not its answer, is this sample's own
+        fault.
         """
-        if not self._workers[slot].alive():  # killed while idle: no sample's fault
+        if not self._workers[slot].alive():  # killed while idle, which is no sample's fault
             self._start(slot)
         unanswered = deque(jobs)
         requests = b"".join(job.request for job in jobs)
@@ -236,7 +234,7 @@ class RewardPool:
                     return self._work_alone(slot, unanswered)
                 self._finish(unanswered[0], *answer)
                 unanswered.popleft()
-                # what filled it may have been kept, and every later sample would fail too
+                # what filled the memory may still be there, and every later sample would fail too
                 if answer[0] == OUT_OF_MEMORY:
                     return self._start_again(slot, unanswered)
         except WorkerFailure as failure:
@@ -248,7 +246,7 @@ class RewardPool:
             self._start_again(slot, unanswered)
 
     def _work_alone(self, slot: int, unanswered: deque[_Job]) -> None:
-        """The first job again, in a fresh worker: what is wrong with the old one may be of the samples before it."""
+        """Runs the first job again in a fresh worker, because earlier samples may have caused the old one's fault."""
         job = unanswered.popleft()
         self._start_again(slot, unanswered)
         self._work(slot, [job], alone=True)
@@ -268,9 +266,9 @@ class RewardPool:
                 self._changed.notify_all()
 
     def _start(self, slot: int) -> None:
-        """A fresh worker in the slot, in place of the one there.
+        """Replaces the worker in the slot by a fresh one.
 
-        The user's file loaded before, so a failure here is tried again.
+        The user's file could be loaded before, so a failure is retried.
         """
         for attempt in range(START_ATTEMPTS):
             self._discard(slot)
@@ -297,7 +295,7 @@ class RewardPool:
 
 
 def _answer(line: bytes, ticket: str) -> list:
-    """Reason, score, parts and detail. Raises ForeignLine for what is not the worker's answer to this ticket."""
+    """Returns reason, score, parts and detail. Raises ForeignLine for a line that does not answer this ticket."""
     answer = parsed(line)
     if not isinstance(answer, list) or len(answer) != 5 or answer[0] != ticket:
         raise ForeignLine(line)

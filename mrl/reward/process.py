@@ -1,6 +1,6 @@
 """One scoring process as seen from the trainer: started, asked, killed.
 
-Pipes carry JSON lines; see mrl.reward.worker. Tools are called in processes of this kind too.
+Pipes carry JSON lines, as mrl.reward.worker describes. Tools run in processes of this kind too.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from mrl.errors import ConfigError
 from mrl.reward.confine import given_environment
 from mrl.reward.items import ANSWER_BYTES, DIED, TIMEOUT
 
-KEEPER = "mrl.reward.keeper"  # the module of the process below which a user's code runs
+KEEPER = "mrl.reward.keeper"  # the module of the process under which a user's code runs
 PIPE_BYTES = 65536
-END_S = 5.0  # to end what a function started; one that is past it may be stopped, and is killed itself
+END_S = 5.0  # seconds for the keeper to end what a function started, before the keeper itself is killed
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -35,14 +35,14 @@ class WorkerFailure(Exception):
 
 
 class ForeignLine(WorkerFailure):
-    """What came is no answer of the process: the function, or something that it started, wrote into the channel."""
+    """A line is not an answer of the process: the function, or something that it started, wrote into the channel."""
 
     def __init__(self, line: bytes):
         super().__init__(DIED, f"the function wrote into the worker's result channel: {bytes(line[:200])!r}")
 
 
 class WorkerProcess:
-    """A keeper and the process below it that scores: ending the one ends whatever the user's function started.
+    """A keeper and the scoring process below it. Ending the keeper ends everything that the user's function started.
 
     Used by one thread.
     """
@@ -55,17 +55,17 @@ class WorkerProcess:
         folder: str | None = None,
         module: str = "mrl.reward.worker",
     ):
-        """Starts it without waiting. What the user's function prints goes to `log`, by default to standard error.
+        """Starts it without waiting. Output of the user's function goes to `log`, by default to standard error.
 
-        `environment` and `folder`, where it works if there is one of that name: by default this process's. `spec`: a
-        dataclass, the first line that `main` of `module` reads; its `environment` names further variables.
+        `environment`, and `folder` as the working directory if it exists, are by default those of this process. `spec`
+        is a dataclass, the first line that `main` of `module` reads. Its `environment` names further variables.
         """
         requests, self._requests = os.pipe()
         self._results, results = os.pipe()
         os.set_blocking(self._requests, False)
         self._buffer = bytearray()
         self._spec = spec
-        # -P: the working directory is no import path, so a file of the user's called json.py shadows nothing
+        # -P: the working directory is not an import path, so a user's file json.py shadows nothing
         command = [sys.executable, "-P", "-m", KEEPER, str(requests), str(results), module]
         self._process = subprocess.Popen(
             command,
@@ -81,7 +81,7 @@ class WorkerProcess:
         os.close(results)
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """Returns the worker's first answer, once it has loaded what it is for.
+        """Returns the worker's first answer, once it has loaded its function.
 
         Raises ConfigError with the worker's reason, WorkerFailure if it hangs or dies.
         """
@@ -95,11 +95,10 @@ class WorkerProcess:
         return answer
 
     def exchange(self, data: bytes, answers: int, timeout_s: float) -> Iterator[bytes]:
-        """Sends request lines and yields as many answer lines, in order.
+        """Sends request lines and yields the same number of answer lines, in order.
 
-        Each answer has `timeout_s` seconds from the one before it, because the worker begins an item when it has
-        answered the last. Raises WorkerFailure for the first answer that does not come. Never blocks on a full pipe in
-        either direction.
+        Each answer has `timeout_s` seconds after the previous one, because the worker then begins the next item. Raises
+        WorkerFailure for the first missing answer. Never blocks on a full pipe in either direction.
         """
         unsent = memoryview(data)
         deadline = time.monotonic() + timeout_s
@@ -117,32 +116,32 @@ class WorkerProcess:
                 yield line
                 answers -= 1
                 deadline = time.monotonic() + timeout_s
-            if not lines and time.monotonic() > deadline:  # the beginning of an answer is none
-                raise WorkerFailure(TIMEOUT, f"no whole answer within {timeout_s:g} s")
+            if not lines and time.monotonic() > deadline:  # the beginning of an answer does not count
+                raise WorkerFailure(TIMEOUT, f"no complete answer within {timeout_s:g} s")
 
     def alive(self) -> bool:
-        """Whether it can answer: its keeper may outlive it for a moment, and its end of the channel does not."""
+        """Tells whether it can answer. Its keeper may outlive it for a moment, but its end of the channel does not."""
         poll = select.poll()
         poll.register(self._results, 0)
         return self._process.poll() is None and not poll.poll(0)
 
     def kill(self) -> None:
-        """Has the keeper kill the process and all it started; any thread may call it."""
+        """Makes the keeper kill the process and all that it started. Any thread may call it."""
         self._process.send_signal(signal.SIGTERM)
 
     def close(self) -> None:
-        """Kills, reaps and closes the pipes."""
+        """Kills and collects the process, and closes the pipes."""
         self.kill()
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # and with the keeper the kernel ends the process below it
+            self._process.kill()  # when the keeper dies, the kernel ends the process below it
             self._process.wait()
         os.close(self._requests)
         os.close(self._results)
 
     def _wait(self, sending: bool, deadline: float) -> tuple[bool, bool]:
-        """(readable, writable), both false when the deadline has passed and nothing stands ready."""
+        """Returns (readable, writable); both are false after the deadline."""
         poll = select.poll()
         poll.register(self._results, select.POLLIN)
         if sending:
@@ -153,7 +152,7 @@ class WorkerProcess:
     def _send(self, unsent: memoryview) -> memoryview:
         try:
             return unsent[os.write(self._requests, unsent[:PIPE_BYTES]) :]
-        except BrokenPipeError:  # it died: what it answered before that is still to be read
+        except BrokenPipeError:  # it died; its earlier answers can still be read
             return unsent[:0]
 
     def _receive(self) -> list[bytes]:
@@ -179,7 +178,7 @@ class WorkerProcess:
 
 
 def parsed(line: bytes) -> Any:
-    """The value of a line. Raises ForeignLine for what is no JSON."""
+    """Returns the value of a line. Raises ForeignLine if it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -187,8 +186,9 @@ def parsed(line: bytes) -> Any:
 
 
 def _environment(given: Mapping[str, str] | None, further: tuple[str, ...]) -> dict[str, str]:
-    """The usual variables and `further` ones of the given environment, by default this process's, with this very
-    package importable and one thread per process.
+    """Returns the usual and `further` variables of the given environment, by default this process's.
+
+    This package is importable with them, and each process uses one thread.
     """
     own = given_environment(os.environ if given is None else given, further)
     paths = [str(PACKAGE_ROOT), *filter(None, [own.get("PYTHONPATH")])]

@@ -1,4 +1,4 @@
-"""From a RewardSpec to a function. Runs in the workers; a user's file is imported nowhere else."""
+"""Turns a RewardSpec into a function. Runs in the workers; a user's file is imported nowhere else."""
 
 import difflib
 import functools
@@ -22,16 +22,16 @@ PATH_KEY = "reward.custom_reward_function.path"
 
 
 def resolve(spec: RewardSpec) -> RewardFunction:
-    """The function of `spec`, bonus rules included, ready to run.
+    """Returns the function of `spec` with its bonus rules, ready to run.
 
-    Raises ConfigError for an unknown name, for a user's file that is missing, fails or lacks the name, and where
-    math-verify is needed and missing.
+    Raises ConfigError for an unknown name, and for a user's file that is missing, fails or lacks the name. It also does
+    if math-verify is needed but missing.
     """
     function = _main_function(spec)
     for rule, load in ((MATH, load_math_verify), (REASONING, load_reasoning_gym)):
         if rule in _rules_used(spec):
             try:
-                load()  # now, and not within the first sample's deadline
+                load()  # now, not within the first sample's deadline
             except ImportError as error:
                 raise ConfigError(f"reward.function: {error}") from error
     for name in spec.bonus_rules:
@@ -73,9 +73,10 @@ def _known_rule(name: str, key: str) -> RewardFunction:
 
 
 def _with_bonus(function: RewardFunction, weights: Mapping[str, float]) -> RewardFunction:
-    """The function's score plus weight x score of each further rule; each part is kept under its rule's name.
+    """Returns a function that adds weight x score of each bonus rule. Each is kept as a part with its rule's name.
 
-    The function's own score is the part `main`; `acc` stays its own too, so that a bonus makes no answer more right.
+    The function's own score becomes the part `main`. `acc` stays unchanged, so a bonus does not make an answer more
+    right.
     """
 
     def score(**row: Any) -> Score:
@@ -83,7 +84,7 @@ def _with_bonus(function: RewardFunction, weights: Mapping[str, float]) -> Rewar
         parts = dict(value) if isinstance(value, dict) else {"score": value, ACC: value}
         extra = {name: float(_plain(RULES[name](**row))) for name in weights}
         if not isinstance(parts.get("score"), bool | int | float):
-            return value  # judged, and refused, as it is
+            return value  # it is judged, and refused, unchanged
         total = float(parts["score"]) + math.fsum(weight * extra[name] for name, weight in weights.items())
         return {**parts, **extra, "main": float(parts["score"]), "score": total}
 
@@ -97,9 +98,7 @@ def _plain(value: Score) -> float:
 
 
 def check_data_sources(spec: RewardSpec, data_sources: Iterable[str]) -> None:
-    """Raises ConfigError if `auto` has no rule for one of the data's sources;
-    call it before the first response is generated.
-    """
+    """Raises ConfigError if `auto` has no rule for one of the data's sources. Call it before generating responses."""
     if spec.path is not None or spec.function != AUTO:
         return
     unknown = sorted(source for source in data_sources if rule_name(source) not in RULES)
@@ -123,7 +122,7 @@ def _by_data_source(data_source: str, solution_str: str, ground_truth: Any, extr
 
 
 def load_module(path: Path, key: str) -> ModuleType:
-    """The user's Python file at `path`, which `key` gave; modules beside the file can be imported by it."""
+    """Loads the user's Python file at `path`, which `key` names. The file can import modules in its folder."""
     where = f"{key}: {path}"
     if not path.is_file():
         raise ConfigError(f"{where}: no such file (working directory: {Path.cwd()})")
@@ -141,7 +140,7 @@ def load_module(path: Path, key: str) -> ModuleType:
 
 
 def load_function(module: ModuleType, name: str, where: str) -> Callable[..., Any]:
-    """`name` out of a user's file. Raises ConfigError."""
+    """Returns `name` from a user's file. Raises ConfigError."""
     function = getattr(module, name, None)
     if not callable(function):
         defined = sorted(

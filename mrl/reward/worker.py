@@ -1,10 +1,10 @@
-"""The scoring process: JSON lines in on one descriptor, one JSON line out per item on another, in order.
+"""The scoring process: reads JSON lines from one descriptor and writes one line for each item to another, in order.
 
-Forked by mrl.reward.keeper with two inherited descriptors. The first line in is the RewardSpec; the first line out is
-{} when the function is ready, or {"error": text}. Each further line in begins with a ticket, and its answer with the
-same one: a line that a function wrote is nobody's answer. Standard input is empty and standard output goes to the
-log, so that nothing a user's function reads or prints can touch the protocol. Imports only the standard library and
-this room.
+mrl.reward.keeper forks it with two inherited descriptors. The first input line is the RewardSpec. The first output line
+is {} when the function is ready, or {"error": text}. Each further input line begins with a ticket, and its answer with
+the same one. So a line that a function wrote is not taken for an answer. Standard input is empty and standard
+output goes to the log, so that a user's function cannot disturb the protocol. Imports only the standard library and
+this package.
 """
 
 import json
@@ -23,7 +23,7 @@ from mrl.reward.resolve import resolve
 
 DETAIL_LIMIT = 2000  # characters
 PART_LIMIT = 500
-LARGEST_SCORE = 1e30  # advantages are float32, and squares of scores are summed
+LARGEST_SCORE = 1e30  # advantages are float32, and squares of scores are added
 
 Answer = tuple[str, float | None, dict[str, float | str], str]  # reason, score, parts, detail
 
@@ -39,10 +39,10 @@ def _loaded(spec: RewardSpec) -> tuple[dict[str, Any], Callable[..., Answer]]:
 
 
 def serve(requests_fd: int, results_fd: int, kind: type, load: Callable[[Any], tuple[Any, Callable[..., Any]]]) -> None:
-    """Keeps to the limits of the spec that the first line is, loads what it names, and answers until requests end.
+    """Applies the limits of the spec in the first line, loads what it names, and answers until requests end.
 
-    `kind`: the spec's dataclass. `load`: gives the first line out and what answers a request; where it raises, the
-    first line out says why.
+    `kind` is the spec's dataclass. `load` returns the first output line and the function that answers a request. If it
+    raises, the first output line has the reason.
     """
     requests = os.fdopen(requests_fd, "rb")
     first = requests.readline()
@@ -59,7 +59,7 @@ def serve(requests_fd: int, results_fd: int, kind: type, load: Callable[[Any], t
     except ConfigError as error:
         _send(results_fd, {"error": str(error)})
         return
-    except Exception as error:  # whatever a user's code does where nobody expects it
+    except Exception as error:  # a user's code may raise anything
         _send(results_fd, {"error": f"what it names cannot be loaded: {_describe(error)}"})
         return
     _send(results_fd, ready)
@@ -71,7 +71,7 @@ def serve(requests_fd: int, results_fd: int, kind: type, load: Callable[[Any], t
 def score_one(
     function: RewardFunction, data_source: str, response: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> Answer:
-    """Calls the function and judges what it gives."""
+    """Calls the function and judges its result."""
     try:
         value = function(
             data_source=data_source, solution_str=response, ground_truth=ground_truth, extra_info=extra_info
@@ -79,12 +79,12 @@ def score_one(
         return judge(value)
     except MemoryError as error:
         return OUT_OF_MEMORY, None, {}, _describe(error)
-    except BaseException as error:  # SystemExit too: a user's function must not end its worker by accident
+    except BaseException as error:  # SystemExit too: a user's function must not end its worker
         return RAISED, None, {}, _describe(error)
 
 
 def _with_hint(reason: str, score: float | None, parts: dict[str, float | str], detail: str) -> Answer:
-    """What may lie behind an error, where a function asked for what it is not given."""
+    """Adds what may have caused an error, if a function lacked a permission."""
     hint = ""
     if reason == RAISED and "Permission denied" in detail:
         hint = f" ({OFF})"
@@ -92,10 +92,11 @@ def _with_hint(reason: str, score: float | None, parts: dict[str, float | str], 
 
 
 def judge(value: Any) -> Answer:
-    """A number, or a mapping with `score` and further parts, as an answer; anything else is a failure with its reason.
+    """Turns a number, or a mapping with `score` and further parts, into an answer. Anything else is a failure with a
+    reason.
 
-    A number alone is also the part `acc`, as in verl (naive and DAPO reward managers): dynamic sampling and validation
-    ask for it there.
+    A number alone becomes the part `acc` too, as in verl (naive and DAPO reward managers). Dynamic sampling and
+    validation read it there.
     """
     named = value if isinstance(value, dict) else {"score": value}
     if "score" not in named:
@@ -121,7 +122,7 @@ def judge(value: Any) -> Answer:
 
 
 def _number(value: Any) -> float | None:
-    """A float from Python, numpy or a one-element tensor; None for everything else, text included."""
+    """Returns a float from Python, numpy or a one-element tensor; None for everything else, including text."""
     if (
         not isinstance(value, bool | int | float)
         and getattr(value, "shape", None) is not None
@@ -149,7 +150,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _send(fd: int, value: Any) -> None:
-    """Writes one JSON line, whole."""
+    """Writes one complete JSON line."""
     data = (json.dumps(value) + "\n").encode()
     if len(data) > ANSWER_BYTES:
         detail = f"what it returned is {len(data)} bytes of JSON; {ANSWER_BYTES} are taken at most"
@@ -159,11 +160,12 @@ def _send(fd: int, value: Any) -> None:
 
 
 def _limit_memory(gib: float | None) -> None:
-    """An allocation beyond the limit raises MemoryError in the function that asks for it;
-    the host is never out of memory because of it.
+    """Limits the address space.
+
+    A larger allocation raises MemoryError in the function, and the host keeps its memory.
     """
     if gib is not None:
-        own = resource.getrlimit(resource.RLIMIT_AS)[1]  # which may be lower already, and is never raised
+        own = resource.getrlimit(resource.RLIMIT_AS)[1]  # it may be lower already, and is never raised
         limit = int(gib * 1024**3)
         limit = limit if own == resource.RLIM_INFINITY else min(limit, own)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -1,17 +1,17 @@
-"""Generation as machines without a clock: what is generated when, by which weights, what becomes of it.
+"""State machines of generation, without a clock: what is generated when, with which weights, and how it ends.
 
-    staleness.py     the rules of a schedule, how many groups may be issued at a step, what would deadlock
-    borders.py       in_order: the version of every token as a function of its group and its place
+    staleness.py     the rules of a schedule, how many groups may be issued at a step, what would deadlock;
+                     in_order: the version of every token as a function of its group and position
     groups.py        one group on its way: reserved, running, finished, or evicted by a cause that is counted
     buffer.py        all groups on their way; gives a step its batch
     ledger.py        what was issued and what became of it, as JSON in a checkpoint
     dispatch.py      which response is sent to which engine next, and when weights may change
     engine_loads.py  the least loaded engine, or the one that holds the prefix
     lines.py         responses that wait to be sent
-    segments.py      responses of several requests put together
+    segments.py      puts together a response from several requests
     conversation.py  a response of several turns: what it waits for, its budgets, why it ends
-    rate.py          how many responses are under way, by the use of the KV cache
-    suspects.py      which prompt it is that engines are lost under
+    rate.py          how many responses run at once, by the use of the KV cache
+    suspects.py      prompts that probably kill engines
     progress.py      engines that hold requests and make no tokens
 
 A group is the responses to one prompt; its number counts prompts in the order of the data. Steps finished, updates
@@ -23,12 +23,12 @@ tokens:
     1         4 5        2 and 3 to their end; 4 and 5 to 100    2 3, whose tokens from 100 on are of version 1
     2         6 7        4 and 5 to their end; 6 and 7 to 100    4 5
 
-A group that is dropped leaves its place in the step to the next number, which then goes on to its end. Whoever is
-ahead waits at the border, and weights wait for the rewards of what is finished, so that speed decides when a token is
-made and never by which weights. Bits follow from that where an engine's numbers do not depend on what else it
-computes. They change with every rule of the schedule but its places and concurrency, with rewards that are no
-function of the response, and where a group is set aside because engines were lost under it. ready_first waits for
-nothing and promises only the bounds.
+A dropped group is replaced in the step by the next number, which is then generated to its end. A response that is ahead
+waits at the border, and weights wait for the rewards of finished responses. So speed decides when a token is generated,
+but never with which weights. Then runs are bit-equal, if an engine's numbers do not depend on the rest of its batch.
+Bits change with every rule of the schedule except its limits of groups and concurrency. They also change with rewards
+that are not a function of the response. And they change when a group that kills engines is set aside. ready_first waits
+for nothing and guarantees only the bounds.
 
 Main types: `Schedule` (the rules), `GroupBuffer`, `Dispatcher`. May import data (samples and routes) and errors.
 """

@@ -1,16 +1,16 @@
-"""All groups on their way: issued as the schedule admits, evicted by a counted cause, given to a step as its batch.
+"""All live groups: issued within the schedule's limits, evicted for a counted cause, given to a step as its batch.
 
-Every number that was ever issued is in exactly one place: trained on, dropped, or here. A group that is dropped makes
-room for exactly one other; one that is requeued keeps its number, and so its place in the data.
+Every issued number is in exactly one state: trained on, dropped, or in the buffer. A dropped group makes room for
+exactly one other. A requeued group keeps its number, and so its position in the data.
 
-in_order a step trains on the first of those that are not dropped, in the order of numbers, and groups are issued at
-fixed moments: with each new version as many as are admitted then, afterwards only what its own step lacks even so.
-Weights wait for the rewards of what is finished, so that the same groups are known to be dropped by then. So neither
-which groups a step trains on nor which weights they begin with depends on when another was evicted.
+In order, a step trains on the lowest numbers that are not dropped, and groups are issued at fixed moments. Each new
+version admits a number of groups. Later, only those are issued that its own step still lacks. Weights wait for the
+rewards of finished responses, so that the same groups are known to be dropped by then. Therefore the time of an
+eviction decides neither which groups a step trains on nor with which weights they begin.
 
-An example of the synchronous schedule with dynamic sampling, a step of 4 groups in draws of 4: the first 4 are under
-way; the first reward says that a group teaches nothing; 3 at most will be left, and the next 4 are issued while the
-rewards of those 3 are awaited. With them the step has its 4, and the 3 that it has too many are dropped.
+Example: the synchronous schedule with dynamic sampling, a step of 4 groups in draws of 4. The first 4 groups run. The
+first reward shows that a group teaches nothing. At most 3 will remain, so the next 4 are issued while the rewards of
+those 3 are awaited. With them the step has its 4, and the 3 surplus groups are dropped.
 """
 
 from itertools import islice
@@ -20,27 +20,27 @@ from mrl.schedule.staleness import Schedule
 
 
 class GroupBuffer:
-    """Groups by number, at one step."""
+    """The groups of one step's state, by number."""
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
-        self.step = 0  # steps finished; the version that engines have
+        self.step = 0  # finished steps; also the version of the engines' weights
         self.groups: dict[int, Group] = {}
         self.next_number = 0
-        self.taken = 0  # groups trained on
+        self.taken = 0  # groups that were trained on
         self.admitted = -1  # in_order: the last version with which groups were admitted
-        self._first = 0  # the first number that was issued with it
-        self._spare: dict[int, Group] = {}  # filtered groups that may fill up the step; see `filter`
-        self.frontier = 0  # the oldest number that is neither trained on nor dropped: all before it are settled
-        self.settled: set[int] = set()  # trained on or dropped, from the frontier on
+        self._first = 0  # the first number issued with that version
+        self._spare: dict[int, Group] = {}  # filtered groups that may fill the step, kept by `filter`
+        self.frontier = 0  # the oldest number that is neither trained on nor dropped
+        self.settled: set[int] = set()  # numbers at or above the frontier that are trained on or dropped
         self.counts = Counts()
         self._finished = 0
-        self._last: int | None = None  # in_order: the last number that the step will train on; None: to be looked up
-        self._unjudged: set[int] = set()  # groups whose rewards are awaited
+        self._last: int | None = None  # in_order: the last number that the step will train on; None: not computed yet
+        self._unjudged: set[int] = set()  # groups whose rewards are missing
 
     @property
     def awaits_rewards(self) -> bool:
-        """Whether a group has all its responses and is neither finished nor evicted."""
+        """Tells whether a group has all its responses but is neither finished nor evicted."""
         return bool(self._unjudged)
 
     def reserve(self) -> list[Group]:
@@ -55,7 +55,7 @@ class GroupBuffer:
         return self.schedule.order == "in_order"
 
     def _room(self) -> int:
-        """How many groups may be issued now."""
+        """Returns how many groups may be issued now."""
         room = min(self.schedule.issue_limit(self.step) - self.taken, self.schedule.max_groups) - len(self.groups)
         if not self._in_order:
             return room
@@ -68,7 +68,7 @@ class GroupBuffer:
         return self._of_whole_draws(self.schedule.batch - len(self.groups))
 
     def _of_whole_draws(self, lacking: int) -> int:
-        """Groups of the draws that are needed for so many, as far as the step may have them."""
+        """Returns `lacking` rounded up to whole draws, within the step's limit."""
         unit = self.schedule.unit
         needed = -(-lacking // unit) * unit
         limit = self.schedule.step_limit
@@ -78,7 +78,7 @@ class GroupBuffer:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the step may issue no more groups, and all are judged, and fewer are left than a batch."""
+        """Tells whether the step may issue no more groups, all are judged, and fewer than a batch are left."""
         limit = self.schedule.step_limit
         if limit is None or self.is_training or self.next_number - self._first < limit:
             return False
@@ -86,11 +86,11 @@ class GroupBuffer:
 
     @property
     def is_training(self) -> bool:
-        """Whether the step has taken its batch."""
+        """Tells whether the step has taken its batch."""
         return self.taken > self.step * self.schedule.batch
 
     def is_next(self, number: int) -> bool:
-        """in_order: whether the group is one of those that the step will train on, as far as is known now."""
+        """in_order: tells whether the step will train on this group, as far as is known now."""
         if self.is_training:
             return False
         if self._last is None:
@@ -103,9 +103,9 @@ class GroupBuffer:
         return self._kept(group)
 
     def put_back(self, group: Group) -> None:
-        """A group of a checkpoint.
+        """Prepares a group from a checkpoint.
 
-        One that lacks tokens is reserved again, with its tokens; without any it begins later.
+        A group with missing tokens is reserved again and keeps its tokens. Without any tokens it begins later.
         """
         if not group.is_whole:
             group.state = State.RESERVED
@@ -114,13 +114,13 @@ class GroupBuffer:
         self._kept(group)
 
     def start(self, number: int) -> None:
-        """Tokens of the group are made from now on, by the weights of this step."""
+        """Marks a group as running. Its tokens are generated with the weights of this step from now on."""
         group = self._in(number, State.RESERVED, State.RUNNING)
         group.state = State.RUNNING
         group.begun = self.step if group.begun is None else group.begun
 
     def add(self, number: int, index: int, tokens: int, ended: bool) -> Group:
-        """Counts so many more tokens of one response and returns its group."""
+        """Adds tokens to one response. Returns its group."""
         group = self._in(number, State.RUNNING)
         if group.ended[index]:
             raise ValueError(f"response {index} of group {number} has ended already")
@@ -136,7 +136,7 @@ class GroupBuffer:
         return group
 
     def finish(self, number: int) -> None:
-        """All responses are there, and their rewards."""
+        """Marks a group as finished: all responses and their rewards have arrived."""
         group = self._in(number, State.RUNNING)
         if not group.is_whole:
             raise ValueError(f"group {number} has responses that have not ended: {group.ended}")
@@ -145,15 +145,15 @@ class GroupBuffer:
         self._unjudged.discard(number)
 
     def evict(self, number: int, cause: Cause) -> None:
-        """Drops a group that nobody will be trained on; the next `reserve` issues another for it."""
+        """Drops a group. The next `reserve` issues another one for it."""
         group = self._gone(number)
         self.counts.drop(group, cause)
         self._settle(number)
 
     def filter(self, number: int) -> list[int]:
-        """The group's responses do not differ. Numbers of groups that no step will be trained on, now.
+        """Filters a group whose responses do not differ. Returns the numbers of groups that no step will train on now.
 
-        Where a step that lacks groups is filled up with filtered ones, as many of the first as it may need stay.
+        If filtered groups fill incomplete steps, the first ones that it may need are kept.
         """
         if self.schedule.step_limit is None or self.schedule.on_exhausted != "unfiltered":
             self.evict(number, "filtered")
@@ -170,10 +170,10 @@ class GroupBuffer:
         self._settle(number)
 
     def take(self) -> list[Group] | None:
-        """The batch of this step, ordered by number, once it is complete; None before. A step takes one.
+        """Returns this step's batch, ordered by number, once it is complete; None before. A step takes one batch.
 
-        A requeued group is waited for when it would be stale after this step: one that is always slow would never come.
-        A step whose draws are used up takes what `on_exhausted` says, those that were filtered last.
+        A requeued group is awaited if it would be stale after this step, otherwise a slow group would never arrive. A
+        step that has used up its draws takes what `on_exhausted` says, the latest filtered groups.
         """
         if self.is_training:
             raise ValueError(f"step {self.step} has taken its batch already")
@@ -188,7 +188,7 @@ class GroupBuffer:
         return batch or None
 
     def _batch(self) -> list[Group]:
-        """The groups that the step trains on; none where it has to wait."""
+        """Returns the groups that the step trains on; empty if it has to wait."""
         if self.is_exhausted:
             return self._made_do_with()
         if self._finished < self.schedule.batch:
@@ -205,7 +205,7 @@ class GroupBuffer:
         return finished + spare[: self.schedule.batch - len(finished)]
 
     def drop_rest(self) -> list[int]:
-        """Synchronous: numbers of the groups that the step has too many, once it has taken its batch."""
+        """Synchronous: drops the surplus groups after the step has taken its batch. Returns their numbers."""
         if not self.schedule.is_synchronous or not self.is_training:
             return []
         rest = [*self.groups, *self._spare]
@@ -216,14 +216,14 @@ class GroupBuffer:
         return rest
 
     def _next_in_order(self) -> list[Group]:
-        """The batch, or nothing where one of it is not finished."""
+        """Returns the batch, or nothing if a group of it is not finished."""
         groups = list(islice(self.groups.values(), self.schedule.batch))
         if all(group.state is State.FINISHED for group in groups):
             return groups
         return []
 
     def _oldest_finished(self) -> list[Group]:
-        """The batch, or nothing where a requeued group has to be waited for."""
+        """Returns the batch, or nothing if a requeued group has to be awaited."""
         ready = [group for group in self.groups.values() if group.state is State.FINISHED]
         oldest = sorted(ready, key=lambda group: (group.begun, group.number))
         if self._waits_for_requeued():
@@ -241,9 +241,9 @@ class GroupBuffer:
         return finished < min(self.schedule.batch, len(last))
 
     def advance(self) -> list[int]:
-        """Engines have the next weights. Numbers of the groups whose tokens are too old from now on.
+        """Advances to the next weights. Returns the numbers of groups whose tokens are too old now.
 
-        They are dropped, or begin anew, as `on_stale` says. in_order there are none.
+        `on_stale` decides whether they are dropped or begin again. In order there are none.
         """
         if self.taken != (self.step + 1) * self.schedule.batch:
             raise ValueError(f"step {self.step} has not taken its batch")
@@ -251,7 +251,7 @@ class GroupBuffer:
         oldest = self.step - self.schedule.max_staleness
         stale = [number for number, group in self.groups.items() if group.begun is not None and group.begun < oldest]
         if stale and self._in_order:
-            raise ValueError(f"groups {stale} are of step {self.step - 1}, which had its batch")
+            raise ValueError(f"groups {stale} are of step {self.step - 1}, which already has its batch")
         for number in stale:
             self._stale(number)
         return stale
@@ -282,11 +282,11 @@ class GroupBuffer:
         return group
 
     def _following(self, number: int) -> int:
-        """The next number that is on its way; the same one where it is the last."""
+        """Returns the next live number, or the same one if it is the last."""
         return next((n for n in range(number + 1, self.next_number) if n in self.groups), number)
 
     def _settle(self, number: int) -> None:
-        """Keeps what is settled small: numbers before the frontier are not listed."""
+        """Settles a number. Those below the frontier need not be listed."""
         self.settled.add(number)
         while self.frontier in self.settled:
             self.settled.remove(self.frontier)

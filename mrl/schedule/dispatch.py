@@ -1,4 +1,4 @@
-"""Which response is sent to which engine next, and when weights may change.
+"""Decides which response goes to which engine next, and when weights may change.
 
                   assignments                   answered
     ready  --------------------->  under way  ------------>  ended
@@ -7,24 +7,24 @@
       +--------------------------------+------------>  ahead
       +--------------------- advance ---------------------+
 
-What a step needs sooner goes first, then what has more tokens. A request bears a number of its own, so that an answer
-to one that was taken back is known for what it is.
+Responses that a step needs sooner go first, then those with more tokens. Each request has a unique number, so that an
+answer to a withdrawn request is recognised.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mrl.schedule.borders import request_end, version_of
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.engine_loads import EngineLoads
 from mrl.schedule.groups import Cause, Group
 from mrl.schedule.lines import AheadLine, InLine, ReadyLine
+from mrl.schedule.staleness import request_end, version_of
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One request: response `index` of group `number` goes on after `kept` tokens by at most `max_tokens`."""
+    """One request: continues response `index` of group `number` after `kept` tokens, by at most `max_tokens`."""
 
     request: int
     number: int
@@ -32,28 +32,28 @@ class Assignment:
     engine: str
     kept: int
     max_tokens: int
-    tokens: int  # that it counts in the engine's load: prompt, kept, and all it may add
-    is_whole: bool  # in_order: it is answered in whole, or begins again
+    tokens: int  # counted in the engine's load: prompt, kept, and all that may be added
+    is_whole: bool  # in_order: it is answered completely, or begins again
 
 
 class Dispatcher:
-    """The responses of a buffer's groups, and the engines."""
+    """Dispatches the responses of a buffer's groups to engines."""
 
     def __init__(self, buffer: GroupBuffer, engines: list[str], max_requests: int | None = None):
-        """`max_requests`: requests that an engine has at most; see EngineLoads."""
+        """`max_requests` limits the requests at an engine, see EngineLoads."""
         self.buffer = buffer
         self.loads = EngineLoads(engines, max_requests)
-        self.window = buffer.schedule.concurrency  # responses under way at most; rate control may lower it
-        self.is_open = True  # false: nothing is sent, so that engines become empty
-        self.alone: set[int] = set()  # groups of which one is under way at a time
+        self.window = buffer.schedule.concurrency  # limit of running responses; rate control may lower it
+        self.is_open = True  # False: nothing is sent, so that engines become empty
+        self.alone: set[int] = set()  # groups of which one response runs at a time
         self.under_way: dict[int, Assignment] = {}
-        self._of_group: dict[int, set[int]] = defaultdict(set)  # requests under way
+        self._of_group: dict[int, set[int]] = defaultdict(set)  # running requests
         self._ready = ReadyLine()
         self._ahead = AheadLine()
         self._requests = 0
 
     def admit(self, group: Group) -> None:
-        """A group that was reserved, with the length of its prompt, or one of a checkpoint."""
+        """Adds a reserved group with the length of its prompt, or a group from a checkpoint."""
         for index, ended in enumerate(group.ended):
             if not ended:
                 self._line_up(group, index)
@@ -70,15 +70,15 @@ class Dispatcher:
         return self.buffer.schedule.order == "in_order"
 
     def _is_ahead(self, group: Group, index: int) -> bool:
-        """in_order: whether the response's next token is of later weights."""
+        """in_order: tells whether the response's next token needs later weights."""
         if not self._in_order:
             return False
         now = self.buffer.step
         later = version_of(group.lengths[index], group.begun, now + 1, self.buffer.schedule.quota) > now
-        return later and not self.buffer.is_next(group.number)  # what the step trains on is finished by its weights
+        return later and not self.buffer.is_next(group.number)  # a step's own groups are finished with its weights
 
     def _first(self, group: Group) -> int:
-        """The order of a group, less for what is needed sooner: a step's number, about."""
+        """Returns the priority of a group, lower for what is needed sooner: about the number of its step."""
         if self._in_order:
             return group.number // self.buffer.schedule.batch
         if group.begun is None:
@@ -86,14 +86,14 @@ class Dispatcher:
         return group.begun
 
     def _allowed(self, group: Group, index: int) -> int:
-        """Tokens that the next request of a response may add."""
+        """Returns how many tokens the next request of a response may add."""
         schedule = self.buffer.schedule
         kept = group.lengths[index]
         end = request_end(kept, schedule.quota, schedule.max_tokens) if self._in_order else schedule.max_tokens
         return end - kept
 
     def assignments(self) -> list[Assignment]:
-        """Requests to be sent now, in this order."""
+        """Returns the requests to send now, in this order."""
         sent = list[Assignment]()
         held = list[InLine]()
         in_line = self._ready.tokens
@@ -113,7 +113,7 @@ class Dispatcher:
         return number in self.alone and any(self._of_group.get(other) for other in self.alone - {number})
 
     def _sent(self, response: InLine, in_line: int) -> Assignment:
-        """`in_line`: tokens of all responses that are to be sent now, this one among them."""
+        """`in_line`: tokens of all responses that are to be sent now, including this one."""
         group = self.buffer.groups[response.number]
         index = response.index
         engine = self.loads.place(group.number, response.tokens, in_line)
@@ -129,11 +129,11 @@ class Dispatcher:
         return request
 
     def answered(self, request: int, tokens: int, stopped: bool, context: int = 0) -> Group | None:
-        """So many tokens came back; `stopped`: the response ended by itself. `context`: tokens of the whole response
-        that nobody sampled, which go beyond a border where they stand at it.
+        """Records an answer of `tokens` tokens. `stopped` says that the response ended by itself.
 
-        Returns the group, or None for a request that was taken back. in_order a request that is interrupted before its
-        border begins again, with 0 tokens: it would go on with other bits.
+        `context` counts tokens of the whole response that were not sampled; at a border they may pass it. Returns the
+        group, or None for a withdrawn request. In order, a request that is interrupted before its border begins again
+        with 0 tokens. Continued, it would have other bits.
         """
         if request not in self.under_way:
             return None
@@ -142,8 +142,8 @@ class Dispatcher:
             raise ValueError(f"{sent.engine} made {tokens} tokens, of {sent.max_tokens} asked for: {sent}")
         if sent.is_whole and not stopped and 0 < tokens < sent.max_tokens:
             raise ValueError(
-                f"{sent.engine} gave {tokens} tokens back, neither all nor none of {sent.max_tokens} "
-                f"up to the border: {sent}"
+                f"{sent.engine} gave {tokens} tokens, neither all nor none of {sent.max_tokens} "
+                f"up to the boundary: {sent}"
             )
         length = sent.kept + tokens
         group = self.buffer.add(sent.number, sent.index, tokens, stopped or length >= self.buffer.schedule.max_tokens)
@@ -160,16 +160,19 @@ class Dispatcher:
         return sent
 
     def evict(self, number: int, cause: Cause) -> list[Assignment]:
-        """The group is dropped; its requests under way, for engines to end. in_order the next takes its place."""
+        """Drops a group. Returns its running requests, which engines should end.
+
+        In order, the next group replaces it.
+        """
         self.buffer.evict(number, cause)
         ended = self._taken_back(number)
         self._look_ahead(self.buffer.is_next)
         return ended
 
     def take(self) -> tuple[list[Group], list[int], list[Assignment]] | None:
-        """The step's batch, once it is complete.
+        """Returns the step's batch once it is complete, else None.
 
-        Also the numbers of groups that it has too many, and their requests under way, for engines to end.
+        Also returns the numbers of surplus groups, and their running requests, which engines should end.
         """
         batch = self.buffer.take()
         if batch is None:
@@ -179,7 +182,7 @@ class Dispatcher:
         return batch, rest, ended
 
     def filter(self, number: int) -> list[int]:
-        """Filters a group out of the buffer; in_order the next group takes its place."""
+        """Filters a group out of the buffer. In order, the next group replaces it."""
         gone = self.buffer.filter(number)
         self._look_ahead(self.buffer.is_next)
         return gone
@@ -192,14 +195,14 @@ class Dispatcher:
         return requests
 
     def _look_ahead(self, due: Callable[[int], bool]) -> None:
-        """Lines up again what was ahead, of the oldest groups: of all up to the first that is not `due`."""
+        """Moves the oldest groups from the line of later weights to the ready line, until one is not `due`."""
         for number, index in self._ahead.pop_while(due):
             self._line_up(self.buffer.groups[number], index)
 
     def lose(self, engine: str) -> list[Assignment]:
-        """The engine is gone: its responses go on elsewhere, from the tokens that came back before.
+        """Removes a lost engine. Its responses continue elsewhere, from the tokens that came back before.
 
-        Requests that it had, each of which is made again.
+        Returns its requests, each of which is issued again.
         """
         self.loads.lose(engine)
         requests = [request for request, sent in self.under_way.items() if sent.engine == engine]
@@ -209,17 +212,17 @@ class Dispatcher:
         return lost
 
     def join(self, engine: str) -> None:
-        """An engine that holds the weights of now."""
+        """Adds an engine that holds the current weights."""
         self.loads.join(engine)
 
     @property
     def lacks_engines(self) -> bool:
-        """Whether something is to be sent, and no engine is there."""
+        """Tells whether responses wait and no engine is left."""
         return bool(self._ready) and not self.loads.tokens
 
     @property
     def may_change_weights(self) -> bool:
-        """Whether no token would be made by other weights than it should be, nor a group be issued by others."""
+        """Tells whether weights may change now without giving a token or an issued group the wrong version."""
         schedule = self.buffer.schedule
         if schedule.order == "in_order":
             undecided = schedule.rewards_decide and self.buffer.awaits_rewards
@@ -227,9 +230,9 @@ class Dispatcher:
         return schedule.partial_rollouts or not self.under_way
 
     def advance(self) -> list[Assignment]:
-        """Engines have the next weights: what was ahead may go on, what became stale is gone or begins anew.
+        """Advances to the next weights: waiting responses may continue, stale groups are dropped or begin again.
 
-        Requests that engines still have of stale groups, for them to end.
+        Returns the requests of stale groups that still run, which engines should end.
         """
         if not self.may_change_weights:
             waiting = ""

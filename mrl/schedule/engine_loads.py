@@ -1,30 +1,29 @@
-"""Which engine gets a request: the one that holds its prefix, or the one with the fewest tokens before it.
+"""Chooses the engine of a request: the one that holds its prefix, or the one with the fewest tokens.
 
-Tokens of a request are those of its prompt, those kept, and as many as it may add: how many it will add nobody knows.
-What levels engines out is that none has more than `max_requests`: the rest go, one by one, to whoever is done with
-some.
+A request counts the tokens of its prompt, those kept, and all that it may add. The real number is unknown. What
+balances engines is the limit `max_requests`. Further requests go, one by one, to engines that finish some.
 
-The choice follows from the order of requests, their lengths and what was answered before. Without `max_requests` all
-requests are placed at once, before any is answered, so that no clock has a say in it.
+The choice depends on the order of requests, their lengths, and earlier answers. Without `max_requests` all requests are
+placed at once, before any answer, so the choice does not depend on time.
 """
 
 from collections.abc import Iterable
 from math import ceil
 
-LONGER = 1.5  # times the mean queue, beyond which an engine gets no request for the sake of a prefix that it holds
-MORE = 1.25  # times the slots of an engine: what takes a slot that comes free is there already
+LONGER = 1.5  # times the mean queue; with more, an engine gets no request for the sake of a prefix
+MORE = 1.25  # times the slots of an engine, so that a free slot is filled at once
 
 
 def request_limit_of(slots: int) -> int:
-    """Requests that an engine is given which computes `slots` at once."""
+    """Returns the limit of requests for an engine that computes `slots` at once."""
     return ceil(MORE * slots)
 
 
 class EngineLoads:
-    """Tokens and requests outstanding at each engine, and where each prefix is."""
+    """Pending tokens and requests of each engine, and which engine holds which prefix."""
 
     def __init__(self, engines: Iterable[str], max_requests: int | None = None):
-        """`max_requests`: requests that an engine has at most; None: any number."""
+        """`max_requests` limits the requests at an engine; None means no limit."""
         self.tokens = dict.fromkeys(engines, 0)
         self.requests = dict.fromkeys(self.tokens, 0)
         self._max_requests = max_requests
@@ -37,37 +36,37 @@ class EngineLoads:
         return [engine for engine, requests in self.requests.items() if limit is None or requests < limit]
 
     def place(self, prefix: object, tokens: int, waiting: int) -> str | None:
-        """The engine for a request of so many tokens, which are counted there; None where none is free.
+        """Returns the engine for a request of so many tokens and counts them there; None if no engine is free.
 
-        `waiting`: tokens of all requests that are to be placed now, this one among them.
+        `waiting`: tokens of all requests to be placed now, including this one.
         """
         if not (free := self.free):
             return None
         mean = (sum(self.tokens.values()) + waiting) / len(self.tokens)
         holder = self._holders.get(prefix)
         if holder not in free or self.tokens[holder] > LONGER * mean:
-            holder = min(free, key=self.tokens.__getitem__)  # the first of several
+            holder = min(free, key=self.tokens.__getitem__)  # the first, if several are equal
         self._holders[prefix] = holder
         self.tokens[holder] += tokens
         self.requests[holder] += 1
         return holder
 
     def done(self, engine: str, tokens: int) -> None:
-        """A request of so many tokens has been answered, or taken back; nothing for an engine that is lost."""
+        """Removes an answered or withdrawn request from the loads. Ignores a lost engine."""
         if engine in self.tokens:
             self.tokens[engine] -= tokens
             self.requests[engine] -= 1
 
     def forget_prefixes(self) -> None:
-        """New weights: what caches held is dropped."""
+        """Forgets all prefixes, because new weights clear the caches."""
         self._holders.clear()
 
     def lose(self, engine: str) -> None:
-        """The engine gets nothing until it joins again."""
+        """Removes an engine until it joins again."""
         self.tokens.pop(engine, None)
         self.requests.pop(engine, None)
         self._holders = {prefix: holder for prefix, holder in self._holders.items() if holder != engine}
 
     def join(self, engine: str) -> None:
-        """An engine that has no request."""
+        """Adds an engine without requests."""
         self.tokens[engine] = self.requests[engine] = 0

@@ -1,4 +1,4 @@
-"""Which engines may be sent requests, and which of those that are lost are started again.
+"""Tracks which engines may be sent requests, and which lost engines are started again.
 
                silence, error           exit                start
     READY -----------------> SUSPECT ---------> DEAD ------------------> STARTING
@@ -9,12 +9,13 @@
      |  ^                     +--------------------------------------------- +
      +--+ verified; then READY by the commit of that version, and by nothing else
 
-An engine that is silent past its deadline is SUSPECT until its processes have ended: whatever it still says is late.
-Every start of an engine is an epoch of its own; what an earlier one says is dropped, and counted. One that failed to
-start is as lost as one that died.
+An engine that is silent past its deadline is SUSPECT until its processes have ended. Everything that it still says
+comes late. Every start of an engine is a new epoch. Events of an earlier epoch are dropped and counted. An engine that
+fails to start counts as lost.
 
-An example, of two engines and a limit of 1: engine 1 dies at version 4, is started (epoch 1), is brought to version 5
-with engine 0, and dies again at version 6. That is twice within 100 versions: it is RETIRED, and engine 0 goes on.
+Example: two engines and a limit of 1. Engine 1 dies at version 4 and is started (epoch 1). It is synced to version 5
+together with engine 0, and dies again at version 6. These are two losses within 100 versions: it is RETIRED, and engine
+0 goes on.
 """
 
 from collections import Counter
@@ -22,17 +23,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-WINDOW = 100  # finished steps in which restarts of an engine are counted
+WINDOW = 100  # finished steps within which restarts of an engine are counted
 
 
 class EngineStatus(Enum):
-    """What an engine is at. The value says what it means."""
+    """The state of an engine. The value says what it means."""
 
     READY = "it serves the current weights"
-    SUSPECT = "it is taken for lost, and its processes are being ended"
+    SUSPECT = "it counts as lost, and its processes are being ended"
     DEAD = "its processes have ended"
     STARTING = "it was started again"
-    STALE = "it lives, and holds no weights that may be sampled from"
+    STALE = "it runs, but holds no weights that may be sampled from"
     RETIRED = "it was lost too often, and is not started again"
 
 
@@ -43,21 +44,23 @@ LOSABLE = (READY, STALE, STARTING)
 
 @dataclass
 class _Engine:
-    """What is known of one."""
+    """The state of one engine."""
 
     status: EngineStatus = READY
     epoch: int = 0
-    has_served: bool = True  # in this epoch: requests of it may be under way there
-    verified: int | None = None  # version that its digests were those of, since it served one
-    restarts: list[int] = field(default_factory=list)  # the version at each
-    why: str = ""  # it was lost last
+    has_served: bool = True  # in this epoch: it may have running requests of it
+    verified: int | None = None  # version that its digests have verified, since it last served one
+    restarts: list[int] = field(default_factory=list)  # the version at each restart
+    why: str = ""  # reason of the last loss
 
 
 class Fleet:
-    """The engines of a run. A call that its engine's status does not allow raises ValueError."""
+    """The engines of a run. A call that is not allowed in an engine's state raises ValueError."""
 
     def __init__(self, engines: Iterable[str], limit: int, least: int = 1, version: int = 0):
-        """All are READY with `version`. `limit`: restarts of an engine in WINDOW steps; `least`: engines in use."""
+        """All engines start READY with `version`. `limit`: restarts of an engine in WINDOW steps; `least`: number of
+        engines that must stay in use.
+        """
         self._engines = {name: _Engine() for name in engines}
         self.limit = limit
         self.least = least
@@ -65,7 +68,7 @@ class Fleet:
         self.counts: Counter[str] = Counter()  # lost, restarted, late
 
     def spent_before(self, before: "Fleet") -> None:
-        """Counts the restarts of `before` on, in whose places these engines stand: no engine gets one more."""
+        """Takes over the restarts that `before` counted, so that no engine gets an additional one."""
         for name, one in self._engines.items():
             one.restarts = list(before._engines[name].restarts)
             one.why = before._engines[name].why
@@ -74,27 +77,27 @@ class Fleet:
         self.counts = Counter(before.counts)
 
     def spent_at(self, engine: str, version: int) -> None:
-        """An earlier start of the run started the engine again at this one."""
+        """Counts a restart of the engine in an earlier start of the run."""
         self._engines[engine].restarts.append(version)
 
     def status(self, engine: str) -> EngineStatus:
-        """What the engine is at now."""
+        """Returns the engine's state."""
         return self._engines[engine].status
 
     def why(self, engine: str) -> str:
-        """It was lost last; empty of one that never was."""
+        """Returns the reason of the engine's last loss; "" if it was never lost."""
         return self._engines[engine].why
 
     def epoch(self, engine: str) -> int:
-        """Starts of it after the first."""
+        """Returns how often the engine was started after the first start."""
         return self._engines[engine].epoch
 
     def those(self, *statuses: EngineStatus) -> list[str]:
-        """Engines that have one of these."""
+        """Returns the engines in one of these states."""
         return [name for name, one in self._engines.items() if one.status in statuses]
 
     def serving(self) -> dict[str, int]:
-        """Epochs of engines that hold requests, or may be sent some: also of those that weights change under."""
+        """Returns the epochs of engines that have or may get requests, including those whose weights are changing."""
         return {
             name: one.epoch
             for name, one in self._engines.items()
@@ -102,22 +105,22 @@ class Fleet:
         }
 
     def shortage(self) -> str | None:
-        """Why the run cannot go on; None while enough engines are left."""
+        """Returns why the run cannot go on; None while enough engines are left."""
         left = len(self._engines) - len(self.those(RETIRED))
         if left >= self.least:
             return None
         gone = "; ".join(f"{name}: {self._engines[name].why}" for name in self.those(RETIRED))
         return (
-            f"{left} of {len(self._engines)} engines are left, fewer than rollout.min_engines {self.least}: each other "
-            f"one was lost more than {self.limit} times in {WINDOW} steps (rollout.restart_limit); {gone}"
+            f"{left} of {len(self._engines)} engines are left, fewer than rollout.min_engines {self.least}: each of "
+            f"the others was lost more than {self.limit} times in {WINDOW} steps (rollout.restart_limit); {gone}"
         )
 
-    # ------------------------------------------------------------ events; of another epoch they are dropped and counted
+    # -------------------------------------------------------- events; those of another epoch are dropped and counted
 
     def progress(self, engine: str, epoch: int, answers: int = 1) -> bool:
-        """Notes that an engine made tokens or answered, and returns whether that is of the engine as it is now.
+        """Records that an engine made tokens or answered. Returns whether its present epoch did.
 
-        No engine is READY by it.
+        This makes no engine READY.
         """
         if self._is_of(engine, epoch) and self._engines[engine].status in LOSABLE:
             return True
@@ -125,13 +128,13 @@ class Fleet:
         return False
 
     def silence(self, engine: str, epoch: int, why: str = "") -> bool:
-        """Notes that an engine made no token, or gave no answer, for too long; see `error`."""
+        """Records that an engine made no token, or gave no answer, for too long. Same as `error`."""
         return self.error(engine, epoch, why)
 
     def error(self, engine: str, epoch: int, why: str = "") -> bool:
-        """Takes an engine for lost and returns whether that is news.
+        """Marks an engine as lost. Returns whether this is new.
 
-        Its processes are to be ended, then `exit` is to be told.
+        The caller then ends its processes and calls `exit`.
         """
         one = self._engines[engine]
         if not self._is_of(engine, epoch) or one.status not in LOSABLE:
@@ -144,7 +147,7 @@ class Fleet:
         return True
 
     def exit(self, engine: str, epoch: int, why: str = "") -> bool:
-        """Notes that an engine's processes have ended."""
+        """Records that an engine's processes have ended."""
         if not self._is_of(engine, epoch) or self._engines[engine].status in (DEAD, RETIRED):
             return False
         self.error(engine, epoch, why)
@@ -152,9 +155,9 @@ class Fleet:
         return True
 
     def start(self, engine: str) -> int | None:
-        """The epoch that a DEAD engine is to be started for.
+        """Returns the epoch for which a DEAD engine is to be started.
 
-        None where the engine was lost too often: it is RETIRED.
+        Returns None if it was lost too often; then it is RETIRED.
         """
         one = self._in(engine, DEAD)
         one.restarts = [version for version in one.restarts if version > self.version - WINDOW]
@@ -167,14 +170,14 @@ class Fleet:
         return one.epoch
 
     def charge(self, engine: str, why: str) -> bool:
-        """Starts an engine with everything else, which is one of its restarts; False where it has none left."""
+        """Starts an engine together with everything else, which counts as a restart. Returns False if none is left."""
         if self.status(engine) is STARTING:
             return True
         self.exit(engine, self.epoch(engine), why)
         return self.status(engine) is DEAD and self.start(engine) is not None
 
     def started(self, engine: str, epoch: int) -> bool:
-        """Notes that an engine answers; it is to be brought to the current weights."""
+        """Records that an engine answers. It must be synced to the current weights next."""
         if not self._is_of(engine, epoch) or self._engines[engine].status is not STARTING:
             return False
         self._engines[engine].status = STALE
@@ -182,22 +185,20 @@ class Fleet:
         return True
 
     def verified(self, engine: str, epoch: int, version: int) -> bool:
-        """Notes that digests showed the weights of `version` in an engine.
+        """Records that digests have verified the weights of `version` in an engine.
 
         It serves nothing until they are committed.
         """
         if not self._is_of(engine, epoch) or self._engines[engine].status not in REACHED:
             return False
         if version < self.version:
-            raise ValueError(f"{engine} was brought to version {version}, and version {self.version} is current")
+            raise ValueError(f"{engine} was brought to version {version}, but version {self.version} is current")
         self._engines[engine].status = STALE
         self._engines[engine].verified = version
         return True
 
     def committed(self, engine: str, epoch: int, version: int) -> bool:
-        """Notes that an engine serves `version`, which is current from now on. Raises ValueError where it was not
-        verified.
-        """
+        """Records that an engine serves `version`, which is current now. Raises ValueError if it was not verified."""
         if not self._is_of(engine, epoch) or self._engines[engine].status is not STALE:
             return False
         one = self._engines[engine]
@@ -210,7 +211,7 @@ class Fleet:
         return True
 
     def advance(self, version: int) -> None:
-        """Makes `version` current. An engine that serves another is STALE: it must not be sampled from."""
+        """Makes `version` current. An engine that serves another is STALE and must not be sampled from."""
         if version < self.version:
             raise ValueError(f"version {version} comes after {self.version}")
         if version == self.version:
@@ -221,10 +222,11 @@ class Fleet:
                 one.status = STALE
 
     def rewind(self, version: int) -> None:
-        """Ranks hold `version`, that of a checkpoint. Nobody serves, and all requests are given up.
+        """Sets the version to that of a checkpoint, which ranks now hold. No engine serves, and all requests are
+        dropped.
 
-        It may be later than what engines served last, where ranks went back for engines that were lost before a sync.
-        What was counted stays: a restart of ranks gives no engine another one.
+        It may be newer than the version last served, if ranks went back because engines were lost before a sync. Counts
+        stay: a restart of ranks gives no engine another restart.
         """
         self.version = version
         for one in self._engines.values():
@@ -234,7 +236,7 @@ class Fleet:
                 one.verified = None
 
     def _is_of(self, engine: str, epoch: int) -> bool:
-        """Whether an event is of the engine's last start."""
+        """Tells whether an event belongs to the engine's last start."""
         return self._engines[engine].epoch == epoch
 
     def _in(self, engine: str, *statuses: EngineStatus) -> _Engine:

@@ -1,8 +1,8 @@
-"""What was issued and what became of it, as JSON beside a checkpoint: a run that goes on loses no group, repeats none.
+"""What was issued and what became of it, as JSON beside a checkpoint. A resumed run loses and repeats no group.
 
-The place in the data is the oldest number that is not settled, never the newest that was issued; settled ones beyond
-it are listed, and each group on its way says how many tokens of each response are kept. The tokens themselves are
-rows of samples. Taken between two steps: a batch that is being trained on is settled already.
+The position in the data is the oldest number that is not settled, never the newest issued one. Settled numbers beyond
+it are listed, and each live group has the number of kept tokens of each response. The tokens themselves are rows of
+samples. A ledger is taken between two steps, when a batch that was trained on is already settled.
 """
 
 import json
@@ -15,7 +15,7 @@ from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.groups import Counts, Group
 from mrl.schedule.staleness import Schedule
 
-# what numbers, borders and batches follow from; others may change when a run goes on
+# numbers, borders and batches depend on these; other fields may change in a resumed run
 FIXED = (
     "batch",
     "responses",
@@ -30,9 +30,9 @@ FIXED = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What kept tokens were made with: digests, compared as text."""
+    """What kept tokens were made from, as digests in text form."""
 
-    data: str  # tokens of the prompts, so of tokenizer and chat template, and their order
+    data: str  # tokens of the prompts, thus tokenizer, chat template and order
     model: str
 
 
@@ -45,17 +45,17 @@ class Ledger:
     step: int
     next_number: int
     admitted: int
-    settled: tuple[int, ...]  # trained on or dropped, beyond the frontier
+    settled: tuple[int, ...]  # trained on or dropped, at or above the frontier
     groups: tuple[Group, ...]
     counts: Counts
 
     @property
     def frontier(self) -> int:
-        """Where the data goes on: numbers below it are settled."""
+        """Position where the data continues. Numbers below it are settled."""
         return min((group.number for group in self.groups), default=self.next_number)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data that `from_json` reads."""
+        """Returns plain data, which `from_json` reads back."""
         parts = {
             "fingerprint": asdict(self.fingerprint),
             "schedule": asdict(self.schedule),
@@ -66,9 +66,10 @@ class Ledger:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Ledger":
-        """The ledger that `to_json` wrote. Raises DataError where numbers are missing or stand twice."""
-        rules = {name: value for name, value in data["schedule"].items() if name != "max_losses"}  # of older ledgers
-        made_with = data["fingerprint"]  # older ledgers say `template` too, which was the data's digest again
+        """Reads what `to_json` made. Raises DataError if numbers are missing or doubled."""
+        # older ledgers have it
+        rules = {name: value for name, value in data["schedule"].items() if name != "max_losses"}
+        made_with = data["fingerprint"]  # older ledgers also have `template`, which equals the data's digest
         ledger = cls(
             Fingerprint(made_with["data"], made_with["model"]),
             Schedule(**rules),
@@ -84,18 +85,18 @@ class Ledger:
 
 
 def _check_numbers(ledger: Ledger) -> None:
-    """Checks that each number from the frontier on stands exactly once."""
+    """Checks that each number from the frontier on occurs exactly once."""
     listed = sorted([*ledger.settled, *(group.number for group in ledger.groups)])
     expected = list(range(ledger.frontier, ledger.next_number))
     if listed != expected:
         wrong = sorted(set(listed) ^ set(expected)) or [n for n in expected if listed.count(n) > 1]
         raise DataError(
-            f"the ledger of groups is damaged: numbers {wrong[:10]} are missing, stand twice or were never issued"
+            f"the ledger of groups is damaged: numbers {wrong[:10]} are missing, doubled or were never issued"
         )
 
 
 def snapshot(buffer: GroupBuffer, fingerprint: Fingerprint) -> Ledger:
-    """The buffer's state, independent of what becomes of it. Raises ValueError while a step has its batch."""
+    """Returns a copy of the buffer's state. Raises ValueError while a step has its batch."""
     if buffer.taken != buffer.step * buffer.schedule.batch:
         raise ValueError(f"step {buffer.step} is being trained on")
     groups = tuple(Group.from_json(buffer.groups[number].to_json()) for number in sorted(buffer.groups))
@@ -105,18 +106,18 @@ def snapshot(buffer: GroupBuffer, fingerprint: Fingerprint) -> Ledger:
 
 
 def check_goes_on(ledger: Ledger, schedule: Schedule, now: Fingerprint) -> None:
-    """Raises DataError where the ledger is of other data, another model, or of a schedule with other rules."""
+    """Raises DataError for a ledger of other data, another model, or a schedule with other rules."""
     _check_same(asdict(ledger.fingerprint), asdict(now), [field.name for field in fields(Fingerprint)])
     _check_same(asdict(ledger.schedule), asdict(schedule), FIXED)
 
 
 def begun_at(step: int, number: int, schedule: Schedule) -> GroupBuffer:
-    """A buffer that goes on after `step` with the group `number`, where nothing is known of those before."""
+    """Makes a buffer that continues after `step` with group `number`, when nothing is known of earlier groups."""
     return restored(Ledger(Fingerprint("", ""), schedule, step, number, step - 1, (), (), Counts()), schedule)
 
 
 def restored(ledger: Ledger, schedule: Schedule) -> GroupBuffer:
-    """Returns a buffer that goes on from there; see `check_goes_on`. Nothing is under way in it."""
+    """Returns a buffer that continues from the ledger, with nothing running. Call `check_goes_on` first."""
     ledger = Ledger.from_json(ledger.to_json())  # groups of its own
     buffer = GroupBuffer(schedule)
     buffer.step = ledger.step

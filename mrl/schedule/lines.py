@@ -1,7 +1,7 @@
 """Lines of responses: those that are ready to be sent, and those that wait for later weights.
 
-A group that is dropped leaves a line by its number, without a look at what others have there: what it leaves in a heap
-is passed over once it comes to the top.
+A dropped group leaves a line by its number, without a search. Its entries in a heap are skipped when they reach the
+top.
 """
 
 import heapq
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 
 class InLine(NamedTuple):
-    """One response in line. The least goes first."""
+    """One response in line. The lowest goes first."""
 
     priority: int
-    shortness: int  # less the tokens that it has: among equals the longest goes first
+    shortness: int  # minus its tokens: of equal priority, the longest goes first
     number: int
     index: int
-    tokens: int  # prompt, kept, and all that it may add
+    tokens: int  # prompt, kept, and all that may be added
 
 
 class ReadyLine:
@@ -33,14 +33,14 @@ class ReadyLine:
         return self._length
 
     def add(self, response: InLine) -> None:
-        """Puts a response in line. Its place follows from what it is, not from when it came."""
+        """Adds a response. Its position depends on its values, not on the time."""
         heapq.heappush(self._heap, response)
         self._of_group[response.number][response.index] = response
         self._length += 1
         self.tokens += response.tokens
 
     def pop(self) -> InLine:
-        """The first, which leaves. Raises IndexError where none is in line."""
+        """Removes and returns the first response. Raises IndexError if the line is empty."""
         while True:
             response = heapq.heappop(self._heap)
             if self._of_group.get(response.number, {}).get(response.index) == response:
@@ -48,7 +48,7 @@ class ReadyLine:
                 return response
 
     def leave(self, number: int) -> None:
-        """All responses of the group do."""
+        """Removes all responses of a group."""
         for response in list(self._of_group.get(number, {}).values()):
             self._forget(response)
 
@@ -62,25 +62,25 @@ class ReadyLine:
 
 
 class AheadLine:
-    """Responses whose next token is of later weights, by group."""
+    """Responses that wait for later weights, by group."""
 
     def __init__(self) -> None:
-        self._numbers: list[int] = []  # a heap, also of groups that have left
+        self._numbers: list[int] = []  # a heap, which may contain groups that have left
         self._of_group: dict[int, list[int]] = {}
 
     def add(self, number: int, index: int) -> None:
-        """One more response of the group."""
+        """Adds a response of a group."""
         if number not in self._of_group:
             heapq.heappush(self._numbers, number)
             self._of_group[number] = []
         self._of_group[number].append(index)
 
     def leave(self, number: int) -> None:
-        """All responses of the group do."""
+        """Removes all responses of a group."""
         self._of_group.pop(number, None)
 
     def pop_while(self, due: Callable[[int], bool]) -> list[tuple[int, int]]:
-        """(number, index) of the groups, the least number first, up to the first that is not due. They leave."""
+        """Removes the groups with the lowest numbers, up to the first that is not due. Returns (number, index)."""
         found: list[tuple[int, int]] = []
         while self._numbers and due(self._numbers[0]):
             number = heapq.heappop(self._numbers)

@@ -1,40 +1,40 @@
-"""Engines that hold requests and make no tokens: a long generation is not late, a stopped one soon is.
+"""Finds engines that hold requests but make no tokens. A long generation is not late, a stopped engine soon is.
 
-Times are given by whoever asks, in seconds of any clock that only goes forward.
+The caller passes times, in seconds of any monotonic clock.
 """
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What an engine had made when it last got on, and when that was."""
+class LastProgress:
+    """Tokens of an engine at its last progress, and the time."""
 
     tokens: int
     at: float
 
 
 class ProgressWatch:
-    """When each engine last made a token, or had nothing to make."""
+    """The time when each engine last made a token, or had nothing to do."""
 
     def __init__(self, limit_s: float):
         self.limit_s = limit_s
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, LastProgress] = {}
 
     def note(self, engine: str, tokens: int, holds_requests: bool, now: float) -> None:
-        """An engine has made so many tokens since it began. Another number is progress, as is having nothing to do."""
+        """Records an engine's total tokens. A changed number counts as progress, and so does having no requests."""
         before = self._seen.get(engine)
         if before is None or before.tokens != tokens or not holds_requests:
-            self._seen[engine] = Seen(tokens, now)
+            self._seen[engine] = LastProgress(tokens, now)
 
     def excuse(self, now: float) -> None:
-        """All engines stood still for a reason, as in a weight sync: their time begins anew."""
-        self._seen = {engine: Seen(seen.tokens, now) for engine, seen in self._seen.items()}
+        """Restarts the time of all engines, which stood still for a reason such as a weight sync."""
+        self._seen = {engine: LastProgress(seen.tokens, now) for engine, seen in self._seen.items()}
 
     def forget(self, engine: str) -> None:
-        """An engine that is lost is watched no more, until it is noted again."""
+        """Stops watching a lost engine until `note` is called for it again."""
         self._seen.pop(engine, None)
 
     def late(self, now: float) -> list[str]:
-        """Engines without progress for longer than the limit."""
+        """Returns the engines without progress for longer than the limit."""
         return sorted(engine for engine, seen in self._seen.items() if now - seen.at > self.limit_s)

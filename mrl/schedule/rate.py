@@ -1,8 +1,8 @@
-"""How many responses are under way: a little more while the KV cache has room, a good deal less when it is short.
+"""Controls how many responses run: slightly more while the KV cache has room, much fewer when it is short.
 
-Additive increase, multiplicative decrease. An engine whose cache is full preempts: it drops a response's cache and
-computes it all again. So the window grows only while it is full itself and the cache is not, and shrinks before
-anything is preempted. The same observations give the same windows.
+Additive increase, multiplicative decrease. An engine with a full cache preempts: it drops a response's cache and
+computes it again. So the window grows only while it is used up and the cache is not, and shrinks before any preemption.
+Equal observations give equal windows.
 """
 
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RateRules:
-    """Limits of the window, in responses, and shares of the KV cache."""
+    """Limits of the window, in responses, and thresholds for the use of the KV cache."""
 
     lowest: int  # at least 1
     highest: int
     grow_below: float = 0.7  # of the cache, in the fullest engine
     shrink_above: float = 0.85
-    step: float = 0.05  # of `highest`, that a good observation adds
-    factor: float = 0.8  # that a bad one leaves
+    step: float = 0.05  # share of `highest` that a good observation adds
+    factor: float = 0.8  # factor after a bad observation
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What all engines did since the observation before."""
+    """What all engines did since the last observation."""
 
     kv_use: float  # share of the cache in use, in the fullest engine
     preemptions: int
@@ -31,23 +31,23 @@ class Observation:
 
 @dataclass(frozen=True)
 class Rate:
-    """The window now; real, so that small steps add up."""
+    """The current window, as a real number so that small steps add up."""
 
     rules: RateRules
     size: float
 
     @classmethod
     def start(cls, rules: RateRules) -> "Rate":
-        """Starts as wide as allowed: with a cache that suffices nothing is ever slowed down."""
+        """Starts as wide as allowed, so that nothing is slowed down while the cache suffices."""
         return cls(rules, float(rules.highest))
 
     @property
     def window(self) -> int:
-        """Responses that may be under way."""
+        """Number of responses that may run."""
         return int(self.size)
 
     def after(self, seen: Observation) -> "Rate":
-        """The window that follows from one more observation."""
+        """Returns the window after one more observation."""
         rules = self.rules
         size = self.size
         if seen.preemptions or seen.kv_use > rules.shrink_above:

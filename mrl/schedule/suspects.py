@@ -1,14 +1,14 @@
-"""Which prompt it is that engines are lost under: each loss names the prompts that the engine was at.
+"""Finds the prompt that kills engines: each loss names the prompts that the engine was computing.
 
-An example, prompt 4 kills its engine whenever it is computed:
+Example: prompt 4 kills its engine whenever it is computed.
 
-    loss 1   2 3 4 5      nobody is suspected before; all four are from now on
-    loss 2   3 4 5 9      3, 4 and 5 were under a lost engine before, and nothing tells them apart: from now on they go
-                          one at a time
-    loss 3   4 11 12      4 alone was under two before: it is set aside, by its id
+    loss 1   2 3 4 5      nobody was suspected before; all four are suspected now
+    loss 2   3 4 5 9      3, 4 and 5 were under a lost engine before, and nothing distinguishes them: from now on they
+                          run one at a time
+    loss 3   4 11 12      only 4 was under two losses before: it is set aside, by its id
 
-One that is alone under a second lost engine is set aside then. Where engines are lost for other reasons the prompts
-under them are others each time, and nothing happens; or they are all the same, and go one at a time for a while.
+A prompt that is the only suspect of a second loss is set aside at once. If engines are lost for other reasons, the
+prompts differ each time and nothing happens; or they are the same, and run one at a time for a while.
 """
 
 from collections import Counter
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Suspects:
-    """Ids of prompts."""
+    """Ids of suspected prompts."""
 
-    aside: frozenset[int] = frozenset()  # nobody is asked for a response to them any more
-    alone: frozenset[int] = frozenset()  # under way one at a time, so that the next loss tells which it is
+    aside: frozenset[int] = frozenset()  # no response to them is requested any more
+    alone: frozenset[int] = frozenset()  # they run one at a time, so that the next loss identifies the cause
 
 
 def suspects(losses: Iterable[Collection[int]]) -> Suspects:
-    """`losses`: prompts under way at each engine when it was lost, in the order of time."""
+    """Returns the suspects. `losses`: prompts that ran on each lost engine, in the order of time."""
     times: Counter[int] = Counter()
     aside = set[int]()
     alone = set[int]()

@@ -1,6 +1,6 @@
-"""Whether two runs ended alike, bit by bit, and the first place where not; and proof by it that a run resumes exactly.
+"""Tells whether two runs ended equal, bit by bit, or where they first differ.
 
-Times are no part of the comparison.
+`verify_resume` uses this to prove that a run resumes exactly. Times are not compared.
 """
 
 import shutil
@@ -18,17 +18,16 @@ from mrl.errors import MrlError
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.tools.own_command import run_mrl, stopped_by_sigterm
 
-# how metrics begin that a clock or the state of the machine decides; see is_of_clock
+# prefixes of metrics that depend on a clock or the state of the machine, see is_of_clock
 CLOCK = ("timing_", "perf/", "switch/", "reshard/seconds", "reshard/peak_staging_bytes", "trainer/restarts", "fleet/")
-OUTPUT_TAIL = 1500  # characters of a failed run's output that are shown
+OUTPUT_TAIL = 1500  # limit of shown characters of a failed run's output
 
 
 def checkpoint_difference(first: Path, second: Path) -> str | None:
-    """The first difference of two checkpoints of the same layout: weights, optimizer, random states, place in the data.
+    """Returns the first difference of two checkpoints of the same layout: weights, optimizer, random states, data
+    position.
 
-    None: no bit.
-
-    Raises EnvironmentFault for one that is damaged.
+    Returns None if all bits are equal. Raises EnvironmentFault for a damaged one.
     """
     first_manifest = read_manifest(first)
     second_manifest = read_manifest(second)
@@ -38,7 +37,7 @@ def checkpoint_difference(first: Path, second: Path) -> str | None:
 
 
 def metrics_difference(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first difference of two lists of metrics lines, steps in order; None when all numbers are the same."""
+    """Returns the first difference of two lists of metrics lines, steps in order; None if all numbers are equal."""
     first_steps = [row["training/global_step"] for row in first]
     second_steps = [row["training/global_step"] for row in second]
     if first_steps != second_steps:
@@ -53,23 +52,23 @@ def metrics_difference(first: Sequence[Mapping[str, Any]], second: Sequence[Mapp
 
 
 def is_of_clock(name: str) -> bool:
-    """Whether a clock or the state of the machine decides a metric."""
+    """Tells whether a metric depends on a clock or the state of the machine."""
     return name.startswith(CLOCK) or (name.startswith("tools/") and name.endswith("/seconds"))
 
 
 def is_counted_by_engine(name: str) -> bool:
-    """Whether fewer engines make a metric less, though no weight is another."""
+    """Tells whether a metric is lower with fewer engines, although the weights are equal."""
     return name.startswith("reshard/")
 
 
 def lacked_engines(*rows: Mapping[str, Any]) -> bool:
-    """Whether an engine was missing in one of these steps."""
+    """Tells whether an engine was missing in one of these steps."""
     ready = {row.get("fleet/engines_ready") for row in rows}
     return len(ready) > 1 or any(row.get("fleet/lost") or row.get("fleet/restarted") for row in rows)
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a == b or (a != a and b != b)  # NaN is like NaN
+    return a == b or (a != a and b != b)  # NaN equals NaN
 
 
 def _differences(
@@ -94,7 +93,7 @@ def _unlike(what: str, a: Any, b: Any) -> str | None:
 
 
 def _tensor_difference(first: Path, second: Path, manifest: Manifest) -> str:
-    """Names the first tensor of two files that differs, what it is in the model, and where."""
+    """Names the first tensor of two files that differs, its name in the model, and where."""
     from safetensors import safe_open
 
     names = {}
@@ -102,7 +101,7 @@ def _tensor_difference(first: Path, second: Path, manifest: Manifest) -> str:
         names[entry.file, entry.key] = sorted({piece.hf_name for piece in entry.pieces})
     with safe_open(first, "pt") as a, safe_open(second, "pt") as b:
         if sorted(a.keys()) != sorted(b.keys()):
-            return f"{first.name}: tensors {sorted(set(a.keys()) ^ set(b.keys()))[:4]} are in one of the two only"
+            return f"{first.name}: tensors {sorted(set(a.keys()) ^ set(b.keys()))[:4]} are in only one of the two"
         for key in sorted(a.keys()):
             x = a.get_tensor(key)
             y = b.get_tensor(key)
@@ -116,26 +115,25 @@ def _tensor_difference(first: Path, second: Path, manifest: Manifest) -> str:
                     f"{first.name}, {key}{f' ({known})' if known else ''}: {int(unlike.sum())} of {x.numel()} "
                     f"elements, first {where}: {x[tuple(where)].item()!r} and {y[tuple(where)].item()!r}"
                 )
-    return f"{first.name}: bytes differ and no number does (a sign of zero, or another order of tensors)"
+    return f"{first.name}: bytes differ, but no number does (a sign of zero, or another order of tensors)"
 
 
 @dataclass(frozen=True)
 class ResumeVerdict:
-    """What was compared, and the first difference; None when there is none."""
+    """What was compared, and the first difference; None if there is none."""
 
     difference: str | None
     steps: int  # before the save, and again after it
-    bytes: int  # of the checkpoint that was compared
+    bytes: int  # of the compared checkpoint
     lines: int  # of metrics
     seconds: float
 
 
 def verify_resume(resolved: ResolvedConfig, steps: int) -> ResumeVerdict:
-    """Trains 2 x `steps` steps with a checkpoint in the middle, goes back to that one in a new process, and compares
-    the ends.
+    """Trains 2 x `steps` steps with a checkpoint in the middle. Then resumes from it in a new process, and compares the
+    ends.
 
-    Everything happens in a folder beside the configured run directory, which is removed in the end. Raises what the
-    runs end with.
+    Works in a temporary folder beside the configured run directory. Raises what the runs end with.
     """
     begun = perf_counter()
     place = run_dir_of(resolved.config.trainer).resolve()
@@ -164,7 +162,7 @@ def verify_resume(resolved: ResolvedConfig, steps: int) -> ResumeVerdict:
 
 
 def _train(config: Path, run: RunDir, steps: int, log: Path, *more: str) -> None:
-    """`mrl train` in a process of its own: what a process keeps in memory must not help a resume."""
+    """Runs `mrl train` in a new process, because memory of a process must not help a resume."""
     settings = {
         "trainer.total_training_steps": 2 * steps,
         "trainer.save_freq": steps,
@@ -179,8 +177,8 @@ def _train(config: Path, run: RunDir, steps: int, log: Path, *more: str) -> None
     with stopped_by_sigterm():
         code = run_mrl(["train", str(config), "--run-dir", str(run.path), *overrides, *more], log)
     if code:
-        said = log.read_text(errors="replace")[-OUTPUT_TAIL:]
+        output = log.read_text(errors="replace")[-OUTPUT_TAIL:]
         kind = next((k for k in MrlError.__subclasses__() if k.exit_code == code), MrlError)
         raise kind(
-            f"the run that was to be {'resumed' if more else 'compared with'} ended with exit code {code}:\n{said}"
+            f"the run that was to be {'resumed' if more else 'compared with'} ended with exit code {code}:\n{output}"
         )

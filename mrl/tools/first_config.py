@@ -1,7 +1,8 @@
-"""A first configuration for a model on some devices: the fastest layout that the search finds and the whole plan holds.
+"""Makes a first configuration for a model and some devices: the fastest layout found by the search for which the whole
+plan fits.
 
-What is not a matter of devices is usual: GSPO for mixtures of experts, GRPO for dense models, actor and engines in
-turn on all devices.
+Settings that do not depend on devices are common ones: GSPO for mixtures of experts, GRPO for dense models, actor and
+engines alternating on all devices.
 """
 
 import re
@@ -42,11 +43,11 @@ from mrl.units import GIB
 # on a CPU
 _FEW_PROMPTS = 16
 _FEW_MINI = 8
-_SEQUENCES = 8  # of the longest kind that an engine's cache should hold at once
+_SEQUENCES = 8  # longest sequences that an engine's cache should hold at once
 _SHARE = 0.7  # of a device's memory, for an engine beside an actor that is on the host meanwhile
 _MOST_DEVICES = 100_000
 _SAID = 3  # reasons of a kind in a refusal
-# nodes, devices of each, and their name, of which 910b and its kin begin with digits
+# nodes, devices of each, and their name; 910b and similar names begin with digits
 _DEVICES = re.compile(
     r"\s*(?:(\d{1,6})\s*[x*:]\s*)?(?!910[a-z])(\d{1,6})(?:\s*[x*:]\s*|\s+|(?=[a-z]))((?:910)?[a-z][\w.-]*)\s*"
 )
@@ -56,7 +57,7 @@ _OFFLOADED = ("actor.param_offload", "actor.grad_offload", "actor.optimizer_offl
 
 @dataclass(frozen=True)
 class DeviceCount:
-    """A number of devices of one kind, as whole nodes where they are more than one node has."""
+    """A number of devices of one kind; whole nodes if they are more than one node has."""
 
     device: Device
     nodes: int
@@ -72,16 +73,16 @@ class DeviceCount:
 
 @dataclass(frozen=True)
 class FirstConfig:
-    """Keys of the configuration in the order in which they are written, and why it has this layout."""
+    """The keys of the configuration in writing order, and the reason for its layout."""
 
     recipe: str
-    values: dict[str, Any]  # dotted
+    values: dict[str, Any]  # dotted keys
     why: str
 
 
 def parse_devices(text: str) -> DeviceCount:
-    """`8 x h100-80g`, `32xh200`, or nodes of so many each, `4x8 a3`: a device as `mrl plan --device` names it, or a
-    part of its name.
+    """Parses `8 x h100-80g`, `32xh200`, or `4x8 a3` for 4 nodes of 8: a device of `mrl plan --device`, or part of its
+    name.
 
     Raises ConfigError.
     """
@@ -105,9 +106,10 @@ def parse_devices(text: str) -> DeviceCount:
 
 
 def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str, Any]) -> FirstConfig:
-    """`path`: the model's; `data`: further keys, those of the user's files. Raises ConfigError where nothing fits.
+    """Makes a first configuration. `path` is the model's, `data` has further keys for the user's files.
 
-    What costs least speed is tried first: Adam's states on the devices, small engines.
+    The fastest choices are tried first: Adam's states on the devices, small engines. Raises ConfigError if nothing
+    fits.
     """
     recipe = "grpo"
     if model.is_moe:
@@ -117,7 +119,7 @@ def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str
     for adam in _places_of_adam(count):
         ways = [_usual(path, model, count, tensor) | adam for tensor in sizes]
         configs = [RunConfig.model_validate(nested(values | data)) for values in ways]
-        # of the actor alone: the same beside engines of every size
+        # of the actor alone: the same for engines of every size
         problem = search_problem(configs[0], model, count.device, count.total, count.per_node, MEGATRON)
         result = search(problem)
         against.too_large += result.too_large
@@ -133,7 +135,7 @@ def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str
 
 
 def usual_config(path: str, model: ModelSpec, device: Device, devices: int) -> RunConfig:
-    """A first configuration as it is before a layout is looked for: what a search without a configuration is about."""
+    """Returns a first configuration before the search for a layout, for a search without a configuration."""
     per_node = min(devices, device.devices_per_node)
     count = DeviceCount(device, -(-devices // per_node), per_node)
     values = _usual(path, model, count, 1) | {"actor.layout.world_size": devices, "rollout.num_engines": devices}
@@ -141,9 +143,9 @@ def usual_config(path: str, model: ModelSpec, device: Device, devices: int) -> R
 
 
 def _faster(config: RunConfig, problem: SearchProblem, result: SearchResult, count: DeviceCount) -> dict[str, Any]:
-    """Keys of the fastest whole step, where engines and micro-batches are looked at too.
+    """Returns the keys of the fastest whole step, which also considers engines and micro-batches.
 
-    None on a CPU, whose engines have no share of a device.
+    Returns None on a CPU, whose engines have no share of a device.
     """
     best = None
     if count.device.platform != "cpu":
@@ -154,7 +156,7 @@ def _faster(config: RunConfig, problem: SearchProblem, result: SearchResult, cou
 
 
 def _written(result: SearchResult, found: dict[str, Any], first: Candidate) -> Candidate:
-    """The candidate whose layout is written; `first`, where only its micro-batches make it fit."""
+    """Returns the candidate whose layout is written, or `first` if it only fits with other micro-batches."""
     degrees = {key: found.get(f"actor.layout.{key}") for key in first.degrees | dict.fromkeys(_DEGREES)}
     wanted = _cutting(degrees)
     fitting = (candidate for candidate in result.fitting if _cutting(candidate.degrees) == wanted)
@@ -162,12 +164,12 @@ def _written(result: SearchResult, found: dict[str, Any], first: Candidate) -> C
 
 
 def _cutting(degrees: Mapping[str, Any]) -> dict[str, Any]:
-    """The degrees that cut something: those that are neither left out, 1 nor off."""
+    """Returns the degrees that split something: neither left out, nor 1, nor off."""
     return {key: value for key, value in degrees.items() if value not in (None, 1, False)}
 
 
 def _as_planned(candidate: Candidate, values: dict[str, Any], problem: SearchProblem) -> Candidate:
-    """The candidate with what `mrl plan` says of the file: the actor's fullest phase, and what is computed again."""
+    """Returns the candidate with `mrl plan`'s values for the file: the actor's fullest phase, and recomputation."""
     config = RunConfig.model_validate(nested(values))
     memory = memory_section(PlanInputs.of(config, problem.model, problem.device))
     return replace(candidate, phase=planned_phase(memory), recompute=recompute_of(config))
@@ -175,15 +177,15 @@ def _as_planned(candidate: Candidate, values: dict[str, Any], problem: SearchPro
 
 @dataclass
 class _Against:
-    """What speaks against every way that was tried."""
+    """The reasons against everything that was tried."""
 
-    too_large: Counter[str] = field(default_factory=Counter)  # of actors by themselves
+    too_large: Counter[str] = field(default_factory=Counter)  # of actors alone
     left_out: Counter[str] = field(default_factory=Counter)  # of whole runs whose actor fits
     broken: list[Violation] = field(default_factory=list)  # by actors that fit, the fastest first
 
 
 def _places_of_adam(count: DeviceCount) -> tuple[dict[str, Any], ...]:
-    """Keys with which its states are on the devices, and on the host; on a CPU that is the same."""
+    """Returns keys that put Adam's states on the devices, and on the host; on a CPU both are the same."""
     on_host = {"actor.optim.override_optimizer_config": HOST_ADAM, "actor.optimizer_offload": False}
     if count.device.platform == "cpu":
         return ({},)
@@ -191,7 +193,7 @@ def _places_of_adam(count: DeviceCount) -> tuple[dict[str, Any], ...]:
 
 
 def _is_legal(config: RunConfig, model: ModelSpec, broken: list[Violation], candidate: Candidate) -> bool:
-    """Whether a layout holds every rule of a configuration; those that it breaks go to `broken`."""
+    """Tells whether a layout satisfies all rules of a configuration. Adds violations to `broken`."""
     violated = violations(ResolvedConfig(run_with(config, candidate.degrees, candidate.recompute), {}), model)
     broken += violated
     return not violated
@@ -241,7 +243,7 @@ def _usual(path: str, model: ModelSpec, count: DeviceCount, tensor: int) -> dict
 
 
 def _on_cpu(count: DeviceCount) -> dict[str, Any]:
-    """Ranks and engines of a small machine share its cores."""
+    """Returns settings with which ranks and engines of a small machine share its cores."""
     share = round(1 / count.total, 2)
     return {
         "model.dtype": "float32",
@@ -252,14 +254,14 @@ def _on_cpu(count: DeviceCount) -> dict[str, Any]:
 
 
 def _lengths(model: ModelSpec) -> tuple[int, int]:
-    """Longest prompt and response; a fifth of a model's positions for the prompt where it has few."""
+    """Returns the longest prompt and response. If a model has few positions, a fifth is for the prompt."""
     positions = model.max_position_embeddings
     prompt = min(PROMPT, positions // 5)
     return prompt, min(RESPONSE, positions - prompt)
 
 
 def _engine_sizes(model: ModelSpec, count: DeviceCount) -> list[int]:
-    """Tensor degrees of engines inside a node that hold the model and some sequences, smallest first."""
+    """Returns tensor degrees of engines within a node that hold the model and some sequences, smallest first."""
     share = round(count.device.memory * _SHARE)
     legal = [n for n in range(1, count.per_node + 1) if count.per_node % n == 0 and engine_splits_heads(n, model)]
     wanted = _SEQUENCES * sum(_lengths(model))

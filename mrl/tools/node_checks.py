@@ -1,9 +1,9 @@
-"""Whether the nodes of a cluster belong together: kinds of devices, drivers, software, shared memory, clocks, and ports
-that each has to reach of the others. python -m mrl.tools.node_checks ADDRESS DEVICE
+"""Checks that the nodes of a cluster fit together: devices, drivers, software, shared memory, clocks, and reachable
+ports.
 
-`mrl doctor` runs it as a program, and the ladder of scripts/hardware calls it. One actor on every node; each says what
-is there and what its clock shows, and listens on two ports, one of the range that mrl takes its meeting points from,
-one of the kernel's, where gloo and NCCL listen; then each tries those of all others.
+Run by python -m mrl.tools.node_checks ADDRESS DEVICE. `mrl doctor` starts it as a program, and the ladder of
+scripts/hardware calls it. Each node has one actor, which reports facts and its clock. It listens on two ports: one from
+mrl's own range, one from the kernel's, where gloo and NCCL listen. Then each actor tries the ports of all others.
 """
 
 import shutil
@@ -22,9 +22,9 @@ from mrl.platforms.inventory import find_devices
 from mrl.tools.doctor.host_checks import SHM_LEAST
 from mrl.units import GIB
 
-SKEW_S = 1.0  # between clocks of two nodes: lines of logs are told apart by seconds
+SKEW_S = 1.0  # between the clocks of two nodes: lines of logs are ordered by seconds
 _TRY_S = 2.0
-_AT_ONCE = 64  # connections that a node tries
+_AT_ONCE = 64  # connections that a node tries together
 _ANSWER_S = 60.0
 _CLOCKS = "set the clocks by one server (chrony)"
 _PORTS = (
@@ -35,7 +35,7 @@ _PORTS = (
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node says of itself."""
+    """The facts of a node."""
 
     devices: str  # kinds
     driver: str
@@ -44,7 +44,7 @@ class NodeFacts:
 
     @classmethod
     def here(cls, device: str) -> "NodeFacts":
-        """The facts of this node, as a host of such devices."""
+        """Returns the facts of this node for such devices."""
         driver = ""
         if device != "cpu":
             driver = find_devices(device).driver or "unknown"
@@ -64,7 +64,7 @@ def _kinds(device: str) -> str:
 
 @dataclass(frozen=True)
 class Clock:
-    """A node's clock, read between two readings of the asker's."""
+    """A node's clock, read between two readings of the caller's."""
 
     asked: float
     shown: float
@@ -72,12 +72,12 @@ class Clock:
 
     @property
     def skew_s(self) -> float:
-        """How far it certainly is ahead (behind: negative) of the asker's; 0 where the readings allow that."""
+        """How far it is certainly ahead (negative: behind) of the caller's; 0 if the readings allow equality."""
         return min(self.shown - self.asked, 0.0) or max(self.shown - self.answered, 0.0)
 
 
 def unlike_faults(nodes: Mapping[str, NodeFacts]) -> list[str]:
-    """What does not belong together among nodes, given by address, each with its cure."""
+    """Returns what differs between nodes, given by address, each with its cure."""
     problems = [
         _unlike({address: node.devices for address, node in nodes.items()}, "devices", "give a run one kind of them"),
         _unlike({address: node.driver for address, node in nodes.items()}, "drivers", "install one on every node"),
@@ -103,7 +103,7 @@ def _unlike(values: Mapping[str, str], what: str, cure: str) -> str:
 
 
 def clock_faults(clocks: Mapping[str, Clock], limit_s: float = SKEW_S) -> list[str]:
-    """What is wrong between the asker's clock and those of nodes, given by address."""
+    """Returns differences between the caller's clock and those of nodes, given by address."""
     return [
         f"the clock of {address} is {abs(clock.skew_s):.1f} s {'ahead' if clock.skew_s > 0 else 'behind'}"
         for address, clock in clocks.items()
@@ -112,14 +112,14 @@ def clock_faults(clocks: Mapping[str, Clock], limit_s: float = SKEW_S) -> list[s
 
 
 def port_faults(closed: Mapping[str, Sequence[tuple[str, int]]]) -> list[str]:
-    """`closed`: address of a node -> (address, port) that it could not reach."""
+    """Describes unreachable ports. `closed`: address of a node -> (address, port) that it could not reach."""
     return [f"{node} does not reach {host}:{port}" for node, targets in closed.items() for host, port in targets]
 
 
 def reaches(targets: Sequence[tuple[str, int]], timeout_s: float = _TRY_S) -> list[tuple[str, int]]:
     """Returns the `targets` to which no connection can be made from here.
 
-    They are tried beside each other: a firewall drops what it does not let through, and each try takes its whole time.
+    They are tried in parallel, because a firewall drops connections, and each try then takes the whole time.
     """
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         is_open = list(threads.map(lambda target: _is_open(target, timeout_s), targets))
@@ -135,7 +135,7 @@ def _is_open(target: tuple[str, int], timeout_s: float) -> bool:
 
 
 class Listener:
-    """An actor on one node: what the node is, its clock, two open ports, and what it reaches."""
+    """An actor on one node: its facts, its clock, two open ports, and what it can reach."""
 
     def __init__(self) -> None:
         import ray
@@ -146,24 +146,26 @@ class Listener:
         self._sockets = [socket.create_server((self.address, port)) for port in (free_port(), 0)]
 
     def facts(self, device: str) -> dict:
-        """Fields of NodeFacts."""
+        """Returns the fields of NodeFacts."""
         return asdict(NodeFacts.here(device))
 
     def clock(self) -> float:
-        """Seconds, as this node has them."""
+        """Returns the seconds of this node's clock."""
         return time.time()
 
     def ports(self) -> list[tuple[str, int]]:
-        """Addresses and ports where it listens."""
+        """Returns the addresses and ports on which it listens."""
         return [(self.address, held.getsockname()[1]) for held in self._sockets]
 
     def closed(self, targets: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Those of `targets` on other nodes to which no connection can be made from here."""
+        """Returns the `targets` on other nodes to which no connection can be made from here."""
         return reaches([target for target in targets if target[0] != self.address])
 
 
 def check_nodes(address: str, device: str) -> tuple[int, list[str]]:
-    """Nodes of the cluster at `address`, and what is wrong between them as hosts of such devices, with cures."""
+    """Returns the number of nodes of the cluster at `address`, and the faults between them for such devices, with
+    cures.
+    """
     import ray
 
     from mrl.remote.helper_actors import on_node
@@ -190,7 +192,7 @@ def _asked(ray, listener) -> Clock:
 
 
 def main() -> None:
-    """Prints one line; ends with 1 where something is wrong."""
+    """Prints one line. Ends with status 1 if there are faults."""
     count, faults = check_nodes(*sys.argv[1:])
     if faults:
         with suppress(BrokenPipeError):

@@ -1,4 +1,4 @@
-"""`mrl` in a process of its own, which does not outlive who asked for it."""
+"""Runs `mrl` in a process of its own, which does not outlive its caller."""
 
 import ctypes
 import os
@@ -13,16 +13,17 @@ from typing import IO
 from mrl.errors import Interrupted
 
 PROGRAM = "from mrl.cli.main import main; main()"
-_GRACE_S = 20.0  # between asking a command to stop and ending it
+_GRACE_S = 20.0  # seconds between asking a command to stop and killing it
 _PR_SET_PDEATHSIG = 1
 
 
 def run_mrl(
     arguments: Sequence[str], log: Path, timeout_s: float | None = None, environment: Mapping[str, str] | None = None
 ) -> int | None:
-    """Exit code of `mrl ARGUMENTS`, whose output goes to `log`; None when it was ended after `timeout_s`.
+    """Runs `mrl ARGUMENTS` with output into `log`. Returns its exit code; None if it was ended after `timeout_s`.
 
-    `environment`: all of it; left out: the caller's. Whatever ends the wait ends the command, with all that it started.
+    `environment` is the complete one, by default the caller's. Whatever ends the wait ends the command, with all that
+    it started.
     """
     with log.open("wb") as output, started_mrl(arguments, output, environment) as process:
         try:
@@ -35,7 +36,9 @@ def run_mrl(
 def started_mrl(
     arguments: Sequence[str], output: IO[bytes] | None = None, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen]:
-    """`mrl ARGUMENTS` for the time of the block, which ends it with all that it started. `output`: the caller's."""
+    """Runs `mrl ARGUMENTS` during the block, then ends it with all that it started. `output` is by default the
+    caller's.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *arguments],
         stdin=subprocess.DEVNULL,
@@ -53,7 +56,7 @@ def started_mrl(
 
 @contextmanager
 def stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does: a command in a session of its own hears neither."""
+    """Makes SIGTERM end the block like Ctrl-C, because a command in another session receives neither signal."""
 
     def stop(*_) -> None:
         raise Interrupted("stopped by SIGTERM")
@@ -66,13 +69,13 @@ def stopped_by_sigterm() -> Iterator[None]:
 
 
 def _stop_with_the_caller() -> None:
-    """A caller that is killed leaves no command behind: the kernel asks it to stop. Linux only."""
+    """Makes the kernel stop the command if the caller is killed. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen) -> None:
-    """A command that is still there is asked to stop, and then ended with all that stayed in its session."""
+    """Asks a running command to stop, then kills it with all that stayed in its session."""
     if process.poll() is not None:
         return
     process.terminate()

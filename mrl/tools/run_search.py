@@ -1,10 +1,10 @@
-"""The fastest whole step on some devices: the actor's layout and micro-batches beside the engines', judged by the one
-function that a plan prints (mrl/plan/times.py).
+"""Finds the fastest whole step on some devices: layout and micro-batches of the actor, and settings of the engines.
+Seconds come from the function that a plan prints (mrl/plan/times.py).
 
-The actor and the engines are looked at by themselves, since their seconds add up; then pairs are tried from the fastest
-sum on, and the first is taken whose whole plan fits and that breaks no rule. Of the actor the layouts come from
-`search`, the fastest of them also with larger micro-batches; of the engines every tensor and data-parallel degree, with
-experts spread over an engine's data-parallel ranks, shares of the memory and numbers of sequences.
+Actor and engines are searched separately, because their seconds add up. Then pairs are tried in the order of their sum.
+The first is taken whose whole plan fits and that breaks no rule. The actor's layouts come from `search`, the fastest
+also with larger micro-batches. For engines every tensor and data-parallel degree is tried, with experts spread over
+data-parallel ranks. Several shares of memory and numbers of sequences are tried, too.
 """
 
 import heapq
@@ -29,13 +29,13 @@ from mrl.tools.search_report import problem_with, run_with
 
 _SHARES = (0.88, 0.8, 0.7, 0.6)  # of a device's memory, for an engine that has it alone
 _SEQUENCES = (256, 512, 1024)
-_SAMPLES = (1, 2, 4)  # longest samples that a micro-batch has room for
-_LAYOUTS = 20  # of the actor, of which larger micro-batches are tried
-# of which pairs are tried
+_SAMPLES = (1, 2, 4)  # longest samples that fit into a micro-batch
+_LAYOUTS = 20  # layouts of the actor for which larger micro-batches are tried
+# numbers of candidates of which pairs are tried
 _ACTORS = 60
 _ENGINES = 6
 _TRIED = 150  # plans of whole runs at most
-_PER_SHARE = 0.02  # generation slows by less than this where a smaller share of the memory is as good
+_PER_SHARE = 0.02  # a smaller share of the memory is preferred if generation slows by less than this
 
 
 _Actor = tuple[float, dict[str, Any], int]
@@ -43,21 +43,23 @@ _Actor = tuple[float, dict[str, Any], int]
 
 @dataclass(frozen=True)
 class WholeRun:
-    """A configuration with what was found, and its predicted seconds, the sync left out."""
+    """A configuration with the settings found, and its predicted seconds without the sync."""
 
     config: RunConfig
-    settings: dict[str, Any]  # dotted keys that say how it differs from what was asked about, or repeats it
+    settings: dict[str, Any]  # dotted keys with the changes, some of which may repeat the given values
     seconds: float
 
 
 def step_of(config: RunConfig, model: ModelSpec, device: Device) -> dict[str, float]:
-    """Seconds of every phase but the sync: what `mrl plan` prints. Raises ConfigError for illegal layouts."""
+    """Returns the seconds of every phase except the sync, as `mrl plan` prints them. Raises ConfigError for illegal
+    layouts.
+    """
     inputs = PlanInputs.of(config, model, device)
     return phase_seconds(inputs, batch_plan(config, inputs.train), engine_of(inputs))
 
 
 def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult) -> WholeRun | None:
-    """The fastest run that fits and breaks no rule, for the devices, the batch and the limits of `config`."""
+    """Returns the fastest run that fits and breaks no rule, for devices, batch and limits of `config`."""
     model = problem.model
     device = problem.device
     actors = heapq.nsmallest(_ACTORS, _actors(config, problem, result), key=lambda found: found[0])
@@ -77,7 +79,7 @@ def fastest_run(config: RunConfig, problem: SearchProblem, result: SearchResult)
 
 
 def run_report(config: RunConfig, problem: SearchProblem, result: SearchResult) -> dict[str, Any] | None:
-    """Seconds of a step as `config` has it, of the fastest found, and what to set for that; None where nothing fits."""
+    """Returns the seconds of a step with `config`, those of the fastest run, and the changes; None if nothing fits."""
     best = fastest_run(config, problem, result)
     if best is None:
         return None
@@ -86,12 +88,12 @@ def run_report(config: RunConfig, problem: SearchProblem, result: SearchResult) 
 
 
 def settings_between(config: RunConfig, other: RunConfig) -> list[str]:
-    """Arguments for --set that make one of the other."""
+    """Returns arguments of --set that turn one configuration into the other."""
     return [f"{key}={dump_value(value)}" for key, value in differing(config, other).items()]
 
 
 def differing(config: RunConfig, other: RunConfig) -> dict[str, Any]:
-    """Dotted keys whose values differ, with those of the other; fields of an `override_*` key one by one."""
+    """Returns dotted keys with different values, with the other's value. Fields of an `override_*` key are separate."""
     before = dict(_leaves(config.model_dump()))
     after = dict(_leaves(other.model_dump()))
     return {key: after.get(key) for key in before | after if before.get(key) != after.get(key)}
@@ -116,9 +118,9 @@ def _fits(config: RunConfig, model: ModelSpec, device: Device) -> bool:
 
 
 def _actors(config: RunConfig, problem: SearchProblem, result: SearchResult) -> Iterator[_Actor]:
-    """(seconds of log-probs and updates, keys, bytes of the fullest phase) of the fastest layouts.
+    """Yields (seconds of log-probs and updates, keys, bytes of the fullest phase) of the fastest layouts.
 
-    Each is there as it was found, and with other micro-batches.
+    Each appears as it was found, and with other micro-batches.
     """
     longest = config.data.max_sample_length
     for samples in _SAMPLES:
@@ -132,9 +134,9 @@ def _actors(config: RunConfig, problem: SearchProblem, result: SearchResult) -> 
 
 
 def _recomputed(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
-    """Candidates with the least recomputation that fits, and with more.
+    """Yields candidates with the least recomputation that fits, and with more.
 
-    What engines leave may be less than the search counts.
+    Engines may leave less memory than the search counts.
     """
     for first in range(len(RECOMPUTE)):
         found = best_fit(problem, candidate.degrees, candidate.layout, RECOMPUTE[first:])
@@ -158,7 +160,7 @@ def _actor(config: RunConfig, problem: SearchProblem, found: Candidate, tokens: 
 
 
 def _engines(config: RunConfig, model: ModelSpec, device: Device) -> Iterator[tuple[float, dict[str, Any]]]:
-    """(seconds of generation, keys) of all engines that take the devices which the configuration gives them."""
+    """Yields (seconds of generation, keys) of all engines for the devices that the configuration gives them."""
     cluster = config.cluster
     rollout = config.rollout
     devices = rollout.num_engines * rollout.workers_per_engine
@@ -172,19 +174,19 @@ def _engines(config: RunConfig, model: ModelSpec, device: Device) -> Iterator[tu
             "rollout.num_engines": devices // (tensor * data),
             "rollout.tensor_model_parallel_size": tensor,
             "rollout.data_parallel_size": data,
-            # cut over all workers of such an engine, an expert is too narrow for kernels to be quick
+            # sliced over all workers of such an engine, an expert is too narrow for fast kernels
             "rollout.expert_parallel_size": tensor * data if data > 1 else 1,
             "rollout.gpu_memory_utilization": share,
             "rollout.max_num_seqs": sequences,
         }
         found = with_values(config, settings)
         if seconds := _generation(found, model, device):
-            # of equals, the smaller share and fewer sequences
+            # between equals, the smaller share and fewer sequences are preferred
             yield seconds * (1 + _PER_SHARE * (share + sequences / 10000)), settings
 
 
 def _generation(config: RunConfig, model: ModelSpec, device: Device) -> float | None:
-    """Seconds of generation; None for engines that cannot be, or have no cache for one sequence."""
+    """Returns the seconds of generation; None for illegal engines, or without cache for one sequence."""
     if any(violation.field.startswith("rollout.") for violation in violations(ResolvedConfig(config, {}), model)):
         return None
     inputs = PlanInputs.of(config, model, device)

@@ -1,9 +1,9 @@
-"""Layouts that fit: every legal combination of degrees on so many devices, those that fit in memory ordered by
-predicted speed.
+"""Finds layouts that fit: tries every legal combination of degrees on so many devices, and orders them by predicted
+speed.
 
-The degrees are all divisors of the world size; pipeline stages are split evenly, counting the embedding, the loss, both
-or neither (the splits that follow from a flag; explicit lists of layers are endless). A combination is skipped without
-a closer look only when the parameters, gradients and optimizer alone are too much, which no activation could mend.
+Degrees are all divisors of the world size. Pipeline stages are split evenly, counting the embedding, the loss, both or
+neither. These splits follow from flags; explicit lists of layers would be endless. A combination is skipped without
+further analysis only if parameters, gradients and optimizer alone are too large.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from mrl.platforms.hosting import get_hosting
 from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
 from mrl.units import GIB
 
-# what is cheaper comes first; the experts alone are most of the memory, and nothing of a dense model
+# cheaper ways first; experts are most of the memory, but absent in dense models
 RECOMPUTE = (Recompute(), Recompute("selective", modules=("moe",)), Recompute("full"))
 _NOTATIONS = tuple(
     {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
@@ -42,7 +42,7 @@ _ETP = "expert_tensor_parallel_size"
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """What is to be placed where. `per_node`: devices of a node."""
+    """The problem to solve. `per_node`: devices of a node."""
 
     work: PassWork
     device: Device
@@ -54,16 +54,16 @@ class SearchProblem:
     precision: Precision = BF16
     micro_of: Callable[[TrainLayout], MicroBatchShape] | None = None  # None: that of `work` in every layout
     offload: Offload = field(default_factory=Offload)  # what the actor keeps on the host
-    scores_old: bool = True  # a pass is made for old log-probs
+    scores_old: bool = True  # old log-probs need a pass
     overlap: Overlap = field(default_factory=Overlap)
-    lora: Lora | None = None  # of adapters that are trained in the weights' place
+    lora: Lora | None = None  # adapters that are trained instead of the weights
 
     @property
     def model(self) -> ModelSpec:
         return self.work.model
 
     def work_in(self, layout: TrainLayout) -> PassWork:
-        """The work with the micro-batches of a layout: budgets of a device grow with context parallelism."""
+        """Returns the work with a layout's micro-batches. Budgets of a device grow with context parallelism."""
         if self.micro_of is None:
             return self.work
         return replace(self.work, micro=self.micro_of(layout))
@@ -71,7 +71,7 @@ class SearchProblem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits, with the cheapest recomputation that lets it."""
+    """A layout that fits, with the cheapest recomputation with which it does."""
 
     degrees: dict[str, Any]  # keys of actor.layout that differ from their defaults
     layout: TrainLayout
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple:
-        """Faster first; then what leaves more room; then fewer ways of cutting the model."""
+        """Sort key: faster first, then more free memory, then fewer splits of the model."""
         return (
             self.seconds.total,
             self.phase.total,
@@ -95,7 +95,7 @@ class Candidate:
         return self.seconds.bubble / self.seconds.total
 
     def reasons(self, per_node: int) -> str:
-        """Why it stands where it stands, in a line."""
+        """Explains the rank of the layout in one line."""
         s = self.seconds
         layout = self.layout
         costs = {"tensor": s.tensor, "expert": s.expert, "context": s.context, "bubble": s.bubble, "data": s.data}
@@ -117,7 +117,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All layouts that fit, best first; how many were legal; and of those that do not fit, what weighs most."""
+    """All layouts that fit, best first; the number of legal ones; and the main reasons against the others."""
 
     fitting: tuple[Candidate, ...]
     legal: int
@@ -125,7 +125,7 @@ class SearchResult:
 
 
 def search(problem: SearchProblem) -> SearchResult:
-    """Every legal layout, looked at once."""
+    """Analyses every legal layout."""
     fitting = []
     too_large = Counter()
     legal = 0
@@ -140,7 +140,7 @@ def search(problem: SearchProblem) -> SearchResult:
 
 
 def legal_layouts(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout]]:
-    """Each legal layout once: where two notations split the layers alike, under the first."""
+    """Yields each legal layout once. If two notations split the layers equally, the first is used."""
     seen: set[TrainLayout] = set()
     for degrees, layout in _legal(problem):
         if layout not in seen:
@@ -150,16 +150,16 @@ def legal_layouts(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], Trai
 
 
 def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout]]:
-    """No rule ties the cut of the dense weights to that of the experts, so both are checked by themselves and then
-    combined.
+    """Yields legal layouts. No rule connects the split of dense weights with that of experts, so both are checked
+    separately and then combined.
 
-    Raises ConfigError where `problem.megatron` is no version.
+    Raises ConfigError if `problem.megatron` is not a version.
     """
     if release_of(problem.megatron) is None:
-        raise ConfigError(f"--megatron {problem.megatron}: is no version of megatron-core, such as {MEGATRON}")
+        raise ConfigError(f"--megatron {problem.megatron}: not a version of megatron-core, such as {MEGATRON}")
     model = problem.model
     world = problem.devices
-    # adapters are of whole heads
+    # adapters need whole heads
     shares_heads = shares_key_value_heads(problem.megatron) and problem.lora is None
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     interleaves = get_hosting(problem.device.platform).interleaves_stages
@@ -185,7 +185,7 @@ def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout
 def _pipelines(
     num_layers: int, divisors: list[int], interleaves: bool
 ) -> Iterator[tuple[int, int | None, dict[str, bool]]]:
-    """(stages, virtual stages, notation) that give every stage whole layers."""
+    """Yields (stages, virtual stages, notation) that give every stage whole layers."""
     for pp, notation in product(divisors, _NOTATIONS):
         counted = num_layers + sum(notation.values())
         if counted % pp == 0:
@@ -200,7 +200,7 @@ def _pipelines(
 def best_fit(
     problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout, ways: Iterable[Recompute] = RECOMPUTE
 ) -> Candidate | Phase:
-    """The layout with the first of the ways to recompute that fits, or the phase that is too large in every case."""
+    """Returns the layout with the first recomputation that fits, or the phase that is too large in every case."""
     states = {
         pp: stage_state(problem.model, layout, pp, problem.precision, lora=problem.lora)
         for pp in unlike_stages(problem.model, layout)
@@ -218,12 +218,12 @@ def best_fit(
 
 
 def heaviest_stage(states: Iterable[StateBytes]) -> StateBytes:
-    """The one with the most bytes on the device."""
+    """Returns the state with the most bytes on the device."""
     return max(states, key=lambda state: state.parameters + state.gradients + state.optimizer)
 
 
 def unlike_stages(model: ModelSpec, layout: TrainLayout) -> list[int]:
-    """The first stage of each kind. Later ones of a kind hold the same state and have fewer micro-batches in flight."""
+    """Returns the first stage of each kind. Later ones have the same state and fewer micro-batches in flight."""
     first: dict[tuple, int] = {}
     for pp in range(layout.pipeline):
         kinds = layout.chunk_layers[pp]
@@ -236,7 +236,7 @@ def unlike_stages(model: ModelSpec, layout: TrainLayout) -> list[int]:
 def fullest_phase(
     problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: dict[int, StateBytes]
 ) -> Phase:
-    """The fullest of all the actor's phases over the given stages."""
+    """Returns the fullest of the actor's phases over the given stages."""
     load = problem.assumptions.expert_load_in(layout)
     work = problem.work_in(layout)
     activations = Activations(
@@ -269,7 +269,7 @@ def candidate_of(
     phase: Phase,
     state: StateBytes,
 ) -> Candidate:
-    """The layout with its predicted time; `phase` the fullest, `state` of the heaviest stage."""
+    """Returns the layout with its predicted time. `phase` is the fullest, `state` that of the heaviest stage."""
     work = problem.work_in(layout)
     seconds = update_seconds(
         work, layout, problem.device, problem.per_node, state, recompute, problem.assumptions, problem.overlap

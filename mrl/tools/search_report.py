@@ -1,8 +1,8 @@
-"""`mrl plan --search`: from a configuration, or only a model, to the layouts that fit, as plain data.
+"""`mrl plan --search`: lists the layouts that fit a configuration, or only a model, as plain data.
 
-The search itself counts the actor alone. Of what it finds, a configuration is shown the fastest that fit by the plan of
-the whole run: with reference model, engines and real staging. Recomputation is tried when a layout fits only with it;
-such a layout takes its later place.
+The search itself considers the actor alone. For a configuration, the fastest layouts are shown that fit the plan of the
+whole run: with reference model, engines and real staging. If a layout fits only with recomputation, this is tried, and
+the layout moves down in the order.
 """
 
 import heapq
@@ -40,17 +40,17 @@ from mrl.tools.search import (
 from mrl.units import GIB
 
 _TRIED = 100  # plans of whole runs at most
-# tokens, of a usual run of long answers
+# tokens of a usual run with long answers
 PROMPT = 2048
 RESPONSE = 8192
-# of its step, of an update; responses a prompt
+# prompts of a step, prompts of an update, responses for each prompt
 PROMPTS = 128
 MINI = 32
 N = 8
 
 
 def usual_batch(devices: int) -> tuple[int, int]:
-    """(prompts of a step, prompts of an update) where nothing says it: every rank has a sample of each update."""
+    """Returns default (prompts of a step, prompts of an update), so that every rank has a sample in each update."""
     mini = max(MINI, devices // N)
     return max(PROMPTS, 4 * mini), mini
 
@@ -58,7 +58,7 @@ def usual_batch(devices: int) -> tuple[int, int]:
 def search_problem(
     config: RunConfig, model: ModelSpec, device: Device, devices: int, per_node: int, megatron: str
 ) -> SearchProblem:
-    """The actor's work in `config` on so many devices; its own layout does not matter."""
+    """Returns the actor's work in `config` on so many devices. Its own layout does not matter."""
     micro_of = partial(update_micro_batch, config)
     micro = micro_of(TrainLayout.build({"world_size": devices}, model))
     return SearchProblem(
@@ -78,7 +78,7 @@ def search_problem(
 
 
 def problem_with(problem: SearchProblem, config: RunConfig) -> SearchProblem:
-    """The problem with the micro-batches of `config`."""
+    """Returns the problem with the micro-batches of `config`."""
     micro_of = partial(update_micro_batch, config)
     micro = micro_of(TrainLayout.build({"world_size": problem.devices}, problem.model))
     return replace(problem, micro_of=micro_of, work=replace(problem.work, micro=micro))
@@ -87,10 +87,10 @@ def problem_with(problem: SearchProblem, config: RunConfig) -> SearchProblem:
 def search_report(
     config: RunConfig, problem: SearchProblem, top: int, planned: bool = False, result: SearchResult | None = None
 ) -> dict[str, Any]:
-    """The `top` best layouts with their reasons, and what is wrong with those that do not fit.
+    """Returns the `top` best layouts with their reasons, and what is wrong with those that do not fit.
 
-    `planned`: show only those with which the plan of the whole `config` fits too. `result`: of the search, where it
-    was made already.
+    `planned`: show only layouts with which the plan of the whole `config` fits. `result`: of a search that was already
+    made.
     """
     result = result or search(problem)
     shown, left_out = fastest_that_fit(config, problem, result, top) if planned else (result.fitting[:top], {})
@@ -129,7 +129,7 @@ def _row(config: RunConfig, problem: SearchProblem, candidate: Candidate) -> dic
 
 
 def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:
-    """Smallest engines that hold at least one sequence, and how many tokens their cache has."""
+    """Describes the smallest engines that hold at least one sequence, and the tokens of their cache."""
     model = problem.model
     device = problem.device
     length = config.data.max_sample_length
@@ -156,12 +156,12 @@ def fastest_that_fit(
     top: int,
     allows: Callable[[Candidate], bool] = lambda _: True,
 ) -> tuple[list[Candidate], Counter[str]]:
-    """The `top` best whose plan fits, their phase that of the plan; and why those before them were left out.
+    """Returns the `top` best layouts whose plan fits, with the plan's phase, and why earlier ones were left out.
 
-    What the caller does not allow is passed over, and neither planned nor counted.
+    Layouts that the caller does not allow are skipped, neither planned nor counted.
     """
     number = count()
-    # sorted, so a heap; the plan, once made
+    # sorted, so it is a heap; the last entry is the plan, once made
     waiting = [(candidate.order, next(number), candidate, None) for candidate in result.fitting]
     shown: list[Candidate] = []
     left_out: Counter[str] = Counter()
@@ -185,7 +185,7 @@ def fastest_that_fit(
 
 
 def run_with(config: RunConfig, degrees: dict[str, Any], recompute: Recompute) -> RunConfig:
-    """`config` with another layout of its actor, recomputed in that way."""
+    """Returns `config` with another layout of its actor and this recomputation."""
     given = {k: v for k, v in config.model.override_transformer_config.items() if not k.startswith("recompute_")}
     given |= recompute.settings
     actor = config.actor.model_copy(update={"layout": LayoutConfig(**degrees)})
@@ -202,7 +202,7 @@ def _planned(config: RunConfig, problem: SearchProblem, candidate: Candidate) ->
 
 
 def _recomputed(problem: SearchProblem, candidate: Candidate) -> Candidate:
-    """The candidate's layout with the recomputation that saves most."""
+    """Returns the candidate's layout with the recomputation that saves most."""
     states = [
         stage_state(problem.model, candidate.layout, pp, problem.precision, lora=problem.lora)
         for pp in unlike_stages(problem.model, candidate.layout)
@@ -213,7 +213,7 @@ def _recomputed(problem: SearchProblem, candidate: Candidate) -> Candidate:
 
 
 def planned_phase(memory: dict[str, Any]) -> Phase:
-    """The fullest phase of the actor's devices."""
+    """Returns the fullest phase of the actor's devices."""
     actor = {name: phase for name, phase in memory["phases"].items() if phase["stage"] is not None}
     name = max(actor, key=lambda phase: actor[phase]["bytes"])
     return Phase(name, actor[name]["terms"], actor[name]["device_bytes"])

@@ -1,13 +1,13 @@
-"""`mrl train` again after ends that it can go on from; each start is a process of its own.
+"""Restarts `mrl train` after ends from which it can continue. Each start is a process of its own.
 
-    exit code 5, or death by a signal    it is started again, from the newest checkpoint; `restarts` times at most
-    exit code 1 that it says nothing of  the same: Ray ends a process so, below Python, that has lost its GCS
-    0 to 4, 6                            it is over: nothing that a restart would change
-    SIGTERM or Ctrl-C                    handed on to the run, after whose end it is over
-    three ends without a finished step   a crash loop: it is over, and the three are told
+    exit code 5, or death by a signal    it is started again from the newest checkpoint, at most `restarts` times
+    exit code 1 without an `ended` line  the same: Ray ends a process like this, below Python, when its GCS is lost
+    0 to 4, 6                            it ends: a restart would not help
+    SIGTERM or Ctrl-C                    passed on to the run; it ends when the run has ended
+    three ends without a finished step   a crash loop: it ends with an error that lists the three
 
-Between two starts nothing of the earlier one is left. Its processes are found by descent, for orphans below a
-supervisor become its children; Ray's folder and shared memory by what was written down of their owner.
+Between two starts, nothing of the earlier one remains. Its processes are found by descent, because orphans below a
+supervisor become its children. Ray's folder and shared memory are found by the owner that they name.
 """
 
 import os
@@ -28,14 +28,14 @@ from mrl.record.run_dir import RunDir, read_metrics
 from mrl.tools.own_command import started_mrl
 from mrl.vllm.leftovers import remove_noted
 
-SUPERVISED = "MRL_SUPERVISED"  # in the environment of a run: the process that starts it again
-CRASH_LOOP = 3  # ends in a row with no finished step
+SUPERVISED = "MRL_SUPERVISED"  # in the environment of a run: the process that restarts it
+CRASH_LOOP = 3  # ends in a row without a finished step
 _LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
-class End:
-    """How one start ended. `code`: as subprocess has it, negative for a signal. `was_ended`: from below Python."""
+class RunEnd:
+    """How one start ended. `code` as in subprocess, negative for a signal; `was_ended`: Ray ended it below Python."""
 
     code: int
     why: str
@@ -44,7 +44,7 @@ class End:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether another start may go on from it."""
+        """Tells whether another start may continue."""
         return self.code == Interrupted.exit_code or self.code < 0 or self.was_ended
 
     def __str__(self) -> str:
@@ -55,35 +55,35 @@ class End:
 
 
 class SignalRelay:
-    """Hands SIGTERM and SIGINT on to the run that is under way."""
+    """Passes SIGTERM and SIGINT on to the current run."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._process: subprocess.Popen | None = None
 
     def watch(self, process: subprocess.Popen) -> None:
-        """The process is what signals are for, also one that came just before."""
+        """Makes the process the receiver of signals, including one that came just before."""
         self._process = process
         if self.signal is not None:
             process.send_signal(self.signal)
 
     def receive(self, number: int, _frame: Any) -> None:
-        """Hands a signal on to the process that runs."""
+        """Passes a signal on to the current process."""
         self.signal = number
         if self._process is not None:
             self._process.send_signal(number)
 
 
 def supervise(arguments: Sequence[str], folder: Path, restarts: int) -> int:
-    """Runs `mrl train ARGUMENTS` until it is done or must not be started again; returns the code to exit with.
+    """Runs `mrl train ARGUMENTS` until it is done or must not be restarted. Returns the exit code.
 
-    `folder`: the run directory. Raises ConfigError below another supervisor, Interrupted for a crash loop.
+    `folder` is the run directory. Raises ConfigError below another supervisor, Interrupted for a crash loop.
     """
     if SUPERVISED in os.environ:
         raise ConfigError(
             f"--restarts: process {os.environ[SUPERVISED]} starts this run again already; leave it out of one of them"
         )
-    ends: list[End] = []
+    ends: list[RunEnd] = []
     with adopted_orphans(), _handed_on() as stop:
         while True:
             ends.append(_one_start(arguments, folder, stop, is_first=not ends))
@@ -94,14 +94,14 @@ def supervise(arguments: Sequence[str], folder: Path, restarts: int) -> int:
             print(f"supervisor: {ends[-1]}; start {len(ends) + 1} of {restarts + 1}", flush=True)
 
 
-def _goes_on(ends: Sequence[End], restarts: int, stop: SignalRelay) -> bool:
-    """Whether the run is started again. Raises Interrupted for a crash loop."""
+def _goes_on(ends: Sequence[RunEnd], restarts: int, stop: SignalRelay) -> bool:
+    """Tells whether the run is started again. Raises Interrupted for a crash loop."""
     if stop.signal is not None or not ends[-1].is_resumable:
         return False
     in_a_row = ends[-CRASH_LOOP:]
     if len(in_a_row) == CRASH_LOOP and not any(end.has_finished_a_step for end in in_a_row):
-        said = "".join(f"\n  {end}" for end in in_a_row)
-        raise Interrupted(f"--restarts: {CRASH_LOOP} ends with no finished step between them, a crash loop:{said}")
+        listed = "".join(f"\n  {end}" for end in in_a_row)
+        raise Interrupted(f"--restarts: {CRASH_LOOP} ends with no finished step between them, a crash loop:{listed}")
     if len(ends) > restarts:
         print(f"supervisor: {ends[-1]}; it is not started again: --restarts {restarts} are used up", flush=True)
         return False
@@ -119,8 +119,8 @@ def _handed_on() -> Iterator[SignalRelay]:
             signal.signal(number, handler)
 
 
-def _one_start(arguments: Sequence[str], folder: Path, stop: SignalRelay, is_first: bool) -> End:
-    """Starts the run as it was asked for, later starts resumed, waits for its end, and removes what it left."""
+def _one_start(arguments: Sequence[str], folder: Path, stop: SignalRelay, is_first: bool) -> RunEnd:
+    """Starts the run as requested, later starts with resume, waits for its end, and removes what it left."""
     run = RunDir(folder)
     starts = len(read_attempts(folder))
     newest = _newest_line(run)
@@ -137,11 +137,12 @@ def _one_start(arguments: Sequence[str], folder: Path, stop: SignalRelay, is_fir
     has_finished = attempt is not None and now != newest and now.get("training/global_step", 0) > attempt.step
     why = "" if attempt is None else attempt.message.split("\n")[0]
     was_ended = process.returncode == 1 and attempt is not None and attempt.exit_code is None
-    return End(process.returncode, "its process was ended from below" if was_ended else why, has_finished, was_ended)
+    why = "its process was ended from below" if was_ended else why
+    return RunEnd(process.returncode, why, has_finished, was_ended)
 
 
 def _clean_up(run: RunDir) -> None:
-    """Removes what the start that has ended left on this machine: processes, Ray's folder, shared memory."""
+    """Removes what the ended start left on this machine: processes, Ray's folder, shared memory."""
     if left := end_descendants():
         print(f"supervisor: ended {left} processes that the run had left", flush=True)
     reap_orphans()
@@ -150,7 +151,7 @@ def _clean_up(run: RunDir) -> None:
 
 
 def _newest_attempt(folder: Path, before: int) -> Attempt | None:
-    """What the newest start wrote of itself; None where it did not come so far. `before`: starts that were there."""
+    """Returns the record of the newest start; None if it wrote none. `before`: number of earlier starts."""
     attempts = read_attempts(folder)
     if len(attempts) > before:
         return attempts[-1]
@@ -159,7 +160,7 @@ def _newest_attempt(folder: Path, before: int) -> Attempt | None:
 
 def _newest_line(run: RunDir) -> Mapping[str, Any]:
     rows = []
-    with suppress(ConfigError):  # of a damaged file, which the run itself refuses
+    with suppress(ConfigError):  # a damaged file, which the run itself refuses
         rows = read_metrics(run.metrics)
     if rows:
         return rows[-1]

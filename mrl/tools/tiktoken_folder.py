@@ -1,10 +1,10 @@
-"""Makes of a tokenizer that is code over `tiktoken.model` (Moonlight's, Kimi-K2's) one that transformers has itself.
+"""Converts a tokenizer with its own code over `tiktoken.model` (Moonlight's, Kimi-K2's) into one of transformers' own.
 
-    tiktoken.model           a line a token: its bytes in base64, and its rank, which is its id
-    tokenizer_config.json    added_tokens_decoder: names of some of the 256 ids behind the ranks
+    tiktoken.model           a line for each token: its bytes in base64, and its rank, which is its id
+    tokenizer_config.json    added_tokens_decoder: names of some of the 256 ids after the ranks
 
-The code that says how text is split is not read: its pattern stands here. What comes out of
-Kimi-K2's is held against public ids; of Moonlight's there are none.
+The code that defines how text is split is not read; its pattern is in this module. The result for Kimi-K2 is compared
+with published ids. For Moonlight there are none.
 """
 
 import base64
@@ -27,7 +27,7 @@ SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 TOKENIZER = "tokenizer.json"
 _VOCABULARY_BYTES = 64 * MIB
-_BEHIND_RANKS = 256  # ids that are no bytes: special tokens, and reserved ones
+_BEHIND_RANKS = 256  # ids that are not bytes: special and reserved tokens
 _CLASSES = ("tokenization_kimi.TikTokenTokenizer", "tokenization_moonshot.TikTokenTokenizer")
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -44,7 +44,7 @@ PATTERN = "|".join(
         r"\s+",
     )
 )
-# of Kimi-K2's vocabulary, as published by several who ran its own code
+# from Kimi-K2's vocabulary, as published by several people who ran its own code
 KIMI_IDS = {
     "Hello, world! 你好，世界！": [19180, 11, 2695, 0, 220, 33845, 378, 2243, 856],  # noqa: RUF001
     "The capital of France is": [1008, 10484, 318, 15383, 387],
@@ -56,10 +56,10 @@ KIMI_IDS = {
 
 
 def convert_tokenizer(model: Path, output: Path) -> list[str]:
-    """Writes the tokenizer of a model's folder into another one; returns the names of its files.
+    """Writes the tokenizer of a model's folder into another one. Returns the names of its files.
 
-    The folder appears whole or not at all. Raises ConfigError for a tokenizer of another kind or an output that exists.
-    Raises EnvironmentFault for damaged files, for a result that would give other ids than are known, and where the disk
+    The folder appears completely or not at all. Raises ConfigError for a tokenizer of another kind or an existing
+    output. Raises EnvironmentFault for damaged files, for a result with other ids than published, and if the disk
     fails.
     """
     if output.exists():
@@ -80,7 +80,7 @@ def convert_tokenizer(model: Path, output: Path) -> list[str]:
 
 
 def _files(model: Path, tokenizer: Any, settings: Mapping[str, Any]) -> dict[str, bytes]:
-    """What is written, by name; `settings`: of the tokenizer that was."""
+    """Returns the content of the files by name. `settings`: of the original tokenizer."""
     kept = {key: value for key, value in settings.items() if key not in ("auto_map", "tokenizer_class")}
     plain = kept | {"tokenizer_class": "PreTrainedTokenizerFast"}
     files = {
@@ -97,7 +97,7 @@ def _files(model: Path, tokenizer: Any, settings: Mapping[str, Any]) -> dict[str
 
 
 def _write(files: Mapping[str, bytes], folder: Path) -> None:
-    """Durably. Raises OSError as the disk does."""
+    """Writes files durably. Raises OSError."""
     for name, data in files.items():
         (folder / name).write_bytes(data)
         fsync(folder / name)
@@ -110,7 +110,7 @@ def _settings(model: Path) -> dict[str, Any]:
 
 
 def _class_of(model: Path, settings: Mapping[str, Any]) -> str:
-    """The tokenizer's class by module and name. Raises ConfigError for one that is not known here."""
+    """Returns the tokenizer's class by module and name. Raises ConfigError for an unknown one."""
     auto_map = settings.get("auto_map")
     classes = None
     if isinstance(auto_map, dict):
@@ -118,13 +118,13 @@ def _class_of(model: Path, settings: Mapping[str, Any]) -> str:
     named = classes[0] if isinstance(classes, list) and classes else classes
     if named not in _CLASSES:
         raise ConfigError(
-            f"{model / SETTINGS}: the tokenizer is {str(named)[:80]}; converted are {' and '.join(_CLASSES)}"
+            f"{model / SETTINGS}: the tokenizer is {str(named)[:80]}; converted are only {' and '.join(_CLASSES)}"
         )
     return named
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """The tokens of a tiktoken.model with their ranks. Raises EnvironmentFault for another kind of file."""
+    """Returns the tokens of a tiktoken.model with their ranks. Raises EnvironmentFault for another kind of file."""
     try:
         check_own_file(file)
         lines = read_bytes(file, _VOCABULARY_BYTES).splitlines()
@@ -134,12 +134,12 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         raise EnvironmentFault(f"{file} cannot be read as a vocabulary of tiktoken: {reason(error)}") from None
     bytes_alone = {bytes([byte]) for byte in range(256)}
     if len(ranks) != len(pairs) or sorted(ranks.values()) != list(range(len(ranks))) or not bytes_alone <= ranks.keys():
-        raise EnvironmentFault(f"{file}: a token twice, a rank left out, or a byte that is no token")
+        raise EnvironmentFault(f"{file}: a doubled token, a missing rank, or a byte that is not a token")
     return ranks
 
 
 def _added_tokens(model: Path, settings: Mapping[str, Any], first: int) -> list[tuple[str, bool]]:
-    """Names of the ids from `first` on, and whether each is a special token."""
+    """Returns the names of the ids from `first` on, and whether each is a special token."""
     given = settings.get("added_tokens_decoder") or {}
     behind = range(first, first + _BEHIND_RANKS)
     try:
@@ -155,15 +155,15 @@ def _added_tokens(model: Path, settings: Mapping[str, Any], first: int) -> list[
 
 
 def fast_tokenizer(ranks: Mapping[bytes, int], added: list[tuple[str, bool]]) -> Any:
-    """A tokenizer of the tokenizers library; `added`: what follows the ranks, and whether it is special.
+    """Makes a tokenizer of the tokenizers library. `added`: tokens after the ranks, and whether each is special.
 
-    Raises EnvironmentFault for a name that is taken.
+    Raises EnvironmentFault for a name that is already used.
     """
     from tokenizers import AddedToken
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     class Converter(TikTokenConverter):
-        """Converts ranks that are read already; transformers' own class needs the tiktoken package to read them."""
+        """Converts ranks that were already read. transformers' own class needs the tiktoken package to read them."""
 
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: Any) -> dict[bytes, int]:
@@ -184,5 +184,5 @@ def _check_ids(model: Path, tokenizer: Any, known: Mapping[str, list[int]]) -> N
         if found != ids:
             raise EnvironmentFault(
                 f"{model / VOCABULARY}: {text!r} would be {found}, and Kimi-K2's tokenizer is known to give {ids}: the "
-                "file is damaged, or of another tokenizer"
+                "file is damaged, or belongs to another tokenizer"
             )

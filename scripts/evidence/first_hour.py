@@ -131,7 +131,7 @@ def steps() -> list[Step]:
     starts, job, stops = launch_commands()
     other = f"RAY_AUTH_TOKEN={'0' * 64}"
     joining = f"RAY_ADDRESS=127.0.0.1:$PORT mrl train {PRESET} --run-dir $HOME/joining"
-    another = ["of another token"]
+    another = ["requires another token"]
     return [
         Step("import a script of verl's", "mrl import-verl verl.sh --set DATA=/data -o from_verl.yaml"),
         Step("validate what was imported", "mrl validate from_verl.yaml"),
@@ -233,14 +233,14 @@ def _of_jobs() -> Iterator[Mistake]:
     outside = f"mrl submit {CONFIG} --run-dir /tmp/none"
     yield Mistake("a job outside of a checkout", outside, 2, ["launch/runtime_env.cpu.yaml is not here"])
     yield from _of_addresses(f"{submit} all.yaml --address")
-    none = ["no token of Ray's"]
-    yield Mistake("a job without a token", f"{submit} all.yaml", 4, [*none, "is not there"], {"HOME": "/nonexistent"})
+    none = ["no Ray token"]
+    yield Mistake("a job without a token", f"{submit} all.yaml", 4, [*none, "does not exist"], {"HOME": "/nonexistent"})
     yield Mistake("a job without HOME", f"{submit} all.yaml", 4, [*none, "HOME is not set"], {"HOME": None})
 
 
 def _of_addresses(submit: str) -> Iterator[Mistake]:
     token = {"RAY_AUTH_TOKEN": "0" * 64}
-    wanted = ["the dashboard's address is wanted, as http://127.0.0.1:8265"]
+    wanted = ["must be the dashboard's address, as http://127.0.0.1:8265"]
     yield Mistake("a job at the port of a head", f"{submit} 127.0.0.1:6379", 2, wanted, token)
     nobody = ["no Ray dashboard answers at http://127.0.0.1:1"]
     yield Mistake("a job where no head is", f"{submit} http://127.0.0.1:1", 4, nobody, token)

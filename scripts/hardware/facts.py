@@ -38,10 +38,10 @@ def _layers() -> str:
 def doctor(machine: Machine) -> Figures:
     """Every finding of `mrl doctor` that is not well, each with its cure; what the host lacks fails."""
     from mrl.tools.doctor.host_checks import host_checks
-    from mrl.tools.doctor.machine import read_machine
+    from mrl.tools.doctor.host_facts import read_host
     from mrl.tools.doctor.version_checks import engine_checks, version_checks
 
-    here = read_machine(machine.device, ports=())
+    here = read_host(machine.device, ports=())
     wrong = _not_well(host_checks(here))
     if wrong["failure"]:
         raise Wrong("; ".join(wrong["failure"]))

@@ -140,7 +140,7 @@ SETTINGS = [
         ["data.train_files", "none.jsonl is not a file that can be read", "current directory"],
     ),
     ("data.train_batch_size=128", 3, ["data.train_batch_size is 128 prompts and the data has 64"]),
-    ("cluster.cpus_per_actor=1000", 4, ["CPU: the run needs 2000.01", "are there", "choose a smaller layout"]),
+    ("cluster.cpus_per_actor=1000", 4, ["CPU: the run needs 2000.01", "the cluster has", "choose a smaller layout"]),
     ("reward.function=exactmatch", 2, ["did you mean exact_match?"]),
     (
         "reward.custom_reward_function.path=none.py",

@@ -271,7 +271,10 @@ DAMAGES = [
     (lambda f: (f / "rank-00000.safetensors").unlink(), ["rank-00000.safetensors is missing"]),
     (lambda f: (f / "manifest.json").write_text("{"), ["manifest.json", "not a readable checkpoint manifest"]),
     (lambda f: (f / "manifest.json").write_text("[1]"), ["manifest.json", "not a manifest of format 1"]),
-    (lambda f: (f / "manifest.json").write_text('{"format": 1, "step": 3}'), ["manifest.json", "not a whole manifest"]),
+    (
+        lambda f: (f / "manifest.json").write_text('{"format": 1, "step": 3}'),
+        ["manifest.json", "not a complete manifest"],
+    ),
     (lambda f: (f / "manifest.json").unlink(), ["neither a checkpoint (no manifest.json) nor a run directory"]),
     (lambda f: (f / "hf" / "config.json").rename(f / "x") and (f / "hf").rmdir(), ["hf is missing"]),
 ]

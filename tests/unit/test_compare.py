@@ -53,7 +53,7 @@ def test_several_tests_share_the_level(runs):
 
 def test_runs_that_were_not_validated_alike_are_not_tested(runs):
     found = compare(runs(a=World(held_out={6: LOW}), b=World(held_out={5: HIGH}), c=World(steps=4)))
-    assert not found.tests and len([note for note in found.notes if "not validated after a same step" in note]) == 2
+    assert not found.tests and len([note for note in found.notes if "never validated after the same step" in note]) == 2
     assert any(note == "c has 4 steps, a 6." for note in found.notes)
 
 
@@ -100,9 +100,9 @@ def test_one_object_for_programs(runs, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["a"], "two run directories or more"),
+        (["a"], "at least two run directories"),
         (["a", "a"], "named twice"),
-        (["a", "nothing"], "is no folder"),
+        (["a", "nothing"], "is not a folder"),
         (["a", "empty"], "holds no run"),
     ],
 )

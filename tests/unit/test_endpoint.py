@@ -722,7 +722,7 @@ def test_one_that_is_ended_leaves_no_agent_behind():
 def test_what_is_no_agent_is_told_before_a_run(tmp_path):
     with pytest.raises(ConfigError, match=r"rollout\.agent\.path: .*nothing_here"):
         conversations("nothing_here").close()
-    with pytest.raises(ConfigError, match=r"rollout\.agent\.command: there is no program 'no-such-agent'"):
+    with pytest.raises(ConfigError, match=r"rollout\.agent\.command: no executable program 'no-such-agent'"):
         conversations(None, ("no-such-agent",)).close()
     missing = ToolsSpec((), str(tmp_path / "none.py"), agent="run")
     with pytest.raises(ConfigError, match=r"rollout\.agent\.path"):

@@ -34,7 +34,7 @@ class World:
         self.is_slow = False
         self.fleet = EngineFleet(processes, 60.0, clock=lambda: self.now)
         self.fleet.restart(limit, 1, notes.engine_restarted)
-        self.machine = self.fleet.machine
+        self.states = self.fleet.states
 
     def there(self, refs):
         return [] if self.is_slow else refs
@@ -78,14 +78,14 @@ def is_too_slow_to_start(world):
 def dies_before_it_serves(world):
     world.loses(A)
     world.fleet.collect()
-    assert world.machine.status(A) is STALE
+    assert world.states.status(A) is STALE
     world.loses(A)
 
 
 def dies_while_ranks_have_the_devices(world):
     world.fleet.hold_starts(lambda: None)
     world.loses(A)
-    assert world.machine.status(A) is DEAD
+    assert world.states.status(A) is DEAD
     world.fleet.allow_starts()
     world.fleet.collect()
 
@@ -110,7 +110,7 @@ def test_a_resume_gives_no_restart_back(monkeypatch, tmp_path, way):
         world = World(monkeypatch, notes, limit=WAYS[way])
         world.serve(7)
         way(world)
-        assert len(world.machine._engines[A].restarts) == WAYS[way], "the limit is spent"
+        assert len(world.states._engines[A].restarts) == WAYS[way], "the limit is spent"
     (first,) = read_attempts(tmp_path)
     assert first.engines_restarted == ((A, 7),) * WAYS[way]
     with attempt(tmp_path, 7, {}) as notes:
@@ -118,7 +118,7 @@ def test_a_resume_gives_no_restart_back(monkeypatch, tmp_path, way):
         resumed.fleet.spent_at(first.engines_restarted)
         resumed.serve(8)
         resumed.loses(A)
-        assert resumed.machine.status(A) is RETIRED and resumed.machine.status(B) is READY
+        assert resumed.states.status(A) is RETIRED and resumed.states.status(B) is READY
     assert read_attempts(tmp_path)[1].engines_restarted == (), "it was not started again"
 
 
@@ -128,7 +128,7 @@ def test_why_an_engine_was_started_again_is_written(monkeypatch, tmp_path):
     world.serve(4)
     is_too_slow_to_start(world)
     assert told == [(A, 4, "engine 0 died"), (A, 4, "it did not start within 60 s")]
-    assert world.machine.status(A) is STARTING and world.ended == [0, 0]
+    assert world.states.status(A) is STARTING and world.ended == [0, 0]
 
 
 class Group(RolloutGroup):
@@ -178,12 +178,12 @@ def test_an_engine_that_was_given_up_is_not_started_with_everything_else(groups)
     before.end = lambda engine: None
     assert before.nodes == {A: f"node of {A}", B: f"node of {B}"}
     before.fleet.restart(0, 1)
-    before.fleet.machine.exit(A, 0, "killed")
-    assert before.fleet.machine.start(A) is None
+    before.fleet.states.exit(A, 0, "killed")
+    assert before.fleet.states.start(A) is None
     Group.asked.clear()
     again = groups(before)
     assert {name for name, _ in Group.asked} == {B}, "nobody waits for A, and no device is asked for it"
-    assert again.fleet.machine.those(RETIRED) == [A] and again.names_of(again.fleet.reached()) == [B]
+    assert again.fleet.states.those(RETIRED) == [A] and again.names_of(again.fleet.reached()) == [B]
     assert again.nodes == before.nodes, "plans of syncs know all seats"
     assert again.call("sleep") == [None]
 
@@ -191,9 +191,9 @@ def test_an_engine_that_was_given_up_is_not_started_with_everything_else(groups)
 def test_restarts_of_engines_count_on_where_all_are_started_anew(groups):
     before = groups()
     before.fleet.restart(1, 1)
-    before.fleet.machine.exit(A, 0, "killed")
-    before.fleet.machine.start(A)
+    before.fleet.states.exit(A, 0, "killed")
+    before.fleet.states.start(A)
     again = groups(before)
     again.fleet.restart(1, 1)
-    again.fleet.machine.exit(A, 0, "killed again")
-    assert again.fleet.machine.start(A) is None
+    again.fleet.states.exit(A, 0, "killed again")
+    assert again.fleet.states.start(A) is None

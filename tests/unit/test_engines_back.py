@@ -95,9 +95,9 @@ class Restarting:
         super().send(engine, requests, sampling, kept)
 
     def started(self):
-        for engine in self.fleet.machine.those(STARTING):
+        for engine in self.fleet.states.those(STARTING):
             if self.deaths.random() < 0.3:
-                self.fleet.machine.started(engine, self.fleet.epochs()[engine])
+                self.fleet.states.started(engine, self.fleet.epochs()[engine])
 
     def mend(self):
         """Ranks hold the weights that engines serve."""

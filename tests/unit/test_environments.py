@@ -243,10 +243,13 @@ def test_closing_ends_sessions_that_hang():
     [
         (ToolsSpec((), environments=("Chess",)), "'Chess' is not shipped; shipped: guess_the_number"),
         (ToolsSpec((), FILE, environments=("Chess",)), "no function 'Chess'"),
-        (ToolsSpec((), FILE, environments=("Plain",)), "Plain is no class of mrl.environments.environment.Environment"),
+        (
+            ToolsSpec((), FILE, environments=("Plain",)),
+            "Plain is not a subclass of mrl.environments.environment.Environment",
+        ),
         (ToolsSpec((), FILE, environments=("Still",)), "environment 'Still' has no actions"),
-        (ToolsSpec((), FILE, environments=("Wordy",)), "'Wordy' declares `parts` that are none: 'left' is str 'many'"),
-        (ToolsSpec((), FILE, environments=("Huge",)), "'Huge' declares `parts` that are none: 'left' is too large"),
+        (ToolsSpec((), FILE, environments=("Wordy",)), "'Wordy' declares invalid `parts`: 'left' is str 'many'"),
+        (ToolsSpec((), FILE, environments=("Huge",)), "'Huge' declares invalid `parts`: 'left' is too large"),
         (ToolsSpec((), FILE, environments=("Unreadable",)), "RuntimeError: not now .at .*environment_classes.py"),
         (ToolsSpec((), FILE, environments=("Vague",)), "'where' has no type"),
         (ToolsSpec((), FILE, environments=("Missing",)), "environment 'Missing' has no method 'fly'"),

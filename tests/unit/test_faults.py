@@ -12,10 +12,10 @@ import faults  # noqa: E402
 SAID = (
     ("fault: engines started in 12.50 s\n", 20.0),
     ("fault: loop begins\n", 30.0),
-    ("engine 1 serves again, weights of step 3\n", 31.0),  # of another loss, before
+    ("engine 1 serves again, with the weights of step 3\n", 31.0),  # of another loss, before
     ("fault: sent\n", 40.0),
     ("engine 0 is lost: it died\n", 41.5),
-    ("engine 0 serves again, weights of step 1\n", 49.0),
+    ("engine 0 serves again, with the weights of step 1\n", 49.0),
     ("engine 0 is lost: once more\n", 60.0),
 )
 

@@ -33,7 +33,7 @@ def test_a_mistake_is_told_by_its_code_and_words_and_no_traceback(code, message,
 
 def test_a_step_ends_with_its_own_code_and_words():
     step = hour.Step("a job for another's head", "true", code=4, words=["another token"])
-    assert hour.wrong([(step, ran(4, "of another token"))]) == []
+    assert hour.wrong([(step, ran(4, "requires another token"))]) == []
     (line,) = hour.wrong([(step, ran(0, "succeeded"))])
     assert "no 'another token', ended with 0, not 4: succeeded" in line
 

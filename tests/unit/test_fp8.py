@@ -18,12 +18,12 @@ from tiny_models import in_dtype, save, tiny_latent
 
 import mrl.checkpoint.planned_file
 import mrl.checkpoint.stored_boxes
+from mrl.checkpoint.bfloat16_readers import Fp8Reader
 from mrl.checkpoint.convert import write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
-from mrl.checkpoint.fp8_reader import Fp8Reader
 from mrl.checkpoint.hf_folder import copy_hf_files
 from mrl.checkpoint.manifest import WEIGHT, facts_of, read_manifest
-from mrl.checkpoint.open_checkpoint import SafetensorsFiles, open_hf, open_ours, whole_tensor
+from mrl.checkpoint.open_checkpoint import SafetensorsFiles, open_hf, open_mrl, whole_tensor
 from mrl.cli.convert import parse_layout
 from mrl.config.load import load_config
 from mrl.config.rules import violations
@@ -129,8 +129,8 @@ def test_it_becomes_a_checkpoint_of_ours_at_a_layout_and_comes_back(stored, tmp_
     write_layout(open_hf(folder), ours, parse_layout("tp=2,pp=2,ep=2"), options=Options(verify=True))
     assert "quantization_config" not in read_manifest(ours).hf_config
     assert "quantization_config" not in json.loads((ours / "hf" / "config.json").read_text())
-    assert not open_ours(ours).model.is_fp8
-    write_hf(open_ours(ours), tmp_path / "back")
+    assert not open_mrl(ours).model.is_fp8
+    write_hf(open_mrl(ours), tmp_path / "back")
     assert same_bits(load_file(tmp_path / "back" / "model-00001.safetensors"), meant)
 
 
@@ -208,7 +208,7 @@ def of_no_matrix(tensors):
         (
             len,
             {"quantization_config": None},
-            "of which the quantization_config in config.json says nothing",
+            "but config.json has no quantization_config for it",
         ),
     ],
 )

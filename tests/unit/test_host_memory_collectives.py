@@ -83,11 +83,11 @@ def test_a_rank_that_is_gone_is_told(monkeypatch):
     monkeypatch.setattr(host_memory_collectives, "LOOK_S", 0.05)
     ended = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     ended.stdout.read()  # nobody has asked yet how it ended: the system still knows it
-    with pytest.raises(RuntimeError, match="rank 1 of a group of 2 is gone"):
+    with pytest.raises(RuntimeError, match="rank 1 of a group of 2 has ended"):
         exchanges(2, [os.getpid(), ended.pid])[0].parts(torch.zeros(1, dtype=torch.uint8), (0, 1))
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_groups_time(monkeypatch):
     monkeypatch.setattr(host_memory_collectives, "LOOK_S", 0.05)
-    with pytest.raises(RuntimeError, match=r"rank 1 of a group of 2 did not come within 0.2 s"):
+    with pytest.raises(RuntimeError, match=r"rank 1 of a group of 2 did not arrive within 0.2 s"):
         exchanges(2, timeout_s=0.2)[0].parts(torch.zeros(1, dtype=torch.uint8), (0, 1))

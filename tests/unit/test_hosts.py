@@ -142,6 +142,6 @@ def test_the_first_of_each():
 
 
 def test_devices_of_two_kinds_are_told():
-    alike = module._in_words([Speed("NVIDIA H200", 700e12), Speed("NVIDIA H200", 710e12)])
+    alike = module._describe([Speed("NVIDIA H200", 700e12), Speed("NVIDIA H200", 710e12)])
     assert alike == ["2 x NVIDIA H200: 700 to 710 TFLOP/s in products, 989 published"]
-    assert "several kinds" in module._in_words([Speed("NVIDIA H200", 7e14), Speed("NVIDIA H100 80GB HBM3", 7e14)])[-1]
+    assert "several kinds" in module._describe([Speed("NVIDIA H200", 7e14), Speed("NVIDIA H100 80GB HBM3", 7e14)])[-1]

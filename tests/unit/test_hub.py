@@ -156,7 +156,7 @@ def test_what_cannot_be_fetched_is_told_in_one_message_with_the_command(hub, tmp
     assert missing.startswith("EnvironmentFault: hf://Me/Other@v1 is not on this machine and cannot be fetched")
     assert "hf download Me/Other --revision v1 --local-dir FOLDER" in missing and "404" in missing
     offline = fetch("hf://Me/Mine", tmp_path / "home", hub, offline=True)
-    assert "HF_HUB_OFFLINE says not to look further" in offline and "hf download Me/Mine --local-dir FOLDER" in offline
+    assert "HF_HUB_OFFLINE forbids fetching" in offline and "hf download Me/Mine --local-dir FOLDER" in offline
 
 
 def test_a_run_of_a_name_hears_of_its_mistakes_before_anything_is_fetched(monkeypatch, capsys, tmp_path):

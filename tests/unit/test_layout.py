@@ -2,6 +2,7 @@
 with values that mend it.
 """
 
+import math
 import random
 import warnings
 from dataclasses import dataclass, replace
@@ -103,12 +104,18 @@ def test_groups_and_coordinates_are_megatrons(seed):
             assert getattr(layout.expert_coords(rank), axis) == group_of(expert, theirs, rank).index(rank)
 
 
+def numbered(coords: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """The number of a point of a grid whose first axis changes fastest."""
+    strides = [math.prod(sizes[:axis]) for axis in range(len(sizes))]
+    return sum(coord * stride for coord, stride in zip(coords, strides, strict=True))
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_rank_to_coordinates_and_back_is_the_identity(seed):
     layout = TrainLayout.build(random_degrees(random.Random(seed)), Facts())
     for rank in range(layout.world_size):
-        assert layout.rank_of_dense(*layout.dense_coords(rank)) == rank
-        assert layout.rank_of_expert(*layout.expert_coords(rank)) == rank
+        assert numbered(layout.dense_coords(rank), layout.dense_sizes) == rank
+        assert numbered(layout.expert_coords(rank), layout.expert_sizes) == rank
     with pytest.raises(IndexError):
         layout.dense_coords(layout.world_size)
 
@@ -333,7 +340,8 @@ def test_rollout_workers_are_numbered_engine_then_data_then_tensor():
     layout = RolloutLayout(num_engines=2, tensor=2, data=2, expert=4)
     assert layout.world_size == 8
     assert [tuple(layout.coords(w)) for w in (0, 1, 2, 5, 7)] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 1), (1, 1, 1)]
-    assert all(layout.worker_of(*layout.coords(w)) == w for w in range(8))
+    sizes = (layout.tensor, layout.data, layout.num_engines)
+    assert all(numbered(layout.coords(w)[::-1], sizes) == w for w in range(8))
     assert [layout.expert_coords(w) for w in (0, 3, 4)] == [(0, 0), (3, 0), (0, 0)]
     whole = RolloutLayout(tensor=2, data=2)
     assert (whole.expert_tensor, whole.expert_coords(3)) == (4, (0, 3))

@@ -286,7 +286,7 @@ def test_a_checkpoint_of_adapters_on_another_model_is_refused_by_digest_and_the_
     folder = step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA))
     write_peft(folder, tmp_path / "peft")
     moved = base.rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match="is not there; say with --base"):
+    with pytest.raises(ConfigError, match="which does not exist; name its folder with --base"):
         open_saved(folder)
     assert open_merged(folder, moved).adapters is not None
     changed(moved)

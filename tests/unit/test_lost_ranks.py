@@ -226,13 +226,13 @@ def late(monkeypatch):
 def test_of_ranks_that_are_late_together_the_one_that_does_not_run_is_the_culprit(late):
     error = late(0, 2)
     assert "no answer from rank 0, rank 1 within 60 s" in str(error)
-    assert "rank 1 did not even say where it is" in str(error) and "logs/*.stacks" in str(error)
+    assert "rank 1 did not even write its stacks" in str(error) and "logs/*.stacks" in str(error)
     assert error.processes == ("rank 1",)
 
 
 def test_where_all_run_all_that_are_late_are_named_and_where_they_are_is_written(late):
     error = late(0, 1, 2)
-    assert "where they are stands in logs/*.stacks" in str(error)
+    assert "their stacks are in logs/*.stacks" in str(error)
     assert error.processes == ("rank 0", "rank 1")
 
 

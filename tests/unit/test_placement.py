@@ -218,10 +218,10 @@ def test_an_engine_that_is_lost_beside_another_starts_while_ranks_are_off_and_ta
     assert devices.calls[-1] == "start engine 1"
     placement.mend()
     assert devices.calls[-1] == "start engine 1", "beside one that generates there is no room for ranks"
-    assert devices.fleet.stale() == {1} and devices.fleet.machine.those(READY) == ["engine 0"]
+    assert devices.fleet.stale() == {1} and devices.fleet.states.those(READY) == ["engine 0"]
     a_step(placement, 1)
     assert devices.calls[-len(TO_UPDATE + TO_ENGINES) :] == calls_of((TO_UPDATE, 0), (TO_ENGINES, 1))
-    assert devices.fleet.machine.those(READY) == ["engine 0", "engine 1"]
+    assert devices.fleet.states.those(READY) == ["engine 0", "engine 1"]
 
 
 def test_where_nobody_generates_ranks_come_with_the_weights_that_they_hold():
@@ -234,7 +234,7 @@ def test_where_nobody_generates_ranks_come_with_the_weights_that_they_hold():
     placement.mend()
     again = [call.format("again") for call in ["sleep", *TO_ENGINES]]
     assert devices.calls[-len(again) :] == again
-    assert devices.fleet.machine.those(READY) == ["engine 0", "engine 1"] and devices.fleet.version == 1
+    assert devices.fleet.states.those(READY) == ["engine 0", "engine 1"] and devices.fleet.version == 1
     before = list(devices.calls)
     placement.mend()
     assert devices.calls == before
@@ -257,9 +257,9 @@ def test_an_engine_that_is_lost_while_ranks_are_there_is_started_when_they_are_g
     setattr(devices, verb, asked)
     assert "start engine 0" not in devices.calls
     placement.mend()
-    assert devices.calls[-1] == "start engine 0" and devices.fleet.machine.those(READY) == ["engine 1"]
+    assert devices.calls[-1] == "start engine 0" and devices.fleet.states.those(READY) == ["engine 1"]
     a_step(placement, 2)
-    assert devices.fleet.machine.those(READY) == ["engine 0", "engine 1"]
+    assert devices.fleet.states.those(READY) == ["engine 0", "engine 1"]
 
 
 def test_ranks_wait_for_an_engine_that_is_starting_and_a_signal_ends_the_wait_but_not_the_last_save(monkeypatch):
@@ -277,9 +277,9 @@ def test_ranks_wait_for_an_engine_that_is_starting_and_a_signal_ends_the_wait_bu
     devices.poll = signalled
     with pytest.raises(Interrupted, match="SIGTERM"):
         placement.to_log_probs()
-    assert "sleep" not in devices.calls and devices.fleet.machine.those(STARTING) == ["engine 1"]
+    assert "sleep" not in devices.calls and devices.fleet.states.those(STARTING) == ["engine 1"]
     assert placement.take_checkpoint() == 5 and devices.calls[-2:] == ["sleep", "take checkpoint"]
-    assert not devices.fleet.machine.those(STARTING), "nobody needs it any more"
+    assert not devices.fleet.states.those(STARTING), "nobody needs it any more"
 
 
 def test_with_devices_of_their_own_nothing_is_handed_over():
@@ -329,8 +329,8 @@ def test_room_is_what_a_device_says_is_free_against_what_is_to_come():
     assert shortage(NEED, [holder("rank 0", 10, free=12), holder("engine 0", 0, free=12)]) is None
     said = shortage(NEED, [holder("rank 0", 10, free=11.5), holder("engine 0", 0, free=11.5)])
     assert said == (
-        "2.00 GiB of the actor and 10.00 GiB of the engine are to come by the plan, 11.50 GiB are free; there hold "
-        "rank 0 10.00 GiB, engine 0 0.00 GiB"
+        "2.00 GiB of the actor and 10.00 GiB of the engine are still planned for this device, 11.50 GiB are free; "
+        "in use: rank 0 10.00 GiB, engine 0 0.00 GiB"
     )
 
 
@@ -340,7 +340,7 @@ def test_where_no_device_says_what_is_free_it_is_what_the_plan_may_fill_less_wha
     assert shortage(NEED, [holder("rank 0", 68), holder("engine 0", 0)]) is None
     said = shortage(NEED, [holder("engine 0", 0), holder("rank 0", 68.5)])
     assert (
-        said == "10.00 GiB of the engine are to come by the plan, 9.50 GiB are free; there hold rank 0 "
+        said == "10.00 GiB of the engine are still planned for this device, 9.50 GiB are free; in use: rank 0 "
         "68.50 GiB, engine 0 0.00 GiB"
     )
 

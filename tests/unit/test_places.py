@@ -50,7 +50,7 @@ def test_a_data_parallel_rank_of_a_wide_engine_stays_on_its_node():
     ("layout", "cluster", "first", "said"),
     [
         (RolloutLayout(3, tensor=2), ClusterShape(1, 4), 0, "only 4 of 6 workers"),
-        (RolloutLayout(1, tensor=16), ClusterShape(2, 8), 0, "tensor workers stand on one node"),
+        (RolloutLayout(1, tensor=16), ClusterShape(2, 8), 0, "tensor workers need one node"),
         # nine devices are free for eight workers: three on node 0, where no engine fits, and six on node 1, where one
         # does
         (

@@ -64,7 +64,7 @@ def test_a_disk_that_takes_nothing_is_told_once_and_ends_no_run(tmp_path, capsys
     for step in range(3):
         aside.add(REWARD, [{"step": step}])
     aside.rewind(0)
-    assert capsys.readouterr().out.count("the run goes on") == 1
+    assert capsys.readouterr().out.count("the run continues") == 1
 
 
 def test_a_record_on_a_full_disk_ends_the_run_in_one_message(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ import mrl.checkpoint.planned_file
 import mrl.checkpoint.stored_boxes
 from mrl.checkpoint.convert import write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
-from mrl.checkpoint.open_checkpoint import open_hf, open_ours
+from mrl.checkpoint.open_checkpoint import open_hf, open_mrl
 from mrl.checkpoint.vision_tower import open_whole
 from mrl.cli.convert import parse_layout
 from mrl.config.load import load_config
@@ -194,7 +194,7 @@ def test_there_and_back_the_text_model_has_the_same_bytes(folders, tmp_path, sma
         open_hf(folders[f"whole {name}"]), tmp_path / "ours", parse_layout(layout), options=Options(verify=True)
     )
     assert {key for key in report.left_out if not key.startswith("model.visual.")} == {"mtp.norm.weight"}
-    write_hf(open_ours(tmp_path / "ours"), tmp_path / "hf", Options(verify=True))
+    write_hf(open_mrl(tmp_path / "ours"), tmp_path / "hf", Options(verify=True))
     assert same(weights(tmp_path / "hf"), weights(folders[name]))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["architectures"] == json.loads((folders[name] / "config.json").read_text())["architectures"]
@@ -205,7 +205,7 @@ def test_there_and_back_the_text_model_has_the_same_bytes(folders, tmp_path, sma
 def test_with_its_vision_tower_the_whole_comes_back_byte_for_byte(folders, tmp_path, small_parts):
     whole = folders["whole moe"]
     write_layout(open_hf(whole), tmp_path / "ours", parse_layout("tp=2,ep=2"))
-    source = open_ours(tmp_path / "ours")
+    source = open_mrl(tmp_path / "ours")
     report = write_hf(source, tmp_path / "hf", Options(verify=True), open_whole(whole, source))
     before, after = weights(whole), weights(tmp_path / "hf")
     rounded = {key: tensor.bfloat16() for key, tensor in before.items() if key.endswith(PRECISE)}
@@ -233,7 +233,7 @@ def test_a_tensor_that_is_there_in_both_forms_is_refused(folders, tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.language_model.norm.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(EnvironmentFault, match=r"model\.norm\.weight is there twice"):
+    with pytest.raises(EnvironmentFault, match=r"model\.norm\.weight is stored twice"):
         check_checkpoint(tmp_path, load_model_spec(tmp_path))
 
 

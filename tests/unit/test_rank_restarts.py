@@ -244,8 +244,8 @@ def test_without_restarts_a_loss_ends_the_run(monkeypatch, tmp_path):
     assert raised.value is error and places.noted == []
 
 
-def machine_of(places) -> Fleet:
-    return places.starts._processes.engines.fleet.machine
+def states_of(places) -> Fleet:
+    return places.starts._processes.engines.fleet.states
 
 
 def test_engines_that_do_not_answer_are_started_again_too_and_each_is_charged_for_it(monkeypatch, tmp_path):
@@ -268,30 +268,30 @@ def test_ranks_that_are_lost_as_everything_is_started_anew_cost_no_engine_a_rest
     assert run.start_again(lost("rank 1"), 3).restarts == 2
     assert places.events.count("engines and ranks from step-2") == 1, "and once from the checkpoint before"
     assert places.events[-1] == "engines and ranks from step-1"
-    assert machine_of(places).epoch("engine 1") == 0
-    machine_of(places).exit("engine 1", 0)
-    assert machine_of(places).start("engine 1") == 1, "it is charged for nothing"
+    assert states_of(places).epoch("engine 1") == 0
+    states_of(places).exit("engine 1", 0)
+    assert states_of(places).start("engine 1") == 1, "it is charged for nothing"
 
 
 def test_an_engine_in_the_place_of_one_that_was_started_again_has_no_restart_more(monkeypatch, tmp_path):
     places = Places(monkeypatch, tmp_path, path="slow")
     run = places.starts.first()
-    machine_of(places).exit("engine 0", 0)
-    assert machine_of(places).start("engine 0") == 1
+    states_of(places).exit("engine 0", 0)
+    assert states_of(places).start("engine 0") == 1
     run.start_again(lost("rank 1"), 3)
-    machine_of(places).exit("engine 0", 0)
-    assert machine_of(places).start("engine 0") is None
+    states_of(places).exit("engine 0", 0)
+    assert states_of(places).start("engine 0") is None
 
 
 def test_an_engine_that_was_given_up_stays_so_where_all_are_started_anew(monkeypatch, tmp_path):
     places = Places(monkeypatch, tmp_path, path="slow")
     run = places.starts.first()
     for epoch in (0, 1):
-        machine_of(places).exit("engine 0", epoch)
-        machine_of(places).start("engine 0")
+        states_of(places).exit("engine 0", epoch)
+        states_of(places).start("engine 0")
     run.start_again(lost("rank 1"), 3)
     assert places.events[-1] == "engines and ranks from step-2"
-    assert machine_of(places).those(RETIRED) == ["engine 0"] and machine_of(places).serving() == {"engine 1": 0}
+    assert states_of(places).those(RETIRED) == ["engine 0"] and states_of(places).serving() == {"engine 1": 0}
 
 
 def test_where_weights_go_by_the_slow_path_engines_are_started_again(monkeypatch, tmp_path):

@@ -19,7 +19,6 @@ from mrl.errors import Interrupted, NumericAbort
 from mrl.record.attempts import attempt, read_attempts
 from mrl.record.run_dir import RunDir, json_line, read_metrics
 from mrl.record.shown_rows import extreme_rows, read_shown_rows, write_shown_rows
-from mrl.tools.report.at_checkpoints import APART_S, ReportView, report_at_the_end
 from mrl.tools.report.columns import STEP, Curve, curves_of
 from mrl.tools.report.heldout import Response, differences, paired, prompt_means
 from mrl.tools.report.html import page_html
@@ -29,6 +28,7 @@ from mrl.tools.report.samples import decoder, looked_at, tokens_of
 from mrl.tools.report.sections import curve_charts, run_page
 from mrl.tools.report.settings import read_settings
 from mrl.tools.report.verdict import verdict
+from mrl.tools.report.write import APART_S, ReportView, report_at_the_end
 
 RISING = {0: [0.0] * 8 + [1.0] * 8, 6: [0.0] * 2 + [1.0] * 14}
 
@@ -339,7 +339,7 @@ def test_a_run_whose_lines_are_missing_is_not_finished(tmp_path, lost, words, to
         run.metrics.write_text(json_line({STEP: 0}))
     said = verdict(read_run(run.path))
     assert f"Ended with exit code 0, but metrics.jsonl has no line of {words}. " in said.headline
-    assert said.tone == "bad" and "Finished" not in said.headline and "bring metrics.jsonl back" in said.next_steps[0]
+    assert said.tone == "bad" and "Finished" not in said.headline and "restore metrics.jsonl" in said.next_steps[0]
 
 
 def test_a_gap_of_a_run_that_was_stopped_or_goes_on_is_said_beside_why(tmp_path):
@@ -392,7 +392,7 @@ def ended_by(path, error) -> None:
     ("error", "words", "next_step"),
     [
         (Interrupted("rank 3 is lost"), "Stopped after 3 of 6 steps, resumable: rank 3 is lost", "--resume"),
-        (NumericAbort("nan"), "Numbers ended it after 3 of 6 steps: nan", "--resume"),
+        (NumericAbort("nan"), "A numerical failure ended it after 3 of 6 steps: nan", "--resume"),
         (RuntimeError("a defect"), "Failed after 3 of 6 steps, exit code 1: a defect", "Incidents"),
     ],
 )
@@ -484,7 +484,7 @@ def test_reports_of_a_run_that_goes_on_come_after_saves_and_not_too_often(tmp_pa
         def wait(self, timeout):
             return self.ended
 
-    monkeypatch.setattr("mrl.tools.report.at_checkpoints.subprocess.Popen", Process)
+    monkeypatch.setattr("mrl.tools.report.write.subprocess.Popen", Process)
     (tmp_path / "logs").mkdir()
     view = ReportView(tmp_path, lambda step: step % 2 == 0, lambda: now[0])
     for step, at in ((2, 1.0), (3, APART_S + 1), (4, APART_S + 2), (6, APART_S + 3), (8, 3 * APART_S)):
@@ -502,12 +502,12 @@ def test_reports_of_a_run_that_goes_on_come_after_saves_and_not_too_often(tmp_pa
 
 
 def no_folder(path):
-    return path / "nothing", "is no folder"
+    return path / "nothing", "is not a folder"
 
 
 def a_file(path):
     (path / "file").write_text("x")
-    return path / "file", "is no folder"
+    return path / "file", "is not a folder"
 
 
 def empty(path):

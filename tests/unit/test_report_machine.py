@@ -129,7 +129,7 @@ def test_every_start_of_a_lost_engine_is_an_incident(tmp_path):
     with attempt(run.path, 0, {}) as notes:
         notes.engine_restarted("engine 1", 4, "it did not start within 60 s")
     (table,) = blocks(incidents(read_run(run.path)), Table)
-    assert table.rows == (("4", "engine 1 was started again", "why stands in attempts.jsonl"),)
+    assert table.rows == (("4", "engine 1 was started again", "attempts.jsonl has the reason"),)
 
 
 @pytest.mark.parametrize("damage", ["{}", "\x00", '{"step": 1, "engines": 3}', '[1, "torn'], ids=range(4))

@@ -125,7 +125,7 @@ def test_a_holder_elsewhere_that_beats_is_not_succeeded(tmp_path, world):
     holder = world.take(tmp_path)
     world.on("pod-2")
     world.at_wait = lambda: world.now < LEASE_S - 2 or holder.beat()  # late, and in time
-    with pytest.raises(EnvironmentFault, match=f"in use by process {os.getpid()} on host pod-1 since .*beat goes on"):
+    with pytest.raises(EnvironmentFault, match=f"in use by process {os.getpid()} on host pod-1 since .*beat continues"):
         world.take(tmp_path)
     holder.check()
 
@@ -149,7 +149,7 @@ def test_a_pause_of_the_one_that_waits_counts_for_nothing(tmp_path, world, monke
         return seen
 
     monkeypatch.setattr(run_lock, "read_locks", paused_look)
-    with pytest.raises(EnvironmentFault, match="beat goes on"):
+    with pytest.raises(EnvironmentFault, match="beat continues"):
         world.take(tmp_path)
     assert len(looks) == 4
 
@@ -169,7 +169,7 @@ def test_a_disk_that_stalls_for_both_is_no_silence_of_the_holder(tmp_path, world
 
     monkeypatch.setattr(run_lock, "read_locks", stalled_look)
     world.at_wait = lambda: world.now < 1.2 * LEASE_S + BEAT_S or holder.beat()
-    with pytest.raises(EnvironmentFault, match="beat goes on"):
+    with pytest.raises(EnvironmentFault, match="beat continues"):
         world.take(tmp_path)
     holder.check()
 
@@ -215,7 +215,7 @@ def test_a_taker_that_was_killed_half_way_costs_a_living_holder_nothing(tmp_path
     (tmp_path / "run.lock.2").write_text(texts[taker])
     assert in_use(tmp_path)
     world.at_wait = holder.beat
-    with pytest.raises(EnvironmentFault, match=f"in use by process {os.getpid()} on host pod-1 since .*beat goes on"):
+    with pytest.raises(EnvironmentFault, match=f"in use by process {os.getpid()} on host pod-1 since .*beat continues"):
         world.take(tmp_path)
     holder.check()
     world.at_wait = lambda: None

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from mrl.errors import DataError
-from mrl.schedule.borders import request_end, version_of
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.groups import Counts, State, Tally
 from mrl.schedule.ledger import Fingerprint, Ledger, begun_at, check_goes_on, restored, snapshot
-from mrl.schedule.staleness import Schedule, violations
+from mrl.schedule.staleness import Schedule, request_end, version_of, violations
 
 MADE_WITH = Fingerprint("data", "model")
 

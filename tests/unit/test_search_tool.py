@@ -76,7 +76,7 @@ def test_files_that_are_no_index_are_refused(tmp_path, index):
     sqlite3.connect(other).execute("CREATE TABLE passages (title, text)").connection.close()
     (tmp_path / "text.sqlite").write_text("not a database, by far" * 100)
     for path in (other, tmp_path / "text.sqlite"):
-        with pytest.raises(ConfigError, match="is no index that"):
+        with pytest.raises(ConfigError, match="is not an index written by"):
             check_tools(ToolsSpec(("search",), index=str(path)))
     with pytest.raises(ConfigError, match="index: /nowhere: no such file"):
         check_tools(ToolsSpec(("search",), index="/nowhere"))

@@ -89,10 +89,10 @@ def test_a_model_that_wants_its_own_code_is_refused(model, name, capsys):
 
 def test_a_tokenizer_of_code_over_tiktoken_is_refused_with_the_way_to_one_without(model):
     (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["t.T", None]}}))
-    with pytest.raises(ConfigError, match="save the tokenizer as one of transformers' own"):
+    with pytest.raises(ConfigError, match="save the tokenizer as one of transformers' classes"):
         load_model_spec(model)
     (model / "tiktoken.model").touch()
-    with pytest.raises(ConfigError, match=r"mrl convert tokenizer .* writes one that is none"):
+    with pytest.raises(ConfigError, match=r"mrl convert tokenizer .* writes one without code"):
         load_model_spec(model)
 
 

@@ -197,7 +197,7 @@ def test_a_package_that_breaks_while_it_is_loaded_is_a_configuration_error(tmp_p
     monkeypatch.setitem(sinks.VIEWS, "wandb", broken)
     with pytest.raises(
         ConfigError,
-        match=r"wandb cannot be started \(TypeError: descriptors cannot be created\); mend it, or take wandb off",
+        match=r"wandb cannot be started \(TypeError: descriptors cannot be created\); repair it, or remove wandb from",
     ):
         make_sinks(["wandb"], RunDir.open(tmp_path, ""), 1)
 

@@ -162,10 +162,10 @@ def test_a_stopped_job_has_time_to_save(tmp_path):
         ("- a", "a mapping"),
         ("env_vars: [a]", "a mapping"),
         ("a: [", "cannot be read"),
-        ("{working_dir: ., image_url: x}", "image_url: Ray knows no such entry; the file may be of another version"),
+        ("{working_dir: ., image_url: x}", "image_url: Ray does not know it; the file may be for another version"),
         ("working_dir: [.]", "working_dir: must be text"),
         ("{working_dir: ., excludes: runs/}", "excludes: must be a list"),
-        ("{working_dir: ., excludes: [1]}", "excludes: must be a list of texts"),
+        ("{working_dir: ., excludes: [1]}", "excludes: must be a list of strings"),
         ("{working_dir: ., pip: 3}", "pip: must be text, a list or a mapping"),
         ("working_dir: nowhere", "working_dir: nowhere is not here; a relative path starts at the current directory"),
     ],
@@ -225,13 +225,13 @@ def test_a_head_is_asked_before_ray_is_imported(head, monkeypatch, tmp_path):
     prerequisites.check_dashboard(head)
     prerequisites.check_dashboard(f"{head}/")
     monkeypatch.setattr(Head, "other", "<html>")
-    with pytest.raises(EnvironmentFault, match="something else than a Ray dashboard answers"):
+    with pytest.raises(EnvironmentFault, match="is not a Ray dashboard"):
         prerequisites.check_dashboard(head)
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("o" * 32 + "\n")
-    with pytest.raises(EnvironmentFault, match=r"the head at .* is of another token, somebody else's") as no:
+    with pytest.raises(EnvironmentFault, match=r"the head at .* requires another token") as no:
         prerequisites.check_dashboard(head)
     assert "o" * 32 not in str(no.value)
 
@@ -239,10 +239,10 @@ def test_a_head_is_asked_before_ray_is_imported(head, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("address", "kind", "words"),
     [
-        ("127.0.0.1:8265", ConfigError, "the dashboard's address is wanted, as http://127.0.0.1:8265"),
-        ("auto", ConfigError, "the dashboard's address is wanted, as http://HOST:8265"),
-        ("ray://head:10001", ConfigError, "the dashboard's address is wanted, as http://head:8265"),
-        ("http://", ConfigError, "the dashboard's address is wanted"),
+        ("127.0.0.1:8265", ConfigError, "must be the dashboard's address, as http://127.0.0.1:8265"),
+        ("auto", ConfigError, "must be the dashboard's address, as http://HOST:8265"),
+        ("ray://head:10001", ConfigError, "must be the dashboard's address, as http://head:8265"),
+        ("http://", ConfigError, "must be the dashboard's address"),
         ("http://127.0.0.1:9", EnvironmentFault, "no Ray dashboard answers at http://127.0.0.1:9 .*refused"),
         ("http://127.0.0.1:99999", EnvironmentFault, "no Ray dashboard answers at http://127.0.0.1:99999"),
     ],
@@ -344,7 +344,7 @@ def test_without_a_token_nothing_is_asked_of_a_head(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", str(tmp_path))
     code, client, said = submit(monkeypatch, capsys, str(PRESET), *ELSEWHERE, token=None)
-    why = "HOME is not set" if home is None else f"{tmp_path}/.ray/auth_token is not there"
+    why = "HOME is not set" if home is None else f"{tmp_path}/.ray/auth_token does not exist"
     assert code == 4 and why in said and "set RAY_AUTH_TOKEN" in said and not client.submitted
 
 
@@ -413,16 +413,14 @@ def test_an_open_head_is_joined_without_a_token(gcs):
 
 def test_somebody_elses_head_is_told_before_ray_tries_on_and_on(gcs, monkeypatch):
     address, _ = gcs("o" * 32)
-    with pytest.raises(EnvironmentFault, match=f"the head at {address} is of another token, somebody else's perhaps"):
+    with pytest.raises(EnvironmentFault, match=f"the head at {address} requires another token"):
         prerequisites.follow_head(address)
     monkeypatch.delenv("RAY_AUTH_TOKEN")
-    with pytest.raises(
-        EnvironmentFault, match=f"no token of Ray's for the head at {address}: .*auth_token is not there"
-    ):
+    with pytest.raises(EnvironmentFault, match=f"no Ray token for the head at {address}: .*auth_token does not exist"):
         prerequisites.follow_head(address)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(
-        EnvironmentFault, match=f"the head at {address} wants a token, and RAY_AUTH_MODE=disabled sends"
+        EnvironmentFault, match=f"the head at {address} requires a token, but RAY_AUTH_MODE=disabled sends"
     ):
         prerequisites.follow_head(address)
 

@@ -25,8 +25,8 @@ from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 import mrl.checkpoint.planned_file
 from mrl.checkpoint.convert import write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
-from mrl.checkpoint.direct_file import DirectFile
 from mrl.checkpoint.open_checkpoint import open_hf, open_saved
+from mrl.checkpoint.safetensors_file import DirectFile
 from mrl.cli.convert import parse_layout
 from mrl.cli.main import main
 from mrl.errors import ConfigError, EnvironmentFault

@@ -126,7 +126,7 @@ def test_an_agent_that_cannot_be_started_is_told_at_the_first_look(folder, tmp_p
     (tmp_path / "agent.py").write_text("def solve(url, key, row, seconds): ...\n")
     own = f"rollout.agent={{path: {tmp_path / 'agent.py'}, name: {{}}}}"
     for agent, said in (
-        ("rollout.agent={command: [no-such-program]}", "no program 'no-such-program'"),
+        ("rollout.agent={command: [no-such-program]}", "no executable program 'no-such-program'"),
         (own.replace("{}", "run"), "run"),
         (own.replace("{}", "solve"), None),
     ):

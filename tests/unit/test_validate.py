@@ -303,7 +303,7 @@ def test_a_legal_preset_shows_its_batch(capsys):
     assert code == 0 and out.splitlines()[-1] == "ok"
     assert "batch: 256 prompts x 16 = 4096 samples a step, 4 updates of 1024 samples, DP 32: 32 samples a rank" in out
     assert "cannot do this yet" not in out
-    assert "the published configuration of Qwen3-30B-A3B stands in for it" in out
+    assert "the published configuration of Qwen3-30B-A3B is used instead" in out
 
 
 def test_it_answers_in_under_a_second_and_imports_nothing_heavy():

@@ -173,18 +173,21 @@ REFUSED = {
     "no file": (None, "No such file"),
     "no list": ("tool: 1", "has no list `tools`"),
     "no class": ("tools: [{config: {}}]", "tool 1 has no class_name"),
-    "of verl": ("tools: [{class_name: verl.tools.geo3k_tool.Geo3kTool, config: {type: native}}]", "has no stand-in"),
+    "of verl": ("tools: [{class_name: verl.tools.geo3k_tool.Geo3kTool, config: {type: native}}]", "has no replacement"),
     "without a network": (f"tools: [{{class_name: {SEARCH_R1}, config: {{type: native}}}}]", "network to true"),
     "of MCP": ("tools: [{class_name: a.B, config: {type: mcp}}]", "is of type mcp"),
-    "nowhere": ("tools: [{class_name: nowhere.B, config: {}}]", "no file of the module nowhere"),
+    "nowhere": ("tools: [{class_name: nowhere.B, config: {}}]", "no file was found for the module nowhere"),
     "no such class": ("tools: [{class_name: mine.classes.Nobody}]", "has no attribute 'Nobody'"),
     "needs verl": ("tools: [{class_name: needs.A, config: {}}]", "needs verl.utils.dataset of verl"),
     "no schema": ("tools: [{class_name: plain.A, config: {}}]", "has no tool_schema"),
     "odd schema": (
         yaml.safe_dump({"tools": [{"class_name": "mine.classes.Old", "tool_schema": SCHEMA | {"function": 1}}]}),
-        "it cannot be made",
+        "it cannot be created",
     ),
-    "two of a name": ("tools: [{class_name: mine.classes.Old}, {class_name: mine.classes.Pictures}]", "second tool"),
+    "two of a name": (
+        "tools: [{class_name: mine.classes.Old}, {class_name: mine.classes.Pictures}]",
+        "two tools have the name",
+    ),
     "no YAML": ("tools: [", "tools.yaml"),
 }
 

@@ -154,7 +154,7 @@ def test_what_cannot_be_watched_ends_with_one_message(tmp_path, capsys):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         cases = [
-            (["watch", str(tmp_path / "nothing")], 2, "is no folder"),
+            (["watch", str(tmp_path / "nothing")], 2, "is not a folder"),
             (["watch", str(tmp_path)], 2, f"runs in it: {run.path}"),
             (["watch", str(run.path), "--port", str(taken.getsockname()[1])], 4, "cannot be listened on"),
         ]

@@ -249,7 +249,7 @@ def lose(world: FakeCluster, engine: int) -> None:
 def come_back(world: FakeCluster, engine: int) -> None:
     name = f"engine {engine}"
     del world.fleet._starts[name]
-    assert world.fleet.machine.started(name, world.fleet.machine.epoch(name))
+    assert world.fleet.states.started(name, world.fleet.states.epoch(name))
 
 
 def workers_of(world: FakeCluster) -> list[int]:
@@ -501,7 +501,7 @@ def test_a_message_of_an_earlier_sync_is_not_taken_for_this_ones(cluster, capsys
 
     end.post = once(end.post, old)
     assert sync.bring_to(2)["reshard/resynced"] == 1
-    assert "not the message that the plan has there" in capsys.readouterr().err
+    assert "not the message that the plan expects" in capsys.readouterr().err
     assert holds(world, 0)
 
 

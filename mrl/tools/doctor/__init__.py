@@ -1,7 +1,6 @@
-"""Is this host fit for a run? `mrl doctor` asks here, in seconds.
+"""Checks within seconds whether this host is fit for a run: `mrl doctor`.
 
-`machine` reads the facts (`Machine`) and gives findings their form (`Finding`); `host_checks` and `version_checks`
-have pure functions from one to the other. What needs a heavy import is tried by `probes`, in processes
-of their own. Imports `platforms`, and the sandbox of `environments`, alone; torch, Ray and vLLM only as programs that
-`probes` starts.
+`host_facts` reads the facts (`HostFacts`) and defines findings (`Finding`). `host_checks` and `version_checks` are pure
+functions from facts to findings. `probes` tries what needs a heavy import, in separate processes. Imports only
+`platforms` and the sandbox of `environments`. torch, Ray and vLLM run only in programs that `probes` starts.
 """

@@ -1,4 +1,4 @@
-"""Looks that need a heavy import: each in a process of its own, all at once, with one deadline."""
+"""Checks that need a heavy import. Each has its own process; all run at once with one deadline."""
 
 import os
 import re
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mrl.platforms.inventory import LAYER_PROBES, TORCH_PROBES
-from mrl.tools.doctor.machine import Finding, failure, ok, warning
+from mrl.tools.doctor.host_facts import Finding, failure, ok, warning
 
 DEADLINE_S = 8.0
-_SHOWN = 1000  # characters of a program's last line: what is wrong between nodes is one
+_SHOWN = 1000  # characters of a program's last line; faults between nodes are one line
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Probe:
     program: str
     cure: str
     arguments: tuple[str, ...] = ()
-    # no answer by the deadline is a failure: a head that refuses the token lets Ray try on and on
+    # no answer by the deadline is a failure: with a refused token, Ray would try forever
     must_answer: bool = False
 
 
@@ -37,11 +37,11 @@ _BRIDGE = "import mbridge, megatron.core; print('mbridge and megatron-core', meg
 _VLLM = (
     "import vllm, vllm.distributed.weight_transfer; print('vLLM', vllm.__version__, 'imports, with weight transfer')"
 )
-_REINSTALL = "reinstall with scripts/install.sh; the message above says what is missing"
+_REINSTALL = "reinstall with scripts/install.sh; the message above names what is missing"
 
 
 def probes(device: str, address: str | None, deep: bool, nnodes: int = 1) -> tuple[Probe, ...]:
-    """The probes that this host can try.
+    """Returns the probes that this host can try.
 
     `address`: of a Ray cluster that the run would join, on `nnodes` nodes. `deep`: also imports that take tens of
     seconds.
@@ -70,7 +70,7 @@ def probes(device: str, address: str | None, deep: bool, nnodes: int = 1) -> tup
 
 
 def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Iterator[Finding]:
-    """Runs all at once; one that has not answered by the deadline is ended, and counts as a warning or as it says."""
+    """Runs all at once. One without answer by the deadline is ended, and counts as a warning or as it specifies."""
     quiet = os.environ | {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"), "VLLM_LOGGING_LEVEL": "ERROR"}
     started = []
     for probe in wanted:
@@ -84,14 +84,14 @@ def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Itera
 
 def _answer(probe: Probe, process: subprocess.Popen, left_s: float, deadline_s: float) -> Finding:
     try:
-        said, error = process.communicate(timeout=left_s)
+        output, error = process.communicate(timeout=left_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         judge = failure if probe.must_answer else warning
         return judge(probe.name, f"no answer within {deadline_s:g} s", f"the host is busy, or: {probe.cure}")
     if process.returncode == 0:
-        return ok(probe.name, _last(said))
+        return ok(probe.name, _last(output))
     return failure(probe.name, _last(error) or f"ended with status {process.returncode}", probe.cure)
 
 

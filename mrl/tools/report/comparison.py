@@ -1,9 +1,8 @@
-"""Several runs side by side: what of their settings differs, and whether their held-out scores differ by more than
-chance.
+"""Compares several runs: their settings, and whether their held-out scores differ by more than chance.
 
-The first run is the one that the others are held against. A test of two runs' held-out responses tells these two sets
-of weights apart; it knows nothing of how much another seed of training would have moved them. Where several tests are
-made, each has to pass at its share of the 5 %, so that all of them together are wrong as seldom as one.
+The first run is the reference. A test of held-out responses distinguishes two sets of weights. It does not tell how
+much another seed of training would change them. If there are several tests, each must pass at its share of the 5 %. So
+all together are wrong no more often than one.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from mrl.errors import ConfigError
 from mrl.tools.report.heldout import LEVEL, Difference, differences
 from mrl.tools.report.run_record import RunRecord, read_run
 
-# what a response's score follows from
+# settings on which a response's score depends
 REWARD_SETTINGS = ("reward.function", "reward.custom_reward_function", "reward.bonus_rules", "reward.failure_score")
 NO_SETTINGS = ("trainer.run_dir", "trainer.experiment_name", "trainer.resume_mode", "trainer.resume_from_path")
 
@@ -24,7 +23,7 @@ _SHOWN = ("quantity", "prompts", "first", "second", "mean", "half_width", "p")
 
 @dataclass(frozen=True)
 class HeldOutTest:
-    """`other` against the first run on one data source after the same number of steps."""
+    """A test of `other` against the first run, on one data source after the same number of steps."""
 
     other: str
     source: str
@@ -33,14 +32,14 @@ class HeldOutTest:
     level: float
 
     def words(self) -> str:
-        """The test in a sentence."""
+        """Describes the test in a sentence."""
         return f"{self.other}, {self.source}, after step {self.step}: {self.difference.words(self.level)}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs by the names that the page calls them; `settings`: differing keys, a value a run; `notes`: what makes them
-    hard to compare.
+    """Runs by their names on the page. `settings`: differing keys, with a value for each run. `notes`: what makes the
+    runs hard to compare.
     """
 
     runs: dict[str, RunRecord]
@@ -49,7 +48,7 @@ class Comparison:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: `runs`, `settings`, `held_out`, `notes`."""
+        """Returns plain data: `runs`, `settings`, `held_out`, `notes`."""
         tests = [_test_json(test) for test in self.tests]
         runs = {name: {"path": str(run.path), "steps": run.last_step} for name, run in self.runs.items()}
         return {"runs": runs, "settings": self.settings, "held_out": tests, "notes": list(self.notes)}
@@ -66,11 +65,12 @@ def _test_json(test: HeldOutTest) -> dict[str, Any]:
 
 
 def compare(paths: Sequence[Path]) -> Comparison:
-    """Reads the runs and compares them. Raises ConfigError for fewer than two, for one named twice, and for what is no
-    run.
+    """Reads the runs and compares them.
+
+    Raises ConfigError for fewer than two, for one that is named twice, and for folders without a run.
     """
     if len(paths) < 2:
-        raise ConfigError("give two run directories or more")
+        raise ConfigError("give at least two run directories")
     if len({path.resolve() for path in paths}) < len(paths):
         raise ConfigError("a run directory is named twice; each is compared with the first one, once")
     runs = dict(zip(_names(paths), map(read_run, paths), strict=True))
@@ -78,7 +78,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
+    """Returns the shortest ends of the paths that distinguish them."""
     parts = [path.resolve().parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
@@ -105,7 +105,7 @@ def _tests(runs: dict[str, RunRecord]) -> tuple[HeldOutTest, ...]:
 
 
 def _shared_step(first: RunRecord, second: RunRecord) -> int | None:
-    """The last step, after training, that both were validated at."""
+    """Returns the last step after training at which both were validated."""
     return max((step for step in set(first.validation_steps) & set(second.validation_steps) if step > 0), default=None)
 
 
@@ -122,13 +122,13 @@ def _notes(runs: dict[str, RunRecord]) -> list[str]:
             )
         if _shared_step(first, run) is None:
             notes.append(
-                f"{name} and {names[0]} were not validated after a same step: their held-out scores are not tested "
+                f"{name} and {names[0]} were never validated after the same step: their held-out scores are not tested "
                 "against each other."
             )
         elif not _same_start(first, run):
             notes.append(
-                f"{name} and {names[0]} answered otherwise before training: other weights, prompts, or seeds of "
-                "sampling."
+                f"{name} and {names[0]} answered differently before training: their weights, prompts or sampling "
+                "seeds differ."
             )
         if run.last_step != first.last_step:
             notes.append(f"{name} has {run.last_step} steps, {names[0]} {first.last_step}.")
@@ -136,12 +136,12 @@ def _notes(runs: dict[str, RunRecord]) -> list[str]:
 
 
 def _other_reward(first: RunRecord, second: RunRecord) -> list[str]:
-    """Keys of the reward that the two say differently."""
+    """Returns the keys of the reward whose values differ."""
     return [key for key in _settings((first, second)) if key.startswith(REWARD_SETTINGS)]
 
 
 def _same_start(first: RunRecord, second: RunRecord) -> bool:
-    """Whether both answered the held-out prompts alike before training; true where one of them did not say."""
+    """Tells whether both answered the held-out prompts equally before training; true if one has no such answers."""
     if 0 not in first.validation_steps or 0 not in second.validation_steps:
         return True
     first_answers = [one.output for one in first.responses(0)]

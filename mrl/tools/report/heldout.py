@@ -1,9 +1,9 @@
-"""Held-out scores and whether two of them differ by more than chance.
+"""Held-out scores, and whether two of them differ by more than chance.
 
-Two validations of the same prompts are compared prompt by prompt: the mean difference over its standard error, of
-normal distribution for many prompts, is what chance alone would rarely make large. Prompts are the units, as responses
-of one are not independent (see mrl.record.validation_metrics). An answer is worth its `acc` where the reward gives one,
-as in the core metrics: a bonus makes no answer more right.
+Two validations of the same prompts are compared by prompt: the mean difference over its standard error, normally
+distributed for many prompts, is rarely large by chance. Prompts are the units, because responses to a prompt are not
+independent (see mrl.record.validation_metrics). The value of an answer is its `acc` if the reward gives one, as in the
+core metrics. A bonus makes no answer more right.
 """
 
 import math
@@ -20,12 +20,12 @@ from mrl.record.validation_metrics import ACC, REWARD, Z95
 from mrl.reward.items import OK, UNJUDGED
 
 LEVEL = 0.05
-FEW_PROMPTS = 12  # below it the normal distribution promises too much
+FEW_PROMPTS = 12  # with fewer, the normal distribution is too optimistic
 
 
 @dataclass(frozen=True)
 class Response:
-    """One held-out response, as validation/step-N.jsonl has it."""
+    """One held-out response, as in validation/step-N.jsonl."""
 
     data_source: str
     prompt_id: int
@@ -35,14 +35,12 @@ class Response:
     truth: str
     score: float
     reason: str
-    acc: float | None = None  # the reward's part of that name; None where it gave none
+    acc: float | None = None  # the reward's part of that name; None if absent
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of `second` less `first` over shared prompts, its standard error and the chance of one as large without any
-    effect.
-    """
+    """The mean of `second` minus `first` over shared prompts, its standard error, and its probability by chance."""
 
     prompts: int
     first: float
@@ -50,7 +48,7 @@ class Difference:
     mean: float
     standard_error: float
     p: float
-    quantity: str = REWARD  # what of an answer was compared: `acc`, or `reward` where a side has none
+    quantity: str = REWARD  # the compared quantity: `acc`, or `reward` if a side lacks it
 
     @property
     def half_width(self) -> float:
@@ -58,11 +56,11 @@ class Difference:
         return Z95 * self.standard_error
 
     def significant(self, level: float = LEVEL) -> bool:
-        """Whether chance alone would be as large in less than `level` of all cases, of enough prompts to say so."""
+        """Tells whether chance would be as large in less than `level` of all cases, with enough prompts to say so."""
         return self.prompts >= FEW_PROMPTS and self.p < level
 
     def words(self, level: float = LEVEL) -> str:
-        """The difference in a sentence."""
+        """Describes the difference in a sentence."""
         size = (
             f"{self.quantity} {self.first:.3g} to {self.second:.3g} ({self.mean:+.3g} ± {self.half_width:.2g}, "
             f"{self.prompts} prompts)"
@@ -78,7 +76,7 @@ class Difference:
 
 
 def read_responses(folder: Path, step: int) -> list[Response]:
-    """The responses of one validation; lines that are none are left out, none of a step without file."""
+    """Returns the responses of one validation without invalid lines; nothing for a step without file."""
     try:
         text = read_text(folder / f"step-{step}.jsonl", LINES_BYTES, errors="replace")
     except (OSError, ValueError):
@@ -115,7 +113,7 @@ def _acc(parts: Any) -> float | None:
 
 
 def quantities(*validations: Sequence[Response]) -> dict[str, str]:
-    """What the answers of each data source are compared by: `acc` where every scored one of all `validations` has it,
+    """Returns the quantity to compare for each data source: `acc` if all scored answers of all `validations` have it,
     else `reward`.
     """
     scored = [one for responses in validations for one in responses if one.reason == OK]
@@ -126,10 +124,10 @@ def quantities(*validations: Sequence[Response]) -> dict[str, str]:
 
 
 def prompt_means(responses: Sequence[Response], by: Mapping[str, str]) -> dict[str, dict[tuple[int, str], float]]:
-    """Mean of each prompt, by data source, of the quantity that `by` names for it.
+    """Returns the mean of each prompt by data source, of the quantity that `by` names.
 
-    A prompt is its number and its text: other data has other prompts. As in the metrics, a failed answer has the lowest
-    `acc` of its data source and at most 0. A prompt with a response that nobody judged is left out.
+    A prompt is its number and its text, because other data has other prompts. As in the metrics, a failed answer has
+    the lowest `acc` of its data source, at most 0. A prompt with an unjudged response is left out.
     """
     left_out = {_prompt(one) for one in responses if one.reason in UNJUDGED}
     responses = [one for one in responses if _prompt(one) not in left_out]
@@ -153,7 +151,7 @@ def _prompt(response: Response) -> tuple[str, int, str]:
 
 
 def differences(first: Sequence[Response], second: Sequence[Response]) -> dict[str, Difference]:
-    """Compares the prompts that both answered, by data source; nothing of a source that shares fewer than two."""
+    """Compares the prompts that both answered, by data source. Skips sources with fewer than two shared prompts."""
     by = quantities(first, second)
     before = prompt_means(first, by)
     after = prompt_means(second, by)
@@ -168,7 +166,7 @@ def differences(first: Sequence[Response], second: Sequence[Response]) -> dict[s
 
 
 def paired(first: np.ndarray, second: np.ndarray) -> Difference:
-    """Compares two values a prompt, both [prompts], two prompts at least."""
+    """Compares two values for each prompt, both [prompts], of at least two prompts."""
     change = second - first
     mean = float(change.mean())
     error = float(change.std(ddof=1) / math.sqrt(len(change)))

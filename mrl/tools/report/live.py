@@ -1,8 +1,7 @@
-"""A run's page, served while the run goes on: on this machine alone, to who has the token.
+"""Serves a run's page during the run, on this machine alone, to clients with the token.
 
-The page asks again every few seconds and is answered 304 until the run directory has changed. It is made anew when it
-is asked for, never more than a tenth of the time: a run of many steps takes seconds to read, and the machine belongs to
-the run.
+The page asks again every few seconds and gets 304 until the run directory has changed. The server makes it on request,
+using at most a tenth of the time: a run with many steps takes seconds to read, and the machine belongs to the run.
 """
 
 import hashlib
@@ -26,12 +25,12 @@ from mrl.tools.report.run_record import NoStepYet, read_run
 from mrl.tools.report.sections import run_page
 
 LOOPBACK = "127.0.0.1"
-IDLE_S = 30.0  # without a request, or the rest of one, a connection ends
-SHARE = 0.1  # of the time, at most, that goes into making pages
+IDLE_S = 30.0  # seconds without a request, or its rest, after which a connection ends
+SHARE = 0.1  # largest share of the time for making pages
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedPage:
     """A page as it is sent. `tag` changes with the run directory."""
 
     tag: str
@@ -45,23 +44,23 @@ class LivePage:
         self._folder = folder
         self._clock = clock
         self._lock = threading.Lock()
-        self._newest: Served | None = None
+        self._newest: ServedPage | None = None
         self._rest_until = 0.0
 
-    def page(self) -> Served:
-        """Made anew where the directory has changed and the last one is long enough ago."""
+    def page(self) -> ServedPage:
+        """Returns the page. Makes a new one if the directory has changed and enough time has passed."""
         with self._lock:
             tag = state_tag(self._folder)
             stale = self._newest is None or (tag != self._newest.tag and self._clock() >= self._rest_until)
             if stale:
                 began = self._clock()
-                self._newest = Served(tag, page_html(self._made(), live=tag).encode())
+                self._newest = ServedPage(tag, page_html(self._made(), live=tag).encode())
                 now = self._clock()
                 self._rest_until = now + (now - began) * (1 - SHARE) / SHARE
             return self._newest
 
     def _made(self) -> Page:
-        """The run's page, or one that says why there is none yet."""
+        """Returns the run's page, or one that says why there is none yet."""
         try:
             return run_page(read_run(self._folder))
         except NoStepYet as error:
@@ -72,7 +71,7 @@ class LivePage:
 
 
 def state_tag(folder: Path) -> str:
-    """Changes whenever a run writes a step, a sample, a validation, or how it ended."""
+    """Returns a tag that changes when a run writes a step, a sample, a validation, or its end."""
     run = RunDir(folder)
     parts = [str(in_use(folder))]
     for path in (
@@ -93,7 +92,7 @@ def state_tag(folder: Path) -> str:
 
 
 class LiveServer:
-    """Serves one run's page at `url` until it is closed. Raises EnvironmentFault for a port that is taken."""
+    """Serves one run's page at `url` until it is closed. Raises EnvironmentFault for a port that is in use."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         self.token = secrets.token_urlsafe(24)
@@ -107,25 +106,25 @@ class LiveServer:
 
     @property
     def port(self) -> int:
-        """The port that was taken."""
+        """The port in use."""
         return self._server.server_address[1]
 
     @property
     def url(self) -> str:
-        """The page's address with the token: who has it sees the page."""
+        """The page's address with the token. Whoever has it can see the page."""
         return f"http://{LOOPBACK}:{self.port}/?token={self.token}"
 
     def serve(self) -> None:
-        """Answers until `close` is called, or an exception such as Ctrl-C comes."""
+        """Answers until `close` is called, or until an exception such as Ctrl-C."""
         self._server.serve_forever(poll_interval=0.2)
 
     def close(self) -> None:
-        """Stops answering, from another thread than `serve`'s."""
+        """Stops answering. Call it from another thread than that of `serve`."""
         self._server.shutdown()
         self._server.server_close()
 
 
-# of every answer: no copy is kept, the token goes nowhere else, and no other page frames it
+# for every answer: nothing is cached, the token is not passed on, and no other page can embed it
 _SAFE_HEADERS = (
     ("Cache-Control", "no-store"),
     ("Referrer-Policy", "no-referrer"),
@@ -135,7 +134,7 @@ _SAFE_HEADERS = (
 
 
 def _handler(page: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
-    """What answers one request: GET of `/` with the token, and nothing else."""
+    """Makes the handler of one request: GET of `/` with the token, and nothing else."""
 
     class Handler(BaseHTTPRequestHandler):
         server_version = "mrl"
@@ -158,7 +157,7 @@ def _handler(page: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
             return self._answer(200, served.body, "text/html", served.tag)
 
         def _for_us(self) -> bool:
-            """Whether the request names this address; another host's name may be bent to it (DNS rebinding)."""
+            """Tells whether the request names this address. Another host's name may resolve to it (DNS rebinding)."""
             port = self.server.server_address[1]
             return self.headers.get("Host") in (f"{LOOPBACK}:{port}", f"localhost:{port}")
 
@@ -174,6 +173,6 @@ def _handler(page: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, *_) -> None:
-            """Says nothing: the token would stand in every line."""
+            """Does nothing, because every line would contain the token."""
 
     return Handler

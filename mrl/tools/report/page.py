@@ -1,5 +1,6 @@
-"""What a page consists of, without a word of HTML: sections of blocks, each block plain data. Text in blocks is text,
-never markup.
+"""The content of a page, without HTML: sections of blocks, each block plain data.
+
+Text in blocks is text, never markup.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ _KNOWN = (
 
 
 def color_of(kind: str) -> int:
-    """Colour of a phase or of a part of memory: the same on every page and in every drawing."""
+    """Returns the colour of a phase or of a part of memory, which is the same on all pages."""
     if kind in _KNOWN:
         return _KNOWN.index(kind) % KINDS
     return KINDS - 1
@@ -24,7 +25,7 @@ def color_of(kind: str) -> int:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A sentence or several. `tone` colours its edge."""
+    """One or several sentences. `tone` colours the edge."""
 
     text: str
     tone: Tone | None = None
@@ -39,15 +40,15 @@ class Items:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and values, a line each."""
+    """Names and values, one on each line."""
 
     rows: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; columns of `numbers` stand to the right. `caption` may be empty; `folded`: only it is seen until it is
-    clicked.
+    """A table. Columns in `numbers` are right-aligned. `caption` may be empty. With `folded`, only the caption is
+    visible until it is clicked.
     """
 
     head: tuple[str, ...]
@@ -59,7 +60,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Text:
-    """Lines as they are, of a log or a command."""
+    """Unchanged lines of a log or a command."""
 
     text: str
     caption: str = ""
@@ -67,8 +68,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Series:
-    """A curve of a chart. `band`: keys of the curves of the lower and the upper end of an interval around it;
-    `color`: its number, else by its place.
+    """A curve of a chart. `band`: keys of the lower and upper curves of an interval around it. `color`: its number, by
+    default its position.
     """
 
     label: str
@@ -79,7 +80,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over steps on one axis. `curve` of a series is a key of Page.curves."""
+    """Curves over steps with one axis. `curve` of a series is a key of Page.curves."""
 
     id: str
     title: str
@@ -91,7 +92,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Stack:
-    """Curves of the same steps on top of each other."""
+    """Stacked curves of the same steps."""
 
     id: str
     title: str
@@ -101,8 +102,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class Explorer:
-    """A chart of any metric that the reader chooses. `runs`: label, and what stands before a metric's name in its key
-    of Page.curves.
+    """A chart of any metric that the reader chooses. `runs`: label, and prefix of a metric's name in its key of
+    Page.curves.
     """
 
     id: str
@@ -112,7 +113,7 @@ class Explorer:
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of a lane, from `start` to `stop` in the unit of the lanes. `kind` chooses the colour."""
+    """A segment of a lane from `start` to `stop` in the unit of the lanes. `kind` chooses the colour."""
 
     label: str
     start: float
@@ -122,7 +123,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Bars in rows over one axis that ends at `end`; `mark` is a limit drawn across, such as what a device has."""
+    """Rows of bars over one axis that ends at `end`. `mark` is a limit drawn across, such as a device's memory."""
 
     title: str
     unit: str
@@ -133,7 +134,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of text as the model wrote it, and a number of it (None: nothing is known)."""
+    """A piece of text as the model wrote it, and its number (None: unknown)."""
 
     text: str
     value: float | None = None
@@ -141,14 +142,14 @@ class Token:
 
 @dataclass(frozen=True)
 class SampleBlock:
-    """One response, its tokens coloured by their values, -`scale` to `scale`."""
+    """One response. Its tokens are coloured by values from -`scale` to `scale`."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
     prompt: str
     tokens: tuple[Token, ...]
     scale: float
-    meaning: str  # of a token's value, for the reader who points at it
+    meaning: str  # of a token's value, shown when the reader points at it
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ Block = Paragraph | Items | Facts | Table | Text | Chart | Stack | Explorer | La
 
 @dataclass(frozen=True)
 class PageSection:
-    """A heading with blocks; `id` names it in links and to tests."""
+    """A heading with blocks. `id` names it in links and tests."""
 
     id: str
     title: str
@@ -175,8 +176,8 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole page. `curves`: every curve that a chart names, thinned where they are many but for those of `whole`.
-    `summary`: what stands there for a browser without scripts. `headline`: what the page says first.
+    """A whole page. `curves`: every curve that a chart names, thinned if they are many, except those in `whole`.
+    `summary`: shown by browsers without scripts. `headline`: the first statement of the page.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""What a run directory holds, typed: of a run that goes on, has ended or was killed, whoever wrote it."""
+"""The content of a run directory as typed data, for a running, ended or killed run."""
 
 import os
 import re
@@ -29,12 +29,12 @@ _TROUBLE = re.compile(r"\b(ERROR|Error|error|Traceback|Exception|Killed|OutOfMem
 
 
 class NoStepYet(ConfigError):
-    """A run directory without a step, and without a failure, to make a page of."""
+    """A run directory with neither a step nor a failure, of which no page can be made."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What a run printed, or would have, of a step."""
+    """Advice that a run printed, or would have printed, about a step."""
 
     step: int
     text: str
@@ -42,7 +42,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `config` is None where another version wrote it; `notes` say what of the directory could not be read."""
+    """One run. `config` is None if another version wrote it. `notes` tell what could not be read."""
 
     path: Path
     settings: Settings
@@ -65,24 +65,24 @@ class RunRecord:
 
     @cached_property
     def by_step(self) -> dict[int, dict[str, Any]]:
-        """The line of each step; a step that was written twice counts by its last line."""
+        """The line of each step; the last line of a step that was written twice."""
         return {row[STEP]: row for row in self.rows}
 
     @property
     def last_step(self) -> int:
-        """The number of steps finished."""
+        """The number of finished steps."""
         return max(self.by_step, default=0)
 
     @property
     def total_steps(self) -> int | None:
-        """Steps that the run is to have, where its configuration says it."""
+        """Planned steps of the run, if its configuration tells."""
         return self.settings.number("trainer.total_training_steps") and int(
             self.settings.number("trainer.total_training_steps")
         )
 
     @property
     def finished(self) -> bool:
-        """Whether nothing of the run is left to do."""
+        """Tells whether the run is complete."""
         return not self.running and (self._ended_well or (not self.attempts and self.last_step == self.total_steps))
 
     @property
@@ -91,10 +91,10 @@ class RunRecord:
 
     @cached_property
     def missing_steps(self) -> tuple[int, ...]:
-        """Steps that were done and have no line.
+        """Finished steps without a line.
 
-        They lie in between, up to the newest checkpoint or, where the last start ended well, up to the last step of the
-        run. The line of a step that a resume goes on from is in its checkpoint.
+        They are below the newest checkpoint, or below the last step if the last start ended well. The line of a step
+        from which a run was resumed is in its checkpoint.
         """
         first = min((attempt.step for attempt in self.attempts), default=min(self.by_step, default=1) - 1)
         done = [self.last_step]
@@ -107,42 +107,42 @@ class RunRecord:
 
     @cached_property
     def goodput(self) -> Goodput | None:
-        """Where the wall time of the run went; None where older versions wrote it."""
+        """How the run's wall time was spent; None for runs of older versions."""
         return goodput_of(self.path)
 
     @cached_property
     def checkpoints(self) -> tuple[int, ...]:
-        """Steps that there is a checkpoint of."""
+        """Steps with a checkpoint."""
         return _numbered(RunDir(self.path).checkpoints)
 
     @cached_property
     def sample_steps(self) -> tuple[int, ...]:
-        """Steps whose training samples are there."""
+        """Steps with training samples."""
         return _numbered(RunDir(self.path).samples)
 
     @cached_property
     def validation_steps(self) -> tuple[int, ...]:
-        """Steps whose held-out responses are there."""
+        """Steps with held-out responses."""
         return _numbered(RunDir(self.path).validation)
 
     def responses(self, step: int) -> list[Response]:
-        """Held-out responses after `step`, whose file is read once; none where there is no file."""
+        """Returns the held-out responses after `step`, whose file is read once; nothing without file."""
         if step not in self._responses:
             self._responses[step] = read_responses(RunDir(self.path).validation, step)
         return self._responses[step]
 
     @cached_property
     def _responses(self) -> dict[int, list[Response]]:
-        """Held-out responses that were asked for so far, by step."""
+        """Held-out responses that were requested so far, by step."""
         return {}
 
     def matching(self, pattern: str) -> list[str]:
-        """Names of metrics that a regular expression fits from end to end, in the order of the lines."""
+        """Returns the names of metrics that a regular expression matches completely, in the order of the lines."""
         return [name for name in self.curves if re.fullmatch(pattern, name)]
 
     @cached_property
     def advice(self) -> list[Advice]:
-        """The first of each kind, as the run printed it."""
+        """The first advice of each kind, as the run printed it."""
         if self.config is None:
             return []
         config = self.config
@@ -156,16 +156,16 @@ class RunRecord:
         return found
 
     def log_tails(self) -> dict[str, list[str]]:
-        """The last lines of each log that sound of trouble, at most LOG_TAIL_LINES of each."""
+        """Returns the last suspicious lines of each log, at most LOG_TAIL_LINES."""
         tails = {file.name: _troubled(file) for file in sorted(RunDir(self.path).logs.glob("*.log"))}
         return {name: lines for name, lines in tails.items() if lines}
 
 
 def read_run(path: Path | str) -> RunRecord:
-    """Reads a run directory, whatever process writes it meanwhile.
+    """Reads a run directory, even while a process writes to it.
 
     Raises ConfigError for another folder, for a damaged metrics.jsonl and for a plan of another version. Raises
-    NoStepYet where neither a step nor a failure is written.
+    NoStepYet if neither a step nor a failure is written.
     """
     folder = RunDir(Path(path))
     _check_is_run(folder)
@@ -194,7 +194,7 @@ def read_run(path: Path | str) -> RunRecord:
 def _check_is_run(folder: RunDir) -> None:
     path = folder.path
     if not path.is_dir():
-        raise ConfigError(f"{path} is no folder; give a run directory (trainer.run_dir, such as runs/NAME)")
+        raise ConfigError(f"{path} is not a folder; give a run directory (trainer.run_dir, such as runs/NAME)")
     if not folder.config.is_file():
         inside = sorted(child.parent for child in path.glob(f"*/{folder.config.name}"))
         those = ""
@@ -216,7 +216,7 @@ def _config(file: Path, notes: list[str]) -> RunConfig | None:
 
 def _plan(file: Path, notes: list[str]) -> dict[str, Any] | None:
     if not file.exists():
-        notes.append("There is no plan.json: what was planned is left out.")
+        notes.append("There is no plan.json, so the planned values are left out.")
         return None
     return load_plan(file)
 

@@ -1,4 +1,4 @@
-"""Training samples for people: which of a step's responses are worth a look, and their tokens as text."""
+"""Training samples for people: selects interesting responses of a step, and decodes their tokens."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ from mrl.record.sample_files import read_samples, readable, rows_of
 from mrl.record.shown_rows import ShownRows, extreme_rows
 from mrl.tools.report.page import Token
 
-_TORN = "\ufffd"  # what a decoder gives for bytes that are no whole character
-_WHOLE_AFTER = 4  # tokens: no character of UTF-8 has more bytes
+_TORN = "\ufffd"  # a decoder's output for incomplete characters
+_WHOLE_AFTER = 4  # tokens; no character of UTF-8 has more bytes
 
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One response of a training step. `versions`: weights that made it, oldest first."""
+    """One response of a training step. `versions`: the weights that generated it, oldest first."""
 
     row: int
     prompt_id: int
@@ -30,10 +30,10 @@ class TrainingSample:
     versions: tuple[int, ...]
     score: float
     reason: str
-    old_log_probs: list[float | None] | None = None  # the trainer's, of the first LONGEST tokens
-    sampled: list[bool] | None = None  # false of context, of which no log-prob means anything; None: all are
-    turns: tuple[str, ...] = ()  # where there are several, what was called in each and what it took
-    branches: tuple[int, ...] = ()  # where there are several, the token that each begins with
+    old_log_probs: list[float | None] | None = None  # the trainer's, for the first LONGEST tokens
+    sampled: list[bool] | None = None  # False for context, whose log-probs have no meaning; None: all are sampled
+    turns: tuple[str, ...] = ()  # with several turns: the calls of each and their duration
+    branches: tuple[int, ...] = ()  # with several branches: the first token of each
 
     @property
     def log_probs(self) -> list[float | None]:
@@ -45,9 +45,9 @@ class TrainingSample:
 
 
 def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, list[TrainingSample]]:
-    """The best, the worst and, where `shown` is of this step, the most changed of a step's responses, by kind.
+    """Returns the best and worst responses of a step by kind, and the most changed if `shown` belongs to it.
 
-    Of a large file only the scores and what is shown are read. Raises DataError for a damaged one.
+    Of a large file only the scores and the shown rows are read. Raises DataError for a damaged file.
     """
     with readable(folder, step):
         file = folder / f"step-{step}.parquet"
@@ -63,7 +63,7 @@ def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, lis
         by_id = {}
         if shown is not None and shown.step == step:
             by_id = shown.log_probs
-        # the file may have fewer rows than the step had (record.samples)
+        # the file may have fewer rows than the step (record.samples)
         log_probs = {row: by_id[id] for row, id in enumerate(columns["sample_id"].to_pylist()) if id in by_id}
         if log_probs:
             kinds["changed"] = sorted(log_probs.keys() - {row for rows in kinds.values() for row in rows})
@@ -78,7 +78,7 @@ def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, lis
 def _by_kind(
     kinds: Mapping[str, Sequence[int]], samples: Sequence[TrainingSample] | Mapping[int, TrainingSample]
 ) -> dict[str, list[TrainingSample]]:
-    """The samples of each kind, given the rows of each kind."""
+    """Returns the samples of each kind, given the rows of each kind."""
     return {kind: [samples[row] for row in rows] for kind, rows in kinds.items()}
 
 
@@ -117,14 +117,14 @@ def _sample(
 def _turns(turns: Sequence[dict[str, Any]], calls: Iterator[dict[str, Any]]) -> Iterator[str]:
     for turn in turns if len(turns) > 1 else ():
         called = [f"{call['name'] or 'no tool'} {call['reason']}" for call in islice(calls, turn["calls"])]
-        said = f"{', '.join(called) or 'no call'}, from token {turn['first_token']}"
+        words = f"{', '.join(called) or 'no call'}, from token {turn['first_token']}"
         took = ""
         if turn["calls"]:
             took = f", {turn['seconds']:.2f} s"
         reward = ""
         if turn.get("reward"):
             reward = f", reward {turn['reward']:g}"
-        yield said + took + reward
+        yield words + took + reward
 
 
 def _branches(branches: Sequence[dict[str, Any]]) -> tuple[int, ...]:
@@ -143,8 +143,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def decoder(folders: Sequence[Path]) -> Decode | None:
-    """Token ids to text by the first folder's tokenizer.json that can be read; None where there is none, or no package
-    for it.
+    """Returns a decoder from the first folder's readable tokenizer.json; None if there is none, or if the package is
+    missing.
     """
     try:
         from tokenizers import Tokenizer
@@ -153,22 +153,22 @@ def decoder(folders: Sequence[Path]) -> Decode | None:
     for folder in folders:
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception:  # the package raises a plain Exception for whatever it does not like
+        except Exception:  # the package raises a plain Exception for any problem
             continue
         return lambda ids, tokenizer=tokenizer: tokenizer.decode(list(ids), skip_special_tokens=False)
     return None
 
 
 def text_of(ids: Sequence[int], decode: Decode | None) -> str:
-    """Decodes token ids; the numbers where no tokenizer is at hand."""
+    """Decodes token ids. Returns the numbers if there is no tokenizer."""
     if decode is None:
         return " ".join(map(str, ids))
     return decode(ids)
 
 
 def tokens_of(ids: Sequence[int], values: Sequence[float | None], decode: Decode | None) -> tuple[Token, ...]:
-    """Each token's text with its value. Tokens that only together are a character stand together, with the largest of
-    their values.
+    """Returns each token's text with its value. Tokens that together form one character are joined, with the largest
+    value.
     """
     if decode is None:
         return tuple(Token(f"{one} ", value) for one, value in zip(ids, values, strict=True))

@@ -1,4 +1,4 @@
-"""A run's page: which sections, in which order; verdict, settings and curves here, the others in sections_run.py."""
+"""A run's page: its sections and their order. Verdict, settings and curves are here, the others in sections_run.py."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ FOLDED_ABOVE = 12  # rows of a table of settings
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """A chart of the page: metrics by regular expressions, those that a run has. `log`: a logarithmic axis at first."""
+    """A chart of the page: the run's metrics that match regular expressions. `log`: starts with a logarithmic axis."""
 
     id: str
     title: str
@@ -89,10 +89,10 @@ CHARTS = (
 
 
 def run_page(run: RunRecord) -> Page:
-    """The page of one run."""
-    said = verdict(run)
+    """Makes the page of one run."""
+    outcome = verdict(run)
     sections = (
-        PageSection("verdict", "Verdict", tuple(_verdict(said, run.notes))),
+        PageSection("verdict", "Verdict", tuple(_verdict(outcome, run.notes))),
         PageSection("settings", "What differs from the recipe's defaults", tuple(_settings(run))),
         PageSection("curves", "Curves", tuple(curve_charts(run))),
         *filter(
@@ -116,7 +116,7 @@ def run_page(run: RunRecord) -> Page:
         curves=run.curves | stacked,
         whole=frozenset(stacked),
         summary=summary(run),
-        headline=said.headline,
+        headline=outcome.headline,
     )
 
 
@@ -126,12 +126,12 @@ def _stacked(sections: tuple[PageSection, ...], run: RunRecord) -> dict[str, Cur
     return {}
 
 
-def _verdict(said: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
-    yield Paragraph(said.headline, said.tone)
-    if said.sentences:
-        yield Items(said.sentences)
+def _verdict(outcome: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
+    yield Paragraph(outcome.headline, outcome.tone)
+    if outcome.sentences:
+        yield Items(outcome.sentences)
     yield Paragraph("What to do next:")
-    yield Items(said.next_steps)
+    yield Items(outcome.next_steps)
     if notes:
         yield Items(notes)
 
@@ -142,21 +142,19 @@ def _settings(run: RunRecord) -> Iterator[Block]:
     if run.settings.recipe:
         recipe = f"the recipe {run.settings.recipe} and the schema"
     yield Paragraph(f"{len(own)} of {len(run.settings.by_key)} keys differ from what {recipe} would give.")
-    said = [(setting, usual) for setting, usual in own if setting.on_command_line]
+    on_command_line = [(setting, usual) for setting, usual in own if setting.on_command_line]
     of_files = [(setting, usual) for setting, usual in own if not setting.on_command_line]
     for rows, caption, folded in (
-        (said, "On the command line", False),
+        (on_command_line, "On the command line", False),
         (of_files, "In files", len(of_files) > FOLDED_ABOVE),
     ):
         if rows:
             cells = tuple((setting.key, setting.value, usual or "(none)", setting.origin) for setting, usual in rows)
-            yield Table(
-                ("key", "here", "otherwise", "said by"), cells, caption=f"{caption}: {len(rows)}", folded=folded
-            )
+            yield Table(("key", "here", "otherwise", "set by"), cells, caption=f"{caption}: {len(rows)}", folded=folded)
 
 
 def curve_charts(run: RunRecord) -> Iterator[Block]:
-    """The charts that the run has metrics for, and one of any metric."""
+    """Yields the charts for which the run has metrics, and one for any metric."""
     for spec in CHARTS:
         if names := [name for pattern in spec.patterns for name in run.matching(pattern)]:
             yield Chart(
@@ -171,7 +169,7 @@ def _series(run: RunRecord, name: str) -> Series:
 
 
 def interval_of(run: RunRecord, metric: str) -> tuple[str, str] | None:
-    """The curves of the lower and the upper end of a held-out score's 95 % interval; None of another metric."""
+    """Returns the curves of both ends of a held-out score's 95 % interval; None for other metrics."""
     auxiliary = re.sub("^val-core/", "val-aux/", metric)
     ends = (f"{auxiliary}/ci95_low", f"{auxiliary}/ci95_high")
     if all(end in run.curves for end in ends):
@@ -180,7 +178,7 @@ def interval_of(run: RunRecord, metric: str) -> tuple[str, str] | None:
 
 
 def unit_of(name: str) -> str:
-    """Unit of a metric; none of one that this version does not declare, or that is a plain number."""
+    """Returns the unit of a metric; "" for a plain number, or a metric that this version does not know."""
     try:
         unit = metric_spec(name).unit
     except KeyError:
@@ -191,7 +189,7 @@ def unit_of(name: str) -> str:
 
 
 def summary(run: RunRecord) -> Table:
-    """The curves in numbers, for a browser without scripts."""
+    """Returns the curves as numbers, for browsers without scripts."""
     names = [name for spec in CHARTS for pattern in spec.patterns for name in run.matching(pattern)]
     rows = []
     for name in names:

@@ -1,4 +1,4 @@
-"""The page of several runs side by side."""
+"""The page that compares several runs."""
 
 import re
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from mrl.tools.report.verdict import Tone, verdict
 
 
 def compare_page(comparison: Comparison) -> Page:
-    """The page of a comparison."""
+    """Makes the page of a comparison."""
     names, (tone, words) = list(comparison.runs), headline(comparison)
     sections = (
         PageSection("verdict", "Verdict", (Paragraph(words, tone), *_verdict(comparison))),
@@ -26,7 +26,7 @@ def compare_page(comparison: Comparison) -> Page:
     )
     return Page(
         title=f"{names[0]} and {', '.join(names[1:])}",
-        subtitle=f"{len(names)} runs, each held against {names[0]}",
+        subtitle=f"{len(names)} runs, each compared with {names[0]}",
         sections=sections,
         curves=_all_curves(comparison),
         summary=_summary(comparison),
@@ -35,20 +35,20 @@ def compare_page(comparison: Comparison) -> Page:
 
 
 def headline(comparison: Comparison) -> tuple[Tone, str]:
-    """What the tests of held-out scores say together."""
+    """Summarises the tests of held-out scores."""
     first = next(iter(comparison.runs))
     if not comparison.tests:
-        return "plain", "No held-out scores of the same step are there to compare."
+        return "plain", "There are no held-out scores of the same step to compare."
     better = [t.other for t in comparison.tests if t.difference.significant(t.level) and t.difference.mean > 0]
     worse = [t.other for t in comparison.tests if t.difference.significant(t.level) and t.difference.mean < 0]
-    said = [
+    found = [
         f"{' and '.join(dict.fromkeys(who))} {how} {first}"
         for who, how in ((better, "beats"), (worse, "is worse than"))
         if who
     ]
     return ("good" if better and not worse else "plain"), (
-        f"{'; '.join(said)}, by more than chance on the held-out prompts."
-        if said
+        f"{'; '.join(found)}, by more than chance on the held-out prompts."
+        if found
         else "No run differs from the first by more than chance."
     )
 
@@ -60,8 +60,8 @@ def _verdict(comparison: Comparison) -> Iterator[Block]:
         if len(comparison.tests) > 1:
             share = f", each at {comparison.tests[0].level:.2g}"
         yield Paragraph(
-            f"{_counted(len(comparison.tests), 'test')} paired over prompts{share}. What is told apart is these "
-            "weights, not these settings: how much another trainer.seed moves a score only further runs say."
+            f"{_counted(len(comparison.tests), 'test')} paired over prompts{share}. They compare these "
+            "weights, not these settings: only further runs show how much another trainer.seed changes a score."
         )
     states = tuple(f"{name}: {verdict(run).headline}" for name, run in comparison.runs.items())
     yield Items((*states, *comparison.notes))
@@ -145,7 +145,7 @@ def _versions(run: RunRecord) -> str:
 
 
 def _summary(comparison: Comparison) -> Table:
-    """The last value of every chart's metric, for a browser without scripts."""
+    """Returns the last value of every chart's metric, for browsers without scripts."""
     found = dict.fromkeys(
         name
         for spec in CHARTS

@@ -1,6 +1,4 @@
-"""Sections about the machine: a step's phases, memory, the weight sync's proof, staleness, incidents, how to do it
-again.
-"""
+"""Sections about the machine: phases of a step, memory, proof of syncs, staleness, incidents, reproduction."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -31,7 +29,7 @@ from mrl.tools.report.run_record import RunRecord
 from mrl.train.lost_engines import whole_losses
 from mrl.units import GIB
 
-# phases in the loop's order, and who works in them
+# phases in the loop's order, and which processes work in them
 PHASES = {
     "gen": "engines",
     "reward": "driver",
@@ -56,7 +54,7 @@ LANES_OF_A_KIND = 8
 
 
 def step_times(run: RunRecord) -> PageSection | None:
-    """Phases over steps, and two steps as lanes."""
+    """Makes the section with phases over steps, and two steps as lanes."""
     names = _phases(run)
     if not names:
         return None
@@ -81,7 +79,7 @@ def _phases(run: RunRecord) -> list[str]:
 
 
 def stacked_curves(run: RunRecord) -> dict[str, Curve]:
-    """`stack/PHASE` over the same steps, at most STACKED_STEPS, evenly chosen."""
+    """Returns `stack/PHASE` over the same steps, at most STACKED_STEPS, evenly chosen."""
     steps = run.curves["timing_s/step"].steps
     chosen = steps[np.unique(np.linspace(0, len(steps) - 1, min(len(steps), STACKED_STEPS)).astype(int))]
     rows = [run.by_step[int(step)] for step in chosen]
@@ -106,7 +104,7 @@ def _step_lanes(run: RunRecord, step: int, title: str) -> Lanes:
     )
     if _runs_ahead(run):
         note += (
-            " Generation runs ahead of training, so engines work beside all of it: `gen` is what training waits "
+            " Generation runs ahead of training, so engines work in all phases: `gen` is the time that training waits "
             "for them."
         )
     return Lanes(title, "s", tuple(_lane_rows(run, spans)), max(at, row.get("timing_s/step") or 0.0), note)
@@ -156,7 +154,7 @@ def _phase_table(run: RunRecord, names: list[str]) -> Table:
 
 
 def memory(run: RunRecord) -> PageSection | None:
-    """What the plan gives every phase of the fullest device, and what was measured."""
+    """Makes the section that compares planned memory of the fullest device, by phase, with measurements."""
     if run.plan is None:
         return None
     return PageSection(
@@ -213,7 +211,7 @@ def _measured(run: RunRecord, planned: dict, fullest: float) -> Iterator[Block]:
     else:
         host = planned["host"]["bytes_per_node"] / GIB
         yield Paragraph(
-            "This device counts no memory of its own. Measured is what the whole host has in use, whatever uses it; "
+            "This device has no memory of its own. The measured value is all memory in use on the host; "
             "planned for the "
             f"run's processes are {host:.3g} GiB of a node beside the devices' {fullest:.3g} GiB each."
         )
@@ -225,7 +223,7 @@ def _measured(run: RunRecord, planned: dict, fullest: float) -> Iterator[Block]:
 
 
 def sync_proof(run: RunRecord) -> PageSection | None:
-    """Whether the engines were shown to hold the trainer's weights, and what it cost."""
+    """Makes the section on whether engines provably held the trainer's weights, and the cost."""
     verified = run.curves.get("reshard/verified")
     if verified is None:
         return None
@@ -300,7 +298,7 @@ def _bytes(size: float) -> str:
 
 
 def staleness(run: RunRecord) -> PageSection | None:
-    """How old what is trained on is, where generation runs ahead."""
+    """Makes the section on the age of trained tokens, if generation runs ahead."""
     ages = run.matching(r"training/off_policy/trajectory_staleness/(mean|max|min)")
     if not ages:
         return None
@@ -329,7 +327,7 @@ def staleness(run: RunRecord) -> PageSection | None:
 
 
 def incidents(run: RunRecord) -> PageSection:
-    """Lists what did not go as it should, in the order of steps, and what logs say where the run ended badly."""
+    """Makes the list of what went wrong, by step, with suspicious log lines if the run ended badly."""
     rows = sorted(_incidents(run), key=lambda row: row[0])
     table = Table(("step", "what", "meaning"), tuple((str(step), what, meaning) for step, what, meaning in rows), (0,))
     blocks: list[Block] = [table] if rows else [Paragraph("None is recorded.")]
@@ -337,8 +335,7 @@ def incidents(run: RunRecord) -> PageSection:
     if not run.finished and not run.running:
         tails = run.log_tails()
         blocks += [
-            Text("\n".join(lines), f"logs/{name}, its last lines that sound of trouble")
-            for name, lines in tails.items()
+            Text("\n".join(lines), f"logs/{name}, its last lines that report trouble") for name, lines in tails.items()
         ]
     return PageSection("incidents", "Incidents", tuple(blocks))
 
@@ -372,23 +369,23 @@ def _incidents(run: RunRecord) -> Iterator[tuple[int, str, str]]:
             yield int(curve.steps[curve.values > 0][0]), f"{name} {curve.last:g}", f"{meaning} (first in this step)"
     for attempt in run.attempts:
         if attempt.generated_again:
-            lost = "of later steps, lost with the process or the node that a start before ended with"
+            lost = "of later steps, lost when an earlier start ended with its process or node"
             yield attempt.step, f"{attempt.generated_again} responses generated again", lost
         for step in attempt.restarted_at:
             yield (
                 step,
                 "ranks were lost and started again",
-                "behind the newest checkpoint; why stands in attempts.jsonl",
+                "from the newest checkpoint; attempts.jsonl has the reason",
             )
         for engine, step in attempt.engines_restarted:
-            yield step, f"{engine} was started again", "why stands in attempts.jsonl"
+            yield step, f"{engine} was started again", "attempts.jsonl has the reason"
     for advice in run.advice:
         yield advice.step, "advice", advice.text
     yield from _lost_engines(run)
     steps = sorted(run.by_step)
     for before, after in pairwise(steps):
         if after - before > 1:
-            yield after, "missing lines", f"metrics.jsonl has none of steps {before + 1} to {after - 1}"
+            yield after, "missing lines", f"metrics.jsonl lacks steps {before + 1} to {after - 1}"
 
 
 def _lost_engines(run: RunRecord) -> Iterator[tuple[int, str, str]]:
@@ -419,7 +416,7 @@ def _starts(run: RunRecord) -> Iterator[str]:
                 why = f": {attempt.message}"
             yield f"{begun}; ended {attempt.ended} with exit code {attempt.exit_code}{why}"
         elif run.running and number == len(run.attempts):
-            yield f"{begun}; it goes on"
+            yield f"{begun}; it is running"
         else:
             yield f"{begun}; it wrote no end: the process was killed"
 
@@ -428,7 +425,7 @@ def _starts(run: RunRecord) -> Iterator[str]:
 
 
 def reproducibility(run: RunRecord) -> PageSection:
-    """Shows hashes, seeds, versions and the command."""
+    """Makes the section with hashes, seeds, versions and the command."""
     blocks: list[Block] = [Facts(tuple(_identity(run)))]
     if run.attempts:
         blocks.append(Text(shlex.join(run.attempts[-1].command), "command of the last start"))
@@ -458,7 +455,7 @@ def _identity(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def data_fingerprint(run: RunRecord) -> str:
-    """The fingerprint of the training prompts in the newest checkpoint's manifest; empty where none can be read."""
+    """Returns the fingerprint of the training prompts from the newest checkpoint's manifest; "" if it is unreadable."""
     if not run.checkpoints:
         return ""
     try:

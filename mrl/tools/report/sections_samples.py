@@ -1,4 +1,4 @@
-"""The section of samples: the best, worst and most changed of a training step, and of the held-out prompts."""
+"""The section of samples: best, worst and most changed responses of a training step, and of held-out prompts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from mrl.tools.report.run_record import RunRecord
 from mrl.tools.report.samples import Decode, TrainingSample, decoder, looked_at, text_of, tokens_of
 
 PAIRS = 4
-TEXT_LIMIT = 6000  # characters of a held-out response that are shown
+TEXT_LIMIT = 6000  # limit of shown characters of a held-out response
 
 
 def samples(run: RunRecord) -> PageSection | None:
-    """Shows samples of the newest step, and of the first and the last validation."""
+    """Makes the section with samples of the newest step, and of the first and last validation."""
     blocks = [*_training(run), *_held_out(run)]
     if blocks:
         return PageSection("samples", "Samples", tuple(blocks))
@@ -57,12 +57,12 @@ _KINDS = {
     "worst": "the worst",
     "changed": "those whose log-probs differ most between engine and trainer",
 }
-_LEAST_SCALE = 0.02  # nats: below it a difference is rounding, and stays white
+_LEAST_SCALE = 0.02  # nats; a smaller difference is rounding, and stays white
 
 
 @dataclass(frozen=True)
 class _Colour:
-    """What a token's colour stands for, and the value of the full colour."""
+    """The meaning of a token's colour, and the value of the full colour."""
 
     words: str
     meaning: str
@@ -70,7 +70,7 @@ class _Colour:
 
 
 def _colour(samples: Sequence[TrainingSample]) -> _Colour:
-    """Differences where any is known; else what the engine gave."""
+    """Chooses differences if any is known, else the engine's log-probs."""
     gaps = [abs(gap) for sample in samples for gap in _gaps(sample) if gap is not None]
     if not gaps:
         words = "A token's colour is the log-prob that the engine gave it: white was certain, red a rare choice."
@@ -85,7 +85,7 @@ def _colour(samples: Sequence[TrainingSample]) -> _Colour:
 
 
 def _gaps(sample: TrainingSample) -> list[float | None]:
-    """The trainer's log-prob less the engine's of each shown token; None of one that a side did not give."""
+    """Returns the trainer's minus the engine's log-prob of each shown token; None if one is missing."""
     pairs = zip(sample.old_log_probs or [], sample.log_probs, strict=False)
     return [None if old is None or rollout is None else old - rollout for old, rollout in pairs]
 
@@ -107,7 +107,7 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
     ]
     if sample.reason not in ("ok", "None"):
         facts.append(("reward", sample.reason))
-    facts += [(f"turn {number}", said) for number, said in enumerate(sample.turns, start=1)]
+    facts += [(f"turn {number}", words) for number, words in enumerate(sample.turns, start=1)]
     if sample.branches:
         facts.append(("branches", "from tokens " + ", ".join(map(str, sample.branches))))
     if cut:
@@ -125,7 +125,7 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
 
 
 def _held_out(run: RunRecord) -> Iterator[Block]:
-    """Responses to the same prompt with the same seed whose score changed most between the first and the last
+    """Yields responses with the same prompt and seed whose score changed most between the first and the last
     validation.
     """
     steps = run.validation_steps

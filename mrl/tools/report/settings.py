@@ -1,4 +1,4 @@
-"""A resolved configuration as its lines say it: every key with its text and origin, of whatever version wrote it."""
+"""A resolved configuration as text: every key with its value and origin, for files of any version."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _LEAF = re.compile(r"(?P<indent> *)(?P<key>[^\s:#][^:]*):(?: (?P<value>.*?)  # (
 
 @dataclass(frozen=True)
 class Setting:
-    """One key: its value as YAML text and where that was said."""
+    """One key: its value as YAML text, and its origin."""
 
     key: str
     value: str
@@ -27,25 +27,25 @@ class Setting:
 
     @property
     def is_own(self) -> bool:
-        """Whether the user or a preset said it, and not the recipe or the schema."""
+        """Tells whether the user or a preset set it, not the recipe or the schema."""
         return self.origin != _DEFAULT and not self.origin.startswith(_RECIPE)
 
     @property
     def on_command_line(self) -> bool:
-        """Whether `--set` said it."""
+        """Tells whether `--set` set it."""
         return self.origin == COMMAND_LINE
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A whole resolved configuration. `recipe`: the name in its head, None where it names none."""
+    """A complete resolved configuration. `recipe`: the name in its head; None if absent."""
 
     by_key: dict[str, Setting]
     recipe: str | None
     head: tuple[str, ...]
 
     def text(self, key: str, missing: str = "") -> str:
-        """The value of a key: text as it is, anything else as YAML writes it."""
+        """Returns the value of a key: text unchanged, anything else as YAML writes it."""
         if key not in self.by_key:
             return missing
         value = self.by_key[key].value
@@ -55,15 +55,15 @@ class Settings:
         return value
 
     def number(self, key: str) -> float | None:
-        """The value of a key, where it is a number."""
+        """Returns the value of a key if it is a number, else None."""
         try:
             return float(self.text(key))
         except ValueError:
             return None
 
     def own(self) -> list[tuple[Setting, str]]:
-        """Settings that differ from the recipe's and the schema's values, each with the value that it would have
-        without.
+        """Returns settings that differ from the recipe and the schema, each with the value that it would otherwise
+        have.
         """
         usual = _usual(self.recipe)
         rows = [(setting, usual.get(key, "")) for key, setting in self.by_key.items() if setting.is_own]
@@ -71,7 +71,7 @@ class Settings:
 
 
 def read_settings(path: Path) -> Settings:
-    """Raises ConfigError for a file that is no resolved configuration."""
+    """Reads a resolved configuration. Raises ConfigError for any other file."""
     try:
         text = read_text(path, CONFIG_BYTES)
     except (OSError, ValueError) as error:
@@ -89,7 +89,7 @@ def read_settings(path: Path) -> Settings:
             key = ".".join(open_keys)
             by_key[key] = Setting(key, match["value"], match["origin"])
     if not by_key:
-        raise ConfigError(f"{path}: holds no key; it is no resolved configuration")
+        raise ConfigError(f"{path}: holds no key; it is not a resolved configuration")
     head = tuple(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
     return Settings(by_key, _recipe(head), head)
 
@@ -102,7 +102,7 @@ def _recipe(head: tuple[str, ...]) -> str | None:
 
 
 def _usual(recipe: str | None) -> dict[str, str]:
-    """What every key would be if nobody said anything but the recipe."""
+    """Returns the value of every key if only the recipe was given."""
     fields = schema_keys()
     usual = {key: dump_value(field.default) for key, field in fields.items() if field.default is not PydanticUndefined}
     if recipe in available_recipes():
@@ -114,7 +114,7 @@ def _usual(recipe: str | None) -> dict[str, str]:
 
 
 def _as_resolved(text: str, fields: dict, key: str) -> str:
-    """A float of the schema is written out as one, however the recipe wrote it."""
+    """Formats a float of the schema in one way, however the recipe wrote it."""
     if key in fields and fields[key].annotation in (float, float | None) and text != "null":
         return dump_value(float(text))
     return text

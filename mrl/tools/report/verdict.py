@@ -1,4 +1,4 @@
-"""What became of a run, in words, and what to do next. Judges numbers; knows no page."""
+"""Describes the outcome of a run, and what to do next. Judges numbers, independent of pages."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ Tone = Literal["good", "plain", "warn", "bad"]
 CUT_OFF = 0.2
 UNIFORM = 0.5
 FLAT_ENTROPY = 0.1
-TOLD = 5  # stretches of missing steps
+TOLD = 5  # ranges of missing steps
 _OF_OTHER_LINES = (
-    "All of this page is of the lines that are there: bring metrics.jsonl back from a copy, and see what shortened it."
+    "This page uses only the existing lines: restore metrics.jsonl from a copy, and find out what shortened it."
 )
-FIRST_SHARE = 10  # the start and the end of a curve: a tenth of it each, one point at least
+FIRST_SHARE = 10  # start and end of a curve: a tenth of it each, at least one point
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line, how good it is, further sentences, and what to do next."""
+    """One line, its tone, further sentences, and next steps."""
 
     tone: Tone
     headline: str
@@ -39,7 +39,7 @@ class _State:
 
 
 def verdict(run: RunRecord) -> Verdict:
-    """Says what became of a run, from its whole directory."""
+    """Judges a run from its whole directory."""
     state = _state(run)
     learnt = held_out_changes(run)
     next_steps = [step for step in (state.next_step, *_cures(run)) if step]
@@ -58,7 +58,7 @@ def _fell(change: Difference) -> bool:
 
 
 def _tone(state: _State, changes: Sequence[Difference], things_to_do: int) -> Tone:
-    """How the run ended counts first, then what fell or asks for attention, then what was learnt."""
+    """Chooses the tone: first by how the run ended, then by what fell or needs attention, then by what was learnt."""
     if state.tone != "plain":
         return state.tone
     if any(map(_fell, changes)) or things_to_do > 1:
@@ -69,7 +69,7 @@ def _tone(state: _State, changes: Sequence[Difference], things_to_do: int) -> To
 
 
 def held_out_changes(run: RunRecord) -> dict[str, Difference]:
-    """Changes from the first to the last validation, by data source; nothing where there are no two."""
+    """Returns changes from the first to the last validation by data source; nothing if there are not two."""
     steps = run.validation_steps
     if len(steps) > 1:
         return differences(run.responses(steps[0]), run.responses(steps[-1]))
@@ -89,7 +89,7 @@ def _state(run: RunRecord) -> _State:
 
 
 def _ended_state(run: RunRecord, done: str) -> _State:
-    """What ended a run that did not finish, and how it goes on. `done`: its steps in words."""
+    """Describes what ended an incomplete run, and how to continue. `done` describes its steps."""
     resume = f"mrl train CONFIG --resume --run-dir {run.path} goes on from {_newest(run)}"
     if not run.attempts:
         return _State("bad", f"Ended after {done}; why is not recorded", f"See logs/ in the run directory; {resume}.")
@@ -106,8 +106,8 @@ def _ended_state(run: RunRecord, done: str) -> _State:
         case NumericAbort.exit_code:
             return _State(
                 "bad",
-                f"Numbers ended it after {done}: {last.message}",
-                f"Cure what the message says first; then {resume}.",
+                f"A numerical failure ended it after {done}: {last.message}",
+                f"Solve what the message names first; then {resume}.",
             )
         case EnvironmentFault.exit_code:
             return _State(
@@ -122,7 +122,7 @@ def _ended_state(run: RunRecord, done: str) -> _State:
 
 
 def _steps_words(steps: Sequence[int]) -> str:
-    """Steps in words, as `step 3`, or `steps 3, 5 to 9 and 11`."""
+    """Describes steps as `step 3`, or `steps 3, 5 to 9 and 11`."""
     ranges: list[list[int]] = []
     for step in steps:
         if ranges and step == ranges[-1][-1] + 1:
@@ -172,7 +172,7 @@ def _facts(run: RunRecord, learnt: dict[str, Difference]) -> Iterator[str]:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds in words, in the largest unit that gives two or more."""
+    """Describes seconds in the largest unit that gives at least two."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
@@ -188,7 +188,7 @@ def _start_and_end(run: RunRecord, name: str) -> tuple[float, float] | None:
 
 
 def _cures(run: RunRecord) -> Iterator[str]:
-    """What missing lines, and a number of the last steps, ask for, the gravest first."""
+    """Yields cures for missing lines and for numbers of the last steps, the most serious first."""
     if run.missing_steps and not run.finished:
         yield f"metrics.jsonl has no line of {_steps_words(run.missing_steps)}. {_OF_OTHER_LINES}"
     verified = run.curves.get("reshard/verified")
@@ -203,8 +203,8 @@ def _cures(run: RunRecord) -> Iterator[str]:
     longest = run.settings.text("data.max_response_length")
     if cut is not None and cut > CUT_OFF:
         yield (
-            f"{cut:.0%} of the responses are cut off at data.max_response_length ({longest}): raise it, or see why "
-            "none ends."
+            f"{cut:.0%} of the responses are cut off at data.max_response_length ({longest}): raise it, or "
+            "find out why responses do not end."
         )
     uniform = _recent(run, "train/uniform_group_share")
     if uniform is not None and uniform > UNIFORM:
@@ -237,13 +237,13 @@ def _when_all_is_well(run: RunRecord, held_out: bool, better: bool) -> str:
     if run.running:
         return "Nothing asks for attention."
     if not held_out:
-        return "Give data.val_files and trainer.test_freq, so that the next run says what it learnt."
+        return "Give data.val_files and trainer.test_freq, so that the next run shows what it learnt."
     if better:
         return (
             f"mrl convert megatron-to-hf {run.path} -o OUT gives a Hugging Face checkpoint; mrl eval measures it on "
             "other data."
         )
     return (
-        "More steps, a higher actor.optim.lr or more prompts: nothing is broken, and nothing was learnt that the "
+        "More steps, a higher actor.optim.lr or more prompts: nothing is broken, but nothing was learnt that the "
         "held-out set shows."
     )

@@ -1,9 +1,9 @@
-"""The archive that torch.save makes of one tensor: where its bytes are, and what surrounds them.
+"""The archive that torch.save makes of one tensor: the location of its elements, and the bytes around them.
 
-A torch_dist checkpoint is files of such archives one after another. The format is PyTorch's
-(caffe2/serialize/inline_container.h): an uncompressed zip, whose `data.pkl` describes the tensor and whose `data/0` is
-its elements, aligned to 64 bytes. It is read and written here without torch, and element by element never: the pickle
-is read by `mrl.tools.torch_dist.pickles`.
+A torch_dist checkpoint consists of files of such archives, one after another. The format is PyTorch's
+(caffe2/serialize/inline_container.h): an uncompressed zip whose `data.pkl` describes the tensor, and whose `data/0` has
+its elements, aligned to 64 bytes. This module reads and writes it without torch, and never element by element.
+`mrl.tools.torch_dist.pickles` reads the pickle.
 """
 
 import io
@@ -23,8 +23,8 @@ _ROOT = "archive"
 _ALIGNMENT = 64
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
-_STREAMED = 1 << 3  # of a zip's flags: the checksum stands behind the data
-_LARGE = 0xFFFFFFFF  # the sizes stand in the extra field
+_STREAMED = 1 << 3  # a zip's flag: the checksum follows the data
+_LARGE = 0xFFFFFFFF  # the sizes are in the extra field
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class StoredElements:
 
     start: int  # bytes from the beginning of the file
     stop: int
-    dtype: str  # as safetensors names it
+    dtype: str  # with safetensors' name
     shape: tuple[int, ...]
-    # the bytes from start to stop that the checksum is of; more than the tensor's where it was a view
+    # the bytes that the checksum covers; more than the tensor's if it was a view
     storage: tuple[int, int]
-    crc: int  # CRC-32 of them; 0 where the writer took none
+    crc: int  # CRC-32 of them; 0 if the writer computed none
 
 
 def find_elements(handle: int, offset: int, length: int) -> StoredElements:
-    """Looks into the archive at `offset` of an open file. Raises ValueError saying what is wrong with it."""
+    """Reads the archive at `offset` of an open file. Raises ValueError that says what is wrong."""
     try:
         with zipfile.ZipFile(_FileRange(handle, offset, length)) as archive:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -62,7 +62,7 @@ def find_elements(handle: int, offset: int, length: int) -> StoredElements:
 
 
 def _data_start(handle: int, offset: int, info: zipfile.ZipInfo) -> int:
-    """Where a record's bytes begin in the file."""
+    """Returns where a record's bytes begin in the file."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{info.filename} is compressed")
     header = os.pread(handle, _LOCAL.size, offset + info.header_offset)
@@ -70,7 +70,7 @@ def _data_start(handle: int, offset: int, info: zipfile.ZipInfo) -> int:
 
 
 def _contents(handle: int, offset: int, info: zipfile.ZipInfo) -> bytes:
-    """A small record. Its checksum counts where there is one: torch.save can be told to leave it out."""
+    """Returns a small record. Checks its checksum if there is one, which torch.save can leave out."""
     data = os.pread(handle, info.file_size, _data_start(handle, offset, info))
     if info.CRC and crc32(data) != info.CRC:
         raise ValueError(f"the bytes of {info.filename} are not those that were written (CRC-32 differs)")
@@ -78,7 +78,7 @@ def _contents(handle: int, offset: int, info: zipfile.ZipInfo) -> bytes:
 
 
 def _described(pickled: bytes) -> tuple[str, int, tuple[int, ...]]:
-    """(dtype, first element in its storage, shape) of the tensor that a `data.pkl` rebuilds."""
+    """Returns (dtype, first element in its storage, shape) of the tensor that a `data.pkl` rebuilds."""
     tensor = read_pickle(pickled)
     if not isinstance(tensor, Recorded) or tensor.pickled_name != "torch._utils._rebuild_tensor_v2":
         raise ValueError("it holds something else than one plain tensor")
@@ -124,14 +124,12 @@ class _FileRange(io.RawIOBase):
 
 @dataclass(frozen=True)
 class ArchiveFrame:
-    """What stands before and after the elements of one tensor, so that together they are an archive that torch.load
-    reads.
+    """The bytes before and after the elements of one tensor, which together form an archive that torch.load reads.
 
-    The checksum is known only when the elements have been written, so it stands behind them, as PyTorch's own writer
-    has it.
+    The checksum is known only after the elements are written, so it follows them, as in PyTorch's own writer.
     """
 
-    code: str  # safetensors' dtype
+    code: str  # safetensors' name
     shape: tuple[int, ...]
 
     @property
@@ -140,7 +138,7 @@ class ArchiveFrame:
         return prod(self.shape) * ITEM_BYTES[self.code]
 
     def before(self) -> bytes:
-        """Bytes up to the first element, which is aligned."""
+        """Returns the bytes up to the first element, which is aligned."""
         small, _ = self._small
         name = f"{_ROOT}/data/0"
         sizes = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes)
@@ -149,7 +147,7 @@ class ArchiveFrame:
         return small + _local(name, _STREAMED, 0, _LARGE, extra)
 
     def after(self, crc: int) -> bytes:
-        """Bytes behind the last element, whose CRC-32 is `crc`; their number does not depend on it."""
+        """Returns the bytes after the last element. `crc` is the elements' CRC-32; it does not change their number."""
         small, central = self._small
         descriptor = struct.pack("<IIQQ", 0x08074B50, crc, self.nbytes, self.nbytes)
         entry = _central(
@@ -164,13 +162,13 @@ class ArchiveFrame:
 
 
 def pickle_archive(pickled: bytes) -> bytes:
-    """What torch.save makes of an object without tensors."""
+    """Returns what torch.save makes of an object without tensors."""
     records, central = _records(pickled)
     return records + _directory(central, len(records))
 
 
 def _records(pickled: bytes) -> tuple[bytes, list[bytes]]:
-    """The records that every archive begins with, and their entries in its directory."""
+    """Returns the first records of every archive, and their entries in its directory."""
     records = b""
     central = []
     for name, data in ((f"{_ROOT}/data.pkl", pickled), (f"{_ROOT}/byteorder", b"little"), (f"{_ROOT}/version", b"3\n")):
@@ -180,7 +178,7 @@ def _records(pickled: bytes) -> tuple[bytes, list[bytes]]:
 
 
 def _directory(central: list[bytes], at: int) -> bytes:
-    """The end of an archive: the entries, which begin at byte `at`, and where they are."""
+    """Returns the end of an archive: the entries, which begin at byte `at`, and their location."""
     entries = b"".join(central)
     count = len(central)
     large = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, len(entries), at)
@@ -209,7 +207,7 @@ def _central(name: str, flags: int, crc: int, size: int, at: int, extra: bytes) 
 
 
 def _tensor_pickle(code: str, shape: tuple[int, ...]) -> bytes:
-    """A call of `torch._utils._rebuild_tensor_v2` on the storage `data/0`."""
+    """Returns the pickle of a call of `torch._utils._rebuild_tensor_v2` on the storage `data/0`."""
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     storage = Persistent(("storage", Named("torch", STORAGES[code]), "0", "cpu", prod(shape)))
     hooks = Named("collections", "OrderedDict", ())

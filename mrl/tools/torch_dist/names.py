@@ -1,6 +1,6 @@
-"""The keys of torch_dist checkpoints, and what each part of their tensors is in Hugging Face coordinates.
+"""The keys of torch_dist checkpoints, and their tensors in Hugging Face coordinates.
 
-Megatron-core 0.16.1 names a layer's parameter in one of three ways, of which a checkpoint has one (`sharded_state_dict`
+Megatron-core 0.16.1 names a layer's parameter in one of three ways; a checkpoint uses one of them (`sharded_state_dict`
 of transformer_block.py, experts.py and mlp.py):
 
 * homogeneous, its default: one tensor for all layers, `decoder.layers.self_attention.linear_qkv.weight` [layers, ...];
@@ -9,8 +9,8 @@ of transformer_block.py, experts.py and mlp.py):
 * `singleton_local_shards`: every expert and both halves of a gated layer by themselves,
   `decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight_w` (gate) and `_v` (up).
 
-In all of them a tensor is what one rank without any parallelism would hold: the fused qkv rows group by group, gate
-above up, and the vocabulary with the padding rows of whoever saved it.
+In all of them a tensor is what one rank without any parallelism would hold. The fused qkv rows are ordered by groups,
+and gate is above up. The vocabulary has the padding rows of the saving run.
 """
 
 import re
@@ -31,9 +31,9 @@ _EXPERTS = "mlp.experts."
 
 @dataclass(frozen=True)
 class KeyPosition:
-    """Where a parameter lies: at `index` of the leading axes of tensor `key`, whose sizes are `lead`.
+    """The position of a parameter: at `index` of the leading axes of tensor `key`, whose sizes are `lead`.
 
-    Of a gated layer perhaps one half.
+    For a gated layer it may be one half.
     """
 
     key: str
@@ -44,10 +44,10 @@ class KeyPosition:
 
 
 def whole_parameters(model: ModelSpec) -> tuple[Shard, ...]:
-    """The parameters of a rank that has all of them; layers and experts have their global numbers.
+    """Returns the parameters of a rank that has all of them, with global numbers of layers and experts.
 
-    Raises ConfigError for a model with constants or with gated delta attention, whose place in torch_dist files is not
-    known here.
+    Raises ConfigError for a model with constants or gated delta attention, whose form in torch_dist files is unknown
+    here.
     """
     shards = source_shards(model, TrainLayout.build({"world_size": 1}, model), 0)
     if model.is_hybrid or any(shard.is_constant for shard in shards):
@@ -58,7 +58,7 @@ def whole_parameters(model: ModelSpec) -> tuple[Shard, ...]:
 
 
 def written_position(shard: Shard, model: ModelSpec, separate_layers: bool) -> KeyPosition:
-    """The position that is written: homogeneous, or with `separate_layers` in Megatron's non-homogeneous way."""
+    """Returns the position to write: homogeneous, or with `separate_layers` Megatron's non-homogeneous one."""
     positions = _whole_positions(shard, model)
     if separate_layers and len(positions) > 1:
         return positions[1]
@@ -71,18 +71,18 @@ class GlobalTensor:
 
     lead: tuple[int, ...]
     shape: tuple[int, ...]  # of one of them
-    padded: bool  # rows of vocabulary padding may follow
+    padded: bool  # vocabulary padding may follow
     # index on the leading axes -> parameter, and its row where the shape begins
     members: Mapping[tuple[int, ...], tuple[Shard, int]]
 
     def fits(self, size: tuple[int, ...]) -> bool:
-        """Whether a checkpoint says this size of the tensor."""
+        """Tells whether a checkpoint's size of the tensor is possible."""
         if self.padded and len(size) == len(self.shape):
             return size[0] >= self.shape[0] and size[1:] == self.shape[1:]
         return size == (*self.lead, *self.shape)
 
     def pieces(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-        """Shape of a stored block, its leading axes and rows taken as one, and the pieces in it. Padding has none."""
+        """Returns a stored block's shape, with leading axes and rows merged, and its pieces. Padding has none."""
         axes = len(self.lead)
         indices = list(
             product(*(range(start, start + size) for start, size in zip(offsets[:axes], sizes[:axes], strict=True)))
@@ -104,7 +104,7 @@ class GlobalTensor:
 
 
 def global_tensors(model: ModelSpec) -> dict[str, GlobalTensor]:
-    """Every key that a checkpoint of the model may have."""
+    """Returns every key that a checkpoint of the model may have."""
     members: dict[str, dict[tuple[int, ...], tuple[Shard, int]]] = {}
     facts: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
     for shard in whole_parameters(model):
@@ -119,7 +119,7 @@ def global_tensors(model: ModelSpec) -> dict[str, GlobalTensor]:
 
 
 def _positions(shard: Shard, model: ModelSpec) -> Iterator[KeyPosition]:
-    """All positions that a parameter may have."""
+    """Yields all positions that a parameter may have."""
     for position in _whole_positions(shard, model):
         yield position
         if position.key.endswith("pre_mlp_layernorm.weight"):
@@ -134,7 +134,7 @@ def _positions(shard: Shard, model: ModelSpec) -> Iterator[KeyPosition]:
 
 
 def _whole_positions(shard: Shard, model: ModelSpec) -> list[KeyPosition]:
-    """Homogeneous, non-homogeneous and, for experts, singleton."""
+    """Returns the homogeneous, the non-homogeneous and, for experts, the singleton position."""
     rows = shard.local_shape[0]
     match = _LAYER.fullmatch(shard.megatron_name)
     if match is None:

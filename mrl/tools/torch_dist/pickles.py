@@ -1,7 +1,7 @@
 """Reads and writes the pickles of torch_dist checkpoints without importing or calling anything that they name.
 
-Every class or function that a pickle names becomes a stand-in which remembers what it was given. Names outside the few
-packages that such files are made of are refused, so that a file made to run something is told from a checkpoint.
+Every named class or function becomes a stand-in that records its arguments. Names outside of the few packages in such
+files are refused. This detects a file that was made to run something.
 """
 
 import io
@@ -22,7 +22,7 @@ _HARMLESS = {
 
 
 class Recorded:
-    """What a pickle would have made an object of."""
+    """The record of an object that a pickle would have made."""
 
     pickled_name = ""  # "torch.Size"
 
@@ -33,13 +33,13 @@ class Recorded:
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """The arguments are kept by `__new__`, which is all that some pickles call."""
+        """Does nothing. `__new__` keeps the arguments, because some pickles call it alone."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
     def attribute(self, name: str) -> Any:
-        """An attribute of an object that was pickled by its attributes. Raises KeyError."""
+        """Returns an attribute of an object that was pickled by its attributes. Raises KeyError."""
         return self.state[name]
 
 
@@ -61,29 +61,29 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(data: bytes) -> Any:
-    """What `data` describes, made of plain values and `Recorded`.
+    """Returns what `data` describes, as plain values and `Recorded`.
 
-    Raises ValueError for anything else, naming what it asks for.
+    Raises ValueError for anything else, with its name.
     """
     try:
         return _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a pickle is a program; a damaged one fails in any way there is
+    except Exception as error:  # a pickle is a program; a damaged one may raise anything
         raise ValueError(str(error) or type(error).__name__) from error
 
 
 @dataclass(frozen=True)
 class Persistent:
-    """What a pickle leaves to its reader: torch.save's storages."""
+    """An object that a pickle leaves to its reader, such as torch.save's storages."""
 
     id: tuple[Any, ...]
 
 
-@dataclass(frozen=True, eq=False)  # a key of dictionaries by what it is, whatever it holds
+@dataclass(frozen=True, eq=False)  # compares by identity, and can be a dictionary key whatever it contains
 class Named:
-    """An object to be pickled under the name of a class or function that is not imported here.
+    """An object to be pickled with the name of a class or function that is not imported here.
 
-    With neither arguments nor state it is the named thing itself, and with arguments what calling it gives. With state
-    it is an instance that has it: a dictionary of its attributes, or whatever its class's `__setstate__` takes.
+    With neither arguments nor state it is the named object itself, and with arguments the result of calling it. With
+    state it is an instance: the state is a dictionary of its attributes, or whatever its class's `__setstate__` takes.
     """
 
     module: str
@@ -93,14 +93,16 @@ class Named:
 
 
 def write_pickle(value: Any) -> bytes:
-    """A pickle (protocol 2) of plain values and `Named`."""
+    """Returns a pickle (protocol 2) of plain values and `Named`."""
     opcodes = [b"\x80\x02"]
     _write(value, opcodes)
     return b"".join([*opcodes, b"."])
 
 
 def _write(value: Any, opcodes: list[bytes]) -> None:
-    """Appends those of `value`: the metadata of a large checkpoint are hundreds of thousands, some levels deep."""
+    """Appends the opcodes of `value`. A large checkpoint's metadata are hundreds of thousands of values, only a few
+    levels deep.
+    """
     if isinstance(value, Named):
         opcodes.append(f"c{value.module}\n{value.name}\n".encode())
         if value.arguments is not None:
@@ -120,7 +122,7 @@ def _write(value: Any, opcodes: list[bytes]) -> None:
     elif isinstance(value, dict):
         _write_all(b"}(", chain.from_iterable(value.items()), b"u", opcodes)
     else:
-        opcodes.append(pickle.dumps(value, 2)[2:-1])  # without the protocol before and the stop behind
+        opcodes.append(pickle.dumps(value, 2)[2:-1])  # without the protocol before and the stop after it
 
 
 def _write_all(begin: bytes, items: Iterable[Any], end: bytes, opcodes: list[bytes]) -> None:

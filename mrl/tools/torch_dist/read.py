@@ -1,9 +1,9 @@
-"""Megatron's own checkpoints (format torch_dist): found, described and read as stored blocks in Hugging Face
+"""Finds, describes and reads Megatron's own checkpoints (format torch_dist), as stored blocks in Hugging Face
 coordinates.
 
-A checkpoint is a folder of `*.distcp` files, each a row of torch.save archives, and `.metadata`, a pickle that says
-which block of which tensor is where (torch/distributed/checkpoint/metadata.py). Nothing of it is executed and
-`common.pt`, the pickle of everything that is no tensor, is never opened. Optimizer states stay behind.
+A checkpoint is a folder of `*.distcp` files, each a sequence of torch.save archives, and `.metadata`. This is a pickle
+with the location of every block of a tensor (torch/distributed/checkpoint/metadata.py). Nothing in it is executed.
+`common.pt`, the pickle of everything except tensors, is never opened. Optimizer states are left out.
 """
 
 import re
@@ -31,7 +31,7 @@ from mrl.tools.torch_dist.names import GlobalTensor, global_tensors
 from mrl.tools.torch_dist.pickles import Recorded, read_pickle
 from mrl.units import MIB
 
-_HF_FOLDERS = (HF_FOLDER, "huggingface")  # ours and verl's
+_HF_FOLDERS = (HF_FOLDER, "huggingface")  # mrl's and verl's
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _WRAPPERS = re.compile(r"((module|model)\.)*")
 _TORCH_DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
@@ -47,7 +47,7 @@ class StoredBlock:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    at: int  # bytes
+    at: int  # in bytes
     length: int  # bytes of the archive
     dtype: str
 
@@ -57,18 +57,16 @@ class DescribedTensor:
     """A tensor as `.metadata` describes it."""
 
     size: tuple[int, ...]
-    dtype: str  # as safetensors names it, or torch's name where that has none here
+    dtype: str  # safetensors' name, or torch's if it has none
     blocks: tuple[StoredBlock, ...]
 
 
 def open_torch_dist(path: Path, hf_files: Path | None = None) -> Checkpoint:
-    """Reads the description of a checkpoint, or of the newest in a folder of them.
+    """Opens a checkpoint, or the newest in a folder of them, from its description. Call it only if its user trusts it.
 
-    To be called when its user trusts it.
-
-    `hf_files`: folder of configuration and tokenizer, which such a checkpoint does not have; None looks beside it.
-    Raises EnvironmentFault naming what is missing, unknown or of another model, ConfigError where there is no
-    config.json.
+    `hf_files` has configuration and tokenizer, which such a checkpoint lacks; by default folders beside it are
+    searched. Raises EnvironmentFault that names what is missing, unknown or of another model, ConfigError if there is
+    no config.json.
     """
     folder = find_torch_dist(path)
     if folder is None or not (folder / TORCH_DIST_METADATA).is_file():
@@ -103,16 +101,16 @@ def _hf_files(folder: Path, given: Path | None) -> Path:
         if (candidate / "config.json").is_file():
             return candidate
     raise ConfigError(
-        f"{folder}: a torch_dist checkpoint says nothing of its model and there is no config.json in "
+        f"{folder}: a torch_dist checkpoint does not describe its model, and there is no config.json in "
         f"{', '.join(map(str, folders))}; give the folder of its Hugging Face configuration and tokenizer with "
         "--hf-files"
     )
 
 
 def read_description(file: Path) -> dict[str, DescribedTensor]:
-    """Key -> tensor, from `.metadata`; what is no tensor is left out.
+    """Returns key -> tensor from `.metadata`, without other objects.
 
-    Raises EnvironmentFault for a file that does not say it.
+    Raises EnvironmentFault for a file without such a description.
     """
     try:
         metadata = read_pickle(file.read_bytes())
@@ -135,7 +133,7 @@ def _is(thing: Any, name: str) -> bool:
 
 
 def _size(size: Recorded) -> tuple[int, ...]:
-    """Reads a torch.Size."""
+    """Returns a torch.Size as a tuple."""
     if isinstance(size, Recorded):
         return tuple(size.arguments[0])
     return tuple(size)
@@ -160,14 +158,14 @@ def _described(key: str, tensor: Recorded, infos: dict) -> DescribedTensor:
         ):
             raise ValueError(
                 f"{key} has a block at {offsets} of {sizes}, byte {info['offset']} of "
-                f"{info['length']}: no whole numbers"
+                f"{info['length']}: not whole numbers"
             )
         blocks.append(StoredBlock(key, offsets, sizes, info["relative_path"], info["offset"], info["length"], code))
     return DescribedTensor(size, code, tuple(blocks))
 
 
 def _plain(key: str) -> str:
-    """The key without the prefixes of wrapped models."""
+    """Removes the prefixes of wrapped models from a key."""
     return key[_WRAPPERS.match(key).end() :]
 
 
@@ -186,8 +184,9 @@ def _check_keys(folder: Path, weights: Mapping[str, DescribedTensor], known: Map
 
 
 def _check_blocks(folder: Path, weights: Mapping[str, DescribedTensor]) -> None:
-    """Every block lies in its tensor, and they are not more than it:
-    what is built of them afterwards is of the model's size.
+    """Checks that every block is inside its tensor, and that blocks do not exceed it.
+
+    What is built from them later then has the model's size.
     """
     for key, tensor in weights.items():
         for block in tensor.blocks:
@@ -202,7 +201,7 @@ def _check_blocks(folder: Path, weights: Mapping[str, DescribedTensor]) -> None:
         if sum(prod(block.sizes) for block in tensor.blocks) > prod(tensor.size):
             raise EnvironmentFault(
                 f"{folder / TORCH_DIST_METADATA}: the blocks of {key} are more than its shape {list(tensor.size)}, so "
-                "some are there twice; the checkpoint is damaged, choose another one"
+                "some are stored twice; the checkpoint is damaged, choose another one"
             )
 
 
@@ -213,7 +212,7 @@ def _entries(
     blocks = {}
     for key, tensor in weights.items():
         part = known[_plain(key)]
-        for block in (block for block in tensor.blocks if prod(block.sizes)):  # a rank may have saved an empty one
+        for block in (block for block in tensor.blocks if prod(block.sizes)):  # a rank may have saved an empty block
             shape, pieces = part.pieces(block.offsets, block.sizes)
             if pieces:
                 name = f"{key}{list(block.offsets)}"
@@ -223,7 +222,7 @@ def _entries(
 
 
 def _check_files(folder: Path, blocks: Mapping[tuple[str, str], StoredBlock]) -> None:
-    """Every file is there and long enough."""
+    """Checks that every file exists and is long enough."""
     ends: dict[str, int] = {}
     for block in blocks.values():
         ends[block.file] = max(ends.get(block.file, 0), block.at + block.length)
@@ -240,7 +239,7 @@ def _check_files(folder: Path, blocks: Mapping[tuple[str, str], StoredBlock]) ->
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
-    """Every element of every tensor of the model is there, once."""
+    """Checks that every element of every tensor of the model is stored exactly once."""
     volumes: dict[str, int] = {}
     for piece in (piece for entry in checkpoint.entries for piece in entry.pieces):
         volumes[piece.hf_name] = volumes.get(piece.hf_name, 0) + piece.hf_box.volume
@@ -253,7 +252,7 @@ def _check_whole(checkpoint: Checkpoint) -> None:
     if odd:
         shown = "; ".join(odd[:_SHOWN])
         raise EnvironmentFault(
-            f"{checkpoint.folder}: {len(odd)} tensors of the model that config.json describes are not whole: "
+            f"{checkpoint.folder}: {len(odd)} tensors of the model that config.json describes are incomplete: "
             f"{shown}{' ...' if len(odd) > _SHOWN else ''}; the checkpoint is damaged or of another model"
         )
     Boxes(checkpoint.entries).check_whole(checkpoint.folder)
@@ -263,7 +262,7 @@ def _check_whole(checkpoint: Checkpoint) -> None:
 class ArchiveFiles:
     """The files of a checkpoint, as `mrl.checkpoint.stored_boxes.TensorFiles`.
 
-    An archive is looked into when it is asked for, and compared with `.metadata`.
+    An archive is read when it is requested, and compared with `.metadata`.
     """
 
     folder: Path
@@ -280,7 +279,10 @@ class ArchiveFiles:
         return tuple(sorted({file for file, _ in self.blocks}))
 
     def elements(self, file: str, key: str) -> StoredElements:
-        """Raises EnvironmentFault naming file and tensor when the archive is damaged or holds something else."""
+        """Returns the elements.
+
+        Raises EnvironmentFault, naming file and tensor, for a damaged or unexpected archive.
+        """
         if (file, key) not in self._elements:
             self._elements[file, key] = self._read_elements(self.blocks[file, key], key)
         return self._elements[file, key]
@@ -300,10 +302,9 @@ class ArchiveFiles:
         return elements
 
     def check(self, file: str) -> int:
-        """Reads the elements in one file; returns how many of its tensors carry no checksum, which torch.save can be
-        told to leave out.
+        """Reads the elements in one file. Returns how many tensors have no checksum, which torch.save can leave out.
 
-        Raises EnvironmentFault naming file and tensor where a checksum is another.
+        Raises EnvironmentFault, naming file and tensor, for a wrong checksum.
         """
         unchecked = 0
         buffer = memoryview(bytearray(_READ_BYTES))

@@ -1,11 +1,11 @@
-"""Writes weights as a torch_dist checkpoint that megatron-core 0.16.1 loads at any layout: plan of its files, and what
-describes them.
+"""Writes weights as a torch_dist checkpoint that megatron-core 0.16.1 loads at any layout: its files and their
+description.
 
 The output is what Megatron-LM's `--load` takes: a tracker that says `release`, and the checkpoint in a folder of that
-name. Every parameter is stored whole, one block a layer and expert, which Megatron's loader cuts as it needs.
-`common.pt` says no more than that no training has made the weights; there are no arguments, optimizer or random states.
-A module's `_extra_state` (what Transformer Engine keeps of 8-bit scales) is None, as Megatron's own modules without
-Transformer Engine write it; a loader insists that there is one.
+name. Every parameter is stored whole, with one block for each layer and expert, which Megatron's loader slices.
+`common.pt` only says that no training has made the weights. There are no arguments, optimizer or random states. A
+module's `_extra_state` (Transformer Engine's data of 8-bit scales) is None, as Megatron's own modules without
+Transformer Engine write it; a loader requires that it exists.
 """
 
 import json
@@ -25,7 +25,7 @@ from mrl.tools.torch_dist.names import KeyPosition, whole_parameters, written_po
 from mrl.tools.torch_dist.pickles import Named, write_pickle
 from mrl.tools.torch_dist.read import open_torch_dist
 
-RELEASE = "release"  # what the tracker calls weights that no training of Megatron's has made
+RELEASE = "release"  # the tracker's word for weights that were not trained by Megatron
 _DCP = "torch.distributed.checkpoint.metadata"
 _CONFIG = {
     "sharded_backend": "torch_dist",
@@ -42,9 +42,10 @@ _LINEAR_LAYOUT = Named("torch.serialization", "_get_layout", ("torch.strided",))
 def write_torch_dist(
     source: Checkpoint, output: str | Path, separate_layers: bool = False, options: Options | None = None
 ) -> ConversionReport:
-    """Writes the weights in Megatron's own format; such a checkpoint is of no layout.
+    """Writes the weights in Megatron's own format. Such a checkpoint has no layout.
 
-    `separate_layers`: keys of Megatron's non_homogeneous_layers. Raises as `mrl.checkpoint.convert.write_hf` does.
+    `separate_layers`: keys of Megatron's non_homogeneous_layers. Raises the errors of
+    `mrl.checkpoint.convert.write_hf`.
     """
     plan = TorchDistFiles(source.model, source.dtype, separate_layers)
 
@@ -60,7 +61,7 @@ def write_torch_dist(
 
 @dataclass(frozen=True)
 class TorchArchives:
-    """The `Container` of one archive after another, as torch.distributed.checkpoint writes them."""
+    """The `Container` of consecutive archives, as torch.distributed.checkpoint writes them."""
 
     dtype: str
     leading: Mapping[str, int]  # key of an entry -> axes of length one before its own
@@ -83,7 +84,7 @@ class TorchDistFiles:
     """The plan of one torch_dist checkpoint."""
 
     def __init__(self, model: ModelSpec, dtype: str, separate_layers: bool):
-        """`separate_layers`: Megatron's non-homogeneous keys, which a model with layers of two kinds has anyway."""
+        """`separate_layers`: Megatron's non-homogeneous keys, which a model with two kinds of layers always has."""
         self.dtype = dtype
         self.separate_layers = separate_layers or (model.is_moe and len(model.moe_layers) != model.num_layers)
         shards = whole_parameters(model)
@@ -98,7 +99,7 @@ class TorchDistFiles:
         self.container = TorchArchives(dtype, {name: len(position.lead) for name, position in self._positions.items()})
 
     def finish(self, folder: Path) -> None:
-        """Writes the description and what Megatron reads beside it."""
+        """Writes the description, and what Megatron reads in addition."""
         release = folder / RELEASE
         (release / _NONE_FILE).write_bytes(_NONE)
         (release / TORCH_DIST_METADATA).write_bytes(write_pickle(self._description()))
@@ -130,13 +131,13 @@ class TorchDistFiles:
         return _made("Metadata", {"state_dict_metadata": described, "storage_data": storage} | facts)
 
     def _extra_states(self) -> list[str]:
-        """Keys of every module that may have one, each a Megatron `ShardedObject`."""
+        """Returns the keys of every module that may have an extra state, each a Megatron `ShardedObject`."""
         keys: dict[str, None] = {}
         for position in self._positions.values():
             module = position.key.rpartition(".")[0]
             modules = [module]
             if module.endswith("self_attention.linear_proj"):
-                modules.append(module.replace("linear_proj", "core_attention"))  # has no parameter
+                modules.append(module.replace("linear_proj", "core_attention"))  # it has no parameter
             index, count = (".".join(map(str, axes)) for axes in (position.index or (0,), position.lead or (1,)))
             keys |= dict.fromkeys(f"{name}._extra_state/shard_{index}_{count}" for name in modules)
         return list(keys)
@@ -148,7 +149,7 @@ class TorchDistFiles:
 
 
 def _block(position: KeyPosition, entry: StoredTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offsets, sizes) in the global tensor."""
+    """Returns (offsets, sizes) in the global tensor."""
     return (*position.index, *(0 for _ in entry.shape)), (*(1 for _ in position.lead), *entry.shape)
 
 

@@ -1,6 +1,4 @@
-"""Facts about this host and this installation, read without importing anything heavy,
-and the form in which they are judged.
-"""
+"""Facts about this host and this installation, read without heavy imports, and the form of findings."""
 
 import importlib.metadata
 import os
@@ -27,36 +25,36 @@ _LEFT_BEHIND = ("psm_*", "vllm_dist_*", f"{BUCKET_FOLDER}*")
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What the checks look at. Sizes in GiB."""
+class HostFacts:
+    """The facts that checks use. Sizes are in GiB."""
 
     device: str
     python: tuple[int, int]
     versions: dict[str, str]  # installed packages of PACKAGES
     devices: HostDevices
     environment: dict[str, str]
-    busy_ports: tuple[int, ...]  # of those that were asked about
+    busy_ports: tuple[int, ...]  # among the requested ones
     shm_gib: float  # size of /dev/shm
     shm_free_gib: float
-    shm_left: tuple[str, ...]  # segments of ours that nobody may own any more
+    shm_left: tuple[str, ...]  # segments of mrl that may have no owner any more
     open_files: int  # soft limit
     locked_memory: float  # soft limit in GiB, inf for none
     disk_gib: dict[str, float]  # free, by folder
-    token_mode: int | None  # permissions of Ray's token file, None without one
-    plugins: tuple[str, ...]  # vllm.general_plugins that are installed
-    adapters: tuple[str, ...]  # generations of vLLM, like "0.32", that mrl can bring weights to
+    token_mode: int | None  # permissions of Ray's token file; None if it is absent
+    plugins: tuple[str, ...]  # installed vllm.general_plugins
+    adapters: tuple[str, ...]  # generations of vLLM, such as "0.32", to which mrl can send weights
     rdma: Rdma = field(default_factory=Rdma)
-    processes: float = float("inf")  # soft limit of processes and threads of this user, inf for none
+    processes: float = float("inf")  # soft limit of processes and threads of this user; inf for none
     state: DeviceState = field(default_factory=DeviceState)  # of GPUs
-    nnodes: int = 1  # of the run that this host is meant for
-    sandbox_fault: str | None = None  # why what a model writes cannot be confined
+    nnodes: int = 1  # nodes of the run that this host is meant for
+    sandbox_fault: str | None = None  # why programs of a model cannot be confined
 
 
-def read_machine(device: str, ports: Iterable[int], nnodes: int = 1) -> Machine:
-    """Reads all of it in well under a second, drivers apart (5 s at most)."""
+def read_host(device: str, ports: Iterable[int], nnodes: int = 1) -> HostFacts:
+    """Reads everything in well under a second, except drivers (at most 5 s)."""
     size, _, free = shutil.disk_usage(_SHM) if Path(_SHM).is_dir() else (0, 0, 0)
     locked, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC))
-    return Machine(
+    return HostFacts(
         device=device,
         python=sys.version_info[:2],
         versions=installed_versions(),
@@ -100,7 +98,7 @@ def _token_mode() -> int | None:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check says of the host. `cure` is what to do about it, empty when all is well."""
+    """The result of one check. `cure` tells what to do; it is empty when all is well."""
 
     name: str
     status: str
@@ -108,20 +106,23 @@ class Finding:
     cure: str = ""
 
     def to_json(self) -> dict[str, str]:
-        """Plain data: name, status, found, cure."""
+        """Returns plain data: name, status, found, cure."""
         return asdict(self)
 
 
 def ok(name: str, found: str) -> Finding:
-    """A finding with which there is nothing to do."""
+    """Makes a finding that needs no action."""
     return Finding(name, OK, found)
 
 
 def warning(name: str, found: str, cure: str) -> Finding:
-    """A finding with which a run may start, and may fail."""
+    """Makes a finding with which a run may start, but may fail."""
     return Finding(name, WARNING, found, cure)
 
 
 def failure(name: str, found: str, cure: str) -> Finding:
-    """A run cannot work: `mrl doctor` ends with the exit code of a faulty environment."""
+    """Makes a finding with which a run cannot work.
+
+    `mrl doctor` then ends with the exit code of a faulty environment.
+    """
     return Finding(name, FAILURE, found, cure)

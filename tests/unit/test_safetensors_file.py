@@ -7,8 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from mrl.checkpoint import direct_file
-from mrl.checkpoint.direct_file import BUFFER_BYTES, DirectFile
+from mrl.checkpoint import safetensors_file
+from mrl.checkpoint.safetensors_file import BUFFER_BYTES, DirectFile
 
 SIZES = [0, 1, 4095, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 5 * BUFFER_BYTES + 17]
 
@@ -55,7 +55,7 @@ def test_a_file_system_without_direct_writes_is_written_through_the_cache(tmp_pa
             raise OSError(number, os.strerror(number))
         return real(handle, command, flags)
 
-    monkeypatch.setattr(direct_file.fcntl, "fcntl", refuses)
+    monkeypatch.setattr(safetensors_file.fcntl, "fcntl", refuses)
     data = some_bytes(SIZES[-1])
     write(tmp_path / "a", data)
     assert (tmp_path / "a").read_bytes() == data
@@ -71,7 +71,7 @@ def test_a_file_system_that_refuses_the_writes_only_is_too(tmp_path, monkeypatch
             raise OSError(number, os.strerror(number))
         return real(handle, view, at)
 
-    monkeypatch.setattr(direct_file.os, "pwrite", refuses)
+    monkeypatch.setattr(safetensors_file.os, "pwrite", refuses)
     data = some_bytes(SIZES[-1])
     write(tmp_path / "a", data)
     assert (tmp_path / "a").read_bytes() == data
@@ -80,7 +80,7 @@ def test_a_file_system_that_refuses_the_writes_only_is_too(tmp_path, monkeypatch
 
 def test_writes_that_take_less_than_they_are_given_are_gone_on_with(tmp_path, monkeypatch):
     real = os.pwrite
-    monkeypatch.setattr(direct_file.os, "pwrite", lambda handle, view, at: real(handle, view[:1_234_567], at))
+    monkeypatch.setattr(safetensors_file.os, "pwrite", lambda handle, view, at: real(handle, view[:1_234_567], at))
     data = some_bytes(SIZES[-1])
     write(tmp_path / "a", data)
     assert (tmp_path / "a").read_bytes() == data
@@ -95,7 +95,7 @@ def test_a_full_disk_is_told_by_a_later_write_or_at_the_end(tmp_path, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(handle, view, at)
 
-    monkeypatch.setattr(direct_file.os, "pwrite", full)
+    monkeypatch.setattr(safetensors_file.os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "a", some_bytes(SIZES[-1]))
 
@@ -104,13 +104,13 @@ def test_an_error_of_the_disk_is_not_taken_for_a_file_system_without_direct_writ
     def fails(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(direct_file.os, "pwrite", fails)
+    monkeypatch.setattr(safetensors_file.os, "pwrite", fails)
     with pytest.raises(OSError, match="Input/output error"):
         write(tmp_path / "a", some_bytes(BUFFER_BYTES))
 
 
 @pytest.mark.timeout(20)
 def test_a_file_system_that_takes_no_bytes_and_names_no_reason_is_not_asked_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(direct_file.os, "pwrite", lambda handle, view, at: 0)
-    with pytest.raises(OSError, match=f"takes none of {BUFFER_BYTES} bytes"):
+    monkeypatch.setattr(safetensors_file.os, "pwrite", lambda handle, view, at: 0)
+    with pytest.raises(OSError, match=f"writes none of {BUFFER_BYTES} bytes"):
         write(tmp_path / "a", some_bytes(BUFFER_BYTES))

@@ -1,6 +1,6 @@
-"""Reads a checkpoint whose matrices are in FP8 as the bfloat16 one that it stands for."""
+"""Readers that give bfloat16 for a checkpoint with FP8 matrices, or with some float32 tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +9,12 @@ from mrl.checkpoint import stored_boxes
 from mrl.checkpoint.manifest import StoredTensor
 from mrl.checkpoint.stored_boxes import BoxReader, StoredBox, TensorFiles
 from mrl.model.boxes import Box
-from mrl.model.fp8 import bfloat16_words
+from mrl.model.fp8 import bfloat16_words, nearest_bfloat16
 from mrl.model.hf_files import scale_of
 
 
 class Fp8Reader(BoxReader):
-    """Gives matrices in FP8 as bfloat16, some rows at a time; other tensors as they are."""
+    """Reads FP8 matrices as bfloat16, some rows at a time, and other tensors unchanged."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Fp8Reader(BoxReader):
         scales: Mapping[str, str],
         block: tuple[int, int],
     ):
-        """`scales`: by the name of a matrix in FP8, the file that has its scales. `block`: rows and columns of one."""
+        """`scales`: for each FP8 matrix, the file with its scales. `block`: rows and columns of a scale's block."""
         super().__init__(folder, entries, files)
         self._files_of_scales = scales
         self._block = block
@@ -52,3 +52,21 @@ class Fp8Reader(BoxReader):
             flat = self.tensor_bytes(file, key).view("<f4")
             self._last = (name, flat.reshape(self._location(file, key).shape))
         return self._last[1]
+
+
+class RoundingReader(BoxReader):
+    """Rounds some float32 tensors to the nearest bfloat16. Reads others unchanged."""
+
+    def __init__(self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, rounded: Collection[str]):
+        """`rounded`: keys of the float32 tensors, which are small."""
+        super().__init__(folder, entries, files)
+        self._rounded = rounded
+
+    def read(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
+        """Writes `box` into `out`, whose elements have 16 bits."""
+        if stored.parts[0].key not in self._rounded:
+            return super().read(stored, box, out)
+        precise = np.empty(box.shape, np.float32)
+        super().read(stored, box, precise)
+        out[...] = nearest_bfloat16(precise)
+        return None
