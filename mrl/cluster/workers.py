@@ -157,10 +157,16 @@ class ActorWorker:
     def export_buckets(self, limit_bytes: int) -> Iterator[str | np.ndarray]:
         """Full HF tensors in safetensors buckets of about `limit_bytes`; only rank 0 yields, the others take part.
 
-        Of each bucket first the SHA-256, then the bytes: so the driver sees an error without fetching data.
+        For engines in FP8 they are words and scales. Of each bucket first the SHA-256, then the bytes: so the driver
+        sees an error without fetching data.
         """
         from safetensors.torch import save
 
+        from mrl.model.quantised import quantised_tensors
+        from mrl.reshard.quantise import quantised
+
+        block = self.config.rollout.fp8_block
+        words = quantised_tensors(self.actor.model) if block else ()
         bucket = {}
         size = 0
         # it holds the parameters on the device until it ends, also where we are left
@@ -172,9 +178,10 @@ class ActorWorker:
                     yield from _packed(save(bucket))
                     bucket = {}
                     size = 0
-                # the exporter may reuse its buffers, and views share storage, which safetensors refuses
-                bucket[name] = tensor.detach().cpu().clone(memory_format=_contiguous())
-                size += tensor.nbytes
+                for part, values in quantised(name, tensor.detach(), words, block):
+                    # the exporter may reuse its buffers, and views share storage, which safetensors refuses
+                    bucket[part] = values.cpu().clone(memory_format=_contiguous())
+                    size += values.nbytes
         if bucket:
             yield from _packed(save(bucket))
 

@@ -29,7 +29,7 @@ Shards = Callable[[str, int], torch.Tensor]  # (source name, model chunk) -> thi
 
 
 class Merge(Protocol):
-    """Weights that engines get otherwise than ranks have them: with adapters merged into them."""
+    """Weights that engines get otherwise than ranks have them: with adapters merged into them, or as words of FP8."""
 
     described: Sequence[Shard]  # this rank's adapters, which other ranks may have to hold alike
 

@@ -40,8 +40,8 @@ class Copy:
 class Message:
     """All that one rank sends to one worker in one round.
 
-    Its copies follow each other in order, each contiguous in Hugging Face orientation, in the engine's number format.
-    Those with a wider format of their own come first, so that every element is aligned.
+    Its copies follow each other in order, each contiguous in Hugging Face orientation, in the engine's number format
+    or their own. Those of a wider format come first, so that every element is aligned.
     """
 
     round: int

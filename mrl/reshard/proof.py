@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from mrl.errors import ConfigError
-from mrl.model import ModelSpec, tensor_specs
+from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.model.megatron_shards import Shard, source_shards
+from mrl.model.megatron_shards import Shard
+from mrl.model.quantised import with_scales
+from mrl.model.quantised_shards import sent_shards
 from mrl.model.vllm_loader import loaded
 from mrl.model.vllm_parameters import TRANSPOSED, VOCABULARY_MULTIPLE, TargetParameter, target_parameters
 from mrl.reshard.faults import ShardTable, shard_table, worker_faults
@@ -30,6 +32,7 @@ Arrays = dict[str, np.ndarray]
 Wire = dict[tuple[int, int, int], np.ndarray]  # (round, source, worker) -> the message's elements
 
 _PROOF_SECONDS = 6.0  # after which no worker is taken apart beyond those that always are
+_SMALL_BLOCK = 2  # of words that have one scale in a rehearsal: all of its matrices are cut into even numbers
 _BUDGETS = (*(4096 * 4**power for power in range(5)), 64 * MIB)  # of a rehearsal: the first that is large enough
 
 
@@ -118,7 +121,7 @@ def _parameters_of(plan: ReshardPlan) -> Callable[[int], tuple[TargetParameter, 
 
     @lru_cache(maxsize=1)
     def parameters_of(position: int) -> tuple[TargetParameter, ...]:
-        return target_parameters(plan.model, plan.rollout, position, plan.dialect, plan.dtype)
+        return target_parameters(plan.model, plan.rollout, position, plan.dialect, plan.dtype, plan.fp8_block)
 
     return parameters_of
 
@@ -126,7 +129,7 @@ def _parameters_of(plan: ReshardPlan) -> Callable[[int], tuple[TargetParameter, 
 def _shards_of(plan: ReshardPlan) -> Callable[[int], ShardTable]:
     @cache
     def shards_of(rank: int) -> ShardTable:
-        return shard_table(source_shards(plan.model, plan.train, rank))
+        return shard_table(sent_shards(plan.model, plan.train, rank, plan.fp8_block))
 
     return shards_of
 
@@ -150,6 +153,7 @@ def _small_plan(plan: ReshardPlan) -> ReshardPlan:
     """The plan for the shrunken model. Raises ConfigError when even the largest budget will not do."""
     model, train = shrink(plan.model, plan.train, plan.rollout)
     arguments = {"dialect": plan.dialect, "dtype": plan.dtype, "topology": plan.topology}
+    arguments["fp8_block"] = min(plan.fp8_block, _SMALL_BLOCK)
     *budgets, largest = _BUDGETS
     for budget in budgets:
         with suppress(ConfigError):
@@ -239,10 +243,11 @@ def simulated_faults(plan: ReshardPlan) -> Iterator[str]:
 
     Holds the whole model in 4-byte integers once a replica on either side: for small models.
     """
-    hf = numbered(plan.model)
+    hf = numbered(plan.model, plan.fp8_block)
     wire: Wire = {}
     for rank in range(plan.train.world_size):
-        shards = {(s.vp_chunk, s.megatron_name): fill(s, hf) for s in source_shards(plan.model, plan.train, rank)}
+        sent = sent_shards(plan.model, plan.train, rank, plan.fp8_block)
+        shards = {(shard.vp_chunk, shard.megatron_name): fill(shard, hf) for shard in sent}
         for message in plan.sends(rank):
             wire[message.round, message.source, message.worker] = _packed(shards, message.copies)
     for position in range(plan.rollout.workers_per_engine):
@@ -270,11 +275,11 @@ def _arrival_faults(plan: ReshardPlan, worker: int, wanted: Arrays, wire: Wire) 
             yield f"{name} has element {parameters[name][index]} at {index}, not {array[index]}"
 
 
-def numbered(model: ModelSpec) -> Arrays:
-    """A checkpoint in which every element is a number of its own; 0 is kept for padding."""
+def numbered(model: ModelSpec, fp8_block: int = 0) -> Arrays:
+    """A checkpoint in which every element is a number of its own, scales too; 0 is kept for padding."""
     arrays = {}
     number = 1
-    for spec in tensor_specs(model):
+    for spec in with_scales(model, fp8_block):
         arrays[spec.name] = np.arange(number, number + spec.numel, dtype=np.int32).reshape(spec.shape)
         number += spec.numel
     return arrays
