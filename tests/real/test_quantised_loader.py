@@ -85,14 +85,15 @@ def test_every_worker_has_what_vllms_loader_makes_of_an_export_in_fp8(name, tmp_
             model = built(tmp_path, layout, worker, "bfloat16", **told)
             with as_worker(layout, worker), torch.no_grad():
                 model.load_weights(iter(export.items()))
-            held = {n: p for n, p in model.named_parameters() if ".attn." not in n}
+            held = dict(model.named_parameters())
             wanted = {t.name: t for t in target_parameters(spec, layout, worker, "cpu", "bfloat16", BLOCK)}
             assert held.keys() == wanted.keys()
             for parameter, target in wanted.items():
                 assert str(held[parameter].dtype) == f"torch.{target.dtype}", parameter
                 for piece in target.pieces:
                     block = held[parameter].data[piece.local_box.slices].reshape(piece.hf_box.shape)
-                    assert torch.equal(raw(block), raw(ours[piece.hf_name][piece.hf_box.slices])), parameter
+                    sent = ours[piece.hf_name][piece.hf_box.slices].to(block.dtype)  # GLM's routers are float32 there
+                    assert torch.equal(raw(block), raw(sent)), parameter
 
 
 # --- the stand-in -----------------------------------------------------------------------------------------------------
