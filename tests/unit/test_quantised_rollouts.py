@@ -30,6 +30,7 @@ from mrl.reshard.proof import verify
 from mrl.reshard.quantise import block_scales, quantised, words_of
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.tools.rehearse.compose import WorkFolder, compose
+from mrl.train.advice import MISMATCH, MismatchWatch
 from mrl.vllm import requests
 
 TP, EP, ETP = "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -314,6 +315,14 @@ def test_a_correction_that_is_off_is_left_off_and_noted(said, tmp_path):
     assert any("without algorithm.rollout_correction" in note for note in notes(resolved, TINY_MODEL))
     (tmp_path / "again.yaml").write_text(resolved.to_yaml())
     assert load_config(tmp_path / "again.yaml").config == resolved.config
+
+
+def test_advice_on_a_gap_knows_that_words_are_rounded():
+    config = load_config(TINY, overrides=ON).config
+    said = MismatchWatch(config.algorithm, config.rollout).advice({MISMATCH: 0.5})
+    assert "weights rounded to fp8" in said and "rollout.dtype" not in said
+    plain = load_config(TINY).config
+    assert "rollout.dtype" in MismatchWatch(plain.algorithm, plain.rollout).advice({MISMATCH: 0.5})
 
 
 def test_a_stand_in_on_cpu_is_noted():
