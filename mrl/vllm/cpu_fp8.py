@@ -46,12 +46,12 @@ def stand_in(config: Fp8Config, layer: nn.Module, prefix: str) -> Any:
         return None
     is_kept = is_layer_skipped(prefix, config.ignored_layers, config.packed_modules_mapping)
     if is_linear:
-        return UnquantizedLinearMethod() if is_kept else Fp8Linear(config.weight_block_size)
+        return UnquantizedLinearMethod() if is_kept else Fp8LinearMethod(config.weight_block_size)
     return UnquantizedFusedMoEMethod(layer.moe_config) if is_kept else Fp8Experts(config, layer)
 
 
-class Fp8Linear(LinearMethodBase):
-    """A linear layer of words and scales."""
+class Fp8LinearMethod(LinearMethodBase):
+    """A linear layer of words and scales. By this name vLLM's layers choose the weight loaders that its own have."""
 
     def __init__(self, block: list[int]):
         """`block`: rows and columns of one."""
