@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import make_unquantized_moe_kernel
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     create_fp8_scale_parameter,
@@ -46,12 +51,13 @@ def stand_in(config: Fp8Config, layer: nn.Module, prefix: str) -> Any:
         return None
     is_kept = is_layer_skipped(prefix, config.ignored_layers, config.packed_modules_mapping)
     if is_linear:
-        return UnquantizedLinearMethod() if is_kept else Fp8LinearMethod(config.weight_block_size)
+        return UnquantizedLinearMethod() if is_kept else Fp8Linear(config.weight_block_size)
     return UnquantizedFusedMoEMethod(layer.moe_config) if is_kept else Fp8Experts(config, layer)
 
 
-class Fp8LinearMethod(LinearMethodBase):
-    """A linear layer of words and scales. By this name vLLM's layers choose the weight loaders that its own have."""
+@register_weight_loader_v2_supported_method
+class Fp8Linear(LinearMethodBase):
+    """A linear layer of words and scales, filled by the loaders of vLLM's own."""
 
     def __init__(self, block: list[int]):
         """`block`: rows and columns of one."""

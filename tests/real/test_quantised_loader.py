@@ -111,7 +111,7 @@ def test_a_stand_in_has_the_parameters_of_vllms_own_layers(monkeypatch, tmp_path
     from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization import fp8
 
-    from mrl.vllm.cpu_fp8 import Fp8Experts, Fp8LinearMethod
+    from mrl.vllm.cpu_fp8 import Fp8Experts, Fp8Linear
 
     (tmp_path / "config.json").write_text(json.dumps(SIZES | MODELS["qwen3-moe"] | WIDE))
     model = ModelConfig(model=str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=32)
@@ -120,19 +120,19 @@ def test_a_stand_in_has_the_parameters_of_vllms_own_layers(monkeypatch, tmp_path
     with as_worker(RolloutLayout(), 0), set_current_vllm_config(VllmConfig(model_config=model)):
         own = fp8.Fp8LinearMethod(quantisation)
         for sizes in ((256, [256]), (200, [256, 128, 100])):
-            assert parameters_of(Fp8LinearMethod([128, 128]), *sizes) == parameters_of(own, *sizes)
+            assert parameters_of(Fp8Linear([128, 128]), *sizes) == parameters_of(own, *sizes)
     assert Fp8Experts.create_weights is fp8.Fp8MoEMethod.create_weights
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 15, 16, 17, 33, 64])
 def test_a_stand_in_multiplies_words_times_scales_alike_in_any_batch(rows):
-    from mrl.vllm.cpu_fp8 import Fp8LinearMethod
+    from mrl.vllm.cpu_fp8 import Fp8Linear
 
     noise = torch.Generator().manual_seed(3)
     weight, x = (torch.randn(shape, generator=noise).bfloat16() for shape in ((96, 64), (64, 64)))
     scales = block_scales(weight, BLOCK)
     layer = SimpleNamespace(weight=words_of(weight, scales, BLOCK), weight_scale_inv=scales)
-    method = Fp8LinearMethod([BLOCK, BLOCK])
+    method = Fp8Linear([BLOCK, BLOCK])
     answer = method.apply(layer, x)
     assert torch.equal(method.apply(layer, x[:rows]), answer[:rows])
     factors = scales.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
