@@ -32,7 +32,6 @@ from mrl.reshard.quantise import block_scales, quantised, words_of
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.tools.rehearse.compose import WorkFolder, compose
 from mrl.train.advice import MISMATCH, MismatchWatch
-from mrl.train.evaluation import _unquantised
 from mrl.vllm import requests
 
 TP, EP, ETP = "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -293,14 +292,6 @@ def test_engines_start_without_weights_and_know_their_words(tmp_path):
     plain = requests.engine_settings(load_config(TINY, overrides=given[:1]).config, 0, Path("logs"))
     assert not plain.awaits_weights and "hf_overrides" not in plain.arguments
     assert not any(name.endswith(SCALES) for name, _ in plain.expected)
-
-
-def test_an_evaluation_leaves_it_aside_and_says_so(capsys):
-    config = load_config(TINY, overrides=ON).config
-    assert _unquantised(config).rollout.fp8_block == 0
-    assert "rollout.quantization is left aside" in capsys.readouterr().out
-    plain = load_config(TINY).config
-    assert _unquantised(plain) is plain and capsys.readouterr().out == ""
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------
