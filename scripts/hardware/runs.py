@@ -47,13 +47,14 @@ def run_colocated(machine: Machine) -> Figures:
 def run_quantised(machine: Machine) -> Figures:
     """The same with engines in FP8: words and scales of the trained weights, read back from what the kernels hold."""
     _has_engines()
+    if machine.device == "npu":
+        raise Skip("vllm-ascend has no engines in FP8")
     settings = colocated_settings(machine.device, device_count(machine))
     with tempfile.TemporaryDirectory(prefix="mrl-ladder-") as folder:
         world = make_world(Path(folder))
         _widen(world / "model")
         rows = _trained(machine, "cpu-colocated.yaml", Path(folder), settings | QUANTISED, world)
-    engine = {"expected_nats": _QUANTISED_CLOSE}
-    return _judged(machine, rows, _QUANTISED_CLOSE) | engine | _of_last(rows, "rollout_corr/k3_kl")
+    return _judged(machine, rows, _QUANTISED_CLOSE) | _of_last(rows, "rollout_corr/k3_kl")
 
 
 @check()
