@@ -24,7 +24,7 @@ from mrl.model.boxes import Box
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.quantised import SCALES, engine_quantisation, is_quantised, quantised_tensors, with_scales
 from mrl.model.registry import weight_map
-from mrl.model.vllm_parameters import target_parameters
+from mrl.model.vllm_parameters import TargetParameter, target_parameters
 from mrl.plan.engine_memory import engine_memory, worker_weight_bytes
 from mrl.reshard.plan import plan_reshard
 from mrl.reshard.proof import verify
@@ -32,7 +32,7 @@ from mrl.reshard.quantise import block_scales, quantised, words_of
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.tools.rehearse.compose import WorkFolder, compose
 from mrl.train.advice import MISMATCH, MismatchWatch
-from mrl.vllm import requests
+from mrl.vllm import handshake, requests
 
 TP, EP, ETP = "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 SMALL = 16  # rows and columns of a block of the small model: one head
@@ -292,6 +292,23 @@ def test_engines_start_without_weights_and_know_their_words(tmp_path):
     plain = requests.engine_settings(load_config(TINY, overrides=given[:1]).config, 0, Path("logs"))
     assert not plain.awaits_weights and "hf_overrides" not in plain.arguments
     assert not any(name.endswith(SCALES) for name, _ in plain.expected)
+
+
+def test_numbers_that_vllms_loader_is_asked_with_are_exact_in_words_and_tell_all_places_apart():
+    words = TargetParameter("a.weight", "a", (300, 20), "float8_e4m3fn", ())
+    form = handshake._format([words, replace(words, name="a.weight_scale_inv", dtype="float32")])
+    passes = list(handshake._passes(["x", "y"], {"x": (300, 20), "y": (5, 2)}, form))
+    for numbered in passes:
+        assert all(torch.equal(t.to(WORDS).to(t.dtype), t) for t in numbered.values())
+    places = torch.stack([numbered[name] for numbered in passes for name in ("x",)])
+    assert places.flatten(1).unique(dim=1).shape[1] == 300 * 20
+    assert any(not torch.equal(numbered["x"][0, 0], numbered["y"][0, 0]) for numbered in passes)
+
+
+def test_kernels_that_would_hold_other_words_are_refused_by_name():
+    handshake.check_word_backend("CutlassFp8BlockScaledMMKernel")
+    with pytest.raises(handshake.HandshakeError, match="is MarlinFP8ScaledMMLinearKernel, which keeps words or scales"):
+        handshake.check_word_backend("MarlinFP8ScaledMMLinearKernel")
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------
