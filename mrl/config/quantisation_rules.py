@@ -110,8 +110,6 @@ QUANTISATION_RULES = (
         for name, why in (
             ("load_format", "no file has words; the first weight sync brings them"),
             ("hf_overrides", "mrl itself says there how words are held"),
-            ("linear_backend", "mrl leaves vLLM the kernels that keep words as they are loaded"),
-            ("linear_backend_per_quant", "mrl leaves vLLM the kernels that keep words as they are loaded"),
         )
     ),
 )

@@ -67,13 +67,6 @@ _NPU_ENGINE = _NPU_SHARED_DEVICE | {
 _NPU_ENGINE_ARGUMENTS = {"additional_config": {"weight_nz_mode": 0}}
 
 
-# Kernels of linear layers in FP8 that repack words or round scales to powers of two, so that what engines hold could
-# not be compared with what they were sent. vLLM 0.32 takes the next of its list, CUTLASS's or Triton's.
-_CUDA_ENGINE = {
-    "VLLM_DISABLED_KERNELS": "FlashInferFp8DeepGEMMDynamicBlockScaledKernel,DeepGemmFp8BlockScaledMMKernel,"
-    "B12xFp8BlockScaledMMKernel",
-}
-
 # Argument of vLLM: on Blackwell it would take FlashInfer's MoE kernels, whose experts lie otherwise than the plan of a
 # weight sync has them. On older devices this is what it takes by itself.
 _CUDA_ENGINE_ARGUMENTS = {"moe_backend": "triton"}
@@ -133,7 +126,7 @@ class Hosting:
             return common | _NPU_ENGINE  # no VLLM_PLUGINS: vllm-ascend is a handful of plugins itself
         common["VLLM_PLUGINS"] = "mrl"
         if self.device != "cpu":
-            return common | _CUDA_ENGINE
+            return common
         return {
             **common,
             **_CPU_EAGER,

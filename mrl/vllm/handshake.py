@@ -104,7 +104,7 @@ def check_word_backend(backend: str) -> None:
     if backend not in _KEEPING_WORDS:
         raise HandshakeError(
             f"vLLM's kernel of linear layers in FP8 is {backend}, which keeps words or scales in a form of its own; "
-            f"allowed: {', '.join(_KEEPING_WORDS)} (a device of compute capability 8.9 or more has them)"
+            f"allowed: {', '.join(_KEEPING_WORDS)} (rollout.engine_kwargs.vllm.linear_backend, e.g. triton)"
         )
 
 

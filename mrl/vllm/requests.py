@@ -249,7 +249,8 @@ def _of_model(model: ModelSpec, device: str, fp8_block: int = 0) -> dict[str, An
 
     vLLM has two kernels of latent attention on CPU, and takes one that keeps weights in a form of its own where it can.
     Of a checkpoint in FP8 an engine is the bfloat16 model that is trained, and of one that also reads images the text
-    model: it gets its weights by a sync alone. So does one that holds words, for no file has them.
+    model: it gets its weights by a sync alone. So does one that holds words, for no file has them. On CUDA vLLM would take
+    kernels for those that repack words, or round scales to powers of two.
     """
     keys = family_of(model).engine_keys(model)
     if model.is_fp8:
@@ -259,6 +260,8 @@ def _of_model(model: ModelSpec, device: str, fp8_block: int = 0) -> dict[str, An
     arguments: dict[str, Any] = {"hf_overrides": keys} if keys else {}
     if model.loads_by_sync or fp8_block:
         arguments["load_format"] = AWAITED
+    if fp8_block and device == "cuda":
+        arguments["linear_backend"] = "cutlass"
     if model.is_latent and device == "cpu":
         arguments["attention_backend"] = "CPU_MLA"
     return arguments

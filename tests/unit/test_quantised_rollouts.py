@@ -292,6 +292,8 @@ def test_engines_start_without_weights_and_know_their_words(tmp_path):
     plain = requests.engine_settings(load_config(TINY, overrides=given[:1]).config, 0, Path("logs"))
     assert not plain.awaits_weights and "hf_overrides" not in plain.arguments
     assert not any(name.endswith(SCALES) for name, _ in plain.expected)
+    assert requests._of_model(QWEN3_30B, "cuda", 128)["linear_backend"] == "cutlass"
+    assert "linear_backend" not in requests._of_model(QWEN3_30B, "cuda") | settings.arguments
 
 
 def test_numbers_that_vllms_loader_is_asked_with_are_exact_in_words_and_tell_all_places_apart():
@@ -356,7 +358,6 @@ def test_a_stand_in_on_cpu_is_noted():
         (["rollout.dtype=float32"], "rollout.dtype", "must be bfloat16"),
         (["rollout.engine_kwargs.vllm.load_format=auto"], "rollout.engine_kwargs.vllm.load_format", "left out"),
         (["rollout.engine_kwargs.vllm.hf_overrides={}"], "rollout.engine_kwargs.vllm.hf_overrides", "left out"),
-        (["rollout.engine_kwargs.vllm.linear_backend=marlin"], "rollout.engine_kwargs.vllm.linear_backend", "left out"),
         (["rollout.quantization_block=64"], "rollout.quantization", "needs cuts between blocks of 64 x 64"),
     ],
 )
