@@ -8,6 +8,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+import pytest
 import torch
 from reshard_cases import QWEN3_30B, QWEN3_235B, TRAIN_235B
 from reshard_world import World, expected, hf_weights, setup_for, shards_of, sums_of
@@ -15,7 +16,6 @@ from small_model import write_model
 from test_config_rules import DENSE_MODEL, GPU, TINY, TINY_MODEL, broken, only
 from test_lora import LORA, WholeFactors, factors_of
 
-import pytest
 from mrl.config.load import load_config
 from mrl.config.rules import notes, violations
 from mrl.errors import ConfigError
