@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm._custom_ops import cpu_prepack_moe_weight
-from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import make_unquantized_moe_kernel
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -95,7 +95,7 @@ class Fp8Experts(Fp8MoEMethod):
     """Experts of words and scales, computed by the kernel of those that are not quantised."""
 
     def __init__(self, config: Fp8Config, layer: RoutedExperts):
-        FusedMoEMethodBase.__init__(self, layer.moe_config)  # vLLM's own looks for a kernel of FP8 and finds none
+        super(Fp8MoEMethod, self).__init__(layer.moe_config)  # its own looks for a kernel of FP8 and finds none
         self.quant_config = config
         self.weight_block_size = self.moe_block_shape = config.weight_block_size
         self.block_quant = True

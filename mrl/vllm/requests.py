@@ -249,8 +249,8 @@ def _of_model(model: ModelSpec, device: str, fp8_block: int = 0) -> dict[str, An
 
     vLLM has two kernels of latent attention on CPU, and takes one that keeps weights in a form of its own where it can.
     Of a checkpoint in FP8 an engine is the bfloat16 model that is trained, and of one that also reads images the text
-    model: it gets its weights by a sync alone. So does one that holds words, for no file has them. On CUDA vLLM would take
-    kernels for those that repack words, or round scales to powers of two.
+    model: it gets its weights by a sync alone. So does one that holds words, for no file has them. On CUDA vLLM would
+    take kernels for those that repack words, or round scales to powers of two.
     """
     keys = family_of(model).engine_keys(model)
     if model.is_fp8:
