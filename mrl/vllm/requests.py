@@ -239,6 +239,8 @@ def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str,
     }
     if layout.data > 1:  # a front end each, known to vLLM as external load balancing: requests are spread by us
         arguments |= {"data_parallel_size": layout.data, "data_parallel_rank": data_rank}
+    if rollout.fp8_block and hosting.fp8_backend:
+        arguments["linear_backend"] = hosting.fp8_backend
     if _wants_routes(config.actor) and hosting.returns_routes:
         arguments["enable_return_routed_experts"] = True
     return arguments | rollout.engine_kwargs.get("vllm", {})
@@ -249,8 +251,7 @@ def _of_model(model: ModelSpec, device: str, fp8_block: int = 0) -> dict[str, An
 
     vLLM has two kernels of latent attention on CPU, and takes one that keeps weights in a form of its own where it can.
     Of a checkpoint in FP8 an engine is the bfloat16 model that is trained, and of one that also reads images the text
-    model: it gets its weights by a sync alone. So does one that holds words, for no file has them. On CUDA vLLM would
-    take kernels for those that repack words, or round scales to powers of two.
+    model: it gets its weights by a sync alone. So does one that holds words, for no file has them.
     """
     keys = family_of(model).engine_keys(model)
     if model.is_fp8:
@@ -260,8 +261,6 @@ def _of_model(model: ModelSpec, device: str, fp8_block: int = 0) -> dict[str, An
     arguments: dict[str, Any] = {"hf_overrides": keys} if keys else {}
     if model.loads_by_sync or fp8_block:
         arguments["load_format"] = AWAITED
-    if fp8_block and device == "cuda":
-        arguments["linear_backend"] = "cutlass"
     if model.is_latent and device == "cpu":
         arguments["attention_backend"] = "CPU_MLA"
     return arguments

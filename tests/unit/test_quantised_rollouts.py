@@ -292,8 +292,11 @@ def test_engines_start_without_weights_and_know_their_words(tmp_path):
     plain = requests.engine_settings(load_config(TINY, overrides=given[:1]).config, 0, Path("logs"))
     assert not plain.awaits_weights and "hf_overrides" not in plain.arguments
     assert not any(name.endswith(SCALES) for name, _ in plain.expected)
-    assert requests._of_model(QWEN3_30B, "cuda", 128)["linear_backend"] == "cutlass"
-    assert "linear_backend" not in requests._of_model(QWEN3_30B, "cuda") | settings.arguments
+    device = [*given[:1], *GPU]
+    for words, backend in ((BF16, "cutlass"), ((), None)):
+        config = load_config(TINY, overrides=[*device, *words]).config
+        there = requests.engine_settings(config, 0, Path("logs")).arguments
+        assert there.get("linear_backend") == backend and "linear_backend" not in settings.arguments
 
 
 def test_numbers_that_vllms_loader_is_asked_with_are_exact_in_words_and_tell_all_places_apart():
