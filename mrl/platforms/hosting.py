@@ -90,8 +90,8 @@ class Hosting:
     # Megatron's switches of fused MoE kernels that the update has there. Transformer Engine brings them; MindSpeed
     # core_r0.16.0 brings a permutation of its own under that name (core/fusions/fused_moe_permute.py), no router
     moe_fusions: tuple[str, ...] = ()
-    # vLLM's argument linear_backend of engines in FP8. By itself it would take kernels there that repack words, or round
-    # scales to powers of two, so that what engines hold could not be compared with what they were sent.
+    # vLLM's argument linear_backend of engines in FP8. By itself it would take kernels there that repack words, or
+    # round scales to powers of two, so that what engines hold could not be compared with what they were sent.
     fp8_backend: str = ""
     has_flex_dispatcher: bool = False  # the kernels of DeepEP and HybridEP are NVIDIA's
     returns_routes: bool = True  # vLLM itself returns routed experts; on CPU its model runner that does so lacks Triton
