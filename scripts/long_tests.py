@@ -43,6 +43,7 @@ PIECES = {
         "test_recipes",
         "test_submit",
         "test_hosted_loggers",
+        "test_quantised_run",
     ),
 }
 OUTCOMES = {"failed": ("failures", "errors"), "skipped": ("skipped",)}

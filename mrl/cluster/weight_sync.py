@@ -341,6 +341,7 @@ class WeightSync:
             budget_bytes=self._reshard.budget_mb * MIB,
             timeout_s=self._reshard.timeout_s,
             transport={},
+            fp8_block=rollout.fp8_block,
         )
 
 

@@ -158,10 +158,16 @@ class ActorWorker:
         """Yields full HF tensors in safetensors buckets of about `limit_bytes`. Only rank 0 yields; the others take
         part.
 
-        For each bucket the SHA-256 comes first, then the bytes, so that the driver sees an error without fetching data.
+        For engines in FP8 these are words and scales. For each bucket the SHA-256 comes first, then the bytes, so that
+        the driver sees an error without fetching data.
         """
         from safetensors.torch import save
 
+        from mrl.model.quantised import quantised_tensors
+        from mrl.reshard.quantise import quantised
+
+        block = self.config.rollout.fp8_block
+        words = quantised_tensors(self.actor.model) if block else ()
         bucket = {}
         size = 0
         # the exporter keeps the parameters on the device until it is closed, even if this generator is abandoned
@@ -173,9 +179,10 @@ class ActorWorker:
                     yield from _packed(save(bucket))
                     bucket = {}
                     size = 0
-                # the exporter may reuse its buffers, and views share storage, which safetensors refuses
-                bucket[name] = tensor.detach().cpu().clone(memory_format=_contiguous())
-                size += tensor.nbytes
+                for part, values in quantised(name, tensor.detach(), words, block):
+                    # the exporter may reuse its buffers, and views share storage, which safetensors refuses
+                    bucket[part] = values.cpu().clone(memory_format=_contiguous())
+                    size += values.nbytes
         if bucket:
             yield from _packed(save(bucket))
 

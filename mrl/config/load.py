@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mrl.algo.spec import AGGREGATIONS
+from mrl.algo.spec import AGGREGATIONS, CORRECTIONS
 from mrl.config.describe import describe_loss
 from mrl.config.schema import RunConfig
 from mrl.config.schema_errors import rest_of, schema_violations
@@ -23,6 +23,7 @@ from mrl.record.redact import without_secrets
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = Origin("default")
 COMMAND_LINE = "--set"
+TIS = CORRECTIONS["TIS"]
 
 
 @dataclass(frozen=True)
@@ -197,22 +198,36 @@ def _with_derived(tree: Node, config: RunConfig) -> Node:
     """What follows from another key unless it is set, written out here so that it stands in
     the resolved configuration.
     """
-    length = Origin("data.max_response_length")
-    for path, value in _derived(config):
-        tree = merge(tree, _nest(path, Node(value, length)))
+    for path, value, key in _derived(config):
+        tree = merge(tree, _nest(path, Node(value, Origin(key))))
     return tree
 
 
-def _derived(config: RunConfig) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Dr.GRPO's constant divisor is the longest response; DAPO's buffer a fifth of it."""
+def _derived(config: RunConfig) -> Iterator[tuple[tuple[str, ...], Any, str]]:
+    """Keys with their values and the keys that these follow from.
+
+    Dr.GRPO's constant divisor is the longest response; DAPO's buffer a fifth of it. Engines that hold other weights
+    than are trained have their gap corrected.
+    """
+    length = "data.max_response_length"
     loss = config.algorithm.policy_loss
     buffer = config.algorithm.overlong_buffer
     longest = config.data.max_response_length
     aggregation = AGGREGATIONS.get(loss.loss_agg_mode)
     if aggregation is not None and aggregation.needs_scale_factor and loss.loss_scale_factor is None:
-        yield ("algorithm", "policy_loss", "loss_scale_factor"), float(longest)
+        yield ("algorithm", "policy_loss", "loss_scale_factor"), float(longest), length
     if buffer.enable and buffer.len is None:
-        yield ("algorithm", "overlong_buffer", "len"), max(longest // 5, 1)
+        yield ("algorithm", "overlong_buffer", "len"), max(longest // 5, 1), length
+    if config.rollout.quantization is not None and _lacks_a_correction(config):
+        yield ("algorithm", "rollout_correction", "level"), TIS.level, "rollout.quantization"
+
+
+def _lacks_a_correction(config: RunConfig) -> bool:
+    """Whether nothing is said of a correction, and the loss can have one."""
+    algorithm = config.algorithm
+    is_said = "level" in algorithm.rollout_correction.model_fields_set
+    is_filtered = config.rollout.top_p != 1 or config.rollout.top_k != -1
+    return not (is_said or is_filtered or algorithm.anchor == "rollout" or algorithm.on_policy)
 
 
 def _nest(path: Iterable[str], node: Node) -> Node:

@@ -398,7 +398,7 @@ ROLLOUT_RULES = (
         f"{_VLLM}.quantization",
         lambda c, m: c.rollout.vllm_kwargs.get("quantization") is not None,
         "must be null",
-        "weights arrive after every update as they are trained, and no sync of ours quantises them on the way",
+        "weights arrive by a sync of ours after every update, which quantises them as rollout.quantization says",
         (None,),
     ),
     RuleRow(

@@ -3,10 +3,10 @@
 All are judged: one look shows all that is wrong.
 
 Rules stand in actor_rules.py, efficiency_rules.py, endpoint_rules.py, lora_rules.py, loss_rules.py, rollout_rules.py,
-run_rules.py, override_rules.py and device_rules.py, each a row or a function (rule_row.py); a rule of one key stands at
-the key. Each is judged by itself: where the schema refuses a part of a configuration (mrl/config/schema_errors.py), the
-rules that do not read that part still speak. A function ends where it reads what is refused, so it holds one rule, or
-rules that read the same keys.
+quantisation_rules.py, run_rules.py, override_rules.py and device_rules.py, each a row or a function (rule_row.py); a
+rule of one key stands at the key. Each is judged by itself: where the schema refuses a part of a configuration
+(mrl/config/schema_errors.py), the rules that do not read that part still speak. A function ends where it reads what is
+refused, so it holds one rule, or rules that read the same keys.
 """
 
 from collections.abc import Iterator
@@ -23,6 +23,7 @@ from mrl.config.load import ResolvedConfig, SchemaRefusal
 from mrl.config.lora_rules import LORA_RULES
 from mrl.config.loss_rules import LOSS_RULES, loss_notes
 from mrl.config.override_rules import OVERRIDE_RULES, override_notes
+from mrl.config.quantisation_rules import QUANTISATION_RULES, quantisation_notes
 from mrl.config.rollout_rules import ROLLOUT_RULES, reshard_notes, rollout_notes
 from mrl.config.rule_row import Rule
 from mrl.config.run_rules import PATH_RULES, RUN_RULES, SEEN_RULES
@@ -61,6 +62,7 @@ def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
     return [
         *loss_notes(resolved.config),
         *rollout_notes(resolved.config, model),
+        *quantisation_notes(resolved.config),
         *actor_notes(resolved.config, model),
         *override_notes(resolved.config, model),
         *version_notes(resolved.config),
@@ -118,6 +120,7 @@ RULES = (
     *LATENT_RULES,
     *HYBRID_RULES,
     *LORA_RULES,
+    *QUANTISATION_RULES,
     *RUN_RULES,
     *SCHEDULE_RULES,
     *OVERRIDE_RULES,

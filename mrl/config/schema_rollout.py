@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from mrl.config.schema_actor import Dtype
 from mrl.config.section import Section, key, must_be
+from mrl.model.quantised import BLOCK
 
 _NO_FILTER = must_be(lambda k: k == -1 or k >= 1, "must be -1 (no filter) or at least 1", "so many words are left", -1)
 
@@ -196,6 +197,22 @@ class RolloutConfig(Section):
         "Number format of the engines; left out: the model's.",
         advice="The model's: another one generates from another policy.",
     )
+    quantization: Literal["fp8"] | None = key(
+        None,
+        "fp8: engines hold linear layers and experts as 8-bit words (e4m3) with a float32 scale a block, made of the "
+        "trained weights in every weight sync; left out: engines hold weights as they are trained.",
+        advice="fp8 halves the engines' weights and the bytes of a sync, and generates from a slightly other policy: "
+        "algorithm.rollout_correction.level is then token (TIS) where it is not set. With it, look at the metrics "
+        "under rollout_corr.",
+        verl="actor_rollout_ref.rollout.quantization",
+    )
+    quantization_block: int = key(
+        BLOCK,
+        "Rows and columns that one scale is of.",
+        ge=1,
+        le=BLOCK,
+        advice="128, as devices' kernels have it; a smaller one is for small models on a CPU.",
+    )
     n: int = key(
         8,
         "Responses per prompt; the group that advantages are relative to.",
@@ -317,6 +334,11 @@ class RolloutConfig(Section):
     def weights_dtype(self, model_dtype: str) -> str:
         """Number format of the engines' weights: their own, else the model's."""
         return self.dtype or model_dtype
+
+    @property
+    def fp8_block(self) -> int:
+        """Rows and columns that have one scale where engines hold words; 0: they hold none."""
+        return self.quantization_block if self.quantization else 0
 
     @property
     def workers_per_engine(self) -> int:

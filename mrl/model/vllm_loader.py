@@ -49,7 +49,7 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
     tp = rollout.coords(worker).tp
     slices: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     for name, tensor in hf.items():
-        if ".experts." not in name:
+        if ".experts." not in name:  # scales of a matrix in FP8 are cut as its rows and columns are
             *path, module, leaf = name.split(".")
             fused, place = _fused(model).get(module, (module, 0))
             if module in ("conv1d", "in_proj_qkv"):
@@ -106,13 +106,18 @@ def _experts(
     spread = rollout.expert > 1
     own = np.array_split(np.arange(num_experts), workers)[flat] if spread else range(num_experts)
     parts, part = (1, 0) if spread else (workers, flat)
-    w13 = []
-    w2 = []
-    for expert in own:
-        gate, up, down = (hf[f"{prefix}{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        w13.append(np.concatenate([_cut(gate, parts, part), _cut(up, parts, part)]))
-        w2.append(_cut(down, parts, part, axis=1))
-    stacks = {f"{prefix}routed_experts.w13_weight": np.stack(w13), f"{prefix}routed_experts.w2_weight": np.stack(w2)}
+    stacks = {}
+    for leaf in ("weight", "weight_scale_inv"):
+        if f"{prefix}0.gate_proj.{leaf}" not in hf:
+            continue
+        w13 = []
+        w2 = []
+        for expert in own:
+            gate, up, down = (hf[f"{prefix}{expert}.{name}_proj.{leaf}"] for name in ("gate", "up", "down"))
+            w13.append(np.concatenate([_cut(gate, parts, part), _cut(up, parts, part)]))
+            w2.append(_cut(down, parts, part, axis=1))
+        stacks |= {f"{prefix}routed_experts.w13_{leaf}": np.stack(w13)}
+        stacks |= {f"{prefix}routed_experts.w2_{leaf}": np.stack(w2)}
     return {name: stack.transpose(0, 2, 1) if transposed else stack for name, stack in stacks.items()}
 
 

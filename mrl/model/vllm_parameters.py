@@ -8,7 +8,7 @@ first).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -16,6 +16,7 @@ from mrl.errors import ConfigError
 from mrl.model.boxes import Box
 from mrl.model.hf_config import ModelSpec
 from mrl.model.layout import RolloutLayout
+from mrl.model.quantised import SCALE, SCALES, WORD, blocks, in_blocks, is_quantised, slice_fault
 from mrl.model.registry import weight_map
 from mrl.model.weight_map import Slice, Weight, even_slice, share, stacked
 
@@ -50,13 +51,14 @@ class TargetParameter:
 
 
 def target_parameters(
-    model: ModelSpec, rollout: RolloutLayout, worker: int, dialect: Dialect, dtype: str
+    model: ModelSpec, rollout: RolloutLayout, worker: int, dialect: Dialect, dtype: str, fp8_block: int = 0
 ) -> tuple[TargetParameter, ...]:
     """Returns the parameters of one worker in vLLM's module order. `dtype` is the engine's.
 
-    Raises ConfigError for sizes that vLLM cannot divide over the workers.
+    `fp8_block`: rows and columns that share a scale where the engine holds words (mrl/model/quantised.py); 0: it holds
+    none. Raises ConfigError for sizes that vLLM cannot divide over the workers.
     """
-    return tuple(_Worker(model, rollout, worker, dialect == TRANSPOSED, dtype).parameters())
+    return tuple(_Worker(model, rollout, worker, dialect == TRANSPOSED, dtype, fp8_block).parameters())
 
 
 @cache
@@ -118,13 +120,40 @@ class _Worker:
     worker: int
     transposed: bool
     dtype: str
+    fp8_block: int
 
     def parameters(self) -> Iterator[TargetParameter]:
         weights = weight_map(self.model)
         yield self._parameter(weights.embedding, None)
         for layer in range(self.model.num_layers):
-            yield from (self._parameter(weight, layer) for weight in weights.layer(layer).vllm)
+            for weight in weights.layer(layer).vllm:
+                parameter = self._parameter(weight, layer)
+                if self.fp8_block and is_quantised(weight):
+                    yield from self._words_and_scales(parameter, weight)
+                else:
+                    yield parameter
         yield from (self._parameter(weight, None) for weight in weights.ends)
+
+    def _words_and_scales(self, parameter: TargetParameter, weight: Weight) -> tuple[TargetParameter, TargetParameter]:
+        """Raises ConfigError for a worker that would have a part of a block."""
+        if weight.is_expert:
+            local = worker_slice(weight, self.rollout.expert_tensor, self.rollout.expert_coords(self.worker)[1])
+        else:
+            local = worker_slice(weight, self.rollout.tensor, self.rollout.coords(self.worker).tp)
+        if fault := slice_fault(local, self.fp8_block):
+            raise ConfigError(f"rollout.quantization: {fault} on a worker of an engine, within a block")
+        pieces = tuple(
+            TargetPiece(
+                piece.hf_name + SCALES,
+                in_blocks(piece.hf_box, self.fp8_block),
+                in_blocks(piece.local_box, self.fp8_block),
+                piece.axes,
+            )
+            for piece in parameter.pieces
+        )
+        shape = blocks(parameter.local_shape, self.fp8_block)
+        scales = TargetParameter(parameter.name + SCALES, parameter.module, shape, SCALE, pieces)
+        return replace(parameter, dtype=WORD), scales
 
     def _parameter(self, weight: Weight, layer: int | None) -> TargetParameter:
         if weight.is_expert:

@@ -7,11 +7,14 @@ device less weights and the peak of a profiling run (vLLM 0.32 v1/worker/gpu_wor
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout
+from mrl.model.quantised import blocks, is_quantised
 from mrl.model.registry import weight_map
-from mrl.model.vllm_parameters import fullest_numel
+from mrl.model.vllm_parameters import fullest_numel, worker_slice
+from mrl.model.weight_map import Weight
 from mrl.plan.model_state import key_value_heads
 from mrl.units import GIB
 
@@ -45,24 +48,26 @@ def engine_memory(
     dtype_bytes: int = 2,
     batched_tokens: int = 8192,
     max_num_seqs: int = 256,
+    fp8_block: int = 0,
 ) -> EngineMemory:
-    """`share`: bytes of the device that the engine may use (memory x gpu_memory_utilization).
+    """`share`: bytes of the device that the engine may use (memory x gpu_memory_utilization). `fp8_block`: rows and
+    columns that have one scale, where it holds words; 0: it holds none.
 
     A cache of no token means: does not fit.
     """
-    weights = worker_weights(model, rollout) * dtype_bytes
+    weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
     working = _working_set(model, rollout, dtype_bytes, batched_tokens, max_num_seqs)
     cache = max(0, share - weights - working)
-    return _with_cache(model, rollout, dtype_bytes, weights, working, cache, max_num_seqs)
+    return _with_cache(model, rollout, dtype_bytes, weights, working, cache, max_num_seqs, fp8_block)
 
 
 def engine_memory_with_cache(
-    model: ModelSpec, rollout: RolloutLayout, cache: int, *, dtype_bytes: int, **passes: int
+    model: ModelSpec, rollout: RolloutLayout, cache: int, *, dtype_bytes: int, fp8_block: int = 0, **passes: int
 ) -> EngineMemory:
     """Memory of an engine where the bytes of the cache are given, as on a CPU."""
     working = _working_set(model, rollout, dtype_bytes, passes["batched_tokens"], passes["max_num_seqs"])
-    weights = worker_weights(model, rollout) * dtype_bytes
-    return _with_cache(model, rollout, dtype_bytes, weights, working, cache, passes["max_num_seqs"])
+    weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)
+    return _with_cache(model, rollout, dtype_bytes, weights, working, cache, passes["max_num_seqs"], fp8_block)
 
 
 def _with_cache(
@@ -73,13 +78,15 @@ def _with_cache(
     working: int,
     cache: int,
     max_num_seqs: int,
+    fp8_block: int,
 ) -> EngineMemory:
     per_token = cache_bytes_per_token(model, rollout.tensor, dtype_bytes)
     states = max_num_seqs * state_bytes_per_sequence(model, rollout.tensor, dtype_bytes)
     tokens = max(0, cache - states) // per_token // BLOCK * BLOCK * rollout.data
     rotated = model.qk_rope_head_dim or model.head_dim
     buffers = model.max_position_embeddings * rotated * dtype_bytes
-    return EngineMemory(weights, working, cache, tokens, _largest_module(model, rollout) * dtype_bytes, buffers)
+    largest = _largest_module(model, rollout, dtype_bytes, fp8_block)
+    return EngineMemory(weights, working, cache, tokens, largest, buffers)
 
 
 def cache_bytes_per_token(model: ModelSpec, tensor: int, dtype_bytes: int) -> int:
@@ -114,11 +121,32 @@ def worker_weights(model: ModelSpec, rollout: RolloutLayout) -> int:
 
 
 @cache
-def _largest_module(model: ModelSpec, rollout: RolloutLayout) -> int:
-    """Elements of what vLLM's layerwise reload processes as one: parameters of equal name but for the last part."""
+def worker_weight_bytes(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, fp8_block: int = 0) -> int:
+    """Bytes of those weights; of quantised ones a word an element, and the scales."""
+    nbytes = worker_weights(model, rollout) * dtype_bytes
+    for weight, layers in weight_map(model).counted if fp8_block else ():
+        if is_quantised(weight):
+            plain = fullest_numel(model, rollout, weight) * dtype_bytes
+            nbytes -= layers * (plain - _bytes(model, rollout, weight, dtype_bytes, fp8_block))
+    return nbytes
+
+
+def _bytes(model: ModelSpec, rollout: RolloutLayout, weight: Weight, dtype_bytes: int, fp8_block: int) -> int:
+    """Bytes of one layer's parameter, with its scales where it is words, on the worker that has most of it."""
+    numel = fullest_numel(model, rollout, weight)
+    if not fp8_block or not is_quantised(weight):
+        return numel * dtype_bytes
+    workers = rollout.expert_tensor if weight.is_expert else rollout.tensor
+    local = worker_slice(weight, workers, 0)
+    return numel + numel // local.numel * prod(blocks(local.shape, fp8_block)) * _F32
+
+
+@cache
+def _largest_module(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, fp8_block: int) -> int:
+    """Bytes of what vLLM's layerwise reload processes as one: parameters of equal name but for the last part."""
     modules: Counter[str] = Counter()
     for weight, _ in weight_map(model).counted:
-        modules[weight.vllm.rpartition(".")[0]] += fullest_numel(model, rollout, weight)
+        modules[weight.vllm.rpartition(".")[0]] += _bytes(model, rollout, weight, dtype_bytes, fp8_block)
     return max(modules.values())
 
 

@@ -226,6 +226,7 @@ def engine_of(inputs: PlanInputs) -> EngineMemory:
     """One engine worker on the device, with the cache that its share of the memory leaves."""
     rollout = inputs.config.rollout
     passes = {"batched_tokens": rollout.max_num_batched_tokens or _BATCHED_TOKENS, "max_num_seqs": rollout.max_num_seqs}
+    passes["fp8_block"] = rollout.fp8_block
     if inputs.device.platform == "cpu":
         cache = rollout.cpu_kvcache_gib * GIB  # VLLM_CPU_KVCACHE_SPACE, which every worker takes for itself
         return engine_memory_with_cache(

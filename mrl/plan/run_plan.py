@@ -199,6 +199,7 @@ def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> 
         dtype=config.rollout_dtype,
         topology=Topology(*rank_places(Deployment.of(config))),
         budget_bytes=sync_budget(config),
+        fp8_block=config.rollout.fp8_block,
     )
 
 

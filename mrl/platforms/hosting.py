@@ -88,6 +88,9 @@ class Hosting:
     # Megatron's switches of fused MoE kernels that the update can use there. Transformer Engine brings them. MindSpeed
     # core_r0.16.0 has a permutation of its own under that name (core/fusions/fused_moe_permute.py), but no router.
     moe_fusions: tuple[str, ...] = ()
+    # vLLM's argument linear_backend of engines in FP8. By default it takes kernels there that repack words, or round
+    # scales to powers of two. Then what engines hold could not be compared with what they were sent.
+    fp8_backend: str = ""
     has_flex_dispatcher: bool = False  # the kernels of DeepEP and HybridEP need NVIDIA devices
     returns_routes: bool = True  # vLLM itself returns routed experts; on CPU its model runner for this lacks Triton
 
@@ -186,6 +189,7 @@ _HOSTING = {
         memory_reach="node",
         moe_fusions=("moe_permute_fusion", "moe_router_fusion"),
         has_flex_dispatcher=True,
+        fp8_backend="cutlass",
     ),
     "npu": Hosting(
         "npu",

@@ -31,7 +31,7 @@ Shards = Callable[[str, int], torch.Tensor]  # (source name, model chunk) -> thi
 
 
 class Merge(Protocol):
-    """Changes some weights on their way to the engines, by merging adapters into them."""
+    """Changes some weights on their way to the engines: adapters are merged into them, or they become words of FP8."""
 
     described: Sequence[Shard]  # this rank's adapters, of which other ranks may hold replicas
 

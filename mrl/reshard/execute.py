@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from mrl.model.boxes import Box
-from mrl.model.megatron_shards import source_shards
+from mrl.model.quantised_shards import sent_shards
 from mrl.record.metrics import PhaseTimer
 from mrl.reshard.digest import Merge, ShardDigests, Shards
 from mrl.reshard.messages import Copy, Message, by_round, module_of
 from mrl.reshard.plan import ReshardPlan
+from mrl.reshard.quantise import Quantiser
 from mrl.reshard.sync_report import ReceiveReport, SendReport
 from mrl.reshard.transport import ReceivingEnd, SendingEnd
 from mrl.units import MIB
@@ -54,8 +55,14 @@ class Sender:
     ):
         """`local` are workers on this rank's own device; what goes to them does not count as moved.
 
-        `free_bytes` returns that device's free memory. `merge` merges adapters into blocks while they are packed.
+        `free_bytes` returns that device's free memory. `merge` merges adapters into blocks while they are packed. Where
+        the plan's engines hold words, blocks are quantised while they are packed, after adapters were merged.
         """
+        described = sent_shards(plan.model, plan.train, rank, plan.fp8_block)
+        self._quantiser: Quantiser | None = None
+        if plan.fp8_block:
+            self._quantiser = merge = Quantiser(described, shards, plan.fp8_block, merge)
+            shards = self._quantiser.shard
         self._free_bytes = free_bytes
         self.plan = plan
         self.rank = rank
@@ -64,7 +71,6 @@ class Sender:
         self._messages = list(plan.sends(rank))
         self._sources = ShardViews(shards)
         self._wire = WireViews(dtype)
-        described = source_shards(plan.model, plan.train, rank)
         if merge is not None:
             described = (*described, *merge.described)
         self._digests = ShardDigests(described, shards, dtype, merge)
@@ -113,6 +119,9 @@ class Sender:
         return messages, timer
 
     def _transfer(self, update: int, messages: list[Message], timer: PhaseTimer) -> None:
+        if self._quantiser is not None:
+            with timer("pack"):
+                self._quantiser.begin()
         self.end.begin(update, messages)
         for message in messages:
             with timer("wait"):
@@ -243,8 +252,10 @@ def wire_views(message: Message, buffer: Tensor, dtype: torch.dtype) -> list[Ten
     """
     start = 0
     views = {}
-    for number, copy in sorted(enumerate(message.copies), key=lambda pair: pair[1].dtype is None):
-        own = dtype if copy.dtype is None else getattr(torch, copy.dtype)
+    formats = [dtype if copy.dtype is None else getattr(torch, copy.dtype) for copy in message.copies]
+    for number in sorted(range(len(formats)), key=lambda number: -formats[number].itemsize):
+        copy = message.copies[number]
+        own = formats[number]
         stop = start + copy.hf_box.volume * own.itemsize
         views[number] = buffer[start:stop].view(own).view(copy.hf_box.shape)
         start = stop

@@ -105,7 +105,7 @@ def template_faults(
     covered: dict[tuple[int, ...], TargetParameter] = {}
     for position, template in enumerate(templates):
         filling = _by_parameter(template)
-        parameters = target_parameters(miniature.model, rollout, position, dialect, dtype)
+        parameters = target_parameters(miniature.model, rollout, position, dialect, dtype, miniature.fp8_block)
         unseen = [p for p in parameters if covered.get(_identity(filling.get(p.name, ()))) != p]
         names = dict.fromkeys([p.name for p in unseen]) | dict.fromkeys(filling.keys() - {p.name for p in parameters})
         arriving = [part for name in names for part in filling.get(name, ())]

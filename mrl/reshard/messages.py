@@ -40,8 +40,8 @@ class Copy:
 class Message:
     """All that one rank sends to one worker in one round.
 
-    The copies follow each other, each contiguous in Hugging Face orientation, in the engine's number format. Copies
-    with a wider format of their own come first, so that every element is aligned.
+    The copies follow each other, each contiguous in Hugging Face orientation, in the engine's number format or their
+    own. Copies with a wider format of their own come first, so that every element is aligned.
     """
 
     round: int

@@ -48,6 +48,7 @@ import numpy as np
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.model.quantised import WORD
 from mrl.model.vllm_parameters import Dialect
 from mrl.reshard.faults import PlanFault, template_faults
 from mrl.reshard.messages import Copy, Message, Topology
@@ -84,6 +85,7 @@ class ReshardPlan:
     rollout: RolloutLayout
     dialect: Dialect
     dtype: str  # of the engine
+    fp8_block: int  # rows and columns that one scale is of, where engines hold words; 0: they hold none
     topology: Topology | None
     budget_bytes: int
     segments: tuple[Segment, ...]
@@ -205,6 +207,7 @@ class ReshardPlan:
             "rollout": asdict(self.rollout),
             "dialect": self.dialect,
             "dtype": self.dtype,
+            **({"fp8_block": self.fp8_block} if self.fp8_block else {}),
             "topology": None if self.topology is None else asdict(self.topology),
             "budget_bytes": self.budget_bytes,
             "num_rounds": self.num_rounds,
@@ -244,13 +247,15 @@ def plan_reshard(
     dtype: str,
     topology: Topology | None = None,
     budget_bytes: int = 256 * MIB,
+    fp8_block: int = 0,
 ) -> ReshardPlan:
     """Makes a proved plan: each element is written once, each source holds its box, each round is within the budget.
 
-    Raises ConfigError for layouts that the engine cannot have, a topology of another size, or a small budget.
+    `fp8_block`: block size of engines that hold words and scales; 0: they hold weights in `dtype`. Raises ConfigError
+    for layouts that the engine cannot have or that cut a block, a topology of another size, or a small budget.
     """
     _check_inputs(train, rollout, dtype, topology)
-    miniature = Miniature.of(model, train)
+    miniature = Miniature.of(model, train, fp8_block)
     holdings = Holdings(miniature, train.pipeline)
     parts = segments(model, train, miniature.kinds)
     devices = _devices(train, rollout, topology)
@@ -271,7 +276,7 @@ def plan_reshard(
             raise _too_small(budget_bytes, largest)
         limit //= 2
     plan = ReshardPlan(
-        model, train, rollout, dialect, dtype, topology, budget_bytes, parts, templates, devices, *scheduled
+        model, train, rollout, dialect, dtype, fp8_block, topology, budget_bytes, parts, templates, devices, *scheduled
     )
     faults = (*template_faults(miniature, train.pipeline, rollout, templates, dialect, dtype), *_schedule_faults(plan))
     if faults:
@@ -288,8 +293,9 @@ def _schedule_faults(plan: ReshardPlan) -> Iterator[str]:
 
 
 def _check_inputs(train: TrainLayout, rollout: RolloutLayout, dtype: str, topology: Topology | None) -> None:
-    if dtype not in ITEM_BYTES:
-        raise ConfigError(f"rollout.dtype = {dtype}: weights are moved as {', '.join(ITEM_BYTES)}")
+    formats = [name for name in ITEM_BYTES if name != WORD]
+    if dtype not in formats:
+        raise ConfigError(f"rollout.dtype = {dtype}: weights are moved as {', '.join(formats)}")
     if topology is not None and (len(topology.ranks), len(topology.workers)) != (train.world_size, rollout.world_size):
         raise ConfigError(
             f"the topology places {len(topology.ranks)} ranks and {len(topology.workers)} workers, "

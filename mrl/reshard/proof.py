@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from mrl.errors import ConfigError
-from mrl.model import ModelSpec, tensor_specs
+from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.model.megatron_shards import Shard, source_shards
+from mrl.model.megatron_shards import Shard
+from mrl.model.quantised import with_scales
+from mrl.model.quantised_shards import sent_shards
 from mrl.model.vllm_loader import loaded
 from mrl.model.vllm_parameters import TRANSPOSED, VOCABULARY_MULTIPLE, TargetParameter, target_parameters
 from mrl.reshard.faults import ShardTable, shard_table, worker_faults
@@ -30,6 +32,7 @@ Arrays = dict[str, np.ndarray]
 Wire = dict[tuple[int, int, int], np.ndarray]  # (round, source, worker) -> the message's elements
 
 _PROOF_SECONDS = 6.0  # after which only the workers are checked that are always checked
+_SMALL_BLOCK = 2  # block size of words in a rehearsal: all of its matrices are cut into even numbers
 # of a rehearsal; the first that is large enough is used
 _BUDGETS = (*(4096 * 4**power for power in range(5)), 64 * MIB)
 
@@ -123,7 +126,7 @@ def _parameters_of(plan: ReshardPlan) -> Callable[[int], tuple[TargetParameter, 
 
     @lru_cache(maxsize=1)
     def parameters_of(position: int) -> tuple[TargetParameter, ...]:
-        return target_parameters(plan.model, plan.rollout, position, plan.dialect, plan.dtype)
+        return target_parameters(plan.model, plan.rollout, position, plan.dialect, plan.dtype, plan.fp8_block)
 
     return parameters_of
 
@@ -131,7 +134,7 @@ def _parameters_of(plan: ReshardPlan) -> Callable[[int], tuple[TargetParameter, 
 def _shards_of(plan: ReshardPlan) -> Callable[[int], ShardTable]:
     @cache
     def shards_of(rank: int) -> ShardTable:
-        return shard_table(source_shards(plan.model, plan.train, rank))
+        return shard_table(sent_shards(plan.model, plan.train, rank, plan.fp8_block))
 
     return shards_of
 
@@ -155,6 +158,7 @@ def _small_plan(plan: ReshardPlan) -> ReshardPlan:
     """Makes the plan of the small model. Raises ConfigError when even the largest budget is too small."""
     model, train = shrink(plan.model, plan.train, plan.rollout)
     arguments = {"dialect": plan.dialect, "dtype": plan.dtype, "topology": plan.topology}
+    arguments["fp8_block"] = min(plan.fp8_block, _SMALL_BLOCK)
     *budgets, largest = _BUDGETS
     for budget in budgets:
         with suppress(ConfigError):
@@ -244,10 +248,11 @@ def simulated_faults(plan: ReshardPlan) -> Iterator[str]:
 
     Holds the whole model in 4-byte integers once for each replica on both sides, so it is for small models.
     """
-    hf = numbered(plan.model)
+    hf = numbered(plan.model, plan.fp8_block)
     wire: Wire = {}
     for rank in range(plan.train.world_size):
-        shards = {(s.vp_chunk, s.megatron_name): fill(s, hf) for s in source_shards(plan.model, plan.train, rank)}
+        sent = sent_shards(plan.model, plan.train, rank, plan.fp8_block)
+        shards = {(shard.vp_chunk, shard.megatron_name): fill(shard, hf) for shard in sent}
         for message in plan.sends(rank):
             wire[message.round, message.source, message.worker] = _packed(shards, message.copies)
     for position in range(plan.rollout.workers_per_engine):
@@ -275,11 +280,11 @@ def _arrival_faults(plan: ReshardPlan, worker: int, wanted: Arrays, wire: Wire) 
             yield f"{name} has element {parameters[name][index]} at {index}, not {array[index]}"
 
 
-def numbered(model: ModelSpec) -> Arrays:
-    """Returns a checkpoint in which every element is a different number. 0 is reserved for padding."""
+def numbered(model: ModelSpec, fp8_block: int = 0) -> Arrays:
+    """Returns a checkpoint in which every element, scales too, is a different number. 0 is reserved for padding."""
     arrays = {}
     number = 1
-    for spec in tensor_specs(model):
+    for spec in with_scales(model, fp8_block):
         arrays[spec.name] = np.arange(number, number + spec.numel, dtype=np.int32).reshape(spec.shape)
         number += spec.numel
     return arrays

@@ -33,6 +33,7 @@ class SyncSetup:
     # "kind" (reshard.transport), "name" of this connection, "address" of the point-to-point group, and "workers" that
     # take part: all by default
     transport: dict[str, Any]
+    fp8_block: int = 0  # rows and columns that have one scale, where engines hold words; 0: they hold none
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data, which `from_json` reads back."""
@@ -98,6 +99,7 @@ def _plan(text: str) -> ReshardPlan:
         dtype=setup.dtype,
         topology=setup.places,
         budget_bytes=setup.budget_bytes,
+        fp8_block=setup.fp8_block,
     )
 
 

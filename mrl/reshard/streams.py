@@ -19,10 +19,12 @@ from mrl.model import ModelSpec
 from mrl.model.boxes import Box
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.model.megatron_shards import Shard, source_shards
+from mrl.model.megatron_shards import Shard
+from mrl.model.quantised import WORD
+from mrl.model.quantised_shards import sent_shards
 from mrl.model.vllm_parameters import Dialect, TargetParameter, target_parameters
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, WORD: 1}
 SAME_DEVICE, SAME_NODE, REMOTE = TIERS = (0, 1, 2)  # lower is nearer
 MAX_CANDIDATES = 16  # replicas that one worker may ask for the same grain
 _SHARE_UNITS = 1 << 40  # shares of a module are compared as integers, so that every process gets the same order
@@ -85,9 +87,10 @@ class Miniature:
     model: ModelSpec
     train: TrainLayout
     kinds: tuple[LayerKind, ...]  # for each layer
+    fp8_block: int = 0  # block size of engines that hold words; 0: they hold none
 
     @classmethod
-    def of(cls, model: ModelSpec, train: TrainLayout) -> "Miniature":
+    def of(cls, model: ModelSpec, train: TrainLayout, fp8_block: int = 0) -> "Miniature":
         """Makes the miniature of a model and its layout."""
         kinds = tuple(dict.fromkeys(model.layer_kind(layer) for layer in range(model.num_layers)))
         moe_layers = tuple(layer for layer, kind in enumerate(kinds) if kind.has_experts)
@@ -97,6 +100,7 @@ class Miniature:
             replace(model, num_layers=len(kinds), moe_layers=moe_layers, linear_layers=linear_layers),
             replace(train, pipeline=len(stages), virtual_pipeline=1, chunk_layers=stages),
             kinds,
+            fp8_block,
         )
 
     @property
@@ -106,8 +110,9 @@ class Miniature:
 
     @cached_property
     def shards(self) -> tuple[tuple[Shard, ...], ...]:
-        """The shards of each rank."""
-        return tuple(source_shards(self.model, self.train, rank) for rank in range(self.train.world_size))
+        """What each rank sends from."""
+        ranks = range(self.train.world_size)
+        return tuple(sent_shards(self.model, self.train, rank, self.fp8_block) for rank in ranks)
 
     def rank_of(self, holder: Holder, pipeline: int) -> int:
         """Returns the rank of this small layout that stands for a holder of a layout with `pipeline` stages."""
@@ -216,7 +221,7 @@ def stream_template(
     """
     blocks: list[list[Grain]] = [[] for _ in range(len(miniature.kinds) + 2)]
     after_layers = False
-    for parameter in target_parameters(miniature.model, rollout, position, dialect, dtype):
+    for parameter in target_parameters(miniature.model, rollout, position, dialect, dtype, miniature.fp8_block):
         layer = _layer_number(parameter.name)
         after_layers = after_layers or layer is not None
         block = (len(blocks) - 1 if after_layers else 0) if layer is None else layer + 1

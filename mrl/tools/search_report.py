@@ -135,9 +135,8 @@ def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:
     length = config.data.max_sample_length
     lines = []
     for tensor in (n for n in range(1, problem.per_node + 1) if engine_splits_heads(n, model)):
-        engine = engine_memory(
-            model, RolloutLayout(1, tensor), round(device.memory * config.rollout.gpu_memory_utilization)
-        )
+        share = round(device.memory * config.rollout.gpu_memory_utilization)
+        engine = engine_memory(model, RolloutLayout(1, tensor), share, fp8_block=config.rollout.fp8_block)
         if engine.cache_tokens >= length:
             lines.append(
                 f"engine of {tensor}: weights {engine.weights / GIB:.1f} GiB a device, cache of "

@@ -116,9 +116,10 @@ def _mismatch_cure(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> str:
             "the correction hides it at the price of samples; see rollout_corr/rejected_token_share "
             "and effective_sample_share"
         )
-    return (
-        f"generation and training disagree more than rounding explains. Check rollout.dtype against model.dtype; {cure}"
-    )
+    why = "generation and training disagree more than rounding explains. Check rollout.dtype against model.dtype"
+    if rollout.quantization is not None:
+        why = f"engines hold weights rounded to {rollout.quantization}, whose share is in it"
+    return f"{why}; {cure}"
 
 
 def advisers(algorithm: AlgorithmConfig, rollout: RolloutConfig, device: str, updates_per_step: int) -> list[Adviser]:

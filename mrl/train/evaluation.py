@@ -17,7 +17,7 @@ from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.config.load import ResolvedConfig
 from mrl.config.places import Deployment
-from mrl.config.schema import ValSamplingConfig
+from mrl.config.schema import RunConfig, ValSamplingConfig, with_values
 from mrl.data.dataset import PromptDataset
 from mrl.errors import ConfigError
 from mrl.flow.scoring import start_scorers
@@ -44,15 +44,16 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
     """Answers and scores every held-out prompt; writes results, generations and configuration into `output`; returns
     the results.
 
-    `checkpoint`: a `step-N` folder, None for the configuration's model.path. It, or a model.path in FP8, is brought
-    into Hugging Face's form within `output` once prompts and reward are known to be good. It is removed at the end.
-    Raises one of mrl.errors; an output that holds results already is refused.
+    Engines answer from the weights as they are stored, whatever rollout.quantization says. `checkpoint`: a `step-N`
+    folder, None for the configuration's model.path. It, or a model.path in FP8, is brought into Hugging Face's form
+    within `output` once prompts and reward are known to be good. It is removed at the end. Raises one of
+    mrl.errors; an output that holds results already is refused.
     """
     if (output / RESULTS).exists():
         raise ConfigError(f"--output: {output} holds results already; give another folder")
     began = time.monotonic()
     with _folder(output), ExitStack() as stack:
-        config = resolved.config
+        config = _unquantised(resolved.config)
         source = config.model.path if checkpoint is None else str(checkpoint / HF_FOLDER)
         tokenizer = prompt_tokenizer(source, config.data)
         rollout = config.rollout
@@ -86,6 +87,14 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         write_text(output / CONFIG, resolved.to_record())
         write_text(output / RESULTS, json_line(results))
     return results
+
+
+def _unquantised(config: RunConfig) -> RunConfig:
+    """The configuration with engines that read what is stored, which is said: no sync brings them words."""
+    if config.rollout.quantization is None:
+        return config
+    print("note: rollout.quantization is left aside: an evaluation answers from the weights as they are stored")
+    return with_values(config, {"rollout.quantization": None})
 
 
 @contextmanager

@@ -19,12 +19,12 @@ _SMALLEST_BITS = 16  # of formats that torch draws numbers in
 @torch.no_grad()
 def fill(parameters: Iterable[nn.Parameter]) -> None:
     """Draws every floating-point parameter: matrices of the size that keeps what goes through them as large as it was,
-    vectors around one. The same model gets the same numbers each time.
+    vectors around one. The same model gets the same numbers each time. Single numbers stay.
     """
     generators: dict[torch.device, torch.Generator] = {}
     for parameter in parameters:
-        if parameter.is_meta or not parameter.is_floating_point():
-            continue
+        if parameter.is_meta or not parameter.is_floating_point() or not parameter.dim():
+            continue  # a number by itself says that scales of a cache are not given
         if parameter.device not in generators:
             generators[parameter.device] = torch.Generator(parameter.device).manual_seed(_SEED)
         _draw(parameter.data, generators[parameter.device])

@@ -64,6 +64,10 @@ class CpuWorker(CPUWorker):
             from mrl.vllm.cpu_delta import install
 
             install()
+        if self.model_config.quantization is not None:
+            from mrl.vllm.cpu_fp8 import install
+
+            install()
         note_baseline()
         super().load_model(*arguments, **named)
 

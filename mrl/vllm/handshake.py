@@ -14,18 +14,22 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from mrl.model import ModelSpec, tensor_specs
+from mrl.model import ModelSpec
+from mrl.model.quantised import FP8, WORD, with_scales
 from mrl.model.vllm_parameters import TargetParameter
 from mrl.reshard.setup import SyncSetup
 from mrl.vllm.load_layout import Adapter, layers_of, leaf_of, parameter_of, written_in_place
 from mrl.vllm.read_back import held_digests, hf_block
 
 BASE = 256
+_WORD_BASE = 16  # that words hold exactly
 UNTOUCHED = -1.0
 SHOWN = 8  # names in one message
 # vLLM's MoE kernels that keep experts as a dialect describes them; others swap halves or shuffle rows
 _KEEPING = ("CPU", "TRITON", "BATCHED_TRITON")
 _TRANSPOSING = ("OOT",)  # out of vLLM's tree, as Ascend's
+# those of linear layers in FP8 that keep words and scales as they are loaded; others repack them, or round scales
+_KEEPING_WORDS = ("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel")
 
 
 class HandshakeError(RuntimeError):
@@ -55,7 +59,7 @@ def check_degrees(setup: SyncSetup, degrees: EngineDegrees) -> None:
         ("pipeline_parallel_size", degrees.pipeline, 1),
         ("enable_expert_parallel", degrees.spreads_experts, layout.expert > 1),
         ("dtype", degrees.dtype, setup.dtype),
-        ("quantization", degrees.quantization, None),
+        ("quantization", degrees.quantization, FP8 if setup.fp8_block else None),
         ("experts placed in order, none repeated", degrees.linear_placement, True),
     ]
     faults = [
@@ -75,8 +79,11 @@ def check_engine(
     in_place = written_in_place(targets)
     for backend in sorted(adapter.moe_backends(model)):
         check_backend(backend, _TRANSPOSING if in_place else _KEEPING)
+    for backend in sorted(adapter.word_backends(model)):
+        check_word_backend(backend)
     check_parameters(model, targets, adapter)
-    check_loader(model, setup.model, [t for t in targets if t.name not in in_place], adapter)
+    loaded = [t for t in targets if t.name not in in_place]
+    check_loader(model, setup.model, loaded, adapter, setup.fp8_block)
     if holds_weights:
         layers = layers_of(model, adapter)
         # that everything can be read back
@@ -89,6 +96,15 @@ def check_backend(backend: str, allowed: Sequence[str]) -> None:
         raise HandshakeError(
             f"vLLM's MoE backend is {backend}, which stores experts in a layout of its own; allowed: "
             f"{', '.join(allowed)} (rollout.engine_kwargs.vllm.moe_backend, e.g. triton)"
+        )
+
+
+def check_word_backend(backend: str) -> None:
+    """Raises HandshakeError when a linear layer in FP8 would hold other words or scales than it is given."""
+    if backend not in _KEEPING_WORDS:
+        raise HandshakeError(
+            f"vLLM's kernel of linear layers in FP8 is {backend}, which keeps words or scales in a form of its own; "
+            f"allowed: {', '.join(_KEEPING_WORDS)} (rollout.engine_kwargs.vllm.linear_backend, e.g. triton)"
         )
 
 
@@ -125,12 +141,15 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], adapt
         raise HandshakeError("; ".join(faults[:SHOWN]) + more)
 
 
-def check_loader(model: nn.Module, spec: ModelSpec, targets: Sequence[TargetParameter], adapter: Adapter) -> int:
+def check_loader(
+    model: nn.Module, spec: ModelSpec, targets: Sequence[TargetParameter], adapter: Adapter, fp8_block: int = 0
+) -> int:
     """Runs vLLM's loader on numbered tensors, one module of each kind; returns the number of modules tried.
 
-    Raises HandshakeError naming the first parameter that the loader fills otherwise than the plan says.
+    `fp8_block`: see SyncSetup. Raises HandshakeError naming the first parameter that the loader fills otherwise than
+    the plan says.
     """
-    shapes = {t.name: t.shape for t in tensor_specs(spec)}
+    shapes = {t.name: t.shape for t in with_scales(spec, fp8_block)}
     layers = layers_of(model, adapter)
     modules = _one_of_each_kind(layers, targets)
     adapter.enter(model)
@@ -169,7 +188,7 @@ def _check_module(
     adapter.open_loaders(layer)
     names = list(dict.fromkeys(piece.hf_name for t in group for piece in t.pieces))
     try:
-        for numbered in _passes(names, {name: shapes[name] for name in names}, getattr(torch, group[0].dtype)):
+        for numbered in _passes(names, {name: shapes[name] for name in names}, _format(group)):
             for target in group:
                 parameter_of(layer, target).fill_(UNTOUCHED)
             model.load_weights(iter(numbered.items()))
@@ -181,30 +200,45 @@ def _check_module(
         adapter.leave_out(layer)
 
 
-def _passes(names: list[str], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+@dataclass(frozen=True)
+class _Format:
+    """How numbers are handed to vLLM's loader: in which dtype, and digits of which base."""
+
+    dtype: torch.dtype
+    base: int
+
+    def digit(self, number: Tensor, digit: int) -> Tensor:
+        return (number // self.base**digit % self.base).to(self.dtype)
+
+    def digits(self, count: int) -> int:
+        """How many digits numbers below `count` have."""
+        bits = (max(count, 2) - 1).bit_length()
+        return -(-bits // (self.base.bit_length() - 1))
+
+
+def _format(group: Sequence[TargetParameter]) -> _Format:
+    """Words take digits of a small base; they and their scales come in one dtype, which the loader converts."""
+    if any(target.dtype == WORD for target in group):
+        return _Format(torch.float32, _WORD_BASE)
+    return _Format(getattr(torch, group[0].dtype), BASE)
+
+
+def _passes(names: list[str], shapes: dict[str, tuple[int, ...]], form: _Format) -> Iterator[dict[str, Tensor]]:
     """Tensors numbered by name, then by place along each dimension, digit by digit.
 
     They take no memory along the others.
     """
-    for digit in range(_digits(len(names))):
-        yield {name: _digit(torch.tensor(i), digit, dtype).expand(shapes[name]) for i, name in enumerate(names)}
+    for digit in range(form.digits(len(names))):
+        yield {name: form.digit(torch.tensor(i), digit).expand(shapes[name]) for i, name in enumerate(names)}
     for dim in range(max(map(len, shapes.values()))):
         having = [name for name in names if len(shapes[name]) > dim]
-        for digit in range(_digits(max(shapes[name][dim] for name in having))):
-            yield {name: _along(shapes[name], dim, digit, dtype) for name in having}
+        for digit in range(form.digits(max(shapes[name][dim] for name in having))):
+            yield {name: _along(shapes[name], dim, digit, form) for name in having}
 
 
-def _along(shape: tuple[int, ...], dim: int, digit: int, dtype: torch.dtype) -> Tensor:
-    places = _digit(torch.arange(shape[dim]), digit, dtype)
+def _along(shape: tuple[int, ...], dim: int, digit: int, form: _Format) -> Tensor:
+    places = form.digit(torch.arange(shape[dim]), digit)
     return places.view(*[-1 if d == dim else 1 for d in range(len(shape))]).expand(shape)
-
-
-def _digit(number: Tensor, digit: int, dtype: torch.dtype) -> Tensor:
-    return (number // BASE**digit % BASE).to(dtype)
-
-
-def _digits(count: int) -> int:
-    return max(1, -(-(max(count, 2) - 1).bit_length() // 8))
 
 
 def _compare(loaded: Tensor, target: TargetParameter, numbered: dict[str, Tensor]) -> None:
@@ -220,6 +254,8 @@ def _compare(loaded: Tensor, target: TargetParameter, numbered: dict[str, Tensor
                 f"{target.name}: vLLM's loader does not put {piece.hf_name} {list(piece.hf_box.ranges)} at "
                 f"{list(piece.local_box.ranges)} as the plan does"
             )
+    if loaded.dtype == getattr(torch, WORD):
+        loaded = loaded.float()  # words are not compared
     written = (loaded != UNTOUCHED) & (loaded != 0)
     inside = sum(int((hf_block(loaded, piece) != 0).sum()) for piece in target.pieces)
     if covered < prod(target.local_shape) and int(written.sum()) != inside:

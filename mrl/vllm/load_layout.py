@@ -71,6 +71,9 @@ class Adapter(Protocol):
     def moe_backends(self, model: nn.Module) -> set[str]:
         """Names of the MoE kernels in use; empty for a dense model."""
 
+    def word_backends(self, model: nn.Module) -> set[str]:
+        """Names of the kernels of linear layers in FP8; empty where there are none."""
+
     def attention_backends(self, model: nn.Module) -> set[str]:
         """Names of the attention kernels in use."""
 

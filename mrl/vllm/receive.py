@@ -177,7 +177,7 @@ class FastPath:
         with self._named_errors():
             check_degrees(setup, degrees)
             self._targets = target_parameters(
-                setup.model, setup.rollout_layout, self._worker, setup.dialect, setup.dtype
+                setup.model, setup.rollout_layout, self._worker, setup.dialect, setup.dtype, setup.fp8_block
             )
             check_engine(model, setup, self._targets, adapter, info.holds_weights)
             self._kernels = {

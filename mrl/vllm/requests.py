@@ -11,8 +11,9 @@ from mrl.config.schema_rollout import AgentConfig, TurnsConfig
 from mrl.data.dataset import THINKING
 from mrl.data.routes import RouteShape
 from mrl.environments.tool import ToolsSpec, TurnsSpec
-from mrl.model import ModelSpec, load_model_spec, tensor_specs
+from mrl.model import ModelSpec, load_model_spec
 from mrl.model.hf_config import QUANTIZATION
+from mrl.model.quantised import engine_quantisation, with_scales
 from mrl.model.registry import family_of, own_config
 from mrl.plain_files import TEXT_BYTES, read_settings
 from mrl.platforms.hosting import CPU_WORKER, Hosting, get_hosting
@@ -148,10 +149,12 @@ def engine_settings(
     return EngineSettings(
         engine_id=engine_id,
         data_rank=data_rank,
-        arguments=loading | _of_model(model, config.cluster.device) | _arguments(config, hosting, data_rank),
+        arguments=loading
+        | _of_model(model, config.cluster.device, config.rollout.fp8_block)
+        | _arguments(config, hosting, data_rank),
         check_order=hosting.checks_batch_order,
         vocab_size=model.vocab_size,
-        expected=tuple((tensor.name, tensor.shape) for tensor in tensor_specs(model)),
+        expected=tuple((tensor.name, tensor.shape) for tensor in with_scales(model, config.rollout.fp8_block)),
         segments_file=str(logs / f"{log_name(name)}.segments"),
         routes=RouteShape.of(model) if model.is_moe else None,
         captures_routes=_wants_routes(config.actor) and not hosting.returns_routes,
@@ -236,23 +239,27 @@ def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str,
     }
     if layout.data > 1:  # a front end each, known to vLLM as external load balancing: requests are spread by us
         arguments |= {"data_parallel_size": layout.data, "data_parallel_rank": data_rank}
+    if rollout.fp8_block and hosting.fp8_backend:
+        arguments["linear_backend"] = hosting.fp8_backend
     if _wants_routes(config.actor) and hosting.returns_routes:
         arguments["enable_return_routed_experts"] = True
     return arguments | rollout.engine_kwargs.get("vllm", {})
 
 
-def _of_model(model: ModelSpec, device: str) -> dict[str, Any]:
-    """Arguments that follow from the model.
+def _of_model(model: ModelSpec, device: str, fp8_block: int = 0) -> dict[str, Any]:
+    """Arguments that follow from the model, and from the size of a block of words where engines hold such.
 
     vLLM has two kernels of latent attention on CPU, and takes one that keeps weights in a form of its own where it can.
     Of a checkpoint in FP8 an engine is the bfloat16 model that is trained, and of one that also reads images the text
-    model: it gets its weights by a sync alone.
+    model: it gets its weights by a sync alone. So does one that holds words, for no file has them.
     """
     keys = family_of(model).engine_keys(model)
     if model.is_fp8:
         keys = keys | {QUANTIZATION: None}
+    if fp8_block:
+        keys = keys | {QUANTIZATION: engine_quantisation(model, fp8_block)}
     arguments: dict[str, Any] = {"hf_overrides": keys} if keys else {}
-    if model.loads_by_sync:
+    if model.loads_by_sync or fp8_block:
         arguments["load_format"] = AWAITED
     if model.is_latent and device == "cpu":
         arguments["attention_backend"] = "CPU_MLA"

@@ -81,7 +81,7 @@ class Adapter(CommonAdapter):
 
     def moe_backends(self, model: nn.Module) -> set[str]:
         methods = (getattr(layer, "quant_method", None) for layer in model.modules() if hasattr(layer, "w13_weight"))
-        return {method.unquantized_backend.name for method in methods}
+        return {_backend(method).name for method in methods}
 
     def bytes_asleep(self, parts: Collection[str]) -> int:
         """Parts are asked of the pool itself: with any of them comes back what has no part."""
@@ -90,8 +90,15 @@ class Adapter(CommonAdapter):
         return sum(data.handle[1] for data in get_mem_allocator_instance().pointer_to_data.values() if data.is_asleep)
 
 
+def _backend(method: Any) -> Any:
+    """The kernels that vLLM chose for experts: of those in FP8, or of those that are not quantised."""
+    return getattr(method, "fp8_backend", None) or method.unquantized_backend
+
+
 def _experts(layer: nn.Module) -> Any:
-    """The kernel of a fused-MoE layer; None for other layers."""
+    """The kernel of a fused-MoE layer; None for other layers, and for experts in FP8, which it reads as loaded."""
+    if hasattr(layer, "w13_weight_scale_inv"):
+        return None
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     if kernel is not None and hasattr(layer, "w13_weight"):
         return kernel.fused_experts

@@ -56,6 +56,11 @@ class CommonAdapter:
         backends = (getattr(layer, "attn_backend", None) for layer in model.modules())
         return {backend.get_name() for backend in backends if backend is not None}
 
+    def word_backends(self, model: nn.Module) -> set[str]:
+        """Classes of the kernels that multiply with words of linear layers, as vLLM chose them; on CPU none."""
+        kernels = (getattr(getattr(layer, "quant_method", None), "fp8_linear", None) for layer in model.modules())
+        return {type(kernel).__name__ for kernel in kernels if kernel is not None}
+
     def expert_isa(self, layer: nn.Module) -> str | None:
         """The instructions for which the CPU packs this layer's experts; None for other layers and kernels."""
         raise NotImplementedError

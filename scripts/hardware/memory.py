@@ -91,6 +91,25 @@ def digest(machine: Machine) -> Figures:
     return {"gb_per_s": block.nbytes / seconds / 1e9, "bytes": block.nbytes, "peak_gib": peak}
 
 
+@check(fast=True)
+def words(machine: Machine) -> Figures:
+    """Words and scales of engines in FP8: the same bits as on the host, and how quickly they are made."""
+    import torch
+
+    from mrl.reshard.quantise import block_scales, words_of
+
+    shape = (machine.size(6144, 256), machine.size(4096, 384))
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    there = weight.to(machine.torch_device)
+    made = words_of(there, block_scales(there, 128), 128)
+    seconds = machine.seconds(lambda: words_of(there, block_scales(there, 128), 128))
+    scales = block_scales(weight, 128)
+    expect(torch.equal(block_scales(there, 128).cpu(), scales), "the device's scales are not the host's")
+    here = words_of(weight, scales, 128)
+    expect(torch.equal(made.cpu().view(torch.uint8), here.view(torch.uint8)), "the device's words are not the host's")
+    return {"gb_per_s": weight.nbytes / seconds / 1e9, "bytes": weight.nbytes}
+
+
 _SIZES_THAT_CHANGE = """
 import torch, sys
 device = sys.argv[1]

@@ -16,6 +16,9 @@ from checks import ROOT, Figures, Machine, Skip, Wrong, check, expect
 STEPS = 2
 # of a run's own tests on the CPU in float32; of engines in bfloat16 1e-3 to 1e-2 is usual
 _CLOSE = {True: 1e-4, False: 5e-2}
+# a word has three bits of fraction: tens of times coarser than bfloat16
+_QUANTISED_CLOSE = 0.2
+QUANTISED = {"model.dtype": "bfloat16", "rollout.quantization": "fp8"}
 _TIMES = ("gen", "old_log_prob", "update_actor", "reshard", "step")
 
 
@@ -38,6 +41,20 @@ def run_colocated(machine: Machine) -> Figures:
             machine, "cpu-colocated.yaml", Path(folder), colocated_settings(machine.device, device_count(machine))
         )
     return _judged(machine, rows) | {name: value for name, value in rows[-1].items() if name.startswith("switch/")}
+
+
+@check()
+def run_quantised(machine: Machine) -> Figures:
+    """The same with engines in FP8: words and scales of the trained weights, read back from what the kernels hold."""
+    _has_engines()
+    if machine.device == "npu":
+        raise Skip("vllm-ascend has no engines in FP8")
+    settings = colocated_settings(machine.device, device_count(machine))
+    with tempfile.TemporaryDirectory(prefix="mrl-ladder-") as folder:
+        world = make_world(Path(folder))
+        _widen(world / "model")
+        rows = _trained(machine, "cpu-colocated.yaml", Path(folder), settings | QUANTISED, world)
+    return _judged(machine, rows, _QUANTISED_CLOSE) | _of_last(rows, "rollout_corr/k3_kl")
 
 
 @check()
@@ -112,8 +129,20 @@ def make_world(folder: Path) -> Path:
     return world
 
 
-def _trained(machine: Machine, preset: str, folder: Path, settings: dict[str, Any]) -> list[dict[str, float]]:
-    world, run_dir = make_world(folder), folder / "run"
+def _widen(model: Path) -> None:
+    """Another model of random weights under the same tokenizer, with whole blocks of 128 on two ranks."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    config.update({"hidden_size": 256, "head_dim": 128, "intermediate_size": 256, "moe_intermediate_size": 256})
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+
+
+def _trained(
+    machine: Machine, preset: str, folder: Path, settings: dict[str, Any], world: Path | None = None
+) -> list[dict[str, float]]:
+    run_dir = folder / "run"
+    world = world or make_world(folder)
     _mrl(machine, "train", _preset(preset), "--run-dir", str(run_dir), *_arguments(settings | _files(world)))
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -149,15 +178,15 @@ def _mrl(machine: Machine, *arguments: str) -> str:
     return said
 
 
-def _judged(machine: Machine, rows: list[dict[str, float]]) -> Figures:
+def _judged(machine: Machine, rows: list[dict[str, float]], close: float | None = None) -> Figures:
+    """`close`: nats that engine and trainer may be apart; left out: those of weights as they are trained."""
+    close = close or _CLOSE[machine.small]
     expect(
         [row["training/global_step"] for row in rows] == list(range(1, STEPS + 1)),
         "steps are missing from metrics.jsonl",
     )
     worst = max(row["training/rollout_log_probs_abs_diff_mean"] for row in rows)
-    expect(
-        worst < _CLOSE[machine.small], f"engine and trainer are {worst:.2g} nats apart on the same tokens and weights"
-    )
+    expect(worst < close, f"engine and trainer are {worst:.2g} nats apart on the same tokens and weights")
     expect(
         all(row["reshard/verified"] == 1 for row in rows), "what the engine holds was not read back as what was sent"
     )

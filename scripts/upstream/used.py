@@ -23,6 +23,7 @@ PACKAGES = {
 ONLY = {
     "mrl/vllm/v0_23.py": "vllm 0.23.0", "mrl/vllm/v0_32.py": "vllm 0.32.0", "mrl/vllm/cpu_parallel.py": "vllm 0.32.0",
     "mrl/vllm/route_capture.py": "vllm 0.32.0", "mrl/vllm/cpu_latent.py": "vllm 0.32.0",
+    "mrl/vllm/cpu_fp8.py": "vllm 0.32.0",
     "mrl/vllm/cpu_delta.py": "vllm 0.32.0",
 }  # fmt: skip
 VLLM = ("vllm 0.32.0", "vllm 0.23.0")

@@ -160,8 +160,8 @@ def as_worker(layout: RolloutLayout, worker: int) -> Iterator[None]:
         yield
 
 
-def built(folder: Path, layout: RolloutLayout, worker: int) -> torch.nn.Module:
-    """vLLM's model of one worker in load layout, untouched."""
+def built(folder: Path, layout: RolloutLayout, worker: int, dtype: str = "float32", **given) -> torch.nn.Module:
+    """vLLM's model of one worker in load layout, untouched. `given`: further arguments of vLLM's ModelConfig."""
     from vllm.config import CompilationConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -174,11 +174,11 @@ def built(folder: Path, layout: RolloutLayout, worker: int) -> torch.nn.Module:
     parallel.tensor_parallel_size, parallel.data_parallel_size = layout.tensor, layout.data
     parallel.data_parallel_rank = layout.coords(worker).dp
     model = ModelConfig(
-        model=str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=32
+        model=str(folder), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=32, **given
     )
     config = VllmConfig(model_config=model, compilation_config=CompilationConfig(mode=0))
     config.parallel_config = parallel
-    with as_worker(layout, worker), set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+    with as_worker(layout, worker), set_current_vllm_config(config), set_default_torch_dtype(getattr(torch, dtype)):
         return initialize_model(config)
 
 

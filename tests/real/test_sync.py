@@ -39,6 +39,7 @@ from mrl.cluster.weight_sync import WeightSync
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.data.samples import Samples
+from mrl.model.quantised import SCALES
 from mrl.train import assemble_processes
 from mrl.train.assemble_processes import start_engines
 from mrl.train.rollouts import generate
@@ -168,6 +169,25 @@ CASES |= {
         fresh=True,
     ),
 }
+# heads and shares of experts of the tiny model have 32 rows and columns
+_WORDS = {"quantization": "fp8", "quantization_block": 32}
+CASES |= {
+    "fp8-moe-to-tp2": Case(
+        "moe",
+        "bfloat16",
+        dict(tensor_model_parallel_size=2, **_WORDS),
+        {
+            "tp2ep2dp2": dict(tensor_model_parallel_size=2, expert_model_parallel_size=2),
+            "pp2uneven-ep2": dict(expert_model_parallel_size=2, **PP_UNEVEN),
+        },
+    ),
+    "fp8-moe-to-dp2-with-expert-parallelism": Case(
+        "moe",
+        "bfloat16",
+        dict(data_parallel_size=2, expert_parallel_size=2, **_WORDS),
+        {"tp2etp2ep2": dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, expert_model_parallel_size=2)},
+    ),
+}
 # Left out of continuous integration, four processes of vLLM and more each: a fresh engine is held against a synced one
 # in the first two cases, and every box of shared experts, biases and data-parallel ranks against vLLM's own loader in
 # test_reshard_target.
@@ -176,7 +196,7 @@ LONG = (
     "fp32-moe-to-tp2dp2-with-expert-parallelism",
     "fp32-shared-experts-and-qkv-bias-to-tp2", "bf16-glm-to-tp2-and-a-fresh-engine",
     "fp32-latent", "fp32-latent-to-tp2", "fp32-next", "fp32-next-to-tp2",
-    "fp32-kinds-to-tp2", "fp32-dense-kinds",
+    "fp32-kinds-to-tp2", "fp32-dense-kinds", "fp8-moe-to-dp2-with-expert-parallelism",
 )  # fmt: skip
 # vLLM's CPU attention has heads of 32 and more, and its kernels want multiples of 32 on each worker
 MODELS = {
@@ -260,7 +280,7 @@ def world(request, tmp_path_factory, ranks) -> Iterator[World]:
                 groups.append(start_engines(config_for(start, case, {}, num_engines=1), folder / "fresh"))
             for group in groups:
                 group.wait_started()
-            assert groups[0].have_loaded is not case.fresh
+            assert groups[0].have_loaded is not (case.fresh or "quantization" in case.engines)
             truth = groups[1].fingerprints()[0] if case.fresh else None
             said = answers(groups[1]) if case.fresh else None
             if case.model == "latent":
@@ -305,7 +325,9 @@ def weights_of(fingerprints: dict[str, str]) -> dict[str, str]:
     packed = {name.removesuffix(".<packed>") for name in fingerprints if name.endswith(".<packed>")}
     left = {f"{name}.weight" for name in packed if "lm_head" not in name and "embed_tokens" not in name}
     fixed = ("rotary_emb", "_scale", "expert_map")
-    return {k: v for k, v in fingerprints.items() if not any(part in k for part in fixed) and k not in left}
+    written = {k: v for k, v in fingerprints.items() if k.endswith(SCALES)}
+    kept = {k: v for k, v in fingerprints.items() if not any(part in k for part in fixed) and k not in left}
+    return kept | written
 
 
 def held_by(engines: RolloutGroup) -> list[dict[str, str]]:
@@ -313,9 +335,9 @@ def held_by(engines: RolloutGroup) -> list[dict[str, str]]:
 
 
 def equal(a: dict[str, str], b: dict[str, str]) -> list[str]:
-    """Names under which both hold the same bits."""
+    """Names under which both hold the same bits; words count with their scales, by which alone they may differ."""
     assert a.keys() == b.keys()
-    return [name for name in a if a[name] == b[name]]
+    return [name for name in a if all(a[n] == b[n] for n in (name, name + SCALES) if n in a)]
 
 
 def check_metrics(metrics: dict[str, float]) -> None:

@@ -63,8 +63,9 @@ def shards_of(setup: SyncSetup, rank: int, weights: dict[str, Tensor]) -> dict[t
 def expected(setup: SyncSetup, worker: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """What a worker must hold, cut out of the full tensors one piece at a time."""
     found = {}
-    for parameter in target_parameters(setup.model, setup.rollout_layout, worker, setup.dialect, setup.dtype):
-        local = torch.zeros(parameter.local_shape, dtype=getattr(torch, setup.dtype))
+    layout, engine = setup.rollout_layout, (setup.dialect, setup.dtype, setup.fp8_block)
+    for parameter in target_parameters(setup.model, layout, worker, *engine):
+        local = torch.zeros(parameter.local_shape, dtype=getattr(torch, parameter.dtype))
         for piece in parameter.pieces:
             block = weights[piece.hf_name][piece.hf_box.slices].to(local.dtype)
             if piece.axes == (2, 1):
@@ -86,8 +87,9 @@ class DictWriter:
     spoil: Callable[[str, Tensor], None] = lambda name, tensor: None  # between the write and the digest
 
     def __post_init__(self) -> None:
+        setup = self.setup
         layout = target_parameters(
-            self.setup.model, self.setup.rollout_layout, self.worker, self.setup.dialect, self.setup.dtype
+            setup.model, setup.rollout_layout, self.worker, setup.dialect, setup.dtype, setup.fp8_block
         )
         self.parameters: dict[str, TargetParameter] = {p.name: p for p in layout}
         self._begun: set[str] = set()
@@ -97,7 +99,7 @@ class DictWriter:
             spec = self.parameters[parameter]
             self._begun.add(spec.module)
             self.most_begun = max(self.most_begun, len(self._begun))
-            self.tensors[parameter] = torch.zeros(spec.local_shape, dtype=getattr(torch, self.setup.dtype))
+            self.tensors[parameter] = torch.zeros(spec.local_shape, dtype=getattr(torch, spec.dtype))
         return self.tensors[parameter]
 
     def complete(self, module: str) -> None:

@@ -196,3 +196,12 @@ def test_a_run_stands_for_its_newest_step(world, tmp_path, monkeypatch, capsys):
     ((checkpoint, output),) = given
     assert checkpoint == world / "run" / "checkpoints" / "step-7" and output.name.endswith("-step-7")
     capsys.readouterr()
+
+
+def test_quantised_rollouts_are_left_aside_and_it_is_said(capsys):
+    words = ["model.dtype=bfloat16", "rollout.quantization=fp8", "rollout.quantization_block=32"]
+    config = load_config(TINY, overrides=words).config
+    assert evaluation._unquantised(config).rollout.fp8_block == 0
+    assert "rollout.quantization is left aside" in capsys.readouterr().out
+    plain = load_config(TINY).config
+    assert evaluation._unquantised(plain) is plain and capsys.readouterr().out == ""

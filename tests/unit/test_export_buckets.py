@@ -1,5 +1,7 @@
 """Buckets that nobody takes any more end the export, which holds the parameters on the device."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -29,6 +31,7 @@ class Actor:
 def test_an_export_that_is_left_or_ends_gives_the_parameters_back(rank, taken):
     worker = ActorWorker.__new__(ActorWorker)
     worker.actor, worker.rank = Actor(), rank
+    worker.config = SimpleNamespace(rollout=SimpleNamespace(fp8_block=0))
     stream = worker.export_buckets(16)
     found = [item for item, _ in zip(stream, range(taken or 99), strict=False)]
     assert len(found) == (0 if rank else taken or 6)  # of each bucket a digest and the bytes

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from mrl.cli.main import make_parser
 from mrl.config.load import load_config
 from mrl.config.rules import check as check_rules
-from mrl.errors import EnvironmentFault
+from mrl.errors import EnvironmentFault, InvalidConfig
 from mrl.model import model_spec
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +106,18 @@ def test_runs_of_the_ladder_break_no_rule_on_devices(device, devices, preset, se
     check_rules(resolved, TINY, check_paths=False)
 
 
-@pytest.mark.parametrize("name", ["run_separate", "run_colocated", "resume"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_run_in_fp8_breaks_no_rule_on_devices_with_its_wider_model(devices):
+    own = runs.colocated_settings("cuda", devices) | runs.QUANTISED
+    given = [f"{k}={json.dumps(v)}" for k, v in own.items()]
+    resolved = load_config(ROOT / "parallel_configs" / "tiny-moe" / "cpu-colocated.yaml", None, given)
+    wide = {"hidden_size": 256, "head_dim": 128, "intermediate_size": 256, "moe_intermediate_size": 256}
+    check_rules(resolved, replace(TINY, **wide), check_paths=False)
+    with pytest.raises(InvalidConfig, match="needs cuts between blocks of 128 x 128"):
+        check_rules(resolved, TINY, check_paths=False)
+
+
+@pytest.mark.parametrize("name", ["run_separate", "run_colocated", "run_quantised", "resume"])
 def test_commands_of_the_ladder_are_commands(monkeypatch, name):
     given = []
 
@@ -116,6 +128,7 @@ def test_commands_of_the_ladder_are_commands(monkeypatch, name):
     monkeypatch.setattr(runs, "_mrl", parsed)
     monkeypatch.setattr(runs, "_has_engines", lambda: None)
     monkeypatch.setattr(runs, "make_world", lambda folder: folder)
+    monkeypatch.setattr(runs, "_widen", lambda model: None)
     assert ended(monkeypatch, getattr(runs, name))["why"] == "it ran" and len(given) == 1
 
 

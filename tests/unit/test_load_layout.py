@@ -351,7 +351,7 @@ class TestHandshake:
     @pytest.fixture(autouse=True)
     def spec(self, monkeypatch):
         monkeypatch.setattr(
-            handshake, "tensor_specs", lambda spec: [TensorSpec(n, s, "float32") for n, s in HF.items()]
+            handshake, "with_scales", lambda spec, block: [TensorSpec(n, s, "float32") for n, s in HF.items()]
         )
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

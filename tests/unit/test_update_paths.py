@@ -57,6 +57,7 @@ def check_hash(expected: str, who: str) -> None:
 def receiver(monkeypatch):
     setup = Record(worker=lambda engine, position: 2 * engine + position, check_hash=check_hash)
     setup.model = setup.rollout_layout = setup.dialect = setup.dtype = None
+    setup.fp8_block = 0
     wire = Receiver()
     monkeypatch.setattr(receive.SyncSetup, "from_json", classmethod(lambda cls, data: setup))
     monkeypatch.setattr(receive, "target_parameters", lambda *given: targets())

@@ -250,7 +250,6 @@ ROWS: dict[str, KeyRow] = {
     R + "free_cache_engine": _implied("follows from cluster.placement"),
     R + "multi_stage_wake_up": _implied("follows from cluster.placement"),
     R + "logprobs_mode": _missing("training needs log-probs as sampled", "processed_logprobs"),
-    R + "quantization": _missing("engines serve weights as they are trained", None),
     R + "multi_turn.enable": _SPECIAL,
     R + "multi_turn.": _SPECIAL,
     R + "agent.default_agent_loop": _missing("agent loops of verl's classes", "single_turn_agent", "tool_agent"),

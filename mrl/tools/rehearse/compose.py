@@ -18,6 +18,7 @@ from mrl.tools.rehearse.notes import Change, OutOfReach
 from mrl.tools.rehearse.small_batch import PROMPT, SmallBatch, small_batch, updates_changed
 from mrl.tools.rehearse.small_layout import SmallLayout, small_layout
 
+FP8_BLOCK = 32  # rows and columns that have one scale: a head of the small model, and a share of its experts
 LORA_RANK = 16  # at most: no weight of the small model has a shorter side
 STEPS = 2  # one, a save, a resume, one
 VALIDATION_ROWS = 4
@@ -115,7 +116,7 @@ def compose(
     on_cpu, lost = device_changes(original)
     changes = [*_layout_changes(original, layout), *batch.changes, *on_cpu, *_cluster(original, layout, cpus)]
     changes += [*_files(original, work), *_schedule(original, batch), *_reference(original)]
-    changes += _adapters(original)
+    changes += [*_adapters(original), *_quantisation(original)]
     changes += _turns(original) if has_tools else _no_turns(original)
     changes = [change for change in changes if change.now != change.was]
     lost += [*layout.out_of_reach, *_fewer(original, batch)]
@@ -271,6 +272,12 @@ def _adapters(original: RunConfig) -> Iterator[Change]:
     lora = original.actor.lora
     yield Change("actor.lora.rank", lora.rank, min(lora.rank, LORA_RANK), "a small model's weights have short sides")
     yield Change("actor.lora.path", lora.path, None, "an adapter of the large model")
+
+
+def _quantisation(original: RunConfig) -> Iterator[Change]:
+    if original.rollout.quantization is not None:
+        why = "widths and heads of the small model have whole blocks of no larger ones"
+        yield Change("rollout.quantization_block", original.rollout.quantization_block, FP8_BLOCK, why)
 
 
 def _lines(values: dict[str, Any], changed: dict[str, str], prefix: str = "") -> Iterator[str]:

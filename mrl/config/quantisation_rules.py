@@ -1,0 +1,115 @@
+"""Engines that hold weights in FP8 (rollout.quantization): which models, devices and layouts have them."""
+
+from collections.abc import Callable, Iterator
+
+from mrl.config.latent_rules import engine_is_old, on_device
+from mrl.config.places import rollout_layout
+from mrl.config.rule_row import RuleRow
+from mrl.config.schema import RunConfig
+from mrl.errors import MrlError, Violation
+from mrl.model import ModelSpec
+from mrl.model.layout import TrainLayout
+from mrl.model.quantised import BLOCK, quantised_faults
+from mrl.model.quantised_shards import cut_fault
+
+_KEY = "rollout.quantization"
+_BLOCK = "rollout.quantization_block"
+_VLLM = "rollout.engine_kwargs.vllm"
+
+
+def quantisation_notes(config: RunConfig) -> Iterator[str]:
+    """What generation then differs by, where nothing corrects it; and what computes on a CPU."""
+    if config.rollout.quantization is None:
+        return
+    if config.algorithm.rollout_correction.level is None:
+        yield (
+            f"{_KEY} {config.rollout.quantization} without algorithm.rollout_correction: responses are sampled from "
+            "rounded weights and trained as if from exact ones; level: token (TIS) weighs the gap"
+        )
+    if on_device(config, "cpu"):
+        yield (
+            f"{_KEY} {config.rollout.quantization} on cpu: engines hold the words and scales of devices and compute "
+            "with their products in rollout.dtype, a stand-in for kernels that quantise activations too"
+        )
+
+
+def _is_on(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig, ModelSpec], bool]:
+    return lambda config, model: config.rollout.quantization is not None and broken(config, model)
+
+
+def _family(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    for why in quantised_faults(model) if config.rollout.quantization is not None else ():
+        yield Violation(_KEY, f"must be null for a model of the {model.family} family", why, (None,))
+
+
+def _cuts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    block = config.rollout.fp8_block
+    if not block or any(quantised_faults(model)):
+        return
+    try:
+        train = TrainLayout.build(config.actor.layout.model_dump(), model)
+    except MrlError:  # which is said by itself
+        return
+    if fault := cut_fault(model, train, rollout_layout(config.rollout), block):
+        rule = f"needs cuts between blocks of {block} x {block}: {fault}"
+        why = "a block has one scale, which comes from all of it; choose degrees of parallelism that leave blocks whole"
+        yield Violation(_KEY, rule, why, (None,))
+
+
+QUANTISATION_RULES = (
+    RuleRow(
+        _KEY,
+        _is_on(lambda c, m: on_device(c, "npu")),
+        "must be null on npu",
+        "vllm-ascend has no kernels for FP8 weights with a scale a block",
+        (None,),
+    ),
+    RuleRow(
+        _KEY,
+        _is_on(engine_is_old),
+        "needs vLLM 0.32",
+        "the weight sync knows words and scales as that release has them",
+        (None,),
+    ),
+    _family,
+    *(
+        RuleRow(
+            key,
+            _is_on(differs),
+            f"must be bfloat16 with {_KEY}",
+            "a word rounds a bfloat16 number, and vLLM computes with it in that format",
+            ("bfloat16",),
+        )
+        for key, differs in (
+            ("model.dtype", lambda c, m: c.model.dtype != "bfloat16"),
+            ("rollout.dtype", lambda c, m: c.rollout.dtype not in (None, "bfloat16")),
+        )
+    ),
+    _cuts,
+    RuleRow(
+        _BLOCK,
+        _is_on(lambda c, m: not on_device(c, "cpu") and c.rollout.quantization_block != BLOCK),
+        f"must be {BLOCK} outside cpu",
+        "kernels of FP8 know no other blocks",
+        (BLOCK,),
+    ),
+    RuleRow(
+        _BLOCK,
+        lambda c, m: c.rollout.quantization is None and c.rollout.quantization_block != BLOCK,
+        f"needs {_KEY}",
+        "without it nothing has blocks, and the setting would be ignored",
+        (BLOCK,),
+    ),
+    *(
+        RuleRow(
+            f"{_VLLM}.{name}",
+            _is_on(lambda c, m, name=name: name in c.rollout.vllm_kwargs),
+            f"must be left out with {_KEY}",
+            why,
+        )
+        for name, why in (
+            ("load_format", "no file has words; the first weight sync brings them"),
+            ("hf_overrides", "mrl itself says there how words are held"),
+        )
+    ),
+)
