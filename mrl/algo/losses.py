@@ -44,6 +44,7 @@ class LossInputs:
     response_mask: Tensor  # bool: the tokens that count; rejected ones do not
     entropy: Tensor | None = None  # nats per token, carries the gradient where entropy_coeff is not 0
     ref_log_probs: Tensor | None = None  # needed where kl_loss_coef is not 0
+    teacher_log_probs: Tensor | None = None  # needed where distillation_coef is not 0
     weights: Tensor | None = None  # importance weights of the off-policy correction, on the policy loss alone
     selected: Tensor | None = None  # bool: the tokens that mrl.algo.selection chose from the whole mini-batch
 
@@ -253,7 +254,8 @@ def _divergence_masked(
 
 
 def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominators: Denominators) -> LossOutput:
-    """pg_loss - entropy_coeff * entropy + kl_loss_coef * kl of one micro-batch, all under the same aggregation.
+    """pg_loss - entropy_coeff * entropy + kl_loss_coef * kl + distillation_coef * teacher's kl of one micro-batch, all
+    under the same aggregation.
 
     `denominators` count the whole mini-batch over all data-parallel ranks, so gradients are to be summed over
     micro-batches and ranks, not averaged. Raises ConfigError for an unknown name or an input that the coefficients need
@@ -280,12 +282,27 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
         numerators["actor/kl_loss"] = _numerator(parameters, inputs, kl)
     if parameters.kl_loss_coef:
         total = total + parameters.kl_loss_coef * _needed(numerators, "actor/kl_loss", "ref_log_probs", "kl_loss_coef")
+    if parameters.distillation_coef:
+        numerators |= _distilled(parameters, inputs)
+        name = "distillation/loss"
+        total = total + parameters.distillation_coef * _needed(
+            numerators, name, "teacher_log_probs", "distillation_coef"
+        )
     weight = local_weight(inputs.response_mask, parameters.loss_agg_mode)
     metrics = {name: (numerator.detach(), weight) for name, numerator in numerators.items()}
     return LossOutput(
         total / max(denominators.of(parameters.loss_agg_mode), 1),
         metrics | _ratio_metrics(inputs, log_ratio, token_loss),
     )
+
+
+def _distilled(parameters: PolicyLossParameters, inputs: LossInputs) -> dict[str, Tensor]:
+    """The numerator of the teacher's term, by its metric's name; nothing without the teacher's log-probs."""
+    if inputs.teacher_log_probs is None:
+        return {}
+    mode = parameters.distillation_mode
+    values = kl_to_teacher(inputs.log_probs, inputs.teacher_log_probs, mode, parameters.distillation_clamp)
+    return {"distillation/loss": _numerator(parameters, inputs, values)}
 
 
 def _anchored(inputs: LossInputs) -> LossInputs:
@@ -386,3 +403,29 @@ def kl_in_reward(old_log_probs: np.ndarray, ref_log_probs: np.ndarray, kl_penalt
     """
     old, ref = (torch.from_numpy(np.asarray(x, dtype=np.float64)) for x in (old_log_probs, ref_log_probs))
     return kl_coef * kl_per_token(old, ref, kl_penalty).numpy()
+
+
+# ---------------------------------------------------------------- KL to a teacher, from sampled tokens
+
+
+def kl_to_teacher(
+    log_probs: Tensor, teacher_log_probs: Tensor, loss_mode: str, loss_max_clamp: float | None = None
+) -> Tensor:
+    """Estimate of KL(student || teacher) at each token of the student's, in nats, of any shape; within the clamp on
+    both sides, beyond which there is no gradient.
+
+    The mean of k1 over the student's tokens is that KL, and -k1 is the advantage whose policy gradient is the KL's
+    (on-policy distillation, arXiv:2306.13649).
+    """
+    values = kl_per_token(log_probs, teacher_log_probs, loss_mode)
+    if loss_max_clamp is None:
+        return values
+    return values.clamp(-loss_max_clamp, loss_max_clamp)
+
+
+def distilled(
+    old_log_probs: np.ndarray, teacher_log_probs: np.ndarray, loss_mode: str, loss_max_clamp: float | None
+) -> np.ndarray:
+    """float64, of any shape: `kl_to_teacher` under the policy before the update, to be taken off its advantages."""
+    old, teacher = (torch.from_numpy(np.asarray(x, dtype=np.float64)) for x in (old_log_probs, teacher_log_probs))
+    return kl_to_teacher(old, teacher, loss_mode, loss_max_clamp).numpy()

@@ -120,7 +120,7 @@ def _loss_name(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     spec = ADVANTAGES.get(config.algorithm.adv_estimator)
-    if config.rollout.n > 1:
+    if config.rollout.n > 1 or _teacher_alone(config):
         return
     if spec is not None and spec.needs_group:
         why = "the advantage compares responses to one prompt; of a single one it says nothing"
@@ -128,6 +128,12 @@ def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     elif config.algorithm.filter_groups.enable:
         why = "dynamic sampling keeps groups whose responses differ, and one response does not"
         yield Violation("rollout.n", f"must be at least 2 with {_GROUPS}.enable", why, (2, 4, 8, 16))
+
+
+def _teacher_alone(config: RunConfig) -> bool:
+    """Whether advantages from rewards count nothing beside a teacher's."""
+    distillation = config.distillation
+    return distillation.enabled and distillation.distillation_loss.reward_weight == 0
 
 
 def _without_level(name: str) -> Rule:

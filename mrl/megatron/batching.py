@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mrl.config.schema import ActorConfig, RefConfig
+from mrl.config.schema import ActorConfig, RefConfig, TeacherConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError
 from mrl.megatron.balance import balanced_parts, even_fit, first_fit, imbalance, sequence_costs, without_empty
@@ -125,6 +125,21 @@ class Splitter:
         samples = own.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
         return cls._of(
             own, layout, model, samples, own.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        )
+
+    @classmethod
+    def for_teacher(
+        cls, actor: ActorConfig, teacher: TeacherConfig, layout: TrainLayout, model: ModelSpec
+    ) -> "Splitter":
+        """Splits rows for the teacher in its own layout. It has the actor's limits where it has none of its own."""
+        samples = teacher.log_prob_micro_batch_size_per_gpu or actor.log_prob_micro_batch_size_per_gpu
+        tokens = teacher.log_prob_max_token_len_per_gpu or actor.log_prob_max_token_len_per_gpu
+        return cls._of(
+            actor,
+            layout,
+            model,
+            samples or actor.ppo_micro_batch_size_per_gpu,
+            tokens or actor.ppo_max_token_len_per_gpu,
         )
 
     @classmethod

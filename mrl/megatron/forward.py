@@ -1,6 +1,6 @@
 """One pass of micro-batches through Megatron's pipeline schedules, forward only or with backward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -18,10 +18,11 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mrl.algo.aggregate import MetricParts
+from mrl.algo.aggregate import MetricParts, merge, to_floats
 from mrl.algo.losses import LossInputs, LossOutput, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.exercised import exercised
+from mrl.megatron.batching import MicroRows, RowResult
 from mrl.megatron.host_arrays import brought
 from mrl.megatron.logprob import lean_log_probs
 from mrl.megatron.packing import MicroBatch, MicroBatches
@@ -163,6 +164,7 @@ def _loss(
         inputs.response_mask,
         outputs.entropy,
         ref_log_probs=inputs.ref_log_probs,
+        teacher_log_probs=inputs.teacher_log_probs,
         weights=inputs.loss_weights,
         selected=inputs.selected,
     )
@@ -276,3 +278,12 @@ def _whole_sequences(values: Tensor, inputs: MicroBatch) -> Tensor:
     if dist.get_world_size(group) > 1:
         flat = reduce_from_tensor_model_parallel_region(flat, group=group)
     return flat.view(mask.shape)
+
+
+def of_rows(micros: Sequence[MicroRows], outputs: Sequence[TokenOutputs]) -> RowResult:
+    """Joins what was computed of micro-batches, fillers left out."""
+    kept = [(micro.rows, each) for micro, each in zip(micros, outputs, strict=True) if not micro.is_filler]
+    rows = [np.zeros(0, np.int64), *(rows for rows, _ in kept)]
+    log_probs = [np.zeros(0, np.float32), *(each.log_probs[each.computed].cpu().numpy() for _, each in kept)]
+    entropy = merge(to_floats({"entropy": (each.entropy.sum(), each.computed.sum())}) for _, each in kept)
+    return RowResult(np.concatenate(rows), np.concatenate(log_probs), entropy.get("entropy", (0.0, 0.0)))

@@ -91,7 +91,12 @@ def _response_arrays(inputs: PlanInputs) -> list[int]:
     On policy a mask of what has log-probs in the place of the selection, and no old ones.
     """
     algorithm = inputs.config.algorithm
-    wanted = (not algorithm.on_policy, algorithm.needs_reference, algorithm.rollout_correction.level is not None)
+    wanted = (
+        not algorithm.on_policy,
+        algorithm.needs_reference,
+        inputs.config.distillation.in_loss,
+        algorithm.rollout_correction.level is not None,
+    )
     return [_BOOL, _BOOL, *[_F32] * (1 + sum(wanted))]
 
 

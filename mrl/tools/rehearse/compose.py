@@ -115,10 +115,10 @@ def compose(
     on_cpu, lost = device_changes(original)
     changes = [*_layout_changes(original, layout), *batch.changes, *on_cpu, *_cluster(original, layout, cpus)]
     changes += [*_files(original, work), *_schedule(original, batch), *_reference(original)]
-    changes += _adapters(original)
+    changes += [*_adapters(original), *_teacher(original, work)]
     changes += _turns(original) if has_tools else _no_turns(original)
     changes = [change for change in changes if change.now != change.was]
-    lost += [*layout.out_of_reach, *_fewer(original, batch)]
+    lost += [*layout.out_of_reach, *_fewer(original, batch), *_teacher_lost(original)]
     lost += [] if has_tools else [OutOfReach("rollout.turns", _why_not(original))]
     return Rehearsal(original, _applied(original, changes), layout, batch, tuple(changes), tuple(lost))
 
@@ -265,6 +265,25 @@ def _reference(original: RunConfig) -> Iterator[Change]:
     if original.actor.lora.rank:
         why = "the small reference is the actor without its adapters"
         yield Change("ref.param_offload", original.ref.param_offload, False, why)
+
+
+def _teacher(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
+    distillation = original.distillation
+    if not distillation.enabled:
+        return
+    teacher = distillation.teacher_model
+    key = "distillation.teacher_model"
+    layout = teacher.layout and teacher.layout.model_dump()
+    yield Change(f"{key}.model_path", teacher.model_path, str(work.model), "the actor's start, of the same shape")
+    yield Change(f"{key}.layout", layout, None, "a model of the actor's shape lies as the actor does")
+    given = teacher.override_transformer_config
+    yield Change(f"{key}.override_transformer_config", given, {}, "fields of the large teacher")
+
+
+def _teacher_lost(original: RunConfig) -> Iterator[OutOfReach]:
+    distillation = original.distillation
+    if distillation.enabled and distillation.teacher_model.layout is not None:
+        yield OutOfReach("distillation.teacher_model.layout", "the small teacher lies as the actor does")
 
 
 def _adapters(original: RunConfig) -> Iterator[Change]:
