@@ -4,9 +4,9 @@ All are judged: one look shows all that is wrong.
 
 Rules stand in actor_rules.py, distillation_rules.py, efficiency_rules.py, endpoint_rules.py, lora_rules.py,
 loss_rules.py, rollout_rules.py, run_rules.py, override_rules.py and device_rules.py, each a row or a function
-(rule_row.py); a rule of one key stands at the key. Each is judged by itself: where the schema refuses a part of a configuration (mrl/config/schema_errors.py), the
-rules that do not read that part still speak. A function ends where it reads what is refused, so it holds one rule, or
-rules that read the same keys.
+(rule_row.py); a rule of one key stands at the key. Each is judged by itself: where the schema refuses a part of a
+configuration (mrl/config/schema_errors.py), the rules that do not read that part still speak. A function ends where it
+reads what is refused, so it holds one rule, or rules that read the same keys.
 """
 
 from collections.abc import Iterator
