@@ -103,7 +103,7 @@ def _layout(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     teacher = _teacher_model(config)
     if teacher is None:
         return
-    degrees = teacher_layout(config)
+    degrees = teacher_layout(config, teacher)
     ranks = config.actor.layout.world_size
     if degrees.world_size != ranks:
         rule = f"must be actor.layout.world_size = {ranks}"
@@ -122,14 +122,15 @@ def _budget(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """The teacher's micro-batches hold the longest sample, padded as its layout cuts it."""
     own = config.distillation.teacher_model.log_prob_max_token_len_per_gpu
     actor = config.actor
-    if not config.distillation.enabled:
+    teacher = _teacher_model(config)
+    if teacher is None:
         return
     if not actor.use_dynamic_bsz:
         if own is not None:
             yield Violation(_BUDGET, "needs actor.use_dynamic_bsz: true", "the setting would be ignored", (None,))
         return
     tokens = own or actor.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-    degrees = teacher_layout(config)
+    degrees = teacher_layout(config, teacher)
     parts = degrees.sequence_parts
     least = ceil(ceil(config.data.max_sample_length / parts) * parts / degrees.context_parallel_size)
     if tokens is not None and tokens < least:

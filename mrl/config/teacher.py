@@ -16,9 +16,14 @@ class TeacherModel:
     layout: TrainLayout
 
 
-def teacher_layout(config: RunConfig) -> LayoutConfig:
-    """The teacher's degrees: its own, else the actor's."""
-    return config.distillation.teacher_model.layout or config.actor.layout
+def teacher_layout(config: RunConfig, model: ModelSpec) -> LayoutConfig:
+    """The teacher's degrees: its own, else the actor's, without those of experts where it has none."""
+    own = config.distillation.teacher_model.layout
+    if own is not None:
+        return own
+    if model.is_moe:
+        return config.actor.layout
+    return config.actor.layout.model_copy(update={"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None})
 
 
 def teacher_of(config: RunConfig, read: Callable[[str], ModelSpec]) -> TeacherModel | None:
@@ -28,4 +33,4 @@ def teacher_of(config: RunConfig, read: Callable[[str], ModelSpec]) -> TeacherMo
     if not config.distillation.enabled:
         return None
     model = read(config.distillation.teacher_model.model_path)
-    return TeacherModel(model, TrainLayout.build(teacher_layout(config).model_dump(), model))
+    return TeacherModel(model, TrainLayout.build(teacher_layout(config, model).model_dump(), model))
