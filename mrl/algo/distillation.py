@@ -15,6 +15,12 @@ def gaps_of_rows(
     return {"reverse_kl": row_sums(np.where(mask, gaps, 0.0), lengths)}
 
 
+def mass_of_rows(log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> RowValues:
+    """Sums of each row over the tokens of `mask` of the probability that a teacher gives its words [tokens, words]."""
+    mass = np.exp(log_probs.astype(np.float64)).sum(-1)
+    return {"teacher_mass": row_sums(np.where(mask, mass, 0.0), lengths)}
+
+
 def distilled_of_rows(values: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> RowValues:
     """Sums and extremes of each row of what is taken off advantages, float64 [tokens], over the tokens of `mask`."""
     of_rows = moments(values, mask, lengths)
@@ -27,9 +33,14 @@ def distilled_of_rows(values: np.ndarray, mask: np.ndarray, lengths: np.ndarray)
 
 
 def distillation_metrics(of_rows: RowValues) -> dict[str, float]:
-    """Metrics over `trained` tokens, of which there are some, from what `gaps_of_rows` and `distilled_of_rows` give."""
+    """Metrics over `trained` tokens, of which there are some, from what the functions above give."""
     tokens = int(of_rows["trained"].sum())
-    means = {"reverse_kl": "reverse_kl", "loss": "distilled", "abs_loss": "distilled_abs"}
+    means = {
+        "reverse_kl": "reverse_kl",
+        "teacher_mass": "teacher_mass",
+        "loss": "distilled",
+        "abs_loss": "distilled_abs",
+    }
     metrics = {
         f"distillation/{name}": total(of_rows[column]) / tokens for name, column in means.items() if column in of_rows
     }

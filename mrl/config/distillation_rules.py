@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from mrl.algo.spec import KL_TYPES
+from mrl.algo.spec import KL_TYPES, OVER_WORDS
 from mrl.config.override_rules import override_faults
 from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import DistillationConfig, RunConfig
@@ -37,7 +37,7 @@ def distillation_notes(config: RunConfig) -> Iterator[str]:
             f"{_LOSS}.use_policy_gradient: {config.algorithm.policy_loss.loss_mode} takes the mean of a response's "
             "advantages, so the teacher judges responses and not tokens; gspo-token keeps them apart"
         )
-    if distillation.in_advantages and _estimator(config) != "k1":
+    if distillation.in_advantages and not distillation.over_words and _estimator(config) != "k1":
         name = distillation.distillation_loss.loss_mode
         yield f"{_LOSS}.loss_mode: {name} as an advantage is an estimate whose gradient is not that of the KL; k1 is"
 
@@ -205,6 +205,20 @@ DISTILLATION_RULES = (
         "{c.distillation.distillation_loss.loss_mode} needs use_policy_gradient: true",
         "the gradient of this estimate as a loss is 0 in the mean, whoever the teacher is",
         ("k2", "k3+", "k1+"),
+    ),
+    RuleRow(
+        f"{_LOSS}.use_policy_gradient",
+        lambda c, m: c.distillation.over_words and c.distillation.in_advantages,
+        f"must be false with loss_mode {OVER_WORDS}",
+        "an advantage is of the sampled token alone, and this KL is of words that were not sampled",
+        (False,),
+    ),
+    RuleRow(
+        f"{_LOSS}.topk",
+        lambda c, m: c.distillation.over_words and c.distillation.distillation_loss.topk > m.vocab_size,
+        "must be at most {m.vocab_size}, the words that there are",
+        "the loss is over that many of the teacher's words",
+        lambda c, m: (m.vocab_size,),
     ),
     RuleRow(
         f"{_LOSS}.use_policy_gradient",

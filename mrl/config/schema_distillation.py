@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mrl.algo.spec import ALIASES, KL_TYPES
+from mrl.algo.spec import ALIASES, KL_TYPES, OVER_WORDS
 from mrl.config.schema_actor import LayoutConfig
 from mrl.config.section import Section, key, known_name
 
@@ -48,9 +48,10 @@ class DistillationLossConfig(Section):
 
     loss_mode: str = key(
         "k1",
-        "Estimator of KL(student || teacher) from a sampled token.",
-        advice="k1 with use_policy_gradient, whose mean is that KL's gradient; k2 or k3+ without it.",
-        rule=known_name(KL_TYPES, ALIASES),
+        f"Estimator of KL(student || teacher) from a sampled token, or {OVER_WORDS}: that KL over the teacher's "
+        "likeliest words.",
+        advice=f"k1 with use_policy_gradient, whose mean is that KL's gradient; {OVER_WORDS}, k2 or k3+ without it.",
+        rule=known_name((*KL_TYPES, OVER_WORDS), ALIASES),
     )
     use_policy_gradient: bool = key(
         True,
@@ -77,6 +78,15 @@ class DistillationLossConfig(Section):
         advice="10 where the teacher finds some tokens all but impossible.",
     )
 
+    topk: int = key(
+        32,
+        "Words of the teacher that loss_mode reverse_kl_topk is over; all others count as one.",
+        ge=1,
+        unit="words",
+        advice="16 to 64: the teacher's probability of all others is seldom above a hundredth "
+        "(distillation/teacher_mass). Each takes 8 bytes a token on hosts, and no logits are kept.",
+    )
+
     @property
     def reward_weight(self) -> float:
         """What advantages from rewards are multiplied by."""
@@ -97,6 +107,11 @@ class DistillationConfig(Section):
     def in_advantages(self) -> bool:
         """Whether the teacher's part is an advantage of each token."""
         return self.enabled and self.distillation_loss.use_policy_gradient
+
+    @property
+    def over_words(self) -> bool:
+        """Whether the teacher's likeliest words are wanted, and not the sampled one alone."""
+        return self.enabled and self.distillation_loss.loss_mode == OVER_WORDS
 
     @property
     def in_loss(self) -> bool:

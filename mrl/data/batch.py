@@ -47,6 +47,9 @@ class TokenValues(Generic[Array]):
     advantages: Array | None = field(default=None, **of("response token"))  # float32
     ref_log_probs: Array | None = field(default=None, **of("response token"))  # float32
     teacher_log_probs: Array | None = field(default=None, **of("response token"))  # float32
+    # [response tokens, words]: a teacher's likeliest words, int32, and their log-probs, float32
+    teacher_words: Array | None = field(default=None, **of("response token"))
+    of_teacher_words: Array | None = field(default=None, **of("response token"))
     # float32: of the off-policy correction; None: all 1
     loss_weights: Array | None = field(default=None, **of("response token"))
     # bool: tokens that the loss treats apart; the actor sets it

@@ -16,7 +16,7 @@ import numpy as np
 
 from mrl.algo.advantages import TokenAdvantages
 from mrl.algo.correction import CorrectionParameters, correct, mismatch_of_rows, without_truncated
-from mrl.algo.distillation import distilled_of_rows, gaps_of_rows
+from mrl.algo.distillation import distilled_of_rows, gaps_of_rows, mass_of_rows
 from mrl.algo.plain import Denominators, FloatParts
 from mrl.algo.rows import RowValues, in_chunks, moments, row_sums
 from mrl.algo.selection import Candidates, Means, candidates, chosen, largest
@@ -124,11 +124,21 @@ class RankBatch:
 
     def take_teacher(self, numbers: np.ndarray, *parts: TeacherRows) -> None:
         """Takes over the teacher's log-probs, which stay here. `numbers` [rows], ascending: of the rows in the step."""
-        flat = np.zeros(len(self.batch.rollout_log_probs), np.float32)
+        tokens = len(self.batch.rollout_log_probs)
+        names = {"log_probs": "teacher_log_probs"}
+        if self._distillation.over_words:
+            names |= {"words": "teacher_words", "of_words": "of_teacher_words"}
+        columns = {"teacher_log_probs": np.zeros(tokens, np.float32)}
         for part in parts:
             here = part.among(numbers)
-            flat[self.batch.sampled_places_of(np.searchsorted(numbers, here.rows))] = here.log_probs
-        self.batch = replace(self.batch, teacher_log_probs=flat)
+            if not len(here.rows):
+                continue
+            places = self.batch.sampled_places_of(np.searchsorted(numbers, here.rows))
+            for name, column in names.items():
+                values = getattr(here, name)
+                filled = columns.setdefault(column, np.zeros((tokens, *values.shape[1:]), values.dtype))
+                filled[places] = values
+        self.batch = replace(self.batch, **columns)
 
     def old_log_probs_of(self, rows: np.ndarray) -> list[np.ndarray]:
         """The old log-probs of each given row of this replica, one a token; 0 for context."""
@@ -187,7 +197,13 @@ class RankBatch:
         """
         batch = self.batch
         lengths = self._lengths
-        of_rows = {"not_finite": row_sums(mask & ~np.isfinite(batch.teacher_log_probs), lengths)}
+        is_number = np.isfinite(batch.teacher_log_probs)
+        of_rows = {}
+        if self._distillation.over_words:
+            is_number &= np.isfinite(batch.of_teacher_words).all(-1)
+            of_rows = mass_of_rows(batch.of_teacher_words, mask, lengths)
+            self.batch = replace(batch, teacher_log_probs=None)
+        of_rows["not_finite"] = row_sums(mask & ~is_number, lengths)
         if self._algorithm.on_policy:
             return of_rows
         of_rows |= gaps_of_rows(batch.old_log_probs, batch.teacher_log_probs, mask, lengths)

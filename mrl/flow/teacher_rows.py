@@ -10,7 +10,7 @@ The driver never has a score: it passes on references (step_batch.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,11 +33,18 @@ class TeacherRows:
     rows: np.ndarray  # int64 [rows]: their numbers in the step
     sampled: np.ndarray  # int64 [rows]: sampled tokens of each
     log_probs: np.ndarray  # float32 [sampled tokens], rows end to end
+    # [sampled tokens, words]: its likeliest words, int32, and their log-probs, float32; None where nobody wants them
+    words: np.ndarray | None = None
+    of_words: np.ndarray | None = None
 
     def among(self, rows: np.ndarray) -> "TeacherRows":
         """Keeps those that are among `rows`."""
         kept = np.isin(self.rows, rows)
-        return TeacherRows(self.rows[kept], self.sampled[kept], self.log_probs[np.repeat(kept, self.sampled)])
+        tokens = np.repeat(kept, self.sampled)
+        found = TeacherRows(self.rows[kept], self.sampled[kept], self.log_probs[tokens])
+        if self.words is None:
+            return found
+        return replace(found, words=self.words[tokens], of_words=self.of_words[tokens])
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,8 @@ def scored(
     result = actor.teacher.log_probs(batch, micros)
     if result is None:
         return None
-    return TeacherRows(rows[result.rows], samples.sampled_lengths[result.rows], result.log_probs)
+    sampled = samples.sampled_lengths[result.rows]
+    return TeacherRows(rows[result.rows], sampled, result.log_probs, result.words, result.of_words)
 
 
 def as_counted(stored: ResponseStore, samples: Samples) -> Samples:

@@ -50,6 +50,9 @@ class RowResult:
     rows: np.ndarray  # int64 [rows]: which rows of the batch these are
     log_probs: np.ndarray  # float32 [sampled tokens of these rows], end to end
     entropy: tuple[float, float]  # (sum over sampled tokens in nats, number of tokens)
+    # of a teacher [sampled tokens of these rows, words]: its likeliest words, int32, and their log-probs, float32
+    words: np.ndarray | None = None
+    of_words: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from mrl.exercised import exercised
 from mrl.megatron import parallel
 from mrl.megatron.batching import MicroRows, RowResult, Splitter, check_batch
 from mrl.megatron.bridge import MBridge
-from mrl.megatron.forward import log_prob_pass, of_rows, on_device, return_hidden_states
+from mrl.megatron.forward import Likeliest, log_prob_pass, of_rows, on_device, return_hidden_states
 from mrl.megatron.offload import Residence
 from mrl.megatron.packing import MicroBatch, MicroBatches, micro_batch
 from mrl.model import load_model_spec
@@ -47,6 +47,11 @@ class Teacher:
             self._chunks = bridge.build_model(is_trained=False)
             return_hidden_states(self._chunks)
             bridge.load_hf(own.model_path)
+        distillation = config.distillation
+        self._likeliest = None  # words whose log-probs are wanted too
+        if distillation.over_words:
+            known = load_model_spec(config.model.path).vocab_size  # to the student
+            self._likeliest = Likeliest(distillation.distillation_loss.topk, known)
         moved = ()
         if own.param_offload:
             moved = (PARAMETERS,)
@@ -60,7 +65,8 @@ class Teacher:
         return self._residence.on_host
 
     def log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> RowResult | None:
-        """Log-probabilities of the sampled tokens under the teacher, at the batch's temperatures.
+        """Log-probabilities of the sampled tokens under the teacher, at the batch's temperatures, and of its likeliest
+        words there where the loss is over them.
 
         `micros`: those of this rank's replica of the teacher, whose rows `batch` has. One rank a replica returns them,
         the others None.
@@ -68,7 +74,8 @@ class Teacher:
         check_batch(batch, self.model, moe_layers=0)
         with self._groups.in_place():
             with self._residence.using(PARAMETERS):
-                outputs = log_prob_pass(self._chunks, self._inputs(batch, micros), self.model.vocab_size)
+                inputs = self._inputs(batch, micros)
+                outputs = log_prob_pass(self._chunks, inputs, self.model.vocab_size, likeliest=self._likeliest)
             handed_out = parallel.holds_result()
             if self._residence.switched:
                 parallel.release_scratch()

@@ -26,7 +26,7 @@ from mrl.plan.memory_phases import (
 )
 from mrl.plan.model_state import Precision, largest_parameter, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, engine_of, precision_of, recompute_of, sync_budget
-from mrl.plan.sample_bytes import sample_bytes
+from mrl.plan.sample_bytes import sample_bytes, teacher_word_bytes
 from mrl.plan.teacher import TeacherBytes, teacher_inputs, teacher_parameters
 from mrl.reshard.setup import BUCKET_BYTES
 
@@ -176,7 +176,8 @@ def _teacher_bytes(inputs: PlanInputs) -> TeacherBytes:
     return TeacherBytes(
         parameters=teacher_parameters(teacher),
         log_prob=max(activations.forward_only(pp) for pp in stages),
-        batch=max(sample_bytes(teacher, batch, pp).log_prob for pp in stages),
+        batch=max(sample_bytes(teacher, batch, pp).log_prob for pp in stages)
+        + 2 * batch.log_prob_micro.rows * batch.log_prob_micro.response * teacher_word_bytes(inputs),
     )
 
 

@@ -48,7 +48,8 @@ def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
     handed_out = 2 * _F32 + _BOOL  # log-probs and entropies, and a mask of them
     return SampleBytes(
         update=_input_bytes(inputs, batch.micro, _response_arrays(inputs))
-        + batch.samples_per_rank * response * handed_out * config.algorithm.on_policy,
+        + batch.samples_per_rank * response * handed_out * config.algorithm.on_policy
+        + 2 * batch.micro.rows * batch.micro.response * teacher_word_bytes(inputs),  # the policy's own, and gradients
         log_prob=_input_bytes(inputs, batch.log_prob_micro, [_BOOL]) + of_step * response * handed_out,
         update_routes=_tokens_at_once(inputs, batch.micro) * routed,
         log_prob_routes=_tokens_at_once(inputs, batch.log_prob_micro) * routed,
@@ -97,7 +98,13 @@ def _response_arrays(inputs: PlanInputs) -> list[int]:
         inputs.config.distillation.in_loss,
         algorithm.rollout_correction.level is not None,
     )
-    return [_BOOL, _BOOL, *[_F32] * (1 + sum(wanted))]
+    return [_BOOL, _BOOL, *[_F32] * (1 + sum(wanted)), teacher_word_bytes(inputs)]
+
+
+def teacher_word_bytes(inputs: PlanInputs) -> int:
+    """Bytes of a teacher's words at one token, with their log-probs; 0 where they are not asked for."""
+    distillation = inputs.config.distillation
+    return 2 * _F32 * distillation.distillation_loss.topk * distillation.over_words
 
 
 def _route_bytes(model: ModelSpec, moe_layers: int) -> int:
@@ -203,7 +210,8 @@ def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
     data = inputs.config.data
     algorithm = inputs.config.algorithm
     rows = -(-batch.samples // inputs.train.data)
-    arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy + _F64 * algorithm.use_kl_in_reward  # penalties
+    arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy
+    arrays += _F64 * (algorithm.use_kl_in_reward + inputs.config.distillation.in_advantages)  # what is taken off
     own_bytes = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays
     if not _routed(inputs):
         return own_bytes

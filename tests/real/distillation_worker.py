@@ -22,6 +22,8 @@ from mrl.flow.teacher_rows import deal
 from mrl.megatron.actor import MegatronActor
 from mrl.megatron.cut import step_cut
 
+_OF_UPDATES = ("keep", "old_log_probs", "advantages", "loss_weights", "teacher_words", "of_teacher_words")
+
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
     for number, case in enumerate(json.loads(cases_file.read_text())):
@@ -29,7 +31,10 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
         actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
         folder = out / case["name"]
         folder.mkdir(exist_ok=True)
-        _report(actor, read_batch(case["batch"]), folder)
+        batch = read_batch(case["batch"])
+        if "words" in case:
+            batch = replace(batch, **np.load(case["words"]))
+        _report(actor, batch, folder)
         actor.close()
         del actor
         gc.collect()
@@ -66,13 +71,16 @@ def _ask(actor: MegatronActor, batch: TrainBatch, file: Path) -> dict:
     own = [cut.own_rows(replica) for replica in range(actor.layout.data)]
     shares = deal(config, TeacherModel(teacher.model, teacher.layout), batch.lengths, own)
     share = shares[teacher.layout.dense_coords(actor.rank).dp]
-    part = replace(batch, keep=None, old_log_probs=None, advantages=None, loss_weights=None).rows(share.rows)
+    part = replace(batch, **dict.fromkeys(_OF_UPDATES)).rows(share.rows)
     result = teacher.log_probs(part, share.micros)
     if result is not None:
         log_probs = np.zeros((len(result.rows), int(batch.response_lengths.max())), np.float32)
         found = in_rows(part, result.rows, result.log_probs)
         log_probs[:, : found.shape[1]] = found
-        np.savez(file, rows=share.rows[result.rows], log_probs=log_probs)
+        words = {}
+        if result.words is not None:
+            words = {"words": result.words, "of_words": result.of_words}
+        np.savez(file, rows=share.rows[result.rows], log_probs=log_probs, **words)
     on_device = sum(p.untyped_storage().nbytes() for chunk in teacher._chunks for p in chunk.parameters())
     trained = [p.requires_grad for chunk in teacher._chunks for p in chunk.parameters()]
     return {"on_device": on_device, "trained": any(trained), "on_host": sum(t.nbytes for t in teacher.on_host)}

@@ -21,7 +21,7 @@ from test_step_batch import SIZES as STEP
 from test_step_batch import rollouts_of, samples
 
 from mrl.algo.aggregate import count, to_floats
-from mrl.algo.losses import distilled, kl_to_teacher, policy_loss
+from mrl.algo.losses import distilled, kl_over_words, kl_to_teacher, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.config.describe import describe_loss
 from mrl.config.load import load_config
@@ -83,6 +83,49 @@ def test_k2_as_a_loss_has_the_gradient_of_the_reverse_kl_too():
     torch.testing.assert_close(torch.autograd.grad(sampled, logits)[0], expected, rtol=1e-12, atol=1e-12)
 
 
+def words_of(seed, words=9, places=4):
+    """Log-probs of two distributions at each place, and what both give to all words but the first three."""
+    generator = torch.Generator().manual_seed(seed)
+    both = torch.randn(2, 2, places, words, generator=generator, dtype=torch.float64).log_softmax(-1)
+    return *both, *(1 - each[..., :3].exp().sum(-1) for each in both)
+
+
+def test_the_kl_over_words_has_all_others_as_one_word():
+    """Value and gradient against the formula of two distributions written anew."""
+    student, teacher, left, kept = words_of(2)
+    among = student[..., :3].clone().requires_grad_()
+    found = kl_over_words(among, teacher[..., :3])
+    expected = left * torch.log(left / kept)
+    for word in range(3):
+        expected = expected + student[..., word].exp() * (student[..., word] - teacher[..., word])
+    torch.testing.assert_close(found.detach(), expected)
+    whole = (student.exp() * (student - teacher)).sum(-1)
+    assert (found > 0).all() and (found < whole).all()
+    gradient = torch.autograd.grad(found.sum(), among)[0]
+    p = student[..., :3].exp()
+    apart = student[..., :3] - teacher[..., :3] + 1 - (torch.log(left / kept) + 1)[..., None]
+    torch.testing.assert_close(gradient, p * apart)
+    torch.testing.assert_close(kl_over_words(student, teacher), whole, rtol=0, atol=3e-5)  # of all words
+    assert kl_over_words(student[..., :3], student[..., :3]).abs().max() < 1e-12
+
+
+def test_a_loss_over_words_has_its_gradient_through_each_words_log_prob():
+    student, teacher, _, _ = words_of(3)
+    mask = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    words = student[..., :3].clone().requires_grad_()
+    inputs = make(student[..., 0], student[..., 0], 0.0, mask, of_words=torch.where(mask[..., None], words, torch.nan),
+        of_teacher_words=teacher[..., :3])  # fmt: skip
+    parameters = PolicyLossParameters(
+        "vanilla", "token-mean", distillation_coef=0.4, distillation_mode="reverse_kl_topk"
+    )
+    output = policy_loss(parameters, inputs, count(mask))
+    leaf = student[..., :3].clone().requires_grad_()
+    expected = 0.4 * (kl_over_words(leaf, teacher[..., :3]) * mask).sum() / 4
+    torch.testing.assert_close(output.loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(output.loss, words)[0], torch.autograd.grad(expected, leaf)[0])
+    assert reduce_parts([to_floats(output.metrics)])["distillation/loss"] == pytest.approx(expected.item() / 0.4)
+
+
 @pytest.mark.parametrize(
     ("mode", "formula"),
     [
@@ -140,7 +183,8 @@ def opinion(token_ids: np.ndarray) -> np.ndarray:
 class Opinionated:
     """Stands in for a rank's Teacher: scores words by `opinion`, on the rank that hands out its replica's."""
 
-    def __init__(self, layout: TrainLayout, rank: int, asked: list):
+    def __init__(self, layout: TrainLayout, rank: int, asked: list, words: int = 0):
+        self.words = words
         place = layout.dense_coords(rank)
         self.hands_out = place.tp == place.cp == 0 and place.pp == layout.pipeline - 1
         self.asked = asked
@@ -154,7 +198,12 @@ class Opinionated:
         words = [batch.token_ids[ends[r] - batch.response_lengths[r] : ends[r]] for r in rows]
         kept = [batch.is_sampled[batch.places_of(np.array([r]))] for r in rows]
         parts = [opinion(word)[own] for word, own in zip(words, kept, strict=True)]
-        return RowResult(rows, np.concatenate(parts), (0.0, 1.0))
+        chosen = np.concatenate(parts)
+        if not self.words:
+            return RowResult(rows, chosen, (0.0, 1.0))
+        numbers = np.arange(self.words)
+        ids = (np.rint(chosen * -50).astype(np.int32)[:, None] + numbers).astype(np.int32)
+        return RowResult(rows, chosen, (0.0, 1.0), ids, (chosen[:, None] - 2 - numbers).astype(np.float32))
 
 
 class Taught(Replicas):
@@ -167,7 +216,8 @@ class Taught(Replicas):
         self.teacher = SimpleNamespace(model=model, layout=layout)
         self.asked: list[int] = []
         for rank, actor in enumerate(self.actors):
-            actor.teacher = Opinionated(layout, rank, self.asked)
+            words = config.distillation.distillation_loss.topk * config.distillation.over_words
+            actor.teacher = Opinionated(layout, rank, self.asked, words)
 
 
 def taught(data, degrees=None, *overrides, given=None):
@@ -181,7 +231,7 @@ def taught(data, degrees=None, *overrides, given=None):
     corrected, metrics = corrections(config.algorithm, step)
     metrics |= advantages(config.algorithm, step, rollouts, corrected)
     held = [step.cut.needed_rows(replica) for replica in range(data)]
-    names = ("old_log_probs", "advantages", "teacher_log_probs")
+    names = ("old_log_probs", "advantages", "teacher_log_probs", "teacher_words", "of_teacher_words")
     columns = {name: actor.of_tokens(name, held) for name in names if getattr(actor.batches[0].batch, name) is not None}
     return metrics, columns, actor
 
@@ -255,6 +305,26 @@ def test_context_between_turns_is_not_asked_about_and_has_no_advantage():
     gaps = (columns["old_log_probs"].astype(np.float64) - opinion(words))[whole.is_sampled]
     assert metrics["distillation/reverse_kl"] == pytest.approx(gaps.mean())
     np.testing.assert_allclose(columns["advantages"][whole.is_sampled], -gaps, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("data", "degrees"), LAYOUTS)
+def test_the_teachers_likeliest_words_come_to_each_token_too(data, degrees):
+    loss = [f"{LOSS}use_policy_gradient=false", f"{LOSS}loss_mode=reverse_kl_topk", f"{LOSS}topk=3"]
+    metrics, columns, _ = taught(data, degrees, *loss)
+    whole = packed(samples())
+    ends = np.cumsum(whole.lengths)
+    words = np.concatenate(
+        [whole.token_ids[end - n : end] for end, n in zip(ends, whole.response_lengths, strict=True)]
+    )
+    first = np.rint(opinion(words) * -50).astype(np.int32)
+    np.testing.assert_array_equal(columns["teacher_words"], first[:, None] + np.arange(3))
+    expected = opinion(words)[:, None] - np.float32(2) - np.arange(3)
+    np.testing.assert_allclose(columns["of_teacher_words"], expected, rtol=1e-6)
+    assert columns["of_teacher_words"].dtype == np.float32
+    assert "teacher_log_probs" not in columns
+    assert metrics["distillation/teacher_mass"] == pytest.approx(np.exp(expected).sum(-1).mean())
+    gaps = columns["old_log_probs"] - opinion(words)
+    assert metrics["distillation/reverse_kl"] == pytest.approx(gaps.mean(), rel=1e-5)
 
 
 def test_words_that_a_teacher_cannot_score_end_the_run(monkeypatch):
@@ -344,6 +414,9 @@ CASES = [
     ([f"{TEACHER}override_transformer_config={{moe_permute_fusion: true}}"], "the teacher is dense"),
     ([f"{TEACHER}override_transformer_config={{no_such: 1}}"], "is no field of TransformerConfig"),
     ([f"{LOSS}loss_mode=forward_kl_topk"], "loss_mode: unknown name"),
+    ([f"{LOSS}loss_mode=reverse_kl_topk"], "use_policy_gradient: must be false with loss_mode reverse_kl_topk"),
+    ([f"{LOSS}loss_mode=reverse_kl_topk", f"{LOSS}use_policy_gradient=false", f"{LOSS}topk=129"],
+        "topk: must be at most 128"),
 ]  # fmt: skip
 
 
