@@ -286,10 +286,8 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
         total = total + parameters.kl_loss_coef * _needed(numerators, "actor/kl_loss", "ref_log_probs", "kl_loss_coef")
     if parameters.distillation_coef:
         numerators |= _distilled(parameters, inputs)
-        name = "distillation/loss"
-        total = total + parameters.distillation_coef * _needed(
-            numerators, name, "teacher_log_probs", "distillation_coef"
-        )
+        kl = _needed(numerators, "distillation/loss", "teacher_log_probs", "distillation_coef")
+        total = total + parameters.distillation_coef * kl
     weight = local_weight(inputs.response_mask, parameters.loss_agg_mode)
     metrics = {name: (numerator.detach(), weight) for name, numerator in numerators.items()}
     return LossOutput(

@@ -286,23 +286,28 @@ def token_outputs(
     """
     predicting = hidden.flatten(0, 1)[inputs.predictors]
     group = mpu.get_tensor_model_parallel_group()
-    asked = predicting, weight, inputs.token_temperature, vocab_size, group
-    targets = inputs.targets
-    if inputs.teacher_words is not None:
-        words = inputs.teacher_words.flatten(0, 1)[inputs.slots].long()
-        targets = torch.cat([targets[:, None], words], 1)
     log_probs, entropy = lean_log_probs(
-        predicting, weight, targets, inputs.token_temperature, vocab_size, group, entropy_has_gradient
+        predicting, weight, _targets(inputs), inputs.token_temperature, vocab_size, group, entropy_has_gradient
     )
-    more = {}
+    words = {}
     if inputs.teacher_words is not None:
-        more["of_words"] = _whole_sequences(log_probs[:, 1:], inputs)
+        words["of_words"] = _whole_sequences(log_probs[:, 1:], inputs)
         log_probs = log_probs[:, 0]
     if likeliest is not None:
-        found = likeliest_words(*asked, likeliest.count, likeliest.below)
-        more["words"], more["of_words"] = (_whole_sequences(values, inputs) for values in found)
+        found = likeliest_words(
+            predicting, weight, inputs.token_temperature, vocab_size, group, likeliest.count, likeliest.below
+        )
+        words["words"], words["of_words"] = (_whole_sequences(values, inputs) for values in found)
     log_probs, entropy = (_whole_sequences(values, inputs) for values in (log_probs, entropy))
-    return TokenOutputs(log_probs, entropy, inputs.has_log_probs, **more)
+    return TokenOutputs(log_probs, entropy, inputs.has_log_probs, **words)
+
+
+def _targets(inputs: MicroBatch) -> Tensor:
+    """Token ids whose log-probs are wanted: [tokens], or [tokens, 1 + words] with a teacher's behind the token."""
+    if inputs.teacher_words is None:
+        return inputs.targets
+    words = inputs.teacher_words.flatten(0, 1)[inputs.slots].long()
+    return torch.cat([inputs.targets[:, None], words], 1)
 
 
 def _whole_sequences(values: Tensor, inputs: MicroBatch) -> Tensor:
