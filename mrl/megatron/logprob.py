@@ -313,7 +313,7 @@ def lean_log_probs(
     `weight.main_grad` where there is one in float32. Gradients flow from the entropy only when asked for.
     """
     head = _head(weight, vocab_size, group, block)
-    several = targets.reshape(len(targets), -1)
+    several = targets if targets.dim() == 2 else targets[:, None]
     log_probs, entropy = _LeanLogProbs.apply(hidden, weight, several, temperature.float(), head, entropy_has_gradient)
     return log_probs.view(targets.shape), entropy
 
