@@ -12,7 +12,7 @@ from mrl.cluster.seats import Seats, actor_seats
 from mrl.cluster.shared_folder import check_seen, marked
 from mrl.cluster.workers import LOOKING, MODEL_VERBS, WRITING, ActorWorker
 from mrl.config.schema import RunConfig
-from mrl.config.teacher import teacher_of
+from mrl.config.teacher_model import teacher_of
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.routes import start_readers

@@ -9,7 +9,7 @@ from mrl.algo.spec import KL_TYPES, OVER_WORDS
 from mrl.config.override_rules import override_faults
 from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import DistillationConfig, RunConfig
-from mrl.config.teacher import teacher_layout
+from mrl.config.teacher_model import teacher_layout
 from mrl.errors import MrlError, Violation
 from mrl.model import ModelSpec, planning_model_spec
 from mrl.model.layout import check_train_layout

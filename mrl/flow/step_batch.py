@@ -19,7 +19,7 @@ from mrl.algo.plain import Denominators
 from mrl.algo.rows import RowValues
 from mrl.algo.selection import Means
 from mrl.config.schema import RunConfig
-from mrl.config.teacher import TeacherModel
+from mrl.config.teacher_model import TeacherModel
 from mrl.flow.rank_batch import Scored
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.routes import Readers

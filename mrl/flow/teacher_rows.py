@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mrl.config.schema import RunConfig
-from mrl.config.teacher import TeacherModel
+from mrl.config.teacher_model import TeacherModel
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Samples
 from mrl.flow.response_store import ResponseStore

@@ -89,8 +89,7 @@ class MegatronActor:
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
         timeout_s = config.cluster.step_timeout_s
         parallel.init_distributed(self.platform, rank, world_size, master_addr, master_port, timeout_s)
-        # before the actor's groups and random numbers, which then begin as without it
-        self.teacher = Teacher(config, self.platform) if config.distillation.enabled else None
+        self.teacher = Teacher(config, self.platform) if config.distillation.enabled else None  # before random numbers
         parallel.init_model_parallel(self.layout, config.trainer.seed, timeout_s)
         trainer = config.trainer
         self.bridge: Bridge = MBridge(
@@ -109,9 +108,7 @@ class MegatronActor:
         replay = config.actor.router_replay
         self.routing = Routing(self.chunks, self.model, replay) if self.model.is_moe and not fused else None
         if config.actor.freeze_router:
-            freeze(
-                p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight")
-            )
+            self._freeze_routers()
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
@@ -127,6 +124,9 @@ class MegatronActor:
     def holds_result(self) -> bool:
         """Whether this rank hands out what its data-parallel replica computed."""
         return parallel.holds_result()
+
+    def _freeze_routers(self) -> None:
+        freeze(p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight"))
 
     def _adapters(self) -> Adapters | None:
         if self.lora is None:

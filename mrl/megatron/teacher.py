@@ -7,7 +7,7 @@ from megatron.core import parallel_state as mpu
 
 from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import PARAMETERS
-from mrl.config.teacher import teacher_of
+from mrl.config.teacher_model import teacher_of
 from mrl.data.batch import TrainBatch
 from mrl.exercised import exercised
 from mrl.megatron import parallel

@@ -27,7 +27,7 @@ from mrl.plan.memory_phases import (
 from mrl.plan.model_state import Precision, largest_parameter, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, engine_of, precision_of, recompute_of, sync_budget
 from mrl.plan.sample_bytes import sample_bytes, teacher_word_bytes
-from mrl.plan.teacher import TeacherBytes, teacher_inputs, teacher_parameters
+from mrl.plan.teacher_costs import TeacherBytes, teacher_inputs, teacher_parameters
 from mrl.reshard.setup import BUCKET_BYTES
 
 _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_parallel_size or gpu_memory_utilization"

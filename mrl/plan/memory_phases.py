@@ -6,7 +6,7 @@ from typing import Any
 from mrl.errors import ConfigError
 from mrl.plan.devices import Device
 from mrl.plan.sample_bytes import SampleBytes
-from mrl.plan.teacher import TeacherBytes
+from mrl.plan.teacher_costs import TeacherBytes
 
 _MORE_MEMORY = "take nodes with more memory"
 _FEWER_SAMPLES = (

@@ -24,7 +24,7 @@ from mrl.plan.generation_times import generation_seconds
 from mrl.plan.model_state import StateBytes, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, precision_of, recompute_of
 from mrl.plan.step_work import mean_flops_per_token, mean_lengths
-from mrl.plan.teacher import teacher_inputs, teacher_parameters
+from mrl.plan.teacher_costs import teacher_inputs, teacher_parameters
 from mrl.units import round_up
 
 # bytes

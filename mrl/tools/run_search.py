@@ -17,7 +17,7 @@ from mrl.config.load import ResolvedConfig
 from mrl.config.rollout_rules import engine_splits_heads
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig, with_values
-from mrl.config.teacher import teacher_of
+from mrl.config.teacher_model import teacher_of
 from mrl.config.yaml_tree import dump_value
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, planning_model_spec

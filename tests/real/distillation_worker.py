@@ -16,7 +16,7 @@ from ranks import agree_on_port
 from safetensors.torch import save_file
 
 from mrl.config.schema import RunConfig
-from mrl.config.teacher import TeacherModel
+from mrl.config.teacher_model import TeacherModel
 from mrl.data.batch import TrainBatch
 from mrl.flow.teacher_rows import deal
 from mrl.megatron.actor import MegatronActor

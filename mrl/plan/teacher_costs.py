@@ -6,7 +6,7 @@ It lies on the actor's ranks in a layout of its own. Its fullest stage stands fo
 from dataclasses import dataclass, replace
 
 from mrl.config.schema import RunConfig
-from mrl.config.teacher import teacher_of
+from mrl.config.teacher_model import teacher_of
 from mrl.model import ModelSpec, planning_model_spec
 from mrl.model.precision import Precision
 from mrl.plan.model_state import stage_state
