@@ -28,6 +28,7 @@ from mrl.config.schema_run import ClusterConfig, RecordConfig, ReshardConfig, Tr
 from mrl.config.section import Section, notes_of, section_of
 
 __all__ = [
+    "OTHER_LAYOUTS",
     "ActorConfig",
     "AlgorithmConfig",
     "ClusterConfig",
@@ -61,6 +62,8 @@ __all__ = [
     "schema_paths",
     "verl_names",
 ]
+
+OTHER_LAYOUTS = ("ref.layout", "distillation.teacher_model.layout")  # with the keys of actor.layout
 
 
 class RunConfig(Section):
@@ -138,9 +141,7 @@ def schema_keys() -> dict[str, FieldInfo]:
 
 
 def verl_names() -> dict[str, str]:
-    """verl's keys that mean what a key here means and take the same values, and that key; none of other layouts than
-    the actor's.
-    """
-    others = ("ref.layout.", "distillation.teacher_model.layout.")
+    """verl's keys that mean what a key here means and take the same values, and that key; none of OTHER_LAYOUTS."""
+    others = tuple(f"{name}." for name in OTHER_LAYOUTS)
     keys = {path: field for path, field in schema_keys().items() if not path.startswith(others)}
     return {name: path for path, field in keys.items() for name in notes_of(field).verl}

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from mrl.algo.spec import LOSSES
 from mrl.config.load import available_recipes, load_config
-from mrl.config.schema import leaf, schema_keys, verl_names
+from mrl.config.schema import OTHER_LAYOUTS, leaf, schema_keys, verl_names
 from mrl.config.section import notes_of
 from mrl.errors import ConfigError, InvalidConfig
 
@@ -326,7 +326,7 @@ def test_every_leaf_has_an_origin(small):
     leaves = set(schema_keys())
     unset = (
         "reward.custom_reward_function",
-        "ref.layout",
+        *OTHER_LAYOUTS,
         "algorithm.policy_loss.custom",
         "algorithm.custom_advantage",
         "rollout.turns",
