@@ -8,7 +8,9 @@ from mrl.config.section import Section, key, known_name
 
 
 class TeacherConfig(Section):
-    """The teacher. It computes on the actor's ranks, in process groups of its own, and is never changed."""
+    """The teacher. It computes on the actor's ranks, in process groups of its own, and is never changed. `layout` has
+    the keys of actor.layout; left out, it lies as the actor, without the degrees of experts where it has none.
+    """
 
     model_path: str | None = key(
         None,
@@ -83,8 +85,8 @@ class DistillationLossConfig(Section):
         "Words of the teacher that loss_mode reverse_kl_topk is over; all others count as one.",
         ge=1,
         unit="words",
-        advice="16 to 64: the teacher's probability of all others is seldom above a hundredth "
-        "(distillation/teacher_mass). Each takes 8 bytes a token on hosts, and no logits are kept.",
+        advice="16 to 64; distillation/teacher_mass says what the teacher gives them together. Each takes 8 bytes a "
+        "token on hosts, and no logits are kept.",
     )
 
     @property
