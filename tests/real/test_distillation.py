@@ -29,6 +29,7 @@ CASES = {
     "cp2-ep2": ({CP: 2}, "shared", {EP: 2}, {}, True),
     "ep2-tp2": ({EP: 2}, "shared", {TP: 2}, PADDED, False),
     "tp2-vpp2": ({TP: 2}, "shared", {PP: 2, VPP: 2}, {}, True),
+    "bfloat16-tp2-pp2": ({TP: 2}, "shared", {PP: 2}, {}, True),
 }
 # the same, with a loss over the teacher's likeliest words
 OVER_WORDS = {
@@ -93,6 +94,8 @@ def results(folder, reference, teachers) -> Path:
         case = parity._case("moe-dp2", {"moe": reference})
         config = case["config"]
         config["actor"] |= {"layout": {"world_size": RANKS} | degrees, "override_ddp_config": {}} | settings
+        if name.startswith("bfloat16"):
+            config["model"]["dtype"] = "bfloat16"
         if settings is TOKENS:
             del config["actor"]["log_prob_micro_batch_size_per_gpu"]
         if name in CASES:
@@ -126,7 +129,7 @@ def test_the_teachers_log_probs_are_those_of_hugging_face(case, results, teacher
     rows, log_probs = scores(results / case, "teacher")
     expected = teachers[CASES[case][1]][1]
     assert sorted(rows) == list(range(len(expected)))  # each row once, whatever replicas there are
-    assert np.abs(log_probs - expected).max() < 1e-5
+    assert np.abs(log_probs - expected).max() < (0.3 if case.startswith("bfloat16") else 1e-5)
     again = scores(results / case, "again")[1]
     np.testing.assert_array_equal(again, log_probs)  # an update has left it as it was
 

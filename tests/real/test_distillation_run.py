@@ -63,3 +63,27 @@ def test_a_teacher_that_shares_devices_and_leaves_them_makes_the_same_weights(wo
         succeeded("train", str(PRESET.with_name(preset)), "--run-dir", str(run_dir), *settings(world, teacher, **more))
         runs.append(run_dir / "checkpoints" / "step-2")
     assert checkpoint_difference(*runs) is None
+
+
+def test_a_loss_over_words_goes_with_generation_ahead_a_reference_and_one_update_a_step(world, teacher, tmp_path):
+    run_dir = tmp_path / "run"
+    more = {
+        f"{LOSS}loss_mode": "reverse_kl_topk",
+        f"{LOSS}use_policy_gradient": False,
+        f"{LOSS}topk": 8,
+        f"{TEACHER}param_offload": True,
+        "algorithm__use_kl_loss": True,
+        "algorithm__kl_loss_coef": 0.01,
+        "algorithm__anchor": "on_policy",
+        "actor__ppo_mini_batch_size": 8,
+        "trainer__schedule": "one_step_off",
+    }
+    succeeded("train", str(PRESET), "--run-dir", str(run_dir), *settings(world, teacher, **more))
+    rows = [row for row in metrics(run_dir) if row["training/global_step"]]
+    losses = [row["distillation/loss"] for row in rows]
+    assert losses[0] > losses[-1] > 0
+    assert all(0 < row["distillation/teacher_mass"] <= 1 and row["actor/kl_loss"] >= 0 for row in rows)
+    assert all(
+        row["critic/advantages/max"] == row["critic/advantages/min"] == 0 for row in rows
+    )  # rewards are recorded
+    assert not any("distillation/reverse_kl" in row for row in rows)  # the policy's log-probs come with the update
