@@ -16,7 +16,6 @@ from mrl.model.layout import check_train_layout
 from mrl.model.vocabularies import TOKENIZER, differing_tokens, vocabulary
 from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
 
-_ENABLED = "distillation.enabled"
 _TEACHER = "distillation.teacher_model"
 _LOSS = "distillation.distillation_loss"
 _PATH = f"{_TEACHER}.model_path"
@@ -155,7 +154,7 @@ def _overrides(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation(f"{_FIELDS}.{name}", "is of mixtures of experts, and the teacher is dense", "it is ignored")
 
 
-def teacher_folder(config: RunConfig) -> Path | None:
+def _folder(config: RunConfig) -> Path | None:
     """The folder of the teacher, where it is on this host."""
     path = config.distillation.teacher_model.model_path
     if not config.distillation.enabled or path is None or not Path(path).is_dir():
@@ -165,7 +164,7 @@ def teacher_folder(config: RunConfig) -> Path | None:
 
 def _tokenizer(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """Both tokenizers number the same tokens alike, where they are here."""
-    teacher = teacher_folder(config)
+    teacher = _folder(config)
     actor = Path(config.model.path)
     if teacher is None or not actor.is_dir():
         return

@@ -1,6 +1,7 @@
 """What a rank holds of a step: its replica's rows, fetched once, and what is computed of each of their tokens.
 
-    log-probs --> mismatch of rows;  reference's --> ;  corrected: mask, weights, anchor, penalties --> numbers a row
+    log-probs --> mismatch of rows;  reference's and teacher's --> ;  corrected: mask, weights, anchor, penalties, KL to
+    the teacher --> numbers a row
     advantages: from numbers a response --> numbers a row;  selected: tokens that a loss treats apart
 
 Every formula is mrl.algo's and looks at one row at a time, so rows lie where they like. What takes all rows, a mean or

@@ -18,6 +18,7 @@ from mrl.model.layout import TrainLayout
 from mrl.plan.activations import MicroBatchShape
 from mrl.plan.model_state import layer_kinds
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
+from mrl.plan.teacher_costs import teacher_inputs
 
 _BOOL = 1
 _F32 = 4
@@ -213,11 +214,30 @@ def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
     arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy
     arrays += _F64 * (algorithm.use_kl_in_reward + inputs.config.distillation.in_advantages)  # what is taken off
     own_bytes = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays
+    own_bytes += _asked_of_teacher(inputs, batch)
     if not _routed(inputs):
         return own_bytes
     tokens = rows * data.max_sample_length
     routes = _route_bytes(inputs.model, _moe_layers(inputs.model, inputs.train, pp))
     return own_bytes + tokens * _INT64 + -(-tokens // _parts_of_tokens(inputs)) * routes  # places, and routes
+
+
+def _asked_of_teacher(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """Bytes of the rows that a rank's replica of the teacher scores, which it fetches for that, and of the scores."""
+    teacher = teacher_inputs(inputs)
+    if teacher is None:
+        return 0
+    rows = -(-batch.samples // teacher.train.data)
+    return _columns(inputs, rows, routes=False) + _score_bytes(inputs, rows)
+
+
+def score_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """Bytes of a teacher's scores of a whole step, which lie in the object store of every node that needs some."""
+    return _score_bytes(inputs, batch.samples) * inputs.config.distillation.enabled
+
+
+def _score_bytes(inputs: PlanInputs, rows: int) -> int:
+    return rows * inputs.config.data.max_response_length * (_F32 + teacher_word_bytes(inputs))
 
 
 def _routed(inputs: PlanInputs) -> bool:

@@ -492,6 +492,18 @@ def test_a_plan_counts_the_teachers_weights_where_they_are(folders):
     assert moved["host"]["terms"]["teacher"] == 2 * size and "teacher" not in stays["host"]["terms"]
 
 
+def test_a_plan_counts_scores_where_they_travel_and_what_a_loss_over_words_takes_of_each_rank(folders):
+    words = [f"{LOSS}use_policy_gradient=false", f"{LOSS}loss_mode=reverse_kl_topk", f"{LOSS}topk=16"]
+    one, other = (
+        memory_section(planned(folders, *words[:1], f"{LOSS}loss_mode=k2", *more)) for more in ((), words[1:])
+    )
+    tokens = 64 * 8 * 4  # of a step
+    stores = [each["host"]["object_store_bytes"] for each in (one, other)]
+    assert stores[1] - stores[0] == tokens * 16 * 8  # a word's number and its log-prob
+    assert other["host"]["bytes_of_a_rank"] > one["host"]["bytes_of_a_rank"]
+    assert other["phases"]["train"]["bytes"] > one["phases"]["train"]["bytes"]
+
+
 def test_a_plan_counts_the_teachers_pass(folders):
     inputs = planned(folders)
     batch = batch_plan(inputs.config, inputs.train)

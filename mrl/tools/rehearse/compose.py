@@ -18,6 +18,7 @@ from mrl.tools.rehearse.notes import Change, OutOfReach
 from mrl.tools.rehearse.small_batch import PROMPT, SmallBatch, small_batch, updates_changed
 from mrl.tools.rehearse.small_layout import SmallLayout, small_layout
 
+TEACHER_WORDS = 64  # at most
 LORA_RANK = 16  # at most: no weight of the small model has a shorter side
 STEPS = 2  # one, a save, a resume, one
 VALIDATION_ROWS = 4
@@ -278,6 +279,8 @@ def _teacher(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
     yield Change(f"{key}.layout", layout, None, "a model of the actor's shape lies as the actor does")
     given = teacher.override_transformer_config
     yield Change(f"{key}.override_transformer_config", given, {}, "fields of the large teacher")
+    words = distillation.distillation_loss.topk
+    yield Change("distillation.distillation_loss.topk", words, min(words, TEACHER_WORDS), "in small")
 
 
 def _teacher_lost(original: RunConfig) -> Iterator[OutOfReach]:
