@@ -59,11 +59,13 @@ def _has_no_gradient(config: RunConfig) -> bool:
     return spec is not None and spec.estimator == "k1" and not spec.k2_gradient
 
 
-def _teacher_model(config: RunConfig) -> ModelSpec | None:
-    """The teacher's sizes, as far as they can be known here."""
+def _teacher_model(config: RunConfig, model: ModelSpec) -> ModelSpec | None:
+    """The teacher's sizes, as far as they can be known here. `model`: the actor's."""
     path = config.distillation.teacher_model.model_path
     if not config.distillation.enabled or path is None:
         return None
+    if path == config.model.path:
+        return model
     try:
         return planning_model_spec(path)[0]
     except MrlError:  # which is said by itself
@@ -71,9 +73,9 @@ def _teacher_model(config: RunConfig) -> ModelSpec | None:
 
 
 def _readable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """A teacher of which nothing is known, or of another vocabulary."""
+    """A teacher of which nothing is known."""
     path = config.distillation.teacher_model.model_path
-    if not config.distillation.enabled or path is None:
+    if not config.distillation.enabled or path in (None, config.model.path):
         return
     try:
         planning_model_spec(path)
@@ -82,24 +84,24 @@ def _readable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _vocabulary(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    teacher = _teacher_model(config)
+    teacher = _teacher_model(config, model)
     if teacher is not None and teacher.vocab_size < model.vocab_size:
         rule = f"has a vocabulary of {teacher.vocab_size} tokens, and model.path one of {model.vocab_size}"
         why = "the teacher scores every token that is sampled, so it has to know all of them; give a teacher that does"
         yield Violation(_PATH, rule, why)
 
 
-def _positions(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    teacher = _teacher_model(config)
+def _positions(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    teacher = _teacher_model(config, model)
     longest = config.data.max_sample_length
     if teacher is not None and teacher.max_position_embeddings < longest:
         rule = f"has {teacher.max_position_embeddings} positions, and the longest sample has {longest} tokens"
         yield Violation(_PATH, rule, "the teacher reads whole samples; lower data.max_response_length")
 
 
-def _layout(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     """The teacher's layout is legal for it, and has the actor's ranks."""
-    teacher = _teacher_model(config)
+    teacher = _teacher_model(config, model)
     if teacher is None:
         return
     degrees = teacher_layout(config, teacher)
@@ -117,11 +119,11 @@ def _layout(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_TEACHER}.layout", "must be set for this teacher", why)
 
 
-def _budget(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+def _budget(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     """The teacher's micro-batches hold the longest sample, padded as its layout cuts it."""
     own = config.distillation.teacher_model.log_prob_max_token_len_per_gpu
     actor = config.actor
-    teacher = _teacher_model(config)
+    teacher = _teacher_model(config, model)
     if teacher is None:
         return
     if not actor.use_dynamic_bsz:
@@ -138,9 +140,9 @@ def _budget(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(_BUDGET, rule, why, (least,))
 
 
-def _overrides(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+def _overrides(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     """Fields of Megatron's that the teacher cannot have, as for the actor's model."""
-    teacher = _teacher_model(config)
+    teacher = _teacher_model(config, model)
     if teacher is None:
         return
     given = config.distillation.teacher_model.override_transformer_config
