@@ -44,11 +44,11 @@ class LossInputs:
     response_mask: Tensor  # bool: the tokens that count; rejected ones do not
     entropy: Tensor | None = None  # nats per token, carries the gradient where entropy_coeff is not 0
     ref_log_probs: Tensor | None = None  # needed where kl_loss_coef is not 0
+    weights: Tensor | None = None  # importance weights of the off-policy correction, on the policy loss alone
+    selected: Tensor | None = None  # bool: the tokens that mrl.algo.selection chose from the whole mini-batch
     teacher_log_probs: Tensor | None = None  # needed where distillation_coef is not 0, or both of these:
     of_teacher_words: Tensor | None = None  # [batch, response_length, words], the teacher's of its likeliest words
     of_words: Tensor | None = None  # the current policy's of the same words, carries the gradient
-    weights: Tensor | None = None  # importance weights of the off-policy correction, on the policy loss alone
-    selected: Tensor | None = None  # bool: the tokens that mrl.algo.selection chose from the whole mini-batch
 
 
 @dataclass(frozen=True)
