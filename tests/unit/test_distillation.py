@@ -427,6 +427,11 @@ def test_what_makes_no_sense_is_said_in_one_message(folders, overrides, said):
     assert said in only_on_teacher(folders, *overrides)
 
 
+def test_one_response_a_prompt_is_enough_where_the_teacher_alone_counts(folders):
+    assert judged(folders, "rollout.n=1", f"{LOSS}use_task_rewards=false") == []
+    assert [v.field for v in judged(folders, "rollout.n=1")] == ["rollout.n"]
+
+
 def test_a_teacher_of_fewer_words_or_places_is_refused(folders):
     put_sizes(folders[1], DENSE | {"vocab_size": 64})
     assert "a vocabulary of 64 tokens, and model.path one of 128" in only_on_teacher(folders)
