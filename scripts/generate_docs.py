@@ -28,7 +28,7 @@ import published_runs
 
 from mrl.algo import spec
 from mrl.config.load import load_config
-from mrl.config.schema import RunConfig, Section, leaf, schema_keys
+from mrl.config.schema import OTHER_LAYOUTS, RunConfig, Section, leaf, schema_keys
 from mrl.config.schema_errors import allowed_text
 from mrl.config.section import notes_of, section_of
 from mrl.config.yaml_tree import dump_value
@@ -55,19 +55,19 @@ def sections(
     section: type[Section] = RunConfig, prefix: str = ""
 ) -> Iterator[tuple[str, type[Section], dict[str, FieldInfo]]]:
     """(dotted name, class, fields that are no sections) of every section, outer ones first;
-    `ref.layout` is as `actor.layout`.
+    other layouts are as `actor.layout`.
     """
     inner = {name: below for name, field in section.model_fields.items() if (below := section_of(field.annotation))}
     plain = {name: field for name, field in section.model_fields.items() if name not in inner}
     yield prefix.rstrip("."), section, plain
     for name, below in inner.items():
-        if f"{prefix}{name}" != "ref.layout":
+        if f"{prefix}{name}" not in OTHER_LAYOUTS:
             yield from sections(below, f"{prefix}{name}.")
 
 
 def keys() -> set[str]:
-    """Every key of the configuration, sections left out; those of `ref.layout` are as those of `actor.layout`."""
-    return {key for key in schema_keys() if not key.startswith("ref.layout.")}
+    """Every key of the configuration, sections left out; those of other layouts are as those of `actor.layout`."""
+    return {key for key in schema_keys() if not key.startswith(tuple(f"{name}." for name in OTHER_LAYOUTS))}
 
 
 def configuration() -> str:

@@ -35,6 +35,7 @@ PIECES = {
     "restarts": ("test_rank_restart", "test_engines_back", "test_supervised"),
     "turns": ("test_turns",),
     "adapters": ("test_lora", "test_lora_run"),
+    "distillation": ("test_distillation", "test_distillation_run"),
     "runs": (
         "test_eval",
         "test_glm_run",

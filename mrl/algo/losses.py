@@ -24,7 +24,7 @@ from mrl.algo.aggregate import (
 )
 from mrl.algo.own_functions import load_registered
 from mrl.algo.plain import Denominators, PolicyLossParameters
-from mrl.algo.spec import KL_TYPES, LOG_RATIO_LIMIT, ON_POLICY
+from mrl.algo.spec import KL_TYPES, LOG_RATIO_LIMIT, ON_POLICY, OVER_WORDS
 from mrl.errors import ConfigError
 from mrl.exercised import exercised
 
@@ -46,6 +46,9 @@ class LossInputs:
     ref_log_probs: Tensor | None = None  # needed where kl_loss_coef is not 0
     weights: Tensor | None = None  # importance weights of the off-policy correction, on the policy loss alone
     selected: Tensor | None = None  # bool: the tokens that mrl.algo.selection chose from the whole mini-batch
+    teacher_log_probs: Tensor | None = None  # needed where distillation_coef is not 0, or both of these:
+    of_teacher_words: Tensor | None = None  # [batch, response_length, words], the teacher's of its likeliest words
+    of_words: Tensor | None = None  # the current policy's of the same words, carries the gradient
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,8 @@ def _divergence_masked(
 
 
 def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominators: Denominators) -> LossOutput:
-    """pg_loss - entropy_coeff * entropy + kl_loss_coef * kl of one micro-batch, all under the same aggregation.
+    """pg_loss - entropy_coeff * entropy + kl_loss_coef * kl + distillation_coef * teacher's kl of one micro-batch, all
+    under the same aggregation.
 
     `denominators` count the whole mini-batch over all data-parallel ranks, so gradients are to be summed over
     micro-batches and ranks, not averaged. Raises ConfigError for an unknown name or an input that the coefficients need
@@ -280,12 +284,30 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
         numerators["actor/kl_loss"] = _numerator(parameters, inputs, kl)
     if parameters.kl_loss_coef:
         total = total + parameters.kl_loss_coef * _needed(numerators, "actor/kl_loss", "ref_log_probs", "kl_loss_coef")
+    if parameters.distillation_coef:
+        numerators |= _distilled(parameters, inputs)
+        kl = _needed(numerators, "distillation/loss", "teacher_log_probs", "distillation_coef")
+        total = total + parameters.distillation_coef * kl
     weight = local_weight(inputs.response_mask, parameters.loss_agg_mode)
     metrics = {name: (numerator.detach(), weight) for name, numerator in numerators.items()}
     return LossOutput(
         total / max(denominators.of(parameters.loss_agg_mode), 1),
         metrics | _ratio_metrics(inputs, log_ratio, token_loss),
     )
+
+
+def _distilled(parameters: PolicyLossParameters, inputs: LossInputs) -> dict[str, Tensor]:
+    """The numerator of the teacher's term, by its metric's name; nothing without the teacher's log-probs."""
+    mode = parameters.distillation_mode
+    if mode == OVER_WORDS and inputs.of_words is not None:
+        values = kl_over_words(inputs.of_words, inputs.of_teacher_words)
+    elif mode != OVER_WORDS and inputs.teacher_log_probs is not None:
+        values = kl_to_teacher(inputs.log_probs, inputs.teacher_log_probs, mode)
+    else:
+        return {}
+    if parameters.distillation_clamp is not None:
+        values = values.clamp(-parameters.distillation_clamp, parameters.distillation_clamp)
+    return {"distillation/loss": _numerator(parameters, inputs, values)}
 
 
 def _anchored(inputs: LossInputs) -> LossInputs:
@@ -303,7 +325,9 @@ def _without_padding(inputs: LossInputs) -> LossInputs:
     (0 x NaN).
     """
     given = {name: value for name, value in vars(inputs).items() if value is not None and name != "response_mask"}
-    return replace(inputs, **{name: masked(value, inputs.response_mask) for name, value in given.items()})
+    mask = inputs.response_mask
+    of_words = mask[..., None]
+    return replace(inputs, **{n: masked(v, mask if v.dim() == mask.dim() else of_words) for n, v in given.items()})
 
 
 def _numerator(parameters: PolicyLossParameters, inputs: LossInputs, values: Tensor) -> Tensor:
@@ -386,3 +410,46 @@ def kl_in_reward(old_log_probs: np.ndarray, ref_log_probs: np.ndarray, kl_penalt
     """
     old, ref = (torch.from_numpy(np.asarray(x, dtype=np.float64)) for x in (old_log_probs, ref_log_probs))
     return kl_coef * kl_per_token(old, ref, kl_penalty).numpy()
+
+
+# ---------------------------------------------------------------- KL to a teacher, from sampled tokens
+
+
+_LEAST_REST = 1e-6  # of probability beside the words: less of it has no log that float32 knows
+
+
+def kl_to_teacher(log_probs: Tensor, teacher_log_probs: Tensor, loss_mode: str) -> Tensor:
+    """Estimate of KL(student || teacher) at each token of the student's, in nats, of any shape.
+
+    The mean of k1 over the student's tokens is that KL, and -k1 is the advantage whose policy gradient is the KL's
+    (on-policy distillation, arXiv:2306.13649).
+    """
+    return kl_per_token(log_probs, teacher_log_probs, loss_mode)
+
+
+def kl_over_words(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+    """[...] KL(student || teacher) over the words [..., words] that both log-probs are of, and all others as one.
+
+    It is 0 where they agree, never negative, at most the KL over all words, and that where the words are all.
+    """
+    among = (log_probs.exp() * (log_probs - teacher_log_probs)).sum(-1)
+    rest = _rest(log_probs)
+    return among + rest * (rest.log() - _rest(teacher_log_probs).log())
+
+
+def _rest(log_probs: Tensor) -> Tensor:
+    """The probability of all words but those, held from 0."""
+    return (1 - log_probs.exp().sum(-1)).clamp(min=_LEAST_REST)
+
+
+def distilled(
+    old_log_probs: np.ndarray, teacher_log_probs: np.ndarray, loss_mode: str, loss_max_clamp: float | None
+) -> np.ndarray:
+    """float64, of any shape: `kl_to_teacher` under the policy before the update, within the bound on both sides, to be
+    taken off its advantages.
+    """
+    old, teacher = (torch.from_numpy(np.asarray(x, dtype=np.float64)) for x in (old_log_probs, teacher_log_probs))
+    values = kl_to_teacher(old, teacher, loss_mode).numpy()
+    if loss_max_clamp is None:
+        return values
+    return values.clip(-loss_max_clamp, loss_max_clamp)

@@ -43,6 +43,9 @@ class PolicyLossParameters:
     entropy_coeff: float = 0.0
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "low_var_kl"
+    distillation_coef: float = 0.0  # of a teacher's term in the loss
+    distillation_mode: str = "k2"
+    distillation_clamp: float | None = None
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     clip_cov_ratio: float = 2e-4

@@ -215,6 +215,9 @@ KL_TYPES: dict[str, KlSpec] = _table(
     )
 )
 
+# KL to a teacher that needs more than the log-prob of the sampled token: over its likeliest words, the rest as one
+OVER_WORDS = "reverse_kl_topk"
+
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("mask", "clip", "truncate")
 CORRECTIONS: dict[str, CorrectionSpec] = {

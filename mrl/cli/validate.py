@@ -83,13 +83,13 @@ def _look_at_weights(config, model, check_paths: bool) -> list[str]:
     Raises EnvironmentFault for weights that are not what the configuration beside them describes, and with
     `check_paths` where there are none.
     """
-    from mrl.config.model_folders import folders_of_weights
+    from mrl.config.model_folders import folders_of_weights, model_in
     from mrl.model.hf_files import check_checkpoint, has_weights
 
     bare = []
     for key, folder in folders_of_weights(config).items():
         if check_paths or has_weights(folder):
-            check_checkpoint(folder, model, key)
+            check_checkpoint(folder, model_in(key, folder, model), key)
         elif folder.is_dir():
             bare.append(f"{key}: {folder} has no weights, and mrl train wants them")
     return bare

@@ -12,6 +12,7 @@ from mrl.cluster.seats import Seats, actor_seats
 from mrl.cluster.shared_folder import check_seen, marked
 from mrl.cluster.workers import LOOKING, MODEL_VERBS, WRITING, ActorWorker
 from mrl.config.schema import RunConfig
+from mrl.config.teacher_model import teacher_of
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.routes import start_readers
@@ -61,6 +62,7 @@ class ActorGroup:
         self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node, see mrl/flow/routes.py
         self.model = load_model_spec(config.model.path)
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
+        self.teacher = teacher_of(config, load_model_spec)
         hosting = get_hosting(config.cluster.device)
         self.seats = seats or actor_seats(config.cluster, config.actor.layout)
         kind = ray.remote(concurrency_groups={WRITING: 1, LOOKING: 1})(worker)

@@ -7,7 +7,7 @@ import faulthandler
 import hashlib
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,8 @@ from mrl.flow.kept_tokens import fetched, going_on, with_kept
 from mrl.flow.outbox import Outboxes
 from mrl.flow.response_store import ResponseBlock, ResponseStore
 from mrl.flow.routes import Readers
+from mrl.flow.teacher_rows import TeacherRows
+from mrl.megatron.batching import MicroRows
 from mrl.megatron.cut import ReplicaCut
 from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
@@ -75,6 +77,7 @@ class ActorWorker:
         self.config = RunConfig.model_validate(config)
         self.rank = rank
         self.batch = None  # rows of the current step
+        self.scores = None  # the teacher's, until they are handed out
         self.sync_setup = None  # of weight syncs, after agreement
         self.sender = None  # of weight syncs, after connecting
         self.host_copy = None  # of a checkpoint, after the first save
@@ -135,6 +138,19 @@ class ActorWorker:
         here = ray.get_runtime_context().get_node_id()  # the rank itself reads what is on this node
         elsewhere = {node: reader for node, reader in readers.items() if node != here}
         self.batch = RankBatch.fetched(self.actor, samples, own, cut, elsewhere)
+
+    def ask_teacher(self, samples: ResponseStore, rows: np.ndarray, micros: Sequence[MicroRows]) -> None:
+        """Has this rank's replica of the teacher score `samples`, which are `rows` of the step; see `teacher_rows`."""
+        from mrl.flow.teacher_rows import scored
+
+        self.scores = None  # those of the step before go first
+        self.scores = scored(self.actor, samples, rows, micros)
+
+    def teacher_rows(self) -> TeacherRows | None:
+        """Hands out what `ask_teacher` computed, on one rank of each replica of the teacher."""
+        scores = self.scores
+        self.scores = None
+        return scores
 
     def do(self, verb: str, *arguments: Any) -> Any:
         """Calls one of MODEL_VERBS on MegatronActor, or a verb of RankBatch on the rows of the step."""

@@ -45,7 +45,23 @@ def _what_is_trained_on(config: RunConfig) -> list[str]:
         if algorithm.overlong_buffer.enable
         else "",
         "cut-off responses left out" if algorithm.overlong_filter else "",
+        *_teacher(config),
     ]
+
+
+def _teacher(config: RunConfig) -> list[str]:
+    """Where a teacher's KL stands, and the weight of rewards beside it."""
+    distillation = config.distillation
+    if not distillation.enabled:
+        return []
+    loss = distillation.distillation_loss
+    place = "the loss"
+    if loss.use_policy_gradient:
+        place = "advantages"
+    rewards = ""
+    if loss.reward_weight != 1:
+        rewards = f"rewards x {loss.reward_weight:g}"
+    return [f"{loss.loss_mode} to a teacher x {loss.distillation_loss_coef:g} in {place}", rewards]
 
 
 def describe_batch(config: RunConfig) -> str:

@@ -119,15 +119,27 @@ def _loss_name(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    spec = ADVANTAGES.get(config.algorithm.adv_estimator)
     if config.rollout.n > 1:
         return
-    if spec is not None and spec.needs_group:
-        why = "the advantage compares responses to one prompt; of a single one it says nothing"
-        yield Violation("rollout.n", f"must be at least 2 with adv_estimator {spec.name}", why, (2, 4, 8, 16))
+    if _compares_responses(config):
+        name = config.algorithm.adv_estimator
+        if not _teacher_alone(config):
+            why = "the advantage compares responses to one prompt; of a single one it says nothing"
+            yield Violation("rollout.n", f"must be at least 2 with adv_estimator {name}", why, (2, 4, 8, 16))
     elif config.algorithm.filter_groups.enable:
         why = "dynamic sampling keeps groups whose responses differ, and one response does not"
         yield Violation("rollout.n", f"must be at least 2 with {_GROUPS}.enable", why, (2, 4, 8, 16))
+
+
+def _compares_responses(config: RunConfig) -> bool:
+    spec = ADVANTAGES.get(config.algorithm.adv_estimator)
+    return spec is not None and spec.needs_group
+
+
+def _teacher_alone(config: RunConfig) -> bool:
+    """Whether advantages from rewards count nothing beside a teacher's."""
+    distillation = config.distillation
+    return distillation.enabled and distillation.distillation_loss.reward_weight == 0
 
 
 def _without_level(name: str) -> Rule:

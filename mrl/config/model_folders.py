@@ -2,13 +2,19 @@
 
 from pathlib import Path
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema import DistillationConfig, RunConfig
+from mrl.model import ModelSpec, load_model_spec
 from mrl.model.hub import hub_name, local_folder
+
+TEACHER = "distillation.teacher_model.model_path"
 
 
 def names_of_the_hub(config: RunConfig) -> list[str]:
-    """Paths among model.path and ref.path that are no folders of this node."""
-    return [path for path in (config.model.path, config.ref.path) if path is not None and hub_name(path) is not None]
+    """Paths among those of the model, the reference and the teacher that are no folders of this node."""
+    paths = [config.model.path, config.ref.path]
+    if config.distillation.enabled:
+        paths.append(config.distillation.teacher_model.model_path)
+    return [path for path in paths if path is not None and hub_name(path) is not None]
 
 
 def with_model_folders(config: RunConfig) -> RunConfig:
@@ -19,12 +25,34 @@ def with_model_folders(config: RunConfig) -> RunConfig:
     reference = config.ref.path and local_folder(config.ref.path)
     model = config.model.model_copy(update={"path": path})
     ref = config.ref.model_copy(update={"path": reference})
-    return config.model_copy(update={"model": model, "ref": ref})
+    distillation = _with_teacher_folder(config.distillation)
+    return config.model_copy(update={"model": model, "ref": ref, "distillation": distillation})
+
+
+def _with_teacher_folder(distillation: DistillationConfig) -> DistillationConfig:
+    teacher = distillation.teacher_model
+    if not distillation.enabled or teacher.model_path is None:
+        return distillation
+    here = teacher.model_copy(update={"model_path": local_folder(teacher.model_path)})
+    return distillation.model_copy(update={"teacher_model": here})
 
 
 def folders_of_weights(config: RunConfig) -> dict[str, Path]:
-    """What a run loads weights from, by key, names on the hub left out: the model, and a reference that is asked."""
+    """What a run loads weights from, by key, names on the hub left out: the model, and a reference and a teacher where
+    they are asked.
+    """
     named = {"model.path": config.model.path}
     if config.algorithm.needs_reference and config.ref.path is not None:
         named["ref.path"] = config.ref.path
+    if config.distillation.enabled and config.distillation.teacher_model.model_path is not None:
+        named[TEACHER] = config.distillation.teacher_model.model_path
     return {key: Path(path) for key, path in named.items() if hub_name(path) is None}
+
+
+def model_in(key: str, folder: Path, model: ModelSpec) -> ModelSpec:
+    """What the weights in `folder`, which `key` names, are to be of: the teacher is a model of its own, all others are
+    `model`.
+    """
+    if key == TEACHER:
+        return load_model_spec(folder)
+    return model

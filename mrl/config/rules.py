@@ -2,11 +2,11 @@
 
 All are judged: one look shows all that is wrong.
 
-Rules stand in actor_rules.py, efficiency_rules.py, endpoint_rules.py, lora_rules.py, loss_rules.py, rollout_rules.py,
-quantisation_rules.py, run_rules.py, override_rules.py and device_rules.py, each a row or a function (rule_row.py); a
-rule of one key stands at the key. Each is judged by itself: where the schema refuses a part of a configuration
-(mrl/config/schema_errors.py), the rules that do not read that part still speak. A function ends where it reads what is
-refused, so it holds one rule, or rules that read the same keys.
+Rules stand in actor_rules.py, distillation_rules.py, efficiency_rules.py, endpoint_rules.py, lora_rules.py,
+loss_rules.py, rollout_rules.py, quantisation_rules.py, run_rules.py, override_rules.py and device_rules.py, each a row
+or a function (rule_row.py); a rule of one key stands at the key. Each is judged by itself: where the schema refuses a
+part of a configuration (mrl/config/schema_errors.py), the rules that do not read that part still speak. A function ends
+where it reads what is refused, so it holds one rule, or rules that read the same keys.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from typing import Any
 
 from mrl.config.actor_rules import ACTOR_RULES, actor_notes
 from mrl.config.device_rules import DEVICE_RULES, narrow_experts, npu_notes, version_notes
+from mrl.config.distillation_rules import DISTILLATION_RULES, distillation_notes
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
 from mrl.config.endpoint_rules import ENDPOINT_RULES
 from mrl.config.hybrid_rules import HYBRID_RULES
@@ -61,6 +62,7 @@ def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
     """What is legal and still worth a line at the start of a run."""
     return [
         *loss_notes(resolved.config),
+        *distillation_notes(resolved.config),
         *rollout_notes(resolved.config, model),
         *quantisation_notes(resolved.config),
         *actor_notes(resolved.config, model),
@@ -120,6 +122,7 @@ RULES = (
     *LATENT_RULES,
     *HYBRID_RULES,
     *LORA_RULES,
+    *DISTILLATION_RULES,
     *QUANTISATION_RULES,
     *RUN_RULES,
     *SCHEDULE_RULES,

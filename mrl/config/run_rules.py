@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mrl.algo.own_functions import registered_names
+from mrl.config.distillation_rules import DISTILLATION_PATH_RULES
 from mrl.config.lora_rules import LORA_PATH_RULES
 from mrl.config.rule_row import Rule, RuleRow
 from mrl.config.schema import RunConfig, TrainerConfig
@@ -203,6 +204,16 @@ def _reference_folder(config: RunConfig) -> tuple[str, ...]:
     return (path,)
 
 
+def _teacher_folder(config: RunConfig) -> tuple[str, ...]:
+    """The teacher's folder, where there is one and it is no name on the hub."""
+    path = None
+    if config.distillation.enabled:
+        path = config.distillation.teacher_model.model_path
+    if path is None or hub_name(path) is not None:
+        return ()
+    return (path,)
+
+
 def _adapter_folder(config: RunConfig) -> tuple[str, ...]:
     """The adapter's that training starts from."""
     lora = config.actor.lora
@@ -233,6 +244,7 @@ _FILES: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
 # and folders, model.path aside
 _FOLDERS: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     "ref.path": _reference_folder,
+    "distillation.teacher_model.model_path": _teacher_folder,
     "actor.lora.path": _adapter_folder,
     "trainer.resume_from_path": _first_checkpoint,
 }
@@ -343,7 +355,14 @@ def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("trainer.run_dir", f"cannot be written: no permission in {existing}", why)
 
 
-_HERE = (_registered_loss, _registered_advantage, _same_reference, *LORA_PATH_RULES, _writable)
+_HERE = (
+    _registered_loss,
+    _registered_advantage,
+    _same_reference,
+    *LORA_PATH_RULES,
+    *DISTILLATION_PATH_RULES,
+    _writable,
+)
 # of the files and folders that a configuration names: where the run is to start, and on any host, which may not have
 # the folders that they are in
 PATH_RULES = (

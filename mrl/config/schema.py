@@ -1,8 +1,8 @@
 """The shape of a run's configuration: every key, its type, default and meaning. No torch, no file access.
 
 Names are verl's wherever verl has the same thing, so that what people know carries over. Unknown keys are refused.
-The sections stand in schema_actor.py, schema_algorithm.py, schema_rollout.py, schema_data.py and schema_run.py;
-everybody else imports them from here.
+The sections stand in schema_actor.py, schema_algorithm.py, schema_distillation.py, schema_rollout.py, schema_data.py
+and schema_run.py; everybody else imports them from here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,17 +22,21 @@ from mrl.config.schema_algorithm import (
     RolloutCorrectionConfig,
 )
 from mrl.config.schema_data import CustomRewardConfig, DataConfig, RewardConfig
+from mrl.config.schema_distillation import DistillationConfig, DistillationLossConfig, TeacherConfig
 from mrl.config.schema_rollout import RolloutConfig, ValSamplingConfig
 from mrl.config.schema_run import ClusterConfig, RecordConfig, ReshardConfig, TrainerConfig
 from mrl.config.section import Section, notes_of, section_of
 
 __all__ = [
+    "OTHER_LAYOUTS",
     "ActorConfig",
     "AlgorithmConfig",
     "ClusterConfig",
     "CustomLossConfig",
     "CustomRewardConfig",
     "DataConfig",
+    "DistillationConfig",
+    "DistillationLossConfig",
     "Dtype",
     "FilterGroupsConfig",
     "KlControlConfig",
@@ -50,6 +54,7 @@ __all__ = [
     "RolloutCorrectionConfig",
     "RunConfig",
     "Section",
+    "TeacherConfig",
     "TrainerConfig",
     "ValSamplingConfig",
     "leaf",
@@ -57,6 +62,8 @@ __all__ = [
     "schema_paths",
     "verl_names",
 ]
+
+OTHER_LAYOUTS = ("ref.layout", "distillation.teacher_model.layout")  # with the keys of actor.layout
 
 
 class RunConfig(Section):
@@ -67,6 +74,7 @@ class RunConfig(Section):
     ref: RefConfig = RefConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    distillation: DistillationConfig = DistillationConfig()
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -78,6 +86,11 @@ class RunConfig(Section):
     def rollout_dtype(self) -> str:
         """Number format of the engines' weights: rollout.dtype, else the model's."""
         return self.rollout.weights_dtype(self.model.dtype)
+
+    @property
+    def scores_before_update(self) -> bool:
+        """Whether a pass of log-probs comes before the update: the old policy's, a reference model's, the teacher's."""
+        return self.algorithm.scores_before_update or self.distillation.enabled
 
     @property
     def updates_per_step(self) -> int:
@@ -128,6 +141,7 @@ def schema_keys() -> dict[str, FieldInfo]:
 
 
 def verl_names() -> dict[str, str]:
-    """verl's keys that mean what a key here means and take the same values, and that key; none of `ref.layout`."""
-    keys = {path: field for path, field in schema_keys().items() if not path.startswith("ref.layout.")}
+    """verl's keys that mean what a key here means and take the same values, and that key; none of OTHER_LAYOUTS."""
+    others = tuple(f"{name}." for name in OTHER_LAYOUTS)
+    keys = {path: field for path, field in schema_keys().items() if not path.startswith(others)}
     return {name: path for path, field in keys.items() for name in notes_of(field).verl}

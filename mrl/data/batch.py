@@ -46,6 +46,10 @@ class TokenValues(Generic[Array]):
     old_log_probs: Array | None = field(default=None, **of("response token"))
     advantages: Array | None = field(default=None, **of("response token"))  # float32
     ref_log_probs: Array | None = field(default=None, **of("response token"))  # float32
+    teacher_log_probs: Array | None = field(default=None, **of("response token"))  # float32
+    # [response tokens, words]: a teacher's likeliest words, int32, and their log-probs, float32
+    teacher_words: Array | None = field(default=None, **of("response token"))
+    of_teacher_words: Array | None = field(default=None, **of("response token"))
     # float32: of the off-policy correction; None: all 1
     loss_weights: Array | None = field(default=None, **of("response token"))
     # bool: tokens that the loss treats apart; the actor sets it
@@ -53,7 +57,7 @@ class TokenValues(Generic[Array]):
 
     @property
     def token_values(self) -> dict[str, Array | None]:
-        """The five columns by name."""
+        """The columns by name."""
         return {f.name: getattr(self, f.name) for f in fields(TokenValues)}
 
 

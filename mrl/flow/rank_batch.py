@@ -1,6 +1,7 @@
 """What a rank holds of a step: its replica's rows, fetched once, and what is computed of each of their tokens.
 
-    log-probs --> mismatch of rows;  reference's --> ;  corrected: mask, weights, anchor, penalties --> numbers a row
+    log-probs --> mismatch of rows;  reference's and teacher's --> ;  corrected: mask, weights, anchor, penalties, KL to
+    the teacher --> numbers a row
     advantages: from numbers a response --> numbers a row;  selected: tokens that a loss treats apart
 
 Every formula is mrl.algo's and looks at one row at a time, so rows lie where they like. What takes all rows, a mean or
@@ -16,6 +17,7 @@ import numpy as np
 
 from mrl.algo.advantages import TokenAdvantages
 from mrl.algo.correction import CorrectionParameters, correct, mismatch_of_rows, without_truncated
+from mrl.algo.distillation import distilled_of_rows, gaps_of_rows, mass_of_rows
 from mrl.algo.plain import Denominators, FloatParts
 from mrl.algo.rows import RowValues, in_chunks, moments, row_sums
 from mrl.algo.selection import Candidates, Means, candidates, chosen, largest
@@ -25,6 +27,7 @@ from mrl.data.samples import Samples
 from mrl.exercised import exercised
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.routes import Readers, read_routes
+from mrl.flow.teacher_rows import TeacherRows, as_counted
 from mrl.megatron.batching import RowResult
 from mrl.megatron.cut import ReplicaCut
 
@@ -43,6 +46,7 @@ VERBS: Mapping[str, str] = MappingProxyType(  # what the driver may ask, and whi
         "log_probs": ALL,
         "ref_log_probs": ALL,
         "update": ALL,
+        "take_teacher": LAST_STAGE,
         "correct": LAST_STAGE,
         "moments": LAST_STAGE,
         "set_advantages": LAST_STAGE,
@@ -71,11 +75,13 @@ class RankBatch:
         """`own`, bool [rows]: which rows the replica trains on; the others are there for fillers."""
         self._actor = actor
         self._algorithm = actor.config.algorithm
+        self._distillation = actor.config.distillation
         self._cut = cut
         self._overlong = samples.overlong
         self.own = own
         self.batch = TrainBatch.of(samples, actor.config.rollout.temperature, routes)
         self._penalties: np.ndarray | None = None  # float64 [response tokens]: KL in the reward
+        self._distilled: np.ndarray | None = None  # float64 [response tokens]: a teacher's KL in the advantages
         self._candidates: list[tuple[np.ndarray, Candidates]] = []  # rows and what is found of them, a mini-batch each
 
     @classmethod
@@ -85,8 +91,7 @@ class RankBatch:
         """Fetches the rows, and of their routes this rank's part. `readers`: of routes, by node."""
         blocks = stored.fetched([block.samples for block in stored.blocks])
         samples = stored.assembled(blocks)
-        left_out = (stored.rows.sampled_lengths == 0) & (samples.sampled_lengths > 0)  # for log-probs without numbers
-        samples = samples.as_context(left_out)
+        samples = as_counted(stored, samples)
         routes = None
         if actor.config.actor.router_replay == "R3" and actor.routing is not None:
             needed = actor.computed_tokens(cut, samples.lengths)
@@ -117,6 +122,24 @@ class RankBatch:
         result = self._actor.reference_log_probs(self.batch, self._cut.reference)
         if result is not None:
             self.batch = replace(self.batch, ref_log_probs=self._of_all_rows(result))
+
+    def take_teacher(self, numbers: np.ndarray, *parts: TeacherRows) -> None:
+        """Takes over the teacher's log-probs, which stay here. `numbers` [rows], ascending: of the rows in the step."""
+        tokens = len(self.batch.rollout_log_probs)
+        names = {"log_probs": "teacher_log_probs"}
+        if self._distillation.over_words:
+            names |= {"words": "teacher_words", "of_words": "of_teacher_words"}
+        columns = {"teacher_log_probs": np.zeros(tokens, np.float32)}
+        for part in parts:
+            here = part.among(numbers)
+            if not len(here.rows):
+                continue
+            places = self.batch.sampled_places_of(np.searchsorted(numbers, here.rows))
+            for name, column in names.items():
+                values = getattr(here, name)
+                filled = columns.setdefault(column, np.zeros((tokens, *values.shape[1:]), values.dtype))
+                filled[places] = values
+        self.batch = replace(self.batch, **columns)
 
     def old_log_probs_of(self, rows: np.ndarray) -> list[np.ndarray]:
         """The old log-probs of each given row of this replica, one a token; 0 for context."""
@@ -163,8 +186,37 @@ class RankBatch:
             mask = result.keep
             weights = result.weights
             of_rows |= result.of_rows
-        self.batch = replace(batch, keep=mask, loss_weights=weights)
+        if self._distillation.enabled:
+            of_rows |= self._compare_with_teacher(mask)
+        self.batch = replace(self.batch, keep=mask, loss_weights=weights)
         return self._of_own(of_rows | {"trained": row_sums(mask, lengths)} | self._take_anchor())
+
+    def _compare_with_teacher(self, mask: np.ndarray) -> RowValues:
+        """How far the policy is from the teacher on the tokens of `mask`, by row; keeps what goes into advantages.
+
+        Nothing but `not_finite` on policy, where the policy's log-probs are not known yet.
+        """
+        batch = self.batch
+        lengths = self._lengths
+        is_number = np.isfinite(batch.teacher_log_probs)
+        of_rows = {}
+        if self._distillation.over_words:
+            is_number &= np.isfinite(batch.of_teacher_words).all(-1)
+            of_rows = mass_of_rows(batch.of_teacher_words, mask, lengths)
+            self.batch = replace(batch, teacher_log_probs=None)
+        of_rows["not_finite"] = row_sums(mask & ~is_number, lengths)
+        if self._algorithm.on_policy:
+            return of_rows
+        of_rows |= gaps_of_rows(batch.old_log_probs, batch.teacher_log_probs, mask, lengths)
+        if not self._distillation.in_advantages:
+            return of_rows
+        from mrl.algo.losses import distilled  # brings torch, which the driver has no use for
+
+        loss = self._distillation.distillation_loss
+        values = distilled(batch.old_log_probs, batch.teacher_log_probs, loss.loss_mode, loss.loss_max_clamp)
+        self._distilled = np.where(batch.is_sampled, values, 0.0)
+        self.batch = replace(batch, teacher_log_probs=None)
+        return of_rows | distilled_of_rows(self._distilled, mask, lengths)
 
     def _take_anchor(self) -> RowValues:
         """Returns `anchor`: sums over the trained tokens; nothing on policy."""
@@ -184,8 +236,18 @@ class RankBatch:
     def set_advantages(self, advantages: TokenAdvantages) -> RowValues:
         """Advantages of tokens; returns their moments over trained tokens."""
         values = advantages.of_tokens(self._lengths, self.batch.loss_mask, self._penalties)
+        if self._distillation.enabled:
+            values = self._with_teacher(values)
         self.batch = replace(self.batch, advantages=values)
         return self._of_own(moments(values.astype(np.float64), self.batch.loss_mask, self._lengths))
+
+    def _with_teacher(self, values: np.ndarray) -> np.ndarray:
+        """float32 [tokens]: advantages from rewards under their weight, less the teacher's KL where it goes there."""
+        loss = self._distillation.distillation_loss
+        weighted = loss.reward_weight * values.astype(np.float64)
+        if self._distilled is not None:
+            weighted -= np.where(self.batch.loss_mask, loss.distillation_loss_coef * self._distilled, 0.0)
+        return weighted.astype(np.float32)
 
     def find(self, means: list[Means]) -> list[np.ndarray]:
         """Finds the tokens of this replica's rows that the loss may select, mini-batch by mini-batch.
@@ -219,7 +281,7 @@ class RankBatch:
         """
         result = self._actor.update_replica(self.batch, self._cut.mini_batches, counts)
         scored = self._scored(result.old)
-        self.batch = self._penalties = None
+        self.batch = self._penalties = self._distilled = None
         self._candidates = []
         return [*result.parts, result.spent], scored if self._actor.holds_result else None
 

@@ -19,9 +19,11 @@ from mrl.algo.plain import Denominators
 from mrl.algo.rows import RowValues
 from mrl.algo.selection import Means
 from mrl.config.schema import RunConfig
+from mrl.config.teacher_model import TeacherModel
 from mrl.flow.rank_batch import Scored
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.routes import Readers
+from mrl.flow.teacher_rows import deal
 from mrl.megatron.batching import UpdateResult
 from mrl.megatron.cut import step_cut
 from mrl.model import ModelSpec
@@ -35,6 +37,7 @@ class AllRanks(Protocol):
     model: ModelSpec
     layout: TrainLayout
     route_readers: Readers
+    teacher: TeacherModel | None
 
     def each(
         self, method: str, arguments: Sequence[Sequence[Any]], phase: str, interruptible: bool = False
@@ -112,6 +115,29 @@ class StepBatch:
     def ref_log_probs(self) -> None:
         """The reference model's log-probs, which stay on the ranks."""
         self._call("ref_log_probs", interruptible=True)
+
+    def teacher_log_probs(self, samples: ResponseStore) -> None:
+        """The teacher's log-probs of the step's `samples`, which stay on the ranks; see teacher_rows.py.
+
+        Raises DataError for a row above the limit of the teacher's micro-batches.
+        """
+        actor = self._actor
+        layout = actor.teacher.layout
+        shares = deal(actor.config, actor.teacher, samples.rows.lengths, self._own)
+        asked = [(samples.take(share.rows), share.rows, share.micros) for share in shares]
+        ranks = [layout.dense_coords(rank) for rank in range(layout.world_size)]
+        actor.each("ask_teacher", [asked[rank.dp] for rank in ranks], "asking the teacher", interruptible=True)
+        refs = list(actor.refs_each("teacher_rows", [()] * len(ranks)).values())
+        answers = [
+            (shares[rank.dp].rows, ref)
+            for rank, ref in zip(ranks, refs, strict=True)
+            if rank.tp == rank.cp == 0 and rank.pp == layout.pipeline - 1
+        ]
+        taken = [
+            ("take_teacher", needed, *(ref for rows, ref in answers if np.isin(rows, needed).any()))
+            for needed in self._needed
+        ]
+        actor.each("do", [taken[replica] for replica in self._replica_of], "take_teacher", interruptible=True)
 
     def correct(self, counted: np.ndarray | None = None) -> RowValues:
         """Takes out what filters and corrections reject, and rows that are not `counted`, bool [rows]; numbers a

@@ -26,10 +26,10 @@ from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
 from mrl.megatron.forward import (
     Around,
-    TokenOutputs,
     log_prob_pass,
     loss_pass,
     nothing_around,
+    of_rows,
     on_device,
     return_hidden_states,
 )
@@ -49,6 +49,7 @@ from mrl.megatron.optimizer import (
 from mrl.megatron.overlap import gather_weights, set_gradient_reduction
 from mrl.megatron.packing import MicroBatch, MicroBatches, micro_batch
 from mrl.megatron.routing import Routing
+from mrl.megatron.teacher import Teacher
 from mrl.model import load_model_spec
 from mrl.model.adapters import adapter_shards
 from mrl.model.hf_files import check_same_architecture
@@ -75,7 +76,8 @@ class MegatronActor:
         """
         self.config = config
         self.rank = rank
-        self.loss_parameters = loss_parameters(config.algorithm)  # first: a user's file is the likeliest to be wrong
+        # first: a user's file is the likeliest to be wrong
+        self.loss_parameters = loss_parameters(config.algorithm, config.distillation)
         self.platform = get_platform(config.cluster.device)
         self.platform.set_device(rank % config.cluster.n_gpus_per_node)
         self.platform.apply_patches()
@@ -87,6 +89,7 @@ class MegatronActor:
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
         timeout_s = config.cluster.step_timeout_s
         parallel.init_distributed(self.platform, rank, world_size, master_addr, master_port, timeout_s)
+        self.teacher = Teacher(config, self.platform) if config.distillation.enabled else None  # before random numbers
         parallel.init_model_parallel(self.layout, config.trainer.seed, timeout_s)
         trainer = config.trainer
         self.bridge: Bridge = MBridge(
@@ -105,9 +108,7 @@ class MegatronActor:
         replay = config.actor.router_replay
         self.routing = Routing(self.chunks, self.model, replay) if self.model.is_moe and not fused else None
         if config.actor.freeze_router:
-            freeze(
-                p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight")
-            )
+            self._freeze_routers()
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
@@ -123,6 +124,9 @@ class MegatronActor:
     def holds_result(self) -> bool:
         """Whether this rank hands out what its data-parallel replica computed."""
         return parallel.holds_result()
+
+    def _freeze_routers(self) -> None:
+        freeze(p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight"))
 
     def _adapters(self) -> Adapters | None:
         if self.lora is None:
@@ -197,7 +201,8 @@ class MegatronActor:
         frozen = ()
         if self.reference and self.config.ref.param_offload:
             frozen = self.reference.pieces
-        return process_memory(self.platform.name, chain(on_host, self.residence.on_host, frozen))
+        of_teacher = self.teacher.on_host if self.teacher else ()
+        return process_memory(self.platform.name, chain(on_host, self.residence.on_host, frozen, of_teacher))
 
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
         """`policy_log_probs` of a whole step, the same batch on every rank;
@@ -257,7 +262,7 @@ class MegatronActor:
         inputs = self._inputs(batch, micros)
         outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size, around)
         if self.on_last_stage:
-            return _of_rows(micros, outputs)
+            return of_rows(micros, outputs)
         return None
 
     @needs(PARAMETERS, GRADIENTS, OPTIMIZER)
@@ -341,7 +346,7 @@ class MegatronActor:
         outputs = [result.outputs for result in results if result.outputs is not None]
         old = None
         if outputs:
-            old = _of_rows(micros, outputs)
+            old = of_rows(micros, outputs)
         return [to_floats(result.metrics) for result in results] if self.holds_result else [], old
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -453,15 +458,6 @@ class MegatronActor:
             return on_device(micro_batch(batch, micro.rows, shape, context_rank, micro.is_filler), self.platform.device)
 
         return MicroBatches(len(micros), lay_out, self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1)
-
-
-def _of_rows(micros: Sequence[MicroRows], outputs: Sequence[TokenOutputs]) -> RowResult:
-    """Joins what was computed of micro-batches, fillers left out."""
-    kept = [(micro.rows, each) for micro, each in zip(micros, outputs, strict=True) if not micro.is_filler]
-    rows = [np.zeros(0, np.int64), *(rows for rows, _ in kept)]
-    log_probs = [np.zeros(0, np.float32), *(each.log_probs[each.computed].cpu().numpy() for _, each in kept)]
-    entropy = merge(to_floats({"entropy": (each.entropy.sum(), each.computed.sum())}) for _, each in kept)
-    return RowResult(np.concatenate(rows), np.concatenate(log_probs), entropy.get("entropy", (0.0, 0.0)))
 
 
 def _handed_out(result: RowResult | None) -> RowResult | None:

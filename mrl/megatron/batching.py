@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mrl.config.schema import ActorConfig, RefConfig
+from mrl.config.schema import ActorConfig, RefConfig, TeacherConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError
 from mrl.megatron.balance import balanced_parts, even_fit, first_fit, imbalance, sequence_costs, without_empty
@@ -50,6 +50,9 @@ class RowResult:
     rows: np.ndarray  # int64 [rows]: which rows of the batch these are
     log_probs: np.ndarray  # float32 [sampled tokens of these rows], end to end
     entropy: tuple[float, float]  # (sum over sampled tokens in nats, number of tokens)
+    # of a teacher [sampled tokens of these rows, words]: its likeliest words, int32, and their log-probs, float32
+    words: np.ndarray | None = None
+    of_words: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,21 @@ class Splitter:
         samples = own.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
         return cls._of(
             own, layout, model, samples, own.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        )
+
+    @classmethod
+    def for_teacher(
+        cls, actor: ActorConfig, teacher: TeacherConfig, layout: TrainLayout, model: ModelSpec
+    ) -> "Splitter":
+        """Splits rows for the teacher in its own layout. It has the actor's limits where it has none of its own."""
+        samples = teacher.log_prob_micro_batch_size_per_gpu or actor.log_prob_micro_batch_size_per_gpu
+        tokens = teacher.log_prob_max_token_len_per_gpu or actor.log_prob_max_token_len_per_gpu
+        return cls._of(
+            actor,
+            layout,
+            model,
+            samples or actor.ppo_micro_batch_size_per_gpu,
+            tokens or actor.ppo_max_token_len_per_gpu,
         )
 
     @classmethod

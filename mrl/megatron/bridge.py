@@ -39,8 +39,10 @@ _FORMATS = {**DTYPES, "fp32": torch.float32}  # as fields of Megatron's classes 
 class Bridge(Protocol):
     """What the actor needs of a bridge. All methods are collective: every rank calls them, in the same order."""
 
-    def build_model(self) -> list[torch.nn.Module]:
-        """The model chunks of this rank, wrapped for data-parallel training; weights are not set."""
+    def build_model(self, is_trained: bool = True) -> list[torch.nn.Module]:
+        """The model chunks of this rank; weights are not set. Those of a model that `is_trained` are wrapped for
+        data-parallel training, those of another one have no gradients.
+        """
 
     def load_hf(self, path: str) -> None:
         """Fills the chunks from the safetensors files in `path`.
@@ -93,24 +95,28 @@ class MBridge:
             self._bridge.config, vp_stage, self.model.linear_by_kind
         )
 
-    def build_model(self) -> list[torch.nn.Module]:
+    def build_model(self, is_trained: bool = True) -> list[torch.nn.Module]:
         ddp = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
         ddp |= checked_overrides(
             "actor.override_ddp_config", self.actor_config.override_ddp_config, DistributedDataParallelConfig
         )
         callbacks = [_make_constants_parameters, _mark_expert_parameters]
-        if lora := self.actor_config.lora.adapters:
+        lora = self.actor_config.lora.adapters
+        if lora and is_trained:
             callbacks.insert(0, partial(self._attach_adapters, lora, count()))
         with contextlib.redirect_stdout(sys.stderr):  # it prints parameter counts
             self._chunks = self._bridge.get_model(
-                wrap_with_ddp=True,
+                wrap_with_ddp=is_trained,
                 bf16=self.dtype is torch.bfloat16,
                 ddp_config=ddp,
                 data_parallel_random_init=False,
                 post_model_creation_callbacks=callbacks,
             )
         _keep_constants_precise(self._chunks)
-        if is_wanted(self.model_config.override_transformer_config):
+        if not is_trained:
+            for chunk in self._chunks:
+                chunk.requires_grad_(False)
+        elif is_wanted(self.model_config.override_transformer_config):
             add_within_products(self._chunks)
         return self._chunks
 

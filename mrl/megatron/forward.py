@@ -1,8 +1,8 @@
 """One pass of micro-batches through Megatron's pipeline schedules, forward only or with backward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,12 +18,13 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mrl.algo.aggregate import MetricParts
+from mrl.algo.aggregate import MetricParts, merge, to_floats
 from mrl.algo.losses import LossInputs, LossOutput, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.exercised import exercised
+from mrl.megatron.batching import MicroRows, RowResult
 from mrl.megatron.host_arrays import brought
-from mrl.megatron.logprob import lean_log_probs
+from mrl.megatron.logprob import lean_log_probs, likeliest_words
 from mrl.megatron.packing import MicroBatch, MicroBatches
 from mrl.platforms.packs import Pack, for_attention, tie
 
@@ -63,6 +64,15 @@ class TokenOutputs:
     log_probs: Tensor  # float32; zero where nothing was computed
     entropy: Tensor  # the same
     computed: Tensor  # bool; see MicroBatch.has_log_probs
+    # [rows, response_length, words]: other words in the token's place, int64, and their log-probs
+    words: Tensor | None = None
+    of_words: Tensor | None = None
+
+    def with_words_on_host(self) -> "TokenOutputs":
+        """The outputs, with what is many times as large as the others off the device."""
+        if self.words is None:
+            return self
+        return replace(self, words=self.words.int().cpu(), of_words=self.of_words.cpu())
 
     def detached(self) -> "TokenOutputs":
         """The outputs without the graph."""
@@ -80,6 +90,14 @@ class LossResult:
     outputs: TokenOutputs | None
 
 
+@dataclass(frozen=True)
+class Likeliest:
+    """How many of the likeliest words are wanted beside each token, among those below a number."""
+
+    count: int
+    below: int
+
+
 LastStage = Callable[[MicroBatch, TokenOutputs], tuple[Tensor, object]]  # -> what to run backward on, what to hand out
 # held while one chunk computes one micro-batch
 Around = Callable[[torch.nn.Module, MicroBatch], AbstractContextManager]
@@ -91,15 +109,22 @@ def nothing_around(model: torch.nn.Module, inputs: MicroBatch) -> AbstractContex
 
 
 def log_prob_pass(
-    chunks: list[torch.nn.Module], micro_batches: MicroBatches, vocab_size: int, around: Around = nothing_around
+    chunks: list[torch.nn.Module],
+    micro_batches: MicroBatches,
+    vocab_size: int,
+    around: Around = nothing_around,
+    likeliest: Likeliest | None = None,
 ) -> list[TokenOutputs]:
-    """Forward only. The outputs of each micro-batch on the last stage, an empty list elsewhere."""
+    """Forward only. The outputs of each micro-batch on the last stage, an empty list elsewhere.
+
+    `likeliest`: words that are wanted beside each token.
+    """
 
     def keep(inputs: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
-        return outputs.log_probs.new_zeros(()), outputs
+        return outputs.log_probs.new_zeros(()), outputs.with_words_on_host()
 
     with torch.no_grad(), _evaluating(chunks):
-        return _run(chunks, micro_batches, vocab_size, keep, around, forward_only=True)
+        return _run(chunks, micro_batches, vocab_size, keep, around, forward_only=True, likeliest=likeliest)
 
 
 @contextmanager
@@ -163,6 +188,9 @@ def _loss(
         inputs.response_mask,
         outputs.entropy,
         ref_log_probs=inputs.ref_log_probs,
+        teacher_log_probs=inputs.teacher_log_probs,
+        of_teacher_words=inputs.of_teacher_words,
+        of_words=outputs.of_words,
         weights=inputs.loss_weights,
         selected=inputs.selected,
     )
@@ -177,6 +205,7 @@ def _run(
     around: Around,
     forward_only: bool,
     entropy_has_gradient: bool = False,
+    likeliest: Likeliest | None = None,
 ) -> list:
     def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module):
         inputs = next(data_iterator)
@@ -189,7 +218,7 @@ def _run(
                 **_KEEP_DTYPE[_is_half(model)],
             )
         return output, lambda hidden: last_stage(
-            inputs, token_outputs(hidden, _head_weight(model), inputs, vocab_size, entropy_has_gradient)
+            inputs, token_outputs(hidden, _head_weight(model), inputs, vocab_size, entropy_has_gradient, likeliest)
         )
 
     return get_forward_backward_func()(
@@ -245,34 +274,65 @@ def _head_weight(model: torch.nn.Module) -> Tensor:
 
 
 def token_outputs(
-    hidden: Tensor, weight: Tensor, inputs: MicroBatch, vocab_size: int, entropy_has_gradient: bool
+    hidden: Tensor,
+    weight: Tensor,
+    inputs: MicroBatch,
+    vocab_size: int,
+    entropy_has_gradient: bool,
+    likeliest: Likeliest | None = None,
 ) -> TokenOutputs:
     """Log-probs and entropies of the response tokens from `hidden` [batch, length, hidden],
-    this context-parallel rank's positions.
+    this context-parallel rank's positions. A teacher's words in `inputs` have log-probs too.
     """
     predicting = hidden.flatten(0, 1)[inputs.predictors]
-    per_token = lean_log_probs(
-        predicting,
-        weight,
-        inputs.targets,
-        inputs.token_temperature,
-        vocab_size,
-        mpu.get_tensor_model_parallel_group(),
-        entropy_has_gradient,
+    group = mpu.get_tensor_model_parallel_group()
+    log_probs, entropy = lean_log_probs(
+        predicting, weight, _targets(inputs), inputs.token_temperature, vocab_size, group, entropy_has_gradient
     )
-    log_probs, entropy = (_whole_sequences(values, inputs) for values in per_token)
-    return TokenOutputs(log_probs, entropy, inputs.has_log_probs)
+    words = {}
+    if inputs.teacher_words is not None:
+        words["of_words"] = _whole_sequences(log_probs[:, 1:], inputs)
+        log_probs = log_probs[:, 0]
+    if likeliest is not None:
+        found = likeliest_words(
+            predicting, weight, inputs.token_temperature, vocab_size, group, likeliest.count, likeliest.below
+        )
+        words["words"], words["of_words"] = (_whole_sequences(values, inputs) for values in found)
+    log_probs, entropy = (_whole_sequences(values, inputs) for values in (log_probs, entropy))
+    return TokenOutputs(log_probs, entropy, inputs.has_log_probs, **words)
+
+
+def _targets(inputs: MicroBatch) -> Tensor:
+    """Token ids whose log-probs are wanted: [tokens], or [tokens, 1 + words] with a teacher's behind the token."""
+    if inputs.teacher_words is None:
+        return inputs.targets
+    words = inputs.teacher_words.flatten(0, 1)[inputs.slots].long()
+    return torch.cat([inputs.targets[:, None], words], 1)
 
 
 def _whole_sequences(values: Tensor, inputs: MicroBatch) -> Tensor:
-    """[rows, response_length] from this rank's tokens and those of the other context-parallel ranks.
+    """[rows, response_length, ...] from [tokens, ...] of this rank and of the other context-parallel ranks.
 
     Every one of them then computes the same loss over whole sequences; backward hands each the gradient of its own
     tokens, once.
     """
     mask = inputs.response_mask
-    flat = values.new_zeros(mask.numel()).index_put((inputs.slots,), values)
+    flat = values.new_zeros(mask.numel(), *values.shape[1:]).index_put((inputs.slots,), values)
     group = mpu.get_context_parallel_group()
     if dist.get_world_size(group) > 1:
         flat = reduce_from_tensor_model_parallel_region(flat, group=group)
-    return flat.view(mask.shape)
+    return flat.view(*mask.shape, *values.shape[1:])
+
+
+def of_rows(micros: Sequence[MicroRows], outputs: Sequence[TokenOutputs]) -> RowResult:
+    """Joins what was computed of micro-batches, fillers left out."""
+    kept = [(micro.rows, each) for micro, each in zip(micros, outputs, strict=True) if not micro.is_filler]
+    rows = [np.zeros(0, np.int64), *(rows for rows, _ in kept)]
+    log_probs = [np.zeros(0, np.float32), *(each.log_probs[each.computed].cpu().numpy() for _, each in kept)]
+    entropy = merge(to_floats({"entropy": (each.entropy.sum(), each.computed.sum())}) for _, each in kept)
+    words = of_words = None
+    if any(each.words is not None for _, each in kept):
+        words = np.concatenate([each.words[each.computed.cpu()].numpy() for _, each in kept])
+        of_words = np.concatenate([each.of_words[each.computed.cpu()].numpy() for _, each in kept])
+    mean = entropy.get("entropy", (0.0, 0.0))
+    return RowResult(np.concatenate(rows), np.concatenate(log_probs), mean, words, of_words)

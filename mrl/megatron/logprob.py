@@ -9,6 +9,7 @@ as fit LOGIT_CHUNK: few launches. On CPU it fits the cache, so that what is done
 beside the products.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -94,7 +95,8 @@ def _block_shape(weight: Tensor, width: int) -> tuple[int, int]:
 class _LeanLogProbs(torch.autograd.Function):
     """Log-probs and entropies of tokens; the backward pass makes the logits again, block by block.
 
-    With z = logits / temperature and p = softmax(z): log p of the target, and entropy H = -sum p log p.
+    With z = logits / temperature and p = softmax(z): log p of each target, and entropy H = -sum p log p.
+    `targets` [tokens, words].
 
     d log p_target / d z = onehot - p;  d H / d z = -p (log p + H).
     """
@@ -110,24 +112,24 @@ class _LeanLogProbs(torch.autograd.Function):
         entropy_has_gradient: bool,
     ):
         peak = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+        sums = hidden.new_zeros((2, len(hidden)), dtype=torch.float32)
+        target_logits = hidden.new_zeros(targets.shape, dtype=torch.float32)
         places = head.place(len(hidden)), head.place(len(hidden))
         for part in head.parts(len(hidden)):
-            by_block = [
-                _block_sums(head, hidden[part], targets[part], temperature[part], block, places)
-                for block in head.blocks()
-            ]
-            peaks = torch.stack([peak for peak, _ in by_block])
-            of_blocks = torch.stack([own for _, own in by_block], 1)
-            peak[part] = peaks.amax(0)
-            sums[:, part] = _at_peak(of_blocks, peaks - peak[part]).sum(1)
-        log_sum_exp, entropy, target_logit = _over_ranks(peak, sums, head.group)
+            by_block = []
+            for block in head.blocks():
+                z = head.logits(hidden[part], temperature[part], block, *places)
+                column, here = head.owned(targets[part], block)
+                target_logits[part] += torch.where(here, z.gather(-1, column), 0.0)
+                by_block.append(_block_sums(z, places[1]))
+            peak[part], sums[:, part] = _of_blocks(by_block)
+        log_sum_exp, entropy, target_logits = _over_ranks(peak, sums, target_logits, head.group)
         ctx.save_for_backward(hidden, weight, targets, temperature, log_sum_exp, entropy)
         ctx.head = head
         ctx.entropy_has_gradient = entropy_has_gradient
         if not entropy_has_gradient:
             ctx.mark_non_differentiable(entropy)
-        return target_logit - log_sum_exp, entropy
+        return target_logits - log_sum_exp[:, None], entropy
 
     @staticmethod
     def backward(ctx, grad_log_probs: Tensor, grad_entropy: Tensor):
@@ -145,14 +147,14 @@ class _LeanLogProbs(torch.autograd.Function):
             for block in head.blocks():
                 z = head.logits(hidden[part], temperature[part], block, place, other)
                 log_p = z.sub_(log_sum_exp[part][:, None])
-                scale = -grad_log_probs[part][:, None]
+                scale = -grad_log_probs[part].sum(-1, keepdim=True)
                 if ctx.entropy_has_gradient:
                     p = torch.exp(log_p, out=_matrix(other, *log_p.shape))
                     grad = p.mul_(log_p.add_(entropy[part][:, None]).mul_(-grad_entropy[part][:, None]).add_(scale))
                 else:
                     grad = log_p.exp_().mul_(scale)
                 column, here = head.owned(targets[part], block)
-                grad.scatter_add_(-1, column[:, None], torch.where(here, grad_log_probs[part], 0.0)[:, None])
+                grad.scatter_add_(-1, column, torch.where(here, grad_log_probs[part], 0.0))
                 grad.div_(temperature[part][:, None])
                 if grad_weight is not None:
                     grad_weight.add(block, grad, hidden[part])
@@ -164,36 +166,40 @@ class _LeanLogProbs(torch.autograd.Function):
         return grad_hidden, of_weight, None, None, None, None
 
 
-def _block_sums(
-    head: _Head, hidden: Tensor, targets: Tensor, temperature: Tensor, block: slice, places: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Peak [tokens] of a block's logits z, and [3, tokens]: sums of exp(z - peak), of exp(z - peak) (z - peak), and the
-    target's z or 0.
+def _block_sums(z: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """Peak [tokens] of a block's logits z, and [2, tokens]: sums of exp(z - peak), and of exp(z - peak) (z - peak).
+
+    Overwrites z and `scratch`.
     """
-    z = head.logits(hidden, temperature, block, *places)
     peak = z.amax(-1)
-    column, here = head.owned(targets, block)
-    target = torch.where(here, z.gather(-1, column[:, None])[:, 0], 0.0)
-    weights = torch.exp(z.sub_(peak[:, None]), out=_matrix(places[1], *z.shape))
-    return peak, torch.stack([weights.sum(-1), weights.mul_(z).sum(-1), target])
+    weights = torch.exp(z.sub_(peak[:, None]), out=_matrix(scratch, *z.shape))
+    return peak, torch.stack([weights.sum(-1), weights.mul_(z).sum(-1)])
+
+
+def _of_blocks(by_block: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Peak [tokens] and sums [2, tokens] of all blocks, from those of each."""
+    peaks = torch.stack([peak for peak, _ in by_block])
+    of_blocks = torch.stack([own for _, own in by_block], 1)
+    peak = peaks.amax(0)
+    return peak, _at_peak(of_blocks, peaks - peak).sum(1)
 
 
 def _at_peak(sums: Tensor, shift: Tensor) -> Tensor:
-    """`sums` [3, ...] as they are for a higher peak; `shift` [...]: the own peak less that one."""
+    """`sums` [2, ...] as they are for a higher peak; `shift` [...]: the own peak less that one."""
     factor = shift.exp()
-    return torch.stack([sums[0] * factor, (sums[1] + sums[0] * shift) * factor, sums[2]])
+    return torch.stack([sums[0] * factor, (sums[1] + sums[0] * shift) * factor])
 
 
-def _over_ranks(peak: Tensor, sums: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """log-sum-exp, entropy and target logit, all [tokens], from each rank's peak [tokens] and sums [3, tokens] of
-    `_block_sums`.
+def _over_ranks(peak: Tensor, sums: Tensor, targets: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """log-sum-exp and entropy [tokens], and target logits [tokens, words], from each rank's peak [tokens], sums
+    [2, tokens] of `_of_blocks`, and the logits of those targets that it has, 0 of the others.
     """
     highest = peak.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    total = _at_peak(sums, peak - highest)
+    total = torch.cat([_at_peak(sums, peak - highest), targets.t()])
     dist.all_reduce(total, group=group)
     log_total = total[0].log()
-    return highest + log_total, log_total - total[1] / total[0], total[2]
+    return highest + log_total, log_total - total[1] / total[0], total[2:].t()
 
 
 class _HiddenGradient:
@@ -294,19 +300,74 @@ def lean_log_probs(
     entropy_has_gradient: bool = False,
     block: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution, in nats, float32, both [tokens].
+    """Log-probability of each target, in the form of `targets`, and entropy of each distribution [tokens], in nats,
+    float32.
 
-    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` [tokens] (token ids). They are the
-    same on every rank of `group`, the tensor-parallel group. `weight` [padded_vocab / tp, hidden] is this rank's block
-    of rows. `temperature` [tokens] divides the logits, as sampling does; rows past `vocab_size` are padding and have no
-    probability. `block`: tokens, and rows of `weight`, whose logits are alive at a time; None: what the device is best
-    at.
+    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` (token ids): [tokens], or several
+    of each, [tokens, words]. They are the same on every rank of `group`, the tensor-parallel group. `weight`
+    [padded_vocab / tp, hidden] is this rank's block of rows. `temperature` [tokens] divides the logits, as sampling
+    does; rows past `vocab_size` are padding and have no probability. `block`: tokens, and rows of `weight`, whose
+    logits are alive at a time; None: what the device is best at.
 
     The gradient of `hidden` is this rank's share, to be summed over the group. The weight's gradient goes straight into
     `weight.main_grad` where there is one in float32. Gradients flow from the entropy only when asked for.
     """
+    head = _head(weight, vocab_size, group, block)
+    several = targets if targets.dim() == 2 else targets[:, None]
+    log_probs, entropy = _LeanLogProbs.apply(hidden, weight, several, temperature.float(), head, entropy_has_gradient)
+    return log_probs.view(targets.shape), entropy
+
+
+def _head(weight: Tensor, vocab_size: int, group: dist.ProcessGroup, block: tuple[int, int] | None) -> _Head:
     rows = weight.shape[0]
     first = dist.get_rank(group) * rows
     width = min(rows, vocab_size - first)  # the layout pads by less than one block, so every rank has a real row
-    head = _Head(weight.detach(), width, first, *(block or _block_shape(weight, width)), group)
-    return _LeanLogProbs.apply(hidden, weight, targets, temperature.float(), head, entropy_has_gradient)
+    return _Head(weight.detach(), width, first, *(block or _block_shape(weight, width)), group)
+
+
+@torch.no_grad()
+def likeliest_words(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: Tensor,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    count: int,
+    below: int,
+    block: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest of the token ids under `below`, the likeliest first: int64 and log-probs, both
+    [tokens, count]; other arguments as in `lean_log_probs`.
+
+    Each rank finds its own, so beside a block of logits `count` candidates a token and rank are alive.
+    """
+    head = _head(weight, vocab_size, group, block)
+    temperature = temperature.float()
+    peak = hidden.new_zeros(len(hidden), dtype=torch.float32)
+    sums = hidden.new_zeros((2, len(hidden)), dtype=torch.float32)
+    logits = hidden.new_full((len(hidden), count), -math.inf, dtype=torch.float32)
+    ids = torch.zeros((len(hidden), count), dtype=torch.int64, device=hidden.device)
+    places = head.place(len(hidden)), head.place(len(hidden))
+    for part in head.parts(len(hidden)):
+        by_block = []
+        for number in head.blocks():
+            z = head.logits(hidden[part], temperature[part], number, *places)
+            first = head.first + number.start
+            if first < below:
+                found = z[:, : below - first]
+                best = found.topk(min(count, found.shape[1]), -1)
+                of_words = torch.cat([logits[part], best.values], 1)
+                logits[part], ids[part] = _best(of_words, torch.cat([ids[part], best.indices + first], 1), count)
+            by_block.append(_block_sums(z, places[1]))
+        peak[part], sums[:, part] = _of_blocks(by_block)
+    log_sum_exp, _, _ = _over_ranks(peak, sums, sums.new_zeros(len(hidden), 0), group)
+    of_ranks = [[torch.empty_like(own) for _ in range(dist.get_world_size(group))] for own in (logits, ids)]
+    for gathered, own in zip(of_ranks, (logits, ids), strict=True):
+        dist.all_gather(gathered, own, group=group)
+    logits, ids = _best(*(torch.cat(gathered, 1) for gathered in of_ranks), count)
+    return ids, logits - log_sum_exp[:, None]
+
+
+def _best(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    best = logits.topk(count, -1)
+    return best.values, ids.gather(-1, best.indices)

@@ -1,10 +1,12 @@
 """The policy loss that a configuration asks for."""
 
 from mrl.algo.plain import PolicyLossParameters
-from mrl.config.schema import AlgorithmConfig
+from mrl.config.schema import AlgorithmConfig, DistillationConfig
+
+_NO_TEACHER = DistillationConfig()
 
 
-def loss_parameters(algorithm: AlgorithmConfig) -> PolicyLossParameters:
+def loss_parameters(algorithm: AlgorithmConfig, distillation: DistillationConfig = _NO_TEACHER) -> PolicyLossParameters:
     """The loss's name and constants. A user's own loss is loaded, which may raise ConfigError."""
     loss = algorithm.policy_loss
     if loss.custom is not None:
@@ -28,5 +30,8 @@ def loss_parameters(algorithm: AlgorithmConfig) -> PolicyLossParameters:
         clip_cov_ub=loss.clip_cov_ub,
         kl_cov_ratio=loss.kl_cov_ratio,
         ppo_kl_coef=loss.ppo_kl_coef,
+        distillation_coef=distillation.distillation_loss.distillation_loss_coef if distillation.in_loss else 0.0,
+        distillation_mode=distillation.distillation_loss.loss_mode,
+        distillation_clamp=distillation.distillation_loss.loss_max_clamp,
         custom=loss.custom.parameters if loss.custom else {},
     )

@@ -130,9 +130,13 @@ class Residence:
     """
 
     def __init__(
-        self, platform: Platform, chunks: Sequence[Module], optimizer: MegatronOptimizer, switched: Collection[str]
+        self,
+        platform: Platform,
+        chunks: Sequence[Module],
+        optimizer: MegatronOptimizer | None,
+        switched: Collection[str],
     ):
-        """`switched`: the kinds that may leave the device."""
+        """`switched`: the kinds that may leave the device; without an optimizer parameters alone."""
         self._platform = platform
         self._chunks = chunks
         self._optimizer = optimizer

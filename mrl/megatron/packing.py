@@ -192,10 +192,10 @@ def _digest(*whole: np.ndarray) -> bytes:
 
 
 def in_rows(values: np.ndarray, responses: np.ndarray) -> np.ndarray:
-    """[rows, response_length] from [response tokens], rows end to end, which stand where `responses` is true;
+    """[rows, response_length, ...] from [response tokens, ...], rows end to end, which stand where `responses` is true;
     0 elsewhere.
     """
-    padded = np.zeros(responses.shape, values.dtype)
+    padded = np.zeros((*responses.shape, *values.shape[1:]), values.dtype)
     padded[responses] = values
     return padded
 

@@ -2,7 +2,10 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +68,35 @@ def init_model_parallel(layout: TrainLayout, seed: int, timeout_s: float) -> Non
         create_gloo_process_groups=False,  # only Megatron's own optimizer checkpoints use them
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+class OtherGroups:
+    """The groups of a second model on the same ranks. Megatron has those of one, in global names of a module.
+
+    The model is built and computes where they are in place; so does `init_model_parallel`, once.
+    """
+
+    def __init__(self) -> None:
+        self._held = {name: {} if isinstance(value, dict) else None for name, value in _globals().items()}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """These groups are Megatron's until the block ends, and then the others again."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        before = _globals()
+        vars(mpu).update(self._held)
+        self._held = before
+
+
+def _globals() -> dict[str, Any]:
+    """All that Megatron knows of its groups and of this rank's place in them."""
+    return {name: value for name, value in vars(mpu).items() if name.startswith("_") and name.isupper()}
 
 
 def close() -> None:

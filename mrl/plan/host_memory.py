@@ -21,6 +21,7 @@ from mrl.plan.sample_bytes import (
     fetched_share,
     held_bytes,
     held_out_bytes,
+    score_bytes,
     stored_beside_validation,
     stored_bytes,
     written_group_bytes,
@@ -80,6 +81,7 @@ def object_stores(
     """
     whole = stored_bytes(inputs)
     beside = stored_beside_validation(inputs, batch)
+    scores = score_bytes(inputs, batch)
     answers = held_out_bytes(inputs.config, inputs.held_out_prompts)
     stores = {}
     nodes = sorted({place.node for place in (*ranks, *workers)})
@@ -90,7 +92,7 @@ def object_stores(
         share = 1.0
         if not reads_kept:
             share = min(1.0, generated + fetched)
-        stores[node] = math.ceil(max(whole * share, beside * share + answers * generated))
+        stores[node] = math.ceil(max(whole * share, beside * share + answers * generated)) + scores
     return stores
 
 

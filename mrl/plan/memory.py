@@ -26,7 +26,8 @@ from mrl.plan.memory_phases import (
 )
 from mrl.plan.model_state import Precision, largest_parameter, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, engine_of, precision_of, recompute_of, sync_budget
-from mrl.plan.sample_bytes import sample_bytes
+from mrl.plan.sample_bytes import sample_bytes, teacher_word_bytes
+from mrl.plan.teacher_costs import TeacherBytes, teacher_inputs, teacher_parameters
 from mrl.reshard.setup import BUCKET_BYTES
 
 _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_parallel_size or gpu_memory_utilization"
@@ -104,6 +105,7 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
         offload=offload_of(inputs.config),
         reference=_reference_bytes(inputs, pp),
         samples=sample_bytes(inputs, batch, pp),
+        teacher=_teacher_bytes(inputs),
         scores_old=not inputs.config.algorithm.on_policy,
     )
 
@@ -147,7 +149,13 @@ def _adam_scratch(inputs: PlanInputs, optimizer: int) -> int:
 def offload_of(config: RunConfig) -> Offload:
     """What leaves the device between phases."""
     actor = config.actor
-    return Offload(actor.param_offload, actor.grad_offload, actor.optimizer_offload, config.ref.param_offload)
+    return Offload(
+        actor.param_offload,
+        actor.grad_offload,
+        actor.optimizer_offload,
+        config.ref.param_offload,
+        config.distillation.teacher_model.param_offload,
+    )
 
 
 def _reference_bytes(inputs: PlanInputs, pp: int) -> int:
@@ -155,6 +163,22 @@ def _reference_bytes(inputs: PlanInputs, pp: int) -> int:
     if not inputs.config.algorithm.needs_reference or reference_is_the_base(inputs.config):
         return 0
     return stage_state(inputs.model, inputs.train, pp, Precision(inputs.element_bytes)).parameters
+
+
+def _teacher_bytes(inputs: PlanInputs) -> TeacherBytes:
+    """The teacher's parameters, and its pass."""
+    teacher = teacher_inputs(inputs)
+    if teacher is None:
+        return TeacherBytes()
+    batch = batch_plan(teacher.config, teacher.train)
+    stages = range(teacher.train.pipeline)
+    activations = activations_of(teacher, batch.log_prob_micro)
+    return TeacherBytes(
+        parameters=teacher_parameters(teacher),
+        log_prob=max(activations.forward_only(pp) for pp in stages),
+        batch=max(sample_bytes(teacher, batch, pp).log_prob for pp in stages)
+        + 2 * batch.log_prob_micro.rows * batch.log_prob_micro.response * teacher_word_bytes(inputs),
+    )
 
 
 def _actor_staging(inputs: PlanInputs, pp: int) -> int:

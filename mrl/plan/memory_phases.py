@@ -6,6 +6,7 @@ from typing import Any
 from mrl.errors import ConfigError
 from mrl.plan.devices import Device
 from mrl.plan.sample_bytes import SampleBytes
+from mrl.plan.teacher_costs import TeacherBytes
 
 _MORE_MEMORY = "take nodes with more memory"
 _FEWER_SAMPLES = (
@@ -68,6 +69,12 @@ _ROWS = (
         "ref.param_offload: true, or a loss without KL",
         host_cure=f"ref.param_offload: false, or {_MORE_MEMORY}",
     ),
+    Term(
+        "teacher",
+        ACTOR,
+        "distillation.teacher_model.param_offload: true, or a distillation.teacher_model.layout that cuts it further",
+        host_cure=f"distillation.teacher_model.param_offload: false, or {_MORE_MEMORY}",
+    ),
     Term("batch", ACTOR, "a smaller data.train_batch_size, or more data parallelism"),
     Term("routes", ACTOR, "actor.router_replay: disabled, a smaller data.train_batch_size, or more data parallelism"),
     Term(
@@ -97,7 +104,7 @@ _ROWS = (
 )
 TERMS = {term.name: term for term in _ROWS}
 
-_LOG_PROBS = ("log_prob", "ref", "rollout_to_log_prob")  # phases that compute log-probs
+_LOG_PROBS = ("log_prob", "ref", "teacher", "rollout_to_log_prob")  # phases that compute log-probs
 _UNTRACKED = ("engine_asleep", "engine_context")
 
 
@@ -145,12 +152,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class Offload:
-    """What leaves the device while it is not needed, by the keys of `actor` and `ref`."""
+    """What leaves the device while it is not needed, by the keys of `actor`, `ref` and the teacher."""
 
     parameters: bool = False
     gradients: bool = False
     optimizer: bool = False
     reference: bool = False
+    teacher: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,7 @@ class ActorBytes:
     sync_staging: int
     offload: Offload = field(default_factory=Offload)
     reference: int = 0  # parameters of a reference model; 0: there is none
+    teacher: TeacherBytes = field(default_factory=TeacherBytes)
     optimizer_host: int = 0  # of an Adam on the host, where it stays
     scores_old: bool = True  # a pass is made for old log-probs
     samples: SampleBytes = field(default_factory=SampleBytes)
@@ -178,6 +187,7 @@ class ActorBytes:
             "parameters": o.parameters * self.parameters,
             "optimizer": o.optimizer * self.optimizer,
             "reference": o.reference * self.reference,
+            "teacher": o.teacher * self.teacher.parameters,
             "optimizer_host": self.optimizer_host,
         }
 
@@ -291,7 +301,7 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
         Phase("rollout", rest | _awake(engine) | context, device.usable),
         *(
             [Phase("rollout_to_log_prob", _scoring(actor) | asleep, device.usable)]
-            if actor.scores_old or actor.reference
+            if actor.scores_old or actor.reference or actor.teacher.parameters
             else []
         ),
     ]
@@ -323,6 +333,7 @@ def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
     phases = {
         "train": state
         | _reference(actor)
+        | _teacher(actor)
         | {"activations": actor.activations, "temporaries": actor.temporaries}
         | _samples(samples.update, samples.update_routes + samples.recorded_routes),
         **({"log_prob": _scoring(actor)} if actor.scores_old else {}),
@@ -330,7 +341,16 @@ def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
     }
     if actor.reference:
         phases["ref"] = _scoring(actor)  # its weights and the actor's change places for it
+    if actor.teacher.parameters:
+        phases["teacher"] = _asking_teacher(actor)
     return phases
+
+
+def _asking_teacher(actor: ActorBytes) -> dict[str, int]:
+    """The teacher's pass, beside the actor's parameters."""
+    teacher = actor.teacher
+    passing = {"teacher": teacher.parameters, "log_prob": teacher.log_prob, "batch": teacher.batch}
+    return _at_rest(actor, parameters=True) | passing
 
 
 def _scoring(actor: ActorBytes) -> dict[str, int]:
@@ -351,6 +371,13 @@ def _reference(actor: ActorBytes) -> dict[str, int]:
     return {}
 
 
+def _teacher(actor: ActorBytes) -> dict[str, int]:
+    """The teacher, where it stays on the device outside its own phase."""
+    if actor.teacher.parameters and not actor.offload.teacher:
+        return {"teacher": actor.teacher.parameters}
+    return {}
+
+
 def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:
     """What stays on the device between updates; `parameters`: they are needed there."""
     o = actor.offload
@@ -362,6 +389,7 @@ def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:
     return (
         {name: size for name, size in kept.items() if size}
         | _reference(actor)
+        | _teacher(actor)
         | _samples(0, actor.samples.recorded_routes)
     )
 

@@ -18,6 +18,7 @@ from mrl.model.layout import TrainLayout
 from mrl.plan.activations import MicroBatchShape
 from mrl.plan.model_state import layer_kinds
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
+from mrl.plan.teacher_costs import teacher_inputs
 
 _BOOL = 1
 _F32 = 4
@@ -48,7 +49,8 @@ def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
     handed_out = 2 * _F32 + _BOOL  # log-probs and entropies, and a mask of them
     return SampleBytes(
         update=_input_bytes(inputs, batch.micro, _response_arrays(inputs))
-        + batch.samples_per_rank * response * handed_out * config.algorithm.on_policy,
+        + batch.samples_per_rank * response * handed_out * config.algorithm.on_policy
+        + 2 * batch.micro.rows * batch.micro.response * teacher_word_bytes(inputs),  # the policy's own, and gradients
         log_prob=_input_bytes(inputs, batch.log_prob_micro, [_BOOL]) + of_step * response * handed_out,
         update_routes=_tokens_at_once(inputs, batch.micro) * routed,
         log_prob_routes=_tokens_at_once(inputs, batch.log_prob_micro) * routed,
@@ -91,8 +93,19 @@ def _response_arrays(inputs: PlanInputs) -> list[int]:
     On policy a mask of what has log-probs in the place of the selection, and no old ones.
     """
     algorithm = inputs.config.algorithm
-    wanted = (not algorithm.on_policy, algorithm.needs_reference, algorithm.rollout_correction.level is not None)
-    return [_BOOL, _BOOL, *[_F32] * (1 + sum(wanted))]
+    wanted = (
+        not algorithm.on_policy,
+        algorithm.needs_reference,
+        inputs.config.distillation.in_loss,
+        algorithm.rollout_correction.level is not None,
+    )
+    return [_BOOL, _BOOL, *[_F32] * (1 + sum(wanted)), teacher_word_bytes(inputs)]
+
+
+def teacher_word_bytes(inputs: PlanInputs) -> int:
+    """Bytes of a teacher's words at one token, with their log-probs; 0 where they are not asked for."""
+    distillation = inputs.config.distillation
+    return 2 * _F32 * distillation.distillation_loss.topk * distillation.over_words
 
 
 def _route_bytes(model: ModelSpec, moe_layers: int) -> int:
@@ -198,13 +211,33 @@ def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
     data = inputs.config.data
     algorithm = inputs.config.algorithm
     rows = -(-batch.samples // inputs.train.data)
-    arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy + _F64 * algorithm.use_kl_in_reward  # penalties
+    arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy
+    arrays += _F64 * (algorithm.use_kl_in_reward + inputs.config.distillation.in_advantages)  # what is taken off
     own_bytes = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays
+    own_bytes += _asked_of_teacher(inputs, batch)
     if not _routed(inputs):
         return own_bytes
     tokens = rows * data.max_sample_length
     routes = _route_bytes(inputs.model, _moe_layers(inputs.model, inputs.train, pp))
     return own_bytes + tokens * _INT64 + -(-tokens // _parts_of_tokens(inputs)) * routes  # places, and routes
+
+
+def _asked_of_teacher(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """Bytes of the rows that a rank's replica of the teacher scores, which it fetches for that, and of the scores."""
+    teacher = teacher_inputs(inputs)
+    if teacher is None:
+        return 0
+    rows = -(-batch.samples // teacher.train.data)
+    return _columns(inputs, rows, routes=False) + _score_bytes(inputs, rows)
+
+
+def score_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """Bytes of a teacher's scores of a whole step, which lie in the object store of every node that needs some."""
+    return _score_bytes(inputs, batch.samples) * inputs.config.distillation.enabled
+
+
+def _score_bytes(inputs: PlanInputs, rows: int) -> int:
+    return rows * inputs.config.data.max_response_length * (_F32 + teacher_word_bytes(inputs))
 
 
 def _routed(inputs: PlanInputs) -> bool:

@@ -22,8 +22,9 @@ from mrl.plan.devices import Assumptions, Device
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
 from mrl.plan.generation_times import generation_seconds
 from mrl.plan.model_state import StateBytes, stage_state
-from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, recompute_of
+from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, precision_of, recompute_of
 from mrl.plan.step_work import mean_flops_per_token, mean_lengths
+from mrl.plan.teacher_costs import teacher_inputs, teacher_parameters
 from mrl.units import round_up
 
 # bytes
@@ -108,11 +109,14 @@ def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
         scored = {"log_prob": forward}
     recompute = recompute_of(inputs.config)
     again = share_again(recompute, inputs.model, mean_flops_per_token(inputs.model, lengths))
+    if teacher := teacher_inputs(inputs):
+        scored["teacher"] = batch.samples * lengths.total * mean_flops_per_token(teacher.model, lengths)
     return scored | {"update": forward * update_passes(recompute, again).compute, "generation": forward}
 
 
 def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
-    """Predicted seconds of generation, log-probs where a pass is made for old ones, update, and the rest of a step.
+    """Predicted seconds of generation, log-probs where a pass is made for old ones, a teacher's, update, and the rest
+    of a step.
 
     That is what the host does, and bringing an actor there and back.
     """
@@ -120,9 +124,23 @@ def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) ->
     return {
         "generation": generation_seconds(inputs, batch, engine),
         **({} if inputs.config.algorithm.on_policy else {"log_prob": log_probs.total}),
+        **teacher_seconds(inputs),
         "update": update.total * batch.mini_batches,
         "rest": inputs.assumptions.rest + hand_over_seconds(inputs) * inputs.colocated,
     }
+
+
+def teacher_seconds(inputs: PlanInputs) -> dict[str, float]:
+    """Seconds of the teacher's pass over a step, and of its way from the host and back; nothing without one."""
+    teacher = teacher_inputs(inputs)
+    if teacher is None:
+        return {}
+    batch = batch_plan(teacher.config, teacher.train)
+    work = sample_work(teacher.config, teacher.model, batch.log_prob_micro, batch.samples, teacher.assumptions)
+    per_node = inputs.config.cluster.n_gpus_per_node
+    passed = pass_seconds(work, teacher.train, inputs.device, per_node, Passes(), inputs.assumptions)
+    moved = teacher_parameters(teacher) * inputs.config.distillation.teacher_model.param_offload
+    return {"teacher": passed.total + 2 * moved / inputs.device.host_path_rate}
 
 
 def hand_over_seconds(inputs: PlanInputs) -> float:

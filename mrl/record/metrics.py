@@ -20,7 +20,7 @@ _FELL = CALL_REASONS.index("fell")
 _ASKED = {CALL_REASONS.index("overridden"): "overridden", CALL_REASONS.index("retry"): "retries",
     CALL_REASONS.index("branch"): "branches", CALL_REASONS.index("untrained"): "untrained_branches"}  # fmt: skip
 _RIGHT = (*map(CALL_REASONS.index, ("ok", "refused", "not_called")), _FELL)  # the tool is not at fault
-PER_TOKEN_PHASES = (GENERATING, "ref", "old_log_prob", "adv", "update_actor")
+PER_TOKEN_PHASES = (GENERATING, "ref", "teacher", "old_log_prob", "adv", "update_actor")
 
 
 def reduce_parts(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:

@@ -17,9 +17,10 @@ from mrl.config.load import ResolvedConfig
 from mrl.config.rollout_rules import engine_splits_heads
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig, with_values
+from mrl.config.teacher_model import teacher_of
 from mrl.config.yaml_tree import dump_value
 from mrl.errors import ConfigError
-from mrl.model import ModelSpec
+from mrl.model import ModelSpec, planning_model_spec
 from mrl.plan.devices import Device
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
@@ -130,7 +131,17 @@ def _actors(config: RunConfig, problem: SearchProblem, result: SearchResult) -> 
         wider = problem_with(problem, larger)
         for candidate in result.fitting[:_LAYOUTS]:
             for found in _recomputed(wider, candidate):
-                yield _actor(larger, wider, found, samples * longest)
+                if _holds_teacher(run_with(larger, found.degrees, found.recompute)):
+                    yield _actor(larger, wider, found, samples * longest)
+
+
+def _holds_teacher(config: RunConfig) -> bool:
+    """Whether the teacher, where there is one, can lie as it would in this layout of the actor."""
+    try:
+        teacher_of(config, lambda path: planning_model_spec(path)[0])
+    except ConfigError:
+        return False
+    return True
 
 
 def _recomputed(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:

@@ -7,6 +7,7 @@
        v
     old_log_prob     samples, actor                     StepBatch: rows on ranks, log-probs   update.py (not on policy)
     ref              the step, reference model          its log-probs, on the ranks           update.py
+    teacher          the step, teacher                  its log-probs, on the ranks           flow/teacher_rows.py
     adv              the step, rewards                  masks, weights, advantages, there     update.py
        |
        |   until here nothing is changed and a signal ends the step; from here it runs to its end
@@ -156,7 +157,7 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tu
     """
     config = run.config
     algorithm = run.config.algorithm
-    if algorithm.scores_before_update:
+    if config.scores_before_update:
         with line.phase("switch"):
             run.placement.to_log_probs()
     with line.phase("adv" if algorithm.on_policy else "old_log_prob"):
@@ -170,6 +171,9 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tu
     if algorithm.needs_reference:
         with line.phase("ref"):
             trained.ref_log_probs()
+    if config.distillation.enabled:
+        with line.phase("teacher"):
+            trained.teacher_log_probs(rollouts.samples)
     with line.phase("adv"):
         counted = compared(trained.rows.group_id, rollouts.results)
         corrected, metrics = corrections(algorithm, trained, counted)
@@ -223,7 +227,8 @@ def end_line(run: Run, line: StepLine, rollouts: Rollouts) -> None:
     seconds = {"update": line.metrics["perf/update_s"], "step": line.phase.seconds["step"]}
     line.add(failed_writes(run) | {"trainer/restarts": float(run.restarts)})
     line.add(time_metrics(config.trainer, Deployment.of(config).devices, line.phase, rollouts))
-    line.add(mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds))
+    teacher = run.actor.teacher and run.actor.teacher.model
+    line.add(mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds, teacher))
 
 
 def failed_writes(run: Run) -> dict[str, float]:

@@ -24,7 +24,7 @@ from mrl.cluster.prerequisites import (
 )
 from mrl.config.describe import describe_layout, describe_loss
 from mrl.config.load import ResolvedConfig
-from mrl.config.model_folders import folders_of_weights, names_of_the_hub, with_model_folders
+from mrl.config.model_folders import folders_of_weights, model_in, names_of_the_hub, with_model_folders
 from mrl.config.places import Deployment
 from mrl.config.rules import check, notes
 from mrl.config.run_rules import run_dir as run_dir_of
@@ -69,7 +69,7 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
     folder = run_dir_path(config.trainer, resume)
     find_resume_point(config.trainer, RunIdentity.of(config), folder, resume)
     for key, path in folders_of_weights(config).items():
-        check_checkpoint(path, model, key)
+        check_checkpoint(path, model_in(key, path, model), key)
     check_disk_space(folder, _bytes_of_a_checkpoint(config, model))
     _check_cluster(Deployment.of(config))
     if config.cluster.port is not None:

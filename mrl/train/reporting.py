@@ -69,19 +69,30 @@ def memory_metrics(hosts: Hosts) -> dict[str, float]:
 
 
 def mfu_metrics(
-    algorithm: AlgorithmConfig, model: ModelSpec, rows: SampleRows, peak: Peak, seconds: Mapping[str, float]
+    algorithm: AlgorithmConfig,
+    model: ModelSpec,
+    rows: SampleRows,
+    peak: Peak,
+    seconds: Mapping[str, float],
+    teacher: ModelSpec | None = None,
 ) -> dict[str, float]:
     """FLOPs that the step's samples cost, over what devices could do in the time.
 
     `seconds`: `update` on the ranks, `step` in all. Counted are the sequences as they are, each by itself: no padding,
     experts that a token is sent to, the output layer of sampled tokens alone, and layers that are computed twice once.
-    A backward pass costs two forward ones; generation and each pass of log-probs one, whatever a cache saved.
+    A backward pass costs two forward ones; generation and each pass of log-probs one, whatever a cache saved. A
+    `teacher`'s pass costs one of its own.
     """
-    forward = forward_flops(model, rows.sequence_lengths.tolist(), int(rows.sampled_lengths.sum()))
+    lengths = rows.sequence_lengths.tolist()
+    sampled = int(rows.sampled_lengths.sum())
+    forward = forward_flops(model, lengths, sampled)
+    taught = 0.0
+    if teacher is not None:
+        taught = forward_flops(teacher, lengths, sampled)
     scored = (not algorithm.on_policy) + algorithm.needs_reference
     return {
         "perf/mfu/actor": 3 * forward / (seconds["update"] * peak.actor),
-        "perf/mfu/step": (1 + scored + 3) * forward / (seconds["step"] * peak.run),
+        "perf/mfu/step": ((1 + scored + 3) * forward + taught) / (seconds["step"] * peak.run),
     }
 
 

@@ -21,7 +21,7 @@ from mrl.data.order import DataCursor
 from mrl.errors import ConfigError, DataError, EnvironmentFault, NothingToDo
 from mrl.model import load_model_spec, model_spec, read_hf_config
 from mrl.model.peft_files import base_digest
-from mrl.plain_files import read_json
+from mrl.model.vocabularies import TOKENIZER, differing_tokens, vocabulary
 from mrl.record.attempts import generated_after
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import JsonlSink
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mrl.train.kept_groups import KeptGroups
 
 # what the order of the prompts and the samples of a step follow from: a resumed run keeps them
-TOKENIZER = "tokenizer.json"
-SHOWN_TOKENS = 4  # of those that differ
 FIXED = (
     "trainer.seed",
     "trainer.schedule",
@@ -215,28 +213,12 @@ def _check_same_tokenizer(model: Path, manifest: Manifest, folder: Path) -> None
         return
     if written is not None and facts_of(then.read_bytes()) != written:  # damaged since, which is said elsewhere
         return
-    before = vocabulary(then)
-    after = vocabulary(now)
-    differing = sorted(token for token in before.keys() | after.keys() if before.get(token) != after.get(token))
-    if differing:
-        shown = ", ".join(f"{token!r}: {before.get(token)} -> {after.get(token)}" for token in differing[:SHOWN_TOKENS])
+    if differing := differing_tokens(vocabulary(then), vocabulary(now)):
         raise ConfigError(
             f"model.path: the tokenizer in {model} has other tokens than the one that {folder} was trained with: "
-            f"{len(differing)} of {len(before)} differ: {shown}{' ...' if len(differing) > SHOWN_TOKENS else ''}. What "
-            "the model has learned of a number would be read as another token: give the run's own tokenizer, or start "
-            "a new run from an export of the checkpoint (mrl convert megatron-to-hf)"
+            f"{differing}. What the model has learned of a number would be read as another token: give the run's own "
+            "tokenizer, or start a new run from an export of the checkpoint (mrl convert megatron-to-hf)"
         )
-
-
-def vocabulary(file: Path) -> dict[str, int]:
-    """Token -> number, of a tokenizer.json. Raises EnvironmentFault for another kind of file."""
-    try:
-        described = read_json(file, strict=False)
-        vocab = described.get("model", {}).get("vocab", {})
-        known = vocab if isinstance(vocab, dict) else {piece[0]: number for number, piece in enumerate(vocab)}
-        return known | {token["content"]: token["id"] for token in described.get("added_tokens", ())}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise EnvironmentFault(f"{file} cannot be read as a tokenizer: {error}") from None
 
 
 def resume_point(

@@ -24,6 +24,7 @@ from mrl.algo.advantages import (
     whitened,
 )
 from mrl.algo.correction import correction_metrics, mismatch_metrics
+from mrl.algo.distillation import distillation_metrics
 from mrl.algo.plain import FloatParts
 from mrl.algo.rows import RowValues, total
 from mrl.algo.selection import SELECTIONS, least_chosen, means_of
@@ -91,7 +92,19 @@ def corrections(
     if algorithm.rollout_correction.level is not None:
         metrics |= correction_metrics(of_rows)
     _check_something_left(algorithm, of_rows["trained"], metrics, counted)
+    if "not_finite" in of_rows:
+        _check_teacher(of_rows)
+        metrics |= distillation_metrics(of_rows)
     return of_rows, metrics
+
+
+def _check_teacher(of_rows: RowValues) -> None:
+    """Raises NumericAbort for log-probs of the teacher that are no numbers."""
+    if lost := int(of_rows["not_finite"].sum()):
+        raise NumericAbort(
+            f"the teacher's log-probs of {lost} of {int(of_rows['trained'].sum())} tokens are no finite numbers: look "
+            "at the weights in distillation.teacher_model.model_path, or set model.dtype: float32"
+        )
 
 
 def _check_something_left(

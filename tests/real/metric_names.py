@@ -16,11 +16,18 @@ PENALTY, DYNAMIC, OFFLOAD = "overlong_buffer", "use_dynamic_bsz", "offload"
 READY_FIRST, TURNS = "order: ready_first", "rollout.turns"
 FAILING, ENDPOINT = "environments that fail", "rollout.endpoint"
 BAD_NUMBERS = "log-probs that are no numbers"
+DISTILLATION, WORDS = "a teacher in advantages", "a loss over a teacher's likeliest words"
 VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after one that saved"
 WRITTEN_WITH = {
     REFERENCE: {"timing_s/ref"},
     KL_LOSS: {"actor/kl_loss"},
     KL_REWARD: {"actor/kl_coef", "actor/reward_kl_penalty"},  # tests/unit/test_loop.py
+    DISTILLATION: {
+        "timing_s/teacher",
+        *(spec.name for spec in all_metrics() if spec.name.startswith("distillation/")),
+    }
+    - {"distillation/teacher_mass"},  # tests/unit/test_distillation.py
+    WORDS: {"distillation/teacher_mass"},
     OVERLONG: {"train/overlong_filtered_share"},  # tests/unit/test_loop.py
     PENALTY: {"train/overlong_penalty_mean"},
     DYNAMIC: {"actor/token_budget_share"},

@@ -11,6 +11,7 @@ from mrl.data.samples import Samples, packed
 from mrl.flow.rank_batch import RankBatch
 from mrl.flow.response_store import ResponseBlock, ResponseStore, in_blocks
 from mrl.flow.scoring import Channel, Scorer, ScorerGroup
+from mrl.flow.teacher_rows import scored
 from mrl.megatron.batching import RowResult, UpdateResult
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.model import model_spec
@@ -81,7 +82,8 @@ class ReplicaActor:
 
     def __init__(self, config, number=0, gap=0.0, ref_gap=0.0, updated=None):
         self.config, self.number, self.gap, self.ref_gap, self.updated = config, number, gap, ref_gap, updated
-        self.loss_parameters = loss_parameters(config.algorithm)
+        self.loss_parameters = loss_parameters(config.algorithm, config.distillation)
+        self.teacher = None
 
     def policy_log_probs(self, batch, micros=()):
         return self._above(batch, self.gap)
@@ -113,6 +115,8 @@ class Replicas:
         }
         self.config, self.model, self.route_readers = config, model_spec(SIZES), {}
         self.layout = TrainLayout.build(layout, self.model)
+        self.teacher = None
+        self.scores: list = []
         self.actors = [ReplicaActor(config, number, gap, ref_gap, updated) for number in range(data)]
         self.batches: list[RankBatch] = []
 
@@ -120,6 +124,11 @@ class Replicas:
         if method == "begin_step":
             self.batches = [RankBatch.fetched(actor, *own) for actor, own in zip(self.actors, arguments, strict=True)]
             return [None] * len(arguments)
+        if method == "ask_teacher":
+            self.scores = [scored(actor, *own) for actor, own in zip(self.actors, arguments, strict=True)]
+            return [None] * len(arguments)
+        if method == "teacher_rows":
+            return self.scores
         assert method == "do" and len({verb for verb, *_ in arguments}) == 1
         return [batch.do(*own) for batch, own in zip(self.batches, arguments, strict=True)]
 

@@ -209,7 +209,8 @@ def gradient(samples: Samples, loss_mode: str, aggregation: str) -> tuple[float,
     batch = replace(batch, keep=keep, **values)
     laid_out = micro_batch(batch, np.arange(len(batch)), Shape(packed=True))
     model = Small().double()
-    given = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in laid_out.token_values.items()}
+    values = {name: value for name, value in laid_out.token_values.items() if value is not None}
+    given = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in values.items()}
     given = {name: value if value.dtype == torch.bool else value.double() for name, value in given.items()}
     log_probs = model_log_probs(model, laid_out)
     weights = given.pop("loss_weights")

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from mrl.algo.spec import LOSSES
 from mrl.config.load import available_recipes, load_config
-from mrl.config.schema import leaf, schema_keys, verl_names
+from mrl.config.schema import OTHER_LAYOUTS, leaf, schema_keys, verl_names
 from mrl.config.section import notes_of
 from mrl.errors import ConfigError, InvalidConfig
 
@@ -119,7 +119,9 @@ def test_a_missing_file_is_refused_with_the_chain_that_led_to_it(write):
 def test_an_unknown_recipe_is_refused_with_the_nearest_name(small, write):
     with pytest.raises(ConfigError, match=r"--recipe: no recipe gpso; did you mean gspo\?"):
         load_config(small, recipe="gpso")
-    with pytest.raises(ConfigError, match=r"p.yaml:1: no recipe \.\./x; known: dapo, dr_grpo, grpo, gspo"):
+    with pytest.raises(
+        ConfigError, match=r"p.yaml:1: no recipe \.\./x; known: dapo, distillation, dr_grpo, grpo, gspo"
+    ):
         load_config(write("p.yaml", "recipe: ../x\n"))
 
 
@@ -324,7 +326,7 @@ def test_every_leaf_has_an_origin(small):
     leaves = set(schema_keys())
     unset = (
         "reward.custom_reward_function",
-        "ref.layout",
+        *OTHER_LAYOUTS,
         "algorithm.policy_loss.custom",
         "algorithm.custom_advantage",
         "rollout.turns",

@@ -179,6 +179,9 @@ READ_UNSEEN = {
     ("cluster.device", "cluster.versions.megatron-core"),  # one release for every device
     # the one worker of the preset's engine has whole experts, however they are spread
     ("rollout.expert_parallel_size", "model.path"),
+    # a teacher alone compares no responses, and that takes two keys
+    ("distillation", "rollout.n"),
+    ("distillation.enabled", "rollout.n"),
 }
 
 

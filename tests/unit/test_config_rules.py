@@ -503,7 +503,8 @@ def test_without_a_model_the_rules_that_need_none_are_judged():
 
 # sections that are null in the preset
 OPTIONAL = (
-    "ref.layout.", "algorithm.policy_loss.custom.", "algorithm.custom_advantage.", "reward.custom_reward_function.",
+    "ref.layout.", "distillation.teacher_model.layout.",
+    "algorithm.policy_loss.custom.", "algorithm.custom_advantage.", "reward.custom_reward_function.",
     "rollout.turns.", "rollout.agent.",
 )  # fmt: skip
 KEYS = [key for key in schema_keys() if not key.startswith(OPTIONAL)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.megatron.logprob import REDUCES_EARLY, lean_log_probs
+from mrl.megatron.logprob import REDUCES_EARLY, lean_log_probs, likeliest_words
 from mrl.platforms.process_memory import give_back_heap, peak_resident_bytes, reset_peak_resident, resident_bytes
 from mrl.units import MIB
 
@@ -42,6 +42,47 @@ def computed(hidden, weight, targets, temperature, block=None):
     return lean_log_probs(
         hidden, weight, targets, temperature, VOCAB, dist.group.WORLD, entropy_has_gradient=True, block=block
     )
+
+
+SEVERAL = 3  # words of a token
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_several_words_of_a_token_have_their_log_probs_and_gradients(case, block):
+    """Against autograd through log_softmax, the same word twice among them."""
+    hidden, weight, _, temperature, _ = case
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(VOCAB, (TOKENS, SEVERAL), generator=generator)
+    words[:, 2] = words[:, 0]
+    weights = torch.randn(TOKENS, SEVERAL, generator=generator)
+
+    def expected(hidden, weight):
+        logits = hidden.double() @ weight.double().t()
+        return (logits[:, :VOCAB] / temperature.double()[:, None]).log_softmax(-1).gather(-1, words)
+
+    def found(hidden, weight):
+        return computed(hidden, weight, words, temperature, block)[0]
+
+    results = []
+    for function in (found, expected):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        values = function(*leaves)
+        gradients = torch.autograd.grad((values * weights).sum(), leaves)
+        results.append([values.detach().double(), *(g.double() for g in gradients)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("below", [VOCAB, 5])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_likeliest_words_are_those_of_the_whole_distribution(case, block, below):
+    hidden, weight, _, temperature, _ = case
+    ids, log_probs = likeliest_words(hidden, weight, temperature, VOCAB, dist.group.WORLD, 4, below, block)
+    logits = hidden.double() @ weight.double().t()
+    distribution = (logits[:, :VOCAB] / temperature.double()[:, None]).log_softmax(-1)
+    best = distribution[:, :below].topk(4, -1)
+    assert torch.equal(ids, best.indices)
+    torch.testing.assert_close(log_probs.double(), best.values, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("block", BLOCKS)

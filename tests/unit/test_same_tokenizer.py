@@ -7,7 +7,8 @@ import pytest
 
 from mrl.checkpoint.manifest import Manifest, facts_of
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.train.resume import _check_same_tokenizer, vocabulary
+from mrl.model.vocabularies import vocabulary
+from mrl.train.resume import _check_same_tokenizer
 
 WORDS = {"a": 0, "b": 1, "c": 2}
 

@@ -81,6 +81,7 @@ ELSEWHERE = {
     "val-core/.*": "rewards",
     "val-aux/(\\*|\\*/.*|reward_failed|environment_failed|not_finite)": "rewards",
     "tools/.*": "calls",
+    "distillation/.*": "with context in test_distillation.py",
     "turns/left_out|train/not_finite_share": "of rows",
 }
 

@@ -321,8 +321,23 @@ ROWS: dict[str, KeyRow] = {
     "ray_init.": _nothing("a matter of verl's start-up"),
     "hydra.": _nothing("a matter of verl's start-up"),
     "skip.": _nothing("a matter of verl's debugging"),
-    "distillation.enabled": _missing("no distillation here", False),
-    "distillation.": _nothing("no distillation here"),
+    "distillation.enabled": _SPECIAL,
+    **{
+        f"distillation.distillation_loss.{name}": _SPECIAL
+        for name in ("loss_mode", "use_policy_gradient", "use_task_rewards", "distillation_loss_coef", "loss_max_clamp")
+    },
+    "distillation.distillation_loss.topk": _nothing("of losses over the teacher's likeliest tokens"),
+    "distillation.distillation_loss.log_prob_min_clamp": _nothing("of losses over the teacher's likeliest tokens"),
+    "distillation.distillation_loss.kd_temperature": _missing(
+        "the teacher scores at the temperature of the samples", 1.0, 1
+    ),
+    "distillation.distillation_loss.": _nothing(
+        "rewards and teacher go through one policy loss (algorithm.policy_loss)"
+    ),
+    "distillation.teacher_models.": _SPECIAL,
+    "distillation.teacher_model.": _SPECIAL,
+    "distillation.teacher_key": _missing("a run has one teacher", "data_source", "default"),
+    "distillation.": _nothing("the teacher computes on the actor's ranks"),
     "async_training.": _SPECIAL,
     "rollout.nnodes": _SPECIAL,
     "rollout.n_gpus_per_node": _SPECIAL,

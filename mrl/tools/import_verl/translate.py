@@ -15,6 +15,7 @@ from mrl.model import ModelSpec, planning_model_spec
 from mrl.tools.import_verl.expansion import Value, known_part
 from mrl.tools.import_verl.handlers import HANDLERS
 from mrl.tools.import_verl.handlers_algorithm import SEQUENCE_MEANS
+from mrl.tools.import_verl.handlers_distillation import complete_distillation
 from mrl.tools.import_verl.handlers_schedule import carry_schedule
 from mrl.tools.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
 from mrl.tools.import_verl.report import Import
@@ -60,7 +61,13 @@ _OTHER_DEFAULT = {
 }
 _ENGINE_SEQUENCES = RolloutConfig.model_fields["max_num_seqs"].default  # ours: no default of verl's takes its place
 # Files that the run reads: a text with an unset variable in it stands for them, and is a loss, until it is replaced.
-_FILES = {"model.path", "data.train_files", "data.val_files", "reward.custom_reward_function.path"}
+_FILES = {
+    "model.path",
+    "distillation.teacher_model.model_path",
+    "data.train_files",
+    "data.val_files",
+    "reward.custom_reward_function.path",
+}
 _NAMES = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir", "trainer.resume_from_path"}
 _NEEDED = {"data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "actor.ppo_mini_batch_size"}
 
@@ -110,6 +117,7 @@ def translate(
     _devices(out, settings)
     _experts(out, settings)
     _reference(out, settings)
+    complete_distillation(out)
     _optimizer(out)
     _engine(out, settings)
     _filters(out, settings)

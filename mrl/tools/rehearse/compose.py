@@ -19,6 +19,7 @@ from mrl.tools.rehearse.small_batch import PROMPT, SmallBatch, small_batch, upda
 from mrl.tools.rehearse.small_layout import SmallLayout, small_layout
 
 FP8_BLOCK = 32  # rows and columns that have one scale: a head of the small model, and a share of its experts
+TEACHER_WORDS = 64  # at most
 LORA_RANK = 16  # at most: no weight of the small model has a shorter side
 STEPS = 2  # one, a save, a resume, one
 VALIDATION_ROWS = 4
@@ -116,10 +117,10 @@ def compose(
     on_cpu, lost = device_changes(original)
     changes = [*_layout_changes(original, layout), *batch.changes, *on_cpu, *_cluster(original, layout, cpus)]
     changes += [*_files(original, work), *_schedule(original, batch), *_reference(original)]
-    changes += [*_adapters(original), *_quantisation(original)]
+    changes += [*_adapters(original), *_teacher(original, work), *_quantisation(original)]
     changes += _turns(original) if has_tools else _no_turns(original)
     changes = [change for change in changes if change.now != change.was]
-    lost += [*layout.out_of_reach, *_fewer(original, batch)]
+    lost += [*layout.out_of_reach, *_fewer(original, batch), *_teacher_lost(original)]
     lost += [] if has_tools else [OutOfReach("rollout.turns", _why_not(original))]
     return Rehearsal(original, _applied(original, changes), layout, batch, tuple(changes), tuple(lost))
 
@@ -266,6 +267,27 @@ def _reference(original: RunConfig) -> Iterator[Change]:
     if original.actor.lora.rank:
         why = "the small reference is the actor without its adapters"
         yield Change("ref.param_offload", original.ref.param_offload, False, why)
+
+
+def _teacher(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
+    distillation = original.distillation
+    if not distillation.enabled:
+        return
+    teacher = distillation.teacher_model
+    key = "distillation.teacher_model"
+    layout = teacher.layout and teacher.layout.model_dump()
+    yield Change(f"{key}.model_path", teacher.model_path, str(work.model), "the actor's start, of the same shape")
+    yield Change(f"{key}.layout", layout, None, "a model of the actor's shape lies as the actor does")
+    given = teacher.override_transformer_config
+    yield Change(f"{key}.override_transformer_config", given, {}, "fields of the large teacher")
+    words = distillation.distillation_loss.topk
+    yield Change("distillation.distillation_loss.topk", words, min(words, TEACHER_WORDS), "in small")
+
+
+def _teacher_lost(original: RunConfig) -> Iterator[OutOfReach]:
+    distillation = original.distillation
+    if distillation.enabled and distillation.teacher_model.layout is not None:
+        yield OutOfReach("distillation.teacher_model.layout", "the small teacher lies as the actor does")
 
 
 def _adapters(original: RunConfig) -> Iterator[Change]:

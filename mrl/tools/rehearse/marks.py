@@ -97,6 +97,10 @@ def _reference_offload(config: RunConfig) -> bool | None:
     return (config.ref.param_offload and config.algorithm.needs_reference) or None
 
 
+def _teacher_offload(config: RunConfig) -> bool | None:
+    return (config.distillation.enabled and config.distillation.teacher_model.param_offload) or None
+
+
 def _kl(config: RunConfig) -> str | None:
     if config.algorithm.use_kl_loss:
         return config.algorithm.kl_loss_type
@@ -369,6 +373,8 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("algorithm.use_kl_loss", _metric("actor/kl_loss"), value=_kl),
     Switch("algorithm.use_kl_in_reward", _metric("actor/reward_kl_penalty")),
     Switch("ref.param_offload", value=_reference_offload),
+    Switch("distillation.enabled", _metric("timing_s/teacher")),
+    Switch("distillation.teacher_model.param_offload", value=_teacher_offload),
     Switch("algorithm.entropy_coeff", _metric("actor/entropy_loss")),
     Switch("algorithm.filter_groups", _refilled, "no group had one value", value=_filter),
     Switch("algorithm.overlong_buffer", _penalised, "no response was long enough", value=_overlong_buffer),

@@ -44,6 +44,12 @@ CHARTS = (
         "KL to the old policy and to the reference",
         (r"actor/ppo_kl", r"actor/kl_loss", r"actor/reward_kl_penalty"),
     ),
+    ChartSpec(
+        "teacher",
+        "KL to the teacher",
+        (r"distillation/reverse_kl", r"distillation/loss"),
+        note="Of a distillation. It falls while the policy comes nearer.",
+    ),
     ChartSpec("entropy", "Entropy", (r"actor/entropy",)),
     ChartSpec(
         "clip",

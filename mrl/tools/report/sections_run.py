@@ -37,6 +37,7 @@ PHASES = {
     "switch": "both",
     "old_log_prob": "ranks",
     "ref": "ranks",
+    "teacher": "ranks",
     "adv": "ranks",
     "update_actor": "ranks",
     "save_checkpoint": "ranks",

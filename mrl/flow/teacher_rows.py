@@ -1,0 +1,95 @@
+"""How the teacher of a distillation scores a step: its replicas are others than the actor's, so rows go to and fro.
+
+    driver                                    ranks
+    lengths --deal--> rows of each replica
+    of the teacher                        --> ask_teacher: fetch those rows, score them, keep the scores
+    references to the scores              <-- teacher_rows
+    the same references                   --> take_teacher: each actor replica picks its rows' scores
+
+The driver never has a score: it passes on references (step_batch.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mrl.config.schema import RunConfig
+from mrl.config.teacher_model import TeacherModel
+from mrl.data.batch import TrainBatch
+from mrl.data.samples import Samples
+from mrl.flow.response_store import ResponseStore
+from mrl.megatron.batching import MicroRows, Splitter
+
+if TYPE_CHECKING:
+    from mrl.megatron.actor import MegatronActor  # the driver imports this module, and has no use for Megatron
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """The teacher's log-probs of some rows of a step."""
+
+    rows: np.ndarray  # int64 [rows]: their numbers in the step
+    sampled: np.ndarray  # int64 [rows]: sampled tokens of each
+    log_probs: np.ndarray  # float32 [sampled tokens], rows end to end
+    # [sampled tokens, words]: its likeliest words, int32, and their log-probs, float32; None where nobody wants them
+    words: np.ndarray | None = None
+    of_words: np.ndarray | None = None
+
+    def among(self, rows: np.ndarray) -> "TeacherRows":
+        """Keeps those that are among `rows`."""
+        kept = np.isin(self.rows, rows)
+        tokens = np.repeat(kept, self.sampled)
+        found = TeacherRows(self.rows[kept], self.sampled[kept], self.log_probs[tokens])
+        if self.words is None:
+            return found
+        return replace(found, words=self.words[tokens], of_words=self.of_words[tokens])
+
+
+@dataclass(frozen=True)
+class TeacherShare:
+    """What one replica of the teacher scores: rows of the step, ascending, and micro-batches of their places."""
+
+    rows: np.ndarray  # int64
+    micros: tuple[MicroRows, ...]
+
+
+def deal(
+    config: RunConfig, teacher: TeacherModel, lengths: np.ndarray, own: Sequence[np.ndarray]
+) -> list[TeacherShare]:
+    """Deals the rows of a step, `lengths` [rows] tokens each, over the teacher's replicas.
+
+    `own`: rows of each replica of the actor, which the teacher's have too where there are as many. Raises DataError for
+    a row above the limit of a micro-batch.
+    """
+    splitter = Splitter.for_teacher(config.actor, config.distillation.teacher_model, teacher.layout, teacher.model)
+    owners = None
+    if len(own) == teacher.layout.data:
+        owners = list(own)
+    return [_share(micros) for micros in splitter.shares(lengths, owners)]
+
+
+def _share(micros: Sequence[MicroRows]) -> TeacherShare:
+    rows = np.unique(np.concatenate([micro.rows for micro in micros]))
+    return TeacherShare(rows, tuple(MicroRows(np.searchsorted(rows, micro.rows), micro.is_filler) for micro in micros))
+
+
+def scored(
+    actor: "MegatronActor", stored: ResponseStore, rows: np.ndarray, micros: Sequence[MicroRows]
+) -> TeacherRows | None:
+    """Has this rank's replica of the teacher score `stored`, which are `rows` of the step; one rank a replica returns
+    the scores. Collective.
+    """
+    samples = as_counted(stored, stored.read())
+    batch = TrainBatch.of(samples, actor.config.rollout.temperature)
+    result = actor.teacher.log_probs(batch, micros)
+    if result is None:
+        return None
+    sampled = samples.sampled_lengths[result.rows]
+    return TeacherRows(rows[result.rows], sampled, result.log_probs, result.words, result.of_words)
+
+
+def as_counted(stored: ResponseStore, samples: Samples) -> Samples:
+    """Responses whose log-probs are no numbers as context, as the driver has them."""
+    return samples.as_context((stored.rows.sampled_lengths == 0) & (samples.sampled_lengths > 0))

@@ -1,0 +1,100 @@
+"""The teacher of a distillation on one rank: a second model, in process groups and a layout of its own."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state as mpu
+
+from mrl.config.schema import RunConfig
+from mrl.config.schema_actor import PARAMETERS
+from mrl.config.teacher_model import teacher_of
+from mrl.data.batch import TrainBatch
+from mrl.exercised import exercised
+from mrl.megatron import parallel
+from mrl.megatron.batching import MicroRows, RowResult, Splitter, check_batch
+from mrl.megatron.bridge import MBridge
+from mrl.megatron.forward import Likeliest, log_prob_pass, of_rows, on_device, return_hidden_states
+from mrl.megatron.offload import Residence
+from mrl.megatron.packing import MicroBatch, MicroBatches, micro_batch
+from mrl.model import load_model_spec
+from mrl.platforms import Platform
+
+
+class Teacher:
+    """This rank's part of the teacher. Every method is collective, as those of MegatronActor are."""
+
+    def __init__(self, config: RunConfig, platform: Platform) -> None:
+        """Builds and loads it; the ranks have met. Raises ConfigError for an illegal layout or override,
+        EnvironmentFault when the checkpoint is not usable.
+        """
+        own = config.distillation.teacher_model
+        described = teacher_of(config, load_model_spec)
+        self.model = described.model
+        self.layout = described.layout
+        self._config = config
+        self._platform = platform
+        self._groups = parallel.OtherGroups()
+        with self._groups.in_place():
+            parallel.init_model_parallel(self.layout, config.trainer.seed, config.cluster.step_timeout_s)
+            given = {"path": own.model_path, "override_transformer_config": own.override_transformer_config}
+            bridge = MBridge(
+                config.model.model_copy(update=given),
+                config.actor,
+                self.model,
+                self.layout,
+                config.trainer.deterministic,
+            )
+            self._chunks = bridge.build_model(is_trained=False)
+            return_hidden_states(self._chunks)
+            bridge.load_hf(own.model_path)
+        distillation = config.distillation
+        self._likeliest = None  # words whose log-probs are wanted too
+        if distillation.over_words:
+            known = load_model_spec(config.model.path).vocab_size  # to the student
+            self._likeliest = Likeliest(distillation.distillation_loss.topk, known)
+        moved = ()
+        if own.param_offload:
+            moved = (PARAMETERS,)
+            exercised("distillation.teacher_model.param_offload")
+        self._residence = Residence(platform, self._chunks, None, moved)
+        self._residence.offload()
+
+    @property
+    def on_host(self) -> Iterator[torch.Tensor]:
+        """The places on the host of parameters that leave the device."""
+        return self._residence.on_host
+
+    def log_probs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> RowResult | None:
+        """Log-probabilities of the sampled tokens under the teacher, at the batch's temperatures, and of its likeliest
+        words there where the loss is over them.
+
+        `micros`: those of this rank's replica of the teacher, whose rows `batch` has. One rank a replica returns them,
+        the others None.
+        """
+        check_batch(batch, self.model, moe_layers=0)
+        with self._groups.in_place():
+            with self._residence.using(PARAMETERS):
+                inputs = self._inputs(batch, micros)
+                outputs = log_prob_pass(self._chunks, inputs, self.model.vocab_size, likeliest=self._likeliest)
+            handed_out = parallel.holds_result()
+            if self._residence.switched:
+                parallel.release_scratch()
+        self._residence.offload()
+        if handed_out:
+            return of_rows(micros, outputs)
+        return None
+
+    def _inputs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> MicroBatches:
+        config = self._config
+        shape = Splitter.for_teacher(config.actor, config.distillation.teacher_model, self.layout, self.model).shape
+        context_rank = mpu.get_context_parallel_rank()
+
+        def lay_out(number: int) -> MicroBatch[torch.Tensor]:
+            micro = micros[number]
+            laid_out = micro_batch(batch, micro.rows, shape, context_rank, micro.is_filler)
+            return on_device(laid_out, self._platform.device)
+
+        kept = 1
+        if self.layout.virtual_pipeline > 1:
+            kept = self.layout.pipeline
+        return MicroBatches(len(micros), lay_out, kept)

@@ -1,0 +1,91 @@
+"""One rank: for each case in turn, builds the actor beside its teacher and writes what both compute. See
+test_distillation.
+"""
+
+import gc
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from padded import in_rows, read_batch
+from parity_worker import exported_gradients
+from ranks import agree_on_port
+from safetensors.torch import save_file
+
+from mrl.config.schema import RunConfig
+from mrl.config.teacher_model import TeacherModel
+from mrl.data.batch import TrainBatch
+from mrl.flow.teacher_rows import deal
+from mrl.megatron.actor import MegatronActor
+from mrl.megatron.cut import step_cut
+
+_OF_UPDATES = ("keep", "old_log_probs", "advantages", "loss_weights", "teacher_words", "of_teacher_words")
+
+
+def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
+    for number, case in enumerate(json.loads(cases_file.read_text())):
+        config = RunConfig.model_validate(case["config"])
+        actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
+        folder = out / case["name"]
+        folder.mkdir(exist_ok=True)
+        batch = read_batch(case["batch"])
+        if "words" in case:
+            batch = replace(batch, **np.load(case["words"]))
+        _report(actor, batch, folder)
+        actor.close()
+        del actor
+        gc.collect()
+
+
+def _report(actor: MegatronActor, batch: TrainBatch, folder: Path) -> None:
+    asked = []
+    if actor.teacher is not None:
+        asked = [_ask(actor, batch, folder / f"teacher-{actor.rank}.npz")]
+    result = actor.log_probs(batch)
+    if result is not None:
+        np.savez(
+            folder / f"actor-{actor.rank}.npz",
+            rows=result.rows,
+            log_probs=in_rows(batch, result.rows, result.log_probs),
+        )
+    actor.gradients(batch)
+    gradients = exported_gradients(actor)
+    actor.update(batch)
+    weights = {name: tensor.clone().contiguous() for name, tensor in actor.export_hf()}
+    if actor.rank == 0:
+        save_file(gradients, folder / "gradients.safetensors")
+        save_file(weights, folder / "updated.safetensors")
+    if actor.teacher is not None:  # once more, beside weights that have moved
+        asked.append(_ask(actor, batch, folder / f"again-{actor.rank}.npz"))
+    (folder / f"report-{actor.rank}.json").write_text(json.dumps(asked))
+
+
+def _ask(actor: MegatronActor, batch: TrainBatch, file: Path) -> dict:
+    """Deals the rows as the driver does, and has this rank's replica of the teacher score its own."""
+    config = actor.config
+    teacher = actor.teacher
+    cut = step_cut(config.actor, config.ref, 1, actor.layout, actor.model, batch.lengths)
+    own = [cut.own_rows(replica) for replica in range(actor.layout.data)]
+    shares = deal(config, TeacherModel(teacher.model, teacher.layout), batch.lengths, own)
+    share = shares[teacher.layout.dense_coords(actor.rank).dp]
+    part = replace(batch, **dict.fromkeys(_OF_UPDATES)).rows(share.rows)
+    result = teacher.log_probs(part, share.micros)
+    if result is not None:
+        log_probs = np.zeros((len(result.rows), int(batch.response_lengths.max())), np.float32)
+        found = in_rows(part, result.rows, result.log_probs)
+        log_probs[:, : found.shape[1]] = found
+        words = {}
+        if result.words is not None:
+            words = {"words": result.words, "of_words": result.of_words}
+        np.savez(file, rows=share.rows[result.rows], log_probs=log_probs, **words)
+    on_device = sum(p.untyped_storage().nbytes() for chunk in teacher._chunks for p in chunk.parameters())
+    trained = [p.requires_grad for chunk in teacher._chunks for p in chunk.parameters()]
+    return {"on_device": on_device, "trained": any(trained), "on_host": sum(t.nbytes for t in teacher.on_host)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
