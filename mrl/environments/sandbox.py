@@ -1,6 +1,6 @@
 """The process that runs one program of a model's: it gives up all but that, and then runs it.
 
-    python -c "from mrl.environments.sandbox import main; main()" LIMITS WATCHER      in the program's folder
+    python -c "from mrl.environments.sandbox import main; main()" LIMITS WATCHER REPORT      in its folder
 
 What is given up: files but the libraries' (read) and its own folder's (written, never removed), by Landlock; every call
 that is not in mrl.environments.system_calls, by seccomp; rights of root; memory, processor, size of files, by limits.
@@ -25,7 +25,6 @@ from mrl.environments.system_calls import rules
 from mrl.reward.confine import KEEPS_WHOLE, filter_calls, keep_files, landlock_version
 
 CODE = "program.py"
-UNFIT = 97  # exit status: what it was to give up stayed
 MIB = 2**20
 _OPEN_FILES = 64
 # of Landlock, and the version since which it knows more kinds of access
@@ -52,13 +51,19 @@ class PythonLimits:
 
 
 def main() -> None:
-    """Runs the program in the working directory; arguments are the limits, as JSON, and the process that watches."""
+    """Runs the program in the working directory.
+
+    Arguments are the limits as JSON, the process that watches, and the descriptor that it is told by what could not be
+    given up. The program never has that one, and any exit status is its own.
+    """
     limits = PythonLimits(**json.loads(sys.argv[1]))
     end_with(int(sys.argv[2]))
+    report = int(sys.argv[3])
     fault = give_up(limits)
     if fault is not None and not limits.unconfined:
-        print(fault, flush=True)
-        os._exit(UNFIT)
+        os.write(report, fault.encode())
+        os._exit(1)
+    os.close(report)
     run()
 
 

@@ -22,7 +22,7 @@ from mrl.config.schema import RunConfig
 from mrl.flow.rank_batch import Scored
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.routes import Readers
-from mrl.megatron.batching import UpdateResult
+from mrl.megatron.batching import RowLengths, UpdateResult
 from mrl.megatron.cut import step_cut
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
@@ -67,7 +67,7 @@ class StepBatch:
         # [rows]: mean |log p_actor - log p_rollout| over sampled tokens, once it is known
         self.log_gaps: np.ndarray | None = None
         config = actor.config
-        lengths = samples.rows.lengths
+        lengths = RowLengths.of(samples.rows)
         self.cut = step_cut(config.actor, config.ref, config.rollout.n, layout, actor.model, lengths)
         self._replica_of = [layout.dense_coords(rank).dp for rank in range(layout.world_size)]
         self._needed = [self.cut.needed_rows(replica) for replica in range(layout.data)]
