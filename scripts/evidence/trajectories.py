@@ -135,7 +135,7 @@ def token_result(folder: Path, world: Path) -> dict[str, Any]:
         responses += 1
         turns += len(row["turns"])
         ids = row["prompt_ids"] + row["response_ids"]
-        stored.update((digest(ids[:start]), digest(ids[:end])) for start, end in spans(row))
+        stored.update((digest(ids[base:start]), digest(ids[base:end])) for base, start, end in spans(row))
     return {
         "responses": responses,
         "turns": turns,
@@ -145,11 +145,14 @@ def token_result(folder: Path, world: Path) -> dict[str, Any]:
     }
 
 
-def spans(row: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Where each run of sampled tokens of one version begins and ends, among prompt and response."""
+def spans(row: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
+    """Where each run of sampled tokens of one version lies among prompt and response: the beginning of its sequence, its
+    own, and its end.
+    """
     before = len(row["prompt_ids"])
     sampled = row["sampled"]
     borders = {span["first_token"] for span in row["weight_version"]}
+    later = [before + branch["first_token"] for branch in (row.get("branches") or [])[1:]]
     edges = [
         place
         for place in range(len(sampled) + 1)
@@ -157,7 +160,8 @@ def spans(row: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     ]
     for start, end in pairwise(edges):
         if sampled[start]:
-            yield before + start, before + end
+            base = max([0, *(begin for begin in later if begin <= before + start)])
+            yield base, before + start, before + end
 
 
 def _rows(folder: Path) -> Iterator[dict[str, Any]]:
