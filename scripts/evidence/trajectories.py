@@ -146,9 +146,7 @@ def token_result(folder: Path, world: Path) -> dict[str, Any]:
 
 
 def spans(row: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
-    """Where each run of sampled tokens of one version lies among prompt and response: the beginning of its sequence, its
-    own, and its end.
-    """
+    """Runs of sampled tokens of one version among prompt and response: where the sequence begins, where they do and end."""
     before = len(row["prompt_ids"])
     sampled = row["sampled"]
     borders = {span["first_token"] for span in row["weight_version"]}

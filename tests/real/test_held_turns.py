@@ -24,6 +24,7 @@ from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
 STEPS = 6  # as many as the world has prompts for, with two ahead
+LAST = f"checkpoints/step-{STEPS}"
 PARTIAL = AHEAD | {
     "trainer__schedule": "bounded", "trainer__max_staleness": 2, "trainer__partial_rollouts": True,
     "trainer__segment_tokens": 20, "trainer__total_training_steps": STEPS, "trainer__max_actor_ckpt_to_keep": STEPS,
@@ -32,6 +33,7 @@ PARTIAL = AHEAD | {
 TOOLS = '''"""A tool and an environment that a test can stop at a point: the first that comes to it stays there."""
 
 import os
+import random
 import time
 
 from mrl.environments.builtin_tools import calculator as compute
@@ -48,6 +50,8 @@ def noted(name):
 
 
 def at(point, stays=True):
+    if os.path.exists(os.path.join(FOLDER, "slow")):
+        time.sleep(0.2 * random.random())
     if os.path.exists(os.path.join(FOLDER, point)) and noted(point + ".reached") and stays:
         time.sleep(600)
 
@@ -173,6 +177,26 @@ def of_tokens(row: Mapping) -> torch.Tensor:
     return versions
 
 
+def test_slow_tools_and_a_second_engine_change_no_bit(whole, world, tools, tmp_path):
+    renewed(tools / "notes")
+    (tools / "notes" / "slow").touch()
+    folder = tmp_path / "run"
+    two = {"rollout__num_engines": 2, "cluster__n_gpus_per_node": 4, "cluster__cpus_per_engine": 0.5}
+    succeeded("train", str(PRESET), *given(world, folder, **schedule_of(tools, **two)))
+    found, expected = (
+        [{name: row[name] for name in row if not name.startswith(("reshard/", "fleet/"))} for row in metrics(run)]
+        for run in (folder, whole)
+    )
+    assert metrics_difference(found, expected) is None
+    assert checkpoint_difference(folder / LAST, whole / LAST) is None
+
+
+def renewed(folder: Path) -> None:
+    """An empty folder in its place."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
 @pytest.mark.parametrize("points", KILLS, ids=["as it goes", "as it goes on"])
 def test_a_run_that_is_killed_in_states_of_a_conversation_goes_on_bit_by_bit(whole, world, tools, tmp_path, points):
     run_dir = tmp_path / "run"
@@ -180,20 +204,17 @@ def test_a_run_that_is_killed_in_states_of_a_conversation_goes_on_bit_by_bit(who
     for step, point in enumerate(points, start=1):
         killed_at(point, step, world, tools, run_dir, *more)
         more = ("--resume",)
-    shutil.rmtree(tools / "notes")
-    (tools / "notes").mkdir()
+    renewed(tools / "notes")
     process = started(world, run_dir, schedule_of(tools), *more)
     assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
     assert metrics_difference(metrics(run_dir), metrics(whole)) is None
-    last = f"checkpoints/step-{STEPS}"
-    assert checkpoint_difference(run_dir / last, whole / last) is None
+    assert checkpoint_difference(run_dir / LAST, whole / LAST) is None
 
 
 def killed_at(point: str, step: int, world: Path, tools: Path, run_dir: Path, *more: str) -> None:
     """A start that is killed at the point once a step is done."""
     notes = tools / "notes"
-    shutil.rmtree(notes)
-    notes.mkdir()
+    renewed(notes)
     process = started(world, run_dir, schedule_of(tools), *more)
     try:
         wait_for_step(process, run_dir, step)
