@@ -146,7 +146,7 @@ def token_result(folder: Path, world: Path) -> dict[str, Any]:
 
 
 def spans(row: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
-    """Runs of sampled tokens of one version, in prompt and response: where the sequence, and where they begin and end."""
+    """Runs of sampled tokens of one version: where the sequence begins, where they begin, where they end."""
     before = len(row["prompt_ids"])
     sampled = row["sampled"]
     borders = {span["first_token"] for span in row["weight_version"]}
