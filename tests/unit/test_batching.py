@@ -175,7 +175,7 @@ def test_the_share_of_a_budget_is_that_of_the_fullest_micro_batch():
 
 def test_the_metrics_of_a_step_are_the_mean_of_packing_and_the_largest_of_budgets():
     loads = [MiniBatchLoad(0.0, 0.0, (50,), 2.0, 0.5), MiniBatchLoad(0.0, 0.0, (50,), 4.0, 0.75)]
-    metrics = load_metrics(LENGTHS, loads)
+    metrics = load_metrics(LENGTHS.sequences, loads)
     assert (metrics["actor/packed_sequences"], metrics["actor/token_budget_share"]) == (3.0, 0.75)
-    plain = load_metrics(LENGTHS, [MiniBatchLoad(0.0, 0.0, (100,))])
+    plain = load_metrics(LENGTHS.sequences, [MiniBatchLoad(0.0, 0.0, (100,))])
     assert not {"actor/packed_sequences", "actor/token_budget_share"} & plain.keys()
