@@ -19,6 +19,7 @@ from mrl.algo.losses import LossInputs, PolicyLossParameters, policy_loss
 from mrl.algo.rows import row_sums
 from mrl.algo.spec import AGGREGATIONS, LOSSES
 from mrl.cli.main import main
+from mrl.config.actor_rules import longest_sample
 from mrl.config.load import load_config
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, SampleRows, Samples, Turn, packed
@@ -156,6 +157,7 @@ def drawn_lengths(rng: np.random.Generator) -> RowLengths:
     return RowLengths(rng.integers(1, 50, int(counts.sum())), counts)
 
 
+TOOLS = "parallel_configs/tool-moe/cpu.yaml"
 SHAPES = [Shape(True), Shape(True, context=2), Shape(True, context=4, tensor=2)]
 
 
@@ -184,6 +186,27 @@ def test_costs_and_padding_of_branches_worked_by_hand():
     assert splitter.load(lengths, shares).budget_share == 1.0
     with pytest.raises(DataError, match="row 0 of the batch has 8 tokens, more than a micro-batch may hold"):
         replace(splitter, max_tokens=5).shares(lengths)
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_a_budget_that_the_rules_allow_holds_any_response_of_an_agent(context):
+    agent = ["rollout.endpoint=true", "rollout.agent={path: agent.py}", "rollout.turns={network: true, max_turns: 6}"]
+    size = ["data.max_prompt_length=16", "data.max_response_length=104"]
+    config = load_config(TOOLS, None, [*agent, *size, f"actor.layout.context_parallel_size={context}"]).config
+    layout = config.actor.layout
+    least = -(-longest_sample(config) // context)
+    splitter = Splitter(Shape(True, context, layout.tensor_model_parallel_size), 1, 1, max_tokens=least)
+    rng = np.random.default_rng(context)
+    for _ in range(200):
+        branches = int(rng.integers(1, 7))
+        ends = np.sort(rng.choice(np.arange(1, 120), branches - 1, replace=False))
+        sequences = np.diff([0, *ends, 120])
+        (rank,) = splitter.shares(RowLengths(sequences, np.array([branches])))
+        assert len(rank) == 1
+    if context > 1:
+        too_small = replace(splitter, max_tokens=120 // context)
+        with pytest.raises(DataError, match="row 0"):
+            too_small.shares(RowLengths(np.array([1, 1, 1, 1, 1, 115]), np.array([6])))
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=["context 2", "context 4, tensor 2"])
