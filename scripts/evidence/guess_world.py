@@ -19,6 +19,7 @@ from make_tool_world import Calling, Row, fit, make_tokenizer, write_model
 HIGH = 15
 GUESSES = 4
 POSITIONS = 192
+PLAN = Calling(steps=250, batch=32, share=0.25)
 ROWS = {"train": 2048, "val": 128}
 WORDS = (
     "system", "user", "assistant", "guess", '{"name": "', '", "arguments": {"number": ', "}}", "The hidden number is ",
@@ -47,13 +48,12 @@ class Blanked(GuessTheNumber):
 '''
 
 
-def build(out: Path, seed: int, plan: Calling | None = None) -> None:
+def build(out: Path, seed: int, plan: Calling) -> None:
     """Writes model, data and `blanked.py` into the empty folder `out`. The plan's share: of games whose guesses heed
     what was told.
     """
     tokenizer = make_tokenizer(WORDS, POSITIONS)
     model = make_model(seed, POSITIONS)
-    plan = plan or Calling(steps=250, batch=32, share=0.25)
     picker = random.Random(seed)
 
     def rows() -> list[Row]:

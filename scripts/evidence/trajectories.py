@@ -25,14 +25,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import guess_world
+import make_tool_world
 import pyarrow.parquet as pq
+from make_tool_world import Calling
 from stamp import changes, facts
 from tokenizers import Tokenizer
 from turn_marks.sitecustomize import FILE, digest
@@ -84,23 +86,30 @@ class Worlds:
     """Folders of what runs begin from, made once."""
 
     work: Path
+    small: bool = False  # with a short warm start
 
     def tools(self) -> Path:
         """The tool world."""
-        folder = self.work / "tool-world"
-        if not (folder / "reward.py").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            command = [sys.executable, "scripts/make_tool_world.py", "--out", str(folder), "--seed", "0"]
-            subprocess.run(command, cwd=ROOT, check=True)
-        return folder
+        plan = Calling()
+        if self.small:
+            plan = Calling(steps=60, batch=16, share=0.9)
+        return self._made("tool-world", make_tool_world.build, plan)
 
     def game(self) -> Path:
         """The guessing game."""
-        folder = self.work / "guess-world"
-        if not (folder / "blanked.py").exists():
+        plan = guess_world.PLAN
+        if self.small:
+            plan = replace(plan, steps=60, batch=16)
+        return self._made("guess-world", guess_world.build, plan)
+
+    def _made(self, name: str, build: Callable[[Path, int, Calling], Any], plan: Calling) -> Path:
+        folder = self.work / name
+        finished = folder / "finished"
+        if not finished.exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            guess_world.build(folder, 0)
+            build(folder, 0, plan)
+            finished.touch()
         return folder
 
     def written(self, name: str, text: str) -> Path:
@@ -309,7 +318,7 @@ for _seed in SEEDS:
 def made(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Runs a piece. Raises SystemExit where its run fails."""
     piece = PIECES[name]
-    worlds = Worlds(options.work)
+    worlds = Worlds(options.work, options.small)
     folder = options.work / name
     shutil.rmtree(folder, ignore_errors=True)
     marks = folder.with_suffix(".marks")
