@@ -216,10 +216,10 @@ async def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 async def figures(bench: Bench, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Of an engine that is there."""
     found: dict[str, list[float]] = {}
-    for number in range(options.rounds + 1):
+    for _ in range(options.rounds):
         for takes_s in TAKES_S:
             async with bench.talks(folder, takes_s) as talks:
-                await bench.talked(talks, bench.requests)  # which starts the processes of tools
+                await bench.talked(talks, bench.requests)  # which starts the processes of tools, and warms up
                 ways: dict[str, Callable[[], Awaitable[None]]] = {
                     "alone": bench.alone,
                     "talked": lambda talks=talks: bench.talked(talks, bench.requests),
@@ -230,8 +230,7 @@ async def figures(bench: Bench, folder: Path, options: argparse.Namespace) -> di
                     took = await bench.timed(way)
                     if name == "talked":
                         bench.count_recomputed()
-                    if number:  # the first round warms up
-                        found.setdefault(f"{name} {takes_s}", []).append(took)
+                    found.setdefault(f"{name} {takes_s}", []).append(took)
     return summary(bench, {name: statistics.median(times) for name, times in found.items()}, options)
 
 
