@@ -137,21 +137,32 @@ class Piece:
 def token_result(folder: Path, world: Path) -> dict[str, Any]:
     """Turns of all stored rows, and how many of them and of the engine's requests have no other side."""
     asked = Counter((line["before"], line["after"]) for line in _lines(folder.with_suffix(".marks")))
-    stored: Counter[tuple[str, str]] = Counter()
-    turns = 0
-    responses = 0
+    found = {"responses": 0, "turns": 0, "requests": asked.total(), "never_asked": 0}
     for row in _rows(folder):
-        responses += 1
-        turns += len(row["turns"])
+        found["responses"] += 1
+        found["turns"] += len(row["turns"])
         ids = row["prompt_ids"] + row["response_ids"]
-        stored.update((digest(ids[base:start]), digest(ids[base:end])) for base, start, end in spans(row))
-    return {
-        "responses": responses,
-        "turns": turns,
-        "requests": asked.total(),
-        "never_asked": (stored - asked).total(),
-        "never_stored": (asked - stored).total(),
-    }
+        for base, start, end in spans(row):
+            found["never_asked"] += not take_requests(asked, [digest(ids[base:to]) for to in range(start, end + 1)])
+    return found | {"never_stored": asked.total()}
+
+
+def take_requests(asked: Counter[tuple[str, str]], prefixes: list[str]) -> bool:
+    """Takes the requests that sampled a run of tokens, and whether there were some for all of it.
+
+    `prefixes`: digests of all before its first token, and behind each. A border of the weights parts a turn into two
+    requests, which may be of one version.
+    """
+    at = 0
+    last = len(prefixes) - 1
+    while at < last:
+        ends = (end for end in range(last, at, -1) if asked[prefixes[at], prefixes[end]] > 0)
+        end = next(ends, None)
+        if end is None:
+            return False
+        asked[prefixes[at], prefixes[end]] -= 1
+        at = end
+    return True
 
 
 def spans(row: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:

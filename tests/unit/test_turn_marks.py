@@ -57,10 +57,11 @@ def found(script, folder: Path, asked) -> tuple[int, int]:
         (ASKED, (0, 0)),
         (ASKED[:-1], (1, 0)),
         ([*ASKED, ASKED[0]], (0, 1)),
+        ([*ASKED[:3], ([7], [4]), ([7, 4], [4])], (0, 0)),
         ([*ASKED[:3], ([8], [4, 4])], (1, 1)),
         ([*ASKED[:3], ([7], [4, 5])], (1, 1)),
     ],
-    ids=["all", "one is missing", "one twice", "another prompt", "another answer"],
+    ids=["all", "one is missing", "one twice", "in two parts", "another prompt", "another answer"],
 )
 def test_a_request_is_a_stored_row_up_to_there_and_once(script, tmp_path, asked, wrong):
     assert found(script, tmp_path, asked) == wrong
