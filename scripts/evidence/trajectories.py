@@ -135,16 +135,24 @@ class Piece:
 
 
 def token_result(folder: Path, world: Path) -> dict[str, Any]:
-    """Turns of all stored rows, and how many of them and of the engine's requests have no other side."""
+    """Turns of all stored rows, and how many of them and of the engine's requests have no other side.
+
+    `after_the_end` are requests to go on from what no row has: begun for a step that is none any more. Where a row's
+    own was asked otherwise, its turn was `never_asked`.
+    """
     asked = Counter((line["before"], line["after"]) for line in _lines(folder.with_suffix(".marks")))
     found = {"responses": 0, "turns": 0, "requests": asked.total(), "never_asked": 0}
+    begun = set()
     for row in _rows(folder):
         found["responses"] += 1
         found["turns"] += len(row["turns"])
         ids = row["prompt_ids"] + row["response_ids"]
         for base, start, end in spans(row):
-            found["never_asked"] += not take_requests(asked, [digest(ids[base:to]) for to in range(start, end + 1)])
-    return found | {"never_stored": asked.total()}
+            prefixes = [digest(ids[base:to]) for to in range(start, end + 1)]
+            begun |= set(prefixes)
+            found["never_asked"] += not take_requests(asked, prefixes)
+    never_stored = sum(count for (before, _), count in asked.items() if before in begun)
+    return found | {"never_stored": never_stored, "after_the_end": asked.total() - never_stored}
 
 
 def take_requests(asked: Counter[tuple[str, str]], prefixes: list[str]) -> bool:

@@ -38,8 +38,8 @@ def script():
         sys.path.remove(folder)
 
 
-def found(script, folder: Path, asked) -> tuple[int, int]:
-    """Stored turns that nobody asked for, and requests that nobody stored."""
+def found(script, folder: Path, asked) -> tuple[int, int, int]:
+    """Stored turns that nobody asked for, requests that nobody stored, and those of rows that there are not."""
     run = folder / "run"
     (run / "samples").mkdir(parents=True)
     rewards = [{"score": 1.0, "reason": "ok"}] * 2
@@ -48,18 +48,18 @@ def found(script, folder: Path, asked) -> tuple[int, int]:
     run.with_suffix(".marks").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = script.token_result(run, folder)
     assert (result["responses"], result["turns"], result["requests"]) == (2, 3, len(asked))
-    return result["never_asked"], result["never_stored"]
+    return result["never_asked"], result["never_stored"], result["after_the_end"]
 
 
 @pytest.mark.parametrize(
     ("asked", "wrong"),
     [
-        (ASKED, (0, 0)),
-        (ASKED[:-1], (1, 0)),
-        ([*ASKED, ASKED[0]], (0, 1)),
-        ([*ASKED[:3], ([7], [4]), ([7, 4], [4])], (0, 0)),
-        ([*ASKED[:3], ([8], [4, 4])], (1, 1)),
-        ([*ASKED[:3], ([7], [4, 5])], (1, 1)),
+        (ASKED, (0, 0, 0)),
+        (ASKED[:-1], (1, 0, 0)),
+        ([*ASKED, ASKED[0]], (0, 1, 0)),
+        ([*ASKED[:3], ([7], [4]), ([7, 4], [4])], (0, 0, 0)),
+        ([*ASKED[:3], ([8], [4, 4])], (1, 0, 1)),
+        ([*ASKED[:3], ([7], [4, 5])], (1, 1, 0)),
     ],
     ids=["all", "one is missing", "one twice", "in two parts", "another prompt", "another answer"],
 )
