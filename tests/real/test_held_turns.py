@@ -33,7 +33,6 @@ PARTIAL = AHEAD | {
 TOOLS = '''"""A tool and an environment that a test can stop at a point: the first that comes to it stays there."""
 
 import os
-import random
 import time
 
 from mrl.environments.builtin_tools import calculator as compute
@@ -50,8 +49,6 @@ def noted(name):
 
 
 def at(point, stays=True):
-    if os.path.exists(os.path.join(FOLDER, "slow")):
-        time.sleep(0.2 * random.random())
     if os.path.exists(os.path.join(FOLDER, point)) and noted(point + ".reached") and stays:
         time.sleep(600)
 
@@ -175,20 +172,6 @@ def of_tokens(row: Mapping) -> torch.Tensor:
     for span in row["weight_version"]:
         versions[span["first_token"] :] = span["version"]
     return versions
-
-
-def test_slow_tools_and_a_second_engine_change_no_bit(whole, world, tools, tmp_path):
-    renewed(tools / "notes")
-    (tools / "notes" / "slow").touch()
-    folder = tmp_path / "run"
-    two = {"rollout__num_engines": 2, "cluster__n_gpus_per_node": 4, "cluster__cpus_per_engine": 0.5}
-    succeeded("train", str(PRESET), *given(world, folder, **schedule_of(tools, **two)))
-    found, expected = (
-        [{name: row[name] for name in row if not name.startswith(("reshard/", "fleet/"))} for row in metrics(run)]
-        for run in (folder, whole)
-    )
-    assert metrics_difference(found, expected) is None
-    assert checkpoint_difference(folder / LAST, whole / LAST) is None
 
 
 def renewed(folder: Path) -> None:
