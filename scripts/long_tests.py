@@ -34,6 +34,7 @@ PIECES = {
     "rows": ("test_rows",),
     "restarts": ("test_rank_restart", "test_engines_back", "test_supervised"),
     "turns": ("test_turns",),
+    "held_turns": ("test_held_turns",),
     "adapters": ("test_lora", "test_lora_run"),
     "distillation": ("test_distillation", "test_distillation_run"),
     "runs": (

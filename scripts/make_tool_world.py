@@ -14,6 +14,7 @@ import random
 import string
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str.rsplit("assistant\\n", 1)[-1].strip() == ground_truth)
 '''
 
+Row = list[tuple[list[int], bool]]  # parts of a row, and whether each is trained on
+
 
 @dataclass(frozen=True)
 class Calling:
@@ -83,13 +86,13 @@ class Product:
         return str(self.left * self.right)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a character over printable ASCII and a few words, with Qwen's framing tokens."""
-    words = ["<pad>", "<unk>", *WORDS, *string.digits, *string.ascii_lowercase, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
+def make_tokenizer(own: Sequence[str] = WORDS, positions: int = POSITIONS) -> PreTrainedTokenizerFast:
+    """A token a character over printable ASCII and a few words of its own, with Qwen's framing tokens."""
+    words = ["<pad>", "<unk>", *own, *string.digits, *string.ascii_lowercase, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
     words += [c for c in string.printable[:95] if c not in words] + ["\n"]
     framing = [*FRAME, *ADDED]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    parts = "|".join(_escaped(word) for word in sorted(WORDS, key=len, reverse=True))
+    parts = "|".join(_escaped(word) for word in sorted(own, key=len, reverse=True))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{parts}|[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     core.add_special_tokens(list(FRAME))
@@ -98,7 +101,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         raise SystemExit(f"{len(words) + len(framing)} words, and room for {VOCAB_SIZE}")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", eos_token="<|im_end|>", unk_token="<unk>",
-        clean_up_tokenization_spaces=False, model_max_length=POSITIONS,
+        clean_up_tokenization_spaces=False, model_max_length=positions,
     )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -125,14 +128,14 @@ class Answers:
         """Of a text."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def calling(self, product: Product) -> list[tuple[list[int], bool]]:
+    def calling(self, product: Product) -> Row:
         """Parts of a row: what the calculator says is not trained on."""
         prompt = self.ids(PROMPT.format(product.left, product.right))
         call = self.ids(CALL.format(product.left, product.right))
         told = self.ids(CONTEXT.format(product.answer))
         return [(prompt, False), (call, True), (told, False), (self.ids(product.answer + "<|im_end|>"), True)]
 
-    def guessing(self, product: Product, picker: random.Random) -> list[tuple[list[int], bool]]:
+    def guessing(self, product: Product, picker: random.Random) -> Row:
         """Parts of a row whose answer has the right length."""
         digits = len(product.answer)
         guess = picker.randrange(10 ** (digits - 1), 10**digits)
@@ -140,7 +143,7 @@ class Answers:
         return [(prompt, False), (self.ids(f"{guess}<|im_end|>"), True)]
 
 
-def batch_of(rows: list[list[tuple[list[int], bool]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(rows: list[Row], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [rows, length], labels with -100 outside of what is trained on)."""
     length = max(sum(len(ids) for ids, _ in parts) for parts in rows)
     ids = torch.full((len(rows), length), pad)
@@ -158,14 +161,22 @@ def batch_of(rows: list[list[tuple[list[int], bool]]], pad: int) -> tuple[torch.
 def warm_up(model: Qwen3MoeForCausalLM, answers: Answers, products: list[Product], plan: Calling, seed: int) -> None:
     """Trains `model` in place."""
     picker = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
-    for step in range(1, plan.steps + 1):
+
+    def rows() -> list[Row]:
         picked = picker.sample(products, plan.batch)
         calls = [picker.random() < plan.share for _ in picked]
         pairs = zip(picked, calls, strict=True)
-        rows = [answers.calling(p) if call else answers.guessing(p, picker) for p, call in pairs]
-        ids, labels = batch_of(rows, answers.tokenizer.pad_token_id)
+        return [answers.calling(p) if call else answers.guessing(p, picker) for p, call in pairs]
+
+    fit(model, rows, answers.tokenizer.pad_token_id, plan)
+
+
+def fit(model: Qwen3MoeForCausalLM, rows: Callable[[], list[Row]], pad: int, plan: Calling) -> None:
+    """Trains `model` in place on what `rows` gives for each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
+    for step in range(1, plan.steps + 1):
+        ids, labels = batch_of(rows(), pad)
         logits = model(ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=plan.label_smoothing

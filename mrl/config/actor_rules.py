@@ -114,7 +114,19 @@ def longest_sample(config: RunConfig) -> int:
     padded to the parts that tensor and context parallelism cut it into.
     """
     parts = config.actor.layout.sequence_parts
-    return ceil(config.data.max_sample_length / parts) * parts
+    tokens = config.data.max_sample_length + _padding_of_branches(config)
+    return ceil(tokens / parts) * parts
+
+
+def _padding_of_branches(config: RunConfig) -> int:
+    """Tokens that an agent's response takes beside its own, at most: each turn may begin another branch.
+
+    Context parallelism pads each of them by itself; the last is padded with the pack.
+    """
+    context = config.actor.layout.context_parallel_size
+    if not config.rollout.endpoint or config.rollout.turns is None or context == 1:
+        return 0
+    return (config.rollout.turns.max_turns - 1) * (2 * context - 1)
 
 
 def _smallest_budget(config: RunConfig) -> int:

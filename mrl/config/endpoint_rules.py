@@ -62,6 +62,13 @@ ENDPOINT_RULES = (
         ("disabled", "R2"),
     ),
     RuleRow(
+        "trainer.partial_rollouts",
+        lambda c, m: c.rollout.endpoint and c.trainer.partial_rollouts,
+        "must be false with rollout.endpoint: true",
+        "what an agent did until then cannot be brought about again where its response goes on",
+        (False,),
+    ),
+    RuleRow(
         "actor.use_remove_padding",
         lambda c, m: c.rollout.endpoint and not c.actor.use_remove_padding,
         "must be true with rollout.endpoint: true",

@@ -112,9 +112,6 @@ def _partial(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             "no response would be of two versions",
             (config.data.max_response_length // 2, None),
         )
-    if config.rollout.turns is not None:
-        why = "conversations go on by other weights in a simulation, and no run has shown it yet"
-        yield Violation("trainer.partial_rollouts", "must be false with rollout.turns", why, (False,))
     if config.actor.router_replay == "R3":
         why = (
             "of a response that is made in several requests vLLM's prefix cache leaves routes out; R2 "

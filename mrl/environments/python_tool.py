@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mrl.environments.environment import LONGEST
-from mrl.environments.sandbox import CODE, MIB, UNFIT, PythonLimits
+from mrl.environments.sandbox import CODE, MIB, PythonLimits
 from mrl.environments.tool import Tool
 from mrl.errors import ConfigError
 from mrl.reward.keeper import SCRATCH
@@ -104,34 +104,60 @@ def run_program(code: str, limits: PythonLimits) -> str:
     """Returns what the program printed, including errors. Raises ProgramEnded if it exceeded limits or a signal ended
     it.
     """
-    with _folder() as folder:
+    with _folder() as folder, _pipe() as (told, report):
         (folder / CODE).write_bytes(code.encode("utf-8", "replace"))
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-B",
-                "-u",
-                "-X",
-                "utf8",
-                "-c",
-                _START,
-                json.dumps(asdict(limits)),
-                str(os.getpid()),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=_ENVIRONMENT,
-            cwd=folder,
-        )
+        process = _started(folder, limits, report)
         output = _Output()
         try:
             why = _watched(process, folder, limits, output)
         finally:
             status = _end(process)
+        _refuse_unfit(told)
     return _answer(output.text, status, why)
+
+
+@contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    """Two descriptors, to read from and to write to; reading does not wait."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    try:
+        yield reading, writing
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _refuse_unfit(told: int) -> None:
+    """Raises ProgramEnded by what could not be given up, where the process says so: then the program never ran."""
+    with suppress(BlockingIOError):
+        raise ProgramEnded(os.read(told, _READ_BYTES).decode())
+
+
+def _started(folder: Path, limits: PythonLimits, report: int) -> subprocess.Popen:
+    """The process of the program in its folder, which says by `report` what it could not give up."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-I",
+            "-B",
+            "-u",
+            "-X",
+            "utf8",
+            "-c",
+            _START,
+            json.dumps(asdict(limits)),
+            str(os.getpid()),
+            str(report),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=_ENVIRONMENT,
+        cwd=folder,
+        pass_fds=(report,),
+    )
 
 
 @contextmanager
@@ -227,8 +253,6 @@ def _end(process: subprocess.Popen) -> int:
 def _answer(output: str, status: int, why: str | None) -> str:
     if why is None and status < 0:
         why = f"it was ended by {_NAMES_OF_SIGNALS.get(-status, f'signal {-status}')}"
-    if why is None and status == UNFIT:
-        raise ProgramEnded(output.strip())
     if why is not None:
         if output:
             why = f"{why}; it had printed:\n{output}"

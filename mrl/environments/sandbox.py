@@ -1,6 +1,6 @@
 """The process that runs one program of a model: it gives up all other rights and then runs it.
 
-    python -c "from mrl.environments.sandbox import main; main()" LIMITS WATCHER      in the program's folder
+    python -c "from mrl.environments.sandbox import main; main()" LIMITS WATCHER REPORT      in its folder
 
 Landlock removes access to files, except reading libraries, and reading and writing (not removing) in its own folder.
 seccomp removes all calls outside of mrl.environments.system_calls. Rights of root are dropped. Limits restrict memory,
@@ -25,7 +25,6 @@ from mrl.environments.system_calls import rules
 from mrl.reward.confine import KEEPS_WHOLE, filter_calls, keep_files, landlock_version
 
 CODE = "program.py"
-UNFIT = 97  # exit status: a right could not be given up
 MIB = 2**20
 _OPEN_FILES = 64
 # bits of Landlock, and the version that introduced more kinds of access
@@ -52,13 +51,19 @@ class PythonLimits:
 
 
 def main() -> None:
-    """Runs the program in the working directory. Arguments: the limits as JSON, and the watching process."""
+    """Runs the program in the working directory.
+
+    Arguments: the limits as JSON, the watching process, and a descriptor on which this process reports what it could
+    not give up. The program does not get that descriptor, so every exit status is its own.
+    """
     limits = PythonLimits(**json.loads(sys.argv[1]))
     end_with(int(sys.argv[2]))
+    report = int(sys.argv[3])
     fault = give_up(limits)
     if fault is not None and not limits.unconfined:
-        print(fault, flush=True)
-        os._exit(UNFIT)
+        os.write(report, fault.encode())
+        os._exit(1)
+    os.close(report)
     run()
 
 

@@ -28,7 +28,7 @@ from mrl.exercised import exercised
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.routes import Readers, read_routes
 from mrl.flow.teacher_rows import TeacherRows, as_counted
-from mrl.megatron.batching import RowResult
+from mrl.megatron.batching import RowLengths, RowResult
 from mrl.megatron.cut import ReplicaCut
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class RankBatch:
         samples = as_counted(stored, samples)
         routes = None
         if actor.config.actor.router_replay == "R3" and actor.routing is not None:
-            needed = actor.computed_tokens(cut, samples.lengths)
+            needed = actor.computed_tokens(cut, RowLengths.of(samples))
             routes = read_routes(stored, blocks, needed, actor.routing.layers, readers)
         return cls(actor, samples, own, cut, routes)
 

@@ -24,7 +24,7 @@ from mrl.flow.rank_batch import Scored
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.routes import Readers
 from mrl.flow.teacher_rows import deal
-from mrl.megatron.batching import UpdateResult
+from mrl.megatron.batching import RowLengths, UpdateResult
 from mrl.megatron.cut import step_cut
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
@@ -70,7 +70,7 @@ class StepBatch:
         # [rows]: mean |log p_actor - log p_rollout| over sampled tokens, once it is known
         self.log_gaps: np.ndarray | None = None
         config = actor.config
-        lengths = samples.rows.lengths
+        lengths = RowLengths.of(samples.rows)
         self.cut = step_cut(config.actor, config.ref, config.rollout.n, layout, actor.model, lengths)
         self._replica_of = [layout.dense_coords(rank).dp for rank in range(layout.world_size)]
         self._needed = [self.cut.needed_rows(replica) for replica in range(layout.data)]
@@ -123,7 +123,7 @@ class StepBatch:
         """
         actor = self._actor
         layout = actor.teacher.layout
-        shares = deal(actor.config, actor.teacher, samples.rows.lengths, self._own)
+        shares = deal(actor.config, actor.teacher, RowLengths.of(samples.rows), self._own)
         asked = [(samples.take(share.rows), share.rows, share.micros) for share in shares]
         ranks = [layout.dense_coords(rank) for rank in range(layout.world_size)]
         actor.each("ask_teacher", [asked[rank.dp] for rank in ranks], "asking the teacher", interruptible=True)

@@ -20,7 +20,7 @@ from mrl.config.teacher_model import TeacherModel
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Samples
 from mrl.flow.response_store import ResponseStore
-from mrl.megatron.batching import MicroRows, Splitter
+from mrl.megatron.batching import MicroRows, RowLengths, Splitter
 
 if TYPE_CHECKING:
     from mrl.megatron.actor import MegatronActor  # the driver imports this module, and has no use for Megatron
@@ -56,9 +56,9 @@ class TeacherShare:
 
 
 def deal(
-    config: RunConfig, teacher: TeacherModel, lengths: np.ndarray, own: Sequence[np.ndarray]
+    config: RunConfig, teacher: TeacherModel, lengths: RowLengths, own: Sequence[np.ndarray]
 ) -> list[TeacherShare]:
-    """Deals the rows of a step, `lengths` [rows] tokens each, over the teacher's replicas.
+    """Deals the rows of a step, which are of these lengths, over the teacher's replicas.
 
     `own`: rows of each replica of the actor, which the teacher's have too where there are as many. Raises DataError for
     a row above the limit of a micro-batch.

@@ -21,7 +21,7 @@ from mrl.data.batch import TrainBatch
 from mrl.errors import DataError, NumericAbort
 from mrl.exercised import exercised
 from mrl.megatron import parallel
-from mrl.megatron.batching import MicroRows, RowResult, Splitter, UpdateResult, check_batch
+from mrl.megatron.batching import MicroRows, RowLengths, RowResult, Splitter, UpdateResult, check_batch
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
 from mrl.megatron.forward import (
@@ -329,7 +329,7 @@ class MegatronActor:
         elsewhere.
         """
         batch = self._of_own_layers(batch)
-        shares = self._update_splitter.shares(batch.lengths)
+        shares = self._update_splitter.shares(RowLengths.of(batch))
         whole = self._with_selection(batch, (slice(0, len(batch)),)) if batch.old_log_probs is not None else batch
         return self._gradients(whole, shares[mpu.get_data_parallel_rank()], _count(batch))[0]
 
@@ -379,7 +379,7 @@ class MegatronActor:
             return batch
         return replace(batch, routes=batch.routes[:, self.routing.layers])
 
-    def computed_tokens(self, cut: ReplicaCut, lengths: np.ndarray) -> np.ndarray:
+    def computed_tokens(self, cut: ReplicaCut, lengths: RowLengths) -> np.ndarray:
         """bool [tokens]: of a replica's rows those whose routes this rank needs; see ReplicaCut.computed."""
         context = mpu.get_context_parallel_rank()
         tensor = mpu.get_tensor_model_parallel_rank()
@@ -392,7 +392,8 @@ class MegatronActor:
 
     def _cut(self, batch: TrainBatch) -> StepCut:
         config = self.config
-        return step_cut(config.actor, config.ref, config.rollout.n, self.layout, self.model, batch.lengths)
+        lengths = RowLengths.of(batch)
+        return step_cut(config.actor, config.ref, config.rollout.n, self.layout, self.model, lengths)
 
     def _whole(self, batch: TrainBatch) -> ReplicaCut:
         """This replica's part of a step that it has all rows of."""

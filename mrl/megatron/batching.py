@@ -6,11 +6,13 @@ collective over them.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from mrl.config.schema import ActorConfig, RefConfig, TeacherConfig
 from mrl.data.batch import TrainBatch
+from mrl.data.row_columns import Columns, positions
 from mrl.errors import DataError
 from mrl.megatron.balance import balanced_parts, even_fit, first_fit, imbalance, sequence_costs, without_empty
 from mrl.megatron.packing import Shape
@@ -27,6 +29,53 @@ class MicroRows:
     is_filler: bool = False
 
 
+@dataclass(frozen=True)
+class RowLengths:
+    """Tokens of the sequences that a model computes of rows: one a row, but for rows of several branches.
+
+    A micro-batch has all sequences of a row. Each is padded, and attends to itself, by itself.
+    """
+
+    sequences: np.ndarray  # int64 [sequences], rows end to end
+    counts: np.ndarray | None = None  # int64 [rows]: sequences of each, at least 1; None: 1 each
+
+    @classmethod
+    def of(cls, rows: Columns) -> "RowLengths":
+        """The lengths of rows that have branches or none."""
+        if rows.branch_counts is None:
+            return cls(rows.lengths)
+        return cls(rows.sequence_lengths, rows.branch_counts.astype(np.int64))
+
+    def __len__(self) -> int:
+        if self.counts is None:
+            return len(self.sequences)
+        return len(self.counts)
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """int64 [rows]: tokens of each row, without padding."""
+        return self.summed(self.sequences)
+
+    def summed(self, values: np.ndarray) -> np.ndarray:
+        """[rows]: the sum of each row's `values` [sequences]."""
+        if self.counts is None:
+            return values
+        return np.add.reduceat(values, np.cumsum(self.counts) - self.counts)
+
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """int64: numbers of the sequences of `rows`, which are numbers of rows."""
+        if self.counts is None:
+            return rows
+        return positions(self.counts, rows)
+
+    def rows(self, rows: np.ndarray) -> "RowLengths":
+        """The lengths of the given rows alone."""
+        counts = None
+        if self.counts is not None:
+            counts = self.counts[rows]
+        return RowLengths(self.sequences[self.places(rows)], counts)
+
+
 _CLOSE = 1.001  # times the mean: micro-batches of one rank need not be nearer
 
 Shares = tuple[tuple[MicroRows, ...], ...]  # [data-parallel rank][micro-batch]
@@ -39,7 +88,7 @@ class MiniBatchLoad:
     padding_share: float  # of the tokens that all ranks compute: alignment, and what fillers repeat
     imbalance: float  # cost of the costliest rank over the mean cost, less 1
     tokens: tuple[int, ...]  # trained by each rank, fillers left out
-    packed_sequences: float | None = None  # of a row, mean; None where sequences are padded
+    packed_sequences: float | None = None  # of a pack, mean; None where sequences are padded
     budget_share: float | None = None  # of the token budget that the fullest micro-batch takes; None without one
 
 
@@ -161,41 +210,49 @@ class Splitter:
             per_pair=per_pair,
         )
 
-    def shares(self, lengths: np.ndarray, owners: list[np.ndarray] | None = None) -> Shares:
-        """Puts every row into exactly one micro-batch that is no filler. `lengths` [rows] are tokens per row.
+    def shares(self, lengths: RowLengths, owners: list[np.ndarray] | None = None) -> Shares:
+        """Puts every row into exactly one micro-batch that is no filler.
 
         Where `owners` does not say whose each row is, rows are dealt over ranks in equal numbers and at equal cost. A
         rank's rows are dealt over its micro-batches likewise where sequences are packed. Where they are padded, rows of
         like length go together. The largest forward comes first. Raises DataError for a row above the limit.
         """
-        costs = sequence_costs(lengths, self.per_token, self.per_pair)
+        costs = self.costs(lengths)
         ranks = balanced_parts(costs, self.data_parallel) if owners is None else owners
         cut = self._cut(lengths, costs, ranks)
-        filler = MicroRows(np.array([int(lengths.argmin())]), is_filler=True)
-        return tuple(
-            tuple(MicroRows(rows) if len(rows) else filler for rows in _falling(lengths, rank)) for rank in cut
-        )
+        tokens = lengths.tokens
+        filler = MicroRows(np.array([int(tokens.argmin())]), is_filler=True)
+        return tuple(tuple(MicroRows(rows) if len(rows) else filler for rows in _falling(tokens, rank)) for rank in cut)
 
-    def _cut(self, lengths: np.ndarray, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:
+    def costs(self, lengths: RowLengths) -> np.ndarray:
+        """float64 [rows]: what it costs to compute the sequences of each row."""
+        return lengths.summed(sequence_costs(lengths.sequences, self.per_token, self.per_pair))
+
+    def _taken(self, lengths: RowLengths) -> np.ndarray:
+        """int64 [rows]: tokens of each row in a pack, each of its sequences padded."""
+        return lengths.summed(round_up_all(lengths.sequences, self.shape.sequence_multiple))
+
+    def _cut(self, lengths: RowLengths, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:
         """Rows of every rank's micro-batches, as many on each."""
+        tokens = lengths.tokens
         if self.max_tokens is not None:
             self._check_longest(lengths)
         if not self.shape.packed:
-            count = self._padded_count(lengths, ranks)
-            return [np.array_split(rows[np.argsort(-lengths[rows], kind="stable")], count) for rows in ranks]
+            count = self._padded_count(tokens, ranks)
+            return [np.array_split(rows[np.argsort(-tokens[rows], kind="stable")], count) for rows in ranks]
         if self.max_tokens is not None:
             return self._packs(lengths, costs, ranks)
-        count = self._rounded(self._fewest(lengths, ranks))
+        count = self._rounded(self._fewest(tokens, ranks))
         return [_of(rows, balanced_parts(costs[rows], count, _CLOSE * costs[rows].sum() / count)) for rows in ranks]
 
-    def _packs(self, lengths: np.ndarray, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:
+    def _packs(self, lengths: RowLengths, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:
         """Packs each rank's rows under the limit of tokens.
 
         It takes as few packs as their sum allows where rows then fit evenly, else as few as fit.
         """
         limit = self._limit // self.shape.total_multiple * self.shape.total_multiple
-        taken = round_up_all(lengths, self.shape.sequence_multiple)
-        count = self._rounded(self._fewest(lengths, ranks))
+        taken = self._taken(lengths)
+        count = self._rounded(self._fewest(lengths.tokens, ranks))
         even = [even_fit(taken[rows], costs[rows], limit, count) for rows in ranks]
         if any(parts is None for parts in even):
             dense = [first_fit(taken[rows], limit) for rows in ranks]
@@ -207,16 +264,16 @@ class Splitter:
     def _rounded(self, count: int) -> int:
         return round_up(count, self.count_multiple)
 
-    def _fewest(self, lengths: np.ndarray, ranks: list[np.ndarray]) -> int:
+    def _fewest(self, tokens: np.ndarray, ranks: list[np.ndarray]) -> int:
         """The smallest number of micro-batches that can do, at least one."""
         if self.max_tokens is None:
             return max(-(-max(len(rows) for rows in ranks) // self.micro_batch_size), 1)
-        return max(-(-int(lengths[rows].sum()) // self._limit) for rows in ranks) or 1
+        return max(-(-int(tokens[rows].sum()) // self._limit) for rows in ranks) or 1
 
-    def _padded_count(self, lengths: np.ndarray, ranks: list[np.ndarray]) -> int:
+    def _padded_count(self, tokens: np.ndarray, ranks: list[np.ndarray]) -> int:
         """The smallest number of equally many rows, the longest first, that fit under the limit as rectangles."""
-        count = self._rounded(self._fewest(lengths, ranks))
-        falling = [-np.sort(-lengths[rows]) for rows in ranks]
+        count = self._rounded(self._fewest(tokens, ranks))
+        falling = [-np.sort(-tokens[rows]) for rows in ranks]
         while self.max_tokens is not None and not all(self._rectangles_fit(each, count) for each in falling):
             count += self.count_multiple
         return count
@@ -228,12 +285,13 @@ class Splitter:
         longest = round_up_all(falling[np.cumsum(sizes) - sizes], self.shape.total_multiple)
         return bool((sizes * longest <= self._limit).all())
 
-    def _check_longest(self, lengths: np.ndarray) -> None:
-        longest = int(lengths.argmax())
-        if self.shape.tokens(lengths[longest : longest + 1]) > self._limit:
+    def _check_longest(self, lengths: RowLengths) -> None:
+        taken = self._taken(lengths)
+        longest = int(taken.argmax())
+        if round_up(int(taken[longest]), self.shape.total_multiple) > self._limit:
             raise DataError(
-                f"row {longest} of the batch has {int(lengths[longest])} tokens, more than a micro-batch may hold "
-                f"({self._limit}: actor.ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu times "
+                f"row {longest} of the batch has {int(lengths.tokens[longest])} tokens, more than a micro-batch may "
+                f"hold ({self._limit}: actor.ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu times "
                 "context_parallel_size); raise that limit"
             )
 
@@ -242,14 +300,14 @@ class Splitter:
         """Tokens of a micro-batch over all ranks of its context-parallel group."""
         return (self.max_tokens or 0) * self.shape.context
 
-    def load(self, lengths: np.ndarray, shares: Shares) -> MiniBatchLoad:
-        """How a mini-batch of rows of `lengths` [rows] tokens, cut into `shares`, lies on the ranks."""
-        tokens = tuple(int(lengths[rows].sum()) for rows in trained_rows(shares))
+    def load(self, lengths: RowLengths, shares: Shares) -> MiniBatchLoad:
+        """How a mini-batch of rows, cut into `shares`, lies on the ranks."""
+        tokens = tuple(int(lengths.tokens[rows].sum()) for rows in trained_rows(shares))
         micros = [micro.rows for rank in shares for micro in rank if not micro.is_filler]
         packed = None
         if self.shape.packed:
-            packed = len(lengths) / len(micros)
-        fullest = max(self.shape.tokens(lengths[rows]) for rows in micros)
+            packed = len(lengths.sequences) / len(micros)
+        fullest = max(self._computed(lengths, rows) for rows in micros)
         budget = None
         if self.max_tokens is not None:
             budget = fullest / self._limit
@@ -257,23 +315,27 @@ class Splitter:
             self.padding_share(lengths, shares), self.imbalance(lengths, shares), tokens, packed, budget
         )
 
-    def padding_share(self, lengths: np.ndarray, shares: Shares) -> float:
-        """The share of padding in the tokens that all ranks compute: alignment, and what fillers repeat."""
-        computed = sum(self.shape.tokens(lengths[micro.rows]) for rank in shares for micro in rank)
-        return 1.0 - float(lengths.sum()) / computed
+    def _computed(self, lengths: RowLengths, rows: np.ndarray) -> int:
+        """Tokens computed for a micro-batch of these rows, over all context-parallel ranks."""
+        return self.shape.tokens(lengths.rows(rows).sequences)
 
-    def imbalance(self, lengths: np.ndarray, shares: Shares) -> float:
+    def padding_share(self, lengths: RowLengths, shares: Shares) -> float:
+        """The share of padding in the tokens that all ranks compute: alignment, and what fillers repeat."""
+        computed = sum(self._computed(lengths, micro.rows) for rank in shares for micro in rank)
+        return 1.0 - float(lengths.sequences.sum()) / computed
+
+    def imbalance(self, lengths: RowLengths, shares: Shares) -> float:
         """How much more than the mean the costliest data-parallel rank computes, as a share of the mean."""
-        return imbalance(sequence_costs(lengths, self.per_token, self.per_pair), trained_rows(shares))
+        return imbalance(self.costs(lengths), trained_rows(shares))
 
 
 def _of(rows: np.ndarray, parts: list[np.ndarray]) -> list[np.ndarray]:
     return [rows[part] for part in parts]
 
 
-def _falling(lengths: np.ndarray, parts: list[np.ndarray]) -> list[np.ndarray]:
+def _falling(tokens: np.ndarray, parts: list[np.ndarray]) -> list[np.ndarray]:
     """The one with most tokens first."""
-    return sorted(parts, key=lambda part: -int(lengths[part].sum()))
+    return sorted(parts, key=lambda part: -int(tokens[part].sum()))
 
 
 def round_up_all(numbers: np.ndarray, multiple: int) -> np.ndarray:

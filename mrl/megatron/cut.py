@@ -11,7 +11,16 @@ from itertools import chain
 import numpy as np
 
 from mrl.config.schema import ActorConfig, RefConfig
-from mrl.megatron.batching import MicroRows, MiniBatchLoad, Shares, Splitter, mini_batches, rows_of, trained_rows
+from mrl.megatron.batching import (
+    MicroRows,
+    MiniBatchLoad,
+    RowLengths,
+    Shares,
+    Splitter,
+    mini_batches,
+    rows_of,
+    trained_rows,
+)
 from mrl.megatron.packing import Shape, computed_tokens
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
@@ -31,16 +40,17 @@ class ReplicaCut:
         """int64: rows of each mini-batch that are this replica's."""
         return [np.sort(rows_of(micros)) for micros in self.mini_batches]
 
-    def computed(self, lengths: np.ndarray, shape: Shape, context_rank: int, tensor_rank: int) -> np.ndarray:
-        """bool [tokens]: those of a batch of `lengths` that one of the replica's ranks computes in any pass."""
+    def computed(self, lengths: RowLengths, shape: Shape, context_rank: int, tensor_rank: int) -> np.ndarray:
+        """bool [tokens]: those of a batch that one of the replica's ranks computes in any pass."""
         micros = {
             tuple(micro.rows.tolist())
             for part in (*self.mini_batches, self.log_probs, self.reference)
             for micro in part
         }
-        computed = np.zeros(int(lengths.sum()), bool)
+        computed = np.zeros(int(lengths.sequences.sum()), bool)
         for rows in micros:
-            computed[computed_tokens(lengths, np.array(rows), shape, context_rank, tensor_rank)] = True
+            places = lengths.places(np.array(rows))
+            computed[computed_tokens(lengths.sequences, places, shape, context_rank, tensor_rank)] = True
         return computed
 
     def renumbered(self, rows: np.ndarray) -> "ReplicaCut":
@@ -80,15 +90,16 @@ class StepCut:
 
 
 def step_cut(
-    actor: ActorConfig, ref: RefConfig, responses: int, layout: TrainLayout, model: ModelSpec, lengths: np.ndarray
+    actor: ActorConfig, ref: RefConfig, responses: int, layout: TrainLayout, model: ModelSpec, lengths: RowLengths
 ) -> StepCut:
-    """The cut of a step's rows, `lengths` [rows] tokens each, `responses` of them a prompt.
+    """The cut of a step's rows, `responses` of them a prompt.
 
     Raises DataError for a row above the limit of a micro-batch.
     """
     update = Splitter.for_update(actor, layout, model)
     slices = tuple(mini_batches(len(lengths), actor.ppo_mini_batch_size * responses))
-    parts = tuple(_shifted(update.shares(lengths[rows]), rows.start) for rows in slices)
+    of_slices = [lengths.rows(np.arange(rows.start, rows.stop)) for rows in slices]
+    parts = tuple(_shifted(update.shares(each), rows.start) for rows, each in zip(slices, of_slices, strict=True))
     of_parts = [trained_rows(part) for part in parts]
     owners = [np.sort(np.concatenate(of_replica)) for of_replica in zip(*of_parts, strict=True)]
     own = (
@@ -99,7 +110,8 @@ def step_cut(
     as_update = tuple(tuple(chain.from_iterable(of_replica)) for of_replica in zip(*parts, strict=True))
     passes = [as_update if splitter is None else splitter.shares(lengths, owners) for splitter in own]
     loads = tuple(
-        update.load(lengths[rows], _shifted(part, -rows.start)) for rows, part in zip(slices, parts, strict=True)
+        update.load(each, _shifted(part, -rows.start))
+        for rows, each, part in zip(slices, of_slices, parts, strict=True)
     )
     return StepCut(parts, *passes, slices, loads)
 

@@ -230,7 +230,8 @@ def _laid_out_routes(batch: TrainBatch, left: np.ndarray, kept: np.ndarray) -> n
 def computed_tokens(
     lengths: np.ndarray, rows: np.ndarray, shape: Shape, context_rank: int, tensor_rank: int
 ) -> np.ndarray:
-    """int64: which tokens of a batch, rows of `lengths` end to end, this rank's routers see of the micro-batch `rows`.
+    """int64: which tokens of a batch, sequences of `lengths` end to end, this rank's routers see of a micro-batch of
+    those numbered `rows`.
 
     Under sequence parallelism (`shape.tensor` above 1) a tensor-parallel rank's routers see its part of the positions.
     """

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from mrl.megatron.batching import Splitter
+from mrl.megatron.batching import RowLengths, Splitter
 from mrl.megatron.packing import Shape
 from mrl.model import forward_flops_per_token, known_spec
 
@@ -61,16 +61,17 @@ def _case(samples: int, dp: int) -> dict[str, float]:
         per_token=forward_flops_per_token(model, 1.0) - per_pair,
         per_pair=per_pair,
     )
-    tokens = lengths(samples)
+    drawn = lengths(samples)
+    tokens = RowLengths(drawn)
     start = time.perf_counter()
     shares = splitter.shares(tokens)
     seconds = time.perf_counter() - start
-    loads = np.array([sum(tokens[micro.rows].sum() for micro in rank if not micro.is_filler) for rank in shares])
+    loads = np.array([sum(drawn[micro.rows].sum() for micro in rank if not micro.is_filler) for rank in shares])
     return {
         "samples": samples, "dp": dp, "padding_share": splitter.padding_share(tokens, shares),
         "dp_imbalance": splitter.imbalance(tokens, shares), "token_imbalance": float(loads.max() / loads.mean() - 1),
         "seconds": seconds,
-        "micro_batches": len(shares[0]), "mean_tokens": float(tokens.mean()),
+        "micro_batches": len(shares[0]), "mean_tokens": float(drawn.mean()),
     }  # fmt: skip
 
 

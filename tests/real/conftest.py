@@ -27,7 +27,7 @@ ROWS = {
         "test_eval", "test_full_disk",
         "test_glm_run", "test_hybrid_run", "test_latent_run", "test_lora_run", "test_offload_run", "test_recipes",
         "test_submit",
-        "test_supervised", "test_rank_restart", "test_turns", "test_wide_turns",
+        "test_supervised", "test_rank_restart", "test_turns", "test_held_turns", "test_wide_turns",
     ),
 }  # fmt: skip
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}

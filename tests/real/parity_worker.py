@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor
+from mrl.megatron.batching import RowLengths
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
@@ -71,7 +72,7 @@ def _set_actor(actor: MegatronActor, config: RunConfig, settings: dict) -> None:
 def _cut_of(actor: MegatronActor, batch: TrainBatch) -> list:
     """Whether sequences are packed, and the rows of each micro-batch of each data-parallel replica."""
     splitter = actor._update_splitter  # that which `gradients` cuts by
-    shares = splitter.shares(batch.lengths)
+    shares = splitter.shares(RowLengths.of(batch))
     return [splitter.shape.packed, [[micro.rows.tolist() for micro in share] for share in shares]]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mrl.megatron.balance import balanced_parts, even_fit, first_fit, imbalance, sequence_costs, without_empty
-from mrl.megatron.batching import Splitter, trained_rows
+from mrl.megatron.batching import RowLengths, Splitter, trained_rows
 from mrl.megatron.packing import Shape
 
 LIMIT = 20_480
@@ -43,7 +43,7 @@ LENGTHS = {
 def cut(kind: str, rows: int, ranks: int, max_tokens: int):
     lengths = LENGTHS[kind](np.random.default_rng(0), rows)
     splitter = Splitter(Shape(packed=True), ranks, 1, max_tokens=max_tokens, per_token=1.0, per_pair=1e-4)
-    shares = splitter.shares(lengths)
+    shares = splitter.shares(RowLengths(lengths))
     return lengths, splitter, shares
 
 
@@ -54,7 +54,7 @@ def test_a_step_of_8192_long_responses_is_cut_in_less_than_a_second(ranks, max_t
     lengths, splitter, shares = cut("near the limit", 8192, ranks, max_tokens)
     assert time.process_time() - begun < 1.0
     assert {len(rank) for rank in shares} == {8192 // ranks}, "no two of them fit together"
-    assert splitter.imbalance(lengths, shares) < 1e-6
+    assert splitter.imbalance(RowLengths(lengths), shares) < 1e-6
 
 
 # (lengths, ranks): imbalance over ranks, and micro-batches of at most 20,480 and 32,768 tokens, as an earlier splitter
@@ -71,7 +71,7 @@ def test_512_responses_lie_as_evenly_as_ever_in_as_few_micro_batches(kind, ranks
     uneven, *counts = FIGURES[kind, ranks]
     for max_tokens, most in zip((LIMIT, 32_768), counts, strict=True):
         lengths, splitter, shares = cut(kind, 512, ranks, max_tokens)
-        assert splitter.imbalance(lengths, shares) <= 1.005 * uneven
+        assert splitter.imbalance(RowLengths(lengths), shares) <= 1.005 * uneven
         assert len(shares[0]) <= most + (most > 8)  # 44 for 43, 47 for 66
         assert not any(micro.is_filler for rank in shares for micro in rank)
 
@@ -117,7 +117,7 @@ def test_a_pack_that_ends_between_multiples_stays_under_the_limit():
     """Sequences to 4 tokens, packs to 16, limit 60 on each of two: of 120 only 112 can be filled."""
     splitter = Splitter(Shape(True, context=2, tensor=4), 1, 1, max_tokens=60)
     lengths = np.array([57, 57, 3])
-    (rank,) = splitter.shares(lengths)
+    (rank,) = splitter.shares(RowLengths(lengths))
     assert all(splitter.shape.tokens(lengths[m.rows]) <= 120 for m in rank) and len(rank) == math.ceil(
         (60 + 60 + 4) / 112
     )

@@ -11,7 +11,7 @@ from mrl.config.load import load_config
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed
 from mrl.errors import DataError
-from mrl.megatron.batching import MiniBatchLoad, Splitter, check_batch, mini_batches, trained_rows
+from mrl.megatron.batching import MiniBatchLoad, RowLengths, Splitter, check_batch, mini_batches, trained_rows
 from mrl.megatron.packing import Shape
 from mrl.model import planning_model_spec
 from mrl.model.layout import TrainLayout
@@ -30,12 +30,12 @@ def random_cuts():
 
 def test_every_row_is_in_exactly_one_micro_batch_that_counts():
     for lengths, splitter in random_cuts():
-        assert sorted(np.concatenate(trained_rows(splitter.shares(lengths)))) == list(range(len(lengths)))
+        assert sorted(np.concatenate(trained_rows(splitter.shares(RowLengths(lengths))))) == list(range(len(lengths)))
 
 
 def test_every_rank_has_the_same_number_of_micro_batches_and_none_is_empty_or_too_large():
     for lengths, splitter in random_cuts():
-        ranks = splitter.shares(lengths)
+        ranks = splitter.shares(RowLengths(lengths))
         assert len(ranks) == splitter.data_parallel
         rows = math.ceil(len(lengths) / splitter.data_parallel)
         assert {len(rank) for rank in ranks} == {math.ceil(rows / splitter.micro_batch_size)}
@@ -44,14 +44,14 @@ def test_every_rank_has_the_same_number_of_micro_batches_and_none_is_empty_or_to
 
 def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages():
     for lengths, splitter in random_cuts():
-        ranks = replace(splitter, count_multiple=3).shares(lengths)
+        ranks = replace(splitter, count_multiple=3).shares(RowLengths(lengths))
         assert {len(rank) % 3 for rank in ranks} == {0}
         assert sorted(np.concatenate(trained_rows(ranks))) == list(range(len(lengths)))
 
 
 def test_ranks_differ_by_at_most_one_row():
     for lengths, splitter in random_cuts():
-        counts = [len(rows) for rows in trained_rows(splitter.shares(lengths))]
+        counts = [len(rows) for rows in trained_rows(splitter.shares(RowLengths(lengths)))]
         assert max(counts) - min(counts) <= 1
 
 
@@ -61,7 +61,7 @@ def test_a_token_limit_holds_for_every_micro_batch_alignment_included(context):
     for _ in range(100):
         lengths = rng.integers(1, 50, rng.integers(1, 40))
         splitter = Splitter(Shape(True, context, tensor=2), int(rng.integers(1, 5)), 1, max_tokens=60)
-        ranks = splitter.shares(lengths)
+        ranks = splitter.shares(RowLengths(lengths))
         assert sorted(np.concatenate(trained_rows(ranks))) == list(range(len(lengths)))
         assert len({len(rank) for rank in ranks}) == 1
         assert all(splitter.shape.tokens(lengths[m.rows]) <= 60 * context for rank in ranks for m in rank)
@@ -69,16 +69,16 @@ def test_a_token_limit_holds_for_every_micro_batch_alignment_included(context):
 
 def test_a_row_above_the_token_limit_is_refused_by_number_and_key():
     with pytest.raises(DataError, match=r"row 1 .* 61 tokens.*ppo_max_token_len_per_gpu"):
-        Splitter(PACKED, 1, 1, max_tokens=60).shares(np.array([5, 61, 7]))
+        Splitter(PACKED, 1, 1, max_tokens=60).shares(RowLengths(np.array([5, 61, 7])))
 
 
 def test_padded_rows_of_one_micro_batch_have_neighbouring_lengths():
-    (rank,) = Splitter(PADDED, 1, 2).shares(np.array([3, 50, 4, 49]))
+    (rank,) = Splitter(PADDED, 1, 2).shares(RowLengths(np.array([3, 50, 4, 49])))
     assert [m.rows.tolist() for m in rank] == [[1, 3], [2, 0]]
 
 
 def test_packed_micro_batches_have_equal_loads():
-    (rank,) = Splitter(PACKED, 1, 2).shares(np.array([3, 50, 4, 49]))
+    (rank,) = Splitter(PACKED, 1, 2).shares(RowLengths(np.array([3, 50, 4, 49])))
     assert sorted(m.rows.tolist() for m in rank) == [[0, 1], [2, 3]]
 
 
@@ -115,7 +115,7 @@ def test_the_reference_model_is_cut_by_its_own_kind_of_limit(overrides, limits):
 
 def test_padding_counts_alignment_and_fillers():
     splitter = Splitter(Shape(True, context=2, tensor=2), 2, 8)  # sequences to 4 tokens, a pack to 8
-    lengths = np.array([5])
+    lengths = RowLengths(np.array([5]))
     shares = splitter.shares(lengths)
     assert splitter.padding_share(lengths, shares) == pytest.approx(1 - 5 / 16)
 
@@ -143,15 +143,16 @@ def test_the_load_of_a_mini_batch_worked_by_hand():
     """Four sequences of 8, 6, 3 and 1 tokens on two ranks: 9 tokens each; cost is the tokens, and nothing is padded."""
     splitter, lengths = (
         Splitter(Shape(True, context=1, tensor=1), data_parallel=2, micro_batch_size=2),
-        np.array([8, 6, 3, 1]),
+        RowLengths(np.array([8, 6, 3, 1])),
     )
     load = splitter.load(lengths, splitter.shares(lengths))
     assert (load.tokens, load.imbalance, load.padding_share) == ((9, 9), 0.0, 0.0)
-    load = splitter.load(lengths[:1], splitter.shares(lengths[:1]))  # the other rank repeats the row as a filler
+    alone = RowLengths(lengths.sequences[:1])
+    load = splitter.load(alone, splitter.shares(alone))  # the other rank repeats the row as a filler
     assert (sorted(load.tokens), load.imbalance, load.padding_share) == ([0, 8], 1.0, 0.5)
 
 
-LENGTHS = np.array([10, 20, 30, 40])
+LENGTHS = RowLengths(np.array([10, 20, 30, 40]))
 
 
 def load_of(shape: Shape, max_tokens: int | None) -> MiniBatchLoad:
@@ -174,7 +175,7 @@ def test_the_share_of_a_budget_is_that_of_the_fullest_micro_batch():
 
 def test_the_metrics_of_a_step_are_the_mean_of_packing_and_the_largest_of_budgets():
     loads = [MiniBatchLoad(0.0, 0.0, (50,), 2.0, 0.5), MiniBatchLoad(0.0, 0.0, (50,), 4.0, 0.75)]
-    metrics = load_metrics(LENGTHS, loads)
+    metrics = load_metrics(LENGTHS.sequences, loads)
     assert (metrics["actor/packed_sequences"], metrics["actor/token_budget_share"]) == (3.0, 0.75)
-    plain = load_metrics(LENGTHS, [MiniBatchLoad(0.0, 0.0, (100,))])
+    plain = load_metrics(LENGTHS.sequences, [MiniBatchLoad(0.0, 0.0, (100,))])
     assert not {"actor/packed_sequences", "actor/token_budget_share"} & plain.keys()

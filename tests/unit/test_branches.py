@@ -19,11 +19,13 @@ from mrl.algo.losses import LossInputs, PolicyLossParameters, policy_loss
 from mrl.algo.rows import row_sums
 from mrl.algo.spec import AGGREGATIONS, LOSSES
 from mrl.cli.main import main
+from mrl.config.actor_rules import longest_sample
 from mrl.config.load import load_config
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, SampleRows, Samples, Turn, packed
 from mrl.errors import DataError
-from mrl.megatron.batching import check_batch
+from mrl.megatron.batching import MicroRows, RowLengths, Splitter, check_batch
+from mrl.megatron.cut import ReplicaCut
 from mrl.megatron.packing import Shape, micro_batch
 from mrl.model import model_spec
 from mrl.record.metrics import length_metrics, turn_metrics
@@ -33,6 +35,7 @@ from mrl.schedule.branches import Branch, as_one_row
 from mrl.schedule.segments import token_versions
 from mrl.tools.report.samples import looked_at
 from mrl.train.rollouts import Judge
+from mrl.units import round_up
 
 
 def one(response, sampled, starts, version=5, log_probs=None, prompt=(7, 8)) -> Samples:
@@ -146,6 +149,95 @@ def test_a_branch_that_begins_with_a_trained_token_is_refused(tmp_path):
     sampled[4] = True
     with pytest.raises(DataError, match="row 0 of the batch has a branch without a prompt"):
         check_batch(replace(batch, sampled=sampled), model_spec(SIZES), 0)
+
+
+def drawn_lengths(rng: np.random.Generator) -> RowLengths:
+    """Rows of one to four sequences."""
+    counts = rng.integers(1, 5, rng.integers(4, 30))
+    return RowLengths(rng.integers(1, 50, int(counts.sum())), counts)
+
+
+TOOLS = "parallel_configs/tool-moe/cpu.yaml"
+SHAPES = [Shape(True), Shape(True, context=2), Shape(True, context=4, tensor=2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["whole", "context 2", "context 4, tensor 2"])
+def test_a_cut_costs_and_pads_what_the_same_sequences_do_as_rows_of_their_own(shape):
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        lengths = drawn_lengths(rng)
+        splitter = Splitter(shape, int(rng.integers(1, 4)), 1, max_tokens=400, per_token=1.0, per_pair=2.0)
+        shares = splitter.shares(lengths)
+        alone = RowLengths(lengths.sequences)
+        apart = tuple(tuple(replace(micro, rows=lengths.places(micro.rows)) for micro in rank) for rank in shares)
+        assert splitter.load(lengths, shares) == splitter.load(alone, apart)
+        assert splitter.costs(lengths).sum() == pytest.approx(splitter.costs(alone).sum())
+        packs = [alone.rows(micro.rows).sequences for rank in apart for micro in rank]
+        assert max(shape.tokens(pack) for pack in packs) <= 400 * shape.context
+
+
+def test_costs_and_padding_of_branches_worked_by_hand():
+    """Of two context-parallel ranks sequences of 5 and 3 tokens take 8 and 4; attention compares 15 and 6 pairs."""
+    lengths = RowLengths(np.array([5, 3, 8]), np.array([2, 1]))
+    splitter = Splitter(Shape(True, context=2), 1, 1, max_tokens=6, per_token=0.0, per_pair=1.0)
+    assert splitter.costs(lengths).tolist() == [15 + 6, 36]
+    shares = splitter.shares(lengths)
+    assert splitter.load(lengths, shares).padding_share == pytest.approx(1 - 16 / 20)
+    assert splitter.load(lengths, shares).budget_share == 1.0
+    with pytest.raises(DataError, match="row 0 of the batch has 8 tokens, more than a micro-batch may hold"):
+        replace(splitter, max_tokens=5).shares(lengths)
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_a_budget_that_the_rules_allow_holds_any_response_of_an_agent(context):
+    agent = ["rollout.endpoint=true", "rollout.agent={path: agent.py}", "rollout.turns={network: true, max_turns: 6}"]
+    size = ["data.max_prompt_length=16", "data.max_response_length=104"]
+    config = load_config(TOOLS, None, [*agent, *size, f"actor.layout.context_parallel_size={context}"]).config
+    layout = config.actor.layout
+    least = -(-longest_sample(config) // context)
+    splitter = Splitter(Shape(True, context, layout.tensor_model_parallel_size), 1, 1, max_tokens=least)
+    rng = np.random.default_rng(context)
+    for _ in range(200):
+        branches = int(rng.integers(1, 7))
+        ends = np.sort(rng.choice(np.arange(1, 120), branches - 1, replace=False))
+        sequences = np.diff([0, *ends, 120])
+        (rank,) = splitter.shares(RowLengths(sequences, np.array([branches])))
+        assert len(rank) == 1
+    if context > 1:
+        too_small = replace(splitter, max_tokens=120 // context)
+        with pytest.raises(DataError, match="row 0"):
+            too_small.shares(RowLengths(np.array([1, 1, 1, 1, 1, 115]), np.array([6])))
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=["context 2", "context 4, tensor 2"])
+def test_a_step_with_branches_lays_out_what_its_cut_has_counted(as_rows, shape):
+    """A micro-batch of each context-parallel rank is within its limit, and together they are what the load says."""
+    batch = batch_of(as_rows[1])
+    lengths = RowLengths.of(batch)
+    limit = round_up(int(lengths.tokens.max()), shape.total_multiple) // shape.context + 4 * shape.sequence_multiple
+    splitter = Splitter(shape, 2, 1, max_tokens=limit)
+    shares = splitter.shares(lengths)
+    computed = 0
+    for micro in itertools.chain.from_iterable(shares):
+        sizes = [micro_batch(batch, micro.rows, shape, rank).input_ids.size for rank in range(shape.context)]
+        assert max(sizes) <= limit
+        computed += sum(sizes)
+    assert splitter.padding_share(lengths, shares) == pytest.approx(1 - len(batch.token_ids) / computed)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["whole", "context 2", "context 4, tensor 2"])
+def test_ranks_that_share_a_batch_with_branches_see_each_token_once(as_rows, shape):
+    """What a rank's routers see of it, by the cut, is what they are given."""
+    batch = batch_of(as_rows[1])
+    lengths = RowLengths.of(batch)
+    cut = ReplicaCut((), (MicroRows(np.arange(len(batch))),), ())
+    seen = np.zeros(len(batch.token_ids), int)
+    for context, tensor in itertools.product(range(shape.context), range(shape.tensor)):
+        seen += cut.computed(lengths, shape, context, tensor)
+    assert (seen == 1).all()
+    laid_out = micro_batch(batch, np.arange(len(batch)), shape)
+    own = sum(cut.computed(lengths, shape, 0, tensor) for tensor in range(shape.tensor))
+    assert laid_out.input_ids[laid_out.real].tolist() == batch.token_ids[np.flatnonzero(own)].tolist()
 
 
 def cut_at_turns(sample: Sample) -> Samples:

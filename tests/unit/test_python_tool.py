@@ -44,6 +44,7 @@ WORKS = {
     ),
     "no Python": ("if", '  File "program.py", line 1\n    if\n      ^\nSyntaxError: invalid syntax\n'),
     "an exit status": ("import sys; sys.exit(3)", "(it printed nothing, and ended by status 3)"),
+    "an exit status that was another's": ("import sys; print('my own'); sys.exit(97)", "my own\n"),
     "an alarm of its own": (
         "import signal, time\nsignal.signal(14, lambda *_: print('rings'))\nsignal.setitimer(0, 0.01)\ntime.sleep(0.1)",
         "rings\n",
@@ -188,6 +189,39 @@ def test_a_machine_that_cannot_confine_is_refused_unless_it_is_forced(monkeypatc
         python_tool.python_tool(LIMITS)
     forced = PythonLimits(unconfined=True)
     assert python_tool.python_tool(forced).function("print(1)") == "1\n"
+
+
+UNFIT = """import mrl.environments.sandbox as box
+box.give_up = lambda limits: 'rights stay'
+box.main()"""
+
+
+@pytest.mark.parametrize(("unconfined", "said"), [(False, ProgramEnded("rights stay")), (True, "9\n")])
+def test_what_could_not_be_given_up_is_said_in_the_place_of_an_answer(monkeypatch, unconfined, said):
+    """And the program has not run; where it may run unconfined, it is all the same and said nowhere."""
+    start = f"import sys; sys.path.insert(0, {str(python_tool.PACKAGE_ROOT)!r}); exec({UNFIT!r})"
+    monkeypatch.setattr(python_tool, "_START", start)
+    limits = PythonLimits(unconfined=unconfined)
+    if not unconfined:
+        with pytest.raises(ProgramEnded, match=f"^{said}$"):
+            run_program("print(9); open('ran', 'w')", limits)
+    else:
+        assert run_program("print(9)", limits) == said
+
+
+@CONFINED
+def test_the_program_has_no_way_to_say_that_it_was_not_confined():
+    """The descriptor for that is shut before it begins."""
+    code = """
+import os
+for number in range(3, 64):
+    try:
+        os.write(number, b"x")
+    except OSError:
+        continue
+    print(number)
+"""
+    assert run_program(code, LIMITS) == NOTHING
 
 
 def test_a_fault_is_what_the_probe_could_do(monkeypatch):

@@ -10,7 +10,7 @@ from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING
 from mrl.data.samples import Sample, packed
 from mrl.flow.routes import RouteReader, read_routes, tokens_by_block
-from mrl.megatron.batching import MicroRows
+from mrl.megatron.batching import MicroRows, RowLengths
 from mrl.megatron.cut import ReplicaCut
 from mrl.megatron.packing import Shape, micro_batch
 
@@ -81,7 +81,7 @@ def test_routers_get_what_they_would_get_of_whole_responses_and_nothing_else_tra
     every = TrainBatch.of(kept.read(with_routes=True), 1.0)
     for context in range(shape.context):
         for tensor in range(shape.tensor):
-            needed = CUT.computed(made.lengths, shape, context, tensor)
+            needed = CUT.computed(RowLengths.of(made), shape, context, tensor)
             received.clear()
             found = read_routes(kept, blocks(kept), needed, layers, {"a": reader(received), "b": reader(received)})
             known = needed & (every.routes != MISSING).any((1, 2))
@@ -98,7 +98,7 @@ def test_routers_get_what_they_would_get_of_whole_responses_and_nothing_else_tra
 def test_on_its_own_node_a_rank_cuts_out_the_same():
     kept, received = stored(), []
     made, layers = kept.read(), np.array([1, 2])
-    needed = CUT.computed(made.lengths, Shape(True, context=2), 0, 0)
+    needed = CUT.computed(RowLengths.of(made), Shape(True, context=2), 0, 0)
     far, near = (
         read_routes(kept, blocks(kept), needed, layers, each)
         for each in ({"a": reader(received), "b": reader(received)}, {})

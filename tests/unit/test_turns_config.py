@@ -39,7 +39,6 @@ READ = ("reward.function", "algorithm.filter_groups.metric", "algorithm.gdpo_rew
 KEYS = "algorithm.gdpo_reward_keys=[{}]"
 HELD = ["trainer.schedule=bounded", "trainer.max_staleness=2", "trainer.partial_rollouts=true"]
 BROKEN = {
-    "by other weights": ([CALCULATOR, *HELD], "trainer.partial_rollouts", "must be false with rollout.turns"),
     "no tools": (["rollout.turns={tools: []}"], "rollout.turns.tools", "must name a tool"),
     "two of one name": (["rollout.turns={tools: [calculator, calculator]}"], "rollout.turns.tools", "calculator twice"),
     "not shipped": (["rollout.turns={tools: [compass]}"], "rollout.turns.tools", "must name shipped ones"),
@@ -67,8 +66,8 @@ def test_what_cannot_be_is_refused_by_key(overrides, field, rule):
     assert any(where == field and rule in said for where, said in found)
     for legal in (
         [CALCULATOR],
-        [CALCULATOR, *HELD[:2]],
-        [CALCULATOR, *HELD[:2], "trainer.order=ready_first"],
+        [CALCULATOR, *HELD],
+        [CALCULATOR, *HELD, "trainer.order=ready_first"],
         [GAMES, REWARDED],
         [GAMES, REWARDED, FILTERED.format("won"), KEYS.format("won, guesses, acc, reward")],
         [GAMES, REWARDED, "reward.bonus_rules={think_format: 0.1}", KEYS.format("main, think_format")],
@@ -92,7 +91,7 @@ BROKEN_AGENTS = {
     "a file of tools": ([*ENDPOINT, "rollout.turns.path=tools.py"], "rollout.turns.path", "must be left out"),
     "no network": ([*ENDPOINT, "rollout.turns.network=false"], "rollout.turns.network", "must be true"),
     "routes": ([*ENDPOINT, "actor.router_replay=R3"], "actor.router_replay", "must not be R3"),
-    "other weights": ([*ENDPOINT, *HELD], "trainer.partial_rollouts", "must be false"),
+    "other weights": ([*ENDPOINT, *HELD], "trainer.partial_rollouts", "must be false with rollout.endpoint"),
     "no time": ([*ENDPOINT, "rollout.turns.timeout_s=900"], "rollout.turns.timeout_s", "must be less"),
 }  # fmt: skip
 
