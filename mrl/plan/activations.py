@@ -16,10 +16,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 from mrl.model import ModelSpec
+from mrl.model.adapters import Lora
 from mrl.model.computed_sizes import ATTENTION_LENGTHS, DELTA_CHUNK, LOGIT_CHUNK
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
+from mrl.plan.adapter_activations import adapter_terms
 from mrl.plan.model_state import key_value_heads, layer_kinds
 
 Kernels = Literal["torch", "transformer_engine"]
@@ -35,9 +37,18 @@ _DROPPED = {
     "core_attn": ("attention internals",),
     "moe_act": ("expert activation",),
     "layernorm": ("mlp norm",),
-    "mlp": ("mlp",),
-    "moe": ("router", "dispatch", "expert input", "expert projection", "expert activation", "shared experts"),
-    "shared_experts": ("shared experts",),
+    "mlp": ("mlp", "mlp adapters"),
+    "moe": (
+        "router",
+        "dispatch",
+        "expert input",
+        "expert projection",
+        "expert activation",
+        "expert adapters",
+        "shared experts",
+        "shared adapters",
+    ),
+    "shared_experts": ("shared experts", "shared adapters"),
 }
 
 
@@ -97,6 +108,8 @@ class Activations:
     recompute: Recompute = field(default_factory=Recompute)
     expert_load: float = 1.0  # tokens of the busiest expert rank over the mean
     gradient_bytes: int = 4  # per element of the gradient buffers
+    lora: Lora | None = None  # of adapters that are trained
+    dropout: bool = False  # of their inputs
 
     # ---------------------------------------------------------------- sizes
 
@@ -315,7 +328,8 @@ class Activations:
         """One layer without recomputation, by term."""
         if kind not in self._layers:
             attending = self._linear_attention() if kind.is_linear else self._attention()
-            self._layers[kind] = attending | (self._moe() if kind.has_experts else self._mlp())
+            rest = self._moe() if kind.has_experts else self._mlp()
+            self._layers[kind] = attending | rest | adapter_terms(self, kind)
         return self._layers[kind]
 
     @cached_property
@@ -394,7 +408,9 @@ class Activations:
         return rows * self.vocabulary * (2 * _F32 + self.bytes)
 
     def layer_temporaries(self) -> int:
-        """An estimate: gradient and a gathered copy of the largest tensor that a layer works on."""
+        """An estimate: gradient and a gathered copy of the largest tensor that a layer works on; with adapters also
+        what they make of it, by expert and joined.
+        """
         m = self.model
         s = self.tokens
         sizes = [s * m.hidden_size]
@@ -406,7 +422,10 @@ class Activations:
         if m.is_hybrid:
             of_head = (m.linear_key_head_dim + m.linear_value_head_dim) * _F32 // self.bytes
             sizes.append(s * m.linear_num_value_heads // self.layout.tensor * of_head)
-        return 2 * max(sizes) * self.bytes
+        copies = 2
+        if self.lora is not None:
+            copies = 4
+        return copies * max(sizes) * self.bytes
 
     # ---------------------------------------------------------------- a pipeline stage
 
