@@ -146,6 +146,12 @@ class LoraConfig(Section):
         advice="0. Above it an update's log-probs are not those of engines, and the ratio of a step's first update is "
         "not 1.",
     )
+    base_dtype: Literal["model.dtype", "int8", "nf4"] = key(
+        "model.dtype",
+        "Number format of the weights under the adapters. int8 and nf4 are refused: no library that is kept here has "
+        "products with such weights for Megatron's cut and grouped layers.",
+        advice="model.dtype.",
+    )
     path: str | None = key(
         None,
         "Folder of an adapter in PEFT's form that training starts from; left out: A random, B zero. A resumed run goes "

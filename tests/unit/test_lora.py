@@ -12,6 +12,7 @@ import pytest
 import torch
 from reshard_world import World, expected, hf_weights, setup_for, shards_of, sums_of
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_tensors
 from small_model import SIZES, write_model
 from test_config_rules import DENSE_MODEL, TINY_MODEL, only
 
@@ -215,29 +216,33 @@ def base(tmp_path) -> Path:
     return tmp_path / "base"
 
 
-def step_of(base: Path, folder: Path, degrees: dict, factors: dict[str, torch.Tensor], **adapters) -> Path:
+def step_of(
+    base: Path, folder: Path, degrees: dict, factors: dict[str, torch.Tensor], dtype: str = "float32", **adapters
+) -> Path:
     """A checkpoint of adapters as ranks of a layout write it, moments among it."""
     folder.mkdir()
     (folder / "hf").mkdir()
     shutil.copy(base / "config.json", folder / "hf")
-    layout = TrainLayout.build(degrees, SMALL)
+    sizes = json.loads((base / "config.json").read_text())
+    model = model_spec(sizes)
+    layout = TrainLayout.build(degrees, model)
     ranks = []
     for rank in range(layout.world_size):
         tensors, entries, name = {}, [], f"rank-{rank:05d}.safetensors"
-        for shard in (s for s in adapter_shards(SMALL, layout, rank, LORA) if s.primary == rank):
-            local = np.zeros(shard.local_shape, np.float32)
+        for shard in (s for s in adapter_shards(model, layout, rank, LORA) if s.primary == rank):
+            local = torch.zeros(shard.local_shape, dtype=getattr(torch, dtype))
             for piece in shard.pieces:
-                local[piece.local_box.slices] = factors[piece.hf_name][piece.hf_box.slices].numpy()
-            for role in (WEIGHT, EXP_AVG):
+                local[piece.local_box.slices] = factors[piece.hf_name][piece.hf_box.slices].to(local.dtype)
+            for role, values in ((WEIGHT, local), (EXP_AVG, local.float().clone())):
                 key = f"{role}/{shard.vp_chunk}.{shard.megatron_name}"
-                tensors[key] = local
+                tensors[key] = values
                 entries.append(StoredTensor(name, key, role, shard.local_shape, None, shard.pieces))
-        save_file(tensors, folder / name)
+        save_tensors(tensors, folder / name)
         facts = {"step": 3.0, "num_updates": 3, "lr": 0.5, "scheduler": {}}
         ranks.append(RankFiles(tuple(entries), {name: file_facts(folder / name)}, facts))
     said = {"rank": 4, "alpha": 8.0, "target_modules": list(TARGETS)}
     said |= {"base": {"path": str(base), "digest": base_digest(base)}} | adapters
-    write_manifest(folder, Manifest(3, degrees, "float32", SIZES, tuple(ranks), {}, {}, adapters=said))
+    write_manifest(folder, Manifest(3, degrees, dtype, sizes, tuple(ranks), {}, {}, adapters=said))
     return folder
 
 
@@ -361,6 +366,14 @@ def test_a_checkpoint_of_whole_weights_is_not_gone_on_with_by_adapters():
         (["actor.lora.rank=65"], "actor.lora.rank", "at most 64, the smaller side of model.layers.0"),
         (["actor.lora.alpha=4"], "actor.lora.alpha", "needs actor.lora.rank above 0"),
         (["actor.lora.path=/somewhere"], "actor.lora.path", "needs actor.lora.rank above 0"),
+        (["actor.lora.dropout=0.1"], "actor.lora.dropout", "needs actor.lora.rank above 0"),
+        (["actor.lora.base_dtype=nf4"], "actor.lora.base_dtype", "needs actor.lora.rank above 0"),
+        (["actor.lora.rank=4", "actor.lora.base_dtype=int8"], "actor.lora.base_dtype", "must be model.dtype"),
+        (
+            ["actor.lora.dropout=0.1", "algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=64"],
+            "actor.lora.dropout",
+            "must be 0 with algorithm.anchor on_policy",
+        ),
         (["actor.lora.target_modules=[]"], "actor.lora.target_modules", "names no module"),
         (["actor.lora.target_modules=[q_prj]"], "actor.lora.target_modules", "q_proj"),
         (["actor.freeze_router=true"], "actor.freeze_router", "must be false with actor.lora.rank"),
@@ -481,6 +494,7 @@ def imported(*words: str):
             {"target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]},
         ),
         ([f"{M}lora_rank=8", f"{M}lora_adapter_path=/x"], {"path": "/x"}),
+        ([f"{M}lora.rank=8", f"{M}lora.dropout=0.1"], {"dropout": 0.1}),
     ],
 )
 def test_verls_adapters_are_carried(words, values):
@@ -492,6 +506,8 @@ def test_verls_adapters_are_carried(words, values):
 def test_verls_adapters_that_are_off_or_others_than_here_are_said():
     off = imported(f"{M}lora_rank=0", f"{M}lora_alpha=0", f"{M}target_modules=all-linear", f"{M}lora.rank=0")
     assert not [key for key in off.values if key.startswith("actor.lora")] and not off.of("unsupported")
-    other = imported(f"{M}lora.rank=8", f"{M}lora.type=dora", f"{M}lora.dropout=0.1", f"{M}lora.merge=True")
-    assert {entry.key for entry in other.of("unsupported")} == {f"{M}lora.type", f"{M}lora.dropout"}
+    words = ("type=dora", "dropout_position=post", "share_expert_adapters=True", "merge=True")
+    other = imported(f"{M}lora.rank=8", *(f"{M}lora.{word}" for word in words))
+    unlike = {f"{M}lora.{name}" for name in ("type", "dropout_position", "share_expert_adapters")}
+    assert {entry.key for entry in other.of("unsupported")} == unlike
     assert "no module" in str(imported(f"{M}lora.rank=8", f"{M}target_modules=[in_proj]").of("unsupported")[0])
