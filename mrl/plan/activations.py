@@ -21,7 +21,7 @@ from mrl.model.computed_sizes import ATTENTION_LENGTHS, DELTA_CHUNK, LOGIT_CHUNK
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
-from mrl.plan.adapter_activations import adapter_terms
+from mrl.plan.adapter_activations import AdapterActivations
 from mrl.plan.model_state import key_value_heads, layer_kinds
 
 Kernels = Literal["torch", "transformer_engine"]
@@ -329,8 +329,24 @@ class Activations:
         if kind not in self._layers:
             attending = self._linear_attention() if kind.is_linear else self._attention()
             rest = self._moe() if kind.has_experts else self._mlp()
-            self._layers[kind] = attending | rest | adapter_terms(self, kind)
+            self._layers[kind] = attending | rest | self._adapters(kind)
         return self._layers[kind]
+
+    def _adapters(self, kind: LayerKind) -> dict[str, int]:
+        if self.lora is None:
+            return {}
+        kept = AdapterActivations(
+            self.lora,
+            self.dropout,
+            self.model,
+            self.layout,
+            self.bytes,
+            self.kernels == "torch",
+            self.tokens,
+            self.sharded,
+            round(self.expert_tokens),
+        )
+        return kept.terms(kind)
 
     @cached_property
     def _layers(self) -> dict[LayerKind, dict[str, int]]:

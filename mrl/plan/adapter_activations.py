@@ -1,105 +1,105 @@
 """What adapters (actor.lora) keep of a forward pass beside the layers that they are on, by term, on one rank.
 
 An adapter keeps its input x, which the layer would keep for the gradient of its own weight, and which is counted there.
-Beside it are A x, at most as many times as targets share x; the factors A of those, joined; where the layer's norm is
-fused into it, x made again; with dropout the mask and what it leaves of x. They were read off
-mrl/megatron/lora_layers.py and are held against what ranks keep (tests/real/test_memory_truth.py).
+Beside it are A x, as many times as targets share x; the factors A of those, joined; where the layer's norm is fused
+into it, x made again; with dropout the mask and what it leaves of x. They were read off mrl/megatron/lora_layers.py and
+are held against what ranks keep (tests/real/test_memory_truth.py).
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from mrl.model import ModelSpec
 from mrl.model.adapters import Lora
 from mrl.model.hf_config import LayerKind
-
-if TYPE_CHECKING:
-    from mrl.plan.activations import Activations
+from mrl.model.layout import TrainLayout
 
 _F32 = 4
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj")
+_DOWN = ("down_proj",)
 
 
-def adapter_terms(kept: "Activations", kind: LayerKind) -> dict[str, int]:
-    """Bytes by term of the adapters in one layer without recomputation; empty where none are trained."""
-    if kept.lora is None:
-        return {}
-    heads = kept.model.num_attention_heads * kept.model.head_dim // kept.layout.tensor
-    attention = _into(kept, _ATTENTION, kept.tokens, kept.sharded, kept.model.hidden_size, has_norm=True)
-    attention += _out_of(kept, "o_proj", kept.sharded, kept.tokens, heads)
-    if kind.has_experts:
-        return {"attention adapters": attention} | _of_experts(kept)
-    width = kept.model.intermediate_size // kept.layout.tensor
-    mlp = _into(kept, _GATED, kept.tokens, kept.sharded, kept.model.hidden_size, has_norm=True)
-    return {
-        "attention adapters": attention,
-        "mlp adapters": mlp + _out_of(kept, "down_proj", kept.sharded, kept.tokens, width),
-    }
+@dataclass(frozen=True)
+class AdapterActivations:
+    """Bytes that the adapters of one layer keep of a micro-batch."""
 
+    lora: Lora
+    dropout: bool
+    model: ModelSpec
+    layout: TrainLayout
+    bytes: int  # per element
+    is_plain: bool  # the kernels are torch's
+    tokens: int  # of the rank
+    sharded: int  # of them, what it has between tensor-parallel layers
+    expert_tokens: int  # rows of its experts
 
-def _of_experts(kept: "Activations") -> dict[str, int]:
-    m = kept.model
-    local = m.num_experts // kept.layout.expert
-    width = m.moe_intermediate_size // kept.layout.expert_tensor
-    tokens = round(kept.expert_tokens)
-    experts = _into(kept, _GATED, tokens, tokens, m.hidden_size, copies=local)
-    terms = {"expert adapters": experts + _out_of(kept, "down_proj", tokens, tokens, width)}
-    if m.shared_expert_intermediate_size:
-        inner = m.shared_expert_intermediate_size // kept.layout.tensor
-        shared = _into(kept, _GATED, kept.tokens, kept.tokens, m.hidden_size)
-        terms["shared adapters"] = shared + _out_of(kept, "down_proj", kept.tokens, kept.tokens, inner)
-    return terms
+    def terms(self, kind: LayerKind) -> dict[str, int]:
+        """Bytes of a layer by term, without recomputation."""
+        m = self.model
+        tensor = self.layout.tensor
+        heads = m.num_attention_heads * m.head_dim // tensor
+        attention = self._before(_ATTENTION, self.tokens, self.sharded, again=True)
+        attention += self._kept(("o_proj",), self.sharded) + self._dropped(("o_proj",), self.tokens * heads)
+        if kind.has_experts:
+            return {"attention adapters": attention} | self._of_experts()
+        width = m.intermediate_size // tensor
+        mlp = self._before(_GATED, self.tokens, self.sharded, again=True)
+        mlp += self._kept(_DOWN, self.sharded) + self._dropped(_DOWN, self.tokens * width)
+        return {"attention adapters": attention, "mlp adapters": mlp}
 
+    def _of_experts(self) -> dict[str, int]:
+        m = self.model
+        rows = self.expert_tokens
+        width = m.moe_intermediate_size // self.layout.expert_tensor
+        experts = self._before(_GATED, rows, rows, copies=m.num_experts // self.layout.expert)
+        experts += self._kept(_DOWN, rows) + self._dropped(_DOWN, rows * width)
+        if not m.shared_expert_intermediate_size:
+            return {"expert adapters": experts}
+        inner = m.shared_expert_intermediate_size // self.layout.tensor
+        shared = self._before(_GATED, self.tokens, self.tokens)
+        shared += self._kept(_DOWN, self.tokens) + self._dropped(_DOWN, self.tokens * inner)
+        return {"expert adapters": experts, "shared adapters": shared}
 
-def _into(
-    kept: "Activations",
-    names: Sequence[str],
-    gathered: int,
-    own: int,
-    width: int,
-    copies: int = 1,
-    has_norm: bool = False,
-) -> int:
-    """Bytes of the adapters of modules that share an input x of `own` tokens and of this width.
+    def _before(self, names: Sequence[str], gathered: int, own: int, copies: int = 1, again: bool = False) -> int:
+        """Bytes of modules that share an input x of `own` tokens, as wide as the model.
 
-    `gathered`: the tokens that A x is of. `copies`: of the factors, one an expert. `has_norm`: x is made again.
-    """
-    targets = _targets(kept.lora, names)
-    if not targets:
-        return 0
-    rows = targets * kept.lora.rank
-    joined = rows * width * copies * (targets > 1)
-    again = 0
-    if has_norm:
-        again = own * (width * _norm_bytes(kept) + _F32)
-    return (gathered * rows + joined) * kept.bytes + again + _dropped(kept, own * width)
+        `gathered`: the tokens that A x is of. `copies`: of the factors, one an expert. `again`: x is made again.
+        """
+        width = self.model.hidden_size
+        targets = self._targets(names)
+        if not targets:
+            return 0
+        joined = 0
+        if targets > 1:
+            joined = targets * self.lora.rank * width * copies * self.bytes
+        made = 0
+        if again:
+            made = own * (width * self._of_a_norm + _F32)
+        return self._kept(names, gathered) + joined + made + self._dropped(names, own * width)
 
+    def _kept(self, names: Sequence[str], tokens: int) -> int:
+        """Bytes of A x of each module."""
+        return tokens * self._targets(names) * self.lora.rank * self.bytes
 
-def _out_of(kept: "Activations", name: str, scattered: int, own: int, width: int) -> int:
-    """Bytes of the adapter of a module whose input has `own` tokens of this width, and A x `scattered` ones."""
-    if not _targets(kept.lora, (name,)):
-        return 0
-    return scattered * kept.lora.rank * kept.bytes + _dropped(kept, own * width)
+    def _dropped(self, names: Sequence[str], elements: int) -> int:
+        """Bytes of a mask and of what it leaves. Torch's masks on a CPU are of the input's format."""
+        if not self.dropout or not self._targets(names):
+            return 0
+        mask = 1
+        if self.is_plain:
+            mask = self.bytes
+        return elements * (self.bytes + mask)
 
+    def _targets(self, names: Sequence[str]) -> int:
+        return len(set(names) & set(self.lora.targets))
 
-def _targets(lora: Lora, names: Sequence[str]) -> int:
-    return len(set(names) & set(lora.targets))
+    @property
+    def _of_a_norm(self) -> int:
+        """Bytes of an element that a second norm of an input keeps.
 
-
-def _norm_bytes(kept: "Activations") -> int:
-    """Bytes of an element that a second norm of the same input keeps.
-
-    In torch they are what it was normalised to, in float32, and before that the input where it has 16 bits.
-    """
-    if kept.kernels == "torch" and kept.bytes < _F32:
-        return 2 * _F32
-    return kept.bytes
-
-
-def _dropped(kept: "Activations", elements: int) -> int:
-    if not kept.dropout:
-        return 0
-    mask = 1
-    if kept.kernels == "torch":  # whose masks are of the input's format
-        mask = kept.bytes
-    return elements * (kept.bytes + mask)
+        In torch they are what it was normalised to, in float32, and before that the input where it has 16 bits.
+        """
+        if self.is_plain and self.bytes < _F32:
+            return 2 * _F32
+        return self.bytes
