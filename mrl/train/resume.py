@@ -92,7 +92,8 @@ class RunIdentity:
         """The identity of the run that goes on from `point`, whose adapters began as those of `point` did."""
         if not self.adapters or point is None or point.manifest is None:
             return self
-        return replace(self, adapters={**self.adapters, "start": point.manifest.adapters.get("start")})
+        start = point.manifest.adapters.get("start", self.adapters["start"])  # older checkpoints do not say it
+        return replace(self, adapters={**self.adapters, "start": start})
 
 
 def _adapters_of(config: RunConfig) -> dict[str, Any]:
