@@ -44,10 +44,12 @@ from mrl.model.boxes import Box, cover_fault
 from mrl.model.layout import TrainLayout
 from mrl.model.peft_files import CONFIG, PREFIX, WEIGHTS, base_digest, check_base, read_peft
 from mrl.model.registry import known_spec
+from mrl.plan.activations import MicroBatchShape
 from mrl.plan.devices import find_device
 from mrl.plan.memory import memory_section
 from mrl.plan.model_state import adapter_numel, stage_state
-from mrl.plan.plan_inputs import PlanInputs
+from mrl.plan.plan_inputs import PlanInputs, batch_plan
+from mrl.plan.times import PassWork, actor_seconds, adapter_launches
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.train.resume import RunIdentity, _check_same_adapters
 from mrl.units import round_up
@@ -471,6 +473,31 @@ def test_the_reference_of_adapters_takes_no_memory():
 
     assert "'reference'" in terms() and "'reference'" not in terms("actor.lora.rank=4")
     assert "'reference'" in terms("actor.lora.rank=4", "ref.path=/another")
+
+
+@pytest.mark.parametrize(("degrees", "experts"), [({}, 128), ({EP: 8}, 16)])
+def test_a_plan_launches_the_adapters_of_every_expert_by_themselves(degrees, experts):
+    """Of gate and up: A joined, A x, its scale, two of B, their place. Then what a layer does for all of them."""
+    model = known_spec("Qwen3-30B-A3B")
+    layout = TrainLayout.build({"world_size": 8} | degrees, model)
+    work = PassWork(model, MicroBatchShape(1, 10240, 8192), 1e6, 1e9)
+    assert adapter_launches(work, layout) == 0
+    every = replace(work, lora=Lora.of(32, 64.0, [ALL_LINEAR]))
+    assert adapter_launches(every, layout) == experts * 6 + 2 + experts * 3 + 2 + 7 + 2 + 3 + 2
+    attention = replace(work, lora=Lora.of(32, 64.0, ["q_proj", "v_proj"]))
+    assert adapter_launches(attention, layout) == 6 + 2
+
+
+def test_adapters_of_many_experts_on_a_rank_make_its_updates_longer():
+    def update(*overrides: str) -> float:
+        preset = TINY.parents[1] / "qwen3-30b-a3b" / "h200-1x8.yaml"
+        config = load_config(preset, None, list(overrides)).config
+        inputs = PlanInputs.of(config, known_spec("Qwen3-30B-A3B"), find_device("h200-141g"))
+        return actor_seconds(inputs, batch_plan(config, inputs.train))[1].compute
+
+    whole = ["actor.layout.tensor_model_parallel_size=1", "actor.layout.expert_model_parallel_size=1"]
+    assert update("actor.lora.rank=32") < update(*whole, "actor.lora.rank=32")
+    assert update(*whole, "actor.lora.rank=32") > 1.5 * update(*whole)
 
 
 # --- verl's keys ------------------------------------------------------------------------------------------------------
