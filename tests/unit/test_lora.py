@@ -533,8 +533,14 @@ def test_verls_adapters_are_carried(words, values):
 def test_verls_adapters_that_are_off_or_others_than_here_are_said():
     off = imported(f"{M}lora_rank=0", f"{M}lora_alpha=0", f"{M}target_modules=all-linear", f"{M}lora.rank=0")
     assert not [key for key in off.values if key.startswith("actor.lora")] and not off.of("unsupported")
-    words = ("type=dora", "dropout_position=post", "share_expert_adapters=True", "merge=True")
+    words = (
+        "type=dora",
+        "dropout_position=post",
+        "share_expert_adapters=True",
+        "normalize_moe_lora=True",
+        "merge=True",
+    )
     other = imported(f"{M}lora.rank=8", *(f"{M}lora.{word}" for word in words))
-    unlike = {f"{M}lora.{name}" for name in ("type", "dropout_position", "share_expert_adapters")}
+    unlike = {f"{M}lora.{name}" for name in ("type", "dropout_position", "share_expert_adapters", "normalize_moe_lora")}
     assert {entry.key for entry in other.of("unsupported")} == unlike
     assert "no module" in str(imported(f"{M}lora.rank=8", f"{M}target_modules=[in_proj]").of("unsupported")[0])

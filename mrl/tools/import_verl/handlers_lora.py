@@ -31,6 +31,7 @@ _UNLIKE = {
     "type": "adapters are plain ones here",
     "exclude_modules": "adapters are on all modules of a name here",
     "dropout_position": "dropout is of the adapters' inputs here",
+    "normalize_moe_lora": "experts have the rank that all modules have here",
     "share_expert_adapters": "every expert has a pair of its own here, as PEFT's form has it",
 }
 _PLAIN_TYPES = (None, "lora", "canonical_lora")
