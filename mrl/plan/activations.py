@@ -160,9 +160,11 @@ class Activations:
     def _norm(self) -> int:
         """Bytes that a norm keeps: its input and the reciprocal of its scale.
 
-        torch also keeps the normalised input; it has both in float32.
+        torch also keeps the normalised input, for the gradient of the norm's weight; it has both in float32.
         """
-        per_element = 2 * _F32 if self.kernels == "torch" else self.bytes
+        per_element = self.bytes
+        if self.kernels == "torch":
+            per_element = _F32 + _F32 * (self.lora is None)
         return self.sharded * (self.model.hidden_size * per_element + _F32)
 
     def _hidden(self) -> int:
@@ -276,7 +278,8 @@ class Activations:
             return scales + s * (queries + groups) * d * self.bytes
         # float32 inputs are views of the projection
         copied = queries + groups if self.bytes < _F32 else queries * (groups > 1)
-        return scales + s * (copied + queries + groups) * d * _F32
+        normalised = (queries + groups) * (self.lora is None)  # for the gradient of the norm's weight
+        return scales + s * (copied + normalised) * d * _F32
 
     def _gated(self, tokens: float, intermediate: int, extra_copies: int) -> int:
         """Output of the gate-and-up projection and input of the down projection;

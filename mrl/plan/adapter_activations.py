@@ -96,10 +96,9 @@ class AdapterActivations:
 
     @property
     def _of_a_norm(self) -> int:
-        """Bytes of an element that a second norm of an input keeps.
-
-        In torch they are what it was normalised to, in float32, and before that the input where it has 16 bits.
-        """
-        if self.is_plain and self.bytes < _F32:
-            return 2 * _F32
-        return self.bytes
+        """Bytes of an element that a second norm of an input keeps: in torch the input in float32, which it may be."""
+        if not self.is_plain:
+            return self.bytes
+        if self.bytes < _F32:
+            return _F32
+        return 0
