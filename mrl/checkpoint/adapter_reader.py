@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mrl.checkpoint.manifest import WEIGHT, FileFacts, Manifest, StoredTensor, check_files
+from mrl.checkpoint.safetensors_file import ITEM_BYTES
 from mrl.checkpoint.stored_boxes import BoxReader, StoredBox, TensorFiles
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec
@@ -70,7 +71,10 @@ def lora_of(manifest: Manifest, folder: Path) -> Lora:
 
 
 class MergedReader(BoxReader):
-    """Merges adapters into the weights that have them. Reads other tensors unchanged."""
+    """Reads the weights of a model in the adapters' dtype and merges adapters into those that have some.
+
+    Like ranks, it first casts a weight to that dtype and then merges. Constants are read unchanged.
+    """
 
     def __init__(self, folder: Path, entries: Iterable[StoredTensor], files: TensorFiles, adapters: StoredAdapters):
         super().__init__(folder, entries, files)
@@ -83,8 +87,11 @@ class MergedReader(BoxReader):
         super().close()
 
     def read(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
-        """Writes `box` into `out`, integers of the weights' width."""
-        super().read(stored, box, out)
+        """Writes `box` into `out`, integers of the adapters' width, of a constant of its own."""
+        if stored.parts[0].role != WEIGHT:
+            super().read(stored, box, out)
+            return
+        self._read_cast(stored, box, out)
         name = stored.piece.hf_name
         if target_of(name) not in self._adapters.lora.targets:
             return
@@ -94,7 +101,17 @@ class MergedReader(BoxReader):
         second = second[row:last_row]
         for start, stop in tiles(*out.shape, _TILE):
             made = added(as_float32(out[start:stop]), first, second[start:stop], self._adapters.lora.scale)
-            out[start:stop] = made.view(np.uint32) if out.itemsize == 4 else nearest_bfloat16(made)
+            out[start:stop] = _as_words(made, out.itemsize)
+
+    def _read_cast(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
+        """Writes words of the adapters' dtype, whichever of both the model is stored in."""
+        width = ITEM_BYTES[self.dtype(stored)]
+        if width == out.itemsize:
+            super().read(stored, box, out)
+            return
+        as_stored = np.empty(box.shape, f"u{width}")
+        super().read(stored, box, as_stored)
+        out[...] = _as_words(as_float32(as_stored), out.itemsize)
 
     def _of(self, name: str) -> list[np.ndarray]:
         if self._last[0] != name:
@@ -109,3 +126,10 @@ def as_float32(words: np.ndarray) -> np.ndarray:
     if words.itemsize == 4:
         return words.view(np.float32)
     return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def _as_words(numbers: np.ndarray, width: int) -> np.ndarray:
+    """Words of float32 (`width` 4 bytes) or bfloat16 (2) for float32 numbers."""
+    if width == 4:
+        return numbers.view(np.uint32)
+    return nearest_bfloat16(numbers)

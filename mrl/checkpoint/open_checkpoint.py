@@ -82,12 +82,12 @@ class Checkpoint:
 
     def reader(self) -> BoxReader:
         """Opens a reader of the checkpoint's tensors. The caller closes it."""
+        if self.adapters is not None:  # of families that have neither scales nor rounded tensors
+            return MergedReader(self.folder, self.entries, self.files, self.adapters)
         if self.scales:
             return Fp8Reader(self.folder, self.entries, self.files, self.scales, self.model.fp8_block)
         if self.rounded:
             return RoundingReader(self.folder, self.entries, self.files, self.rounded)
-        if self.adapters is not None:
-            return MergedReader(self.folder, self.entries, self.files, self.adapters)
         return BoxReader(self.folder, self.entries, self.files)
 
 
@@ -209,7 +209,7 @@ def open_adapters(folder: Path) -> tuple[StoredAdapters, Manifest]:
 
 
 def open_merged(folder: Path, base: Path | None = None) -> Checkpoint:
-    """Opens the full model that results from a checkpoint of adapters and their base model.
+    """Opens the full model that results from a checkpoint of adapters and their base model, in the adapters' dtype.
 
     `base` is the present path of that model, if it has moved. Raises ConfigError for another model.
     """
@@ -226,13 +226,7 @@ def open_merged(folder: Path, base: Path | None = None) -> Checkpoint:
             f"{folder}: adapters on another model than that in {path} (its weights' digest differs); give the model "
             "that they were trained on"
         )
-    opened = open_hf(path)
-    if opened.dtype != adapters.dtype:
-        raise ConfigError(
-            f"{folder}: adapters of {adapters.dtype} on weights that are {opened.dtype} in {path}; save the model in "
-            f"{adapters.dtype} first"
-        )
-    return replace(opened, adapters=adapters)
+    return replace(open_hf(path), dtype=adapters.dtype, adapters=adapters)
 
 
 def _checked_manifest(folder: Path) -> Manifest:

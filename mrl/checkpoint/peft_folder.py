@@ -23,7 +23,7 @@ def write_peft(checkpoint: Path, output: Path) -> int:
     refuse_in_the_way(output)
     adapters, manifest = open_adapters(step_folder(checkpoint))
     base = manifest.adapters["base"]
-    config = json.dumps(peft_config(adapters.lora, base["path"]), indent=2)
+    config = json.dumps(peft_config(adapters.lora, base["path"], manifest.adapters.get("dropout", 0.0)), indent=2)
 
     def write(work: Path) -> None:
         write_blocks(work / WEIGHTS, _blocks(adapters, base["digest"]), digest=False, durable=True)

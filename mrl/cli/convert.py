@@ -50,7 +50,7 @@ def add(commands) -> None:
     lora = conversions.add_parser("lora-to-hf", help="write the adapters of a saved step in PEFT's form, or merged")
     lora.add_argument("checkpoint", help="a step-N folder of a run with actor.lora, or a run directory for its newest")
     lora.add_argument("--merged", action="store_true", help="write the full model that adapters and base make")
-    lora.add_argument("--base", type=Path, metavar="FOLDER", help="the model under the adapters, where it has moved")
+    _add_base(lora)
     _add_common(lora, _lora_to_hf)
     from_hf = conversions.add_parser("hf-to-megatron", help="write Hugging Face weights as a checkpoint at a layout")
     from_hf.add_argument("checkpoint", help="folder with config.json, safetensors files and tokenizer")
@@ -79,6 +79,13 @@ def _add_megatron_source(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hf-files", type=Path, metavar="FOLDER", help="configuration and tokenizer of a torch_dist checkpoint's model"
+    )
+    _add_base(parser)
+
+
+def _add_base(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--base", type=Path, metavar="FOLDER", help="the model under a step's adapters, where it has moved"
     )
 
 
@@ -173,7 +180,14 @@ def _open_megatron(options: argparse.Namespace):
             "--hf-files belongs to a torch_dist checkpoint, which needs --trust-checkpoint; give both or neither"
         )
     if not options.trust_checkpoint or find_torch_dist(path) is None:
-        return open_saved(path)
+        source = open_saved(path, options.base)
+        if options.base is not None and source.adapters is None:
+            raise ConfigError(
+                f"--base belongs to a step of adapters, and {source.folder} has whole weights; leave it out"
+            )
+        return source
+    if options.base is not None:
+        raise ConfigError(f"--base belongs to a step of adapters, and {path} is a torch_dist checkpoint; leave it out")
     from mrl.tools.torch_dist.read import open_torch_dist
 
     return open_torch_dist(path, options.hf_files)

@@ -64,8 +64,9 @@ def _train_once(options: argparse.Namespace) -> None:
     from mrl.train.resume import goes_on, resume_note, what_is_left
 
     refuse_open_ray()
-    resolved = with_models_at_hand(resolved_config(options, check_paths=True))
-    resume = goes_on(resolved.config.trainer, options.resume)
+    given = resolved_config(options, check_paths=True)
+    resume = goes_on(given.config.trainer, options.resume)
+    resolved = with_models_at_hand(given, resume=resume)
     model = preflight(resolved, resume)
     for line in plug_in_lines(plug_ins(resolved.config)):
         print(line, flush=True)

@@ -20,7 +20,7 @@ from mrl.cluster.prerequisites import free_port, own_cpus
 from mrl.cluster.same_software import software
 from mrl.cluster.shared_folder import FolderMark
 from mrl.config.model_folders import with_model_folders
-from mrl.config.schema import RunConfig
+from mrl.config.schema import RunConfig, with_values
 from mrl.data.samples import Samples
 from mrl.flow.kept_tokens import fetched, going_on, with_kept
 from mrl.flow.outbox import Outboxes
@@ -110,6 +110,8 @@ class ActorWorker:
         Returns this process's id.
         """
         self.config = with_model_folders(self.config)  # those of this node
+        if checkpoint is not None and self.config.actor.lora.path is not None:  # it has the adapters of the run
+            self.config = with_values(self.config, {"actor.lora.path": None})
         model = self.config.model
         own = prepare_process(
             self.config.cluster.device, self.config.actor.layout.model_dump(), model.override_transformer_config

@@ -57,7 +57,7 @@ def _needs_rank(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     lora = config.actor.lora
     if lora.rank:
         return
-    for name in ("alpha", "target_modules", "path"):
+    for name in ("alpha", "target_modules", "dropout", "base_dtype", "path"):
         if getattr(lora, name) != getattr(LoraConfig(), name):
             yield Violation(f"actor.lora.{name}", "needs actor.lora.rank above 0", "without it there are no adapters")
 
@@ -128,6 +128,21 @@ LORA_RULES = (
         (False,),
     ),
     _router_losses,
+    RuleRow(
+        "actor.lora.base_dtype",
+        _with(lambda c, m: c.actor.lora.base_dtype != "model.dtype"),
+        "must be model.dtype",
+        "a quantised base needs products for Megatron's column-, row- and grouped layers on devices and on a CPU, and "
+        "its blocks unpacked alike where ranks merge and where exports read them, and no such library is kept here",
+        ("model.dtype",),
+    ),
+    RuleRow(
+        "actor.lora.dropout",
+        _with(lambda c, m: c.actor.lora.dropout > 0 and c.algorithm.on_policy),
+        "must be 0 with algorithm.anchor on_policy",
+        "the pass that trains is the one that old log-probs are taken from, which are of the whole model",
+        (0.0,),
+    ),
     RuleRow(
         "ref.param_offload",
         lambda c, m: reference_is_the_base(c) and c.ref.param_offload,

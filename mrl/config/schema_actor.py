@@ -138,9 +138,24 @@ class LoraConfig(Section):
         advice=f"{ALL_LINEAR}.",
         rule=known_name((ALL_LINEAR, *TARGETS), {}),
     )
+    dropout: float = key(
+        0.0,
+        "Share of each adapter's input that is left out of an update at random, the rest scaled up for it.",
+        ge=0,
+        lt=1,
+        advice="0. Above it an update's log-probs are not those of engines, and the ratio of a step's first update is "
+        "not 1.",
+    )
+    base_dtype: Literal["model.dtype", "int8", "nf4"] = key(
+        "model.dtype",
+        "Number format of the weights under the adapters. int8 and nf4 are refused: no library that is kept here has "
+        "products with such weights for Megatron's cut and grouped layers.",
+        advice="model.dtype.",
+    )
     path: str | None = key(
         None,
-        "Folder of an adapter in PEFT's form that training starts from; left out: A random, B zero.",
+        "Folder of an adapter in PEFT's form that training starts from; left out: A random, B zero. A resumed run goes "
+        "on from its checkpoint, and needs the folder no more.",
         advice="On storage that every node sees.",
         is_path=True,
     )

@@ -34,7 +34,7 @@ from mrl.megatron.forward import (
     return_hidden_states,
 )
 from mrl.megatron.kernels import kernels_in_words
-from mrl.megatron.lora_layers import Adapters
+from mrl.megatron.lora_layers import Adapters, drawing_noise
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.megatron.offload import FrozenWeights, Residence, needs, switched
 from mrl.megatron.optimizer import (
@@ -340,7 +340,9 @@ class MegatronActor:
         inputs = self._inputs(batch, micros)
         zero_gradients(self.chunks, self.optimizer)
         around = self.routing.comparing if self.routing else nothing_around
-        results = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, count, around)
+        config = self.config
+        with drawing_noise(config.actor.lora.dropout, config.trainer.seed, self.num_updates, self.platform.device):
+            results = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, count, around)
         if self.routing:
             self.routing.check_recomputed()
         outputs = [result.outputs for result in results if result.outputs is not None]
@@ -356,11 +358,10 @@ class MegatronActor:
         Adapters are merged into the weights.
         """
         with self.residence.using(PARAMETERS):
-            if self.adapters is None:
-                yield from self.bridge.export_hf()
-                return
-            with self.adapters.in_weights(source_shards(self.model, self.layout, self.rank)):
-                yield from self.bridge.export_hf()
+            merge = None
+            if self.adapters is not None:
+                merge = self.adapters.merging(source_shards(self.model, self.layout, self.rank))
+            yield from self.bridge.export_hf(merge)
 
     def close(self) -> None:
         """Leaves the process groups. Safe to call twice."""

@@ -5,7 +5,7 @@ another bridge is another class here.
 import contextlib
 import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import count
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from mbridge import AutoBridge
+from mbridge.core import bridge as mbridge_base
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,9 +51,11 @@ class Bridge(Protocol):
         Raises EnvironmentFault when they are not this model's.
         """
 
-    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
+    def export_hf(self, change: Callable[[Tensor], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every weight on every rank, in the model's dtype;
         a tensor is valid until the next is asked for.
+
+        `change`: of each of a rank's parameters, when its turn comes, into what is handed out in its place.
         """
 
 
@@ -124,7 +127,8 @@ class MBridge:
         """`numbers`: of the chunks, in the order in which they are made."""
         number = next(numbers)
         layers = adapted_layers(self.model, self.layout, torch.distributed.get_rank(), lora)
-        attach(chunk, [layer for layer in layers if layer.vp_chunk == number], lora, self._bridge.config, self.seed)
+        own = [layer for layer in layers if layer.vp_chunk == number]
+        attach(chunk, own, lora, self._bridge.config, self.seed, self.actor_config.lora.dropout)
 
     def load_hf(self, path: str) -> None:
         stored = replace(self.model, fp8_block=load_model_spec(path).fp8_block)
@@ -133,13 +137,27 @@ class MBridge:
             # one parameter after the other where they become larger on the way
             self._bridge.load_weights(self._chunks, path, memory_efficient=stored.is_fp8)
 
-    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
+    def export_hf(self, change: Callable[[Tensor], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         seen: set[str] = set()
-        with torch.no_grad(), hidden(self._chunks):
+        with torch.no_grad(), hidden(self._chunks), _changed(change):
             for name, tensor in self._bridge.export_weights(self._chunks):
                 if name not in seen:  # tied embeddings come once from the first stage and once from the last
                     seen.add(name)
                     yield name, tensor
+
+
+@contextlib.contextmanager
+def _changed(change: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
+    """mbridge hands out its parameters changed, one after the other, until the block ends."""
+    if change is None:
+        yield
+        return
+    to_all_stages = mbridge_base.broadcast_from_megatron_pp  # that every parameter goes through, None of another stage
+    mbridge_base.broadcast_from_megatron_pp = lambda own: to_all_stages(own if own is None else change(own))
+    try:
+        yield
+    finally:
+        mbridge_base.broadcast_from_megatron_pp = to_all_stages
 
 
 def _refuse_unmapped(model: ModelSpec, bridge: Any) -> None:

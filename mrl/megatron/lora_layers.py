@@ -8,6 +8,8 @@ A layer computes as ever, and a hook adds `scale * B A x` to what it gives. Comm
     cut by columns     x, a part of each token                 A cut, B whole     A x is summed, then B
     experts, and shared experts that overlap: others exchange what goes in and what comes out, so what comes out is a
     part or a summand, and the gradient of the whole factor is summed over tensor ranks by itself
+
+Dropout is of x, in updates alone. Tensor ranks that have the same x leave the same elements out of it.
 """
 
 import zlib
@@ -20,15 +22,20 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    copy_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors import safe_open
 from torch import Tensor
@@ -39,7 +46,7 @@ from mrl.megatron.local_parameters import LocalParameters
 from mrl.megatron.torch_spec import normed
 from mrl.model.adapters import ADAPTER, FACTORS, FIRST, SECOND, Adapted, AdaptedLayer, Lora, added, tiles
 from mrl.model.boxes import Box
-from mrl.model.megatron_shards import Piece, Shard
+from mrl.model.megatron_shards import Shard
 from mrl.model.peft_files import PREFIX, WEIGHTS
 
 _TILE = {"cpu": 1 << 16}  # elements that are merged at once, by kind of device: a cache's worth
@@ -49,10 +56,13 @@ _LARGE_TILE = 1 << 22
 class Adapter(Module):
     """The factors of one linear layer."""
 
-    def __init__(self, layer: AdaptedLayer, lora: Lora, config: TransformerConfig, is_outside: bool):
+    def __init__(
+        self, layer: AdaptedLayer, lora: Lora, config: TransformerConfig, is_outside: bool, dropout: float = 0.0
+    ):
         """`is_outside`: tokens are exchanged over tensor ranks outside of the layer, not in it."""
         super().__init__()
         self.is_on = True
+        self._dropout = dropout
         self._layer = layer
         self._lora = lora
         self._is_outside = is_outside
@@ -77,6 +87,7 @@ class Adapter(Module):
 
         `tokens`: of each local expert, in whose order they are; None of a layer without experts.
         """
+        x = self._dropped(x)
         groups = (x,) if tokens is None else x.split(list(tokens))
         firsts = self._of_experts(FIRST)
         seconds = zip(*self._of_experts(SECOND), strict=True)
@@ -86,6 +97,17 @@ class Adapter(Module):
             low = self._exchanged((F.linear(group, torch.cat(first)) * self._lora.scale).contiguous())
             made.append(self._placed(low.split(self._lora.rank, -1), second))
         return output + _joined(made, 0)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not (self.training and self._dropout):
+            return x
+        with get_cuda_rng_tracker().fork(_drawer(self._layer.is_expert, self._has_same_input)):
+            return F.dropout(x, self._dropout)
+
+    @property
+    def _has_same_input(self) -> bool:
+        """Whether all tensor ranks get the same input."""
+        return not self._by_columns and (self._is_outside or not self._sequence_parallel)
 
     def _of_experts(self, factor: str) -> list[tuple[Tensor, ...]]:
         """The factor of each target, taken apart by experts."""
@@ -185,10 +207,18 @@ class WeightFactors:
         return firsts[:, column - begin : last_column - begin].float(), seconds.float()
 
 
-def attach(chunk: Module, layers: Iterable[AdaptedLayer], lora: Lora, config: TransformerConfig, seed: int) -> None:
+def attach(
+    chunk: Module,
+    layers: Iterable[AdaptedLayer],
+    lora: Lora,
+    config: TransformerConfig,
+    seed: int,
+    dropout: float = 0.0,
+) -> None:
     """Gives a chunk's linear layers their adapters, and takes the gradients from all that the checkpoint has.
 
-    Called before Megatron wraps the chunk, so that its buffers and its optimizer know the adapters alone.
+    `dropout`: share of their inputs that updates leave out. Called before Megatron wraps the chunk, so that its buffers
+    and its optimizer know the adapters alone.
     """
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
@@ -198,7 +228,7 @@ def attach(chunk: Module, layers: Iterable[AdaptedLayer], lora: Lora, config: Tr
         chunk.embedding.register_forward_hook(lambda *given: given[-1].requires_grad_())
     for layer in layers:
         module = chunk.get_submodule(layer.module)
-        adapter = Adapter(layer, lora, config, _is_outside(module, layer))
+        adapter = Adapter(layer, lora, config, _is_outside(module, layer), dropout)
         adapter.begin(seed)
         module.add_module(ADAPTER, adapter)
         module.register_forward_hook(_hook(config, layer.is_expert))
@@ -228,6 +258,40 @@ def _hook(config: TransformerConfig, is_expert: bool) -> Callable[[Module, tuple
         return (module.adapter(x, made, given[1] if is_expert else None), *rest)
 
     return add
+
+
+def _drawer(is_expert: bool, is_same: bool) -> str:
+    """Names a generator that dropout draws from; `is_same`: of inputs that all ranks of a tensor group have."""
+    return f"lora dropout, expert {is_expert}, same {is_same}"
+
+
+@contextmanager
+def drawing_noise(dropout: float, seed: int, update: int, device: torch.device) -> Iterator[None]:
+    """Adapters' dropout draws, until the block ends, what follows from the seed and the number of the update alone.
+
+    Does nothing where `dropout` is 0. Generators are in Megatron's tracker, since recomputation sets those back, and in
+    no checkpoint. Ranks of a tensor group have one in common for inputs that they have in common, and one each for
+    others.
+    """
+    if not dropout:
+        yield
+        return
+    exercised("actor.lora.dropout")
+    tracker = get_cuda_rng_tracker()
+    own = dist.get_rank()
+    first_of_tensor = mpu.get_tensor_model_parallel_src_rank()
+    first_of_experts = dist.get_global_rank(mpu.get_expert_tensor_parallel_group(), 0)
+    drawers = [(False, False, own), (False, True, first_of_tensor), (True, False, own), (True, True, first_of_experts)]
+    states = {}
+    for is_expert, is_same, rank in drawers:
+        words = np.random.SeedSequence([seed, update, rank, is_expert, is_same]).generate_state(1, np.uint64)
+        generator = torch.Generator(device).manual_seed(int(words[0] >> 1))
+        states[_drawer(is_expert, is_same)] = generator.get_state()
+    tracker.set_states(tracker.get_states() | states)
+    try:
+        yield
+    finally:
+        tracker.set_states({name: state for name, state in tracker.get_states().items() if name not in states})
 
 
 @contextmanager
@@ -271,30 +335,29 @@ class Adapters:
         for adapter in self._adapters:
             adapter.is_on = is_on
 
-    @contextmanager
-    @torch.no_grad()
-    def in_weights(self, described: Iterable[Shard]) -> Iterator[None]:
-        """The weights, of which `described` are all of this rank, hold what adapters make of them until the block ends.
+    def merging(self, described: Iterable[Shard]) -> Callable[[Tensor], Tensor]:
+        """Returns what makes, of a parameter that has adapters, a tensor of both; of others themselves.
 
-        Then they are what they were, bit for bit.
+        `described`: the weights of this rank. None of them is changed, and nothing is kept.
         """
-        kept: list[tuple[Tensor, Tensor]] = []
-        try:
-            for shard in described:
-                pieces = [piece for piece in shard.pieces if self.adapts(piece.hf_name)]
-                if pieces:
-                    weight = self._shards(shard.megatron_name, shard.vp_chunk)
-                    kept.append((weight, weight.clone()))
-                    self._merge_into(weight, pieces)
-            yield
-        finally:
-            for weight, before in kept:
-                weight.copy_(before)
+        adapted = {}
+        for shard in described:
+            pieces = [piece for piece in shard.pieces if self.adapts(piece.hf_name)]
+            if pieces:
+                adapted[self._shards(shard.megatron_name, shard.vp_chunk).data_ptr()] = pieces
 
-    def _merge_into(self, weight: Tensor, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            block = weight[piece.local_box.slices]
-            block.copy_(self.merged(piece.hf_name, piece.hf_box, block, block.dtype))
+        def merge(parameter: Tensor) -> Tensor:
+            pieces = adapted.get(parameter.data_ptr())
+            if pieces is None:
+                return parameter
+            whole = parameter.detach().clone()
+            for piece in pieces:
+                block = whole[piece.local_box.slices]
+                block.copy_(self.merged(piece.hf_name, piece.hf_box, block, block.dtype))
+            copy_tensor_model_parallel_attributes(whole, parameter)
+            return whole
+
+        return merge
 
     @property
     def pieces(self) -> Iterator[Tensor]:

@@ -4,7 +4,7 @@ adapter_model.safetensors, whose tensors are base_model.model.MODULE.lora_A.weig
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,23 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 def base_digest(folder: str | Path) -> str:
-    """SHA-256 of a model's tensors: their names, dtypes and shapes, and the first bytes of each.
+    """Returns the digest of a model's tensors. Raises EnvironmentFault for unreadable files."""
+    return _digest_of(weight_files(Path(folder)))
 
-    Models of one shape differ in those; reading all of a large one would take minutes. Raises EnvironmentFault.
+
+def adapter_digest(folder: str | Path) -> str:
+    """Returns the digest of the tensors of an adapter in PEFT's form. Raises EnvironmentFault for an unreadable one."""
+    return _digest_of([Path(folder) / WEIGHTS])
+
+
+def _digest_of(files: Iterable[Path]) -> str:
+    """SHA-256 of the files' tensors: their names, dtypes and shapes, and the first bytes of each.
+
+    Models of one shape differ in those; reading all of a large one would take minutes.
     """
     digest = hashlib.sha256()
     tensors = {}
-    for file in weight_files(Path(folder)):
+    for file in files:
         tensors |= {name: (file, place) for name, place in read_safetensors_header(file).items()}
     for name, (file, place) in sorted(tensors.items()):
         digest.update(f"{name} {place.dtype} {place.shape}".encode())
@@ -59,8 +69,8 @@ def _first_bytes(file: Path, place: TensorBytes) -> bytes:
         os.close(handle)
 
 
-def peft_config(lora: Lora, base: str) -> dict[str, Any]:
-    """What adapter_config.json says of adapters on the model in `base`."""
+def peft_config(lora: Lora, base: str, dropout: float = 0.0) -> dict[str, Any]:
+    """What adapter_config.json says of adapters on the model in `base`. `dropout`: that they were trained with."""
     alpha = lora.alpha
     if alpha.is_integer():
         alpha = int(alpha)
@@ -71,7 +81,7 @@ def peft_config(lora: Lora, base: str) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": alpha,
         "target_modules": list(lora.targets),
-        "lora_dropout": 0.0,
+        "lora_dropout": dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_dora": False,

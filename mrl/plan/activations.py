@@ -16,10 +16,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 from mrl.model import ModelSpec
+from mrl.model.adapters import Lora
 from mrl.model.computed_sizes import ATTENTION_LENGTHS, DELTA_CHUNK, LOGIT_CHUNK
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
+from mrl.plan.adapter_activations import AdapterActivations
 from mrl.plan.model_state import key_value_heads, layer_kinds
 
 Kernels = Literal["torch", "transformer_engine"]
@@ -35,9 +37,18 @@ _DROPPED = {
     "core_attn": ("attention internals",),
     "moe_act": ("expert activation",),
     "layernorm": ("mlp norm",),
-    "mlp": ("mlp",),
-    "moe": ("router", "dispatch", "expert input", "expert projection", "expert activation", "shared experts"),
-    "shared_experts": ("shared experts",),
+    "mlp": ("mlp", "mlp adapters"),
+    "moe": (
+        "router",
+        "dispatch",
+        "expert input",
+        "expert projection",
+        "expert activation",
+        "expert adapters",
+        "shared experts",
+        "shared adapters",
+    ),
+    "shared_experts": ("shared experts", "shared adapters"),
 }
 
 
@@ -97,6 +108,8 @@ class Activations:
     recompute: Recompute = field(default_factory=Recompute)
     expert_load: float = 1.0  # tokens of the busiest expert rank over the mean
     gradient_bytes: int = 4  # per element of the gradient buffers
+    lora: Lora | None = None  # of adapters that are trained
+    dropout: bool = False  # of their inputs
 
     # ---------------------------------------------------------------- sizes
 
@@ -147,9 +160,11 @@ class Activations:
     def _norm(self) -> int:
         """Bytes that a norm keeps: its input and the reciprocal of its scale.
 
-        torch also keeps the normalised input; it has both in float32.
+        torch also keeps the normalised input, for the gradient of the norm's weight; it has both in float32.
         """
-        per_element = 2 * _F32 if self.kernels == "torch" else self.bytes
+        per_element = self.bytes
+        if self.kernels == "torch":
+            per_element = _F32 + _F32 * (self.lora is None)
         return self.sharded * (self.model.hidden_size * per_element + _F32)
 
     def _hidden(self) -> int:
@@ -263,7 +278,8 @@ class Activations:
             return scales + s * (queries + groups) * d * self.bytes
         # float32 inputs are views of the projection
         copied = queries + groups if self.bytes < _F32 else queries * (groups > 1)
-        return scales + s * (copied + queries + groups) * d * _F32
+        normalised = (queries + groups) * (self.lora is None)  # for the gradient of the norm's weight
+        return scales + s * (copied + normalised) * d * _F32
 
     def _gated(self, tokens: float, intermediate: int, extra_copies: int) -> int:
         """Output of the gate-and-up projection and input of the down projection;
@@ -315,8 +331,25 @@ class Activations:
         """One layer without recomputation, by term."""
         if kind not in self._layers:
             attending = self._linear_attention() if kind.is_linear else self._attention()
-            self._layers[kind] = attending | (self._moe() if kind.has_experts else self._mlp())
+            rest = self._moe() if kind.has_experts else self._mlp()
+            self._layers[kind] = attending | rest | self._adapters(kind)
         return self._layers[kind]
+
+    def _adapters(self, kind: LayerKind) -> dict[str, int]:
+        if self.lora is None:
+            return {}
+        kept = AdapterActivations(
+            self.lora,
+            self.dropout,
+            self.model,
+            self.layout,
+            self.bytes,
+            self.kernels == "torch",
+            self.tokens,
+            self.sharded,
+            round(self.expert_tokens),
+        )
+        return kept.terms(kind)
 
     @cached_property
     def _layers(self) -> dict[LayerKind, dict[str, int]]:
@@ -394,7 +427,9 @@ class Activations:
         return rows * self.vocabulary * (2 * _F32 + self.bytes)
 
     def layer_temporaries(self) -> int:
-        """An estimate: gradient and a gathered copy of the largest tensor that a layer works on."""
+        """An estimate: gradient and a gathered copy of the largest tensor that a layer works on; with adapters also
+        what they make of it, by expert and joined.
+        """
         m = self.model
         s = self.tokens
         sizes = [s * m.hidden_size]
@@ -406,7 +441,10 @@ class Activations:
         if m.is_hybrid:
             of_head = (m.linear_key_head_dim + m.linear_value_head_dim) * _F32 // self.bytes
             sizes.append(s * m.linear_num_value_heads // self.layout.tensor * of_head)
-        return 2 * max(sizes) * self.bytes
+        copies = 2
+        if self.lora is not None:
+            copies = 4
+        return copies * max(sizes) * self.bytes
 
     # ---------------------------------------------------------------- a pipeline stage
 

@@ -121,6 +121,8 @@ def activations_of(inputs: PlanInputs, micro: MicroBatchShape) -> Activations:
         recompute=recompute_of(inputs.config),
         expert_load=inputs.assumptions.expert_load_in(inputs.train),
         gradient_bytes=precision_of(inputs.config, inputs.element_bytes).gradients,
+        lora=inputs.lora,
+        dropout=inputs.config.actor.lora.dropout > 0,
     )
 
 
@@ -184,13 +186,14 @@ def _teacher_bytes(inputs: PlanInputs) -> TeacherBytes:
 def _actor_staging(inputs: PlanInputs, pp: int) -> int:
     """Fast path: a round being packed and one on the wire; of adapters also what is merged for its digest.
 
-    Slow path: a bucket, and the largest tensor gathered and merged.
+    Slow path: a bucket, and the largest tensor gathered and merged; of adapters also what they make of a rank's part.
     """
     if inputs.config.reshard.path == "fast":
         merged = MERGED_BYTES if inputs.lora else 0
         return 2 * sync_budget(inputs.config) + merged
-    gathered = largest_parameter(inputs.model, inputs.train, pp) * inputs.train.tensor * inputs.element_bytes
-    return BUCKET_BYTES + 2 * gathered
+    own = largest_parameter(inputs.model, inputs.train, pp) * inputs.element_bytes
+    made = 2 * own if inputs.lora else 0
+    return BUCKET_BYTES + 2 * own * inputs.train.tensor + made
 
 
 # ---------------------------------------------------------------- an engine

@@ -16,6 +16,7 @@ from functools import cache
 
 from mrl.config.schema import RunConfig
 from mrl.model import ModelSpec, forward_flops_per_token, module_flops_per_token
+from mrl.model.adapters import Lora
 from mrl.model.layout import TrainLayout
 from mrl.plan.activations import MicroBatchShape, Recompute, delta_float32
 from mrl.plan.devices import Assumptions, Device
@@ -32,6 +33,12 @@ _BF16 = 2
 _F32 = 4
 # Bytes for each of a 16-bit parameter: once a micro-batch its gradient is written and read in 16 bits, added in 32.
 _GRADIENT_TRAFFIC = 6
+_LAUNCHES = 30  # of a dense layer in a forward pass
+# modules that share an input
+_QKV = ("q_proj", "k_proj", "v_proj")
+_OUT = ("o_proj",)
+_GATED = ("gate_proj", "up_proj")
+_DOWN = ("down_proj",)
 _LOGITS = 3  # times that logits are written or read in float32
 
 
@@ -196,6 +203,7 @@ class PassWork:
     tokens: float  # of all samples
     flops_per_token: float  # of a forward pass
     once_a_node: bool = False  # a token's way to its experts, by DeepEP or HybridEP
+    lora: Lora | None = None  # of adapters that are trained
 
 
 def sample_work(
@@ -204,7 +212,8 @@ def sample_work(
     """Work of `samples` samples of mean length."""
     lengths = mean_lengths(config, assumed)
     once = config.model.override_transformer_config.get("moe_token_dispatcher_type") == "flex"
-    return PassWork(model, micro, samples * lengths.total, mean_flops_per_token(model, lengths), once)
+    flops = mean_flops_per_token(model, lengths)
+    return PassWork(model, micro, samples * lengths.total, flops, once, config.actor.lora.adapters)
 
 
 @dataclass(frozen=True)
@@ -319,10 +328,30 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
     )
     stages = [sum(chunks) for chunks in layout.chunk_layers]
     launch = passes.others * (assumed.moe_launch if m.is_moe else assumed.dense_launch)
+    launch += passes.others * adapter_launches(work, layout) * assumed.dense_launch / _LAUNCHES
     seconds = [max(body * layers / m.num_layers, layers * launch) for layers in stages]
     if len(seconds) > 1:
         return max(*seconds[:-1], seconds[-1] + output)
     return seconds[0] + output
+
+
+def adapter_launches(work: PassWork, layout: TrainLayout) -> int:
+    """Launches of a layer's adapters in a forward pass; every expert of a rank has its own.
+
+    Of modules that share an input they are the factors A joined, two products and the scale of each pair, and the place
+    of what comes out; a norm or a joint and a sum for all experts together.
+    """
+    if work.lora is None:
+        return 0
+    experts = 1
+    if work.model.is_moe:
+        experts = work.model.num_experts // layout.expert
+    total = 0
+    for names, copies in ((_QKV, 1), (_OUT, 1), (_GATED, experts), (_DOWN, experts)):
+        targets = len(set(names) & set(work.lora.targets))
+        if targets:
+            total += copies * (targets + 2 + 2 * (targets > 1)) + 2
+    return total
 
 
 @cache

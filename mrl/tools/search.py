@@ -57,6 +57,7 @@ class SearchProblem:
     scores_old: bool = True  # old log-probs need a pass
     overlap: Overlap = field(default_factory=Overlap)
     lora: Lora | None = None  # adapters that are trained instead of the weights
+    dropout: bool = False  # of the adapters' inputs
 
     @property
     def model(self) -> ModelSpec:
@@ -240,7 +241,14 @@ def fullest_phase(
     load = problem.assumptions.expert_load_in(layout)
     work = problem.work_in(layout)
     activations = Activations(
-        problem.model, layout, work.micro, problem.precision.parameters, recompute=recompute, expert_load=load
+        problem.model,
+        layout,
+        work.micro,
+        problem.precision.parameters,
+        recompute=recompute,
+        expert_load=load,
+        lora=problem.lora,
+        dropout=problem.dropout,
     )
     count = micro_batch_count(work, layout)
     phases = []

@@ -74,6 +74,7 @@ def search_problem(
         scores_old=not config.algorithm.on_policy,
         overlap=overlap_of(config, config.updates_per_step),
         lora=config.actor.lora.adapters,
+        dropout=config.actor.lora.dropout > 0,
     )
 
 

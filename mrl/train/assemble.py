@@ -271,7 +271,8 @@ def _ready_run(
     state = files.state
     actor = processes.actor
     engines = processes.engines
-    saved = SavedRun(beginning.identity, config.actor.layout, data.fingerprint, beginning.token_routes)
+    identity = beginning.identity.going_on(beginning.point)
+    saved = SavedRun(identity, config.actor.layout, data.fingerprint, beginning.token_routes)
     saver = Saver(config.trainer, saved, run_dir.checkpoints, processes.placement, state.step, run_dir.check_lock)
     stack.callback(saver.close)
     sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s, config.record)

@@ -40,20 +40,20 @@ from mrl.plan.run_plan import plan_report
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import check_packages
 from mrl.train.first_look import look
-from mrl.train.resume import RunIdentity, check_same_prompts, find_resume_point
+from mrl.train.resume import RunIdentity, check_same_prompts, find_resume_point, without_first_adapter
 
 
-def with_models_at_hand(resolved: ResolvedConfig, check_paths: bool = True) -> ResolvedConfig:
+def with_models_at_hand(resolved: ResolvedConfig, check_paths: bool = True, resume: bool = False) -> ResolvedConfig:
     """The configuration with folders in place of names on the hub, fetched where they are not in the cache.
 
-    A download takes long, so all rules are asked first where the model is known by its name. Raises InvalidConfig and
-    EnvironmentFault.
+    A download takes long, so all rules are asked first where the model is known by its name. `resume`: of a run that
+    goes on. Raises InvalidConfig and EnvironmentFault.
     """
     config = resolved.config
     if not (names := names_of_the_hub(config)):
         return resolved
     if known_name(config.model.path) is not None:
-        check(resolved, planning_model_spec(config.model.path)[0], check_paths)
+        check(without_first_adapter(resolved, resume), planning_model_spec(config.model.path)[0], check_paths)
     print(f"{', '.join(names)}: from the Hugging Face hub, or its cache on this machine", flush=True)
     return replace(resolved, config=with_model_folders(config))
 
@@ -62,7 +62,7 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
     """The model that is to be trained. Raises ConfigError or EnvironmentFault, and leaves nothing behind."""
     config = resolved.config
     model = load_model_spec(config.model.path)
-    check(resolved, model, check_paths=True)
+    check(without_first_adapter(resolved, resume), model, check_paths=True)
     if broken := accelerator_violations(resolved) or share_violations(resolved, model):
         raise InvalidConfig(broken)
     check_packages(config.trainer.logger)

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from mrl.checkpoint.manifest import HF_FOLDER, Manifest, changed_files, facts_of, read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
 from mrl.checkpoint.step_folders import Newest, finish_replacements, newest_checkpoint, set_aside
+from mrl.config.load import ResolvedConfig
 from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schedule_rules import schedule_of
-from mrl.config.schema import ModelConfig, RunConfig, TrainerConfig, leaf
+from mrl.config.schema import ModelConfig, RunConfig, TrainerConfig, leaf, with_values
 from mrl.data.order import DataCursor
 from mrl.errors import ConfigError, DataError, EnvironmentFault, NothingToDo
 from mrl.model import load_model_spec, model_spec, read_hf_config
-from mrl.model.peft_files import base_digest
+from mrl.model.peft_files import WEIGHTS, adapter_digest, base_digest
 from mrl.model.vocabularies import TOKENIZER, differing_tokens, vocabulary
 from mrl.record.attempts import generated_after
 from mrl.record.run_dir import RunDir, read_metrics
@@ -85,13 +86,35 @@ class RunIdentity:
         fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         return cls(config.model, fixed, schedule_of(config), _adapters_of(config))
 
+    def going_on(self, point: Newest | None) -> "RunIdentity":
+        """The identity of the run that goes on from `point`, whose adapters began as those of `point` did."""
+        if not self.adapters or point is None or point.manifest is None:
+            return self
+        start = point.manifest.adapters.get("start", self.adapters["start"])  # older checkpoints do not say it
+        return replace(self, adapters={**self.adapters, "start": start})
+
 
 def _adapters_of(config: RunConfig) -> dict[str, Any]:
     lora = config.actor.lora.adapters
     if lora is None:
         return {}
-    base = {"path": config.model.path, "digest": base_digest(config.model.path)}
-    return {"rank": lora.rank, "alpha": lora.alpha, "target_modules": list(lora.targets), "base": base}
+    model = config.model.path
+    base = {"path": str(Path(model).resolve()), "digest": base_digest(model)}
+    return {
+        "rank": lora.rank,
+        "alpha": lora.alpha,
+        "target_modules": list(lora.targets),
+        "dropout": config.actor.lora.dropout,
+        "base": base,
+        "start": _start_of(config.actor.lora.path),
+    }
+
+
+def _start_of(path: str | None) -> dict[str, str] | None:
+    """Path and digest of the adapter that training starts from; None without one, or where it is there no more."""
+    if path is None or not (Path(path) / WEIGHTS).is_file():
+        return None
+    return {"path": str(Path(path).resolve()), "digest": adapter_digest(path)}
 
 
 def goes_on(trainer: TrainerConfig, asked: bool) -> bool:
@@ -99,6 +122,19 @@ def goes_on(trainer: TrainerConfig, asked: bool) -> bool:
     or resume_mode is auto and there is one.
     """
     return asked or (trainer.resume_mode == "auto" and RunDir(run_dir_of(trainer)).config.is_file())
+
+
+def without_first_adapter(resolved: ResolvedConfig, resume: bool) -> ResolvedConfig:
+    """The configuration without actor.lora.path where a checkpoint has the adapters that training goes on with."""
+    trainer = resolved.config.trainer
+    if resolved.config.actor.lora.path is None:
+        return resolved
+    begins_with_one = trainer.resume_mode == "resume_path"
+    if resume and not begins_with_one:
+        begins_with_one = newest_checkpoint(RunDir(run_dir_of(trainer)).checkpoints).manifest is not None
+    if begins_with_one:
+        return replace(resolved, config=with_values(resolved.config, {"actor.lora.path": None}))
+    return resolved
 
 
 def resume_note(trainer: TrainerConfig, resume: bool) -> list[str]:
@@ -197,11 +233,20 @@ def _check_same_adapters(identity: RunIdentity, manifest: Manifest, folder: Path
             raise ConfigError(
                 f"actor.lora.{name}: {now[name]}, and the adapters in {folder} have {then.get(name)}; set it to that"
             )
+    if now and now.get("start") and "start" in then and not _same_start(now["start"], then["start"]):
+        raise ConfigError(
+            f"actor.lora.path: {now['start']['path']} is not the adapter that training began with in {folder}, whose "
+            "adapters go on as they are; leave the key out"
+        )
     if now and now["base"]["digest"] != then["base"]["digest"]:
         raise ConfigError(
             f"model.path: {now['base']['path']} has other weights than the model that the adapters in {folder} were "
             f"trained on (their digests differ), which was {then['base']['path']}; give that one"
         )
+
+
+def _same_start(now: Mapping[str, str], then: Mapping[str, str] | None) -> bool:
+    return then is not None and now["digest"] == then["digest"]
 
 
 def _check_same_tokenizer(model: Path, manifest: Manifest, folder: Path) -> None:

@@ -101,7 +101,8 @@ def _status(key: str) -> int:
 class Rank:
     """One Megatron rank: methods are what the driver asks for."""
 
-    def __init__(self, number: int, model: Path, port: int):
+    def __init__(self, number: int, model: Path, port: int, lora_rank: int = 0):
+        """`lora_rank`: of adapters on all linear layers; 0: none."""
         import torch
 
         from mrl.config.schema import RunConfig
@@ -110,7 +111,8 @@ class Rank:
 
         torch.set_num_threads(1)
         config = RunConfig.model_validate({
-            "model": {"path": str(model), "dtype": "float32"}, "actor": {"layout": TRAIN, "ppo_mini_batch_size": 1},
+            "model": {"path": str(model), "dtype": "float32"},
+            "actor": {"layout": TRAIN, "ppo_mini_batch_size": 1, "lora": {"rank": lora_rank}},
             "data": {"train_batch_size": 1}, "cluster": {"device": "cpu", "n_gpus_per_node": 5},
             "trainer": {"total_training_steps": 1},
         })  # fmt: skip
@@ -129,7 +131,7 @@ class Rank:
 
         if self.sender is not None:
             self.sender.end.close()
-        self.sender = connect_sender(SyncSetup.from_json(setup), self.number, self.shards)
+        self.sender = connect_sender(SyncSetup.from_json(setup), self.number, self.shards, self.actor.adapters)
         self.block = None
 
     def sync(self, update: int) -> dict:
@@ -323,9 +325,9 @@ class Process:
 
 
 class World:
-    """The processes of one model."""
+    """The processes of one model, whose ranks train adapters where these have a rank."""
 
-    def __init__(self, folder: Path, layers: int):
+    def __init__(self, folder: Path, layers: int, lora_rank: int = 0):
         from mrl.cluster.prerequisites import free_port
         from mrl.platforms.hosting import get_hosting
 
@@ -334,7 +336,12 @@ class World:
         engine_environment = hosting.engine_environment(0, 1, 1, 1) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         self.engine = Process(folder, f"engine-{layers}", ["--engine", str(model)], engine_environment)
         self.ranks = [
-            Process(folder, f"rank-{layers}-{r}", ["--rank", str(r), str(model), port], hosting.actor_environment())
+            Process(
+                folder,
+                f"rank-{layers}-{r}",
+                ["--rank", str(r), str(model), port, "--lora-rank", str(lora_rank)],
+                hosting.actor_environment(),
+            )
             for r in range(4)
         ]
         self.updates = 0
@@ -482,15 +489,17 @@ def main() -> None:
     parser.add_argument("--budget-mb", type=int, default=16)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--lora-rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank or args.engine:
         answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what libraries print is no answer
-        serve(
-            Rank(int(args.rank[0]), Path(args.rank[1]), int(args.rank[2])) if args.rank else Engine(Path(args.engine)),
-            answers,
-        )
+        if args.rank:
+            number, model, port = args.rank
+            serve(Rank(int(number), Path(model), int(port), args.lora_rank), answers)
+        else:
+            serve(Engine(Path(args.engine)), answers)
         os._exit(0)  # vLLM's own teardown waits for seconds
     with tempfile.TemporaryDirectory() as folder:
         result = measure(Path(folder), args.budget_mb * 2**20, args.repeat)

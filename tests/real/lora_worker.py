@@ -1,12 +1,16 @@
 """One rank: for each case in turn, builds the actor with adapters and writes what it computes. See test_lora."""
 
 import gc
+import hashlib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from padded import in_rows, read_batch
 from parity_worker import _gather_shards, _set_actor
 from ranks import agree_on_port
@@ -16,6 +20,7 @@ from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor
 from mrl.megatron.local_parameters import plain_name
+from mrl.megatron.lora_layers import Adapter
 from mrl.model.adapters import adapter_shards
 
 
@@ -32,6 +37,9 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
 
 
 def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -> None:
+    if actor.config.actor.lora.dropout:
+        _report_dropout(actor, batch, folder)
+        return
     before = _base(actor)
     _save_log_probs(actor, batch, actor.log_probs(batch), folder / f"log_probs-{actor.rank}.npz")
     _save_log_probs(actor, batch, actor.ref_log_probs(batch), folder / f"reference-{actor.rank}.npz")
@@ -39,14 +47,67 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
         _set_actor(actor, RunConfig.model_validate(case["config"]), settings)
         actor.gradients(batch)
         save_file(_gradients(actor), folder / f"gradients-{cut}-{actor.rank}.safetensors")
+    versions = _versions(actor)
     exported = {name: tensor.clone().contiguous() for name, tensor in actor.export_hf()}
+    untouched = versions == _versions(actor)
     if actor.rank == 0:
         save_file(exported, folder / "merged.safetensors")
     parts = [actor.update(batch).parts for _ in range(2)]
     same = all(torch.equal(weight, before[name]) for name, weight in _base(actor).items())
     after = _adapters(actor)
     save_file(after, folder / f"updated-{actor.rank}.safetensors")
-    (folder / f"report-{actor.rank}.json").write_text(json.dumps({"base_stays": same, "updates": parts}))
+    (folder / f"report-{actor.rank}.json").write_text(json.dumps({"base_stays": same and untouched, "updates": parts}))
+
+
+def _versions(actor: MegatronActor) -> list[int]:
+    """How often each parameter was written to."""
+    return [parameter._version for chunk in actor.chunks for parameter in chunk.parameters()]
+
+
+def _report_dropout(actor: MegatronActor, batch: TrainBatch, folder: Path) -> None:
+    """Log-probs, masks of the first pass of each adapter, and gradients of one update twice and of the next."""
+    _save_log_probs(actor, batch, actor.log_probs(batch), folder / f"log_probs-{actor.rank}.npz")
+    states = get_cuda_rng_tracker().get_states()
+    with _seen_masks(actor) as masks:
+        actor.gradients(batch)
+    found = _gradients(actor)
+    save_file(found, folder / f"gradients-{actor.rank}.safetensors")
+    actor.gradients(batch)
+    again = _gradients(actor)
+    actor.num_updates += 1
+    actor.gradients(batch)
+    other = _gradients(actor)
+    report = {
+        "masks": masks,
+        "again": all(torch.equal(again[name], found[name]) for name in found),
+        "other": not any(torch.equal(other[name], found[name]) for name in found),
+        "left": states.keys() == get_cuda_rng_tracker().get_states().keys(),
+    }
+    (folder / f"report-{actor.rank}.json").write_text(json.dumps(report))
+
+
+@contextmanager
+def _seen_masks(actor: MegatronActor) -> Iterator[dict[str, list]]:
+    """Name of each adapter's layer -> digest of what its dropout left out first, and the share of that."""
+    seen: dict[str, list] = {}
+    plain = Adapter._dropped
+    names = {
+        id(module): f"{number}.{plain_name(name)}" for number, chunk in enumerate(actor.chunks)
+        for name, module in chunk.named_modules() if isinstance(module, Adapter)
+    }  # fmt: skip
+
+    def dropped(self: Adapter, x: torch.Tensor) -> torch.Tensor:
+        left = plain(self, x)
+        gone = (left == 0).flatten()
+        digest = hashlib.sha256(gone.numpy().tobytes()).hexdigest()
+        seen.setdefault(names[id(self)], [digest, gone.float().mean().item()])
+        return left
+
+    Adapter._dropped = dropped
+    try:
+        yield seen
+    finally:
+        Adapter._dropped = plain
 
 
 def _save_log_probs(actor: MegatronActor, batch: TrainBatch, result, file: Path) -> None:

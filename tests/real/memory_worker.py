@@ -12,6 +12,7 @@ import torch
 from padded import read_batch
 from ranks import agree_on_port
 
+from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor
@@ -86,8 +87,10 @@ def _parameters(actor: MegatronActor) -> dict[int, int]:
 
 
 def _state(actor: MegatronActor, batch: TrainBatch) -> dict[str, int]:
-    """Weights, gradient buffers, and after one update the optimizer's own tensors."""
+    """Weights, gradient buffers, and after one update the optimizer's own tensors and what a checkpoint has."""
     actor.update(batch)
+    copy = HostCopy()
+    copy.take(actor)
     parameters = _parameters(actor)
     buffers = [b for chunk in actor.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     own: dict[int, int] = {}
@@ -105,6 +108,7 @@ def _state(actor: MegatronActor, batch: TrainBatch) -> dict[str, int]:
         "gradients": sum(b.grad_data.nbytes for b in buffers),
         "optimizer": sum(size for storage, size in own.items() if storage not in parameters),
         "optimizer_host": sum(host.values()),
+        "saved": sum(tensor.nbytes for key, tensor in copy.tensors.items() if not key.startswith("rng/")),
     }
 
 

@@ -56,6 +56,18 @@ LAYOUTS = {
     "glm-tp2-ep2": ("glm", TARGETS, 2, {TP: 2, EP: 2}, {}),
     "moe-tp2-pp2-ep2": ("moe", TARGETS, 4, {TP: 2, PP: 2, EP: 2}, {}),
 }  # fmt: skip
+# the same with dropout of the adapters' inputs, which no other program draws alike
+EXPERTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+DROPPING = {
+    "moe-dropout": ("moe", TARGETS, 1, {}, {}),
+    "moe-dropout-recomputed": ("moe", TARGETS, 1, {}, FULL),
+    "moe-dropout-experts-recomputed": ("moe", TARGETS, 1, {}, EXPERTS_AGAIN),
+    "dense-dropout-tp2": ("dense", TARGETS, 2, {TP: 2}, {}),
+    "dense-dropout-tp2-whole-sequences": ("dense", TARGETS, 2, {TP: 2, "sequence_parallel": False}, {}),
+    "moe-dropout-tp2-etp2": ("moe", TARGETS, 2, {TP: 2, ETP: 2}, {}),
+}  # fmt: skip
+DROPOUT = 0.25
+ALL = LAYOUTS | DROPPING
 CUTS = {name: parity.CUTS[name] for name in ("packed-5", "packed-40-tokens", "padded-5")}
 RANK, ALPHA = 4, 8.0
 
@@ -106,7 +118,7 @@ class Merged:
 def oracles(tmp_path_factory) -> dict[tuple[str, tuple[str, ...]], Oracle]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("oracle")
-    kinds = dict.fromkeys((model, targets) for model, targets, *_ in LAYOUTS.values())
+    kinds = dict.fromkeys((model, targets) for model, targets, *_ in ALL.values())
     return {(name, targets): _oracle(name, targets, folder / f"{name}-{'-'.join(targets)}") for name, targets in kinds}
 
 
@@ -114,9 +126,9 @@ def oracles(tmp_path_factory) -> dict[tuple[str, tuple[str, ...]], Oracle]:
 def results(oracles, tmp_path_factory) -> dict[str, Path]:
     """Runs every layout once; layouts with equally many ranks share their processes."""
     folders = {}
-    for world_size in sorted({world for _, _, world, *_ in LAYOUTS.values()}):
+    for world_size in sorted({world for _, _, world, *_ in ALL.values()}):
         out = tmp_path_factory.mktemp(f"ranks{world_size}")
-        names = [name for name, (_, _, world, *_) in LAYOUTS.items() if world == world_size]
+        names = [name for name, (_, _, world, *_) in ALL.items() if world == world_size]
         cases = out / "cases.json"
         cases.write_text(json.dumps([_case(name, oracles) for name in names]))
         run_ranks(Path(__file__).with_name("lora_worker.py"), world_size, out, [str(cases)])
@@ -175,6 +187,48 @@ def test_the_export_has_the_same_bits_in_every_layout(model, results):
     assert all(torch.equal(file[name], files[0][name]) for file in files[1:] for name in file)
 
 
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", DROPPING)
+def test_dropout_is_of_updates_alone_and_follows_from_their_number(layout, oracles, results):
+    oracle = oracles[ALL[layout][:2]]
+    parts = [np.load(file) for file in results[layout].glob("log_probs-*.npz")]
+    rows = np.concatenate([part["rows"] for part in parts])
+    found = np.concatenate([part["log_probs"] for part in parts])[np.argsort(rows)]
+    assert np.abs(found - oracle.log_probs).max() < 1e-5
+    for report in reports(results[layout]):
+        assert report["again"] and report["other"] and report["left"]
+        assert all(abs(share - DROPOUT) < 0.03 for _, share in report["masks"].values())
+
+
+def reports(folder: Path) -> list[dict]:
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("report-*.json"))]
+
+
+@pytest.mark.parametrize("again", ["moe-dropout-recomputed", "moe-dropout-experts-recomputed"])
+def test_what_is_recomputed_drops_what_was_dropped(again, oracles, results):
+    oracle = oracles[ALL[again][:2]]
+    plain, found = (_whole(results[name], "gradients", oracle.gradients) for name in ("moe-dropout", again))
+    assert parity._worst(found, plain) < 1e-5
+    assert parity._worst(plain, oracle.gradients) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("layout", "alike"),
+    [
+        ("dense-dropout-tp2", ()),
+        ("dense-dropout-tp2-whole-sequences", ("linear_qkv", "mlp.linear_fc1")),
+        ("moe-dropout-tp2-etp2", ("experts.linear_fc1",)),
+    ],
+)
+def test_tensor_ranks_drop_the_same_of_an_input_that_they_have_in_common_and_of_no_other(layout, alike, results):
+    first, second = (report["masks"] for report in reports(results[layout]))
+    assert first.keys() == second.keys() and len(first) > 4
+    for name, (digest, _) in first.items():
+        assert (digest == second[name][0]) == any(part in name for part in alike), name
+
+
 def _whole(folder: Path, kind: str, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """Factors put together from the boxes of all ranks; boxes that several have are equal."""
     whole = {name: torch.full(tensor.shape, torch.nan) for name, tensor in expected.items()}
@@ -190,13 +244,14 @@ def _whole(folder: Path, kind: str, expected: dict[str, Tensor]) -> dict[str, Te
 
 
 def _case(name: str, oracles: dict) -> dict:
-    model, targets, world_size, degrees, transformer = LAYOUTS[name]
+    model, targets, world_size, degrees, transformer = ALL[name]
     oracle = oracles[model, targets]
     optim = {
         "lr": parity.LR, "lr_warmup_steps": 2, "eps": parity.EPS, "weight_decay": parity.WEIGHT_DECAY,
         "betas": [0.9, 0.95], "clip_grad": parity.CLIP_GRAD,
     }  # fmt: skip
     lora = {"rank": RANK, "alpha": ALPHA, "target_modules": list(targets), "path": str(oracle.adapter)}
+    lora |= {"dropout": DROPOUT} if name in DROPPING else {}
     clip = {"clip_ratio_low": parity.CLIP_LOW, "clip_ratio_high": parity.CLIP_HIGH}
     config = {
         "model": {"path": str(oracle.model_path), "dtype": "float32", "override_transformer_config": transformer},

@@ -37,9 +37,9 @@ def run(world, tmp_path_factory) -> Path:
     return trained(world, tmp_path_factory.mktemp("run") / "run")
 
 
-def trained(world: Path, run_dir: Path, preset: Path = PRESET, **settings) -> Path:
+def trained(world: Path, run_dir: Path, preset: Path = PRESET, *flags: str, **settings) -> Path:
     given = overrides(world, **(LORA | TWO_STEPS | settings))
-    succeeded("train", str(preset), "--run-dir", str(run_dir), *given)
+    succeeded("train", str(preset), "--run-dir", str(run_dir), *flags, *given)
     return run_dir
 
 
@@ -74,6 +74,17 @@ def test_a_run_whose_ranks_leave_their_devices_to_engines_has_the_same_adapters(
     assert checkpoint_difference(*(folder / "checkpoints" / "step-2" for folder in (run, colocated))) is None
 
 
+def test_the_slow_path_brings_engines_the_same_words(run, world, tmp_path):
+    slow = trained(world, tmp_path / "slow", reshard__path="slow")
+    assert [row["response_length/mean"] for row in steps(slow)] == [row["response_length/mean"] for row in steps(run)]
+    assert checkpoint_difference(*(folder / "checkpoints" / "step-2" for folder in (run, slow))) is None
+
+
+def test_a_run_with_dropout_resumes_bit_by_bit(world):
+    given = overrides(world, **LORA, actor__lora__dropout=0.25)
+    assert "not one bit differs" in succeeded("verify", str(PRESET), "--resume", "--steps", "1", *given)
+
+
 def test_a_run_with_adapters_resumes_bit_by_bit(world):
     said = succeeded("verify", str(PRESET), "--resume", "--steps", "1", *overrides(world, **LORA))
     assert "not one bit differs" in said
@@ -89,8 +100,19 @@ def test_a_run_in_bfloat16_goes_on_from_a_folder_of_pefts_at_another_layout(run,
     moved = {name for name in base if not torch.equal(base[name], merged[name])}
     assert moved == {name for name in base if name.split(".")[-2] in TARGETS}
     layout = {"actor__layout__expert_model_parallel_size": 1, "model__dtype": "bfloat16"}
-    again = trained(world, tmp_path / "again", actor__lora__path=tmp_path / "adapter", **layout)
+    begun = {"actor__lora__path": tmp_path / "adapter", **layout}
+    again = trained(world, tmp_path / "again", **begun)
     rows = steps(again)
     assert rows[0]["actor/kl_loss"] > 1e-6  # the reference is the model under the adapter
     assert [row["reshard/verified"] for row in rows] == [1, 1]
     assert all(row["rollout_corr/k3_kl"] < 0.01 for row in rows)  # engines too begin with the adapter
+    shutil.rmtree(tmp_path / "adapter")
+    trained(world, again, PRESET, "--resume", **begun, trainer__total_training_steps=3)
+    assert len(steps(again)) == 3
+    start = read_manifest(again / "checkpoints" / "step-3").adapters["start"]
+    assert start["path"] == str(tmp_path / "adapter") and len(start["digest"]) == 64
+    # the model is float32, what is trained on it bfloat16
+    succeeded("convert", "megatron-to-hf", str(again), "-o", str(tmp_path / "narrow"), "--verify")
+    narrow = load_file(tmp_path / "narrow" / "model-00001.safetensors")
+    assert narrow.keys() == base.keys() and all(tensor.dtype is torch.bfloat16 for tensor in narrow.values())
+    assert all(torch.equal(narrow[name], base[name].bfloat16()) == (name not in moved) for name in base)

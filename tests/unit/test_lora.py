@@ -12,6 +12,7 @@ import pytest
 import torch
 from reshard_world import World, expected, hf_weights, setup_for, shards_of, sums_of
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_tensors
 from small_model import SIZES, write_model
 from test_config_rules import DENSE_MODEL, TINY_MODEL, only
 
@@ -43,10 +44,12 @@ from mrl.model.boxes import Box, cover_fault
 from mrl.model.layout import TrainLayout
 from mrl.model.peft_files import CONFIG, PREFIX, WEIGHTS, base_digest, check_base, read_peft
 from mrl.model.registry import known_spec
+from mrl.plan.activations import MicroBatchShape
 from mrl.plan.devices import find_device
 from mrl.plan.memory import memory_section
 from mrl.plan.model_state import adapter_numel, stage_state
-from mrl.plan.plan_inputs import PlanInputs
+from mrl.plan.plan_inputs import PlanInputs, batch_plan
+from mrl.plan.times import PassWork, actor_seconds, adapter_launches
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.train.resume import RunIdentity, _check_same_adapters
 from mrl.units import round_up
@@ -215,29 +218,33 @@ def base(tmp_path) -> Path:
     return tmp_path / "base"
 
 
-def step_of(base: Path, folder: Path, degrees: dict, factors: dict[str, torch.Tensor], **adapters) -> Path:
+def step_of(
+    base: Path, folder: Path, degrees: dict, factors: dict[str, torch.Tensor], dtype: str = "float32", **adapters
+) -> Path:
     """A checkpoint of adapters as ranks of a layout write it, moments among it."""
     folder.mkdir()
     (folder / "hf").mkdir()
     shutil.copy(base / "config.json", folder / "hf")
-    layout = TrainLayout.build(degrees, SMALL)
+    sizes = json.loads((base / "config.json").read_text())
+    model = model_spec(sizes)
+    layout = TrainLayout.build(degrees, model)
     ranks = []
     for rank in range(layout.world_size):
         tensors, entries, name = {}, [], f"rank-{rank:05d}.safetensors"
-        for shard in (s for s in adapter_shards(SMALL, layout, rank, LORA) if s.primary == rank):
-            local = np.zeros(shard.local_shape, np.float32)
+        for shard in (s for s in adapter_shards(model, layout, rank, LORA) if s.primary == rank):
+            local = torch.zeros(shard.local_shape, dtype=getattr(torch, dtype))
             for piece in shard.pieces:
-                local[piece.local_box.slices] = factors[piece.hf_name][piece.hf_box.slices].numpy()
-            for role in (WEIGHT, EXP_AVG):
+                local[piece.local_box.slices] = factors[piece.hf_name][piece.hf_box.slices].to(local.dtype)
+            for role, values in ((WEIGHT, local), (EXP_AVG, local.float().clone())):
                 key = f"{role}/{shard.vp_chunk}.{shard.megatron_name}"
-                tensors[key] = local
+                tensors[key] = values
                 entries.append(StoredTensor(name, key, role, shard.local_shape, None, shard.pieces))
-        save_file(tensors, folder / name)
+        save_tensors(tensors, folder / name)
         facts = {"step": 3.0, "num_updates": 3, "lr": 0.5, "scheduler": {}}
         ranks.append(RankFiles(tuple(entries), {name: file_facts(folder / name)}, facts))
     said = {"rank": 4, "alpha": 8.0, "target_modules": list(TARGETS)}
     said |= {"base": {"path": str(base), "digest": base_digest(base)}} | adapters
-    write_manifest(folder, Manifest(3, degrees, "float32", SIZES, tuple(ranks), {}, {}, adapters=said))
+    write_manifest(folder, Manifest(3, degrees, dtype, sizes, tuple(ranks), {}, {}, adapters=said))
     return folder
 
 
@@ -361,6 +368,14 @@ def test_a_checkpoint_of_whole_weights_is_not_gone_on_with_by_adapters():
         (["actor.lora.rank=65"], "actor.lora.rank", "at most 64, the smaller side of model.layers.0"),
         (["actor.lora.alpha=4"], "actor.lora.alpha", "needs actor.lora.rank above 0"),
         (["actor.lora.path=/somewhere"], "actor.lora.path", "needs actor.lora.rank above 0"),
+        (["actor.lora.dropout=0.1"], "actor.lora.dropout", "needs actor.lora.rank above 0"),
+        (["actor.lora.base_dtype=nf4"], "actor.lora.base_dtype", "needs actor.lora.rank above 0"),
+        (["actor.lora.rank=4", "actor.lora.base_dtype=int8"], "actor.lora.base_dtype", "must be model.dtype"),
+        (
+            ["actor.lora.dropout=0.1", "algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=64"],
+            "actor.lora.dropout",
+            "must be 0 with algorithm.anchor on_policy",
+        ),
         (["actor.lora.target_modules=[]"], "actor.lora.target_modules", "names no module"),
         (["actor.lora.target_modules=[q_prj]"], "actor.lora.target_modules", "q_proj"),
         (["actor.freeze_router=true"], "actor.freeze_router", "must be false with actor.lora.rank"),
@@ -460,6 +475,31 @@ def test_the_reference_of_adapters_takes_no_memory():
     assert "'reference'" in terms("actor.lora.rank=4", "ref.path=/another")
 
 
+@pytest.mark.parametrize(("degrees", "experts"), [({}, 128), ({EP: 8}, 16)])
+def test_a_plan_launches_the_adapters_of_every_expert_by_themselves(degrees, experts):
+    """Of gate and up: A joined, A x, its scale, two of B, their place. Then what a layer does for all of them."""
+    model = known_spec("Qwen3-30B-A3B")
+    layout = TrainLayout.build({"world_size": 8} | degrees, model)
+    work = PassWork(model, MicroBatchShape(1, 10240, 8192), 1e6, 1e9)
+    assert adapter_launches(work, layout) == 0
+    every = replace(work, lora=Lora.of(32, 64.0, [ALL_LINEAR]))
+    assert adapter_launches(every, layout) == experts * 6 + 2 + experts * 3 + 2 + 7 + 2 + 3 + 2
+    attention = replace(work, lora=Lora.of(32, 64.0, ["q_proj", "v_proj"]))
+    assert adapter_launches(attention, layout) == 6 + 2
+
+
+def test_adapters_of_many_experts_on_a_rank_make_its_updates_longer():
+    def update(*overrides: str) -> float:
+        preset = TINY.parents[1] / "qwen3-30b-a3b" / "h200-1x8.yaml"
+        config = load_config(preset, None, list(overrides)).config
+        inputs = PlanInputs.of(config, known_spec("Qwen3-30B-A3B"), find_device("h200-141g"))
+        return actor_seconds(inputs, batch_plan(config, inputs.train))[1].compute
+
+    whole = ["actor.layout.tensor_model_parallel_size=1", "actor.layout.expert_model_parallel_size=1"]
+    assert update("actor.lora.rank=32") < update(*whole, "actor.lora.rank=32")
+    assert update(*whole, "actor.lora.rank=32") > 1.5 * update(*whole)
+
+
 # --- verl's keys ------------------------------------------------------------------------------------------------------
 
 M = "actor_rollout_ref.model."
@@ -481,6 +521,7 @@ def imported(*words: str):
             {"target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]},
         ),
         ([f"{M}lora_rank=8", f"{M}lora_adapter_path=/x"], {"path": "/x"}),
+        ([f"{M}lora.rank=8", f"{M}lora.dropout=0.1"], {"dropout": 0.1}),
     ],
 )
 def test_verls_adapters_are_carried(words, values):
@@ -492,6 +533,14 @@ def test_verls_adapters_are_carried(words, values):
 def test_verls_adapters_that_are_off_or_others_than_here_are_said():
     off = imported(f"{M}lora_rank=0", f"{M}lora_alpha=0", f"{M}target_modules=all-linear", f"{M}lora.rank=0")
     assert not [key for key in off.values if key.startswith("actor.lora")] and not off.of("unsupported")
-    other = imported(f"{M}lora.rank=8", f"{M}lora.type=dora", f"{M}lora.dropout=0.1", f"{M}lora.merge=True")
-    assert {entry.key for entry in other.of("unsupported")} == {f"{M}lora.type", f"{M}lora.dropout"}
+    words = (
+        "type=dora",
+        "dropout_position=post",
+        "share_expert_adapters=True",
+        "normalize_moe_lora=True",
+        "merge=True",
+    )
+    other = imported(f"{M}lora.rank=8", *(f"{M}lora.{word}" for word in words))
+    unlike = {f"{M}lora.{name}" for name in ("type", "dropout_position", "share_expert_adapters", "normalize_moe_lora")}
+    assert {entry.key for entry in other.of("unsupported")} == unlike
     assert "no module" in str(imported(f"{M}lora.rank=8", f"{M}target_modules=[in_proj]").of("unsupported")[0])

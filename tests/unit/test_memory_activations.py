@@ -5,11 +5,16 @@ and what must not change whatever the sizes.
 from dataclasses import replace
 
 import pytest
+from test_memory_host import inputs_of
 
 from mrl.model import known_spec, model_spec
+from mrl.model.adapters import MERGED_BYTES, Lora
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout
 from mrl.plan.activations import Activations, MicroBatchShape, Recompute, in_flight
+from mrl.plan.memory import actor_bytes
+from mrl.plan.model_state import largest_parameter
+from mrl.plan.plan_inputs import batch_plan
 
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -181,3 +186,52 @@ def test_an_activation_that_is_made_again_keeps_what_it_is_made_from():
     routed = 8192 * model.num_experts_per_tok
     dropped = none.chunk((LayerKind(True),))[0] - again.chunk((LayerKind(True),))[0]
     assert dropped == routed * (model.moe_intermediate_size * 2 + 4)  # bf16, and a float32 probability
+
+
+def with_adapters(kept: Activations, *targets: str, **more) -> Activations:
+    return replace(kept, lora=Lora.of(4, 8.0, targets), **more)
+
+
+def test_adapters_of_a_dense_layer_by_hand():
+    """32 tokens, rank 4: A x, the factors A of what shares x, the norm again; o_proj and down_proj by themselves."""
+    plain = activations(DENSE)
+    kept = with_adapters(plain, "all-linear").layer(LayerKind(False))
+    assert "attention adapters" not in plain.layer(LayerKind(False))
+    again, alone = 32 * (100 * 2 + 4), 32 * 4 * 2
+    assert kept["attention adapters"] == (32 * 12 + 12 * 100) * 2 + again + alone
+    assert kept["mlp adapters"] == (32 * 8 + 8 * 100) * 2 + again + alone
+    few = with_adapters(plain, "q_proj").layer(LayerKind(False))
+    assert few["attention adapters"] == 32 * 4 * 2 + again and few["mlp adapters"] == 0
+
+
+def test_adapters_of_experts_by_hand():
+    """16,384 rows of a rank's 16 experts, each with factors A of its own; they are sent again with their experts."""
+    kept = with_adapters(activations(known_spec("Qwen3-30B-A3B"), BIG, world_size=8, **{TP: 4, EP: 8}), "all-linear")
+    terms, rows = kept.layer(LayerKind(True)), 2048 * 8
+    assert terms["expert adapters"] == (rows * 8 + 16 * 8 * 2048) * 2 + rows * 4 * 2
+    again = replace(kept, recompute=Recompute("selective", modules=("moe",))).chunk((LayerKind(True),))
+    plain = replace(kept, lora=None, recompute=Recompute("selective", modules=("moe",))).chunk((LayerKind(True),))
+    assert again[0] - plain[0] == terms["attention adapters"]
+
+
+@pytest.mark.parametrize(("kernels", "mask"), [("transformer_engine", 1), ("torch", 2)])
+def test_dropout_keeps_a_mask_and_what_it_leaves_of_each_input(kernels, mask):
+    plain = with_adapters(replace(activations(DENSE), kernels=kernels), "all-linear")
+    more = {
+        name: size - plain.layer(LayerKind(False))[name]
+        for name, size in replace(plain, dropout=True).layer(LayerKind(False)).items()
+    }
+    assert more["attention adapters"] == 32 * (100 + 40) * (2 + mask)
+    assert more["mlp adapters"] == 32 * (100 + 300) * (2 + mask)
+    assert sum(more.values()) == more["attention adapters"] + more["mlp adapters"]
+
+
+@pytest.mark.parametrize("path", ["fast", "slow"])
+def test_a_sync_of_adapters_holds_what_it_makes_of_one_block_or_tensor_and_no_more(path):
+    given = [f"reshard.path={path}"]
+    staging = {}
+    for lora in ([], ["actor.lora.rank=8"]):
+        inputs = inputs_of("qwen3-30b-a3b/h100-4x8", *given, *lora)
+        staging[len(lora)] = actor_bytes(inputs, batch_plan(inputs.config, inputs.train), 0).sync_staging
+    own = largest_parameter(inputs.model, inputs.train, 0) * 2
+    assert staging[1] - staging[0] == {"fast": MERGED_BYTES, "slow": 2 * own}[path]

@@ -26,6 +26,14 @@ _OF_MEGATRON = {
     "linear_fc1_up": ("up_proj",),
     "linear_fc2": ("down_proj",),
 }
+# what adapters have in verl and not here, and why
+_UNLIKE = {
+    "type": "adapters are plain ones here",
+    "exclude_modules": "adapters are on all modules of a name here",
+    "dropout_position": "dropout is of the adapters' inputs here",
+    "normalize_moe_lora": "experts have the rank that all modules have here",
+    "share_expert_adapters": "every expert has a pair of its own here, as PEFT's form has it",
+}
 _PLAIN_TYPES = (None, "lora", "canonical_lora")
 
 
@@ -82,8 +90,8 @@ def _other(o: Override, out: Import, settings: VerlSettings) -> None:
         out.leave("implied", o.key, o.value, "engines always get the weights that base and adapters make", o.line)
     elif _is_plain(name, o.value):
         out.leave("implied", o.key, o.value, "as adapters are here", o.line)
-    elif name in ("dropout", "exclude_modules", "type"):
-        out.leave("unsupported", o.key, o.value, "adapters are plain ones here, without dropout", o.line)
+    elif name in _UNLIKE:
+        out.leave("unsupported", o.key, o.value, _UNLIKE[name], o.line)
     else:
         out.leave("not_applicable", o.key, o.value, "a matter of how verl builds and sends adapters", o.line)
 
@@ -91,7 +99,9 @@ def _other(o: Override, out: Import, settings: VerlSettings) -> None:
 def _is_plain(name: str, value: Any) -> bool:
     if name == "type":
         return value in _PLAIN_TYPES
-    return name in ("dropout", "exclude_modules") and not value
+    if name == "dropout_position":
+        return value in (None, "pre")
+    return name in _UNLIKE and not value
 
 
 LORA_HANDLERS: dict[str, Handler] = {
@@ -102,6 +112,7 @@ LORA_HANDLERS: dict[str, Handler] = {
     M + "lora.adapter_path": _carried("actor.lora.path"),
     M + "target_modules": _targets,
     M + "lora.target_modules": _targets,
+    M + "lora.dropout": _carried("actor.lora.dropout"),
     M + "exclude_modules": _other,
     M + "lora.": _other,
 }

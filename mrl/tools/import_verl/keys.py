@@ -143,7 +143,7 @@ ROWS: dict[str, KeyRow] = {
         M + name: _SPECIAL
         for name in ("lora_rank", "lora_alpha", "lora_adapter_path", "target_modules", "exclude_modules")
     },
-    **{M + f"lora.{name}": _SPECIAL for name in ("rank", "alpha", "adapter_path", "target_modules", "")},
+    **{M + f"lora.{name}": _SPECIAL for name in ("rank", "alpha", "adapter_path", "target_modules", "dropout", "")},
     M + "mtp.enable": _missing("no multi-token prediction here", False),
     M + "mtp.": _nothing("no multi-token prediction here"),
     M + "tiled_mlp.": _nothing(_FSDP),

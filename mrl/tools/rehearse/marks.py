@@ -364,6 +364,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("actor.router_replay", missing="no choice of experts was replayed in an update", off=("disabled",)),
     Switch("actor.freeze_router"),
     Switch("actor.lora.rank", off=(0,)),
+    Switch("actor.lora.dropout", off=(0.0,)),
     Switch("rollout.quantization"),
     Switch("algorithm.adv_estimator", missing=_OTHER),
     Switch("algorithm.policy_loss.loss_mode", missing=_OTHER),

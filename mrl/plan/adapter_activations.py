@@ -1,0 +1,104 @@
+"""What adapters (actor.lora) keep of a forward pass beside the layers that they are on, by term, on one rank.
+
+An adapter keeps its input x, which the layer would keep for the gradient of its own weight, and which is counted there.
+Beside it are A x, as many times as targets share x; the factors A of those, joined; where the layer's norm is fused
+into it, x made again; with dropout the mask and what it leaves of x. They were read off mrl/megatron/lora_layers.py and
+are held against what ranks keep (tests/real/test_memory_truth.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mrl.model import ModelSpec
+from mrl.model.adapters import Lora
+from mrl.model.hf_config import LayerKind
+from mrl.model.layout import TrainLayout
+
+_F32 = 4
+_ATTENTION = ("q_proj", "k_proj", "v_proj")
+_GATED = ("gate_proj", "up_proj")
+_DOWN = ("down_proj",)
+
+
+@dataclass(frozen=True)
+class AdapterActivations:
+    """Bytes that the adapters of one layer keep of a micro-batch."""
+
+    lora: Lora
+    dropout: bool
+    model: ModelSpec
+    layout: TrainLayout
+    bytes: int  # per element
+    is_plain: bool  # the kernels are torch's
+    tokens: int  # of the rank
+    sharded: int  # of them, what it has between tensor-parallel layers
+    expert_tokens: int  # rows of its experts
+
+    def terms(self, kind: LayerKind) -> dict[str, int]:
+        """Bytes of a layer by term, without recomputation."""
+        m = self.model
+        tensor = self.layout.tensor
+        heads = m.num_attention_heads * m.head_dim // tensor
+        attention = self._before(_ATTENTION, self.tokens, self.sharded, again=True)
+        attention += self._kept(("o_proj",), self.sharded) + self._dropped(("o_proj",), self.tokens * heads)
+        if kind.has_experts:
+            return {"attention adapters": attention} | self._of_experts()
+        width = m.intermediate_size // tensor
+        mlp = self._before(_GATED, self.tokens, self.sharded, again=True)
+        mlp += self._kept(_DOWN, self.sharded) + self._dropped(_DOWN, self.tokens * width)
+        return {"attention adapters": attention, "mlp adapters": mlp}
+
+    def _of_experts(self) -> dict[str, int]:
+        m = self.model
+        rows = self.expert_tokens
+        width = m.moe_intermediate_size // self.layout.expert_tensor
+        experts = self._before(_GATED, rows, rows, copies=m.num_experts // self.layout.expert)
+        experts += self._kept(_DOWN, rows) + self._dropped(_DOWN, rows * width)
+        if not m.shared_expert_intermediate_size:
+            return {"expert adapters": experts}
+        inner = m.shared_expert_intermediate_size // self.layout.tensor
+        shared = self._before(_GATED, self.tokens, self.tokens)
+        shared += self._kept(_DOWN, self.tokens) + self._dropped(_DOWN, self.tokens * inner)
+        return {"expert adapters": experts, "shared adapters": shared}
+
+    def _before(self, names: Sequence[str], gathered: int, own: int, copies: int = 1, again: bool = False) -> int:
+        """Bytes of modules that share an input x of `own` tokens, as wide as the model.
+
+        `gathered`: the tokens that A x is of. `copies`: of the factors, one an expert. `again`: x is made again.
+        """
+        width = self.model.hidden_size
+        targets = self._targets(names)
+        if not targets:
+            return 0
+        joined = 0
+        if targets > 1:
+            joined = targets * self.lora.rank * width * copies * self.bytes
+        made = 0
+        if again:
+            made = own * (width * self._of_a_norm + _F32)
+        return self._kept(names, gathered) + joined + made + self._dropped(names, own * width)
+
+    def _kept(self, names: Sequence[str], tokens: int) -> int:
+        """Bytes of A x of each module."""
+        return tokens * self._targets(names) * self.lora.rank * self.bytes
+
+    def _dropped(self, names: Sequence[str], elements: int) -> int:
+        """Bytes of a mask and of what it leaves. Torch's masks on a CPU are of the input's format."""
+        if not self.dropout or not self._targets(names):
+            return 0
+        mask = 1
+        if self.is_plain:
+            mask = self.bytes
+        return elements * (self.bytes + mask)
+
+    def _targets(self, names: Sequence[str]) -> int:
+        return len(set(names) & set(self.lora.targets))
+
+    @property
+    def _of_a_norm(self) -> int:
+        """Bytes of an element that a second norm of an input keeps: in torch the input in float32, which it may be."""
+        if not self.is_plain:
+            return self.bytes
+        if self.bytes < _F32:
+            return _F32
+        return 0
