@@ -69,6 +69,7 @@ class ConversionReport:
     left_out: tuple[str, ...]
     unchecked: int  # stored tensors of a torch_dist source without a checksum: damage in them cannot be seen
     left_out_layers: int = 0  # for multi-token prediction, which the written config.json does not name any more
+    left_out_critic: bool = False  # the source has one beside the model
     of_vision_tower: int = 0  # tensors of another checkpoint's vision tower, copied as they are
 
 
@@ -179,8 +180,17 @@ def run_conversion(
     shutil.rmtree(work, ignore_errors=True)
     tensors = len({piece.hf_name for file in files for entry in file.entries for piece in entry.pieces})
     seconds = time.monotonic() - began
+    has_critic = source.manifest is not None and bool(source.manifest.critic)
     return ConversionReport(
-        tensors, sum(sizes.values()), len(files), resumed, options.verify, seconds, source.left_out, unchecked
+        tensors,
+        sum(sizes.values()),
+        len(files),
+        resumed,
+        options.verify,
+        seconds,
+        source.left_out,
+        unchecked,
+        left_out_critic=has_critic,
     )
 
 

@@ -13,13 +13,14 @@ from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, parameter_count
 from mrl.model.adapters import Lora, adapter_count
 from mrl.model.precision import BF16, FLOAT32
+from mrl.model.value_head import critic_count
 from mrl.schedule.staleness import Schedule
 from mrl.units import MIB
 
 BESIDE_TENSORS = 4 * MIB  # bytes: manifest, tokenizer and configuration of the model, rounding to blocks
 
 
-def checkpoint_bytes(model: ModelSpec, dtype: str, lora: Lora | None = None) -> int:
+def checkpoint_bytes(model: ModelSpec, dtype: str, lora: Lora | None = None, has_critic: bool = False) -> int:
     """Size of one checkpoint: weights, float32 master weights where the weights are narrower, and Adam's two moments,
     each once. `lora`: of adapters, which then are all that it has.
     """
@@ -27,6 +28,8 @@ def checkpoint_bytes(model: ModelSpec, dtype: str, lora: Lora | None = None) -> 
     elements = parameter_count(model)
     if lora is not None:
         elements = adapter_count(model, lora)
+    if has_critic:
+        elements += critic_count(model)
     return elements * precision.checkpoint + BESIDE_TENSORS
 
 

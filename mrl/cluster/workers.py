@@ -78,6 +78,7 @@ class ActorWorker:
         self.sync_setup = None  # of weight syncs, once it is agreed on
         self.sender = None  # of them, once they are connected
         self.host_copy = None  # of a checkpoint, once one is saved
+        self.critic_copy = None  # the same of a critic
 
     @ray.method(concurrency_group=LOOKING)
     def write_stacks(self) -> None:
@@ -122,9 +123,14 @@ class ActorWorker:
             self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port
         )
         if checkpoint is not None:
+            from mrl.checkpoint.manifest import CRITIC
             from mrl.checkpoint.rank_load import load_rank
 
             load_rank(self.actor, Path(checkpoint))
+            if self.actor.critic is not None:
+                self.actor.offload()
+                load_rank(self.actor.critic, Path(checkpoint), CRITIC)
+                self.actor.critic.offload()
         return os.getpid()
 
     def begin_step(self, samples: ResponseStore, own: np.ndarray, cut: ReplicaCut, readers: Readers) -> None:
@@ -152,7 +158,8 @@ class ActorWorker:
 
     def memory(self) -> ProcessMemory:
         """What this rank's process holds, the copy of a checkpoint on the host too."""
-        return self.actor.memory(self.host_copy.tensors.values() if self.host_copy else ())
+        copies = [copy for copy in (self.host_copy, self.critic_copy) if copy is not None]
+        return self.actor.memory(tensor for copy in copies for tensor in copy.tensors.values())
 
     def export_buckets(self, limit_bytes: int) -> Iterator[str | np.ndarray]:
         """Full HF tensors in safetensors buckets of about `limit_bytes`; only rank 0 yields, the others take part.
@@ -220,15 +227,29 @@ class ActorWorker:
 
     def take_checkpoint(self) -> int:
         """Copies this rank's part of a checkpoint to host memory; returns the bytes that writing it will need."""
+        from mrl.checkpoint.manifest import CRITIC
         from mrl.checkpoint.rank_save import HostCopy
 
         self.host_copy = self.host_copy or HostCopy()
-        return self.host_copy.take(self.actor)
+        taken = self.host_copy.take(self.actor)
+        if self.actor.critic is None:
+            return taken
+        self.actor.offload()  # so that the critic has the room that it has in its updates
+        self.critic_copy = self.critic_copy or HostCopy(CRITIC)
+        taken += self.critic_copy.take(self.actor.critic)
+        self.actor.critic.offload()
+        return taken
 
     @ray.method(concurrency_group=WRITING)
     def write_checkpoint(self, folder: str) -> dict[str, Any]:
-        """Writes what was taken last into `folder`, beside other calls; returns its part of the manifest."""
-        return self.host_copy.write(Path(folder)).to_json()
+        """Writes what was taken last into `folder`, beside other calls; returns its part of the manifest.
+
+        That of a critic is in it, under its name.
+        """
+        part = self.host_copy.write(Path(folder)).to_json()
+        if self.critic_copy is not None:
+            part["critic"] = self.critic_copy.write(Path(folder)).to_json()
+        return part
 
 
 def _contiguous():

@@ -11,7 +11,16 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mrl.config.schema_actor import ActorConfig, Dtype, LayoutConfig, LoraConfig, ModelConfig, OptimConfig, RefConfig
+from mrl.config.schema_actor import (
+    ActorConfig,
+    CriticConfig,
+    Dtype,
+    LayoutConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    RefConfig,
+)
 from mrl.config.schema_algorithm import (
     AlgorithmConfig,
     CustomLossConfig,
@@ -30,6 +39,7 @@ __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
     "ClusterConfig",
+    "CriticConfig",
     "CustomLossConfig",
     "CustomRewardConfig",
     "DataConfig",
@@ -65,6 +75,7 @@ class RunConfig(Section):
     model: ModelConfig
     actor: ActorConfig
     ref: RefConfig = RefConfig()
+    critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     data: DataConfig
@@ -90,7 +101,17 @@ class RunConfig(Section):
         steps = self.trainer.total_training_steps
         if steps is None:
             return None
-        return steps * self.updates_per_step
+        return (steps - self.trainer.warmup_steps) * self.updates_per_step
+
+    @property
+    def of_critic(self) -> "RunConfig | None":
+        """The run with the critic in the actor's place, whose steps are all trained; None without a critic."""
+        if not self.algorithm.needs_critic:
+            return None
+        trainer = self.trainer.model_copy(update={"critic_warmup": 0})
+        actor = self.critic.as_actor(self.actor)
+        model = self.model.model_copy(update={"path": self.critic.path or self.model.path})
+        return self.model_copy(update={"actor": actor, "model": model, "trainer": trainer})
 
 
 def leaf(config: BaseModel, field: str) -> Any:
@@ -128,6 +149,10 @@ def schema_keys() -> dict[str, FieldInfo]:
 
 
 def verl_names() -> dict[str, str]:
-    """verl's keys that mean what a key here means and take the same values, and that key; none of `ref.layout`."""
-    keys = {path: field for path, field in schema_keys().items() if not path.startswith("ref.layout.")}
+    """verl's keys that mean what a key here means and take the same values, and that key.
+
+    None is of `ref.layout` or `critic.optim`, which have the actor's fields.
+    """
+    others = ("ref.layout.", "critic.optim.")
+    keys = {path: field for path, field in schema_keys().items() if not path.startswith(others)}
     return {name: path for path, field in keys.items() for name in notes_of(field).verl}

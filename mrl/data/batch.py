@@ -48,12 +48,14 @@ class TokenValues(Generic[Array]):
     ref_log_probs: Array | None = field(default=None, **of("response token"))  # float32
     # float32: of the off-policy correction; None: all 1
     loss_weights: Array | None = field(default=None, **of("response token"))
+    critic_values: Array | None = field(default=None, **of("response token"))  # float32: before the step's updates
+    returns: Array | None = field(default=None, **of("response token"))  # float32: what values are trained towards
     # bool: tokens that the loss treats apart; the actor sets it
     selected: Array | None = field(default=None, **of("response token"))
 
     @property
     def token_values(self) -> dict[str, Array | None]:
-        """The five columns by name."""
+        """The columns by name."""
         return {f.name: getattr(self, f.name) for f in fields(TokenValues)}
 
 

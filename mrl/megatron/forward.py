@@ -1,8 +1,9 @@
 """One pass of micro-batches through Megatron's pipeline schedules, forward only or with backward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +22,32 @@ from torch import Tensor
 from mrl.algo.aggregate import MetricParts
 from mrl.algo.losses import LossInputs, LossOutput, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
+from mrl.data.batch import TrainBatch
 from mrl.exercised import exercised
+from mrl.megatron.batching import MicroRows
 from mrl.megatron.host_arrays import brought
 from mrl.megatron.logprob import lean_log_probs
-from mrl.megatron.packing import MicroBatch, MicroBatches
+from mrl.megatron.packing import MicroBatch, MicroBatches, Shape, micro_batch
+from mrl.model.layout import TrainLayout
 from mrl.platforms.packs import Pack, for_attention, tie
 
 
 def on_device(inputs: MicroBatch[np.ndarray], device: torch.device) -> MicroBatch[Tensor]:
     """The arrays as tensors on `device`."""
     return inputs.mapped(lambda array: brought(array, device))
+
+
+def laid_out(
+    batch: TrainBatch, micros: Sequence[MicroRows], shape: Shape, layout: TrainLayout, device: torch.device
+) -> MicroBatches:
+    """What this rank computes of each micro-batch of a pass."""
+    context_rank = mpu.get_context_parallel_rank()
+
+    def lay_out(number: int) -> MicroBatch[Tensor]:
+        micro = micros[number]
+        return on_device(micro_batch(batch, micro.rows, shape, context_rank, micro.is_filler), device)
+
+    return MicroBatches(len(micros), lay_out, layout.pipeline if layout.virtual_pipeline > 1 else 1)
 
 
 def packing_of(inputs: MicroBatch[Tensor]) -> PackedSeqParams | None:
@@ -80,7 +97,8 @@ class LossResult:
     outputs: TokenOutputs | None
 
 
-LastStage = Callable[[MicroBatch, TokenOutputs], tuple[Tensor, object]]  # -> what to run backward on, what to hand out
+Outputs = Callable[[Tensor, torch.nn.Module, MicroBatch], Any]  # of tokens, from what the last chunk gives
+LastStage = Callable[[MicroBatch, Any], tuple[Tensor, object]]  # -> what to run backward on, what to hand out
 # held while one chunk computes one micro-batch
 Around = Callable[[torch.nn.Module, MicroBatch], AbstractContextManager]
 
@@ -98,12 +116,12 @@ def log_prob_pass(
     def keep(inputs: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
         return outputs.log_probs.new_zeros(()), outputs
 
-    with torch.no_grad(), _evaluating(chunks):
-        return _run(chunks, micro_batches, vocab_size, keep, around, forward_only=True)
+    with torch.no_grad(), evaluating(chunks):
+        return run_pass(chunks, micro_batches, _outputs_of(vocab_size), keep, around, forward_only=True)
 
 
 @contextmanager
-def _evaluating(chunks: list[torch.nn.Module]) -> Iterator[None]:
+def evaluating(chunks: list[torch.nn.Module]) -> Iterator[None]:
     """The chunks compute as engines do: what is done to activations for training's sake alone is left out."""
     for chunk in chunks:
         chunk.eval()
@@ -142,15 +160,17 @@ def loss_pass(
             result.metrics, outputs.detached() if inputs.old_log_probs is None else None
         )
 
-    return _run(
-        chunks,
-        micro_batches,
-        vocab_size,
-        loss,
-        around,
-        forward_only=False,
-        entropy_has_gradient=bool(parameters.entropy_coeff),
-    )
+    outputs = _outputs_of(vocab_size, entropy_has_gradient=bool(parameters.entropy_coeff))
+    return run_pass(chunks, micro_batches, outputs, loss, around, forward_only=False)
+
+
+def _outputs_of(vocab_size: int, entropy_has_gradient: bool = False) -> Outputs:
+    """How log-probs and entropies follow from hidden states."""
+
+    def outputs(hidden: Tensor, model: torch.nn.Module, inputs: MicroBatch) -> TokenOutputs:
+        return token_outputs(hidden, _head_weight(model), inputs, vocab_size, entropy_has_gradient)
+
+    return outputs
 
 
 def _loss(
@@ -169,15 +189,16 @@ def _loss(
     return policy_loss(parameters, given, denominators)
 
 
-def _run(
+def run_pass(
     chunks: list[torch.nn.Module],
     micro_batches: MicroBatches,
-    vocab_size: int,
+    outputs: Outputs,
     last_stage: LastStage,
     around: Around,
     forward_only: bool,
-    entropy_has_gradient: bool = False,
 ) -> list:
+    """Runs Megatron's schedule; what `last_stage` hands out of each micro-batch, an empty list on other stages."""
+
     def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module):
         inputs = next(data_iterator)
         with around(model, inputs):
@@ -188,9 +209,7 @@ def _run(
                 packed_seq_params=packing_of(inputs),
                 **_KEEP_DTYPE[_is_half(model)],
             )
-        return output, lambda hidden: last_stage(
-            inputs, token_outputs(hidden, _head_weight(model), inputs, vocab_size, entropy_has_gradient)
-        )
+        return output, lambda last: last_stage(inputs, outputs(last, model, inputs))
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -260,11 +279,11 @@ def token_outputs(
         mpu.get_tensor_model_parallel_group(),
         entropy_has_gradient,
     )
-    log_probs, entropy = (_whole_sequences(values, inputs) for values in per_token)
+    log_probs, entropy = (whole_sequences(values, inputs) for values in per_token)
     return TokenOutputs(log_probs, entropy, inputs.has_log_probs)
 
 
-def _whole_sequences(values: Tensor, inputs: MicroBatch) -> Tensor:
+def whole_sequences(values: Tensor, inputs: MicroBatch) -> Tensor:
     """[rows, response_length] from this rank's tokens and those of the other context-parallel ranks.
 
     Every one of them then computes the same loss over whole sequences; backward hands each the gradient of its own

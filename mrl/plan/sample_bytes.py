@@ -199,6 +199,8 @@ def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
     algorithm = inputs.config.algorithm
     rows = -(-batch.samples // inputs.train.data)
     arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy + _F64 * algorithm.use_kl_in_reward  # penalties
+    if algorithm.needs_critic:
+        arrays += 2 * _F32 + _F64  # values and returns, and advantages before they are whitened
     own_bytes = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays
     if not _routed(inputs):
         return own_bytes

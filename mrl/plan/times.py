@@ -22,7 +22,7 @@ from mrl.plan.devices import Assumptions, Device
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
 from mrl.plan.generation_times import generation_seconds
 from mrl.plan.model_state import StateBytes, stage_state
-from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, recompute_of
+from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, precision_of, recompute_of
 from mrl.plan.step_work import mean_flops_per_token, mean_lengths
 from mrl.units import round_up
 
@@ -108,20 +108,47 @@ def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
         scored = {"log_prob": forward}
     recompute = recompute_of(inputs.config)
     again = share_again(recompute, inputs.model, mean_flops_per_token(inputs.model, lengths))
-    return scored | {"update": forward * update_passes(recompute, again).compute, "generation": forward}
+    update = forward * update_passes(recompute, again).compute
+    critic = {}
+    if inputs.critic is not None:
+        critic = {"values": forward, "critic": update}
+    return scored | critic | {"update": update, "generation": forward}
 
 
 def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
     """Predicted seconds of generation, log-probs where a pass is made for old ones, update, and the rest of a step.
 
-    That is what the host does, and bringing an actor there and back.
+    That is what the host does, and bringing an actor there and back. With a critic its values and updates, too.
     """
     log_probs, update = actor_seconds(inputs, batch)
     return {
         "generation": generation_seconds(inputs, batch, engine),
         **({} if inputs.config.algorithm.on_policy else {"log_prob": log_probs.total}),
+        **critic_seconds(inputs),
         "update": update.total * batch.mini_batches,
         "rest": inputs.assumptions.rest + hand_over_seconds(inputs) * inputs.colocated,
+    }
+
+
+def critic_seconds(inputs: PlanInputs) -> dict[str, float]:
+    """Predicted seconds of a critic's values and updates, on its way between device and host too; empty without one.
+
+    What leaves the device does so after each of them. Its passes are the actor's, output layer included.
+    """
+    own = inputs.critic
+    if own is None:
+        return {}
+    batch = batch_plan(own.config, own.train)
+    values, update = actor_seconds(own, batch)
+    actor = own.config.actor
+    precision = precision_of(own.config, own.element_bytes)
+    states = [stage_state(own.model, own.train, pp, precision, is_critic=True) for pp in range(own.train.pipeline)]
+    parameters = max(state.parameters for state in states) * actor.param_offload
+    optimizer = max(state.optimizer for state in states) * actor.optimizer_offload
+    rate = own.device.host_path_rate
+    return {
+        "values": values.total + 2 * parameters / rate,
+        "critic": update.total * batch.mini_batches + 2 * (parameters + optimizer) / rate,
     }
 
 

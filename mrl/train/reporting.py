@@ -75,14 +75,18 @@ def mfu_metrics(
 
     `seconds`: `update` on the ranks, `step` in all. Counted are the sequences as they are, each by itself: no padding,
     experts that a token is sent to, the output layer of sampled tokens alone, and layers that are computed twice once.
-    A backward pass costs two forward ones; generation and each pass of log-probs one, whatever a cache saved.
+    A backward pass costs two forward ones; generation and each pass of log-probs one, whatever a cache saved. A critic
+    costs what the actor does, a pass for its values and an update.
     """
     forward = forward_flops(model, rows.sequence_lengths.tolist(), int(rows.sampled_lengths.sum()))
-    scored = (not algorithm.on_policy) + algorithm.needs_reference
-    return {
-        "perf/mfu/actor": 3 * forward / (seconds["update"] * peak.actor),
-        "perf/mfu/step": (1 + scored + 3) * forward / (seconds["step"] * peak.run),
-    }
+    passes = 1 + (not algorithm.on_policy) + algorithm.needs_reference
+    if algorithm.needs_critic:
+        passes += 1 + 3
+    of_actor = {}
+    if seconds["update"]:  # else a critic was trained alone
+        passes += 3
+        of_actor = {"perf/mfu/actor": 3 * forward / (seconds["update"] * peak.actor)}
+    return of_actor | {"perf/mfu/step": passes * forward / (seconds["step"] * peak.run)}
 
 
 class AdvisedRecord:

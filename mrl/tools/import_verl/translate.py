@@ -15,6 +15,7 @@ from mrl.model import ModelSpec, planning_model_spec
 from mrl.tools.import_verl.expansion import Value, known_part
 from mrl.tools.import_verl.handlers import HANDLERS
 from mrl.tools.import_verl.handlers_algorithm import SEQUENCE_MEANS
+from mrl.tools.import_verl.handlers_critic import critic_defaults
 from mrl.tools.import_verl.handlers_schedule import carry_schedule
 from mrl.tools.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
 from mrl.tools.import_verl.report import Import
@@ -107,6 +108,7 @@ def translate(
         _translate_override(override, out, settings)
     carry_schedule(out, settings)
     _defaults(out, settings)
+    critic_defaults(out, settings)
     _devices(out, settings)
     _experts(out, settings)
     _reference(out, settings)

@@ -115,7 +115,7 @@ def compose(
     on_cpu, lost = device_changes(original)
     changes = [*_layout_changes(original, layout), *batch.changes, *on_cpu, *_cluster(original, layout, cpus)]
     changes += [*_files(original, work), *_schedule(original, batch), *_reference(original)]
-    changes += _adapters(original)
+    changes += [*_adapters(original), *_critic(original, batch)]
     changes += _turns(original) if has_tools else _no_turns(original)
     changes = [change for change in changes if change.now != change.was]
     lost += [*layout.out_of_reach, *_fewer(original, batch)]
@@ -271,6 +271,21 @@ def _adapters(original: RunConfig) -> Iterator[Change]:
     lora = original.actor.lora
     yield Change("actor.lora.rank", lora.rank, min(lora.rank, LORA_RANK), "a small model's weights have short sides")
     yield Change("actor.lora.path", lora.path, None, "an adapter of the large model")
+
+
+def _critic(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
+    """Every step trains both: two steps are too few for a critic alone."""
+    critic = original.critic
+    mini = None
+    if critic.ppo_mini_batch_size is not None:
+        updates = max(1, original.data.train_batch_size // critic.ppo_mini_batch_size)
+        prompts = batch["data.train_batch_size"]
+        mini = prompts // max(each for each in range(1, prompts + 1) if prompts % each == 0 and each <= updates)
+    yield Change("critic.path", critic.path, None, "the actor's start, of the same shape")
+    yield Change("critic.ppo_mini_batch_size", critic.ppo_mini_batch_size, mini, "in small")
+    yield Change("critic.optim.lr_warmup_steps", critic.optim.lr_warmup_steps, 0, f"{STEPS} steps")
+    yield Change("critic.optim.lr_decay_steps", critic.optim.lr_decay_steps, None, f"{STEPS} steps")
+    yield Change("trainer.critic_warmup", original.trainer.critic_warmup, 0, f"{STEPS} steps")
 
 
 def _lines(values: dict[str, Any], changed: dict[str, str], prefix: str = "") -> Iterator[str]:

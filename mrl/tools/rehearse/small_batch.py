@@ -32,12 +32,16 @@ _BUDGETS = (
     "actor.ppo_max_token_len_per_gpu",
     "actor.log_prob_max_token_len_per_gpu",
     "ref.log_prob_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
+    "critic.forward_max_token_len_per_gpu",
     "rollout.max_num_batched_tokens",
 )
 _MICRO = (
     "actor.ppo_micro_batch_size_per_gpu",
     "actor.log_prob_micro_batch_size_per_gpu",
     "ref.log_prob_micro_batch_size_per_gpu",
+    "critic.ppo_micro_batch_size_per_gpu",
+    "critic.forward_micro_batch_size_per_gpu",
 )
 
 
