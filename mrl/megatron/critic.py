@@ -120,8 +120,9 @@ class MegatronCritic:
     def update_replica(
         self, batch: TrainBatch, mini_batches: Sequence[Sequence[MicroRows]], counts: Sequence[Denominators]
     ) -> list[FloatParts]:
-        """One optimizer step per mini-batch, on `critic_values` and `returns` of the batch; metrics as the actor's, and of what left.
+        """One optimizer step per mini-batch, on `critic_values` and `returns` of the batch.
 
+        Metrics are one entry per mini-batch, on the ranks that hold results, and one of what left the device.
         Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th update in a row that changed nothing.
         """
         parts = self._updates(_for_critic(batch), mini_batches, counts)
