@@ -44,7 +44,7 @@ from mrl.platforms import Platform
 
 
 @dataclass(frozen=True)
-class TokenValues:
+class CriticOutputs:
     """Both [rows, response_length], whole sequences on every rank."""
 
     values: Tensor  # float32; zero where nothing was computed
@@ -113,7 +113,7 @@ class MegatronCritic:
         return None
 
     @needs(PARAMETERS)
-    def _values(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> list[TokenValues]:
+    def _values(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> list[CriticOutputs]:
         check_batch(batch, self.model, 0)
         return value_pass(self.chunks, self._inputs(batch, micros))
 
@@ -174,11 +174,11 @@ def _for_critic(batch: TrainBatch) -> TrainBatch:
     return replace(batch, routes=None, route_places=None, advantages=None, ref_log_probs=None, loss_weights=None)
 
 
-def value_pass(chunks: list[torch.nn.Module], micro_batches: MicroBatches) -> list[TokenValues]:
+def value_pass(chunks: list[torch.nn.Module], micro_batches: MicroBatches) -> list[CriticOutputs]:
     """Forward only. The values of each micro-batch on the last stage, an empty list elsewhere."""
 
-    def keep(inputs: MicroBatch, values: Tensor) -> tuple[Tensor, TokenValues]:
-        return values.new_zeros(()), TokenValues(values, inputs.has_log_probs)
+    def keep(inputs: MicroBatch, values: Tensor) -> tuple[Tensor, CriticOutputs]:
+        return values.new_zeros(()), CriticOutputs(values, inputs.has_log_probs)
 
     with torch.no_grad(), evaluating(chunks):
         return run_pass(chunks, micro_batches, _token_values, keep, nothing_around, forward_only=True)
@@ -207,7 +207,7 @@ def _token_values(given: Tensor, _: torch.nn.Module, inputs: MicroBatch) -> Tens
     return whole_sequences(given.flatten()[inputs.predictors], inputs)
 
 
-def _of_rows(micros: Sequence[MicroRows], outputs: Sequence[TokenValues]) -> ValueResult:
+def _of_rows(micros: Sequence[MicroRows], outputs: Sequence[CriticOutputs]) -> ValueResult:
     """Joins what was computed of micro-batches, fillers left out."""
     kept = [(micro.rows, each) for micro, each in zip(micros, outputs, strict=True) if not micro.is_filler]
     rows = [np.zeros(0, np.int64), *(rows for rows, _ in kept)]

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,11 +19,10 @@ from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, DamagedCheckpoint, NumericAbort
 from mrl.flow.step_batch import StepBatch
-from mrl.megatron.critic import ValueResult
 from mrl.model import parameter_count, planning_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.model.value_head import HEAD, critic_count, critic_shards
-from mrl.plan.devices import devices
+from mrl.plan.plan_inputs import device_for
 from mrl.plan.run_plan import plan_of
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.train.resume import RunIdentity, find_resume_point
@@ -130,7 +130,8 @@ class ReplicaCritic:
         self.updates = []
 
     def values(self, batch, micros):
-        return ValueResult(np.arange(len(batch)), noise(batch.rollout_log_probs[batch.is_sampled], 3000))
+        values = noise(batch.rollout_log_probs[batch.is_sampled], 3000)
+        return SimpleNamespace(rows=np.arange(len(batch)), values=values)
 
     def update_replica(self, batch, mini_batches, counts):
         self.updates.append((batch, mini_batches, counts))
@@ -262,7 +263,7 @@ def test_a_replica_without_a_critic_is_cut_as_before():
 
 def planned(*overrides: str) -> dict:
     config = load_config(BASE, None, list(overrides)).config
-    return plan_of(config, MOE, devices()["H100-SXM-80GB"])
+    return plan_of(config, MOE, device_for(config))
 
 
 def test_a_plan_counts_the_critic_on_devices_on_hosts_and_in_time():
@@ -384,6 +385,12 @@ def test_what_a_script_says_of_a_critic_that_its_estimator_does_not_read_goes_no
         "algorithm.lam",
     }
     assert not [key for key in out.values if key.startswith(("critic", "algorithm.lam"))]
+
+
+@pytest.mark.parametrize(("steps", "kind"), [(10, "unsupported"), (1, "implied"), (0, "implied")])
+def test_a_warm_up_without_a_critic_is_an_actor_that_waits(steps, kind):
+    out = import_overrides(["algorithm.adv_estimator=grpo", f"trainer.critic_warmup={steps}"])
+    assert "trainer.critic_warmup" in {entry.key for entry in out.of(kind)}
 
 
 @pytest.mark.parametrize(
