@@ -12,8 +12,8 @@ from mrl.data.samples import column_bytes
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, parameter_count
 from mrl.model.adapters import Lora, adapter_count
+from mrl.model.critic_weights import critic_count
 from mrl.model.precision import BF16, FLOAT32
-from mrl.model.value_head import critic_count
 from mrl.schedule.staleness import Schedule
 from mrl.units import MIB
 

@@ -106,9 +106,7 @@ class MegatronActor:
         replay = config.actor.router_replay
         self.routing = Routing(self.chunks, self.model, replay) if self.model.is_moe and not fused else None
         if config.actor.freeze_router:
-            freeze(
-                p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight")
-            )
+            freeze(p for c in self.chunks for name, p in c.named_parameters() if name.endswith(".router.weight"))
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))

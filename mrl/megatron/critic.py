@@ -36,10 +36,10 @@ from mrl.megatron.optimizer import (
 from mrl.megatron.overlap import gather_weights, set_gradient_reduction
 from mrl.megatron.packing import MicroBatch, MicroBatches
 from mrl.model import ModelSpec
+from mrl.model.critic_weights import critic_shards
 from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Shard
-from mrl.model.value_head import critic_shards
 from mrl.platforms import Platform
 
 

@@ -15,12 +15,12 @@ from math import lcm
 
 from mrl.model import ModelSpec
 from mrl.model.adapters import Lora, target_of
+from mrl.model.critic_weights import body_of
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import last_stage_weights, megatron_slice
 from mrl.model.precision import BF16, Precision
 from mrl.model.registry import weight_map
-from mrl.model.value_head import body_of
 from mrl.model.weight_map import Weight
 from mrl.units import round_up
 

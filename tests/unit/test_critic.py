@@ -20,8 +20,8 @@ from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, DamagedCheckpoint, NumericAbort
 from mrl.flow.step_batch import StepBatch
 from mrl.model import parameter_count, planning_model_spec
+from mrl.model.critic_weights import HEAD, critic_count, critic_shards
 from mrl.model.layout import TrainLayout
-from mrl.model.value_head import HEAD, critic_count, critic_shards
 from mrl.plan.plan_inputs import device_for
 from mrl.plan.run_plan import plan_of
 from mrl.tools.import_verl.translate import import_overrides
