@@ -6,7 +6,7 @@ from dataclasses import replace
 from mrl.config.actor_rules import BATCH_RULES
 from mrl.config.rule_row import Rule, RuleRow
 from mrl.config.run_rules import OPTIM_RULES
-from mrl.config.schema import AlgorithmConfig, CriticConfig, RunConfig
+from mrl.config.schema import AlgorithmConfig, CriticConfig, RunConfig, Section
 from mrl.errors import Violation
 from mrl.model import ModelSpec
 
@@ -19,13 +19,23 @@ def _with(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig
 
 def _unread(config: RunConfig) -> Iterator[str]:
     """Keys of a critic that are given."""
-    if config.critic != CriticConfig():
+    if _differs(config.critic, CriticConfig()):
         yield "critic"
     if config.trainer.critic_warmup:
         yield "trainer.critic_warmup"
     for name in ("gamma", "lam"):
         if getattr(config.algorithm, name) != getattr(AlgorithmConfig(), name):
             yield f"algorithm.{name}"
+
+
+def _differs(given: Section, default: Section) -> bool:
+    """Whether a section says anything; where a key of it is refused, reading that one ends the rule."""
+    for name in type(default).model_fields:
+        value = getattr(given, name)
+        usual = getattr(default, name)
+        if _differs(value, usual) if isinstance(usual, Section) else value != usual:
+            return True
+    return False
 
 
 def _is_read(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
