@@ -35,6 +35,7 @@ PIECES = {
     "restarts": ("test_rank_restart", "test_engines_back"),
     "turns": ("test_turns",),
     "adapters": ("test_lora", "test_lora_run"),
+    "critics": ("test_critic",),
     "runs": (
         "test_eval",
         "test_glm_run",
