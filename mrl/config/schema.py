@@ -97,11 +97,13 @@ class RunConfig(Section):
 
     @property
     def total_updates(self) -> int | None:
-        """Optimizer steps of the whole run, None when its length is given in epochs."""
+        """Optimizer steps of the whole run without those that train a critic alone; None when its length is given in
+        epochs.
+        """
         steps = self.trainer.total_training_steps
         if steps is None:
             return None
-        return (steps - self.trainer.warmup_steps) * self.updates_per_step
+        return max(steps - self.trainer.warmup_steps, 1) * self.updates_per_step
 
     @property
     def of_critic(self) -> "RunConfig | None":

@@ -24,7 +24,7 @@ from mrl.model.critic_weights import HEAD, critic_count, critic_shards
 from mrl.model.layout import TrainLayout
 from mrl.plan.plan_inputs import device_for
 from mrl.plan.run_plan import plan_of
-from mrl.tools.import_verl.translate import import_overrides
+from mrl.tools.import_verl.translate import import_overrides, import_script
 from mrl.train.resume import RunIdentity, find_resume_point
 from mrl.train.update import advantages, corrections, leave_actor, old_log_probs, update_critic
 
@@ -385,6 +385,16 @@ def test_what_a_script_says_of_a_critic_that_its_estimator_does_not_read_goes_no
         "algorithm.lam",
     }
     assert not [key for key in out.values if key.startswith(("critic", "algorithm.lam"))]
+
+
+@pytest.mark.parametrize(("estimator", "asked"), [("grpo", set()), ("gae", {"critic.optim.lr"})])
+def test_a_value_that_is_not_known_is_asked_for_where_a_critic_reads_it(estimator, asked):
+    script = f"""python3 -m verl.trainer.main_ppo algorithm.adv_estimator={estimator} \\
+        actor_rollout_ref.model.path=$HOME_OF_MODELS/m critic.model.path=$HOME_OF_MODELS/m critic.optim.lr=$RATE \\
+        critic.ulysses_sequence_parallel_size=$PARTS
+    """
+    out = import_script(script, "x.sh", {})
+    assert {entry.key for entry in out.of("unknown") if entry.key.startswith("critic")} == asked
 
 
 @pytest.mark.parametrize(("steps", "kind"), [(10, "unsupported"), (1, "implied"), (0, "implied")])

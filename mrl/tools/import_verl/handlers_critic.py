@@ -5,7 +5,7 @@ from typing import Any
 from mrl.algo.spec import AGGREGATIONS, NEEDS_CRITIC
 from mrl.config.schema import verl_names
 from mrl.tools.import_verl.handlers_algorithm import Handler
-from mrl.tools.import_verl.keys import MEGATRON, A
+from mrl.tools.import_verl.keys import MEGATRON, A, M
 from mrl.tools.import_verl.report import Import
 from mrl.tools.import_verl.verl_command import Override, VerlSettings
 from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
@@ -48,6 +48,20 @@ def _has_critic(settings: VerlSettings) -> bool:
     return settings.estimator in NEEDS_CRITIC
 
 
+def needs_value(o: Override, settings: VerlSettings) -> bool:
+    """Whether a key whose value is not known has to be given one: of a critic, where it goes somewhere."""
+    name = o.key.removeprefix(_C)
+    if name == o.key:
+        return True
+    is_read = _has_critic(settings) and (o.key in _CARRIED or name in _OWN)
+    return is_read and not (name == "model.path" and _is_actors(o, settings))
+
+
+def _is_actors(o: Override, settings: VerlSettings) -> bool:
+    """Whether a path is written as the actor's is."""
+    return M + "path" in settings.keys and settings.keys[M + "path"].value == o.value
+
+
 def _critic(o: Override, out: Import, settings: VerlSettings) -> None:
     """Whatever stands below `critic.`."""
     name = o.key.removeprefix(_C)
@@ -82,7 +96,7 @@ def _megatron(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _path(o: Override, out: Import, settings: VerlSettings) -> None:
-    if o.value == settings.model_path:
+    if _is_actors(o, settings):
         out.leave("implied", o.key, o.value, "the critic starts from model.path where nothing else is said", o.line)
     else:
         out.put("renamed", o.key, "critic.path", o.value, line=o.line)
@@ -122,7 +136,7 @@ def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
     steps = settings.value("trainer.total_training_steps")
     updates = -(-settings.prompts // (settings.given(_MINI) or settings.mini_batch))
     is_share = name == "lr_warmup_steps_ratio"
-    if not o.value or o.value < 0:
+    if not isinstance(o.value, int | float) or o.value <= 0:
         out.leave("implied", o.key, o.value, "no warm-up, and decay as long as the run", o.line)
     elif is_share and not isinstance(steps, int):
         why = "a share of a run whose steps are not given; set critic.optim.lr_warmup_steps"
