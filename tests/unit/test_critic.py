@@ -14,17 +14,21 @@ from whole_batch import rows_of
 from mrl.algo.losses import kl_in_reward
 from mrl.checkpoint.disk_space import checkpoint_bytes
 from mrl.checkpoint.manifest import CRITIC, Manifest, RankFiles, described, facts_of, read_manifest, write_manifest
-from mrl.config.load import load_config
+from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, DamagedCheckpoint, NumericAbort
 from mrl.flow.step_batch import StepBatch
-from mrl.model import parameter_count, planning_model_spec
+from mrl.model import model_spec, parameter_count, planning_model_spec
 from mrl.model.critic_weights import HEAD, critic_count, critic_shards
 from mrl.model.layout import TrainLayout
-from mrl.plan.plan_inputs import device_for
-from mrl.plan.run_plan import plan_of
+from mrl.model.registry import known_hf_config
+from mrl.plan.memory import memory_section
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
+from mrl.plan.times import phase_seconds
 from mrl.tools.import_verl.translate import import_overrides, import_script
+from mrl.tools.rehearse.compose import WorkFolder, compose
+from mrl.tools.rehearse.small_model import small_hf_config
 from mrl.train.resume import RunIdentity, find_resume_point
 from mrl.train.update import advantages, corrections, leave_actor, old_log_probs, update_critic
 
@@ -263,7 +267,9 @@ def test_a_replica_without_a_critic_is_cut_as_before():
 
 def planned(*overrides: str) -> dict:
     config = load_config(BASE, None, list(overrides)).config
-    return plan_of(config, MOE, device_for(config))
+    inputs = PlanInputs.of(config, MOE, device_for(config))
+    seconds = phase_seconds(inputs, batch_plan(config, inputs.train), engine_of(inputs))
+    return {"memory": memory_section(inputs), "seconds": seconds}
 
 
 def test_a_plan_counts_the_critic_on_devices_on_hosts_and_in_time():
@@ -275,7 +281,7 @@ def test_a_plan_counts_the_critic_on_devices_on_hosts_and_in_time():
     whole = phases["critic"]["terms"]["critic"]
     assert 0.9 * state < whole <= state  # without an output layer
     assert phases["train"]["terms"]["critic"] == whole  # nothing of it leaves
-    seconds = plan["times"]["phase_seconds"]
+    seconds = plan["seconds"]
     assert seconds["critic"] == pytest.approx(seconds["update"], rel=1e-9)
     assert plan["memory"]["host"]["terms"]["save"] > 1.8 * plain["memory"]["host"]["terms"]["save"]
 
@@ -288,7 +294,7 @@ def test_what_of_a_critic_leaves_the_device_is_on_the_host_and_costs_time():
         left["memory"]["phases"]["critic"]["terms"]["critic"] == kept["memory"]["phases"]["critic"]["terms"]["critic"]
     )
     assert left["memory"]["host"]["terms"]["critic"] > 0 and "critic" not in kept["memory"]["host"]["terms"]
-    assert left["times"]["phase_seconds"]["critic"] > kept["times"]["phase_seconds"]["critic"]
+    assert left["seconds"]["critic"] > kept["seconds"]["critic"]
 
 
 def test_a_checkpoint_takes_about_twice_the_room():
@@ -410,3 +416,20 @@ def test_a_critic_that_is_not_here_is_named(word):
     layout = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
     out = import_overrides(["actor_rollout_ref.actor.strategy=megatron", layout, word])
     assert word.partition("=")[0] in {entry.key for entry in out.of("unsupported")}
+
+
+# ---------------------------------------------------------------- in small
+
+
+def test_a_rehearsal_trains_both_in_every_step_and_is_legal(tmp_path):
+    given = [
+        "critic.ppo_mini_batch_size=32", "critic.optim.lr_warmup_steps=10", "trainer.critic_warmup=10",
+        "critic.ppo_micro_batch_size_per_gpu=4", "critic.path=/models/critic",
+    ]  # fmt: skip
+    original = load_config(BASE, "ppo", given).config
+    small = compose(original, WorkFolder(tmp_path), cpus=2)
+    config = small.config
+    assert (config.trainer.critic_warmup, config.critic.path) == (0, None)
+    assert 1 <= config.of_critic.updates_per_step <= original.of_critic.updates_per_step
+    model = model_spec(small_hf_config(known_hf_config("Qwen3-30B-A3B"), small.layout.layers, 320, 512))
+    assert violations(ResolvedConfig(config, {}), model) == []

@@ -278,9 +278,10 @@ def _critic(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
     critic = original.critic
     mini = None
     if critic.ppo_mini_batch_size is not None:
-        updates = max(1, original.data.train_batch_size // critic.ppo_mini_batch_size)
+        wanted = original.data.train_batch_size // critic.ppo_mini_batch_size
         prompts = batch["data.train_batch_size"]
-        mini = prompts // max(each for each in range(1, prompts + 1) if prompts % each == 0 and each <= updates)
+        most = prompts // batch["actor.ppo_mini_batch_size"]  # whose samples divide over data parallelism
+        mini = prompts // max(each for each in range(1, most + 1) if most % each == 0 and each <= max(wanted, 1))
     yield Change("critic.path", critic.path, None, "the actor's start, of the same shape")
     yield Change("critic.ppo_mini_batch_size", critic.ppo_mini_batch_size, mini, "in small")
     yield Change("critic.optim.lr_warmup_steps", critic.optim.lr_warmup_steps, 0, f"{STEPS} steps")
