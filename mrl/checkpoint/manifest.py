@@ -194,7 +194,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """
     try:
         updates = manifest.optimizer["num_updates"]
-        _ = manifest.of_critic.optimizer
+        _ = manifest.of_critic.optimizer  # which raises where ranks disagree, as the actor's does
     except ValueError as error:
         raise NumericAbort(f"step {manifest.step} is not saved: {error}; resume from the checkpoint before") from error
     ranks = [

@@ -3,11 +3,10 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from replicas import ReplicaActor, Replicas, stored
+from replicas import ReplicaActor, ReplicaCritic, Replicas, stored
 from test_step_batch import noise, rollouts_of, samples
 from whole_batch import rows_of
 
@@ -127,26 +126,11 @@ def test_ranks_of_a_critic_hold_each_weight_once_and_a_head_in_place_of_the_outp
 # ---------------------------------------------------------------- a step
 
 
-class ReplicaCritic:
-    """Values that are something of each token's own; keeps what it is updated with."""
-
-    def __init__(self):
-        self.updates = []
-
-    def values(self, batch, micros):
-        values = noise(batch.rollout_log_probs[batch.is_sampled], 3000)
-        return SimpleNamespace(rows=np.arange(len(batch)), values=values)
-
-    def update_replica(self, batch, mini_batches, counts):
-        self.updates.append((batch, mini_batches, counts))
-        return [{"critic/vf_loss": (float(c.tokens), float(c.tokens))} for c in counts]
-
-
 def step_of(replicas: int, *overrides: str):
     config = config_of("algorithm.gamma=0.9", "algorithm.lam=0.8", *overrides)
     actor = Replicas(config, replicas, lambda own: noise(own, 1000), lambda own: noise(own, 2000))
     for each in actor.actors:
-        each.critic = ReplicaCritic()
+        each.critic = ReplicaCritic(lambda own: noise(own, 3000))
     rollouts = rollouts_of(stored(samples()))
     step = StepBatch(actor, rollouts.samples)
     old_log_probs(config.actor, config.algorithm, step)
