@@ -201,9 +201,8 @@ def test_a_run_with_a_critic_trains_it_first_and_resumes_bit_by_bit(world, tmp_p
     assert checkpoint_difference(*ends) is None
     manifest = read_manifest(ends[0])
     assert (manifest.optimizer["num_updates"], manifest.of_critic.optimizer["num_updates"]) == (4, 6)
-    moved = trained(
-        world, other, "--resume", actor__layout__tensor_model_parallel_size=1, trainer__total_training_steps=4
-    )
+    apart = {"actor__layout__tensor_model_parallel_size": 1, "actor__layout__sequence_parallel": False}
+    moved = trained(world, other, "--resume", trainer__total_training_steps=4, **apart)
     assert metrics(moved)[-1]["critic/vf_loss"] > 0
     said = succeeded("convert", "megatron-to-hf", str(run), "-o", str(tmp_path / "hf"), "--verify")
     assert "the critic stays behind" in said
