@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from metric_names import CRITIC, SAVING, STEPS_AFTER_SAVING, check_names
 from padded import PaddedBatch
 from ranks import run_ranks
 from test_parity import CP, EP, PP, TP, _samples
@@ -194,6 +195,7 @@ def test_a_run_with_a_critic_trains_it_first_and_resumes_bit_by_bit(world, tmp_p
     assert rows[0]["critic/values/max"] == rows[0]["critic/values/min"] == 0.0 and rows[2]["critic/values/max"] != 0
     assert all(row["critic/grad_norm"] > 0 and row["timing_s/update_critic"] > 0 for row in rows)
     assert "actor/grad_norm" not in rows[0] and rows[1]["actor/grad_norm"] > 0
+    check_names(rows, CRITIC, SAVING, STEPS_AFTER_SAVING)
     other = trained(world, tmp_path / "other", trainer__total_training_steps=2)
     trained(world, other, "--resume")
     assert metrics_difference(metrics(run), metrics(other)) is None
