@@ -37,7 +37,6 @@ def one_rank(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def without_parameters(monkeypatch):
-    monkeypatch.setattr("mrl.checkpoint.rank_parameters.all_shards", lambda model, layout, rank, lora: [])
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def an_actor(tensor: int = 1, **optim) -> SimpleNamespace:
         config=SimpleNamespace(actor=SimpleNamespace(layout=layout), model=SimpleNamespace(dtype="float32", path="m")),
         rank=0, layout=SimpleNamespace(world_size=1), model=model_spec(CONFIG), chunks=[], platform=Device(),
         residence=residence, optimizer=optimizer, scheduler=build_scheduler(OptimConfig(**optim), optimizer, None),
-        num_updates=0, skipped_in_a_row=0, lora=None,
+        num_updates=0, skipped_in_a_row=0, lora=None, shards=(),
     )  # fmt: skip
 
 
