@@ -35,10 +35,6 @@ def one_rank(tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def without_parameters(monkeypatch):
-
-
 @pytest.fixture
 def experts():
     """The generator that Megatron's tracker has for experts. It and torch's are afterwards what they were before."""
