@@ -36,6 +36,7 @@ PIECES = {
     "turns": ("test_turns",),
     "held_turns": ("test_held_turns",),
     "adapters": ("test_lora", "test_lora_run"),
+    "critics": ("test_critic",),
     "distillation": ("test_distillation", "test_distillation_run"),
     "runs": (
         "test_eval",

@@ -74,16 +74,30 @@ class TokenAdvantages:
         every[counted] = self.per_response
         return replace(self, per_response=every)
 
-    def values(self, lengths: np.ndarray, penalties: np.ndarray | None) -> np.ndarray:
-        """float64 [tokens] before shift and scale; `penalties` [tokens] where there are any."""
+    def values(
+        self, lengths: np.ndarray, penalties: np.ndarray | None, estimates: np.ndarray | None = None
+    ) -> np.ndarray:
+        """float64 [tokens] before shift and scale; `penalties` [tokens] where there are any.
+
+        `estimates` [tokens]: what a critic makes of each token, beside what its response has.
+        """
         values = on_tokens(self.per_response, lengths)
+        if estimates is not None:
+            values = values + estimates
         if self.to_come:
             return values - sums_to_come(penalties, lengths)
         return values
 
-    def of_tokens(self, lengths: np.ndarray, mask: np.ndarray, penalties: np.ndarray | None) -> np.ndarray:
-        """float32 [tokens]: the advantage of each token, 0 outside the mask."""
-        return np.where(mask, (self.values(lengths, penalties) - self.shift) / self.scale, 0.0).astype(np.float32)
+    def of_tokens(
+        self,
+        lengths: np.ndarray,
+        mask: np.ndarray,
+        penalties: np.ndarray | None,
+        estimates: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """float32 [tokens]: the advantage of each token, 0 outside the mask; see `values`."""
+        values = self.values(lengths, penalties, estimates)
+        return np.where(mask, (values - self.shift) / self.scale, 0.0).astype(np.float32)
 
 
 AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]  # -> float64 [batch]
@@ -260,6 +274,12 @@ def gdpo(inputs: AdvantageInputs) -> np.ndarray:
         inputs.part_weights.get(name, 1.0) * _grpo(np.asarray(part, dtype=np.float64), groups, by_std)
         for name, part in inputs.parts.items()
     )
+
+
+@_advantage("gae", whitened=True)
+def gae(inputs: AdvantageInputs) -> np.ndarray:
+    """Zeros: no number of a response is left over, ranks estimate each token's advantage (mrl.algo.gae)."""
+    return np.zeros(len(inputs.scores))
 
 
 def whitened(advantages: TokenAdvantages, of_rows: RowValues) -> TokenAdvantages:

@@ -54,3 +54,11 @@ class PolicyLossParameters:
     kl_cov_ratio: float = 2e-4
     ppo_kl_coef: float = 0.1
     custom: Mapping[str, float] = field(default_factory=dict)  # constants of a user's loss
+
+
+@dataclass(frozen=True)
+class ValueLossParameters:
+    """Constants of a critic's loss; names are those of the configuration's section `critic`."""
+
+    cliprange_value: float = 0.5
+    loss_agg_mode: str = "token-mean"

@@ -106,6 +106,12 @@ ADVANTAGES: dict[str, AdvantageSpec] = _table(
         needs_parts=True,
     ),
     _advantage("opo", "score - mean score of the group weighted by length (arXiv:2505.23585)"),
+    _advantage(
+        "gae",
+        "a critic's temporal differences, discounted and summed, whitened over all tokens of the batch "
+        "(PPO, arXiv:1506.02438)",
+        needs_group=False,
+    ),
 )
 
 AGGREGATIONS: dict[str, AggregationSpec] = _table(
@@ -248,4 +254,4 @@ ALIASES: dict[str, str] = {
     "reinforce++-baseline": "reinforce_plus_plus_baseline",
     "pass@k": "grpo_passk",
 }
-NEEDS_CRITIC = ("gae",)  # estimators of a learned value function, which this trainer does not have
+NEEDS_CRITIC = ("gae",)  # estimators that read the values of a critic, which is then trained beside the actor

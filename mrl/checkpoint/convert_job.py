@@ -72,6 +72,7 @@ class ConversionReport:
     left_out: tuple[str, ...]
     unchecked: int  # tensors of a torch_dist source without checksum, in which damage cannot be detected
     left_out_layers: int = 0  # for multi-token prediction, which the written config.json no longer names
+    left_out_critic: bool = False  # the source has a critic beside the model
     of_vision_tower: int = 0  # tensors copied unchanged from another checkpoint's vision tower
 
 
@@ -182,8 +183,17 @@ def run_conversion(
     shutil.rmtree(work, ignore_errors=True)
     tensors = len({piece.hf_name for file in files for entry in file.entries for piece in entry.pieces})
     seconds = time.monotonic() - began
+    has_critic = source.manifest is not None and bool(source.manifest.critic)
     return ConversionReport(
-        tensors, sum(sizes.values()), len(files), resumed, options.verify, seconds, source.left_out, unchecked
+        tensors,
+        sum(sizes.values()),
+        len(files),
+        resumed,
+        options.verify,
+        seconds,
+        source.left_out,
+        unchecked,
+        left_out_critic=has_critic,
     )
 
 

@@ -12,6 +12,7 @@ from mrl.data.samples import column_bytes
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, parameter_count
 from mrl.model.adapters import Lora, adapter_count
+from mrl.model.critic_weights import critic_count
 from mrl.model.precision import BF16, FLOAT32
 from mrl.schedule.staleness import Schedule
 from mrl.units import MIB
@@ -19,7 +20,7 @@ from mrl.units import MIB
 BESIDE_TENSORS = 4 * MIB  # bytes for manifest, tokenizer and configuration of the model, and rounding to blocks
 
 
-def checkpoint_bytes(model: ModelSpec, dtype: str, lora: Lora | None = None) -> int:
+def checkpoint_bytes(model: ModelSpec, dtype: str, lora: Lora | None = None, has_critic: bool = False) -> int:
     """Returns the size of a checkpoint: weights, float32 master weights of narrower weights, and Adam's two moments.
 
     Each is stored once. With `lora`, adapters are all that is stored.
@@ -28,6 +29,8 @@ def checkpoint_bytes(model: ModelSpec, dtype: str, lora: Lora | None = None) -> 
     elements = parameter_count(model)
     if lora is not None:
         elements = adapter_count(model, lora)
+    if has_critic:
+        elements += critic_count(model)
     return elements * precision.checkpoint + BESIDE_TENSORS
 
 

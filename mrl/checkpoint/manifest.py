@@ -3,6 +3,7 @@
     step-N/manifest.json            size and digest of all other files; what all ranks share
     step-N/rank-R.json              the entries of rank R: what each tensor in its files is
     step-N/rank-R.safetensors       its tensors
+    step-N/critic-R.json, ...       the same of a critic, where there is one
     step-N/hf/                      configuration and tokenizer
 
 `manifest.json` is written last: a folder without it is not a checkpoint. Each entry stores a local Megatron tensor, or
@@ -35,6 +36,9 @@ MASTER = "master"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 CONSTANT = "constant"
+# prefixes of the names of files that ranks write
+ACTOR = "rank"
+CRITIC = "critic"
 # values of "converted", which `mrl convert` writes into a manifest's trainer part
 WEIGHTS_ONLY = "weights"
 WITH_OPTIMIZER = "weights and optimizer"
@@ -90,14 +94,14 @@ class RankFiles:
         return tuple(entry for name in self.description for entry in _read_description(folder, name, self.description))
 
 
-def described(folder: Path, rank: int, part: RankFiles) -> RankFiles:
+def described(folder: Path, rank: int, part: RankFiles, kind: str = ACTOR) -> RankFiles:
     """Writes the entries of a rank durably into a file of `folder`. Returns the rank's files with that one.
 
     A rank without entries gets no file. Raises OSError.
     """
     if not part.entries:
         return replace(part, entries=None)
-    path = folder / f"rank-{rank:05d}.json"
+    path = folder / f"{kind}-{rank:05d}.json"
     data = json.dumps([_entry_json(entry) for entry in part.entries], separators=(",", ":")).encode()
     path.write_bytes(data)
     fsync(path)
@@ -119,6 +123,12 @@ class Manifest:
     hf_files: FileFacts = field(default_factory=dict)  # by name in HF_FOLDER; empty for format 1
     # if only adapters are stored: their settings, and path and digest of the model on which they are trained
     adapters: dict[str, Any] = field(default_factory=dict)
+    critic: tuple[RankFiles, ...] = ()  # of a critic beside the actor, rank by rank; empty: there is none
+
+    @property
+    def of_critic(self) -> "Manifest":
+        """The critic's part, as that of an actor, whose weights are whole."""
+        return replace(self, ranks=self.critic, critic=(), adapters={})
 
     def read_entries(self, folder: Path) -> Iterator[StoredTensor]:
         """Yields the stored tensors of all ranks. Raises DamagedCheckpoint as RankFiles.read_entries does."""
@@ -129,9 +139,12 @@ class Manifest:
         return {name: facts for rank in self.ranks for name, facts in rank.files.items()}
 
     def files_of_ranks(self) -> FileFacts:
-        """Returns facts of all files that ranks read: tensors and descriptions."""
+        """Returns facts of all files that ranks read: tensors and descriptions, also those of a critic."""
         descriptions = {name: facts for rank in self.ranks for name, facts in rank.description.items()}
-        return self.files() | descriptions
+        own = self.files() | descriptions
+        if self.critic:
+            own |= self.of_critic.files_of_ranks()
+        return own
 
     def files_for_others(self) -> FileFacts:
         """Returns facts of files that training does not read: configuration and tokenizer."""
@@ -181,18 +194,21 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """
     try:
         updates = manifest.optimizer["num_updates"]
+        _ = manifest.of_critic.optimizer  # which raises where ranks disagree, as the actor's does
     except ValueError as error:
         raise NumericAbort(f"step {manifest.step} is not saved: {error}; resume from the checkpoint before") from error
     ranks = [
         rank if rank.entries is None else described(folder, number, rank) for number, rank in enumerate(manifest.ranks)
     ]
-    data = asdict(replace(manifest, ranks=())) | {
+    data = asdict(replace(manifest, ranks=(), critic=())) | {
         "format": FORMAT,
         "num_updates": updates,
         "ranks": [rank.to_json() for rank in ranks],
+        "critic": [rank.to_json() for rank in manifest.critic],
     }
-    if not manifest.adapters:
-        data.pop("adapters")
+    for name in ("adapters", "critic"):
+        if not getattr(manifest, name):
+            data.pop(name)
     path = folder / MANIFEST
     path.write_text(json.dumps(sealed(data)))
     fsync(path)
@@ -221,7 +237,8 @@ def read_manifest(folder: Path) -> Manifest:
         written = _digest(data | {"format": number})
         digest = data.pop("digest", None)
         updates = data.pop("num_updates")
-        manifest = Manifest(**data | {"ranks": tuple(RankFiles.from_json(r) for r in data["ranks"])})
+        of_ranks = {name: tuple(RankFiles.from_json(r) for r in data.get(name, ())) for name in ("ranks", "critic")}
+        manifest = Manifest(**data | of_ranks)
         if manifest.optimizer["num_updates"] != updates:
             raise ValueError(
                 f"ranks count {manifest.optimizer['num_updates']} optimizer updates, the manifest {updates}"
@@ -286,6 +303,8 @@ def _check_kinds(manifest: Manifest) -> None:
     if not 0 <= manifest.step < 2**63:
         raise ValueError(f"step is {manifest.step}")
     world = manifest.layout.get("world_size", len(manifest.ranks))
+    if len(manifest.critic) not in (0, len(manifest.ranks)):
+        raise ValueError(f"files of {len(manifest.ranks)} ranks and of a critic on {len(manifest.critic)}")
     if not manifest.ranks or world != len(manifest.ranks):
         raise ValueError(f"files of {len(manifest.ranks)} ranks and a layout of {world}")
     for name, facts in manifest.all_files().items():

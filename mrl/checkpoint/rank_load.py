@@ -11,7 +11,7 @@ ranks need columns.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from mrl.checkpoint.manifest import MASTER, Manifest, check_files, read_manifest, share_of_files
+from mrl.checkpoint.manifest import ACTOR, CRITIC, MASTER, Manifest, check_files, read_manifest, share_of_files
 from mrl.checkpoint.open_checkpoint import SafetensorsFiles, weight_role
 from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, rank_parameters
 from mrl.checkpoint.rank_save import CODES, rank_file
@@ -93,14 +93,19 @@ class BytesRead:
     loaded: int
 
 
-def load_rank(actor, folder: Path) -> BytesRead:
+def load_rank(actor, folder: Path, kind: str = ACTOR) -> BytesRead:
     """Loads a checkpoint into a freshly built actor of the same or another layout. All ranks call it together.
 
-    Random states are restored only at the layout that wrote them. A checkpoint converted from weights alone gives a
-    fresh start. Raises EnvironmentFault for one that is damaged or of another model. Only the rank that detects it
-    raises, while others may wait.
+    `kind`: CRITIC if `actor` is a critic, which is loaded after the actor. Random states are restored only at the
+    layout that wrote them. A checkpoint converted from weights alone gives a fresh start. Raises EnvironmentFault for
+    one that is damaged or of another model. Only the rank that detects it raises, while others may wait.
     """
-    manifest = read_manifest(folder)
+    whole = read_manifest(folder)
+    manifest = replace(whole, critic=())
+    if kind == CRITIC:
+        manifest = whole.of_critic
+    if not manifest.ranks:
+        raise EnvironmentFault(f"{folder}: a checkpoint without a critic, and algorithm.adv_estimator needs one")
     _check_model(actor, manifest, folder)
     checked = share_of_files(manifest.files_of_ranks(), actor.rank, actor.layout.world_size)
     check_files(folder, checked, THREADS)
@@ -116,7 +121,7 @@ def load_rank(actor, folder: Path) -> BytesRead:
     if not manifest.weights_only:
         _restore_schedule(actor, facts, folder)
     _restore_counts(actor, facts)
-    if not manifest.converted and manifest.layout == actor.config.actor.layout.model_dump():
+    if kind == ACTOR and not manifest.converted and manifest.layout == actor.config.actor.layout.model_dump():
         _restore_random_states(actor, loader)
     loader.close()
     return BytesRead(sum(facts["bytes"] for facts in checked.values()), loader.bytes_read)

@@ -13,7 +13,7 @@ from mrl.config.schema_actor import OPTIMIZER, PARAMETERS
 from mrl.errors import ConfigError
 from mrl.megatron.adam_state import AdamState
 from mrl.megatron.local_parameters import LocalParameters, plain_name
-from mrl.model.adapters import all_shards, is_adapter
+from mrl.model.adapters import is_adapter
 from mrl.model.boxes import boxes_of_range
 from mrl.model.megatron_shards import Piece, Shard, local_shapes
 
@@ -71,8 +71,7 @@ def rank_parameters(actor) -> Iterator[RankParameter]:
     """
     actor.residence.require(PARAMETERS, OPTIMIZER)
     adams = {id(optimizer): AdamState(optimizer.optimizer) for optimizer in distributed_optimizers(actor)}
-    held = all_shards(actor.model, actor.layout, actor.rank, actor.lora)
-    shards = {(shard.vp_chunk, shard.megatron_name): shard for shard in held}
+    shards = {(shard.vp_chunk, shard.megatron_name): shard for shard in actor.shards}
     LocalParameters(actor.chunks).check(local_shapes(shards.values()))
     for number, chunk in enumerate(actor.chunks):
         for name, parameter in chunk.named_parameters():

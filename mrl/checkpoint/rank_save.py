@@ -13,7 +13,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from mrl.checkpoint.manifest import MASTER, RankFiles, StoredTensor, described
+from mrl.checkpoint.manifest import ACTOR, MASTER, RankFiles, StoredTensor, described
 from mrl.checkpoint.open_checkpoint import weight_role
 from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, distributed_optimizers, rank_parameters
 from mrl.checkpoint.safetensors_file import safetensors_header, write_blocks
@@ -45,7 +45,9 @@ class HostCopy:
     The first copy makes the buffers, and all later ones reuse them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = ACTOR) -> None:
+        """`kind`: ACTOR, or CRITIC for what is beside it, whose random states are the actor's."""
+        self._kind = kind
         self._buffers: dict[str, Tensor] = {}
         self._entries: tuple[StoredTensor, ...] = ()
         self._facts: dict[str, Any] = {}
@@ -75,7 +77,7 @@ class HostCopy:
 
     def _copy(self, actor) -> None:
         self._rank = actor.rank
-        file = rank_file(self._rank)
+        file = rank_file(self._rank, self._kind)
         entries: list[StoredTensor] = []
         for parameter in rank_parameters(actor):
             shard = parameter.shard
@@ -84,21 +86,23 @@ class HostCopy:
                     StoredTensor(file, f"{role}/{parameter.key}", role, shard.local_shape, flat, shard.pieces)
                 )
                 self._keep(entries[-1].key, tensor)
-        for name, state in _random_states(actor).items():
-            self._keep(f"rng/{name}", state)
+        if self._kind == ACTOR:
+            for name, state in _random_states(actor).items():
+                self._keep(f"rng/{name}", state)
         self._entries = tuple(entries)
         self._facts = _optimizer_facts(actor)
 
     def write(self, folder: Path) -> RankFiles:
-        """Writes `rank-R.safetensors` and its description into `folder`, durably.
+        """Writes `rank-R.safetensors`, or `critic-R.safetensors`, and its description into `folder`, durably.
 
         Raises EnvironmentFault if the disk refuses.
         """
         with self._in_use:
-            path = folder / rank_file(self._rank)
+            path = folder / rank_file(self._rank, self._kind)
             try:
                 facts = write_tensors(path, self._buffers)
-                return described(folder, self._rank, RankFiles(self._entries, {path.name: facts}, self._facts))
+                part = RankFiles(self._entries, {path.name: facts}, self._facts)
+                return described(folder, self._rank, part, self._kind)
             except OSError as error:
                 raise EnvironmentFault(f"{path} cannot be written ({error.strerror})") from error
 
@@ -110,9 +114,9 @@ class HostCopy:
         buffer.copy_(tensor.detach())
 
 
-def rank_file(rank: int) -> str:
-    """Returns the name of the file that a rank writes."""
-    return f"rank-{rank:05d}.safetensors"
+def rank_file(rank: int, kind: str = ACTOR) -> str:
+    """Returns the name of the file that a rank writes for the actor or a critic."""
+    return f"{kind}-{rank:05d}.safetensors"
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -257,6 +257,8 @@ def _print_report(options: argparse.Namespace, report) -> None:
             f"note: the model's layers for multi-token prediction ({report.left_out_layers}) are not trained and stay "
             "behind; config.json names none"
         )
+    if report.left_out_critic:
+        print("note: the critic stays behind: only the source can be gone on from, which a run does at any layout")
     if report.of_vision_tower:
         print(f"note: {report.of_vision_tower} tensors of the vision tower are copied as they are")
     if report.unchecked:

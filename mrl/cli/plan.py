@@ -149,6 +149,11 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
         devices = options.devices
         config = usual_config(options.model, _model(options.model)[0], device, devices)
         per_node = device.devices_per_node
+    if config.algorithm.needs_critic:
+        raise ConfigError(
+            "--search counts no critic, and algorithm.adv_estimator is gae: search without it (--set "
+            "algorithm.adv_estimator=grpo), and see with mrl plan what the critic adds"
+        )
     model, stand_in = _model(config.model.path)
     megatron = config.cluster.versions.get("megatron-core", options.megatron or MEGATRON)
     problem = search_problem(config, model, device, devices, per_node, megatron)

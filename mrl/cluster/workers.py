@@ -81,6 +81,7 @@ class ActorWorker:
         self.sync_setup = None  # of weight syncs, after agreement
         self.sender = None  # of weight syncs, after connecting
         self.host_copy = None  # of a checkpoint, after the first save
+        self.critic_copy = None  # the same for a critic
 
     @ray.method(concurrency_group=LOOKING)
     def write_stacks(self) -> None:
@@ -127,9 +128,14 @@ class ActorWorker:
             self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port
         )
         if checkpoint is not None:
+            from mrl.checkpoint.manifest import CRITIC
             from mrl.checkpoint.rank_load import load_rank
 
             load_rank(self.actor, Path(checkpoint))
+            if self.actor.critic is not None:
+                self.actor.offload()
+                load_rank(self.actor.critic, Path(checkpoint), CRITIC)
+                self.actor.critic.offload()
         return os.getpid()
 
     def begin_step(self, samples: ResponseStore, own: np.ndarray, cut: ReplicaCut, readers: Readers) -> None:
@@ -169,8 +175,9 @@ class ActorWorker:
         return host_bytes_used()
 
     def memory(self) -> ProcessMemory:
-        """Returns the memory of this rank's process, including a checkpoint's copy on the host."""
-        return self.actor.memory(self.host_copy.tensors.values() if self.host_copy else ())
+        """Returns the memory of this rank's process, including a checkpoint's copies on the host."""
+        copies = [copy for copy in (self.host_copy, self.critic_copy) if copy is not None]
+        return self.actor.memory(tensor for copy in copies for tensor in copy.tensors.values())
 
     def export_buckets(self, limit_bytes: int) -> Iterator[str | np.ndarray]:
         """Yields full HF tensors in safetensors buckets of about `limit_bytes`. Only rank 0 yields; the others take
@@ -246,15 +253,29 @@ class ActorWorker:
 
     def take_checkpoint(self) -> int:
         """Copies this rank's part of a checkpoint to host memory. Returns the bytes that writing it will need."""
+        from mrl.checkpoint.manifest import CRITIC
         from mrl.checkpoint.rank_save import HostCopy
 
         self.host_copy = self.host_copy or HostCopy()
-        return self.host_copy.take(self.actor)
+        taken = self.host_copy.take(self.actor)
+        if self.actor.critic is None:
+            return taken
+        self.actor.offload()  # so that the critic has the room that it has in its updates
+        self.critic_copy = self.critic_copy or HostCopy(CRITIC)
+        taken += self.critic_copy.take(self.actor.critic)
+        self.actor.critic.offload()
+        return taken
 
     @ray.method(concurrency_group=WRITING)
     def write_checkpoint(self, folder: str) -> dict[str, Any]:
-        """Writes the last copy into `folder`, beside other calls. Returns its part of the manifest."""
-        return self.host_copy.write(Path(folder)).to_json()
+        """Writes the last copy into `folder`, beside other calls. Returns its part of the manifest.
+
+        The part of a critic is in it, under its name.
+        """
+        part = self.host_copy.write(Path(folder)).to_json()
+        if self.critic_copy is not None:
+            part["critic"] = self.critic_copy.write(Path(folder)).to_json()
+        return part
 
 
 def _contiguous():

@@ -315,6 +315,7 @@ def _number(value: Any) -> float:
     return 0.0
 
 
+BATCH_RULES = (_batches, *_BUDGETS[:2])  # which a critic's section keeps too (critic_rules.py)
 ACTOR_RULES = (
     _layout,
     _batches,

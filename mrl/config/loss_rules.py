@@ -9,7 +9,6 @@ from mrl.algo.spec import (
     CORRECTIONS,
     LOSSES,
     MODES,
-    NEEDS_CRITIC,
     TOKEN_BAND,
 )
 from mrl.config.rule_row import Rule, RuleRow, on_only_where
@@ -65,10 +64,6 @@ def _known(field: str, name: str, table: Collection[str]) -> Iterator[Violation]
 def _estimator(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     field = "algorithm.adv_estimator"
     name = config.algorithm.adv_estimator
-    if name in NEEDS_CRITIC:
-        why = "it estimates from a learned value function, and nothing here trains one"
-        yield Violation(field, "needs a critic, which there is none of", why, tuple(ADVANTAGES))
-        return
     if config.algorithm.custom_advantage is None:
         yield from _known(field, name, ADVANTAGES)
     elif name in ADVANTAGES:

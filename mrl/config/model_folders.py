@@ -10,8 +10,8 @@ TEACHER = "distillation.teacher_model.model_path"
 
 
 def names_of_the_hub(config: RunConfig) -> list[str]:
-    """Paths among those of the model, the reference and the teacher that are no folders of this node."""
-    paths = [config.model.path, config.ref.path]
+    """Paths among those of the model, the reference, the teacher and the critic that are no folders of this node."""
+    paths = [config.model.path, config.ref.path, config.critic.path]
     if config.distillation.enabled:
         paths.append(config.distillation.teacher_model.model_path)
     return [path for path in paths if path is not None and hub_name(path) is not None]
@@ -26,7 +26,9 @@ def with_model_folders(config: RunConfig) -> RunConfig:
     model = config.model.model_copy(update={"path": path})
     ref = config.ref.model_copy(update={"path": reference})
     distillation = _with_teacher_folder(config.distillation)
-    return config.model_copy(update={"model": model, "ref": ref, "distillation": distillation})
+    start = config.critic.path and local_folder(config.critic.path)
+    critic = config.critic.model_copy(update={"path": start})
+    return config.model_copy(update={"model": model, "ref": ref, "critic": critic, "distillation": distillation})
 
 
 def _with_teacher_folder(distillation: DistillationConfig) -> DistillationConfig:
@@ -38,14 +40,16 @@ def _with_teacher_folder(distillation: DistillationConfig) -> DistillationConfig
 
 
 def folders_of_weights(config: RunConfig) -> dict[str, Path]:
-    """What a run loads weights from, by key, names on the hub left out: the model, and a reference and a teacher where
-    they are asked.
+    """What a run loads weights from, by key, names on the hub left out: the model, a reference and a teacher where
+    they are asked, and a critic's start.
     """
     named = {"model.path": config.model.path}
     if config.algorithm.needs_reference and config.ref.path is not None:
         named["ref.path"] = config.ref.path
     if config.distillation.enabled and config.distillation.teacher_model.model_path is not None:
         named[TEACHER] = config.distillation.teacher_model.model_path
+    if config.algorithm.needs_critic and config.critic.path is not None:
+        named["critic.path"] = config.critic.path
     return {key: Path(path) for key, path in named.items() if hub_name(path) is None}
 
 

@@ -2,11 +2,11 @@
 
 All are judged: one look shows all that is wrong.
 
-Rules stand in actor_rules.py, distillation_rules.py, efficiency_rules.py, endpoint_rules.py, lora_rules.py,
-loss_rules.py, rollout_rules.py, quantisation_rules.py, run_rules.py, override_rules.py and device_rules.py, each a row
-or a function (rule_row.py); a rule of one key stands at the key. Each is judged by itself: where the schema refuses a
-part of a configuration (mrl/config/schema_errors.py), the rules that do not read that part still speak. A function ends
-where it reads what is refused, so it holds one rule, or rules that read the same keys.
+Rules stand in actor_rules.py, critic_rules.py, distillation_rules.py, efficiency_rules.py, endpoint_rules.py,
+lora_rules.py, loss_rules.py, rollout_rules.py, quantisation_rules.py, run_rules.py, override_rules.py and
+device_rules.py, each a row or a function (rule_row.py); a rule of one key stands at the key. Each is judged by itself:
+where the schema refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do not read that part
+still speak. A function ends where it reads what is refused, so it holds one rule, or rules that read the same keys.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from mrl.config.actor_rules import ACTOR_RULES, actor_notes
+from mrl.config.critic_rules import CRITIC_RULES
 from mrl.config.device_rules import DEVICE_RULES, narrow_experts, npu_notes, version_notes
 from mrl.config.distillation_rules import DISTILLATION_RULES, distillation_notes
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
@@ -122,6 +123,7 @@ RULES = (
     *LATENT_RULES,
     *HYBRID_RULES,
     *LORA_RULES,
+    *CRITIC_RULES,
     *DISTILLATION_RULES,
     *QUANTISATION_RULES,
     *RUN_RULES,

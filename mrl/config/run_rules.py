@@ -89,7 +89,8 @@ def _warmup(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("actor.optim.lr_warmup_steps", f"must be less than {total}", why, (0, total - 1))
 
 
-RUN_RULES = (
+# of the actor's schedule, and of a critic's (critic_rules.py)
+OPTIM_RULES = (
     RuleRow(
         "actor.optim.min_lr",
         lambda c, m: c.actor.optim.min_lr > c.actor.optim.lr,
@@ -99,6 +100,9 @@ RUN_RULES = (
     ),
     _decay,
     _warmup,
+)
+RUN_RULES = (
+    *OPTIM_RULES,
     RuleRow(
         "data.val_files",
         lambda c, m: c.trainer.test_freq >= 1 and not c.data.val_files,
@@ -214,6 +218,14 @@ def _teacher_folder(config: RunConfig) -> tuple[str, ...]:
     return (path,)
 
 
+def _critic_folder(config: RunConfig) -> tuple[str, ...]:
+    """The folder that a critic starts from, where it is another than the actor's and no name on the hub."""
+    path = config.critic.path
+    if not config.algorithm.needs_critic or path is None or hub_name(path) is not None:
+        return ()
+    return (path,)
+
+
 def _adapter_folder(config: RunConfig) -> tuple[str, ...]:
     """The adapter's that training starts from."""
     lora = config.actor.lora
@@ -245,6 +257,7 @@ _FILES: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
 _FOLDERS: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     "ref.path": _reference_folder,
     "distillation.teacher_model.model_path": _teacher_folder,
+    "critic.path": _critic_folder,
     "actor.lora.path": _adapter_folder,
     "trainer.resume_from_path": _first_checkpoint,
 }
@@ -332,17 +345,21 @@ def _registered(field: str, file: str, decorator: str, wanted: str) -> Iterator[
         yield Violation(field, f"registers {', '.join(names) or 'nothing'}, not {wanted}", why)
 
 
-def _same_reference(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    """A reference model's folder that is here and describes another architecture, or none."""
-    for folder in filter(os.path.isdir, _reference_folder(config)):
-        try:
-            differing = other_architecture(folder, model)
-        except MrlError as error:
-            yield Violation("ref.path", f"cannot be used: {error}")
-            return
-        if differing:
-            rule = f"is another architecture than model.path's ({differing})"
-            yield Violation("ref.path", rule, "give a checkpoint of the same one")
+def _same_architecture(field: str) -> Rule:
+    """The rule that a model's folder which is here describes the actor's architecture."""
+
+    def judge(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+        for folder in filter(os.path.isdir, _FOLDERS[field](config)):
+            try:
+                differing = other_architecture(folder, model)
+            except MrlError as error:
+                yield Violation(field, f"cannot be used: {error}")
+                return
+            if differing:
+                rule = f"is another architecture than model.path's ({differing})"
+                yield Violation(field, rule, "give a checkpoint of the same one")
+
+    return judge
 
 
 def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -358,7 +375,7 @@ def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 _HERE = (
     _registered_loss,
     _registered_advantage,
-    _same_reference,
+    *map(_same_architecture, ("ref.path", "critic.path")),
     *LORA_PATH_RULES,
     *DISTILLATION_PATH_RULES,
     _writable,

@@ -11,7 +11,16 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mrl.config.schema_actor import ActorConfig, Dtype, LayoutConfig, LoraConfig, ModelConfig, OptimConfig, RefConfig
+from mrl.config.schema_actor import (
+    ActorConfig,
+    CriticConfig,
+    Dtype,
+    LayoutConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    RefConfig,
+)
 from mrl.config.schema_algorithm import (
     AlgorithmConfig,
     CustomLossConfig,
@@ -32,6 +41,7 @@ __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
     "ClusterConfig",
+    "CriticConfig",
     "CustomLossConfig",
     "CustomRewardConfig",
     "DataConfig",
@@ -72,6 +82,7 @@ class RunConfig(Section):
     model: ModelConfig
     actor: ActorConfig
     ref: RefConfig = RefConfig()
+    critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     distillation: DistillationConfig = DistillationConfig()
@@ -99,11 +110,23 @@ class RunConfig(Section):
 
     @property
     def total_updates(self) -> int | None:
-        """Optimizer steps of the whole run, None when its length is given in epochs."""
+        """Optimizer steps of the whole run without those that train a critic alone; None when its length is given in
+        epochs.
+        """
         steps = self.trainer.total_training_steps
         if steps is None:
             return None
-        return steps * self.updates_per_step
+        return max(steps - self.trainer.warmup_steps, 1) * self.updates_per_step
+
+    @property
+    def of_critic(self) -> "RunConfig | None":
+        """The run with the critic in the actor's place, whose steps are all trained; None without a critic."""
+        if not self.algorithm.needs_critic:
+            return None
+        trainer = self.trainer.model_copy(update={"critic_warmup": 0})
+        actor = self.critic.as_actor(self.actor)
+        model = self.model.model_copy(update={"path": self.critic.path or self.model.path})
+        return self.model_copy(update={"actor": actor, "model": model, "trainer": trainer})
 
 
 def leaf(config: BaseModel, field: str) -> Any:
@@ -141,7 +164,10 @@ def schema_keys() -> dict[str, FieldInfo]:
 
 
 def verl_names() -> dict[str, str]:
-    """verl's keys that mean what a key here means and take the same values, and that key; none of OTHER_LAYOUTS."""
-    others = tuple(f"{name}." for name in OTHER_LAYOUTS)
+    """verl's keys that mean what a key here means and take the same values, and that key; none of OTHER_LAYOUTS.
+
+    Nor is one of `critic.optim`, which has the actor's fields.
+    """
+    others = (*(f"{name}." for name in OTHER_LAYOUTS), "critic.optim.")
     keys = {path: field for path, field in schema_keys().items() if not path.startswith(others)}
     return {name: path for path, field in keys.items() for name in notes_of(field).verl}

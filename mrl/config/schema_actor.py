@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from mrl.algo.spec import AGGREGATIONS, ALIASES
 from mrl.config.section import Section, key, known_name, section_from
 from mrl.model.adapters import ALL_LINEAR, TARGETS, Lora
 from mrl.model.layout_degrees import LayoutDegrees
@@ -314,3 +315,104 @@ class RefConfig(Section):
         ge=1,
         unit="tokens",
     )
+
+
+class CriticOptimConfig(OptimConfig):
+    """Adam of the critic."""
+
+    lr: float = key(
+        1e-5,
+        "Peak learning rate of the critic.",
+        gt=0,
+        advice="About ten times the actor's: its head begins at zero.",
+    )
+
+
+class CriticConfig(Section):
+    """The value model of algorithm.adv_estimator: gae, on the actor's ranks and cut as the actor is.
+
+    It is the actor's architecture with one number a token in place of the output layer.
+    """
+
+    path: str | None = key(
+        None,
+        "Checkpoint that the critic starts from, of the actor's architecture; left out: the actor's start "
+        "(model.path). Its head starts at zero.",
+        is_path=True,
+    )
+    optim: CriticOptimConfig = CriticOptimConfig()
+    ppo_mini_batch_size: int | None = key(
+        None,
+        "Prompts per update of the critic; left out: the actor's.",
+        ge=1,
+        unit="prompts",
+    )
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Samples in one forward-backward of the critic on one data-parallel rank; left out: the actor's.",
+        ge=1,
+        unit="samples",
+    )
+    forward_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Samples in one forward pass for values; left out: cut as the critic's update.",
+        ge=1,
+        unit="samples",
+    )
+    ppo_max_token_len_per_gpu: int | None = key(
+        None,
+        "Tokens of one device in a micro-batch of the critic, with actor.use_dynamic_bsz; left out: the actor's.",
+        ge=1,
+        unit="tokens",
+    )
+    forward_max_token_len_per_gpu: int | None = key(
+        None,
+        "The same for values; left out: as in the critic's update.",
+        ge=1,
+        unit="tokens",
+    )
+    cliprange_value: float = key(
+        0.5,
+        "How far a value may move from what it was before the step until its loss is clipped.",
+        gt=0,
+        advice="0.5, or the spread of rewards where that is far from 1.",
+    )
+    loss_agg_mode: str = key(
+        "token-mean",
+        "How squared errors of tokens become one number.",
+        advice="token-mean.",
+        rule=known_name([name for name, each in AGGREGATIONS.items() if not each.needs_scale_factor], ALIASES),
+    )
+    param_offload: bool = key(
+        False,
+        "The critic's parameters are on the host but while it computes.",
+        advice="For colocated placement, as the actor has it.",
+    )
+    grad_offload: bool = key(
+        False,
+        "Its gradient buffers have no memory but in its updates.",
+    )
+    optimizer_offload: bool = key(
+        False,
+        "Its float32 weights and moments are on the host but in its updates and in saves.",
+    )
+
+    def as_actor(self, actor: ActorConfig) -> ActorConfig:
+        """The critic's section in the shape of the actor's, with the actor's values where it has none of its own."""
+        together = {"override_optimizer_config": actor.optim.override_optimizer_config}
+        own = {
+            "ppo_mini_batch_size": self.ppo_mini_batch_size,
+            "ppo_micro_batch_size_per_gpu": self.ppo_micro_batch_size_per_gpu,
+            "ppo_max_token_len_per_gpu": self.ppo_max_token_len_per_gpu,
+        }
+        always = {
+            "optim": self.optim.model_copy(update=together),
+            "lora": LoraConfig(),
+            "router_replay": "disabled",
+            "freeze_router": False,
+            "log_prob_micro_batch_size_per_gpu": self.forward_micro_batch_size_per_gpu,
+            "log_prob_max_token_len_per_gpu": self.forward_max_token_len_per_gpu,
+        }
+        switches = {name: getattr(self, name) for name in SWITCHES.values()}
+        given = {name: value for name, value in own.items() if value is not None}
+        return actor.model_copy(update=given | always | switches)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from mrl.algo.spec import AGGREGATIONS, ALIASES, ANCHORS, KL_TYPES, LEVELS, ON_POLICY
+from mrl.algo.spec import AGGREGATIONS, ALIASES, ANCHORS, KL_TYPES, LEVELS, NEEDS_CRITIC, ON_POLICY
 from mrl.config.section import Section, key, known_name
 
 
@@ -203,6 +203,20 @@ class AlgorithmConfig(Section):
         "gdpo: their weights; none: all 1.",
         verl="algorithm.gdpo_reward_weights",
     )
+    gamma: float = key(
+        1.0,
+        "gae: discount of a reward for each token that it is away.",
+        gt=0,
+        le=1,
+        advice="1: the reward stands at the end of a response.",
+    )
+    lam: float = key(
+        1.0,
+        "gae: discount of later temporal differences; 1 trusts rewards alone, 0 the critic alone.",
+        ge=0,
+        le=1,
+        advice="1, or 0.95 once critic/vf_explained_var is well above 0.",
+    )
     anchor: str = key(
         "recompute",
         "Whose log-probs the trust region starts from: the trainer's, recomputed; the engine's own (rollout); those "
@@ -262,8 +276,13 @@ class AlgorithmConfig(Section):
 
     @property
     def scores_before_update(self) -> bool:
-        """Whether there is a pass of log-probs, under the old policy or a reference model."""
-        return not self.on_policy or self.needs_reference
+        """Whether there is a pass before the update, under the old policy, of a reference model or of a critic."""
+        return not self.on_policy or self.needs_reference or self.needs_critic
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages are estimated from the values of a critic."""
+        return self.adv_estimator in NEEDS_CRITIC
 
     @property
     def needs_reference(self) -> bool:

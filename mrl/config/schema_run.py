@@ -101,6 +101,13 @@ class TrainerConfig(Section):
         unit="steps",
         verl="trainer.total_training_steps",
     )
+    critic_warmup: int = key(
+        0,
+        "With a critic: the first step that also updates the actor; the steps before it train the critic alone.",
+        ge=0,
+        unit="steps",
+        advice="0, or 10 to 20 for a critic whose head is new: until then it says nothing of a token.",
+    )
     save_freq: int = key(
         -1,
         "Steps between checkpoints; -1: only at the end.",
@@ -166,6 +173,11 @@ class TrainerConfig(Section):
         verl="trainer.project_name",
         rule=PLAIN_NAME,
     )
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps that train a critic and leave the actor as it is: those before step critic_warmup."""
+        return max(self.critic_warmup - 1, 0)
 
 
 class ClusterConfig(Section):

@@ -52,6 +52,8 @@ class TokenValues(Generic[Array]):
     of_teacher_words: Array | None = field(default=None, **of("response token"))
     # float32: of the off-policy correction; None: all 1
     loss_weights: Array | None = field(default=None, **of("response token"))
+    critic_values: Array | None = field(default=None, **of("response token"))  # float32: before the step's updates
+    returns: Array | None = field(default=None, **of("response token"))  # float32: what values are trained towards
     # bool: tokens that the loss treats apart; the actor sets it
     selected: Array | None = field(default=None, **of("response token"))
 

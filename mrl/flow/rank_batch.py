@@ -2,6 +2,7 @@
 
     log-probs --> mismatch of rows;  reference's and teacher's --> ;  corrected: mask, weights, anchor, penalties, KL to
     the teacher --> numbers a row
+    critic's values --> ;  estimated: advantages and returns of tokens from numbers a response --> numbers a row
     advantages: from numbers a response --> numbers a row;  selected: tokens that a loss treats apart
 
 Every formula is mrl.algo's and looks at one row at a time, so rows lie where they like. What takes all rows, a mean or
@@ -18,6 +19,7 @@ import numpy as np
 from mrl.algo.advantages import TokenAdvantages
 from mrl.algo.correction import CorrectionParameters, correct, mismatch_of_rows, without_truncated
 from mrl.algo.distillation import distilled_of_rows, gaps_of_rows, mass_of_rows
+from mrl.algo.gae import estimate, token_rewards, value_moments
 from mrl.algo.plain import Denominators, FloatParts
 from mrl.algo.rows import RowValues, in_chunks, moments, row_sums
 from mrl.algo.selection import Candidates, Means, candidates, chosen, largest
@@ -45,10 +47,14 @@ VERBS: Mapping[str, str] = MappingProxyType(  # what the driver may ask, and whi
     {
         "log_probs": ALL,
         "ref_log_probs": ALL,
+        "values": ALL,
+        "update_critic": ALL,
         "update": ALL,
         "take_teacher": LAST_STAGE,
+        "forget": ALL,
         "correct": LAST_STAGE,
         "moments": LAST_STAGE,
+        "estimate": LAST_STAGE,
         "set_advantages": LAST_STAGE,
         "find": LAST_STAGE,
         "select": LAST_STAGE,
@@ -82,6 +88,7 @@ class RankBatch:
         self.batch = TrainBatch.of(samples, actor.config.rollout.temperature, routes)
         self._penalties: np.ndarray | None = None  # float64 [response tokens]: KL in the reward
         self._distilled: np.ndarray | None = None  # float64 [response tokens]: a teacher's KL in the advantages
+        self._estimates: np.ndarray | None = None  # float64 [response tokens]: advantages by a critic's values
         self._candidates: list[tuple[np.ndarray, Candidates]] = []  # rows and what is found of them, a mini-batch each
 
     @classmethod
@@ -140,6 +147,13 @@ class RankBatch:
                 filled = columns.setdefault(column, np.zeros((tokens, *values.shape[1:]), values.dtype))
                 filled[places] = values
         self.batch = replace(self.batch, **columns)
+
+    def values(self) -> None:
+        """Computes the critic's values, which stay here."""
+        result = self._actor.critic.values(self.batch, self._cut.values)
+        if result is not None:
+            values = self._on_sampled(result.rows, result.values)
+            self.batch = replace(self.batch, critic_values=values)
 
     def old_log_probs_of(self, rows: np.ndarray) -> list[np.ndarray]:
         """The old log-probs of each given row of this replica, one a token; 0 for context."""
@@ -228,14 +242,27 @@ class RankBatch:
         trained = np.where(self.batch.loss_mask, self.batch.old_log_probs, 0.0)
         return {"anchor": row_sums(trained.astype(np.float64), self._lengths)}
 
+    def estimate(self, scores: np.ndarray) -> RowValues:
+        """Advantages and returns of tokens from the critic's values and `scores` [rows], penalties taken off.
+
+        They stay here; returns `value_moments` of the trained tokens.
+        """
+        batch = self.batch
+        algorithm = self._algorithm
+        rewards = token_rewards(scores, self._penalties, batch.is_sampled, self._lengths)
+        made = estimate(rewards, batch.critic_values, batch.is_sampled, self._lengths, algorithm.gamma, algorithm.lam)
+        self._estimates = made.advantages
+        self.batch = replace(batch, returns=made.returns.astype(np.float32))
+        return self._of_own(value_moments(made.returns, batch.critic_values, batch.loss_mask, self._lengths))
+
     def moments(self, advantages: TokenAdvantages) -> RowValues:
         """`mrl.algo.rows.moments` over trained tokens of what is to be whitened."""
-        values = advantages.values(self._lengths, self._penalties)
+        values = advantages.values(self._lengths, self._penalties, self._estimates)
         return self._of_own(moments(values, self.batch.loss_mask, self._lengths))
 
     def set_advantages(self, advantages: TokenAdvantages) -> RowValues:
         """Advantages of tokens; returns their moments over trained tokens."""
-        values = advantages.of_tokens(self._lengths, self.batch.loss_mask, self._penalties)
+        values = advantages.of_tokens(self._lengths, self.batch.loss_mask, self._penalties, self._estimates)
         if self._distillation.enabled:
             values = self._with_teacher(values)
         self.batch = replace(self.batch, advantages=values)
@@ -273,6 +300,17 @@ class RankBatch:
             selected[self.batch.places_of(rows)] = chosen(found, bound)
         self.batch = replace(self.batch, selected=selected)
 
+    def update_critic(self, counts: list[Denominators]) -> list[FloatParts]:
+        """Updates the critic with the step's rows, every rank at once, and returns its sums of metrics."""
+        parts = self._actor.critic.update_replica(self.batch, self._cut.critic, counts)
+        self.batch = replace(self.batch, critic_values=None, returns=None)
+        return parts
+
+    def forget(self) -> None:
+        """Lets go of the rows."""
+        self.batch = self._penalties = self._distilled = self._estimates = None
+        self._candidates = []
+
     def update(self, counts: list[Denominators]) -> tuple[list[FloatParts], Scored | None]:
         """Updates the weights with the step's rows, every rank at once, and returns its sums of metrics.
 
@@ -281,8 +319,7 @@ class RankBatch:
         """
         result = self._actor.update_replica(self.batch, self._cut.mini_batches, counts)
         scored = self._scored(result.old)
-        self.batch = self._penalties = self._distilled = None
-        self._candidates = []
+        self.forget()
         return [*result.parts, result.spent], scored if self._actor.holds_result else None
 
     @property
@@ -303,8 +340,12 @@ class RankBatch:
         return self._of_own(mismatch), result.entropy
 
     def _of_all_rows(self, result: RowResult) -> np.ndarray:
+        return self._on_sampled(result.rows, result.log_probs)
+
+    def _on_sampled(self, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """float32 [response tokens]: `values` of the sampled tokens of `rows`, 0 of context."""
         flat = np.zeros(len(self.batch.rollout_log_probs), np.float32)
-        flat[self.batch.sampled_places_of(result.rows)] = result.log_probs
+        flat[self.batch.sampled_places_of(rows)] = values
         return flat
 
     def _of_own(self, of_rows: RowValues) -> RowValues:

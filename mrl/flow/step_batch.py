@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mrl.algo.advantages import TokenAdvantages
-from mrl.algo.plain import Denominators
+from mrl.algo.plain import Denominators, FloatParts
 from mrl.algo.rows import RowValues
 from mrl.algo.selection import Means
 from mrl.config.schema import RunConfig
@@ -71,7 +71,7 @@ class StepBatch:
         self.log_gaps: np.ndarray | None = None
         config = actor.config
         lengths = RowLengths.of(samples.rows)
-        self.cut = step_cut(config.actor, config.ref, config.rollout.n, layout, actor.model, lengths)
+        self.cut = step_cut(config, layout, actor.model, lengths)
         self._replica_of = [layout.dense_coords(rank).dp for rank in range(layout.world_size)]
         self._needed = [self.cut.needed_rows(replica) for replica in range(layout.data)]
         self._own = [self.cut.own_rows(replica) for replica in range(layout.data)]
@@ -139,6 +139,17 @@ class StepBatch:
         ]
         actor.each("do", [taken[replica] for replica in self._replica_of], "take_teacher", interruptible=True)
 
+    def values(self) -> None:
+        """The critic's values, which stay on the ranks."""
+        self._call("values", interruptible=True)
+
+    def estimate(self, scores: np.ndarray) -> RowValues:
+        """Has ranks estimate tokens' advantages and returns from the critic's values.
+
+        `scores` [rows] are rewards of whole responses. Returns `mrl.algo.gae.value_moments` of trained tokens, a row.
+        """
+        return self._of_rows(self._call_each("estimate", [scores[needed] for needed in self._needed]))
+
     def correct(self, counted: np.ndarray | None = None) -> RowValues:
         """Takes out what filters and corrections reject, and rows that are not `counted`, bool [rows]; numbers a
         row.
@@ -164,6 +175,16 @@ class StepBatch:
     def select(self, least: list[float | int | None]) -> None:
         """Selects the tokens from `least` of each mini-batch on."""
         self._call("select", least)
+
+    def update_critic(self, trained: np.ndarray) -> list[FloatParts]:
+        """Makes all optimizer steps of the critic, before those of the actor; `trained` [rows]: tokens."""
+        counts = [Denominators.counted(trained[rows]) for rows in self.cut.critic.slices]
+        answers = self._call("update_critic", counts)
+        return [part for parts in answers if parts is not None for part in parts]
+
+    def forget(self) -> None:
+        """Lets the ranks go of their rows, where the actor is not updated with them."""
+        self._call("forget")
 
     def update(self, counts: list[Denominators]) -> tuple[UpdateResult, Mismatch | None]:
         """Makes all optimizer steps; `counts` of each mini-batch's trained tokens and sequences.

@@ -23,14 +23,15 @@ from mrl.exercised import exercised
 from mrl.megatron import parallel
 from mrl.megatron.batching import MicroRows, RowLengths, RowResult, Splitter, UpdateResult, check_batch
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
+from mrl.megatron.critic import MegatronCritic
 from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
 from mrl.megatron.forward import (
     Around,
+    laid_out,
     log_prob_pass,
     loss_pass,
     nothing_around,
     of_rows,
-    on_device,
     return_hidden_states,
 )
 from mrl.megatron.kernels import kernels_in_words
@@ -47,14 +48,14 @@ from mrl.megatron.optimizer import (
     zero_gradients,
 )
 from mrl.megatron.overlap import gather_weights, set_gradient_reduction
-from mrl.megatron.packing import MicroBatch, MicroBatches, micro_batch
+from mrl.megatron.packing import MicroBatches
 from mrl.megatron.routing import Routing
 from mrl.megatron.teacher import Teacher
 from mrl.model import load_model_spec
-from mrl.model.adapters import adapter_shards
+from mrl.model.adapters import adapter_shards, all_shards
 from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
-from mrl.model.megatron_shards import source_shards
+from mrl.model.megatron_shards import Shard, source_shards
 from mrl.model.peft_files import read_peft
 from mrl.platforms import get_platform
 from mrl.platforms.layers import check_dispatcher, check_layers, layers
@@ -114,6 +115,12 @@ class MegatronActor:
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
         self.num_updates = 0  # optimizer steps applied
         self.skipped_in_a_row = 0  # the newest of those that could not be applied
+        self.critic = self._build_critic()
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """What this rank's parameters are."""
+        return all_shards(self.model, self.layout, self.rank, self.lora)
 
     @property
     def on_last_stage(self) -> bool:
@@ -139,6 +146,16 @@ class MegatronActor:
         if self.adapters is not None and path is not None:
             read_peft(path, self.model, self.lora)
             self.adapters.read(path)
+
+    def _build_critic(self) -> MegatronCritic | None:
+        """Builds the critic once what leaves the device has left it: both at once may be too much."""
+        own = self.config.of_critic
+        if own is None:
+            return None
+        self.offload()
+        critic = MegatronCritic(own, self.rank, self.platform, self.model, self.layout)
+        critic.offload()
+        return critic
 
     def _load_reference(self) -> FrozenWeights | Adapters:
         """Loads the reference through the model, before the actor's own weights take its place.
@@ -202,7 +219,9 @@ class MegatronActor:
         if self.reference and self.config.ref.param_offload:
             frozen = self.reference.pieces
         of_teacher = self.teacher.on_host if self.teacher else ()
-        return process_memory(self.platform.name, chain(on_host, self.residence.on_host, frozen, of_teacher))
+        of_critic = self.critic.residence.on_host if self.critic is not None else ()
+        on_host = chain(on_host, self.residence.on_host, frozen, of_teacher, of_critic)
+        return process_memory(self.platform.name, on_host)
 
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
         """`policy_log_probs` of a whole step, the same batch on every rank;
@@ -393,8 +412,7 @@ class MegatronActor:
 
     def _cut(self, batch: TrainBatch) -> StepCut:
         config = self.config
-        lengths = RowLengths.of(batch)
-        return step_cut(config.actor, config.ref, config.rollout.n, self.layout, self.model, lengths)
+        return step_cut(config, self.layout, self.model, RowLengths.of(batch))
 
     def _whole(self, batch: TrainBatch) -> ReplicaCut:
         """This replica's part of a step that it has all rows of."""
@@ -453,13 +471,7 @@ class MegatronActor:
 
     def _inputs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> MicroBatches:
         """What this rank computes of each micro-batch."""
-        shape, context_rank = self._update_splitter.shape, mpu.get_context_parallel_rank()
-
-        def lay_out(number: int) -> MicroBatch[torch.Tensor]:
-            micro = micros[number]
-            return on_device(micro_batch(batch, micro.rows, shape, context_rank, micro.is_filler), self.platform.device)
-
-        return MicroBatches(len(micros), lay_out, self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1)
+        return laid_out(batch, micros, self._update_splitter.shape, self.layout, self.platform.device)
 
 
 def _handed_out(result: RowResult | None) -> RowResult | None:

@@ -25,6 +25,7 @@ from mrl.errors import ConfigError
 from mrl.megatron.gradient_sums import add_within_products, for_megatron, is_wanted
 from mrl.megatron.lora_layers import attach, hidden
 from mrl.megatron.mapped_bridge import bridge_config
+from mrl.megatron.value_head import head_hidden, put_head
 from mrl.model import ModelSpec, load_model_spec
 from mrl.model.adapters import Lora, adapted_layers
 from mrl.model.hf_files import check_checkpoint
@@ -69,6 +70,7 @@ class MBridge:
     layout: TrainLayout
     deterministic: bool = False  # Megatron's own switch, beside the platform's
     seed: int = 0  # of what adapters begin with
+    has_value_head: bool = False  # of a critic, in place of the output layer
 
     def __post_init__(self) -> None:
         self.dtype = DTYPES[self.model_config.dtype]
@@ -76,6 +78,8 @@ class MBridge:
         if padded_vocab_size(self.model.vocab_size, self.layout.tensor) != self.model.vocab_size:
             pad_to = self.layout.tensor
         hf_config = _bridged_config(self.model_config.path, self.model)
+        if self.has_value_head:
+            hf_config.tie_word_embeddings = False  # which would need an output layer
         self._bridge = AutoBridge.from_config(hf_config, dtype=self.dtype, make_vocab_size_divisible_by=pad_to)
         _refuse_unmapped(self.model, self._bridge)
         self._chunks: list[torch.nn.Module] = []
@@ -107,6 +111,8 @@ class MBridge:
         lora = self.actor_config.lora.adapters
         if lora and is_trained:
             callbacks.insert(0, partial(self._attach_adapters, lora, count()))
+        if self.has_value_head:
+            callbacks.insert(0, put_head)
         with contextlib.redirect_stdout(sys.stderr):  # it prints parameter counts
             self._chunks = self._bridge.get_model(
                 wrap_with_ddp=is_trained,
@@ -133,7 +139,7 @@ class MBridge:
     def load_hf(self, path: str) -> None:
         stored = replace(self.model, fp8_block=load_model_spec(path).fp8_block)
         check_checkpoint(path, stored)
-        with torch.no_grad(), hidden(self._chunks):
+        with torch.no_grad(), hidden(self._chunks), head_hidden(self._chunks):
             # one parameter after the other where they become larger on the way
             self._bridge.load_weights(self._chunks, path, memory_efficient=stored.is_fp8)
 

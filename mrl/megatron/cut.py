@@ -5,12 +5,13 @@ The update's cut says which replica has which rows; log-probs and reference are 
 limits of their own where they have some, so a replica needs its rows once.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 
-from mrl.config.schema import ActorConfig, RefConfig
+from mrl.config.schema import RunConfig
 from mrl.megatron.batching import (
     MicroRows,
     MiniBatchLoad,
@@ -35,6 +36,8 @@ class ReplicaCut:
     mini_batches: tuple[Micros, ...]
     log_probs: Micros
     reference: Micros
+    critic: tuple[Micros, ...] = ()  # mini-batches of a critic's update
+    values: Micros = ()
 
     def trained_rows(self) -> list[np.ndarray]:
         """int64: rows of each mini-batch that are this replica's."""
@@ -42,11 +45,8 @@ class ReplicaCut:
 
     def computed(self, lengths: RowLengths, shape: Shape, context_rank: int, tensor_rank: int) -> np.ndarray:
         """bool [tokens]: those of a batch that one of the replica's ranks computes in any pass."""
-        micros = {
-            tuple(micro.rows.tolist())
-            for part in (*self.mini_batches, self.log_probs, self.reference)
-            for micro in part
-        }
+        parts = (*self.mini_batches, self.log_probs, self.reference)  # a critic's routers choose by themselves
+        micros = {tuple(micro.rows.tolist()) for micro in chain.from_iterable(parts)}
         computed = np.zeros(int(lengths.sequences.sum()), bool)
         for rows in micros:
             places = lengths.places(np.array(rows))
@@ -59,7 +59,28 @@ class ReplicaCut:
         def local(micros: Micros) -> Micros:
             return tuple(MicroRows(np.searchsorted(rows, micro.rows), micro.is_filler) for micro in micros)
 
-        return ReplicaCut(tuple(map(local, self.mini_batches)), local(self.log_probs), local(self.reference))
+        return ReplicaCut(
+            tuple(map(local, self.mini_batches)),
+            local(self.log_probs),
+            local(self.reference),
+            tuple(map(local, self.critic)),
+            local(self.values),
+        )
+
+    @property
+    def micros(self) -> Micros:
+        """The micro-batches of all passes."""
+        parts = (*self.mini_batches, self.log_probs, self.reference, *self.critic, self.values)
+        return tuple(chain.from_iterable(parts))
+
+
+@dataclass(frozen=True)
+class CriticCut:
+    """The cut of a step for a critic; every row is where the actor has it."""
+
+    mini_batches: tuple[Shares, ...]
+    values: Shares
+    slices: tuple[slice, ...]  # rows of each mini-batch
 
 
 @dataclass(frozen=True)
@@ -71,12 +92,17 @@ class StepCut:
     reference: Shares
     slices: tuple[slice, ...]  # rows of each mini-batch
     loads: tuple[MiniBatchLoad, ...]
+    critic: CriticCut | None = None
 
     def of(self, replica: int) -> ReplicaCut:
         """The part of one replica."""
-        return ReplicaCut(
+        cut = ReplicaCut(
             tuple(shares[replica] for shares in self.mini_batches), self.log_probs[replica], self.reference[replica]
         )
+        if self.critic is None:
+            return cut
+        updates = tuple(shares[replica] for shares in self.critic.mini_batches)
+        return replace(cut, critic=updates, values=self.critic.values[replica])
 
     def own_rows(self, replica: int) -> np.ndarray:
         """int64, ascending: the rows that the replica trains on."""
@@ -84,36 +110,57 @@ class StepCut:
 
     def needed_rows(self, replica: int) -> np.ndarray:
         """int64, ascending: its own, and those that fillers repeat."""
-        cut = self.of(replica)
-        micros = [micro.rows for part in (*cut.mini_batches, cut.log_probs, cut.reference) for micro in part]
-        return np.unique(np.concatenate(micros))
+        return np.unique(np.concatenate([micro.rows for micro in self.of(replica).micros]))
 
 
-def step_cut(
-    actor: ActorConfig, ref: RefConfig, responses: int, layout: TrainLayout, model: ModelSpec, lengths: RowLengths
-) -> StepCut:
-    """The cut of a step's rows, `responses` of them a prompt.
+def step_cut(config: RunConfig, layout: TrainLayout, model: ModelSpec, lengths: RowLengths) -> StepCut:
+    """The cut of a step's rows, rollout.n of them a prompt.
 
     Raises DataError for a row above the limit of a micro-batch.
     """
+    actor = config.actor
     update = Splitter.for_update(actor, layout, model)
-    slices = tuple(mini_batches(len(lengths), actor.ppo_mini_batch_size * responses))
+    slices = tuple(mini_batches(len(lengths), actor.ppo_mini_batch_size * config.rollout.n))
     of_slices = [lengths.rows(np.arange(rows.start, rows.stop)) for rows in slices]
     parts = tuple(_shifted(update.shares(each), rows.start) for rows, each in zip(slices, of_slices, strict=True))
     of_parts = [trained_rows(part) for part in parts]
     owners = [np.sort(np.concatenate(of_replica)) for of_replica in zip(*of_parts, strict=True)]
     own = (
         Splitter.for_log_probs(actor, layout, model),
-        Splitter.for_reference(actor, ref, layout, model),
+        Splitter.for_reference(actor, config.ref, layout, model),
     )
     # cut alike, the same sums give the same bits, and routes that are replayed belong to the same micro-batches
-    as_update = tuple(tuple(chain.from_iterable(of_replica)) for of_replica in zip(*parts, strict=True))
+    as_update = _joined(parts)
     passes = [as_update if splitter is None else splitter.shares(lengths, owners) for splitter in own]
     loads = tuple(
         update.load(each, _shifted(part, -rows.start))
         for rows, each, part in zip(slices, of_slices, parts, strict=True)
     )
-    return StepCut(parts, *passes, slices, loads)
+    critic = None
+    if config.of_critic is not None:
+        critic = _critic_cut(config.of_critic, layout, model, lengths, owners)
+    return StepCut(parts, *passes, slices, loads, critic)
+
+
+def _critic_cut(
+    config: RunConfig, layout: TrainLayout, model: ModelSpec, lengths: RowLengths, owners: list[np.ndarray]
+) -> CriticCut:
+    """`config`: with the critic in the actor's place; `owners`: rows of each replica."""
+    update = Splitter.for_update(config.actor, layout, model)
+    slices = tuple(mini_batches(len(lengths), config.actor.ppo_mini_batch_size * config.rollout.n))
+    parts = []
+    for rows in slices:
+        own = [of_replica[(of_replica >= rows.start) & (of_replica < rows.stop)] - rows.start for of_replica in owners]
+        of_rows = lengths.rows(np.arange(rows.start, rows.stop))
+        parts.append(_shifted(update.shares(of_rows, own), rows.start))
+    scoring = Splitter.for_log_probs(config.actor, layout, model)
+    values = _joined(parts) if scoring is None else scoring.shares(lengths, owners)
+    return CriticCut(tuple(parts), values, slices)
+
+
+def _joined(parts: Sequence[Shares]) -> Shares:
+    """The micro-batches of all mini-batches one after the other, by replica."""
+    return tuple(tuple(chain.from_iterable(of_replica)) for of_replica in zip(*parts, strict=True))
 
 
 def _shifted(shares: Shares, by: int) -> Shares:

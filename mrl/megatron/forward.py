@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +22,32 @@ from torch import Tensor
 from mrl.algo.aggregate import MetricParts, merge, to_floats
 from mrl.algo.losses import LossInputs, LossOutput, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
+from mrl.data.batch import TrainBatch
 from mrl.exercised import exercised
 from mrl.megatron.batching import MicroRows, RowResult
 from mrl.megatron.host_arrays import brought
 from mrl.megatron.logprob import lean_log_probs, likeliest_words
-from mrl.megatron.packing import MicroBatch, MicroBatches
+from mrl.megatron.packing import MicroBatch, MicroBatches, Shape, micro_batch
+from mrl.model.layout import TrainLayout
 from mrl.platforms.packs import Pack, for_attention, tie
 
 
 def on_device(inputs: MicroBatch[np.ndarray], device: torch.device) -> MicroBatch[Tensor]:
     """The arrays as tensors on `device`."""
     return inputs.mapped(lambda array: brought(array, device))
+
+
+def laid_out(
+    batch: TrainBatch, micros: Sequence[MicroRows], shape: Shape, layout: TrainLayout, device: torch.device
+) -> MicroBatches:
+    """What this rank computes of each micro-batch of a pass."""
+    context_rank = mpu.get_context_parallel_rank()
+
+    def lay_out(number: int) -> MicroBatch[Tensor]:
+        micro = micros[number]
+        return on_device(micro_batch(batch, micro.rows, shape, context_rank, micro.is_filler), device)
+
+    return MicroBatches(len(micros), lay_out, layout.pipeline if layout.virtual_pipeline > 1 else 1)
 
 
 def packing_of(inputs: MicroBatch[Tensor]) -> PackedSeqParams | None:
@@ -98,7 +114,8 @@ class Likeliest:
     below: int
 
 
-LastStage = Callable[[MicroBatch, TokenOutputs], tuple[Tensor, object]]  # -> what to run backward on, what to hand out
+Outputs = Callable[[Tensor, torch.nn.Module, MicroBatch], Any]  # of tokens, from what the last chunk gives
+LastStage = Callable[[MicroBatch, Any], tuple[Tensor, object]]  # -> what to run backward on, what to hand out
 # held while one chunk computes one micro-batch
 Around = Callable[[torch.nn.Module, MicroBatch], AbstractContextManager]
 
@@ -123,12 +140,13 @@ def log_prob_pass(
     def keep(inputs: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
         return outputs.log_probs.new_zeros(()), outputs.with_words_on_host()
 
-    with torch.no_grad(), _evaluating(chunks):
-        return _run(chunks, micro_batches, vocab_size, keep, around, forward_only=True, likeliest=likeliest)
+    with torch.no_grad(), evaluating(chunks):
+        outputs = _outputs_of(vocab_size, likeliest=likeliest)
+        return run_pass(chunks, micro_batches, outputs, keep, around, forward_only=True)
 
 
 @contextmanager
-def _evaluating(chunks: list[torch.nn.Module]) -> Iterator[None]:
+def evaluating(chunks: list[torch.nn.Module]) -> Iterator[None]:
     """The chunks compute as engines do: what is done to activations for training's sake alone is left out."""
     for chunk in chunks:
         chunk.eval()
@@ -167,15 +185,17 @@ def loss_pass(
             result.metrics, outputs.detached() if inputs.old_log_probs is None else None
         )
 
-    return _run(
-        chunks,
-        micro_batches,
-        vocab_size,
-        loss,
-        around,
-        forward_only=False,
-        entropy_has_gradient=bool(parameters.entropy_coeff),
-    )
+    outputs = _outputs_of(vocab_size, entropy_has_gradient=bool(parameters.entropy_coeff))
+    return run_pass(chunks, micro_batches, outputs, loss, around, forward_only=False)
+
+
+def _outputs_of(vocab_size: int, entropy_has_gradient: bool = False, likeliest: Likeliest | None = None) -> Outputs:
+    """How log-probs and entropies follow from hidden states."""
+
+    def outputs(hidden: Tensor, model: torch.nn.Module, inputs: MicroBatch) -> TokenOutputs:
+        return token_outputs(hidden, _head_weight(model), inputs, vocab_size, entropy_has_gradient, likeliest)
+
+    return outputs
 
 
 def _loss(
@@ -197,16 +217,16 @@ def _loss(
     return policy_loss(parameters, given, denominators)
 
 
-def _run(
+def run_pass(
     chunks: list[torch.nn.Module],
     micro_batches: MicroBatches,
-    vocab_size: int,
+    outputs: Outputs,
     last_stage: LastStage,
     around: Around,
     forward_only: bool,
-    entropy_has_gradient: bool = False,
-    likeliest: Likeliest | None = None,
 ) -> list:
+    """Runs Megatron's schedule; what `last_stage` hands out of each micro-batch, an empty list on other stages."""
+
     def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module):
         inputs = next(data_iterator)
         with around(model, inputs):
@@ -217,9 +237,7 @@ def _run(
                 packed_seq_params=packing_of(inputs),
                 **_KEEP_DTYPE[_is_half(model)],
             )
-        return output, lambda hidden: last_stage(
-            inputs, token_outputs(hidden, _head_weight(model), inputs, vocab_size, entropy_has_gradient, likeliest)
-        )
+        return output, lambda last: last_stage(inputs, outputs(last, model, inputs))
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -291,14 +309,14 @@ def token_outputs(
     )
     words = {}
     if inputs.teacher_words is not None:
-        words["of_words"] = _whole_sequences(log_probs[:, 1:], inputs)
+        words["of_words"] = whole_sequences(log_probs[:, 1:], inputs)
         log_probs = log_probs[:, 0]
     if likeliest is not None:
         found = likeliest_words(
             predicting, weight, inputs.token_temperature, vocab_size, group, likeliest.count, likeliest.below
         )
-        words["words"], words["of_words"] = (_whole_sequences(values, inputs) for values in found)
-    log_probs, entropy = (_whole_sequences(values, inputs) for values in (log_probs, entropy))
+        words["words"], words["of_words"] = (whole_sequences(values, inputs) for values in found)
+    log_probs, entropy = (whole_sequences(values, inputs) for values in (log_probs, entropy))
     return TokenOutputs(log_probs, entropy, inputs.has_log_probs, **words)
 
 
@@ -310,7 +328,7 @@ def _targets(inputs: MicroBatch) -> Tensor:
     return torch.cat([inputs.targets[:, None], words], 1)
 
 
-def _whole_sequences(values: Tensor, inputs: MicroBatch) -> Tensor:
+def whole_sequences(values: Tensor, inputs: MicroBatch) -> Tensor:
     """[rows, response_length, ...] from [tokens, ...] of this rank and of the other context-parallel ranks.
 
     Every one of them then computes the same loss over whole sequences; backward hands each the gradient of its own

@@ -15,7 +15,7 @@ from mrl.model.device_grid import Place
 from mrl.model.precision import Precision
 from mrl.plan.engine_memory import EngineMemory
 from mrl.plan.memory_phases import TERMS, ActorBytes
-from mrl.plan.model_state import BufferNumel, adapter_numel, stage_numel
+from mrl.plan.model_state import BufferNumel, adapter_numel, critic_numel, stage_numel
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, sync_budget
 from mrl.plan.sample_bytes import (
     fetched_share,
@@ -104,8 +104,17 @@ def save_bytes(inputs: PlanInputs, rank: int) -> int:
     ranks hold alike count on each of them.
     """
     train = inputs.train
+    pp = train.dense_coords(rank).pp
+    saved = _saved_numel(inputs, rank, _stored_numel(inputs, pp))
+    if inputs.critic is not None:
+        saved += _saved_numel(inputs.critic, rank, critic_numel(inputs.model, train, pp))
+    return saved
+
+
+def _saved_numel(inputs: PlanInputs, rank: int, numel: BufferNumel) -> int:
+    """Bytes that a rank saves of a model that has `numel` elements on it."""
+    train = inputs.train
     precision = precision_of(inputs.config, inputs.element_bytes)
-    numel = _stored_numel(inputs, train.dense_coords(rank).pp)
     dense = train.dense_coords(rank)
     expert = train.expert_coords(rank)
     return _saved(numel.dense, precision, train.data * train.context, dense.dp == dense.cp == 0) + _saved(

@@ -16,6 +16,7 @@ from mrl.plan.host_memory import host_section
 from mrl.plan.memory_phases import (
     TERMS,
     ActorBytes,
+    CriticBytes,
     EngineBytes,
     Offload,
     Phase,
@@ -107,6 +108,32 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
         samples=sample_bytes(inputs, batch, pp),
         teacher=_teacher_bytes(inputs),
         scores_old=not inputs.config.algorithm.on_policy,
+        critic=_critic_bytes(inputs, pp),
+    )
+
+
+def _critic_bytes(inputs: PlanInputs, pp: int) -> CriticBytes | None:
+    """Terms of a critic on a rank of stage `pp`.
+
+    Its passes are counted as the actor's, whose output layer takes more than the head of a critic.
+    """
+    own = inputs.critic
+    if own is None:
+        return None
+    batch = batch_plan(own.config, own.train)
+    state = stage_state(own.model, own.train, pp, precision_of(own.config, own.element_bytes), is_critic=True)
+    activations = activations_of(own, batch.micro)
+    saved = activations.stage_saved(pp, batch.micro_batches)
+    return CriticBytes(
+        parameters=state.parameters,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        optimizer_host=state.optimizer_host,
+        activations=saved,
+        temporaries=max(activations.stage_temporaries(pp), _adam_scratch(own, state.optimizer) - saved),
+        forward=replace(activations, micro=batch.log_prob_micro).forward_only(pp),
+        offload=offload_of(own.config),
+        batch=sample_bytes(own, batch, pp).update,
     )
 
 

@@ -75,6 +75,12 @@ _ROWS = (
         "distillation.teacher_model.param_offload: true, or a distillation.teacher_model.layout that cuts it further",
         host_cure=f"distillation.teacher_model.param_offload: false, or {_MORE_MEMORY}",
     ),
+    Term(
+        "critic",
+        ACTOR,
+        "critic.param_offload, critic.grad_offload and critic.optimizer_offload: true",
+        host_cure=f"switch off critic.optimizer_offload and critic.param_offload, or {_MORE_MEMORY}",
+    ),
     Term("batch", ACTOR, "a smaller data.train_batch_size, or more data parallelism"),
     Term("routes", ACTOR, "actor.router_replay: disabled, a smaller data.train_batch_size, or more data parallelism"),
     Term(
@@ -104,7 +110,10 @@ _ROWS = (
 )
 TERMS = {term.name: term for term in _ROWS}
 
-_LOG_PROBS = ("log_prob", "ref", "teacher", "rollout_to_log_prob")  # phases that compute log-probs
+_VALUES = "values"
+_CRITIC = "critic"
+# phases before the update, in which the actor's parameters are on the device
+_LOG_PROBS = ("log_prob", "ref", "teacher", _VALUES, _CRITIC, "rollout_to_log_prob")
 _UNTRACKED = ("engine_asleep", "engine_context")
 
 
@@ -162,6 +171,38 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class CriticBytes:
+    """Terms of a critic on the rank of an actor. `batch`: inputs of a micro-batch of its update."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporaries: int
+    forward: int  # what a pass for values takes
+    offload: Offload = field(default_factory=Offload)
+    optimizer_host: int = 0  # of an Adam on the host, where it stays
+    batch: int = 0
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory: places of what leaves the device."""
+        o = self.offload
+        return o.parameters * self.parameters + o.optimizer * self.optimizer + self.optimizer_host
+
+    def at_rest(self, parameters: bool = False) -> int:
+        """Bytes that stay on the device between its passes; `parameters`: they are needed there."""
+        o = self.offload
+        kept = self.parameters * (parameters or not o.parameters)
+        return kept + self.gradients * (not o.gradients) + self.optimizer * (not o.optimizer)
+
+    @property
+    def whole(self) -> int:
+        """Bytes of its state while it is updated."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
 class ActorBytes:
     """Terms of the fullest pipeline stage of the actor, on one rank."""
 
@@ -178,6 +219,7 @@ class ActorBytes:
     optimizer_host: int = 0  # of an Adam on the host, where it stays
     scores_old: bool = True  # a pass is made for old log-probs
     samples: SampleBytes = field(default_factory=SampleBytes)
+    critic: CriticBytes | None = None  # beside the actor
 
     @property
     def host(self) -> dict[str, int]:
@@ -189,6 +231,7 @@ class ActorBytes:
             "reference": o.reference * self.reference,
             "teacher": o.teacher * self.teacher.parameters,
             "optimizer_host": self.optimizer_host,
+            "critic": self.critic.host if self.critic is not None else 0,
         }
 
 
@@ -301,7 +344,7 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
         Phase("rollout", rest | _awake(engine) | context, device.usable),
         *(
             [Phase("rollout_to_log_prob", _scoring(actor) | asleep, device.usable)]
-            if actor.scores_old or actor.reference or actor.teacher.parameters
+            if actor.scores_old or actor.reference or actor.teacher.parameters or actor.critic
             else []
         ),
     ]
@@ -332,8 +375,7 @@ def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
     samples = actor.samples
     phases = {
         "train": state
-        | _reference(actor)
-        | _teacher(actor)
+        | _beside(actor)
         | {"activations": actor.activations, "temporaries": actor.temporaries}
         | _samples(samples.update, samples.update_routes + samples.recorded_routes),
         **({"log_prob": _scoring(actor)} if actor.scores_old else {}),
@@ -343,6 +385,8 @@ def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
         phases["ref"] = _scoring(actor)  # its weights and the actor's change places for it
     if actor.teacher.parameters:
         phases["teacher"] = _asking_teacher(actor)
+    if actor.critic is not None:
+        phases |= _critic_terms(actor, actor.critic)
     return phases
 
 
@@ -351,6 +395,16 @@ def _asking_teacher(actor: ActorBytes) -> dict[str, int]:
     teacher = actor.teacher
     passing = {"teacher": teacher.parameters, "log_prob": teacher.log_prob, "batch": teacher.batch}
     return _at_rest(actor, parameters=True) | passing
+
+
+def _critic_terms(actor: ActorBytes, critic: CriticBytes) -> dict[str, dict[str, int]]:
+    """The phases in which a critic computes; the actor's parameters stay on the device meanwhile."""
+    rest = _at_rest(actor, parameters=True)
+    passes = {"activations": critic.activations, "temporaries": critic.temporaries}
+    return {
+        _VALUES: rest | {"critic": critic.at_rest(parameters=True), "log_prob": critic.forward},
+        _CRITIC: rest | {"critic": critic.whole} | passes | _samples(critic.batch, actor.samples.recorded_routes),
+    }
 
 
 def _scoring(actor: ActorBytes) -> dict[str, int]:
@@ -364,18 +418,16 @@ def _samples(batch: int, routes: int) -> dict[str, int]:
     return {name: size for name, size in (("batch", batch), ("routes", routes)) if size}
 
 
-def _reference(actor: ActorBytes) -> dict[str, int]:
-    """The reference model, where it stays on the device outside its own phase."""
+def _beside(actor: ActorBytes) -> dict[str, int]:
+    """The reference model, the teacher and the critic, where they stay on the device outside their own phases."""
+    beside = {}
     if actor.reference and not actor.offload.reference:
-        return {"reference": actor.reference}
-    return {}
-
-
-def _teacher(actor: ActorBytes) -> dict[str, int]:
-    """The teacher, where it stays on the device outside its own phase."""
+        beside["reference"] = actor.reference
     if actor.teacher.parameters and not actor.offload.teacher:
-        return {"teacher": actor.teacher.parameters}
-    return {}
+        beside["teacher"] = actor.teacher.parameters
+    if actor.critic is not None and actor.critic.at_rest():
+        beside["critic"] = actor.critic.at_rest()
+    return beside
 
 
 def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:
@@ -388,8 +440,7 @@ def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:
     }
     return (
         {name: size for name, size in kept.items() if size}
-        | _reference(actor)
-        | _teacher(actor)
+        | _beside(actor)
         | _samples(0, actor.samples.recorded_routes)
     )
 

@@ -15,6 +15,7 @@ from math import lcm
 
 from mrl.model import ModelSpec
 from mrl.model.adapters import Lora, target_of
+from mrl.model.critic_weights import body_of
 from mrl.model.hf_config import LayerKind
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import last_stage_weights, megatron_slice
@@ -65,12 +66,14 @@ def stage_state(
     precision: Precision = BF16,
     shard_optimizer: bool = True,
     lora: Lora | None = None,
+    is_critic: bool = False,
 ) -> StateBytes:
     """Bytes of a rank of pipeline stage `pp`; all ranks of a stage hold the same, up to the rounding of a shard.
 
-    `lora`: of the adapters that are trained, while the weights lie beside Megatron's buffers.
+    `lora`: of the adapters that are trained, while the weights lie beside Megatron's buffers. `is_critic`: the model
+    has a value head in place of its output layer.
     """
-    numel = stage_numel(model, layout, pp)
+    numel = critic_numel(model, layout, pp) if is_critic else stage_numel(model, layout, pp)
     frozen = 0
     if lora is not None:
         frozen = numel.dense + numel.expert
@@ -131,6 +134,17 @@ def stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
     for kind in set(kinds):
         numel += _layer_numel(model, kind, layout.tensor, layout.expert, layout.expert_tensor) * kinds.count(kind)
     return numel
+
+
+def critic_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
+    """Elements of a critic on a rank of pipeline stage `pp`, as `stage_numel` counts the actor's."""
+    body = body_of(model)
+    numel = stage_numel(body, layout, pp)
+    if pp < layout.pipeline - 1:
+        return numel
+    output = _aligned((weight_map(body).output,), layout.tensor)
+    head = round_up(model.hidden_size, _PARAMETER_START)
+    return BufferNumel(numel.dense - output.dense + head, numel.expert)
 
 
 def adapter_numel(model: ModelSpec, layout: TrainLayout, pp: int, lora: Lora) -> BufferNumel:

@@ -89,6 +89,14 @@ class PlanInputs:
         return self.config.actor.lora.adapters
 
     @property
+    def critic(self) -> "PlanInputs | None":
+        """The same with the critic in the actor's place; None without a critic."""
+        own = self.config.of_critic
+        if own is None:
+            return None
+        return replace(self, config=own)
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of one number of the actor's weights."""
         return _ELEMENT_BYTES[self.config.model.dtype]

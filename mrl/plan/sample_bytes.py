@@ -213,6 +213,8 @@ def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
     rows = -(-batch.samples // inputs.train.data)
     arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy
     arrays += _F64 * (algorithm.use_kl_in_reward + inputs.config.distillation.in_advantages)  # what is taken off
+    if algorithm.needs_critic:
+        arrays += 2 * _F32 + _F64  # values and returns, and advantages before they are whitened
     own_bytes = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays
     own_bytes += _asked_of_teacher(inputs, batch)
     if not _routed(inputs):

@@ -7,6 +7,7 @@ from typing import Any
 from mrl.config.load import ResolvedConfig
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig, with_values
+from mrl.config.schema_actor import SWITCHES
 from mrl.config.yaml_tree import dump_value
 from mrl.errors import ConfigError
 from mrl.plan.memory import memory_section
@@ -52,6 +53,8 @@ def _changes(config: RunConfig) -> Iterator[_Change]:
         ("param_offload", "grad_offload", "optimizer_offload") if config.cluster.placement == "colocated" else ()
     ):
         yield {} if getattr(actor, name) else {f"actor.{name}": True}
+    for name in SWITCHES.values() if config.algorithm.needs_critic else ():
+        yield {} if getattr(config.critic, name) else {f"critic.{name}": True}
     if config.model.override_transformer_config.get("recompute_granularity") != "full":
         has_modules = bool(config.model.override_transformer_config.get("recompute_modules"))
         fields = _RECOMPUTE | ({"recompute_modules": None} if has_modules else {})

@@ -116,22 +116,27 @@ def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
         scored = {"log_prob": forward}
     recompute = recompute_of(inputs.config)
     again = share_again(recompute, inputs.model, mean_flops_per_token(inputs.model, lengths))
+    update = forward * update_passes(recompute, again).compute
+    critic = {}
+    if inputs.critic is not None:
+        critic = {"values": forward, "critic": update}
     if teacher := teacher_inputs(inputs):
         scored["teacher"] = batch.samples * lengths.total * mean_flops_per_token(teacher.model, lengths)
-    return scored | {"update": forward * update_passes(recompute, again).compute, "generation": forward}
+    return scored | critic | {"update": update, "generation": forward}
 
 
 def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
     """Predicted seconds of generation, log-probs where a pass is made for old ones, a teacher's, update, and the rest
     of a step.
 
-    That is what the host does, and bringing an actor there and back.
+    That is what the host does, and bringing an actor there and back. With a critic its values and updates, too.
     """
     log_probs, update = actor_seconds(inputs, batch)
     return {
         "generation": generation_seconds(inputs, batch, engine),
         **({} if inputs.config.algorithm.on_policy else {"log_prob": log_probs.total}),
         **teacher_seconds(inputs),
+        **critic_seconds(inputs),
         "update": update.total * batch.mini_batches,
         "rest": inputs.assumptions.rest + hand_over_seconds(inputs) * inputs.colocated,
     }
@@ -148,6 +153,28 @@ def teacher_seconds(inputs: PlanInputs) -> dict[str, float]:
     passed = pass_seconds(work, teacher.train, inputs.device, per_node, Passes(), inputs.assumptions)
     moved = teacher_parameters(teacher) * inputs.config.distillation.teacher_model.param_offload
     return {"teacher": passed.total + 2 * moved / inputs.device.host_path_rate}
+
+
+def critic_seconds(inputs: PlanInputs) -> dict[str, float]:
+    """Predicted seconds of a critic's values and updates, on its way between device and host too; empty without one.
+
+    What leaves the device does so after each of them. Its passes are the actor's, output layer included.
+    """
+    own = inputs.critic
+    if own is None:
+        return {}
+    batch = batch_plan(own.config, own.train)
+    values, update = actor_seconds(own, batch)
+    actor = own.config.actor
+    precision = precision_of(own.config, own.element_bytes)
+    states = [stage_state(own.model, own.train, pp, precision, is_critic=True) for pp in range(own.train.pipeline)]
+    parameters = max(state.parameters for state in states) * actor.param_offload
+    optimizer = max(state.optimizer for state in states) * actor.optimizer_offload
+    rate = own.device.host_path_rate
+    return {
+        "values": values.total + 2 * parameters / rate,
+        "critic": update.total * batch.mini_batches + 2 * (parameters + optimizer) / rate,
+    }
 
 
 def hand_over_seconds(inputs: PlanInputs) -> float:

@@ -20,7 +20,7 @@ _FELL = CALL_REASONS.index("fell")
 _ASKED = {CALL_REASONS.index("overridden"): "overridden", CALL_REASONS.index("retry"): "retries",
     CALL_REASONS.index("branch"): "branches", CALL_REASONS.index("untrained"): "untrained_branches"}  # fmt: skip
 _RIGHT = (*map(CALL_REASONS.index, ("ok", "refused", "not_called")), _FELL)  # the tool is not at fault
-PER_TOKEN_PHASES = (GENERATING, "ref", "teacher", "old_log_prob", "adv", "update_actor")
+PER_TOKEN_PHASES = (GENERATING, "ref", "teacher", "old_log_prob", "values", "adv", "update_critic", "update_actor")
 
 
 def reduce_parts(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
@@ -128,7 +128,7 @@ def _asked_metrics(rows: SampleRows) -> dict[str, float]:
 def advantage_metrics(of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Returns advantages over trained tokens, from each row's `count`, `sum`, `low` and `high`; nothing without tokens.
 
-    Returns are equal to advantages, as in every estimator without a critic.
+    Returns are equal to advantages, as in every estimator without a critic. One with a critic has its own.
     """
     count = int(of_rows["count"].sum())
     if not count:

@@ -81,6 +81,8 @@ def _differences(
     yield _unlike("place in the data", first_manifest.trainer.get("cursor"), second_manifest.trainer.get("cursor"))
     yield _unlike("files", sorted(first_manifest.files()), sorted(second_manifest.files()))
     yield _unlike("groups on their way", first_manifest.files_beside(), second_manifest.files_beside())
+    if first_manifest.critic or second_manifest.critic:
+        yield from _differences(first, second, first_manifest.of_critic, second_manifest.of_critic)
     for file, facts in first_manifest.files().items():
         if facts != second_manifest.files()[file]:
             yield _tensor_difference(first / file, second / file, first_manifest)

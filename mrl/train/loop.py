@@ -8,10 +8,12 @@
     old_log_prob     samples, actor                     StepBatch: rows on ranks, log-probs   update.py (not on policy)
     ref              the step, reference model          its log-probs, on the ranks           update.py
     teacher          the step, teacher                  its log-probs, on the ranks           flow/teacher_rows.py
+    values           the step, critic                   values of tokens, on the ranks        update.py (with a critic)
     adv              the step, rewards                  masks, weights, advantages, there     update.py
        |
        |   until here nothing is changed and a signal ends the step; from here it runs to its end
        v
+    update_critic    the step                           new weights of the critic             update.py (with a critic)
     update_actor     the step                           new weights in the actor's ranks      update.py
     settle           what engines have under way        nothing that the sync would disturb   generation.py (drain)
     reshard          actor, engines                     the same weights in every engine      cluster/weight_sync.py
@@ -51,7 +53,7 @@ from mrl.train.reporting import (
     time_metrics,
 )
 from mrl.train.rollouts import Rollouts, compared
-from mrl.train.update import advantages, corrections, old_log_probs, update
+from mrl.train.update import advantages, corrections, leave_actor, old_log_probs, update, update_critic
 from mrl.train.validation import ValidationSettings, answer_and_score, record_validation
 
 RANKS_FREE_S = 30.0  # for ranks to end what they are at once the run ends, beyond a transfer to what is lost
@@ -174,6 +176,9 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tu
     if config.distillation.enabled:
         with line.phase("teacher"):
             trained.teacher_log_probs(rollouts.samples)
+    if algorithm.needs_critic:
+        with line.phase("values"):
+            trained.values()
     with line.phase("adv"):
         counted = compared(trained.rows.group_id, rollouts.results)
         corrected, metrics = corrections(algorithm, trained, counted)
@@ -182,13 +187,23 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tu
 
 
 def update_actor(run: Run, line: StepLine, trained: StepBatch, corrected: RowValues, cursor: DataCursor) -> None:
-    """Changes the weights, and says so in the state: the next step begins at `cursor`."""
-    with line.phase("switch"):
-        run.placement.to_update()
-    run.is_whole = False
-    with line.phase("update_actor"):
-        watch = partial(run.spikes.look, run.state.step + 1, run.config.actor.optim.clip_grad)
-        line.add(update(trained, corrected, watch))
+    """Changes the weights, and says so in the state: the next step begins at `cursor`.
+
+    Those of a critic first, and alone before step trainer.critic_warmup.
+    """
+    if run.config.algorithm.needs_critic:
+        run.is_whole = False
+        with line.phase("update_critic"):
+            line.add(update_critic(trained, corrected))
+    if run.state.step < run.config.trainer.warmup_steps:
+        line.add(leave_actor(trained))
+    else:
+        with line.phase("switch"):
+            run.placement.to_update()
+        run.is_whole = False
+        with line.phase("update_actor"):
+            watch = partial(run.spikes.look, run.state.step + 1, run.config.actor.optim.clip_grad)
+            line.add(update(trained, corrected, watch))
     run.state = run.state.advanced(cursor)
     run.is_whole = True
 
@@ -224,7 +239,7 @@ def write_checkpoint(run: Run, line: StepLine) -> None:
 def end_line(run: Run, line: StepLine, rollouts: Rollouts) -> None:
     """Adds what is known once a step is over: failed writes, starts, times, its FLOPs over those of the devices."""
     config = run.config
-    seconds = {"update": line.metrics["perf/update_s"], "step": line.phase.seconds["step"]}
+    seconds = {"update": line.metrics.get("perf/update_s", 0.0), "step": line.phase.seconds["step"]}
     line.add(failed_writes(run) | {"trainer/restarts": float(run.restarts)})
     line.add(time_metrics(config.trainer, Deployment.of(config).devices, line.phase, rollouts))
     teacher = run.actor.teacher and run.actor.teacher.model

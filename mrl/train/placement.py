@@ -19,7 +19,8 @@ engine:
                           engines wake their cache                                             engine 8 + 40
                           commit: prefix cache dropped, version set, requests admitted         engine 8 + 40
 
-The optimizer comes on while log-probs are computed where the plan has room for both, else at `to_update`.
+The optimizer comes on while log-probs are computed where the plan has room for both, else at `to_update`. A critic
+computes between the two, beside the actor's parameters; what of it may leave comes on for a pass and goes with its end.
 
 An engine that is lost starts again while ranks are off, and is waited for before they come on. It takes part in the
 next `to_engines`; where nobody else generates, ranks come at once with the weights that they hold.

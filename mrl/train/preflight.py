@@ -180,7 +180,8 @@ def plug_ins(config: RunConfig) -> list[dict[str, str]]:
 def _bytes_of_a_checkpoint(config: RunConfig, model: ModelSpec) -> int:
     """Bytes of a checkpoint, with the groups that generation may be ahead with."""
     ahead = groups_ahead_bytes(schedule_of(config), config.data, route_bytes(config.actor, model))
-    return checkpoint_bytes(model, config.model.dtype, config.actor.lora.adapters) + ahead
+    has_critic = config.algorithm.needs_critic
+    return checkpoint_bytes(model, config.model.dtype, config.actor.lora.adapters, has_critic) + ahead
 
 
 def run_dir_path(trainer: TrainerConfig, resume: bool) -> Path:

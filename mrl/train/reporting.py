@@ -81,7 +81,7 @@ def mfu_metrics(
     `seconds`: `update` on the ranks, `step` in all. Counted are the sequences as they are, each by itself: no padding,
     experts that a token is sent to, the output layer of sampled tokens alone, and layers that are computed twice once.
     A backward pass costs two forward ones; generation and each pass of log-probs one, whatever a cache saved. A
-    `teacher`'s pass costs one of its own.
+    `teacher`'s pass costs one of its own. A critic costs what the actor does, a pass for its values and an update.
     """
     lengths = rows.sequence_lengths.tolist()
     sampled = int(rows.sampled_lengths.sum())
@@ -89,11 +89,14 @@ def mfu_metrics(
     taught = 0.0
     if teacher is not None:
         taught = forward_flops(teacher, lengths, sampled)
-    scored = (not algorithm.on_policy) + algorithm.needs_reference
-    return {
-        "perf/mfu/actor": 3 * forward / (seconds["update"] * peak.actor),
-        "perf/mfu/step": ((1 + scored + 3) * forward + taught) / (seconds["step"] * peak.run),
-    }
+    passes = 1 + (not algorithm.on_policy) + algorithm.needs_reference
+    if algorithm.needs_critic:
+        passes += 1 + 3
+    of_actor = {}
+    if seconds["update"]:  # else a critic was trained alone
+        passes += 3
+        of_actor = {"perf/mfu/actor": 3 * forward / (seconds["update"] * peak.actor)}
+    return of_actor | {"perf/mfu/step": (passes * forward + taught) / (seconds["step"] * peak.run)}
 
 
 class AdvisedRecord:

@@ -77,6 +77,7 @@ class RunIdentity:
     fixed: Mapping[str, Any]  # values of FIXED by key, as JSON has them
     schedule: Schedule
     adapters: Mapping[str, Any] = field(default_factory=dict)  # as a manifest has them; empty where weights are trained
+    has_critic: bool = False
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunIdentity":
@@ -84,7 +85,7 @@ class RunIdentity:
         keys = FIXED if config.trainer.schedule == "sync" else (*FIXED, *FIXED_AHEAD)
         values = {key: leaf(config, key) for key in keys}
         fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-        return cls(config.model, fixed, schedule_of(config), _adapters_of(config))
+        return cls(config.model, fixed, schedule_of(config), _adapters_of(config), config.algorithm.needs_critic)
 
     def going_on(self, point: Newest | None) -> "RunIdentity":
         """The identity of the run that goes on from `point`, whose adapters began as those of `point` did."""
@@ -174,6 +175,7 @@ def find_resume_point(
     if newest.manifest is not None:
         _check_same_model(identity.model, newest.manifest, newest.path)
         _check_same_adapters(identity, newest.manifest, newest.path)
+        _check_same_critic(identity, newest.manifest, newest.path)
         _check_same_values(identity.fixed, newest.manifest, newest.path)
         _check_same_tokenizer(Path(identity.model.path), newest.manifest, newest.path)
     elif newest.damaged:
@@ -247,6 +249,19 @@ def _check_same_adapters(identity: RunIdentity, manifest: Manifest, folder: Path
 
 def _same_start(now: Mapping[str, str], then: Mapping[str, str] | None) -> bool:
     return then is not None and now["digest"] == then["digest"]
+
+
+def _check_same_critic(identity: RunIdentity, manifest: Manifest, folder: Path) -> None:
+    """Raises ConfigError where one of checkpoint and run has a critic and the other has none."""
+    if identity.has_critic == bool(manifest.critic):
+        return
+    now = "has no critic and algorithm.adv_estimator needs one"
+    if manifest.critic:
+        now = "has a critic and algorithm.adv_estimator reads none"
+    raise ConfigError(
+        f"{folder} {now}: give the run's own algorithm.adv_estimator, or start a new run from an export of the "
+        "checkpoint (mrl convert megatron-to-hf)"
+    )
 
 
 def _check_same_tokenizer(model: Path, manifest: Manifest, folder: Path) -> None:

@@ -33,7 +33,7 @@ class SavingActor(Protocol):
         """Every rank copies its part to host memory; bytes that all of them will write."""
 
     def write_checkpoint(self, work: Path) -> list[dict[str, Any]]:
-        """Every rank writes its copy into `work`; RankFiles as JSON."""
+        """Every rank writes its copy into `work`; RankFiles as JSON, with that of a critic under `critic`."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,9 @@ class Saver:
             discard(old)
 
     def _write_checkpoint(self, state: TrainState, work: Path, metrics: dict[str, float]) -> None:
-        ranks = tuple(RankFiles.from_json(part) for part in self._actor.write_checkpoint(work))
+        parts = self._actor.write_checkpoint(work)
+        ranks = tuple(map(RankFiles.from_json, parts))
+        critic = tuple(RankFiles.from_json(part["critic"]) for part in parts if "critic" in part)
         identity = self._saved.identity
         model = Path(identity.model.path)
         hf = work / HF_FOLDER
@@ -272,7 +274,7 @@ class Saver:
         adapters = dict(identity.adapters)
         versions = _versions()
         write_manifest(
-            work, Manifest(state.step, layout, dtype, hf_config, ranks, trainer, versions, hf_files, adapters)
+            work, Manifest(state.step, layout, dtype, hf_config, ranks, trainer, versions, hf_files, adapters, critic)
         )
 
 

@@ -4,7 +4,8 @@
     driver:     mismatch                                 trained tokens, penalties a row   <-->   advantages a response
 
 Where a step is one update, algorithm.anchor on_policy leaves the first out: the update's own log-probs are the
-old ones.
+old ones. With a critic, its values are computed after the reference's log-probs, ranks estimate advantages of tokens
+from them (mrl/algo/gae.py), and it is updated first.
 
 Tokens and what is computed of them stay on the ranks (flow/rank_batch.py); here are numbers a row, and what
 takes all rows: metrics, baselines of groups, whitening, the loss's denominators. The formulas stand in mrl.algo.
@@ -25,8 +26,9 @@ from mrl.algo.advantages import (
 )
 from mrl.algo.correction import correction_metrics, mismatch_metrics
 from mrl.algo.distillation import distillation_metrics
+from mrl.algo.gae import ERRORS, RETURNS, VALUES
 from mrl.algo.plain import FloatParts
-from mrl.algo.rows import RowValues, total
+from mrl.algo.rows import RowValues, second_moment, total
 from mrl.algo.selection import SELECTIONS, least_chosen, means_of
 from mrl.config.schema import ActorConfig, AlgorithmConfig
 from mrl.data.samples import SampleRows
@@ -36,6 +38,9 @@ from mrl.megatron.batching import MiniBatchLoad
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.record.metrics import advantage_metrics, reduce_parts, seqlen_metrics
 from mrl.train.rollouts import Rollouts, compared, metric_values
+
+EXPLAINED_EPS = 1e-5  # verl's, beside a variance of returns
+_MOMENTS = ("count", "sum", "m2", "low", "high")
 
 
 def old_log_probs(actor: ActorConfig, algorithm: AlgorithmConfig, step: StepBatch) -> dict[str, float]:
@@ -160,17 +165,63 @@ def advantages(
         custom=custom.parameters if custom else {},
     )
     of_responses = response_advantages(algorithm.adv_estimator, inputs).among(counted)
+    of_values = {}
+    if algorithm.needs_critic:
+        of_values = _estimated(step, np.where(counted, rollouts.rewards, 0.0))
     if algorithm.adv_estimator in WHITENED:
-        of_responses = whitened(of_responses, _moments(step, of_responses, corrected["trained"]))
+        of_responses = whitened(of_responses, _moments(algorithm, step, of_responses, corrected["trained"]))
     of_rows = step.set_advantages(of_responses)
     if algorithm.policy_loss.loss_mode in SELECTIONS:
         _select(algorithm, step, of_rows["sum"], corrected)
-    return advantage_metrics(of_rows)
+    return advantage_metrics(of_rows) | of_values
 
 
-def _moments(step: StepBatch, of_responses: TokenAdvantages, trained: np.ndarray) -> RowValues:
-    """Moments of each response's advantages, which are alike on all its tokens unless penalties come in between."""
-    if of_responses.to_come:
+def _estimated(step: StepBatch, rewards: np.ndarray) -> dict[str, float]:
+    """Metrics of values and returns, once ranks have estimated tokens' advantages.
+
+    Raises NumericAbort for values that are no numbers: whitened, one of them would be in all advantages.
+    """
+    of_rows = step.estimate(rewards)
+    if not np.isfinite(of_rows[f"{VALUES}.sum"]).all():
+        raise NumericAbort(
+            "values of the critic are not finite, so nothing of the step can be trained on; resume from a checkpoint "
+            "before with a smaller critic.optim.lr"
+        )
+    return value_metrics(of_rows)
+
+
+def value_metrics(of_rows: RowValues) -> dict[str, float]:
+    """`critic/values/*`, `critic/returns/*` and how much of the returns' variance the values explain, as in verl.
+
+    `of_rows`: `mrl.algo.gae.value_moments`.
+    """
+    moments = {name: {key: of_rows[f"{name}.{key}"] for key in _MOMENTS} for name in (VALUES, RETURNS, ERRORS)}
+    count = int(moments[VALUES]["count"].sum())
+    if not count:
+        return {}
+    metrics = {}
+    for name in (VALUES, RETURNS):
+        metrics[f"critic/{name}/mean"] = total(moments[name]["sum"]) / count
+        metrics[f"critic/{name}/max"] = float(moments[name]["high"].max())
+        metrics[f"critic/{name}/min"] = float(moments[name]["low"].min())
+    missed = _variance(moments[ERRORS])
+    return metrics | {"critic/vf_explained_var": 1.0 - missed / (_variance(moments[RETURNS]) + EXPLAINED_EPS)}
+
+
+def _variance(of_rows: RowValues) -> float:
+    """Over n - 1; 0 of a single token."""
+    count = int(of_rows["count"].sum())
+    squares = second_moment(of_rows["m2"], of_rows["sum"], of_rows["sum"], of_rows["count"])
+    return squares / max(count - 1, 1)
+
+
+def _moments(
+    algorithm: AlgorithmConfig, step: StepBatch, of_responses: TokenAdvantages, trained: np.ndarray
+) -> RowValues:
+    """Moments of each response's advantages, which are alike on all its tokens unless penalties come in between, or a
+    critic tells them apart.
+    """
+    if of_responses.to_come or algorithm.needs_critic:
         return step.moments(of_responses)
     values = of_responses.per_response
     some = trained > 0
@@ -186,6 +237,17 @@ def _select(algorithm: AlgorithmConfig, step: StepBatch, advantages: np.ndarray,
     means = [means_of(total(a), total(p), int(count.sum())) for a, p, count in zip(*columns, strict=True)]
     candidates = step.find(means)
     step.select([least_chosen(parameters, parts, mean) for parts, mean in zip(candidates, means, strict=True)])
+
+
+def update_critic(step: StepBatch, corrected: RowValues) -> dict[str, float]:
+    """All optimizer steps of the critic; reduced metrics. Raises NumericAbort as `update` does."""
+    return reduce_parts(step.update_critic(corrected["trained"]))
+
+
+def leave_actor(step: StepBatch) -> dict[str, float]:
+    """Ends a step that trains the critic alone; metrics of an actor that no update changed."""
+    step.forget()
+    return {"actor/updates": 0.0, "actor/skipped_updates": 0.0}
 
 
 def update(

@@ -20,6 +20,7 @@ from mrl.config.teacher_model import TeacherModel
 from mrl.data.batch import TrainBatch
 from mrl.flow.teacher_rows import deal
 from mrl.megatron.actor import MegatronActor
+from mrl.megatron.batching import RowLengths
 from mrl.megatron.cut import step_cut
 
 _OF_UPDATES = ("keep", "old_log_probs", "advantages", "loss_weights", "teacher_words", "of_teacher_words")
@@ -67,9 +68,9 @@ def _ask(actor: MegatronActor, batch: TrainBatch, file: Path) -> dict:
     """Deals the rows as the driver does, and has this rank's replica of the teacher score its own."""
     config = actor.config
     teacher = actor.teacher
-    cut = step_cut(config.actor, config.ref, 1, actor.layout, actor.model, batch.lengths)
+    cut = step_cut(config, actor.layout, actor.model, RowLengths.of(batch))
     own = [cut.own_rows(replica) for replica in range(actor.layout.data)]
-    shares = deal(config, TeacherModel(teacher.model, teacher.layout), batch.lengths, own)
+    shares = deal(config, TeacherModel(teacher.model, teacher.layout), RowLengths.of(batch), own)
     share = shares[teacher.layout.dense_coords(actor.rank).dp]
     part = replace(batch, **dict.fromkeys(_OF_UPDATES)).rows(share.rows)
     result = teacher.log_probs(part, share.micros)

@@ -17,6 +17,7 @@ READY_FIRST, TURNS = "order: ready_first", "rollout.turns"
 FAILING, ENDPOINT = "environments that fail", "rollout.endpoint"
 BAD_NUMBERS = "log-probs that are no numbers"
 DISTILLATION, WORDS = "a teacher in advantages", "a loss over a teacher's likeliest words"
+CRITIC = "a critic"
 VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after one that saved"
 WRITTEN_WITH = {
     REFERENCE: {"timing_s/ref"},
@@ -38,6 +39,12 @@ WRITTEN_WITH = {
     - {"val-core/*/maj@*", "val-aux/environment_failed", "val-aux/not_finite"},
     PREDICTIONS: {"val-core/*/maj@*"},  # tests/unit/test_validation.py
     SAVING: {"timing_s/save_checkpoint"},
+    CRITIC: {
+        "timing_s/values",
+        "timing_s/update_critic",
+        *(f"critic/{name}" for name in ("vpred_mean", "grad_norm", "lr", "skipped_updates")),
+        *(spec.name for spec in all_metrics() if spec.name.startswith(("critic/values/", "critic/vf_"))),
+    },
     STEPS_AFTER_SAVING: {"perf/checkpoint_write_s"},
     AHEAD: {
         "timing_s/pause",

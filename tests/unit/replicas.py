@@ -3,6 +3,7 @@ and replicas that compute of tokens what real ranks do.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 from small_model import SIZES
@@ -101,6 +102,24 @@ class ReplicaActor:
         own = batch.rollout_log_probs[batch.is_sampled]
         gap = gap(own) if callable(gap) else np.float32(gap)
         return RowResult(np.arange(len(batch)), own + gap, (0.5 * len(own), float(len(own))))
+
+
+class ReplicaCritic:
+    """Stands in for MegatronCritic of a rank that is a whole replica; keeps what it is updated with.
+
+    Values are `value` of what generation's log-probs of the sampled tokens are.
+    """
+
+    def __init__(self, value=lambda own: 0.5 * own):
+        self.value, self.updates = value, []
+
+    def values(self, batch, micros):
+        own = self.value(batch.rollout_log_probs[batch.is_sampled])
+        return SimpleNamespace(rows=np.arange(len(batch)), values=own.astype(np.float32))
+
+    def update_replica(self, batch, mini_batches, counts):
+        self.updates.append((batch, mini_batches, counts))
+        return [{"critic/vf_loss": (float(c.tokens), float(c.tokens))} for c in counts]
 
 
 class Replicas:

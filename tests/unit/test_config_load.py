@@ -120,7 +120,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(small, write):
     with pytest.raises(ConfigError, match=r"--recipe: no recipe gpso; did you mean gspo\?"):
         load_config(small, recipe="gpso")
     with pytest.raises(
-        ConfigError, match=r"p.yaml:1: no recipe \.\./x; known: dapo, distillation, dr_grpo, grpo, gspo"
+        ConfigError, match=r"p.yaml:1: no recipe \.\./x; known: dapo, distillation, dr_grpo, grpo, gspo, ppo"
     ):
         load_config(write("p.yaml", "recipe: ../x\n"))
 

@@ -46,7 +46,7 @@ ON_CPU = [
     ["data.train_batch_size=100"], ["actor.ppo_mini_batch_size=48"], [LAYOUT + "world_size=6", *GPU],
     [LOSS + "loss_agg_mode=token-mean"], [LOSS + "clip_ratio_low=0.2", LOSS + "clip_ratio_high=0.28"],
     [LOSS + "loss_mode=gpso"],
-    [LOSS + "loss_agg_mode=token_mean"], ["algorithm.adv_estimator=grop"], ["algorithm.adv_estimator=gae"],
+    [LOSS + "loss_agg_mode=token_mean"], ["algorithm.adv_estimator=grop"],
     ["algorithm.kl_loss_type=low_var_k"], ["rollout.n=1"], ["rollout.n=1", "algorithm.filter_groups.enable=true"],
     ["rollout.n=1", "algorithm.filter_groups.enable=true", "algorithm.adv_estimator=reinforce_plus_plus"],
     [GDPO[0]], [*GDPO, "algorithm.gdpo_reward_weights=[1]"], [*GDPO, "algorithm.use_kl_in_reward=true"],

@@ -14,7 +14,7 @@ def test_log_probs_are_computed_without_what_only_training_does(monkeypatch):
     def run(chunks, *_, **__):
         seen.extend((chunk(torch.ones(3)).sum().item(), torch.is_grad_enabled()) for chunk in chunks)
 
-    monkeypatch.setattr(forward, "_run", run)
+    monkeypatch.setattr(forward, "run_pass", run)
     forward.log_prob_pass(chunks, [], 1)
     assert seen == [(3.0, False)] * 2
     assert [module.training for chunk in chunks for module in chunk.modules()] == [True] * 4
@@ -24,7 +24,7 @@ def test_a_pass_that_fails_leaves_the_model_in_training(monkeypatch):
     def run(*_, **__):
         raise RuntimeError("lost")
 
-    monkeypatch.setattr(forward, "_run", run)
+    monkeypatch.setattr(forward, "run_pass", run)
     chunk = torch.nn.Dropout(1.0)
     with pytest.raises(RuntimeError, match="lost"):
         forward.log_prob_pass([chunk], [], 1)

@@ -349,7 +349,6 @@ def test_keys_whose_meaning_needs_a_second_look(words, ours):
         (MEGATRON + "override_ddp_config.use_megatron_fsdp=True", "must be false"),
         ("actor_rollout_ref.actor.no_such_key=1", "no such key"),
         ("algorithm.rollout_correction.rollout_rs=seq_max_k2", "no such correction"),
-        ("trainer.critic_warmup=10", "trained from the first step"),
     ],
 )
 def test_what_is_not_there_is_named_with_the_reason(word, reason):
@@ -415,7 +414,6 @@ def test_a_rejection_that_also_weighs_here_is_warned_of(rejection, warned):
 @pytest.mark.parametrize(
     "word",
     [
-        "trainer.critic_warmup=0",
         "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.multi_turn.enable=False",
         "reward_model.enable=False",
         "actor_rollout_ref.actor.ppo_epochs=1", "actor_rollout_ref.rollout.name=vllm",

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from generations import AnsweringEngines, generation_of
-from replicas import InMemory, Replicas
+from replicas import InMemory, ReplicaCritic, Replicas
 
 from mrl.cluster.hosts import Peak
 from mrl.config.load import load_config
@@ -92,7 +92,7 @@ class World(AnsweringEngines):
     def each(self, method, arguments, phase, interruptible=False):
         """Of two ranks that are a replica each."""
         called = arguments[0][0] if method == "do" else method
-        if called in ("log_probs", "ref_log_probs", "update"):
+        if called in ("log_probs", "ref_log_probs", "values", "update_critic", "update"):
             self.note(called)
         return self.ranks.each(method, arguments, phase, interruptible)
 
@@ -340,6 +340,23 @@ def test_a_run_that_goes_on_syncs_before_it_generates_and_a_new_one_has_nothing_
     world.calls.clear()
     loop.train(run_of(world, tmp_path / "new"))
     assert world.calls.index("generate") < world.calls.index("sync 1") and world.calls[-1] == "sync 2"
+
+
+def test_a_critic_is_trained_first_and_alone_before_the_step_that_trains_the_actor_too(world, tmp_path):
+    run = run_of(world, tmp_path, "algorithm.adv_estimator=gae", "trainer.critic_warmup=2")
+    for actor in world.ranks.actors:
+        actor.critic = ReplicaCritic()
+    loop.train_step(run)
+    first = ["offload", "generate", "rewards", "log_probs", "values", "update_critic", "sync 1"]
+    assert world.calls == first and run.is_whole
+    loop.train_step(run)
+    assert world.calls[len(first) :] == [*first[:-1], "update", "sync 2"]
+    (_, alone), (_, both) = world.lines
+    assert alone["actor/updates"] == 0 and "perf/mfu/actor" not in alone and both["perf/mfu/actor"] > 0
+    for metrics in (alone, both):
+        assert {"critic/vf_loss", "critic/vf_explained_var", "timing_s/update_critic"} <= metrics.keys()
+        for name in metrics:
+            metric_spec(name)
 
 
 ON_POLICY = ("algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=2")

@@ -72,7 +72,8 @@ def test_the_optimizer_comes_back_beside_log_probs_where_every_stage_has_room_fo
 
 def test_host_memory_holds_what_left_the_device_and_gradients_are_dropped():
     away = with_offload(parameters=True, gradients=True, optimizer=True).host
-    assert away == {"parameters": 10, "optimizer": 30, "reference": 0, "teacher": 0, "optimizer_host": 0}
+    expected = {"parameters": 10, "optimizer": 30, "reference": 0, "teacher": 0, "optimizer_host": 0, "critic": 0}
+    assert away == expected
     assert ActorBytes(**{**vars(ACTOR), "optimizer_host": 16}).host["optimizer_host"] == 16
     assert not any(ACTOR.host.values())
 

@@ -35,11 +35,6 @@ def one_rank(tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def without_parameters(monkeypatch):
-    monkeypatch.setattr("mrl.checkpoint.rank_parameters.all_shards", lambda model, layout, rank, lora: [])
-
-
 @pytest.fixture
 def experts():
     """The generator that Megatron's tracker has for experts. It and torch's are afterwards what they were before."""
@@ -73,7 +68,7 @@ def an_actor(tensor: int = 1, **optim) -> SimpleNamespace:
         config=SimpleNamespace(actor=SimpleNamespace(layout=layout), model=SimpleNamespace(dtype="float32", path="m")),
         rank=0, layout=SimpleNamespace(world_size=1), model=model_spec(CONFIG), chunks=[], platform=Device(),
         residence=residence, optimizer=optimizer, scheduler=build_scheduler(OptimConfig(**optim), optimizer, None),
-        num_updates=0, skipped_in_a_row=0, lora=None,
+        num_updates=0, skipped_in_a_row=0, lora=None, shards=(),
     )  # fmt: skip
 
 

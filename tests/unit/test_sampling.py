@@ -289,7 +289,6 @@ CONTRADICTIONS = [
     ([f"{CORRECTION}.level=tokens"], f"{CORRECTION}.level", ""),
     ([f"{CORRECTION}={{level: token, mode: truncated}}"], f"{CORRECTION}.mode", ""),
     (["algorithm.anchor=recomputed"], "algorithm.anchor", ""),
-    (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator", "learned value function"),
     (["algorithm.adv_estimator=gdpo"], "algorithm.gdpo_reward_keys", "name the parts"),
     (
         ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a, b]", "algorithm.gdpo_reward_weights=[1]"],

@@ -69,6 +69,8 @@ ELSEWHERE = {
     "reward/.*": "rewards",
     "actor/(grad_norm|lr|updates|skipped_updates)": "the gradient, which is compared below and on Megatron",
     "actor/log_seq_ratio_square_mean": "becomes actor/log_seq_ratio_std",
+    "critic/(grad_norm|lr|skipped_updates)": "the gradient of a critic",
+    "critic/(values/.*|vf_.*|vpred_mean)": "of sampled tokens alone, tests/unit/test_gae.py",
     "offload/.*": "bytes",
     "timing_s/.*": "seconds",
     "perf/(max|cpu|checkpoint|update|kv|preemptions).*": "memory and seconds",

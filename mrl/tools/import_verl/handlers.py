@@ -6,6 +6,7 @@ Those of loss, correction and filter stand in handlers_algorithm.py.
 from mrl.config.override_rules import MINDSPEED_FIELDS, decided_by, override_faults
 from mrl.record.sinks import VIEWS
 from mrl.tools.import_verl.handlers_algorithm import ALGORITHM_HANDLERS, Handler
+from mrl.tools.import_verl.handlers_critic import CRITIC_HANDLERS
 from mrl.tools.import_verl.handlers_distillation import DISTILLATION_HANDLERS
 from mrl.tools.import_verl.handlers_lora import LORA_HANDLERS
 from mrl.tools.import_verl.handlers_schedule import SCHEDULE_HANDLERS
@@ -362,6 +363,7 @@ HANDLERS: dict[str, Handler] = (
     | SCHEDULE_HANDLERS
     | TURN_HANDLERS
     | LORA_HANDLERS
+    | CRITIC_HANDLERS
     | DISTILLATION_HANDLERS
     | {
         "data.gen_batch_size": _gen_batch,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mrl.algo.spec import LOSSES
+from mrl.algo.spec import LOSSES, NEEDS_CRITIC
 from mrl.tools.import_verl.keys import A
 from mrl.tools.import_verl.report import Import
 from mrl.tools.import_verl.verl_command import Override, VerlSettings
@@ -76,7 +76,9 @@ def _tis_cap(o: Override, out: Import, settings: VerlSettings) -> None:
 
 def _gamma(o: Override, out: Import, settings: VerlSettings) -> None:
     """verl's estimators without a critic do not read it, but for the one whose reward is spread over tokens."""
-    if o.value == 1:
+    if settings.estimator in NEEDS_CRITIC:
+        out.put("carried", o.key, o.key, o.value, line=o.line)
+    elif o.value == 1:
         out.leave("implied", o.key, o.value, "rewards are not discounted", o.line)
     elif settings.estimator == "reinforce_plus_plus":
         out.leave(

@@ -270,6 +270,7 @@ ROWS: dict[str, KeyRow] = {
     "algorithm.filter_groups.max_num_gen_batches": _to("algorithm.filter_groups.max_num_gen_batches", _at_least(0)),
     "algorithm.filter_groups.metric": _SPECIAL,
     "algorithm.gamma": _SPECIAL,
+    "algorithm.lam": _SPECIAL,
     "algorithm.rollout_correction.": _SPECIAL,
     "algorithm.rollout_is": _SPECIAL,
     "algorithm.rollout_is_threshold": _SPECIAL,
@@ -299,9 +300,7 @@ ROWS: dict[str, KeyRow] = {
     "trainer.logger": _SPECIAL,
     "trainer.resume_from_path": _SPECIAL,
     "trainer.balance_batch": _implied("samples are spread by length"),
-    "trainer.critic_warmup": _missing(
-        "the policy is trained from the first step; there is no critic to train before it", 0
-    ),
+    "trainer.critic_warmup": _SPECIAL,
     "trainer.val_only": _missing("mrl eval evaluates", False),
     "trainer.default_hdfs_dir": _missing("checkpoints stay in the run directory", None),
     "trainer.rollout_data_dir": _implied("samples are always recorded in the run directory"),
@@ -312,7 +311,7 @@ ROWS: dict[str, KeyRow] = {
     "actor_rollout_ref.hybrid_engine": _SPECIAL,
     "actor_rollout_ref.nccl_timeout": _nothing("cluster.step_timeout_s bounds whole calls, not single collectives"),
     "model_engine": _SPECIAL,
-    "critic.": _nothing("there is no critic"),
+    "critic.": _SPECIAL,
     "actor_rollout_ref.critic.": _nothing("there is no critic"),
     "global_profiler.": _nothing(_PROFILER),
     "profiler.": _nothing(_PROFILER),

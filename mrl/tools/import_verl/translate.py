@@ -15,6 +15,7 @@ from mrl.model import ModelSpec, planning_model_spec
 from mrl.tools.import_verl.expansion import Value, known_part
 from mrl.tools.import_verl.handlers import HANDLERS
 from mrl.tools.import_verl.handlers_algorithm import SEQUENCE_MEANS
+from mrl.tools.import_verl.handlers_critic import critic_defaults, needs_value
 from mrl.tools.import_verl.handlers_distillation import complete_distillation
 from mrl.tools.import_verl.handlers_schedule import carry_schedule
 from mrl.tools.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
@@ -114,6 +115,7 @@ def translate(
         _translate_override(override, out, settings)
     carry_schedule(out, settings)
     _defaults(out, settings)
+    critic_defaults(out, settings)
     _devices(out, settings)
     _experts(out, settings)
     _reference(out, settings)
@@ -171,7 +173,7 @@ def _translate_override(o: Override, out: Import, settings: VerlSettings) -> Non
         out.leave("unsupported", o.key, o.value, "no such key here, nor in verl as it is known", o.line)
     elif o.value in (None, {}) and f"{o.key}." in ROWS:
         out.leave("implied", o.key, o.value, "an empty section", o.line)
-    elif o.missing and row.kind in ("to", "special"):
+    elif o.missing and row.kind in ("to", "special") and needs_value(o, settings):
         _unknown(o, out, row.to)
     elif row.kind == "to":
         value = row.convert(o.value) if row.convert else o.value

@@ -118,6 +118,7 @@ def compose(
     changes = [*_layout_changes(original, layout), *batch.changes, *on_cpu, *_cluster(original, layout, cpus)]
     changes += [*_files(original, work), *_schedule(original, batch), *_reference(original)]
     changes += [*_adapters(original), *_teacher(original, work), *_quantisation(original)]
+    changes += [*_critic(original, batch)]
     changes += _turns(original) if has_tools else _no_turns(original)
     changes = [change for change in changes if change.now != change.was]
     lost += [*layout.out_of_reach, *_fewer(original, batch), *_teacher_lost(original)]
@@ -300,6 +301,22 @@ def _quantisation(original: RunConfig) -> Iterator[Change]:
     if original.rollout.quantization is not None:
         why = "widths and heads of the small model have whole blocks of no larger ones"
         yield Change("rollout.quantization_block", original.rollout.quantization_block, FP8_BLOCK, why)
+
+
+def _critic(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
+    """Every step trains both: two steps are too few for a critic alone."""
+    critic = original.critic
+    mini = None
+    if critic.ppo_mini_batch_size is not None:
+        wanted = original.data.train_batch_size // critic.ppo_mini_batch_size
+        prompts = batch["data.train_batch_size"]
+        most = prompts // batch["actor.ppo_mini_batch_size"]  # whose samples divide over data parallelism
+        mini = prompts // max(each for each in range(1, most + 1) if most % each == 0 and each <= max(wanted, 1))
+    yield Change("critic.path", critic.path, None, "the actor's start, of the same shape")
+    yield Change("critic.ppo_mini_batch_size", critic.ppo_mini_batch_size, mini, "in small")
+    yield Change("critic.optim.lr_warmup_steps", critic.optim.lr_warmup_steps, 0, f"{STEPS} steps")
+    yield Change("critic.optim.lr_decay_steps", critic.optim.lr_decay_steps, None, f"{STEPS} steps")
+    yield Change("trainer.critic_warmup", original.trainer.critic_warmup, 0, f"{STEPS} steps")
 
 
 def _lines(values: dict[str, Any], changed: dict[str, str], prefix: str = "") -> Iterator[str]:

@@ -101,6 +101,17 @@ def _teacher_offload(config: RunConfig) -> bool | None:
     return (config.distillation.enabled and config.distillation.teacher_model.param_offload) or None
 
 
+def _critic(config: RunConfig) -> float | None:
+    if config.algorithm.needs_critic:
+        return config.critic.cliprange_value
+    return None
+
+
+def _of_critic(switch: str) -> Value:
+    """A switch of a critic that there is."""
+    return lambda config: (config.algorithm.needs_critic and getattr(config.critic, switch)) or None
+
+
 def _kl(config: RunConfig) -> str | None:
     if config.algorithm.use_kl_loss:
         return config.algorithm.kl_loss_type
@@ -367,6 +378,12 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("actor.lora.dropout", off=(0.0,)),
     Switch("rollout.quantization"),
     Switch("algorithm.adv_estimator", missing=_OTHER),
+    Switch("critic", _metric("critic/vf_loss"), "no update of a critic", value=_critic),
+    Switch("critic.param_offload", _metric("offload/critic_parameters_bytes"), value=_of_critic("param_offload")),
+    Switch("critic.grad_offload", _metric("offload/critic_gradients_bytes"), value=_of_critic("grad_offload")),
+    Switch(
+        "critic.optimizer_offload", _metric("offload/critic_optimizer_bytes"), value=_of_critic("optimizer_offload")
+    ),
     Switch("algorithm.policy_loss.loss_mode", missing=_OTHER),
     Switch("actor.optim.lr_decay_style", _rates_differ, "the rate stayed the same", off=("constant",)),
     Switch("algorithm.anchor", missing=_OTHER, off=("recompute",)),

@@ -33,6 +33,8 @@ _BUDGETS = (
     "actor.log_prob_max_token_len_per_gpu",
     "ref.log_prob_max_token_len_per_gpu",
     "distillation.teacher_model.log_prob_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
+    "critic.forward_max_token_len_per_gpu",
     "rollout.max_num_batched_tokens",
 )
 _MICRO = (
@@ -40,6 +42,8 @@ _MICRO = (
     "actor.log_prob_micro_batch_size_per_gpu",
     "ref.log_prob_micro_batch_size_per_gpu",
     "distillation.teacher_model.log_prob_micro_batch_size_per_gpu",
+    "critic.ppo_micro_batch_size_per_gpu",
+    "critic.forward_micro_batch_size_per_gpu",
 )
 
 

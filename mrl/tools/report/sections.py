@@ -70,7 +70,13 @@ CHARTS = (
         (r"training/rollout_log_probs_abs_diff_(mean|max)",),
         log=True,
     ),
-    ChartSpec("gradient", "Gradient norm before clipping", (r"actor/grad_norm",), log=True),
+    ChartSpec("gradient", "Gradient norm before clipping", (r"(actor|critic)/grad_norm",), log=True),
+    ChartSpec(
+        "critic",
+        "Variance of returns that the critic foresees",
+        (r"critic/vf_explained_var",),
+        note="0: as good as their mean; below 0: worse.",
+    ),
     ChartSpec(
         "ratio",
         "Spread of the sequence ratio",
@@ -89,7 +95,7 @@ CHARTS = (
     ),
     ChartSpec("router", "Router", (r"router/drift", r"router/rollout_drift", r"router/missing_routes")),
     ChartSpec("experts", "Load of experts over the mean", (r"router/load/(max|min)",)),
-    ChartSpec("rate", "Learning rate", (r"actor/lr",)),
+    ChartSpec("rate", "Learning rate", (r"(actor|critic)/lr",)),
     ChartSpec("speed", "Throughput", (r"perf/throughput",)),
 )
 

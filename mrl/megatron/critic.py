@@ -1,0 +1,222 @@
+"""A critic on one rank: values of tokens, and the updates that train it. It is built, cut and saved as the actor is.
+
+It is on the device while it computes; what `critic.*_offload` names leaves as soon as it has.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from mrl.algo.aggregate import MetricParts, merge, to_floats
+from mrl.algo.plain import Denominators, FloatParts, ValueLossParameters
+from mrl.algo.value_loss import ValueInputs, value_loss
+from mrl.config.schema import RunConfig
+from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
+from mrl.data.batch import TrainBatch
+from mrl.errors import NumericAbort
+from mrl.exercised import exercised
+from mrl.megatron import parallel
+from mrl.megatron.batching import MicroRows, Splitter, check_batch
+from mrl.megatron.bridge import DTYPES, Bridge, MBridge
+from mrl.megatron.forward import evaluating, laid_out, nothing_around, run_pass, whole_sequences
+from mrl.megatron.offload import Residence, needs, switched
+from mrl.megatron.optimizer import (
+    StepResult,
+    build_optimizer,
+    build_scheduler,
+    current_lr,
+    step,
+    zero_gradients,
+)
+from mrl.megatron.overlap import gather_weights, set_gradient_reduction
+from mrl.megatron.packing import MicroBatch, MicroBatches
+from mrl.model import ModelSpec
+from mrl.model.critic_weights import critic_shards
+from mrl.model.hf_files import check_same_architecture
+from mrl.model.layout import TrainLayout
+from mrl.model.megatron_shards import Shard
+from mrl.platforms import Platform
+
+
+@dataclass(frozen=True)
+class CriticOutputs:
+    """Both [rows, response_length], whole sequences on every rank."""
+
+    values: Tensor  # float32; zero where nothing was computed
+    computed: Tensor  # bool; see MicroBatch.has_log_probs
+
+
+@dataclass(frozen=True)
+class ValueResult:
+    """Values of the rows of a batch that one data-parallel replica computed."""
+
+    rows: np.ndarray  # int64 [rows]: which rows of the batch these are
+    values: np.ndarray  # float32 [sampled tokens of these rows], end to end
+
+
+class MegatronCritic:
+    """One rank of the critic; every method is collective. To checkpoints it is what MegatronActor is."""
+
+    lora = None  # it is trained whole
+
+    def __init__(self, config: RunConfig, rank: int, platform: Platform, model: ModelSpec, layout: TrainLayout) -> None:
+        """Builds this rank's part beside the actor's, in the same process groups, and loads its start.
+
+        `config`: `RunConfig.of_critic`, with the critic in the actor's place. Raises EnvironmentFault when its start is
+        not usable, ConfigError for another architecture than the actor's.
+        """
+        self.config = config
+        self.rank = rank
+        self.platform = platform
+        self.model = model
+        self.layout = layout
+        self.parameters = ValueLossParameters(config.critic.cliprange_value, config.critic.loss_agg_mode)
+        if config.critic.path is not None:
+            check_same_architecture("critic.path", config.model.path, model)
+        trainer = config.trainer
+        self.bridge: Bridge = MBridge(
+            config.model, config.actor, model, layout, trainer.deterministic, trainer.seed, has_value_head=True
+        )
+        self.chunks = self.bridge.build_model()
+        set_gradient_reduction(self.chunks)
+        self.bridge.load_hf(config.model.path)
+        gather_weights(self.chunks)
+        self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
+        self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
+        self.residence = Residence(platform, self.chunks, self.optimizer, switched(config.actor))
+        self.num_updates = 0  # optimizer steps applied
+        self.skipped_in_a_row = 0  # the newest of those that could not be applied
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """What this rank's parameters are."""
+        return critic_shards(self.model, self.layout, self.rank)
+
+    def offload(self) -> None:
+        """What `critic.*_offload` names leaves the device. Whatever needs it again brings it back by itself."""
+        self.residence.offload()
+
+    def values(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> ValueResult | None:
+        """Values of the sampled tokens, those that were rejected too; the actor's rows, as in `policy_log_probs`.
+
+        Every rank of the last pipeline stage returns them, the others None.
+        """
+        outputs = self._values(_for_critic(replace(batch, keep=None)), micros)
+        self.offload()
+        if parallel.on_last_stage():
+            return _of_rows(micros, outputs)
+        return None
+
+    @needs(PARAMETERS)
+    def _values(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> list[CriticOutputs]:
+        check_batch(batch, self.model, 0)
+        return value_pass(self.chunks, self._inputs(batch, micros))
+
+    def update_replica(
+        self, batch: TrainBatch, mini_batches: Sequence[Sequence[MicroRows]], counts: Sequence[Denominators]
+    ) -> list[FloatParts]:
+        """One optimizer step per mini-batch, on `critic_values` and `returns` of the batch.
+
+        Metrics are one entry per mini-batch, on the ranks that hold results, and one of what left the device.
+        Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th update in a row that changed nothing.
+        """
+        parts = self._updates(_for_critic(batch), mini_batches, counts)
+        self.offload()
+        left = self.residence.left_bytes
+        return [*parts, {f"offload/critic_{kind}_bytes": (float(size), 1.0) for kind, size in left.items() if size}]
+
+    @needs(PARAMETERS, GRADIENTS, OPTIMIZER)
+    def _updates(
+        self, batch: TrainBatch, mini_batches: Sequence[Sequence[MicroRows]], counts: Sequence[Denominators]
+    ) -> list[FloatParts]:
+        parts = [self._update(batch, micros, count) for micros, count in zip(mini_batches, counts, strict=True)]
+        gather_weights(self.chunks)
+        if parallel.holds_result():
+            return parts
+        return []
+
+    def _update(self, batch: TrainBatch, micros: Sequence[MicroRows], count: Denominators) -> FloatParts:
+        zero_gradients(self.chunks, self.optimizer)
+        losses: list[MetricParts] = []
+        result = StepResult(False, math.nan, current_lr(self.optimizer))
+        if count.tokens:  # of all replicas, so all of them skip together
+            losses = value_loss_pass(self.chunks, self._inputs(batch, micros), self.parameters, count)
+            result = step(self.optimizer, self.scheduler)
+        self.num_updates += result.applied
+        self._count_skipped(result)
+        parts = merge(map(to_floats, losses))
+        if mpu.get_data_parallel_rank() == 0:
+            parts |= _step_metrics(result)
+        return parts
+
+    def _count_skipped(self, result: StepResult) -> None:
+        self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
+        limit = self.config.trainer.max_skipped_updates
+        if self.skipped_in_a_row >= limit:
+            raise NumericAbort(
+                f"{limit} updates of the critic in a row could not be applied (trainer.max_skipped_updates), the last "
+                f"gradient's norm is {result.grad_norm}; look at critic/vf_loss of the last steps and resume with a "
+                "smaller critic.optim.lr"
+            )
+
+    def _inputs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> MicroBatches:
+        shape = Splitter.for_update(self.config.actor, self.layout, self.model).shape
+        return laid_out(batch, micros, shape, self.layout, self.platform.device)
+
+
+def _for_critic(batch: TrainBatch) -> TrainBatch:
+    """The batch without what is the actor's alone: its routers choose for themselves."""
+    return replace(batch, routes=None, route_places=None, advantages=None, ref_log_probs=None, loss_weights=None)
+
+
+def value_pass(chunks: list[torch.nn.Module], micro_batches: MicroBatches) -> list[CriticOutputs]:
+    """Forward only. The values of each micro-batch on the last stage, an empty list elsewhere."""
+
+    def keep(inputs: MicroBatch, values: Tensor) -> tuple[Tensor, CriticOutputs]:
+        return values.new_zeros(()), CriticOutputs(values, inputs.has_log_probs)
+
+    with torch.no_grad(), evaluating(chunks):
+        return run_pass(chunks, micro_batches, _token_values, keep, nothing_around, forward_only=True)
+
+
+def value_loss_pass(
+    chunks: list[torch.nn.Module],
+    micro_batches: MicroBatches,
+    parameters: ValueLossParameters,
+    denominators: Denominators,
+) -> list[MetricParts]:
+    """Forward and backward of a mini-batch on this rank; as `loss_pass` of the actor, whose sums it has."""
+    undo_means = len(micro_batches) * mpu.get_data_parallel_world_size()
+    exercised("algorithm.adv_estimator=gae")
+
+    def loss(inputs: MicroBatch, values: Tensor) -> tuple[Tensor, MetricParts]:
+        given = ValueInputs(values, inputs.critic_values, inputs.returns, inputs.response_mask)
+        result = value_loss(parameters, given, denominators)
+        return result.loss * undo_means, result.metrics
+
+    return run_pass(chunks, micro_batches, _token_values, loss, nothing_around, forward_only=False)
+
+
+def _token_values(given: Tensor, _: torch.nn.Module, inputs: MicroBatch) -> Tensor:
+    """[rows, response_length]: what the head gives [batch, length, 1] where each response token is predicted."""
+    return whole_sequences(given.flatten()[inputs.predictors], inputs)
+
+
+def _of_rows(micros: Sequence[MicroRows], outputs: Sequence[CriticOutputs]) -> ValueResult:
+    """Joins what was computed of micro-batches, fillers left out."""
+    kept = [(micro.rows, each) for micro, each in zip(micros, outputs, strict=True) if not micro.is_filler]
+    rows = [np.zeros(0, np.int64), *(rows for rows, _ in kept)]
+    values = [np.zeros(0, np.float32), *(each.values[each.computed].cpu().numpy() for _, each in kept)]
+    return ValueResult(np.concatenate(rows), np.concatenate(values))
+
+
+def _step_metrics(result: StepResult) -> FloatParts:
+    norm = {}
+    if result.applied:
+        norm = {"critic/grad_norm": (result.grad_norm, 1.0)}
+    return norm | {"critic/lr": (result.lr, 1.0), "critic/skipped_updates": (float(not result.applied), 1.0)}

@@ -1,0 +1,202 @@
+"""Keys of verl's critic, which is there where the advantage estimator reads its values."""
+
+from typing import Any
+
+from mrl.algo.spec import AGGREGATIONS, NEEDS_CRITIC
+from mrl.config.schema import verl_names
+from mrl.tools.import_verl.handlers_algorithm import Handler
+from mrl.tools.import_verl.keys import MEGATRON, A, M
+from mrl.tools.import_verl.report import Import
+from mrl.tools.import_verl.verl_command import Override, VerlSettings
+from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
+
+_C = "critic."
+_NONE = "there is no critic"
+_AS_ACTOR = "the critic is cut and built as the actor is"
+_MINI = _C + "ppo_mini_batch_size"
+# verl's key -> ours, where the value is taken as it stands
+_CARRIED = {
+    **{
+        name.replace(A, _C, 1): path.replace("actor.", _C, 1)
+        for name, path in verl_names().items()
+        if path.startswith("actor.optim.")
+    },
+    _C + "cliprange_value": "critic.cliprange_value",
+    **{
+        _C + section + name: _C + name
+        for section in ("megatron.", "model.fsdp_config.", "fsdp_config.", "fsdp.")
+        for name in ("param_offload", "grad_offload", "optimizer_offload")
+    },
+}
+_BY_SAMPLES = ("ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu")
+_BY_TOKENS = ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")
+# what is not here -> values that say so
+_MISSING: dict[str, tuple[Any, ...]] = {
+    _C + "ppo_epochs": (1,),
+    _C + "shuffle": (False,),
+    _C + "model.lora_rank": (0,),
+    _C + "model.lora.rank": (0,),
+    _C + "model.trust_remote_code": (False,),
+    _C + "model.external_lib": (),
+    _C + "optim.optimizer": ("adam", "Adam", "AdamW", "adamw"),
+    _C + "optim.lr_warmup_init": (0,),
+    _C + "enable": (True,),
+}
+
+
+def _has_critic(settings: VerlSettings) -> bool:
+    return settings.estimator in NEEDS_CRITIC
+
+
+def needs_value(o: Override, settings: VerlSettings) -> bool:
+    """Whether a key whose value is not known has to be given one: of a critic, where it goes somewhere."""
+    name = o.key.removeprefix(_C)
+    if name == o.key:
+        return True
+    is_read = _has_critic(settings) and (o.key in _CARRIED or name in _OWN)
+    return is_read and not (name == "model.path" and _is_actors(o, settings))
+
+
+def _is_actors(o: Override, settings: VerlSettings) -> bool:
+    """Whether a path is written as the actor's is."""
+    return M + "path" in settings.keys and settings.keys[M + "path"].value == o.value
+
+
+def _critic(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Whatever stands below `critic.`."""
+    name = o.key.removeprefix(_C)
+    if not _has_critic(settings):
+        out.leave("not_applicable", o.key, o.value, _NONE, o.line)
+    elif o.key in _MISSING:
+        fits = o.value is None or o.value in _MISSING[o.key]
+        why = "one epoch, in order, all weights and Adam, as the actor has it"
+        out.leave("implied" if fits else "unsupported", o.key, o.value, why, o.line)
+    elif o.value is None:
+        out.leave("implied", o.key, o.value, "nothing is said", o.line)
+    elif name in _OWN:
+        _OWN[name](o, out, settings)
+    elif o.key in _CARRIED:
+        to = _CARRIED[o.key]
+        out.put("carried" if to == o.key else "renamed", o.key, to, o.value, line=o.line)
+    elif o.key.startswith(_C + "megatron."):
+        _megatron(o, out, settings)
+    else:
+        out.leave("not_applicable", o.key, o.value, "a matter of verl's critic worker", o.line)
+
+
+def _megatron(o: Override, out: Import, settings: VerlSettings) -> None:
+    """A degree, or another field of Megatron's, which is the actor's here."""
+    of_actor = settings.value(MEGATRON + o.key.removeprefix(_C + "megatron."))
+    is_degree = o.key.endswith("parallel_size")
+    if is_degree and settings.megatron and o.value != (of_actor or 1):
+        why = f"the critic lies as the actor does, which has {of_actor or 1} here"
+        out.leave("unsupported", o.key, o.value, why, o.line)
+    else:
+        out.leave("implied" if is_degree else "not_applicable", o.key, o.value, _AS_ACTOR, o.line)
+
+
+def _path(o: Override, out: Import, settings: VerlSettings) -> None:
+    if _is_actors(o, settings):
+        out.leave("implied", o.key, o.value, "the critic starts from model.path where nothing else is said", o.line)
+    else:
+        out.put("renamed", o.key, "critic.path", o.value, line=o.line)
+
+
+def _mini_batch(o: Override, out: Import, settings: VerlSettings) -> None:
+    if o.value == settings.mini_batch:
+        out.leave("implied", o.key, o.value, "as the actor's", o.line)
+    else:
+        out.put("carried", o.key, _MINI, o.value, line=o.line)
+
+
+def _micro_batch(o: Override, out: Import, settings: VerlSettings) -> None:
+    by_tokens = bool(settings.value(A + "use_dynamic_bsz"))
+    if by_tokens == o.key.removeprefix(_C).endswith("token_len_per_gpu"):
+        out.put("carried", o.key, o.key, o.value, line=o.line)
+    else:
+        kind = "tokens" if by_tokens else "samples"
+        out.leave("implied", o.key, o.value, f"micro-batches are cut by {kind}, as the actor's are", o.line)
+
+
+def _dynamic(o: Override, out: Import, settings: VerlSettings) -> None:
+    out.leave("implied", o.key, o.value, _AS_ACTOR + "; no number depends on it", o.line)
+
+
+def _aggregation(o: Override, out: Import, settings: VerlSettings) -> None:
+    spec = AGGREGATIONS.get(o.value)
+    if spec is not None and spec.needs_scale_factor:
+        out.leave("unsupported", o.key, o.value, "a critic's loss is a mean over tokens or sequences", o.line)
+    else:
+        out.put("carried", o.key, o.key, o.value, line=o.line)
+
+
+def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
+    """verl's schedule counts training steps, ours updates of the critic."""
+    name = o.key.rpartition(".")[2]
+    steps = settings.value("trainer.total_training_steps")
+    updates = -(-settings.prompts // (settings.given(_MINI) or settings.mini_batch))
+    is_share = name == "lr_warmup_steps_ratio"
+    if not isinstance(o.value, int | float) or o.value <= 0:
+        out.leave("implied", o.key, o.value, "no warm-up, and decay as long as the run", o.line)
+    elif is_share and not isinstance(steps, int):
+        why = "a share of a run whose steps are not given; set critic.optim.lr_warmup_steps"
+        out.leave("unsupported", o.key, o.value, why, o.line)
+    else:
+        count = int(o.value * steps) if is_share else o.value
+        to = "critic.optim." + name.removesuffix("_ratio")
+        out.put("renamed", o.key, to, count * updates, f"{count} training steps of {updates} updates", o.line)
+
+
+_OWN: dict[str, Handler] = {
+    "model.path": _path,
+    "ppo_mini_batch_size": _mini_batch,
+    **dict.fromkeys((*_BY_SAMPLES, *_BY_TOKENS), _micro_batch),
+    "use_dynamic_bsz": _dynamic,
+    "loss_agg_mode": _aggregation,
+    **dict.fromkeys(
+        ("optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio", "optim.lr_decay_steps"),
+        _warmup,
+    ),
+}
+
+
+def _first_step(o: Override, out: Import, settings: VerlSettings) -> None:
+    """The first step that updates the actor; verl counts without a critic too."""
+    if _has_critic(settings):
+        out.put("carried", o.key, o.key, o.value, line=o.line)
+    elif o.value in (0, 1):
+        out.leave("implied", o.key, o.value, "the policy is trained from the first step", o.line)
+    else:
+        why = "the policy is trained from the first step; there is no critic to train before it"
+        out.leave("unsupported", o.key, o.value, why, o.line)
+
+
+def _lam(o: Override, out: Import, settings: VerlSettings) -> None:
+    if _has_critic(settings):
+        out.put("carried", o.key, o.key, o.value, line=o.line)
+    else:
+        out.leave("not_applicable", o.key, o.value, "of estimators with a value function", o.line)
+
+
+def critic_defaults(out: Import, settings: VerlSettings) -> None:
+    """What verl takes of a critic where a script says nothing, and ours is another."""
+    if out.values.get("algorithm.adv_estimator") not in NEEDS_CRITIC:
+        return
+    mode = settings.value(A + "loss_agg_mode")
+    if AGGREGATIONS.get(mode) is None or AGGREGATIONS[mode].needs_scale_factor:
+        mode = VERL_DEFAULTS[A + "loss_agg_mode"]
+    defaults = {
+        "critic.optim.weight_decay": VERL_DEFAULTS[A + "optim.weight_decay"],
+        "critic.optim.betas": VERL_DEFAULTS[A + "optim.betas"],
+        "critic.loss_agg_mode": mode,
+    }
+    for key, value in defaults.items():
+        if key not in out.values:
+            out.put("implied", "", key, value, "verl's default")
+
+
+CRITIC_HANDLERS: dict[str, Handler] = {
+    _C: _critic,
+    "trainer.critic_warmup": _first_step,
+    "algorithm.lam": _lam,
+}

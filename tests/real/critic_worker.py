@@ -1,0 +1,69 @@
+"""One rank: for each case in turn, builds the actor with a critic and writes what the critic computes.
+
+See test_critic.
+"""
+
+import gc
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core import parallel_state as mpu
+from padded import in_rows, read_batch
+from ranks import agree_on_port
+
+from mrl.config.schema import RunConfig
+from mrl.megatron.actor import MegatronActor, _count
+from mrl.megatron.value_head import ValueHead
+
+
+def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
+    for number, case in enumerate(json.loads(cases_file.read_text())):
+        config = RunConfig.model_validate(case["config"])
+        actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
+        folder = out / case["name"]
+        folder.mkdir(exist_ok=True)
+        _report(actor, case, folder)
+        actor.close()
+        del actor
+        gc.collect()
+
+
+def _report(actor: MegatronActor, case: dict, folder: Path) -> None:
+    given = np.load(case["columns"])
+    batch = replace(read_batch(case["batch"]), critic_values=given["old_values"], returns=given["returns"])
+    before = {name: tensor.clone() for name, tensor in actor.export_hf()}
+    _set_heads(actor, torch.from_numpy(given["head"]))
+    whole = actor._cut(batch)
+    cut = whole.of(mpu.get_data_parallel_rank())
+    counts = [_count(batch.rows(rows)) for rows in whole.critic.slices]
+    parts = []
+    for name in ("before", "after"):
+        result = actor.critic.values(batch, cut.values)
+        if result is not None:
+            values = in_rows(batch, result.rows, result.values)
+            np.savez(folder / f"values-{name}-{actor.rank}.npz", rows=result.rows, values=values)
+        if name == "before":
+            parts = [part for _ in range(2) for part in actor.critic.update_replica(batch, cut.critic, counts)]
+    same = all(torch.equal(tensor, before[name]) for name, tensor in actor.export_hf())
+    left = dict(actor.critic.residence.left_bytes)
+    report = {"actor_stays": same, "parts": parts if actor.holds_result else [], "left": left}
+    (folder / f"report-{actor.rank}.json").write_text(json.dumps(report))
+
+
+@torch.no_grad()
+def _set_heads(actor: MegatronActor, weight: torch.Tensor) -> None:
+    """A head that says something, as none does in the beginning."""
+    with actor.critic.residence.using("parameters", "optimizer"):
+        for chunk in actor.critic.chunks:
+            for module in chunk.modules():
+                if isinstance(module, ValueHead):
+                    assert not module.weight.any()
+                    module.weight.copy_(weight)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))

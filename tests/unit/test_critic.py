@@ -1,0 +1,419 @@
+"""A critic around its formulas: what goes with it, its cut, its parts of a step, of a plan and of a checkpoint."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from replicas import ReplicaActor, ReplicaCritic, Replicas, stored
+from test_step_batch import noise, rollouts_of, samples
+from whole_batch import rows_of
+
+from mrl.algo.losses import kl_in_reward
+from mrl.checkpoint.disk_space import checkpoint_bytes
+from mrl.checkpoint.manifest import CRITIC, Manifest, RankFiles, described, facts_of, read_manifest, write_manifest
+from mrl.config.load import ResolvedConfig, load_config
+from mrl.config.rules import violations
+from mrl.config.schema import RunConfig
+from mrl.errors import ConfigError, DamagedCheckpoint, NumericAbort
+from mrl.flow.step_batch import StepBatch
+from mrl.model import model_spec, parameter_count, planning_model_spec
+from mrl.model.critic_weights import HEAD, critic_count, critic_shards
+from mrl.model.layout import TrainLayout
+from mrl.model.registry import known_hf_config
+from mrl.plan.memory import memory_section
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
+from mrl.plan.times import phase_seconds
+from mrl.tools.import_verl.translate import import_overrides, import_script
+from mrl.tools.rehearse.compose import WorkFolder, compose
+from mrl.tools.rehearse.small_model import small_hf_config
+from mrl.train.resume import RunIdentity, find_resume_point
+from mrl.train.update import advantages, corrections, leave_actor, old_log_probs, update_critic
+
+TINY = "parallel_configs/tiny-moe/cpu.yaml"
+BASE = "parallel_configs/qwen3-30b-a3b/h100-4x8.yaml"
+MOE = planning_model_spec("Qwen/Qwen3-30B-A3B")[0]
+TIED = planning_model_spec("Qwen/Qwen2.5-3B-Instruct")[0]
+GAE = "algorithm.adv_estimator=gae"
+SIZES = ("data.train_batch_size=6", "rollout.n=4", "actor.ppo_mini_batch_size=2", "data.max_response_length=64")
+
+
+def config_of(*overrides: str) -> RunConfig:
+    return load_config(TINY, "ppo", [*SIZES, *overrides]).config
+
+
+# ---------------------------------------------------------------- rules
+
+
+def broken(*overrides: str, base: str = TINY, recipe: str | None = "ppo"):
+    return violations(load_config(base, recipe, list(overrides)), MOE)
+
+
+def test_the_recipe_is_legal():
+    assert broken() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        (("actor.lora.rank=8",), "actor.lora.rank", "critic is trained whole"),
+        (("critic.ppo_mini_batch_size=7",), "critic.ppo_mini_batch_size", "must divide data.train_batch_size"),
+        (("critic.optim.lr_warmup_steps=5", "critic.optim.lr_decay_steps=5"), "critic.optim.lr_decay_steps", "more"),
+        (("critic.optim.min_lr=1",), "critic.optim.min_lr", "at most critic.optim.lr"),
+        (("critic.ppo_max_token_len_per_gpu=4096",), "critic.ppo_max_token_len_per_gpu", "use_dynamic_bsz"),
+        (("critic.forward_max_token_len_per_gpu=9",), "critic.forward_max_token_len_per_gpu", "use_dynamic_bsz"),
+        (("trainer.total_training_steps=3", "trainer.critic_warmup=4"), "trainer.critic_warmup", "at most"),
+        (("critic.optim.override_optimizer_config={adam_eps: 1}",), "critic.optim.override_optimizer_config", "empty"),
+        (("critic.loss_agg_mode=seq-mean-token-sum-norm",), "critic.loss_agg_mode", "unknown name"),
+    ],
+)
+def test_what_does_not_go_with_a_critic_is_one_message(overrides, field, words):
+    (violation,) = broken(*overrides)
+    assert violation.field == field and words in str(violation)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("critic.optim.lr=1e-4",), ("critic.cliprange_value=0.2", "trainer.critic_warmup=5"), ("algorithm.lam=0.9",)],
+)
+def test_what_is_said_of_a_critic_that_nobody_reads_is_one_message(overrides):
+    (violation,) = broken(*overrides, recipe="grpo")
+    assert violation.field == "algorithm.adv_estimator" and violation.allowed == ("gae",)
+    assert overrides[0].partition("=")[0].partition(".")[0] in violation.rule
+
+
+def test_the_actors_mistakes_are_not_told_again_of_the_critic():
+    fields = [violation.field for violation in broken("actor.ppo_mini_batch_size=7")]
+    assert fields == ["actor.ppo_mini_batch_size"]
+
+
+def test_the_critics_section_in_the_actors_place():
+    config = config_of("critic.optim.lr=3e-5", "critic.ppo_micro_batch_size_per_gpu=3", "critic.param_offload=true")
+    own = config.of_critic.actor
+    assert (own.optim.lr, own.ppo_micro_batch_size_per_gpu, own.offloaded) == (3e-5, 3, ("param_offload",))
+    assert own.layout == config.actor.layout and own.ppo_mini_batch_size == config.actor.ppo_mini_batch_size
+    assert load_config(TINY, "grpo", []).config.of_critic is None
+
+
+def test_the_actors_schedule_is_as_long_as_it_is_trained():
+    config = config_of("trainer.total_training_steps=10", "trainer.critic_warmup=4")
+    assert config.total_updates == 7 * 3 and config.of_critic.total_updates == 10 * 3
+
+
+# ---------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("model", [TIED, MOE], ids=lambda model: model.family)
+def test_ranks_of_a_critic_hold_each_weight_once_and_a_head_in_place_of_the_output_layer(model, ranks):
+    parts = min(ranks, 2)
+    degrees = {"world_size": ranks, "tensor_model_parallel_size": parts, "pipeline_model_parallel_size": parts}
+    degrees |= {"expert_model_parallel_size": 1, "sequence_parallel": ranks > 1}
+    layout = TrainLayout.build(degrees, model)
+    elements = {}
+    for rank in range(layout.world_size):
+        for shard in critic_shards(model, layout, rank):
+            assert rank in shard.replicas
+            for piece in shard.pieces if shard.primary == rank else ():
+                elements[piece.hf_name] = elements.get(piece.hf_name, 0) + int(np.prod(piece.hf_box.shape))
+    assert elements[HEAD] == model.hidden_size and "lm_head.weight" not in elements
+    assert sum(elements.values()) == critic_count(model)
+    vocabulary = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    assert critic_count(model) == parameter_count(model) - vocabulary + model.hidden_size
+
+
+# ---------------------------------------------------------------- a step
+
+
+def step_of(replicas: int, *overrides: str):
+    config = config_of("algorithm.gamma=0.9", "algorithm.lam=0.8", *overrides)
+    actor = Replicas(config, replicas, lambda own: noise(own, 1000), lambda own: noise(own, 2000))
+    for each in actor.actors:
+        each.critic = ReplicaCritic(lambda own: noise(own, 3000))
+    rollouts = rollouts_of(stored(samples()))
+    step = StepBatch(actor, rollouts.samples)
+    old_log_probs(config.actor, config.algorithm, step)
+    if config.algorithm.needs_reference:
+        step.ref_log_probs()
+    step.values()
+    corrected, _ = corrections(config.algorithm, step)
+    metrics = advantages(config.algorithm, step, rollouts, corrected)
+    held = [step.cut.needed_rows(replica) for replica in range(replicas)]
+    return (
+        step,
+        actor,
+        rollouts,
+        corrected,
+        metrics,
+        {name: actor.of_tokens(name, held) for name in ("advantages", "returns", "critic_values")},
+    )
+
+
+KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1")
+
+
+@pytest.mark.parametrize("overrides", [(), KL, (*KL, "algorithm.overlong_filter=true")])
+def test_advantages_of_a_step_are_estimated_over_whole_responses_and_whitened_over_trained_tokens(overrides):
+    """As verl does it: the score at the end, each token's KL taken off, all tokens estimated, trained ones whitened."""
+    *_, rollouts, _, metrics, columns = step_of(3, *overrides)
+    made = rollouts.samples.read()
+    own, lengths = made.rollout_log_probs, made.response_lengths
+    values = noise(own, 3000).astype(np.float64)
+    rewards = np.zeros(len(own))
+    if overrides:
+        rewards -= kl_in_reward(own + noise(own, 1000), own + noise(own, 2000), "kl", 0.1)
+    rewards[np.cumsum(lengths) - 1] += rollouts.rewards
+    found = []
+    for reward, value in zip(rows_of(rewards, lengths), rows_of(values, lengths), strict=True):
+        after = gathered = 0.0
+        row = np.zeros(len(value))
+        for t in range(len(value) - 1, -1, -1):
+            gathered = row[t] = reward[t] + 0.9 * after - value[t] + 0.9 * 0.8 * gathered
+            after = value[t]
+        found.append(row)
+    expected = np.concatenate(found)
+    mask = np.ones(len(own), bool)
+    if "algorithm.overlong_filter=true" in overrides:
+        mask = ~np.repeat(made.truncated, lengths)
+    trained = expected[mask]
+    whitened = (expected - trained.mean()) / np.sqrt(trained.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(columns["advantages"], np.where(mask, whitened, 0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(columns["returns"], expected + values, rtol=1e-5, atol=1e-6)
+    assert metrics["critic/returns/mean"] == pytest.approx((expected + values)[mask].mean())
+    assert metrics["critic/values/max"] == pytest.approx(values[mask].max())
+    assert metrics["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_estimates_have_the_same_bits_wherever_rows_lie():
+    *_, metrics, columns = step_of(1, *KL)
+    for replicas in (2, 5):
+        *_, others, parts = step_of(replicas, *KL)
+        assert others == metrics
+        for name, values in columns.items():
+            np.testing.assert_array_equal(parts[name], values, err_msg=name)
+
+
+def test_values_that_are_no_numbers_end_the_step():
+    step, actor, rollouts, corrected, *_ = step_of(2)
+    batch = actor.batches[0]
+    values = batch.batch.critic_values.copy()
+    values[0] = np.nan
+    batch.batch = replace(batch.batch, critic_values=values)
+    with pytest.raises(NumericAbort, match="values of the critic are not finite"):
+        advantages(actor.config.algorithm, step, rollouts, corrected)
+
+
+def test_a_critic_is_updated_with_all_rows_before_the_actor_and_then_lets_go_of_its_columns():
+    step, actor, _, corrected, *_ = step_of(3)
+    metrics = update_critic(step, corrected)
+    assert metrics["critic/vf_loss"] == 1.0
+    for each, batch in zip(actor.actors, actor.batches, strict=True):
+        ((given, mini_batches, counts),) = each.critic.updates
+        assert given.critic_values is not None and given.returns is not None and len(mini_batches) == len(counts) == 3
+        assert batch.batch.critic_values is None and batch.batch.returns is None
+    assert sum(count.tokens for count in counts) == int(corrected["trained"].sum())
+
+
+def test_a_step_that_trains_the_critic_alone_lets_the_rows_go():
+    step, actor, *_ = step_of(2)
+    assert leave_actor(step) == {"actor/updates": 0.0, "actor/skipped_updates": 0.0}
+    assert all(batch.batch is None for batch in actor.batches)
+
+
+@pytest.mark.parametrize("mini", [1, 2, 3, 6])
+def test_every_row_is_in_each_pass_of_a_critic_once_where_the_actor_has_it(mini):
+    step = StepBatch(Replicas(config_of(f"critic.ppo_mini_batch_size={mini}"), 3), stored(samples()))
+    critic = step.cut.critic
+    assert len(critic.mini_batches) == 6 // mini
+    for replica in range(3):
+        own = set(step.cut.own_rows(replica).tolist())
+        of_updates = [micro.rows for part in critic.mini_batches for micro in part[replica] if not micro.is_filler]
+        of_values = [micro.rows for micro in critic.values[replica] if not micro.is_filler]
+        for rows in (of_updates, of_values):
+            joined = np.concatenate(rows).tolist()
+            assert len(joined) == len(set(joined)) and set(joined) == own
+        for part, rows in zip(critic.mini_batches, critic.slices, strict=True):
+            inside = np.concatenate([micro.rows for micro in part[replica]])
+            assert ((inside >= rows.start) & (inside < rows.stop)).all()
+    assert all(len({len(share) for share in part}) == 1 for part in critic.mini_batches)
+
+
+def test_a_replica_without_a_critic_is_cut_as_before():
+    plain = load_config(TINY, "grpo", list(SIZES)).config
+    step = StepBatch(Replicas(plain, 2), stored(samples()))
+    assert step.cut.critic is None and step.cut.of(0).critic == () and step.cut.of(0).values == ()
+    assert not hasattr(ReplicaActor(plain), "critic")
+
+
+# ---------------------------------------------------------------- plan
+
+
+def planned(*overrides: str) -> dict:
+    config = load_config(BASE, None, list(overrides)).config
+    inputs = PlanInputs.of(config, MOE, device_for(config))
+    seconds = phase_seconds(inputs, batch_plan(config, inputs.train), engine_of(inputs))
+    return {"memory": memory_section(inputs), "seconds": seconds}
+
+
+def test_a_plan_counts_the_critic_on_devices_on_hosts_and_in_time():
+    plain = planned("algorithm.adv_estimator=grpo")
+    plan = planned(GAE)
+    phases = plan["memory"]["phases"]
+    assert {"values", "critic"} <= phases.keys() and not {"values", "critic"} & plain["memory"]["phases"].keys()
+    state = sum(phases["train"]["terms"][name] for name in ("parameters", "gradients", "optimizer"))
+    whole = phases["critic"]["terms"]["critic"]
+    assert 0.9 * state < whole <= state  # without an output layer
+    assert phases["train"]["terms"]["critic"] == whole  # nothing of it leaves
+    seconds = plan["seconds"]
+    assert seconds["critic"] == pytest.approx(seconds["update"], rel=1e-9)
+    assert plan["memory"]["host"]["terms"]["save"] > 1.8 * plain["memory"]["host"]["terms"]["save"]
+
+
+def test_what_of_a_critic_leaves_the_device_is_on_the_host_and_costs_time():
+    every = ("critic.param_offload=true", "critic.grad_offload=true", "critic.optimizer_offload=true")
+    kept, left = planned(GAE), planned(GAE, *every)
+    assert "critic" not in left["memory"]["phases"]["train"]["terms"]
+    assert (
+        left["memory"]["phases"]["critic"]["terms"]["critic"] == kept["memory"]["phases"]["critic"]["terms"]["critic"]
+    )
+    assert left["memory"]["host"]["terms"]["critic"] > 0 and "critic" not in kept["memory"]["host"]["terms"]
+    assert left["seconds"]["critic"] > kept["seconds"]["critic"]
+
+
+def test_a_checkpoint_takes_about_twice_the_room():
+    without, with_critic = (checkpoint_bytes(MOE, "bfloat16", has_critic=each) for each in (False, True))
+    assert with_critic - without == critic_count(MOE) * 14
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+OPTIMIZER = {"step": 3.0, "num_updates": 3, "skipped_in_a_row": 0, "lr": 1e-6, "scheduler": {"num_steps": 4}}
+
+
+def saved(folder: Path, critic_updates: tuple[int, ...] = (5, 5)) -> Manifest:
+    folder.mkdir()
+    parts = {}
+    for kind, updates in (("rank", (3, 3)), (CRITIC, critic_updates)):
+        for rank, number in enumerate(updates):
+            data = f"{kind} {rank}".encode()
+            name = f"{kind}-{rank:05d}.safetensors"
+            (folder / name).write_bytes(data)
+            files = RankFiles((), {name: facts_of(data)}, OPTIMIZER | {"num_updates": number})
+            parts.setdefault(kind, []).append(described(folder, rank, files, kind))
+    hf = json.loads(Path("mrl/model/known/Qwen3-30B-A3B.json").read_text())
+    manifest = Manifest(2, {"world_size": 2}, "bfloat16", hf, tuple(parts["rank"]), {}, {}, critic=tuple(parts[CRITIC]))
+    write_manifest(folder, manifest)
+    return read_manifest(folder)
+
+
+def test_a_checkpoint_has_the_critic_beside_the_actor(tmp_path):
+    manifest = saved(tmp_path / "step-2")
+    assert (manifest.optimizer["num_updates"], manifest.of_critic.optimizer["num_updates"]) == (3, 5)
+    assert sorted(manifest.files()) == [f"rank-0000{rank}.safetensors" for rank in (0, 1)]
+    assert {"critic-00000.safetensors", "rank-00000.safetensors"} <= manifest.files_of_ranks().keys()
+
+
+def test_a_critics_file_that_is_cut_off_is_damage_of_the_checkpoint(tmp_path):
+    saved(tmp_path / "step-2")
+    (tmp_path / "step-2" / "critic-00001.safetensors").write_bytes(b"")
+    with pytest.raises(DamagedCheckpoint, match="critic-00001") as raised:
+        read_manifest(tmp_path / "step-2")
+    assert raised.value.folder == tmp_path / "step-2"
+
+
+def test_ranks_that_disagree_about_the_critics_updates_save_nothing(tmp_path):
+    with pytest.raises(NumericAbort, match="not saved"):
+        saved(tmp_path / "step-2", (5, 6))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "has_critic", "words"), [("ppo", False, "has no critic"), ("grpo", True, "has a critic")]
+)
+def test_a_run_goes_on_from_its_own_kind_alone(tmp_path, monkeypatch, recipe, has_critic, words):
+    manifest = saved(tmp_path / "step-2")
+    if not has_critic:
+        manifest = replace(manifest, critic=())
+    config = load_config(TINY, recipe, []).config
+    identity = RunIdentity.of(config)
+    assert identity.has_critic != has_critic
+    monkeypatch.setattr("mrl.train.resume._check_same_model", lambda *_: None)
+    newest = type("Newest", (), {"manifest": manifest, "path": tmp_path / "step-2", "damaged": {}})()
+    monkeypatch.setattr("mrl.train.resume.newest_checkpoint", lambda *_: newest)
+    with pytest.raises(ConfigError, match=words):
+        find_resume_point(config.trainer, identity, tmp_path, resume=True)
+
+
+# ---------------------------------------------------------------- verl
+
+
+def test_a_ppo_script_of_verls_is_carried():
+    out = import_overrides([
+        "algorithm.adv_estimator=gae", "algorithm.lam=0.95", "algorithm.gamma=0.99", "trainer.critic_warmup=3",
+        "critic.optim.lr=2e-5", "critic.ppo_micro_batch_size_per_gpu=4", "critic.cliprange_value=0.3",
+        "critic.model.path=Qwen/Qwen3-30B-A3B", "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B",
+        "critic.megatron.optimizer_offload=True", "critic.ppo_epochs=1", "critic.grad_clip=0.7",
+    ])  # fmt: skip
+    assert not out.of("unsupported")
+    wanted = {
+        "algorithm.adv_estimator": "gae", "algorithm.lam": 0.95, "algorithm.gamma": 0.99, "trainer.critic_warmup": 3,
+        "critic.optim.lr": 2e-5, "critic.ppo_micro_batch_size_per_gpu": 4, "critic.cliprange_value": 0.3,
+        "critic.optimizer_offload": True, "critic.optim.clip_grad": 0.7, "critic.optim.weight_decay": 0.01,
+        "critic.loss_agg_mode": "token-mean",
+    }  # fmt: skip
+    assert {key: out.values[key] for key in wanted} == wanted and "critic.path" not in out.values
+
+
+def test_what_a_script_says_of_a_critic_that_its_estimator_does_not_read_goes_nowhere():
+    out = import_overrides(
+        ["algorithm.adv_estimator=grpo", "critic.optim.lr=2e-5", "critic.ppo_epochs=3", "algorithm.lam=0.9"]
+    )
+    assert {entry.key for entry in out.of("not_applicable")} == {
+        "critic.optim.lr",
+        "critic.ppo_epochs",
+        "algorithm.lam",
+    }
+    assert not [key for key in out.values if key.startswith(("critic", "algorithm.lam"))]
+
+
+@pytest.mark.parametrize(("estimator", "asked"), [("grpo", set()), ("gae", {"critic.optim.lr"})])
+def test_a_value_that_is_not_known_is_asked_for_where_a_critic_reads_it(estimator, asked):
+    script = f"""python3 -m verl.trainer.main_ppo algorithm.adv_estimator={estimator} \\
+        actor_rollout_ref.model.path=$HOME_OF_MODELS/m critic.model.path=$HOME_OF_MODELS/m critic.optim.lr=$RATE \\
+        critic.ulysses_sequence_parallel_size=$PARTS
+    """
+    out = import_script(script, "x.sh", {})
+    assert {entry.key for entry in out.of("unknown") if entry.key.startswith("critic")} == asked
+
+
+@pytest.mark.parametrize(("steps", "kind"), [(10, "unsupported"), (1, "implied"), (0, "implied")])
+def test_a_warm_up_without_a_critic_is_an_actor_that_waits(steps, kind):
+    out = import_overrides(["algorithm.adv_estimator=grpo", f"trainer.critic_warmup={steps}"])
+    assert "trainer.critic_warmup" in {entry.key for entry in out.of(kind)}
+
+
+@pytest.mark.parametrize(
+    "word", ["critic.ppo_epochs=2", "critic.shuffle=True", "critic.megatron.tensor_model_parallel_size=4"]
+)
+def test_a_critic_that_is_not_here_is_named(word):
+    layout = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    out = import_overrides(["actor_rollout_ref.actor.strategy=megatron", layout, word])
+    assert word.partition("=")[0] in {entry.key for entry in out.of("unsupported")}
+
+
+# ---------------------------------------------------------------- in small
+
+
+def test_a_rehearsal_trains_both_in_every_step_and_is_legal(tmp_path):
+    given = [
+        "critic.ppo_mini_batch_size=32", "critic.optim.lr_warmup_steps=10", "trainer.critic_warmup=10",
+        "critic.ppo_micro_batch_size_per_gpu=4", "critic.path=/models/critic",
+    ]  # fmt: skip
+    original = load_config(BASE, "ppo", given).config
+    small = compose(original, WorkFolder(tmp_path), cpus=2)
+    config = small.config
+    assert (config.trainer.critic_warmup, config.critic.path) == (0, None)
+    assert 1 <= config.of_critic.updates_per_step <= original.of_critic.updates_per_step
+    model = model_spec(small_hf_config(known_hf_config("Qwen3-30B-A3B"), small.layout.layers, 320, 512))
+    assert violations(ResolvedConfig(config, {}), model) == []
