@@ -124,9 +124,11 @@ def _padding_of_branches(config: RunConfig) -> int:
     Context parallelism pads each of them by itself; the last is padded with the pack.
     """
     context = config.actor.layout.context_parallel_size
-    if not config.rollout.endpoint or config.rollout.turns is None or context == 1:
+    rollout = getattr(config, "rollout", None)  # where it is refused, the sample itself is still judged
+    turns = getattr(rollout, "turns", None)
+    if context == 1 or turns is None or not getattr(rollout, "endpoint", False):
         return 0
-    return (config.rollout.turns.max_turns - 1) * (2 * context - 1)
+    return (turns.max_turns - 1) * (2 * context - 1)
 
 
 def _smallest_budget(config: RunConfig) -> int:

@@ -53,8 +53,8 @@ class PythonLimits:
 def main() -> None:
     """Runs the program in the working directory.
 
-    Arguments: the limits as JSON, the watching process, and a descriptor on which this process reports what it could
-    not give up. The program does not get that descriptor, so every exit status is its own.
+    Arguments: the limits as JSON, the watching process, and a descriptor. On it this process reports what it could not
+    give up. The program does not get that descriptor, so every exit status is its own.
     """
     limits = PythonLimits(**json.loads(sys.argv[1]))
     end_with(int(sys.argv[2]))

@@ -77,7 +77,7 @@ class MegatronActor:
         """
         self.config = config
         self.rank = rank
-        # first: a user's file is the likeliest to be wrong
+        # a user's file is the likeliest to be wrong
         self.loss_parameters = loss_parameters(config.algorithm, config.distillation)
         self.platform = get_platform(config.cluster.device)
         self.platform.set_device(rank % config.cluster.n_gpus_per_node)
@@ -92,10 +92,7 @@ class MegatronActor:
         parallel.init_distributed(self.platform, rank, world_size, master_addr, master_port, timeout_s)
         self.teacher = Teacher(config, self.platform) if config.distillation.enabled else None  # before random numbers
         parallel.init_model_parallel(self.layout, config.trainer.seed, timeout_s)
-        trainer = config.trainer
-        self.bridge: Bridge = MBridge(
-            config.model, config.actor, self.model, self.layout, trainer.deterministic, trainer.seed
-        )
+        self.bridge: Bridge = self._build_bridge()
         self.chunks = self.bridge.build_model()
         self.lora = config.actor.lora.adapters
         self.adapters = self._adapters()
@@ -131,6 +128,12 @@ class MegatronActor:
     def holds_result(self) -> bool:
         """Whether this rank hands out what its data-parallel replica computed."""
         return parallel.holds_result()
+
+    def _build_bridge(self) -> Bridge:
+        trainer = self.config.trainer
+        return MBridge(
+            self.config.model, self.config.actor, self.model, self.layout, trainer.deterministic, trainer.seed
+        )
 
     def _freeze_routers(self) -> None:
         freeze(p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight"))

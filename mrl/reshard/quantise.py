@@ -1,11 +1,11 @@
-"""Weights in FP8 where a rank packs them: words and scales of what it trains in bfloat16 (mrl/model/quantised.py).
+"""Quantises weights to FP8 where a rank packs them: words and scales of bfloat16 weights (mrl/model/quantised.py).
 
-A block's scale is its largest magnitude, at least 1e-4, over 448; a word is the element times the inverse of that
-scale, rounded to the nearest. These are the operations of vLLM's `per_block_cast_to_fp8` (utils/deep_gemm.py of 0.32)
-in its order, in float32, so that the bits are the same. Scales are computed once a sync, and words from them wherever a
-box is packed or digested: an element and a scale make a word, whatever box they are asked for in.
+A block's scale is its largest magnitude, at least 1e-4, over 448. A word is the element times the inverse of that
+scale, rounded to the nearest. The operations and their order are those of vLLM 0.32's `per_block_cast_to_fp8`
+(utils/deep_gemm.py), in float32, for the same bits. Scales are computed once a sync. Words are computed from them
+wherever a box is packed or digested: element and scale give the same word in every box.
 
-Adapters are merged first, and rounded to the trained dtype as an export rounds them; words come of that.
+Adapters are merged first and rounded to the trained dtype, as in an export. The result is quantised.
 """
 
 from collections.abc import Collection, Iterator, Sequence

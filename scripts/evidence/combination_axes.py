@@ -78,15 +78,28 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "GRPO": {"algorithm.policy_loss.loss_mode": "vanilla"},
         "DAPO with filtering": DAPO,
         "on-policy": {"algorithm.anchor": "on_policy", "actor.ppo_mini_batch_size": 8},
+        "PPO with a critic": {"algorithm.adv_estimator": "gae", "algorithm.policy_loss.loss_mode": "vanilla"},
     },
     "correction": {"off": {}, "token": {"algorithm.rollout_correction.level": "token"}},
     "replay": {"off": {}, "R2": {"actor.router_replay": "R2"}, "R3": {"actor.router_replay": "R3"}},
-    "reference": {"none": {}, "KL": {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1e-3}},
+    "reference": {
+        "none": {},
+        "KL": {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1e-3},
+        "teacher": {"distillation.enabled": True},
+    },
     "offload": {
         "off": {},
         "on": {"actor.param_offload": True, "actor.grad_offload": True, "actor.optimizer_offload": True},
     },
-    "dtype": {"float32": {}, "bfloat16": {"model.dtype": "bfloat16"}},
+    "dtype": {
+        "float32": {},
+        "bfloat16": {"model.dtype": "bfloat16"},
+        "bfloat16, engines in FP8": {
+            "model.dtype": "bfloat16",
+            "rollout.quantization": "fp8",
+            "rollout.quantization_block": 32,
+        },
+    },
     "save": {"meanwhile": {}, "waits": {"trainer.async_save": False}},
     "end": {value: {} for value in ("finished", "SIGTERM", "SIGKILL", "engine lost", "rank lost")},
     "then": {value: {} for value in ("resume", "other layout", "other schedule", "convert", "eval", "report")},
@@ -119,6 +132,8 @@ def settings(row: Row, world: Path, steps: int = STEPS) -> dict[str, Any]:
         found |= SETTINGS[axis][value]
     if row["turns"] != "one":
         found |= _of_tools(world / "tools")
+    if row["reference"] == "teacher":  # of the actor's tokenizer
+        found["distillation.teacher_model.model_path"] = found["model.path"]
     workers = found.get("rollout.data_parallel_size", 1) * 2 // found.get("rollout.data_parallel_size", 1)
     found["cluster.n_gpus_per_node"] = 2 if row["placement"] == "colocated" else 2 + workers
     found["cluster.cpus_per_actor"] = 0.25

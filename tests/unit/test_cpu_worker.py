@@ -35,7 +35,7 @@ class CPUWorker:
 
     def __init__(self):
         self.parallel_config = SimpleNamespace(data_parallel_size=1, enable_expert_parallel=False)
-        self.model_config, self.steps = SimpleNamespace(use_mla=False, is_hybrid=False), 0
+        self.model_config, self.steps = SimpleNamespace(use_mla=False, is_hybrid=False, quantization=None), 0
 
     def load_model(self):
         model = nn.ModuleDict(

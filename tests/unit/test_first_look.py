@@ -310,7 +310,7 @@ def test_validate_and_train_refuse_alike_before_anything_starts(folder, capsys, 
     monkeypatch.setattr("mrl.train.preflight.check_checkpoint", lambda *_: None)
     monkeypatch.setattr("mrl.train.preflight.load_model_spec", lambda path: planning_model_spec(path)[0])
     monkeypatch.setattr("mrl.train.preflight.check_disk_space", lambda *_: None)
-    monkeypatch.setattr("mrl.train.preflight.with_models_at_hand", lambda resolved: resolved)
+    monkeypatch.setattr("mrl.train.preflight.with_models_at_hand", lambda resolved, **_: resolved)
     said = {}
     for command in ("validate", "train"):
         files = ["data.train_files=train.jsonl", "data.val_files=val.jsonl", f"{REWARD}=reward.py"]

@@ -93,7 +93,7 @@ def test_a_commit_needs_the_proof_of_the_same_version_since_it_last_served():
     fleet.verified(A, 1, NOW + 1)
     fleet.error(A, 1)
     fleet.exit(A, 1)
-    with pytest.raises(ValueError, match="brought to version 6, and version 7 is current"):
+    with pytest.raises(ValueError, match="brought to version 6, but version 7 is current"):
         fleet.verified(B, 0, NOW - 1)
 
 

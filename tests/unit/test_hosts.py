@@ -69,15 +69,15 @@ def test_mfu_by_hand():
     forward = forward_flops(model, [4], 1)
     peak, seconds = Peak(actor=forward, run=2 * forward), {"update": 6.0, "step": 5.0}
 
-    def of(on_policy: bool, needs_reference: bool) -> tuple[float, float]:
-        found = mfu_metrics(
-            SimpleNamespace(on_policy=on_policy, needs_reference=needs_reference), model, rows, peak, seconds
-        )
+    def of(on_policy: bool, needs_reference: bool, needs_critic: bool = False) -> tuple[float, float]:
+        algorithm = SimpleNamespace(on_policy=on_policy, needs_reference=needs_reference, needs_critic=needs_critic)
+        found = mfu_metrics(algorithm, model, rows, peak, seconds)
         return found["perf/mfu/actor"], found["perf/mfu/step"]
 
     assert of(on_policy=False, needs_reference=False) == (0.5, 0.5)  # 3 of 6; 1 + 1 + 3 of 10
     assert of(on_policy=True, needs_reference=False) == (0.5, 0.4)
     assert of(on_policy=False, needs_reference=True) == (0.5, 0.6)
+    assert of(on_policy=False, needs_reference=False, needs_critic=True) == (0.5, 0.9)  # 1 + 3 more
 
 
 def test_a_measured_rate_is_one_that_a_product_reached_and_threads_are_put_back():
