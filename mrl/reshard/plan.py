@@ -252,7 +252,7 @@ def plan_reshard(
     """Makes a proved plan: each element is written once, each source holds its box, each round is within the budget.
 
     `fp8_block`: block size of engines that hold words and scales; 0: they hold weights in `dtype`. Raises ConfigError
-    for a layout that the engine cannot have or that cuts a block, another size of topology, or a small budget.
+    for layouts that the engine cannot have or that cut a block. The same holds for another topology or a small budget.
     """
     _check_inputs(train, rollout, dtype, topology)
     miniature = Miniature.of(model, train, fp8_block)

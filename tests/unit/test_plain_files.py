@@ -120,6 +120,6 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
     for name in ("pipe", "loop", "absent", "", "/dev/zero", "/dev/stdin"):
         with pytest.raises(OSError):
             read_bytes(tmp_path / name, 10)
-    with pytest.raises(ValueError, match="more than 10 bytes"):
+    with pytest.raises(ValueError, match="larger than 10 bytes"):
         read_bytes(tmp_path / "big", 10)
     assert read_bytes(tmp_path / "big", 11) == b"x" * 11

@@ -136,7 +136,7 @@ def test_a_changed_schedule_goes_on_from_the_saved_count_and_a_saved_rate_that_i
     actor.optimizer.param_groups[0]["lr"] = 5.0  # not what its schedule says
     (tmp_path / "wrong").mkdir()
     folder = saved(actor, tmp_path / "wrong")
-    with pytest.raises(EnvironmentFault, match=r"comes back as 3\.0, not as 5\.0"):
+    with pytest.raises(EnvironmentFault, match=r"after loading is 3\.0, not 5\.0"):
         load_rank(an_actor(**WARM_UP), folder)
 
 

@@ -615,7 +615,7 @@ def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch,
             raise error
 
     monkeypatch.setattr(preflight, "preflight", lambda *_: None)
-    monkeypatch.setattr(preflight, "with_models_at_hand", lambda resolved: resolved)
+    monkeypatch.setattr(preflight, "with_models_at_hand", lambda resolved, **_: resolved)
     monkeypatch.setattr(preflight, "start_lines", lambda *_: [])
     monkeypatch.setattr(assemble, "open_run", open_run)
     monkeypatch.setattr(rank_restarts, "train", train)

@@ -29,7 +29,7 @@ def columns_of(number: int, parts: int) -> tuple[Box, Box]:
 def planned(monkeypatch):
     """The planner, for a model that is this one weight: a maker of plans by their budget."""
 
-    def source_shards(model, layout, rank):
+    def sent_shards(model, layout, rank, fp8_block):
         hf_box, local_box = columns_of(rank, RANKS)
         return (
             Shard(
@@ -42,7 +42,7 @@ def planned(monkeypatch):
             ),
         )
 
-    def target_parameters(model, rollout, worker, dialect, dtype):
+    def target_parameters(model, rollout, worker, dialect, dtype, *_):
         hf_box, local_box = columns_of(worker, WORKERS)
         return (
             TargetParameter(
@@ -50,7 +50,7 @@ def planned(monkeypatch):
             ),
         )
 
-    monkeypatch.setattr(streams, "source_shards", source_shards)
+    monkeypatch.setattr(streams, "sent_shards", sent_shards)
     for module in (streams, faults):
         monkeypatch.setattr(module, "target_parameters", target_parameters)
     model = replace(MODELS["qwen3"], num_layers=1)
