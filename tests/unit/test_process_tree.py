@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -28,7 +30,7 @@ def orphan() -> int:
     return int(made.stdout)
 
 
-def test_an_orphan_is_found_by_who_adopts_it_and_leaves_no_zombie():
+def an_orphan_is_adopted() -> None:
     with adopted_orphans():
         pid = orphan()
         assert psutil.Process(pid).ppid() == os.getpid()
@@ -37,7 +39,7 @@ def test_an_orphan_is_found_by_who_adopts_it_and_leaves_no_zombie():
         assert not psutil.pid_exists(pid)
 
 
-def test_who_adopts_none_finds_none_and_ends_nobody_elses():
+def no_orphan_is_adopted() -> None:
     pid = orphan()
     try:
         assert psutil.Process(pid).ppid() != os.getpid()
@@ -46,12 +48,31 @@ def test_who_adopts_none_finds_none_and_ends_nobody_elses():
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_child_that_is_waited_for_is_left_to_who_waits():
+def a_child_is_waited_for() -> None:
     child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
     while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.02)
     reap_orphans(but=child.pid)
     assert child.wait(5) == 7
+
+
+def alone(check: Callable[[], None]) -> None:
+    """Runs a check in a process of its own: this one has descendants of other tests."""
+    code = f"from {__name__} import {check.__name__}; {check.__name__}()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, env=os.environ | {"PYTHONPATH": path})
+
+
+def test_an_orphan_is_found_by_who_adopts_it_and_leaves_no_zombie():
+    alone(an_orphan_is_adopted)
+
+
+def test_who_adopts_none_finds_none_and_ends_nobody_elses():
+    alone(no_orphan_is_adopted)
+
+
+def test_a_child_that_is_waited_for_is_left_to_who_waits():
+    alone(a_child_is_waited_for)
 
 
 def test_a_process_that_is_stopped_is_ended_and_one_that_is_not_named_stays():

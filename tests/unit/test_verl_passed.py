@@ -34,7 +34,7 @@ _spec.loader.exec_module(verl_scripts)
 NOT_DONE = {
     "actor_rollout_ref.rollout.multi_turn.enable": ("False", "false"),
     "actor_rollout_ref.rollout.name": ("vllm",),
-    "actor_rollout_ref.rollout.quantization": ("null",),
+    "actor_rollout_ref.rollout.quantization": ("null", "fp8"),
     "actor_rollout_ref.rollout.dtype": ("bfloat16", "float32"),
     "actor_rollout_ref.actor.megatron.qat.enable": ("False", "false"),
     "actor_rollout_ref.model.mtp.enable": ("False", "false"),
