@@ -288,8 +288,11 @@ def whitened(advantages: TokenAdvantages, of_rows: RowValues) -> TokenAdvantages
     `of_rows`: `moments` of `values` on the trained tokens. Equal values, and one or none, become exactly 0.
     """
     count = int(of_rows["count"].sum())
-    if count < 2 or of_rows["low"].min() == of_rows["high"].max():
+    if count == 0:
         return TokenAdvantages(np.zeros_like(advantages.per_response))
+    low = float(of_rows["low"].min())
+    if count < 2 or low == of_rows["high"].max():
+        return replace(advantages, shift=low)
     variance = second_moment(of_rows["m2"], of_rows["sum"], of_rows["sum"], of_rows["count"]) / (count - 1)
     return replace(advantages, shift=total(of_rows["sum"]) / count, scale=math.sqrt(variance + WHITEN_EPS))
 

@@ -29,8 +29,9 @@ def add_arguments(train: argparse.ArgumentParser) -> None:
         "--restarts",
         type=positive,
         metavar="N",
-        help="start the run again, up to N times, after exit code 5 or death by a signal; never after another end, nor "
-        "after a SIGTERM or Ctrl-C given to this command; three ends with no finished step between them stop it",
+        help="start the run again, up to N times, after exit code 5, death by a signal, or an end by Ray below Python; "
+        "never after another end, nor after a SIGTERM or Ctrl-C given to this command; three ends with no finished "
+        "step between them stop it",
     )
 
 

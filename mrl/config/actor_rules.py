@@ -114,16 +114,15 @@ def longest_sample(config: RunConfig) -> int:
     padded to the parts that tensor and context parallelism cut it into.
     """
     parts = config.actor.layout.sequence_parts
-    tokens = config.data.max_sample_length + _padding_of_branches(config)
+    tokens = config.data.max_sample_length + padding_of_branches(config, config.actor.layout.context_parallel_size)
     return ceil(tokens / parts) * parts
 
 
-def _padding_of_branches(config: RunConfig) -> int:
+def padding_of_branches(config: RunConfig, context: int) -> int:
     """Tokens that an agent's response takes beside its own, at most: each turn may begin another branch.
 
-    Context parallelism pads each of them by itself; the last is padded with the pack.
+    Context parallelism over `context` ranks pads each of them by itself; the last is padded with the pack.
     """
-    context = config.actor.layout.context_parallel_size
     rollout = getattr(config, "rollout", None)  # where it is refused, the sample itself is still judged
     turns = getattr(rollout, "turns", None)
     if context == 1 or turns is None or not getattr(rollout, "endpoint", False):
@@ -220,7 +219,7 @@ def _context_kind(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_TRANSFORMER}.cp_comm_type", "is unknown, or needs groups of its own", why, _CONTEXT_KINDS)
 
 
-def _storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+def storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """Refuses what knows weights or gradients by their address: what leaves the device comes back elsewhere."""
     moved = " and ".join(f"actor.{name}" for name in ("param_offload", "grad_offload") if getattr(config.actor, name))
     if moved and config.actor.override_ddp_config.get("nccl_ub"):
@@ -357,7 +356,14 @@ ACTOR_RULES = (
         "needs bias_activation_fusion: false",
         "Megatron refuses both, and a mixture of experts is built with the fusion",
     ),
-    _storages_stay,
+    storages_stay,
+    RuleRow(
+        "actor.max_unrouted_share",
+        lambda c, m: c.actor.max_unrouted_share != 0.5 and c.actor.router_replay != "R3",
+        "must be 0.5 where actor.router_replay is {c.actor.router_replay}",
+        _IGNORED,
+        (0.5,),
+    ),
     on_only_where(
         f"{_OPTIMIZER}.optimizer_cpu_offload",
         lambda c, m: c.model.dtype != "float32",

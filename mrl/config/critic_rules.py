@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from mrl.config.actor_rules import BATCH_RULES
+from mrl.config.actor_rules import BATCH_RULES, storages_stay
 from mrl.config.rule_row import Rule, RuleRow
 from mrl.config.run_rules import OPTIM_RULES
 from mrl.config.schema import AlgorithmConfig, CriticConfig, RunConfig, Section
@@ -66,7 +66,7 @@ def _of_critic(rule: Rule) -> Rule:
 
 def _renamed(text: str) -> str:
     """The actor's keys in a text as those of the critic."""
-    for name in ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu"):
+    for name in ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "param_offload", "grad_offload"):
         text = text.replace(f"actor.{name}", f"critic.{name}")
     budget = text.replace("actor.log_prob_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu")
     return budget.replace("actor.optim.", "critic.optim.")
@@ -79,7 +79,7 @@ def _warmup_is_the_run(config: RunConfig) -> bool:
 
 CRITIC_RULES = (
     _is_read,
-    *map(_of_critic, (*OPTIM_RULES, *BATCH_RULES)),
+    *map(_of_critic, (*OPTIM_RULES, *BATCH_RULES, storages_stay)),
     RuleRow(
         "critic.optim.override_optimizer_config",
         _with(lambda c, m: bool(c.critic.optim.override_optimizer_config)),

@@ -6,9 +6,13 @@ from math import ceil
 from pathlib import Path
 
 from mrl.algo.spec import KL_TYPES, OVER_WORDS
+from mrl.config.actor_rules import ACTOR_RULES, padding_of_branches
+from mrl.config.efficiency_rules import EFFICIENCY_RULES
+from mrl.config.latent_rules import LATENT_RULES, on_device
 from mrl.config.override_rules import override_faults
 from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import DistillationConfig, RunConfig
+from mrl.config.schema_actor import LoraConfig
 from mrl.config.teacher_model import teacher_layout
 from mrl.errors import MrlError, Violation
 from mrl.model import ModelSpec, planning_model_spec
@@ -133,7 +137,8 @@ def _budget(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     tokens = own or actor.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
     degrees = teacher_layout(config, teacher)
     parts = degrees.sequence_parts
-    least = ceil(ceil(config.data.max_sample_length / parts) * parts / degrees.context_parallel_size)
+    longest = config.data.max_sample_length + padding_of_branches(config, degrees.context_parallel_size)
+    least = ceil(ceil(longest / parts) * parts / degrees.context_parallel_size)
     if tokens is not None and tokens < least:
         rule = f"must be at least {least}, the longest sample on one device of the teacher"
         why = f"a sample is never cut over micro-batches, and the teacher's hold {tokens} tokens"
@@ -154,6 +159,37 @@ def _overrides(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
             yield Violation(f"{_FIELDS}.{name}", f"goes under {_OF_ACTOR}", why)
         elif name.startswith("moe_") and not teacher.is_moe:
             yield Violation(f"{_FIELDS}.{name}", "is of mixtures of experts, and the teacher is dense", "it is ignored")
+
+
+def _as_the_actor(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    """What the actor's rules say of the teacher's fields and layout, once where both break one alike."""
+    teacher = _teacher_model(config, model)
+    if teacher is None:
+        return
+    given = config.distillation.teacher_model.override_transformer_config
+    actor = config.actor.model_copy(update={"layout": teacher_layout(config, teacher), "lora": LoraConfig()})
+    fields = config.model.model_copy(update={"override_transformer_config": given})
+    own = config.model_copy(update={"actor": actor, "model": fields})
+    rules = (*ACTOR_RULES, *EFFICIENCY_RULES, *LATENT_RULES)
+    of_actor = {str(violation) for rule in rules for violation in rule(config, model)}
+    said = {violation.field for violation in _overrides(config, model)}
+    for rule in rules:
+        for violation in rule(own, teacher):
+            name = violation.field
+            is_read = name.startswith(_OF_ACTOR) or (rule in LATENT_RULES and name.startswith("actor.layout."))
+            if is_read and str(violation) not in of_actor:
+                renamed = name.replace(_OF_ACTOR, _FIELDS, 1).replace("actor.layout.", f"{_TEACHER}.layout.", 1)
+                if renamed not in said:
+                    yield replace(violation, field=renamed)
+
+
+def _is_adapted_otherwise(config: RunConfig) -> bool:
+    """Whether the teacher's layout needs patches that a process has by its actor's."""
+    own = config.distillation.teacher_model.layout
+    if own is None or not on_device(config, "npu"):
+        return False
+    is_cut = own.context_parallel_size != config.actor.layout.context_parallel_size
+    return is_cut or (own.virtual_pipeline_model_parallel_size or 1) > 1
 
 
 def _folder(config: RunConfig) -> Path | None:
@@ -200,6 +236,20 @@ DISTILLATION_RULES = (
     _layout,
     _budget,
     _overrides,
+    _as_the_actor,
+    RuleRow(
+        f"{_TEACHER}.layout",
+        _with(lambda c, m: _is_adapted_otherwise(c)),
+        "must have the actor's context_parallel_size and no virtual stages on npu",
+        "MindSpeed adapts a process once, by what the actor has",
+    ),
+    RuleRow(
+        "algorithm.adv_estimator",
+        _with(lambda c, m: c.algorithm.needs_critic and not c.distillation.distillation_loss.reward_weight),
+        "must not be gae where rewards do not count (distillation.distillation_loss)",
+        "a critic would be trained, and its advantages multiplied by 0",
+        ("grpo",),
+    ),
     RuleRow(
         f"{_LOSS}.loss_mode",
         lambda c, m: c.distillation.in_loss and _has_no_gradient(c),

@@ -50,6 +50,12 @@ def loss_notes(config: RunConfig) -> Iterator[str]:
             "dynamic sampling may draw several batches of prompts a step, so trainer.total_epochs passes "
             "over the data more often"
         )
+    if algorithm.needs_critic and algorithm.policy_loss.loss_mode in ("gspo", "geo_mean"):
+        yield (
+            f"algorithm.adv_estimator: gae with policy_loss.loss_mode {algorithm.policy_loss.loss_mode}, which takes "
+            "the mean of a response's advantages: the critic judges responses and not tokens; gspo-token keeps them "
+            "apart"
+        )
     if algorithm.use_kl_loss and not algorithm.kl_loss_coef:
         yield "algorithm.use_kl_loss is true and kl_loss_coef 0: a reference model is computed and changes nothing"
     if algorithm.kl_loss_coef and not algorithm.use_kl_loss:

@@ -21,10 +21,15 @@ def quantisation_notes(config: RunConfig) -> Iterator[str]:
     """What generation then differs by, where nothing corrects it; and what computes on a CPU."""
     if config.rollout.quantization is None:
         return
-    if config.algorithm.rollout_correction.level is None:
+    algorithm = config.algorithm
+    if algorithm.rollout_correction.level is None and algorithm.anchor != "rollout":
+        is_filtered = config.rollout.top_p != 1 or config.rollout.top_k != -1
+        cure = "level: token (TIS) weighs the gap"
+        if is_filtered or algorithm.on_policy:
+            cure = "nothing here weighs the gap"
         yield (
             f"{_KEY} {config.rollout.quantization} without algorithm.rollout_correction: responses are sampled from "
-            "rounded weights and trained as if from exact ones; level: token (TIS) weighs the gap"
+            f"rounded weights and trained as if from exact ones; {cure}"
         )
     if on_device(config, "cpu"):
         yield (
@@ -62,6 +67,13 @@ QUANTISATION_RULES = (
         _is_on(lambda c, m: on_device(c, "npu")),
         "must be null on npu",
         "vllm-ascend has no kernels for FP8 weights with a scale a block",
+        (None,),
+    ),
+    RuleRow(
+        _KEY,
+        _is_on(lambda c, m: (c.cluster.accelerator or "").startswith("a100")),
+        "must be null on {c.cluster.accelerator}",
+        "its tensor cores compute nothing in FP8",
         (None,),
     ),
     RuleRow(

@@ -201,6 +201,7 @@ class MegatronActor:
         computing.
         """
         self._release_scratch()
+        self.residence.settle()  # what was prefetched for an update that a critic's warm-up leaves out
         with self.residence.using(*kinds):
             pass
 

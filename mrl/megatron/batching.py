@@ -291,8 +291,8 @@ class Splitter:
         if round_up(int(taken[longest]), self.shape.total_multiple) > self._limit:
             raise DataError(
                 f"row {longest} of the batch has {int(lengths.tokens[longest])} tokens, more than a micro-batch may "
-                f"hold ({self._limit}: actor.ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu times "
-                "context_parallel_size); raise that limit"
+                f"hold ({self._limit}: ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu of the actor, or "
+                "the limit of its teacher or critic, times context_parallel_size); raise that limit"
             )
 
     @property

@@ -171,7 +171,9 @@ class MegatronCritic:
 
 def _for_critic(batch: TrainBatch) -> TrainBatch:
     """The batch without what is the actor's alone: its routers choose for themselves."""
-    return replace(batch, routes=None, route_places=None, advantages=None, ref_log_probs=None, loss_weights=None)
+    others = ("routes", "route_places", "advantages", "ref_log_probs", "loss_weights", "selected")
+    of_teacher = ("teacher_log_probs", "teacher_words", "of_teacher_words")
+    return replace(batch, **dict.fromkeys([*others, *of_teacher]))
 
 
 def value_pass(chunks: list[torch.nn.Module], micro_batches: MicroBatches) -> list[CriticOutputs]:

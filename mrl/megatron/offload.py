@@ -168,9 +168,13 @@ class Residence:
         """Moves everything that is switched off the device. Raises RuntimeError while some of it is in use."""
         if busy := [kind for kind in self.switched if self._used[kind]]:
             raise RuntimeError(f"{', '.join(busy)} cannot leave the device: in use")
+        self.settle()
+        self._leave(self.switched)
+
+    def settle(self) -> None:
+        """Waits for what is on its way to the device, so that it can leave again."""
         for kind in tuple(self._arriving):
             self._come_back(kind)
-        self._leave(self.switched)
 
     def prefetch(self, *kinds: str) -> None:
         """Begins to bring these kinds back beside what computes; they are there once `using` has waited for them.

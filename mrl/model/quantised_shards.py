@@ -71,7 +71,7 @@ def cut_fault(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout, bloc
         if is_quantised(weight):
             for side, local in _slices(weight, train, rollout):
                 if fault := slice_fault(local, block):
-                    return f"{fault} on {side}"
+                    return f"{fault} on {side}".replace("{layer}", "0").replace("{expert}", "0")
     return ""
 
 

@@ -413,10 +413,10 @@ class Activations:
         """
         weight = self.vocabulary * self.model.hidden_size
         gradient = 0
-        if self.bytes < _F32:
+        if self.bytes < _F32 and self.lora is None:  # beside adapters the weight has no gradient
             gradient = weight * self.bytes
         total = 0
-        if self.gradient_bytes < _F32:
+        if self.gradient_bytes < _F32 and self.lora is None:
             total = weight * _F32
         states = (2 * self.tokens + self.predicted) * self.model.hidden_size * self.bytes
         return self._logit_chunks() + states + gradient + total

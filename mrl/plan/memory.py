@@ -211,12 +211,13 @@ def _teacher_bytes(inputs: PlanInputs) -> TeacherBytes:
 
 
 def _actor_staging(inputs: PlanInputs, pp: int) -> int:
-    """Fast path: a round being packed and one on the wire; of adapters also what is merged for its digest.
+    """Fast path: a round being packed and one on the wire; of adapters and words also what is made for
+    its digest.
 
     Slow path: a bucket, and the largest tensor gathered and merged; of adapters also what they make of a rank's part.
     """
     if inputs.config.reshard.path == "fast":
-        merged = MERGED_BYTES if inputs.lora else 0
+        merged = MERGED_BYTES if inputs.lora or inputs.config.rollout.fp8_block else 0
         return 2 * sync_budget(inputs.config) + merged
     own = largest_parameter(inputs.model, inputs.train, pp) * inputs.element_bytes
     made = 2 * own if inputs.lora else 0

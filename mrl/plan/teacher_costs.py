@@ -6,6 +6,7 @@ It lies on the actor's ranks in a layout of its own. Its fullest stage stands fo
 from dataclasses import dataclass, replace
 
 from mrl.config.schema import RunConfig
+from mrl.config.schema_actor import LoraConfig
 from mrl.config.teacher_model import teacher_of
 from mrl.model import ModelSpec, planning_model_spec
 from mrl.model.precision import Precision
@@ -44,6 +45,7 @@ def _as_actor(config: RunConfig) -> RunConfig:
         "log_prob_micro_batch_size_per_gpu": own.log_prob_micro_batch_size_per_gpu,
         "log_prob_max_token_len_per_gpu": own.log_prob_max_token_len_per_gpu,
         "router_replay": "disabled",
+        "lora": LoraConfig(),  # adapters are the student's
     }
     given = {name: value for name, value in limits.items() if value is not None}
     model = config.model.model_copy(update={"override_transformer_config": own.override_transformer_config})

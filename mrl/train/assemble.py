@@ -24,7 +24,7 @@ from mrl.config.load import ResolvedConfig
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.data.dataset import PromptDataset
-from mrl.errors import DamagedCheckpoint, EnvironmentFault, Interrupted
+from mrl.errors import ConfigError, DamagedCheckpoint, EnvironmentFault, Interrupted
 from mrl.flow.sample_writer import SampleWriter
 from mrl.plan.run_plan import plan_text
 from mrl.record.attempts import UnderWay, read_attempts, seconds_after
@@ -126,6 +126,7 @@ def _start(
     given = resolved.config
     data = read_data(given.model.path, given.data, given.rollout, given.reward, given.trainer)
     config = _with_total(given, data.total_steps)
+    _check_warmup(config)
     beginning = find_beginning(stack, config, data, resume, damaged, stop)
     files = open_files(stack, beginning, resolved.to_record(), resume, stop, plug_ins(config))
     return _Starts(stack, config, data, files, damaged, views, stop).first()
@@ -253,6 +254,15 @@ class _Starts:
 def _with_total(config: RunConfig, total: int) -> RunConfig:
     """The length in steps is known to everybody, the learning-rate schedule included, however it was given."""
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": total})})
+
+
+def _check_warmup(config: RunConfig) -> None:
+    """Raises ConfigError for a run that trains its critic alone; rules judge one whose steps are given."""
+    if config.algorithm.needs_critic and config.trainer.warmup_steps >= config.trainer.total_training_steps:
+        raise ConfigError(
+            f"trainer.critic_warmup = {config.trainer.critic_warmup}: the run has "
+            f"{config.trainer.total_training_steps} steps, and the actor would never be trained"
+        )
 
 
 def _ready_run(

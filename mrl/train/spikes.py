@@ -12,6 +12,7 @@ import numpy as np
 SPIKE = 30.0  # times the median
 USUAL = 64  # newest updates that the median is of
 LEAST = 8  # updates that are seen before one is judged
+SHOWN = 20  # ranges of samples in a line
 
 
 class SpikeWatch:
@@ -28,7 +29,8 @@ class SpikeWatch:
         for number, (norm, ids) in enumerate(zip(norms, sample_ids, strict=True), 1):
             if not math.isfinite(norm):
                 continue
-            if len(self._norms) >= LEAST and norm > SPIKE * (usual := float(np.median(self._norms))):
+            # groups that are all alike give updates of 0, which make nothing else unusual
+            if len(self._norms) >= LEAST and norm > SPIKE * (usual := float(np.median(self._norms))) > 0:
                 print(f"step {step}: {_words(number, len(norms), norm, usual, clip_grad)}", flush=True)
                 print(f"  its samples: {in_ranges(ids)}; mrl samples shows them", flush=True)
             self._norms.append(norm)
@@ -46,4 +48,6 @@ def in_ranges(ids: np.ndarray) -> str:
     """Whole numbers in words, those that follow each other as a range: `0-15, 32-47`."""
     ordered = np.unique(ids)
     parts = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts if len(part))
+    found = [f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts if len(part)]
+    more = [f"and {len(found) - SHOWN} more ranges"] if len(found) > SHOWN else []
+    return ", ".join([*found[:SHOWN], *more])

@@ -182,7 +182,8 @@ def _estimated(step: StepBatch, rewards: np.ndarray) -> dict[str, float]:
     Raises NumericAbort for values that are no numbers: whitened, one of them would be in all advantages.
     """
     of_rows = step.estimate(rewards)
-    if not np.isfinite(of_rows[f"{VALUES}.sum"]).all():
+    # returns also see values of tokens that a correction rejected
+    if not all(np.isfinite(of_rows[f"{name}.sum"]).all() for name in (VALUES, RETURNS)):
         raise NumericAbort(
             "values of the critic are not finite, so nothing of the step can be trained on; resume from a checkpoint "
             "before with a smaller critic.optim.lr"

@@ -159,7 +159,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     from mrl.flow.routes import start_readers
     from mrl.flow.sample_writer import SampleWriter
     from mrl.flow.scoring import Channel, PoolSettings, Scorer, ScorerGroup
-    from mrl.megatron.batching import RowResult, UpdateResult
+    from mrl.megatron.batching import RowLengths, RowResult, UpdateResult
     from mrl.model import planning_model_spec
     from mrl.model.layout import TrainLayout
     from mrl.record.attempts import UnderWay
@@ -210,8 +210,9 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     class Rank:
         """A replica without a model: its log-probs are near generation's."""
 
-        def __init__(self, stage, context, degree):
+        def __init__(self, stage, context, degree, replica):
             self.config = config
+            self.counts_updates = replica == 0  # as real ranks do, those of one replica alone
             self.stage, self.context = stage, context
             self.degree = degree  # number of stages, and of context-parallel ranks
             self.on_last_stage = stage == degree - 1
@@ -228,7 +229,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
             self.received = sum(block.nbytes for block in blocks)
             if readers:
                 layers = np.array_split(np.arange(LAYERS), self.degree)[self.stage]
-                computed = cut.computed(samples.lengths, Shape(True, self.degree), self.context, 0)
+                computed = cut.computed(RowLengths.of(samples), Shape(True, self.degree), self.context, 0)
                 found = read_routes(stored, blocks, computed, layers, readers)
                 self.received += found.values.nbytes
                 trained = np.repeat(own, samples.lengths) & computed
@@ -245,7 +246,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
 
         def update_replica(self, batch, mini_batches, counts):
             told = {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)}
-            parts = [told for _ in counts if self.holds_result]
+            parts = [told for _ in counts if self.holds_result and self.counts_updates]
             return UpdateResult(parts, [], spent={"perf/update_s": (1.0, 1.0)})
 
         def fetched(self):
@@ -257,7 +258,8 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
             self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
             kind, layout = ray.remote(Rank).options(**on_node(here)), self.layout
             at = [layout.dense_coords(rank) for rank in range(layout.world_size)]
-            self.ranks = [kind.remote(each.pp, each.cp, layout.pipeline) for each in at]
+            self.ranks = [kind.remote(each.pp, each.cp, layout.pipeline, each.dp) for each in at]
+            self.teacher = None
             self.route_readers = start_readers([far]) if routes else {}
 
         def each(self, method, arguments, phase, interruptible=False):

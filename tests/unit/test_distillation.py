@@ -413,6 +413,9 @@ CASES = [
     (["algorithm.filter_groups.enable=true", f"{LOSS}use_task_rewards=false"], "where rewards do not count"),
     ([f"{TEACHER}override_transformer_config={{moe_permute_fusion: true}}"], "the teacher is dense"),
     ([f"{TEACHER}override_transformer_config={{no_such: 1}}"], "is no field of TransformerConfig"),
+    ([f"{TEACHER}override_transformer_config={{recompute_granularity: full, recompute_num_layers: 1}}"],
+        "teacher_model.override_transformer_config.recompute_method: must say how"),
+    (["algorithm.adv_estimator=gae", f"{LOSS}use_task_rewards=false"], "a critic would be trained"),
     ([f"{LOSS}loss_mode=forward_kl_topk"], "loss_mode: unknown name"),
     ([f"{LOSS}loss_mode=reverse_kl_topk"], "use_policy_gradient: must be false with loss_mode reverse_kl_topk"),
     ([f"{LOSS}loss_mode=reverse_kl_topk", f"{LOSS}use_policy_gradient=false", f"{LOSS}topk=129"],
@@ -573,6 +576,6 @@ def test_verls_defaults_of_a_distillation_are_written_and_what_is_not_here_is_sa
     )
     lost = {loss.key.removeprefix("+"): loss.why for loss in two.losses if "distillation" in loss.key}
     assert lost["distillation.teacher_models.b.model_path"] == "a run has one teacher"
-    assert "sampled token alone" in lost["distillation.distillation_loss.loss_mode"]
+    assert "score the sampled token" in lost["distillation.distillation_loss.loss_mode"]
     off = imported("distillation.enabled=False", "distillation.distillation_loss.loss_mode=k1")
     assert not [key for key in off.values if key.startswith("distillation")]

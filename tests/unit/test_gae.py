@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from mrl.algo.advantages import TokenAdvantages, whitened
 from mrl.algo.aggregate import count
 from mrl.algo.gae import estimate, token_rewards, value_moments
 from mrl.algo.plain import Denominators, ValueLossParameters
+from mrl.algo.rows import moments
 from mrl.algo.value_loss import ValueInputs, value_loss
 from mrl.train.update import value_metrics
 
@@ -95,6 +97,16 @@ def test_a_critic_that_knows_all_rewards_leaves_no_advantage():
     values = np.array([0.81, 0.9, 1.0, 0.5])
     made = estimate(rewards, values, np.ones(4, bool), np.array([3, 1]), 0.9, 0.7)
     np.testing.assert_allclose(made.advantages, 0.0, atol=1e-15)
+
+
+@pytest.mark.parametrize("values", [np.full(3, -1.0), np.array([-1.0])])
+def test_estimates_that_are_all_the_same_become_exactly_nothing(values):
+    """As those of a critic that begins at 0 where all rewards are -1: nobody did better than another."""
+    lengths = np.ones(len(values), int)
+    none = TokenAdvantages(np.zeros(len(values)))
+    taken = moments(values, np.ones(len(values), bool), lengths)
+    whole = whitened(none, taken).of_tokens(lengths, np.ones(len(values), bool), None, values)
+    assert (whole == 0).all()
 
 
 def test_what_a_tool_says_is_worth_nothing_and_breaks_no_chain():

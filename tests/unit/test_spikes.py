@@ -74,3 +74,13 @@ def test_norms_of_all_updates_are_read_off_what_ranks_hand_out():
 )
 def test_ids_that_follow_each_other_are_a_range(ids, words):
     assert in_ranges(np.array(ids, np.int64)) == words
+
+
+def test_updates_of_nothing_make_none_unusual(capsys):
+    watch = SpikeWatch()
+    watch.look(1, 1.0, [0.0] * LEAST + [0.1], updates(0, LEAST + 1))
+    assert not capsys.readouterr().out
+
+
+def test_a_line_has_a_bound():
+    assert in_ranges(np.arange(0, 100, 2)).endswith("36, 38, and 30 more ranges")

@@ -136,7 +136,10 @@ def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
     steps = settings.value("trainer.total_training_steps")
     updates = -(-settings.prompts // (settings.given(_MINI) or settings.mini_batch))
     is_share = name == "lr_warmup_steps_ratio"
-    if not isinstance(o.value, int | float) or o.value <= 0:
+    explicit = settings.value(_C + "optim.lr_warmup_steps")
+    if is_share and isinstance(explicit, int) and explicit > 0:
+        out.leave("implied", o.key, o.value, "lr_warmup_steps wins over a share", o.line)
+    elif not isinstance(o.value, int | float) or o.value <= 0:
         out.leave("implied", o.key, o.value, "no warm-up, and decay as long as the run", o.line)
     elif is_share and not isinstance(steps, int):
         why = "a share of a run whose steps are not given; set critic.optim.lr_warmup_steps"

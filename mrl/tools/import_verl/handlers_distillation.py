@@ -30,7 +30,9 @@ def _loss_key(o: Override, out: Import, settings: VerlSettings) -> None:
     if not _is_on(settings):
         out.leave("not_applicable", o.key, o.value, _OFF, o.line)
     elif name == "loss_mode" and o.value not in KL_TYPES:
-        why = "the teacher scores the sampled token alone: k1, k2, k3 and their kin"
+        why = (
+            "k1, k2, k3 and their kin score the sampled token; verl's losses over words have other names and forms here"
+        )
         out.leave("unsupported", o.key, o.value, why, o.line)
     elif name == "distillation_loss_coef" and rewards is False:
         out.leave("implied", o.key, o.value, "verl reads it beside rewards alone", o.line)

@@ -37,7 +37,8 @@ _UNLIKE = {
 _PLAIN_TYPES = (None, "lora", "canonical_lora")
 
 
-def _has_adapters(settings: VerlSettings) -> bool:
+def trains_adapters(settings: VerlSettings) -> bool:
+    """Whether the script trains adapters."""
     return any(settings.given(key) for key in _RANKS)
 
 
@@ -53,7 +54,7 @@ def _rank(o: Override, out: Import, settings: VerlSettings) -> None:
 
 def _carried(to: str) -> Handler:
     def carry(o: Override, out: Import, settings: VerlSettings) -> None:
-        if not _has_adapters(settings):
+        if not trains_adapters(settings):
             out.leave("not_applicable", o.key, o.value, _NO_ADAPTERS, o.line)
         elif o.value is None:
             out.leave("implied", o.key, o.value, "nothing is said", o.line)
@@ -64,7 +65,7 @@ def _carried(to: str) -> Handler:
 
 
 def _targets(o: Override, out: Import, settings: VerlSettings) -> None:
-    if not _has_adapters(settings):
+    if not trains_adapters(settings):
         out.leave("not_applicable", o.key, o.value, _NO_ADAPTERS, o.line)
         return
     names = [o.value] if isinstance(o.value, str) else list(o.value or ())
@@ -84,7 +85,7 @@ def _targets(o: Override, out: Import, settings: VerlSettings) -> None:
 def _other(o: Override, out: Import, settings: VerlSettings) -> None:
     """Whatever else stands beside the rank."""
     name = o.key.removeprefix(M + "lora.").removeprefix(M)
-    if not _has_adapters(settings):
+    if not trains_adapters(settings):
         out.leave("not_applicable", o.key, o.value, _NO_ADAPTERS, o.line)
     elif name == "merge":
         out.leave("implied", o.key, o.value, "engines always get the weights that base and adapters make", o.line)

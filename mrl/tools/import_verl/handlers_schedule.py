@@ -116,6 +116,11 @@ def _defaults_of_fully_async(out: Import, settings: VerlSettings) -> None:
         out.put("implied", "", "trainer.max_staleness", ceil(settings.staleness), "verl's default, in whole steps")
     if "trainer.partial_rollouts" not in out.values:
         out.put("implied", "", "trainer.partial_rollouts", settings.staleness > 0, "verl's default")
+    if out.values.get("trainer.partial_rollouts") and out.values.get("rollout.turns.tool_config_path"):
+        why = "tools of verl's classes cannot be brought back to where they were"
+        out.drop("trainer.partial_rollouts", why)
+        out.put("chosen", "", "trainer.partial_rollouts", False, why)
+        out.warnings.append(f"trainer.partial_rollouts: {why}")
 
 
 def _weigh_older_tokens(out: Import) -> None:

@@ -52,8 +52,12 @@ def preset_folder() -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def choose_layout(model: str, device: str, devices: int, preset: str | None = None) -> Chosen | None:
+def choose_layout(
+    model: str, device: str, devices: int, preset: str | None = None, with_adapters: bool = False
+) -> Chosen | None:
     """The layout of `preset`, or of the preset for `model` that is nearest to the device and the number of devices.
+
+    `with_adapters`: the script trains adapters, for which presets of their own may be taken.
 
     None where no preset is of that model, or none divides over the devices. Raises ConfigError for a preset that cannot
     be used.
@@ -64,7 +68,9 @@ def choose_layout(model: str, device: str, devices: int, preset: str | None = No
             raise ConfigError(f"--preset {preset}: its layout does not divide over the script's {devices} devices")
         return chosen
     dividing = [
-        (rank, chosen) for rank, chosen in _candidates(model, device, devices) if not devices % _ranks(chosen.degrees)
+        (rank, chosen)
+        for rank, chosen in _candidates(model, device, devices, with_adapters)
+        if not devices % _ranks(chosen.degrees)
     ]
     if dividing:
         return min(dividing, key=lambda pair: (pair[0], pair[1].source))[1]
@@ -87,11 +93,13 @@ def unknown_family(path: str, is_there: bool) -> str | None:
     )
 
 
-def _candidates(model: str, device: str, devices: int) -> Iterator[tuple[tuple[Any, ...], Chosen]]:
+def _candidates(model: str, device: str, devices: int, with_adapters: bool) -> Iterator[tuple[tuple[Any, ...], Chosen]]:
     folder = preset_folder()
     name = known_name(model)
     for file in sorted(folder.glob("*/*.yaml")) if folder is not None and name is not None else ():
         config = load_config(file).config
+        if config.actor.lora.rank and not with_adapters:
+            continue
         if known_name(config.model.path) == name and (chosen := _layout_of(file)) is not None:
             world = config.actor.layout.world_size
             rank = (

@@ -17,6 +17,7 @@ from mrl.tools.import_verl.handlers import HANDLERS
 from mrl.tools.import_verl.handlers_algorithm import SEQUENCE_MEANS
 from mrl.tools.import_verl.handlers_critic import critic_defaults, needs_value
 from mrl.tools.import_verl.handlers_distillation import complete_distillation
+from mrl.tools.import_verl.handlers_lora import trains_adapters
 from mrl.tools.import_verl.handlers_schedule import carry_schedule
 from mrl.tools.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
 from mrl.tools.import_verl.report import Import
@@ -108,7 +109,8 @@ def translate(
     keys = {o.key: o for o in command.overrides}
     plain = VerlSettings(command, keys, None, {}, as_written)
     if not says_megatron(command, keys) and chosen is None and not any(key.startswith(LAYOUT) for key in own):
-        chosen = choose_layout(plain.model_path or "", plain.device, plain.devices, preset)
+        model = plain.model_path or ""
+        chosen = choose_layout(model, plain.device, plain.devices, preset, trains_adapters(plain))
         out.lacks_layout = chosen is None
     settings = _settings(plain, chosen, out)
     for override in command.overrides:
@@ -122,6 +124,9 @@ def translate(
     complete_distillation(out)
     _optimizer(out)
     _engine(out, settings)
+    if out.values.get("rollout.quantization") and "algorithm.rollout_correction.level" not in out.values:
+        why = "verl corrects nothing where nothing is said"
+        out.put("implied", "", "algorithm.rollout_correction.level", None, why)
     _filters(out, settings)
     _family(out, settings)
     return out
