@@ -103,10 +103,10 @@ class Ledgers:
             self.ranks_resting += self._live(self._actor)
             self.engines_awake += self._live(self._engines)
 
-        def update_watched(trained, corrected):
+        def update_watched(trained, corrected, watch):
             self.engines_asleep += self._live(self._engines)
             self.ranks_training += self._live(self._actor)
-            answer = update(trained, corrected)
+            answer = update(trained, corrected, watch)
             self.engines_asleep += self._live(self._engines)
             return answer
 

@@ -111,7 +111,7 @@ def test_forked_processes_are_what_spawned_ones_would_be_and_end_as_they_would(f
         "VLLM::EngineCore",
         "VLLM::Worker_TP0",
     ]
-    assert "mrl-fork-" in folder and os.path.exists(folder)
+    assert "/fork-" in folder and os.path.exists(folder)
     assert psutil.Process(server).num_threads() == 1, "what a second thread holds would be held for ever"
 
     front_end.stdin.write("\n")  # a worker dies
