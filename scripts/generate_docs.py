@@ -199,7 +199,7 @@ def _public_scripts() -> Iterator[str]:
         f"{counts.get('DIFFERENT', 0)} differ without a word. Answers: "
         + ", ".join(f"{answers.count(name)} {name}" for name in ("valid", "carried with losses", "refused"))
         + f". {counts.get('more than bash, told', 0)} keys stand behind a comment at which the shell ends the command, "
-        "which is said. Refused is what mrl does not do at all (a critic, a family of models, generation or evaluation "
+        "which is said. Refused is what mrl does not do at all (a family of models, generation or evaluation "
         "alone), what no Megatron layout here can have, and a model or file that lies with the script's author.\n"
     )
     yield from _table(("script", "answer", "why, the first reason"))
