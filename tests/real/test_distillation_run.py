@@ -65,7 +65,10 @@ def test_a_teacher_that_shares_devices_and_leaves_them_makes_the_same_weights(wo
     assert checkpoint_difference(*runs) is None
 
 
-def test_a_loss_over_words_goes_with_generation_ahead_a_reference_and_one_update_a_step(world, teacher, tmp_path):
+@pytest.mark.parametrize(("anchor", "schedule"), [("on_policy", "sync"), ("recompute", "one_step_off")])
+def test_a_loss_over_words_goes_with_generation_ahead_a_reference_and_one_update_a_step(
+    world, teacher, tmp_path, anchor, schedule
+):
     run_dir = tmp_path / "run"
     more = {
         f"{LOSS}loss_mode": "reverse_kl_topk",
@@ -74,9 +77,9 @@ def test_a_loss_over_words_goes_with_generation_ahead_a_reference_and_one_update
         f"{TEACHER}param_offload": True,
         "algorithm__use_kl_loss": True,
         "algorithm__kl_loss_coef": 0.01,
-        "algorithm__anchor": "on_policy",
+        "algorithm__anchor": anchor,
         "actor__ppo_mini_batch_size": 8,
-        "trainer__schedule": "one_step_off",
+        "trainer__schedule": schedule,
     }
     succeeded("train", str(PRESET), "--run-dir", str(run_dir), *settings(world, teacher, **more))
     rows = [row for row in metrics(run_dir) if row["training/global_step"]]
@@ -86,4 +89,5 @@ def test_a_loss_over_words_goes_with_generation_ahead_a_reference_and_one_update
     assert all(
         row["critic/advantages/max"] == row["critic/advantages/min"] == 0 for row in rows
     )  # rewards are recorded
-    assert not any("distillation/reverse_kl" in row for row in rows)  # the policy's log-probs come with the update
+    told = {"distillation/reverse_kl" in row for row in rows}
+    assert told == {anchor == "recompute"}  # on policy, the policy's log-probs come with the update
