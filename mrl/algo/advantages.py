@@ -260,8 +260,7 @@ def grpo_passk(inputs: AdvantageInputs) -> np.ndarray:
 def reinforce_plus_plus(inputs: AdvantageInputs) -> np.ndarray:
     """Returns the scores. Each token gets the reward still to come, undiscounted, then whitened (arXiv:2501.03262).
 
-    The score counts at the last token. With KL in the reward each token also has its own penalty, so the reward still
-    to come differs by token.
+    The score counts at the last token. With KL in the reward each token has its own penalty, so tokens differ.
     """
     return np.asarray(inputs.scores, dtype=np.float64)
 

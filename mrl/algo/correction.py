@@ -3,8 +3,8 @@
 numpy alone. [tokens] are the response tokens of some rows, end to end. `lengths` [rows] is the number of tokens a row.
 
 The metrics have verl's names and formulas. The correction has two axes (mrl.algo.spec.CORRECTIONS names points on
-them). The level says which ratio is tested, the mode says what is done with it. The ratio is old / rollout of a token,
-of the whole response (the product), or the geometric mean over the response's tokens.
+them). The level says which ratio is tested, the mode says what is done with it. The ratio is old / rollout of a token
+or of the whole response (the product). Or it is the geometric mean over the response's tokens.
 """
 
 import math

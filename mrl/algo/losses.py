@@ -396,7 +396,7 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kl_loss_type: str) ->
     """Returns the KL of each token, [batch, response_length].
 
     With a trailing `+` in the name the value is the base estimator's and the gradient k2's. As a loss term k1 has a
-    gradient that is zero on average, and k3 has that of the reverse direction. On-policy, k2 has the right gradient.
+    gradient that is zero on average. k3 has the gradient of the reverse direction. On-policy, k2 has the right one.
     """
     spec = KL_TYPES.get(kl_loss_type)
     if spec is None:

@@ -89,8 +89,9 @@ def moments(values: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> RowVal
 
 
 def second_moment(m2: np.ndarray, sums: np.ndarray, other_sums: np.ndarray, counts: np.ndarray) -> float:
-    """Sums the product of two centred values over all tokens, given sums and centred products of rows (Chan et al.,
-    1983).
+    """Sums the product of two centred values over all tokens (Chan et al., 1983).
+
+    `sums` and `other_sums` are sums of rows, `m2` their products about the row's own means.
     """
     filled = counts > 0
     everything = total(counts)

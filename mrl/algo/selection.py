@@ -151,7 +151,7 @@ def kl_cov(
 def _lots(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Draws a random number for each token, uint64 [tokens].
 
-    It is made of the bits of the token's log-probability and its position in the response, so it moves with its row.
+    It is made of the token's log-probability and its position in the response. So it moves with its row.
     """
     bits = np.ascontiguousarray(log_probs, dtype=np.float64).view(np.uint64)
     mixed = bits + (places(lengths) + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
