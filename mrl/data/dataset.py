@@ -169,8 +169,7 @@ class PromptDataset(Sequence[Prompt]):
     ) -> "PromptDataset":
         """Loads all usable prompts of all files.
 
-        With `files_apart` a prompt can duplicate only prompts of its own file, so that each of several test sets stays
-        whole.
+        With `files_apart` a prompt duplicates only prompts of its own file. So each of several test sets stays whole.
 
         Raises DataError for unusable files, more bad rows than `max_bad_row_share`, or no prompt left. It does so too
         for prompts over length with truncation `error`. Raises EnvironmentFault where TMPDIR has no space. Raises
@@ -466,8 +465,8 @@ def _why_none(report: LoadReport, parameters: PromptParameters) -> str:
 def load_tokenizer(path: str) -> Any:
     """Loads the Hugging Face tokenizer of a local checkpoint folder. Code that a checkpoint brings is never run.
 
-    Raises ConfigError if there is no such folder or it has no chat template, EnvironmentFault if its tokenizer cannot
-    be read.
+    Raises ConfigError if there is no such folder or no chat template in it. Raises EnvironmentFault if the tokenizer
+    cannot be read.
     """
     if not Path(path).is_dir():
         raise ConfigError(f"model.path: {path} is no folder; give the folder of a Hugging Face checkpoint")
