@@ -2,8 +2,8 @@
 
 CpuWorker installs it, only for models that have such attention. vLLM's own kernels compute in bfloat16 and refuse
 float32, in which engines and ranks are compared on CPUs. Here tokens go through a layer one by one, in all sequences at
-once. So the result of a token does not depend on how many others are computed, nor on how a prompt is cut. This is slow
-for long prompts, but exact.
+once. So a token's result depends neither on how many others are computed, nor on how a prompt is cut. This is slow for
+long prompts, but exact.
 
 Private in vLLM, and why it is touched:
 

@@ -1,9 +1,9 @@
 """FP8 engines on a CPU: a stand-in that holds what devices hold, and computes in the engine's dtype.
 
-vLLM's own CPU kernels for FP8 need AMX, pack words where no sync could write them, and know only blocks of 128. Here
-linear layers and experts have the parameters that vLLM makes for such checkpoints. They are words and scales in vLLM's
-shapes, filled by its weight loaders. Each use computes with words times scales, rounded to the engine's dtype. A device
-gives close results and not the same bits, since it also quantises activations.
+vLLM's own CPU kernels for FP8 need AMX and know only blocks of 128. They also pack words where no sync could write
+them. Here linear layers and experts have the parameters that vLLM makes for such checkpoints. They are words and scales
+in vLLM's shapes, filled by its weight loaders. Each use computes with words times scales, rounded to the engine's
+dtype. A device gives close results and not the same bits, since it also quantises activations.
 
 CpuWorker installs it in vLLM's worker processes of quantised engines, and nowhere else. Private in vLLM, and why it is
 touched:
@@ -36,7 +36,7 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
-LEAST_ROWS = 16  # MKL computes products of fewer rows differently, so bits of a token would depend on the others
+LEAST_ROWS = 16  # products of fewer rows are computed differently, so a token's bits would depend on the others
 
 
 def install() -> None:

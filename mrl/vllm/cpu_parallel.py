@@ -7,7 +7,7 @@ CpuWorker installs this in vLLM's worker processes of engines that need it, and 
 * `CPUUnquantizedExperts.apply`: the kernel takes no expert map. vLLM numbers experts of other workers -1, for which the
   kernel reads outside its weights (a segmentation fault).
 
-Sums are taken in the order of the ranks, so the result of a token does not depend on other requests.
+Sums are taken in the order of the ranks. So the result of a token does not depend on other requests.
 """
 
 import dis

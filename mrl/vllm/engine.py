@@ -1,7 +1,7 @@
 """One vLLM engine as a Python object: start, generate, pause, sleep, take new weights.
 
 There is no Ray here; the cluster wraps the engine in an actor. engine_state.py says which call is legal when. vLLM's
-own sleep and wake are not used, because 0.23 resumes by itself after any wake, and 0.32 after the last. So this class
+own sleep and wake are not used. After them 0.23 resumes by itself at any wake, and 0.32 at the last one. So this class
 pauses and resumes the scheduler, exactly once each. It tells the workers directly to give their memory back and to take
 it again.
 """

@@ -87,9 +87,9 @@ VERBS: Mapping[str, Mapping[EngineState, EngineState]] = MappingProxyType(
     }
 )
 
-CONTROL_VERBS = tuple(verb for verb in VERBS if verb != "generate")  # asked one after the other, each with one answer
+CONTROL_VERBS = tuple(verb for verb in VERBS if verb != "generate")  # called one after the other, one answer each
 
-# states of a living engine that requests are refused in
+# states in which a living engine refuses requests
 REFUSES_REQUESTS = frozenset(EngineState) - VERBS["generate"].keys() - {DEAD}
 
 
