@@ -2,8 +2,7 @@
 
 There is no Ray here; the cluster wraps the engine in an actor. engine_state.py says which call is legal when. vLLM's
 own sleep and wake are not used. After them 0.23 resumes by itself at any wake, and 0.32 at the last one. So this class
-pauses and resumes the scheduler, exactly once each. It tells the workers directly to give their memory back and to take
-it again.
+pauses and resumes the scheduler, exactly once each, and tells the workers directly to give memory back or take it.
 """
 
 import asyncio
@@ -254,16 +253,14 @@ class VllmEngine:
             ) from error
 
     async def _forget_routes(self) -> None:
-        """Drops routes before new weights, since requests that were given up left theirs behind.
-
-        Where routes are recorded, no request is held over an update.
+        """Drops the routes of given-up requests before new weights. Where routes are recorded, no request is held over
+        an update.
         """
         if self.settings.captures_routes:
             await self._calls.workers("forget_routes")
 
     async def _check_order(self) -> None:
-        """Checks that the same prompts in two orders give the same bits. Without that no run can be repeated or resumed
-        exactly.
+        """Checks that the same prompts in two orders give the same bits, without which no run can be repeated exactly.
 
         Data-parallel ranks run this check at once, each beside other prompts of the others. Those must not change a bit
         either.
@@ -358,7 +355,7 @@ class VllmEngine:
             return SleepReport(aborted, tuple(await self._memory()))
 
     async def give_up(self) -> EngineState:
-        """Ends all requests and takes the version away, whatever the state; returns the new state.
+        """Ends all requests and takes the version away, in any state; returns the new state.
 
         It is called when ranks are lost whose weights the engine held or was receiving. Other ranks will bring theirs.
         """
@@ -409,12 +406,12 @@ class VllmEngine:
             self._machine.received()
 
     async def agree_on_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
-        """Agrees on the plan of weight syncs, as EngineUpdates.agree_on_fast does; returns the bytes of the weights."""
+        """Agrees on the plan of weight syncs (EngineUpdates.agree_on_fast); returns the bytes of the weights."""
         async with self._controlled("agree_on_sync"):
             return await self._updates.agree_on_fast(setup, plan_hash, self._machine.holds_weights)
 
     async def connect_sync(self) -> None:
-        """Connects the workers with the ranks, as EngineUpdates.connect_fast does."""
+        """Connects the workers with the ranks (EngineUpdates.connect_fast)."""
         async with self._controlled("connect_sync"):
             await self._updates.connect_fast()
 
