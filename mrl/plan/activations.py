@@ -1,11 +1,10 @@
 """Bytes that autograd keeps from a forward pass for its backward pass, by term, on one rank.
 
-Every term is a tensor that the named operation saves. The lists were read from the modules of megatron-core 0.16.1, and
-tests compare them with torch's storages on real ranks (tests/real/test_memory_truth.py). There are two sets of kernels.
-`torch` are the layers of mrl/megatron/torch_spec.py, for runs without Transformer Engine. The fused norms, SwiGLU and
-attention of `transformer_engine` save less (Transformer Engine 2.x module/layernorm_linear.py, Megatron's
-fusions/fused_bias_swiglu.py). Flash attention has no score matrix (Korthikanti et al., arXiv 2205.05198), only one
-float32 a head and token.
+Every term is a tensor that the named operation saves, as read from the modules of megatron-core 0.16.1. Tests compare
+the terms with torch's storages on real ranks (tests/real/test_memory_truth.py). There are two sets of kernels. `torch`
+are the layers of mrl/megatron/torch_spec.py, for runs without Transformer Engine. The fused norms, SwiGLU and attention
+of `transformer_engine` save less (Transformer Engine 2.x module/layernorm_linear.py, Megatron's
+fusions/fused_bias_swiglu.py). Flash attention has no score matrix (arXiv 2205.05198), only a float32 a head and token.
 
 Notation: s tokens of a rank (its share under context parallelism), `sharded` those under sequence parallelism, h hidden
 size, b bytes.
@@ -29,10 +28,10 @@ _F32 = 4
 _INT64 = 8
 # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
 _PER_PREDICTED_TOKEN = 78
-# bytes of a value head: its rate, decay and step as they are made, and what norms and lengths were divided by
+# bytes of a value head: steps that compute its rate, decay and step, and the divisors of norms and lengths
 _OF_A_RATE = 10 * _F32
 
-# what a module of Megatron's recompute_modules drops, in the terms below
+# terms below that a module of Megatron's recompute_modules drops
 _DROPPED = {
     "core_attn": ("attention internals",),
     "moe_act": ("expert activation",),
@@ -159,7 +158,7 @@ class Activations:
     def _norm(self) -> int:
         """Returns the bytes that a norm keeps: its input and the reciprocal of its scale.
 
-        torch also keeps the normalised input, for the gradient of the norm's weight. It has both in float32.
+        torch also keeps the normalised input, for the weight's gradient, and both in float32.
         """
         per_element = self.bytes
         if self.kernels == "torch":
@@ -202,8 +201,8 @@ class Activations:
         """Returns the terms of gated delta attention, which is plain torch with all kernels
         (mrl/megatron/gated_delta.py).
 
-        The convolution keeps its input once for each position of its kernel, and its output before silu. Queries, keys,
-        gates and outputs are float32. So are all results of chunks, to which each sequence is padded.
+        The convolution keeps its input once for each position of its kernel, and its output before silu. All others are
+        float32. Chunks, to which each sequence is padded, keep their results.
         """
         m = self.model
         heads = m.linear_num_value_heads // self.layout.tensor
@@ -220,10 +219,9 @@ class Activations:
         }
 
     def _latent_attention(self) -> dict[str, int]:
-        """Returns the terms of latent attention: latents before and after their norms, its inputs and its output.
+        """Returns the terms of latent attention. Up projections are copied into queries, keys and values, and not kept.
 
-        Up projections are copied into queries, keys and values, and not kept. Plain attention has values as wide as
-        keys.
+        Plain attention has values as wide as keys.
         """
         m = self.model
         s = self.tokens
@@ -246,10 +244,9 @@ class Activations:
 
     @property
     def _keeps_projection(self) -> bool:
-        """Returns whether a saved tensor is a view of the fused projection.
+        """Returns whether a saved tensor is a view of the fused projection, such as the input of a float32 norm.
 
-        Values are one where plain attention takes them unpacked, on one context rank. They are one too where attention
-        is recomputed from its inputs. The input of a float32 norm is one.
+        Values are one where attention is recomputed, or where plain attention takes them unpacked, on one context rank.
         """
         if self.kernels != "torch" or (self.model.qk_norm and self.bytes == _F32):
             return True
@@ -259,9 +256,8 @@ class Activations:
     def _plain_attention(self, queries: int, groups: int) -> int:
         """Returns what mrl/megatron/attention.py keeps beside flash attention's tensors.
 
-        For a pack it keeps the outputs of its calls, before they are in the pack's order, and a copy of the values.
-        Under context parallelism it keeps keys and values of all ranks instead of rotated keys, and a mask for each
-        length.
+        A pack keeps the outputs of its calls, before they are in its order, and a copy of the values. Context
+        parallelism keeps keys and values of all ranks instead of rotated keys, and masks.
         """
         s = self.tokens
         context = self.layout.context
@@ -403,9 +399,8 @@ class Activations:
         return self.tokens * (_INT64 + (self.layout.tensor > 1))
 
     def head(self) -> int:
-        """Returns the bytes of the final norm and of the hidden states at predicted positions.
-
-        The backward makes logits again (mrl/megatron/logprob.py).
+        """Returns the bytes of the final norm and the predicted hidden states. Backward makes logits again
+        (megatron/logprob.py).
         """
         return self._norm() + self.predicted * (self.model.hidden_size * self.bytes + _PER_PREDICTED_TOKEN)
 
@@ -415,7 +410,7 @@ class Activations:
         """Returns the bytes that the backward pass of the log-probabilities takes.
 
         These are chunks of logits, hidden states of all tokens with their gradient, and the weight's gradient. With
-        16-bit buffers the weight's gradient is first summed in float32.
+        16-bit buffers the last is first summed in float32.
         """
         weight = self.vocabulary * self.model.hidden_size
         gradient = 0
@@ -482,9 +477,8 @@ def delta_float32(m: ModelSpec) -> int:
     """Returns the float32 elements that chunks of gated delta attention keep a token in one layer, over all tensor
     ranks.
 
-    A value head has queries and keys, each as inputs and as states take them, and keys times their rate, twice. It also
-    has the solved and the written values, five rows of a matrix between the chunk's tokens, and a share of the state
-    before.
+    A value head has queries, keys, and keys times their rate, twice each. Then come the solved and written values, and
+    five rows of a matrix between the chunk's tokens. The last is a share of the state before the chunk.
     """
     keys = m.linear_key_head_dim
     values = m.linear_value_head_dim
@@ -495,9 +489,8 @@ def delta_float32(m: ModelSpec) -> int:
 def in_flight(layout: TrainLayout, pp: int, micro_batches: int) -> list[int]:
     """Returns the chunks whose micro-batches stage `pp` has sent forward before its first backward, in order.
 
-    megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches and get_schedule_table: pipeline - 1 -
-    pp micro-batches to warm up, and one more. With v virtual stages these are 2 (pipeline - 1 - pp) + (v - 1) pipeline
-    chunk passes, and one more.
+    megatron-core 0.16.1, get_pp_rank_microbatches and get_schedule_table: a warm-up of pipeline - 1 - pp micro-batches,
+    and one more. With v virtual stages: 2 (pipeline - 1 - pp) + (v - 1) pipeline + 1 chunk passes.
     """
     v = layout.virtual_pipeline
     size = layout.pipeline

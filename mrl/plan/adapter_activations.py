@@ -1,5 +1,4 @@
-"""Bytes that adapters (actor.lora) keep from a forward pass beside the layers that they belong to, by term, on one
-rank.
+"""Bytes that adapters (actor.lora) keep from a forward pass beside their layers, by term, on one rank.
 
 An adapter keeps its input x. The layer would keep it for its own weight's gradient, so it is counted there. Beside it
 stand:

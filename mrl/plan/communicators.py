@@ -4,7 +4,7 @@ joins.
 Both libraries make one for two processes at their first message (ProcessGroupNCCL.cpp and ProcessGroupHCCL.cpp,
 pointToPoint). It has its own buffers, which are missing in the measured memory of engines. It stays as long as the two
 are connected. The number of pairs cannot be reduced. In layouts that spread experts over all ranks, each rank holds
-experts that no other has, and every engine needs them.
+some that no other has. Every engine needs them.
 """
 
 from collections import Counter, defaultdict

@@ -101,7 +101,8 @@ def object_stores(
 
 
 def save_bytes(inputs: PlanInputs, rank: int) -> int:
-    """Returns the bytes that a rank saves and copies to the host: its weights, and its shard of Adam's state.
+    """Returns the bytes that a rank saves and copies to the host: weights that only it writes, and its shard of Adam's
+    state.
 
     The first data-parallel copy writes the weights (mrl/checkpoint/rank_save.py). The few that all tensor ranks hold
     count on each of them.

@@ -33,8 +33,9 @@ _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_para
 
 
 def memory_section(inputs: PlanInputs) -> dict[str, Any]:
-    """Returns the bytes of every phase on its fullest device by term, the KV cache, and the fullest node's host
-    memory.
+    """Returns the bytes of every phase on its fullest device, by term.
+
+    The KV cache and the host memory of the fullest node stand beside.
     """
     batch = batch_plan(inputs.config, inputs.train)
     engine = engine_of(inputs)

@@ -2,7 +2,7 @@
 
 There is no Ray here; the cluster wraps the engine in an actor. engine_state.py says which call is legal when. vLLM's
 own sleep and wake are not used. After them 0.23 resumes by itself at any wake, and 0.32 at the last one. So this class
-pauses and resumes the scheduler, exactly once each, and tells the workers directly to give memory back or take it.
+pauses and resumes the scheduler, exactly once each. It calls the workers directly to give memory back or take it.
 """
 
 import asyncio
@@ -148,8 +148,8 @@ class VllmEngine:
     async def generate(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[Samples]:
         """Yields responses as they finish. Those that finish together are rows of one batch.
 
-        Requests wait while the engine is PAUSED. Raises RuntimeError where it refuses them. Raises Interrupted when it
-        is put to sleep meanwhile or dies.
+        Requests wait while the engine is PAUSED. Raises RuntimeError where it refuses them, Interrupted when it sleeps
+        or dies.
         """
         self._machine.check("generate")
         finished: asyncio.Queue[Sample | Exception] = asyncio.Queue()
@@ -262,8 +262,7 @@ class VllmEngine:
     async def _check_order(self) -> None:
         """Checks that the same prompts in two orders give the same bits, without which no run can be repeated exactly.
 
-        Data-parallel ranks run this check at once, each beside other prompts of the others. Those must not change a bit
-        either.
+        Data-parallel ranks check at once, each beside other prompts of the others, which must not change a bit either.
         """
         rng = random.Random(0)
         width = min(24, self.settings.arguments["max_model_len"] // 2)
@@ -431,11 +430,11 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _update(self, verb: str) -> AsyncIterator[None]:
-        """Prepares the engine for an update: no request gets in any more before its first byte.
+        """Holds the engine for an update: no request gets in, from before its first byte on.
 
         Data-parallel ranks have to stand still first. After the last request they compute some more steps together, and
-        a rank between two weights must not take part. All ranks have to be called at once, as for a pause. Raises
-        RuntimeError while requests are under way that nobody paused.
+        a rank between two weights must not take part. So all ranks are called at once. Raises RuntimeError while
+        unpaused requests run.
         """
         async with self._control:
             if self._machine.state is AWAKE and self._door.inside:
@@ -450,10 +449,7 @@ class VllmEngine:
             yield
 
     async def commit(self, version: int) -> VersionServed:
-        """Serves the weights received last as `version`, and drops what the old weights left in caches.
-
-        Returns counts of the version before.
-        """
+        """Serves the weights received last as `version`, and empties caches. Returns counts of the version before."""
         async with self._control:
             self._machine.check("commit")
             peak = self._cache.peak

@@ -1,9 +1,9 @@
 """Forks vLLM's own processes on the CPU from a server that has imported vLLM once.
 
-An engine has a front end in its Ray actor, a core below it, and a worker for each tensor rank. vLLM spawns core and
-workers, as the runtimes of accelerators demand. Each would then take 7 s of CPU to import the same modules, one after
-the other. Here the front end starts the server before it imports vLLM itself. The others are forked from the server
-with everything imported:
+An engine has a front end in its Ray actor, a core below it, and a worker a tensor rank. vLLM spawns core and workers,
+as the runtimes of accelerators demand. Each would then take 7 s of CPU to import the same modules, one after the other.
+Here the front end starts the server before it imports vLLM itself. The others are forked from the server with
+everything imported:
 
     front end  |- import vllm -|- configuration -|- asks -> core -> asks -> workers
     server     |- import vllm -|    waits        |- fork ..... core    fork ... workers
