@@ -1,6 +1,6 @@
 """Advantages: one number a response, made of scores; the advantages of tokens; and the penalty of over-long responses.
 
-numpy alone. The driver holds scores and nothing else. Ranks compute what differs by token (`TokenAdvantages`).
+numpy only. The driver holds scores and nothing else. Ranks compute what differs by token (`TokenAdvantages`).
 
 Every estimator treats small groups in the same way:
 

@@ -1,6 +1,6 @@
 """The gap between the numerics of generation and training: its metrics, its correction, and which tokens to leave out.
 
-numpy alone. [tokens] are the response tokens of some rows, end to end. `lengths` [rows] is the number of tokens a row.
+numpy only. [tokens] are the response tokens of some rows, end to end. `lengths` [rows] is the number of tokens a row.
 
 The metrics have verl's names and formulas. The correction has two axes (mrl.algo.spec.CORRECTIONS names points on
 them). The level says which ratio is tested, the mode says what is done with it. The ratio is old / rollout of a token

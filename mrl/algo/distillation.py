@@ -1,6 +1,6 @@
 """The distance of the policy from a teacher on its own tokens: numbers a row on the ranks, metrics on the driver.
 
-numpy alone. The formula of a token is `kl_to_teacher` in losses.py.
+numpy only. The formula of a token is `kl_to_teacher` in losses.py.
 """
 
 import numpy as np

@@ -27,7 +27,7 @@ def registered_names(file: Path, decorator: str) -> tuple[str, ...] | None:
     except ValueError as error:  # a null byte
         raise SyntaxError(str(error)) from error
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _last_name(node.func) == decorator]
-    given = [next(iter(call.args), None) for call in calls]
+    given = [call.args[0] if call.args else None for call in calls]
     if not all(isinstance(name, ast.Constant) for name in given):
         return None
     if not given and not _imports(tree) <= _PLAIN:

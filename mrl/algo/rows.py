@@ -1,4 +1,4 @@
-"""Conversion between flat arrays of response tokens, rows end to end, and numbers a row. numpy alone.
+"""Conversion between flat arrays of response tokens, rows end to end, and numbers a row. numpy only.
 
 The sum of a row uses the numbers of that row only. So it is the same whatever rows stand beside it, on whichever rank.
 Sums over all rows add the sums of rows with math.fsum, which rounds once, at the end. So the order of rows changes no

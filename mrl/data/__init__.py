@@ -7,5 +7,5 @@ Responses are rows of `Samples`. A `TrainBatch` is a step's samples with the inp
 For chat clients, `chat_api` reads their requests and writes answers. `chat_turns` finds which part of a request is
 known already, and `chat_text` makes tokens of the rest.
 
-numpy and pyarrow alone, no torch. May import `errors`.
+numpy and pyarrow only, no torch. May import `errors`.
 """

@@ -79,7 +79,7 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
 
     route_places: np.ndarray | None = field(
         default=None, kw_only=True, **of("token")
-    )  # int64: row of `routes`; -1: on another rank
+    )  # int64: row of `routes`; -1: not on this rank
 
     @classmethod
     def of(cls, sequences: Sequences, temperature: float, routes: RoutesHere | None = None) -> "TrainBatch":

@@ -28,7 +28,7 @@ from mrl.data.row_files import OTHER_THAN_TEXT, RawRow, read_rows
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 
 EXAMPLES = 10
-MOST_BAD_ROWS = 10_000  # of these each is reported
+MOST_BAD_ROWS = 10_000  # so many are reported one by one
 WHY = 500  # characters of the reason that is reported
 SAMPLED = 2  # last number of a sample's random stream, which makes it differ from those of all epochs
 THINKING = "enable_thinking"  # the switch's name in the templates of Qwen3 and of models after it

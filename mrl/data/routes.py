@@ -1,4 +1,4 @@
-"""Routes: the experts that the engine's routers chose for each token, which training chooses again (R3). numpy alone.
+"""Routes: the experts that the engine's routers chose for each token, which training chooses again (R3). numpy only.
 
 A sample's routes are [tokens, MoE layers, topk], prompt then response. Where a (token, layer) is unknown, all its
 entries are `missing_in` their dtype: -1, or 255 in an unsigned byte. 255 throughout is never a real route of 256
@@ -47,7 +47,7 @@ def end_to_end(parts: Sequence[np.ndarray]) -> np.ndarray:
 class RoutesHere:
     """The routes of those tokens of a batch that a rank computes, in the layers that it has."""
 
-    places: np.ndarray  # int64 [tokens of the batch]: row of `values`; -1: on another rank
+    places: np.ndarray  # int64 [tokens of the batch]: row of `values`; -1: not on this rank
     values: np.ndarray  # [tokens here, layers here, topk]
 
 

@@ -201,8 +201,8 @@ class Activations:
         """Returns the terms of gated delta attention, which is plain torch with all kernels
         (mrl/megatron/gated_delta.py).
 
-        The convolution keeps its input once for each position of its kernel, and its output before silu. All others are
-        float32. Chunks, to which each sequence is padded, keep their results.
+        The convolution keeps its input once a position of its kernel, and its output before silu. Queries, keys, gates
+        and outputs are float32. So are the results of chunks, to which each sequence is padded.
         """
         m = self.model
         heads = m.linear_num_value_heads // self.layout.tensor

@@ -90,7 +90,7 @@ class VllmEngine:
         return EngineReading(self._made + self._calls.tokens_inside, cache.share, cache.peak, cache.preemptions)
 
     async def start(self, meeting: tuple[str, int] | None = None) -> float:
-        """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when a check fails.
+        """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault where either fails.
 
         An engine that loaded no weights refuses to generate until a sync has brought some. `meeting`: address and port
         of the first data-parallel rank, where the ranks of the engine meet. The call returns when all have.

@@ -1,6 +1,6 @@
 """Forks vLLM's own processes on the CPU from a server that has imported vLLM once.
 
-An engine has a front end in its Ray actor, a core below it, and a worker a tensor rank. vLLM spawns core and workers,
+An engine has a front end in its Ray actor, a core below it, and a worker for each rank. vLLM spawns core and workers,
 as the runtimes of accelerators demand. Each would then take 7 s of CPU to import the same modules, one after the other.
 Here the front end starts the server before it imports vLLM itself. The others are forked from the server with
 everything imported:
@@ -43,7 +43,7 @@ _SERVER = "MRL_FORK_SERVER_PRELOADED"  # tells processes below the server which 
 class ForkedProcess(context.ForkServerProcess):
     """A process from the server, or a spawned one where the server cannot provide what it needs."""
 
-    environment: dict[str, str] | None  # it takes this over; None where it is spawned with an environment
+    environment: dict[str, str] | None  # applied to a forked process; None for a spawned one, which inherits its own
 
     def start(self) -> None:
         """Starts the process as multiprocessing does, with the current environment."""

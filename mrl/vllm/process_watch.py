@@ -87,8 +87,8 @@ def _below(process: psutil.Process) -> Iterator[tuple[psutil.Process, str]]:
 def end_with_parent() -> None:
     """Ends this process, a core of vLLM, as soon as the process that spawned it is gone. A second call changes nothing.
 
-    Does nothing in other processes. vLLM's workers watch their core, and a process without multiprocessing's parent is
-    no core.
+    Does nothing in other processes. vLLM's workers watch their core, and a process that multiprocessing did not spawn
+    is no core.
     """
     parent = multiprocessing.parent_process()
     if (

@@ -32,7 +32,7 @@ class RouteCapture:
         """
         if os.environ.get(_PLAIN_NAMES, "0") not in ("", "0"):
             raise EnvironmentFault(
-                f"{_PLAIN_NAMES} is set, and routes are found by names of requests with a random end; unset it"
+                f"{_PLAIN_NAMES} is set, but routes are found by request names with a random end; unset it"
             )
         self._runner = runner
         self._execute = runner.execute_model
