@@ -1,4 +1,4 @@
-"""The chat endpoint of engines and the agent that speaks to it: what goes together, and what an agent cannot have."""
+"""Rules of the chat endpoint and of the agent that talks to it: what goes together, and what an agent excludes."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Generation ahead of training: the schedule that a configuration asks for, and which switches do not go with it."""
+"""Builds the schedule of generation that a configuration asks for, and refuses switches that do not go with it."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ _STALENESS = {"sync": 0, "one_step_off": 1}  # bounded: trainer.max_staleness
 
 
 def schedule_of(config: RunConfig) -> Schedule:
-    """The schedule that generation goes by."""
+    """Returns the schedule of generation."""
     trainer = config.trainer
     filtering = config.algorithm.filter_groups
     return Schedule(
@@ -42,7 +42,7 @@ def schedule_of(config: RunConfig) -> Schedule:
 
 
 def schedule_notes(config: RunConfig, _: ModelSpec) -> Iterator[str]:
-    """The bound, in one sentence; and what weighs tokens of older weights."""
+    """Yields the bound of staleness as one sentence, and what weighs tokens of older weights."""
     schedule = schedule_of(config)
     if schedule.is_synchronous:
         return
