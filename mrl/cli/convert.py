@@ -43,7 +43,7 @@ def add(commands) -> None:
         "--vision-from",
         type=Path,
         metavar="FOLDER",
-        help="checkpoint of a model with a vision tower (Qwen3.5): write the same form, with the tower copied byte for byte; "
+        help="checkpoint of a model with a vision tower (Qwen3.5): write its form, with the tower copied byte for byte; "
         "left out, the text model alone is written",
     )
     _add_common(to_hf, _megatron_to_hf)
@@ -223,8 +223,8 @@ def _write_torch_dist(options: argparse.Namespace, source: Any):
 
     if not options.trust_checkpoint:
         raise ConfigError(
-            "torch_dist contains pickles, which can run code when they are loaded; give --trust-checkpoint to write it, "
-            "or leave --format out and get safetensors"
+            "torch_dist contains pickles, which can run code when they are loaded; give --trust-checkpoint to write "
+            "it, or leave --format out and get safetensors"
         )
     return write_torch_dist(source, options.output, options.non_homogeneous_layers, _job_options(options))
 

@@ -37,8 +37,8 @@ def add(commands) -> None:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="for a script without a layout, use the fastest layout that fits, not a preset's (also done where there is no "
-        "preset)",
+        help="for a script without a layout, use the fastest layout that fits, not a preset's (also done where there "
+        "is no preset)",
     )
     parser.add_argument(
         "--as-written", action="store_true", help="keep settings that mrl would change; validation may then refuse them"

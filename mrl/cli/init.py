@@ -1,4 +1,4 @@
-"""Implements `mrl init`: asks three questions, or reads flags, and writes a first configuration, checked and planned."""
+"""Implements `mrl init`: asks three questions, or reads flags, and writes a first configuration that is planned."""
 
 import argparse
 import sys
@@ -134,7 +134,7 @@ def _first(path: str, count, train: list[str], val: list[str]):
 
 
 def _reward(files: list[str]) -> dict[str, Any]:
-    """Chooses exact_match where no rule is known for a data source: answers are compared with the truth word by word."""
+    """Chooses exact_match where no rule is known for a data source. It compares answers with the truth word by word."""
     from mrl.reward.builtin_rules import RULES, rule_name
 
     sources = {source for file in files if (source := _source_of(file)) is not None}

@@ -82,7 +82,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, leftovers
 
 
 class _Plain:
-    """A text stream that makes control characters harmless, because names, messages and answers come from other people."""
+    """A text stream that makes control characters harmless. Names, messages and answers come from other people."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -99,7 +99,7 @@ def _plan_of_run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _messages(options: argparse.Namespace, rank: int, worker: int) -> dict[str, Any]:
-    """Returns all messages of a weight sync from one rank to one worker. Raises ConfigError for numbers out of range."""
+    """Returns all messages of a weight sync from one rank to one worker. Raises ConfigError for wrong numbers."""
     from mrl.config.rules import check
     from mrl.model.layout import TrainLayout
     from mrl.plan.run_plan import reshard_plan_of

@@ -15,9 +15,9 @@ def add(commands) -> None:
     """Registers the command."""
     rehearse = commands.add_parser(
         "rehearse",
-        help="run a small copy of a configuration on this machine's CPUs, with its own switches, before renting a cluster",
-        description="Shrinks model, layout, lengths and batches, and runs `mrl train` on the result: one step, a save, a "
-        "resume, one step. Then reports which switches were exercised, which could not be and why, and what failed.",
+        help="run a small copy of a configuration on this machine's CPUs, with its switches, before renting a cluster",
+        description="Shrinks model, layout, lengths and batches, and runs `mrl train` on the result: one step, a save, "
+        "a resume, one step. Then reports which switches were exercised, which could not be and why, and what failed.",
     )
     add_config(rehearse)
     rehearse.add_argument(

@@ -30,8 +30,8 @@ def add_arguments(train: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="restart the run, at most N times, after exit code 5, a kill by a signal, or a crash of Ray below Python; "
-        "never after another end, or after SIGTERM or Ctrl-C to this command; three ends without a finished step between "
-        "them stop it",
+        "never after another end, or after SIGTERM or Ctrl-C to this command; three ends without a finished step "
+        "between them stop it",
     )
 
 

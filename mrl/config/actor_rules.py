@@ -93,7 +93,7 @@ def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _batches(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """Checks the division of a batch. Later checks run only where earlier ones hold, so one mistake gives one message."""
+    """Checks the division of a batch. Later checks need earlier ones, so one mistake gives one message."""
     batch = config.data.train_batch_size
     mini = config.actor.ppo_mini_batch_size
     if batch % mini:
@@ -218,7 +218,7 @@ def _context_kind(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """Refuses options that know weights or gradients by their address. Offloaded buffers come back at another address."""
+    """Refuses options that know weights or gradients by their address, which offloading changes."""
     moved = " and ".join(f"actor.{name}" for name in ("param_offload", "grad_offload") if getattr(config.actor, name))
     if moved and config.actor.override_ddp_config.get("nccl_ub"):
         why = "the communicator has registered the memory of the buffers"
