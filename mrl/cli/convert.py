@@ -43,8 +43,8 @@ def add(commands) -> None:
         "--vision-from",
         type=Path,
         metavar="FOLDER",
-        help="checkpoint of a model with a vision tower (Qwen3.5): write its form, with the tower copied byte for byte; "
-        "left out, the text model alone is written",
+        help="checkpoint of a model with a vision tower (Qwen3.5): write its form, with the tower copied byte for "
+        "byte; left out, the text model alone is written",
     )
     _add_common(to_hf, _megatron_to_hf)
     lora = conversions.add_parser("lora-to-hf", help="write the adapters of a saved step in PEFT's format, or merged")

@@ -129,7 +129,9 @@ def _first(path: str, count, train: list[str], val: list[str]):
     from mrl.model import planning_model_spec
     from mrl.tools.first_config import first_config
 
-    data = {"data.train_files": train} | ({"data.val_files": _files(val), "trainer.test_freq": 20} if val else {})
+    data: dict[str, Any] = {"data.train_files": train}
+    if val:
+        data |= {"data.val_files": _files(val), "trainer.test_freq": 20}
     return first_config(path, planning_model_spec(path)[0], count, data | _reward([*train, *val]))
 
 

@@ -112,18 +112,14 @@ def _messages(options: argparse.Namespace, rank: int, worker: int) -> dict[str, 
     for name, number, count in (("RANK", rank, plan.train.world_size), ("WORKER", worker, plan.rollout.world_size)):
         if not 0 <= number < count:
             raise ConfigError(f"--messages: {name} {number} must be from 0 to {count - 1}")
-    messages = [
-        {
-            "round": message.round,
-            "bytes": message.nbytes,
-            "boxes": [
+    messages = []
+    for message in plan.sends(rank):
+        if message.worker == worker:
+            boxes = [
                 {"tensor": copy.hf_name, "box": copy.hf_box.ranges, "from": copy.source_name, "to": copy.parameter}
                 for copy in message.copies
-            ],
-        }
-        for message in plan.sends(rank)
-        if message.worker == worker
-    ]
+            ]
+            messages.append({"round": message.round, "bytes": message.nbytes, "boxes": boxes})
     notes = [stand_in] if stand_in else []
     return {"rank": rank, "worker": worker, "messages": messages, "notes": notes, "hash": plan.hash}
 

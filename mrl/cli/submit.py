@@ -93,7 +93,7 @@ def _usual_environment(device: str) -> Path:
 def _check_found(config, preset: str, environment: dict[str, Any], address: str) -> None:
     """Raises ConfigError for what the job's processes would not find.
 
-    These are files that are missing in its copy of the working directory, and a run directory that no other host has.
+    These are files that its copy of the working directory lacks, and a run directory on this host only.
     """
     from mrl.cluster.job import not_sent
     from mrl.config.run_rules import named_paths, run_dir

@@ -83,7 +83,8 @@ def _train_once(options: argparse.Namespace) -> None:
     from mrl.train.preflight import run_dir_path
     from mrl.train.rank_restarts import train_on
 
-    trainer, folder = resolved.config.trainer, run_dir_path(resolved.config.trainer, resume)
+    trainer = resolved.config.trainer
+    folder = run_dir_path(trainer, resume)
     report = ReportView(folder, lambda step: due(trainer.save_freq, step, trainer.total_training_steps or 0))
     try:
         with open_run(resolved, resume, {"report": report}) as run:

@@ -38,10 +38,13 @@ def add(commands) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    answer, lines = (
-        (_resume_verdict(options), _resume_lines) if options.resume else (_sync_verdict(options), _sync_lines)
-    )
-    print(json.dumps(answer) if options.json else "\n".join(lines(answer)))
+    if options.resume:
+        answer = _resume_verdict(options)
+        lines = _resume_lines(answer)
+    else:
+        answer = _sync_verdict(options)
+        lines = _sync_lines(answer)
+    print(json.dumps(answer) if options.json else "\n".join(lines))
     if not answer["ok"]:
         raise SystemExit(1)
 

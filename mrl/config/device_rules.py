@@ -39,7 +39,10 @@ def _tested(config: RunConfig) -> dict[str, str]:
 
 def _assumed(config: RunConfig) -> dict[str, str]:
     """Returns the versions that the cluster has. Without a known device these are only the ones that are named."""
-    return ({} if leaf(config, "cluster.device") is None else _tested(config)) | config.cluster.versions
+    tested = {}
+    if leaf(config, "cluster.device") is not None:
+        tested = _tested(config)
+    return tested | config.cluster.versions
 
 
 def _on_npu(config: RunConfig) -> bool:
@@ -85,7 +88,7 @@ def _megatron(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _completed_on_cpu(name: str) -> Rule:
-    """Builds the rule that a parallel size of engines is 1 on CPU, unless mrl adds what vLLM's CPU platform lacks."""
+    """Builds the rule that a parallel size is 1 on CPU, unless mrl adds what vLLM's CPU platform lacks."""
     able = [generation for generation in VLLM_GENERATIONS if generation.completed_on_cpu]
 
     def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -113,7 +116,9 @@ def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _release_for_routes(config: RunConfig) -> tuple[str, tuple[int, ...] | None]:
     """Returns vLLM's version, and its release where engines' routes are replayed, else None."""
     _name, version = vllm_package(_assumed(config))
-    return version, release_of(version) if config.actor.router_replay == "R3" else None
+    if config.actor.router_replay != "R3":
+        return version, None
+    return version, release_of(version)
 
 
 def _routes(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:

@@ -70,7 +70,7 @@ _TARGETS: tuple[tuple[str, str, Mapping[str, Field]], ...] = (
 
 
 def override_rules(config: RunConfig, model: ModelSpec | None) -> Iterator[Violation]:
-    """Refuses keys for Megatron and vLLM that these do not know or that mrl decides, and values that it cannot run."""
+    """Refuses keys of Megatron and vLLM that are unknown there or decided by mrl, and values that cannot run."""
     for key, *_rest in _TARGETS:
         yield from override_faults(key, leaf(config, key) or {}, leaf(config, "cluster.device"), model)
 

@@ -122,7 +122,7 @@ def _violation(kind: str, loc: Sequence[Any], tree: Node) -> tuple[_Path, Violat
 
 
 def _resolve(loc: Sequence[Any]) -> tuple[type[Section], FieldInfo | None, int]:
-    """Returns the section in which a path ends, the last field on it, and the number of keys up to there.
+    """Returns the section in which a path ends, the last field on it, and the number of its keys.
 
     Later parts of the path lie inside a value.
     """

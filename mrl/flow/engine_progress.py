@@ -62,7 +62,8 @@ class EngineProgress:
         self._take_answers(now)
         for engine in holding:
             if engine not in self._to_come and now - self._asked[engine] >= self._every:
-                self._to_come[engine], self._asked[engine] = self._ask(engine), now
+                self._to_come[engine] = self._ask(engine)
+                self._asked[engine] = now
         if late := self._watch.late(now):
             silent = LostProcess(f"generation: no token within {self._watch.limit_s:g} s from {', '.join(late)}")
             raise concerning(silent, *late)

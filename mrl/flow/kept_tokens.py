@@ -1,7 +1,9 @@
 """Continues responses, in an engine's process, from tokens that were generated earlier, maybe by another engine.
 
-kept row, fetched by reference --> request: prompt and kept tokens, what they may add, a seed of its own
-what the engine adds           --> one row again: log-probs, versions and routes of kept tokens as they were
+    kept row, fetched by reference --> request: prompt and kept tokens, what they may add, a seed of its own
+    what the engine adds           --> one row again
+
+Log-probs, versions and routes of kept tokens stay as they were.
 """
 
 import asyncio

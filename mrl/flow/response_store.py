@@ -7,9 +7,9 @@
 
 A long response is a block of its own, so a rank that needs it receives nothing else with it. Routes take hundreds of
 bytes a token. They are a separate object beside their block, so that readers of tokens fetch no routes. Ray moves
-blocks between nodes, spills them to disk when a store is full, and deletes a block with the last reference to it.
+blocks between nodes. It spills them to disk when a store is full. It deletes a block with its last reference.
 
-An engine returns a block as one of the values of a call, so the driver owns it and it outlives the engine's process.
+An engine returns a block as one value of a call. So the driver owns it, and it outlives the engine's process.
 References that an engine made with ray.put and returned inside a value were lost: Ray 2.60 forgot that the driver had
 borrowed them. Ray would copy values of up to 100 KB into the driver's memory. `SMALL_OBJECTS` in the engine's process
 lowers that limit.

@@ -1,10 +1,12 @@
 """Handles a step's rows on the ranks from the driver: which replica has which, calls on all ranks, numbers a row.
 
-driver                                     ranks (rank_batch.py)
-lengths --step_cut--> rows of replicas --> fetch their rows, once, from where they are
-numbers a row                          <-- log-probs, corrections: tokens stay
-numbers a response                     --> advantages of tokens
-counts of mini-batches                 --> updates
+    driver                                     ranks (rank_batch.py)
+    lengths --step_cut--> rows of replicas --> fetch their rows, once, from where they are
+    numbers a row                          <-- log-probs, corrections: tokens stay
+    numbers a response                     --> advantages of tokens
+    counts of mini-batches                 --> updates
+
+Tokens and their numbers stay on the ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -198,7 +200,9 @@ class StepBatch:
         answers = self._call("update", counts)
         result = UpdateResult([part for parts, _ in answers for part in parts], list(self.cut.loads))
         scored = [scored for _, scored in answers]
-        return result, None if all(each is None for each in scored) else self._mismatch(scored)
+        if all(each is None for each in scored):
+            return result, None
+        return result, self._mismatch(scored)
 
     def _own_among(self, rows: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Returns, for each replica, which of the rows it holds are in `rows` and trained there; int64."""

@@ -42,7 +42,10 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
 
 @dataclass(frozen=True)
 class Value:
-    """A text and what is unknown in it. `missing` names unset variables and command substitutions; empty: all is known."""
+    """A text, and what is unknown in it.
+
+    `missing` names unset variables and command substitutions. It is empty where the text is known.
+    """
 
     text: str
     missing: frozenset[str] = frozenset()
@@ -270,7 +273,7 @@ class Expander:
             return Value(unread, frozenset((unread,)))
 
     def shaped(self, name: str, text: str, operator: str, argument: str, line: int) -> Value:
-        """Expands `${x#pattern}` and similar forms of a known text. Unknown where the argument has an unknown variable."""
+        """Expands `${x#pattern}` and similar forms of a known text. Unknown where the argument is unknown."""
         if operator in (",,", "^^"):
             return Value(text.lower() if operator == ",," else text.upper())
         if operator == ":":
@@ -291,7 +294,12 @@ class Expander:
             return Value(_cut(text, operator, first))
         if set(first) & set("*?["):
             return Value(whole, frozenset((whole,)))  # replacement by pattern is not implemented
-        return Value(text.replace(first, second, -1 if operator == "//" else 1) if first else text)
+        if not first:
+            return Value(text)
+        most = 1
+        if operator == "//":
+            most = -1
+        return Value(text.replace(first, second, most))
 
     def arithmetic(self, text: str) -> Value:
         """Calculates `$((...))` with whole numbers."""

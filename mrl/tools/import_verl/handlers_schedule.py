@@ -94,7 +94,7 @@ SCHEDULE_HANDLERS = {
 
 
 def carry_schedule(out: Import, settings: VerlSettings) -> None:
-    """Writes trainer.schedule for a trainer that generates ahead, and its consequences. Runs after all keys are read."""
+    """Writes trainer.schedule for a trainer that generates ahead, and its consequences, after all keys are read."""
     entry = settings.command.entry
     if settings.ahead == ONE_STEP_OFF:
         out.put("renamed", entry, "trainer.schedule", "one_step_off", "the next step's responses, while a step trains")

@@ -95,11 +95,13 @@ def named_config(name: str, folder: Value | None, entry: str, script: str) -> Na
 def _of_file(name: str, folders: Sequence[Path], chain: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     file = next((file for folder in folders if os.path.isfile(file := folder / f"{name}.yaml")), None)
     if file is None or name in chain:
+        if name in SHIPPED:
+            return dict(SHIPPED[name]), []
         missing = (
             f"{name}: that file is not at hand, so what it sets is not read; give it by --config-path, "
             "or its keys as overrides"
         )
-        return dict(SHIPPED.get(name, {})), [] if name in SHIPPED else [missing]
+        return {}, [missing]
     try:
         text = read_text(file, CONFIG_BYTES)
     except (OSError, ValueError) as error:
@@ -113,7 +115,10 @@ def _of_file(name: str, folders: Sequence[Path], chain: Sequence[str]) -> tuple[
 
 
 def _of_defaults(defaults: Any, folders: Sequence[Path], chain: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns what the files of a `defaults:` list set, in order, with its choices (`override model_engine: megatron`)."""
+    """Returns what the files of a `defaults:` list set, in order.
+
+    Choices in the list count too (`override model_engine: megatron`).
+    """
     values: dict[str, Any] = {}
     faults: list[str] = []
     for item in defaults if isinstance(defaults, list) else []:

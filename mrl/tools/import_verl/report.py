@@ -67,7 +67,11 @@ class Import:
             before = self.entries
             self.entries = [_replaced(e, became) if e.to == to and e.key else e for e in before]
         self.values[to] = value
-        self.notes[to] = f"line {line}" if line and not why else f"{kind}: {why}" if why else kind
+        self.notes[to] = kind
+        if why:
+            self.notes[to] = f"{kind}: {why}"
+        elif line:
+            self.notes[to] = f"line {line}"
         self.entries.append(KeyReport(kind, key, to, value, why, line))
 
     def leave(self, kind: str, key: str, value: Any, why: str, line: int = 0) -> None:
@@ -89,7 +93,7 @@ class Import:
 
     @property
     def losses(self) -> list[KeyReport]:
-        """Entries that the script asks for and the configuration does not do, or has no value for. Names do not count."""
+        """What the script asks for and the configuration does not do, or has no value for. Names do not count."""
         unknown = [entry for entry in self.of("unknown") if entry.key not in self.names]
         return [*self.of("unsupported"), *unknown]
 

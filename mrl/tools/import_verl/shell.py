@@ -213,7 +213,7 @@ class _Reader:
                 self.variables[name] = _common(name, [end.get(name, ()) for end in ends], doubt)
 
     def while_(self, node: While) -> bool | None:
-        """Skips a loop over arguments (`while [ $# -gt 0 ]`) where there are none. The end of other loops is not known."""
+        """Skips a loop over arguments (`while [ $# -gt 0 ]`) where there are none. The end of others is not known."""
         self.expander.counts_arguments = True
         status = self.block(node.condition)
         self.expander.counts_arguments = False
@@ -288,8 +288,8 @@ class _Reader:
             return
         if array is not None:
             items = tuple(self.expander.fields(array.words))
-            before = current if isinstance(current, tuple) else () if current is None else (current,)
-            items = before + items if appended else items
+            if appended:
+                items = _items(current) + items
             if len(items) > MAX_ITEMS:
                 raise ConfigError(
                     f"{self.name}:{word.line}: {name} grows over {MAX_ITEMS} items, which no launch script needs"
@@ -297,7 +297,11 @@ class _Reader:
             self.set(name, items)
             return
         value = self.expander.text(word)
-        self.set(name, (current if isinstance(current, Value) else Value("")) + value if appended else value)
+        if appended and isinstance(current, Value):
+            value = current + value
+        elif appended:
+            value = Value("") + value
+        self.set(name, value)
 
     def set(self, name: str, value: Variable) -> None:
         """Sets a variable, unless the user did.
@@ -326,6 +330,15 @@ class _Reader:
             self.remark(line, f"a condition depends on {', '.join(sorted(missing))}")
             return None
         return _test([a.text for a in arguments])
+
+
+def _items(variable: Variable | None) -> tuple[Value, ...]:
+    """Returns the items of a variable: of an array all, of a text the text alone."""
+    if variable is None:
+        return ()
+    if isinstance(variable, tuple):
+        return variable
+    return (variable,)
 
 
 def _common(name: str, values: Sequence[Variable], doubt: frozenset[str]) -> Variable:
@@ -360,7 +373,7 @@ def _some(name: str, items: Sequence[Value], doubt: frozenset[str]) -> Value:
 
 
 def _assignment(word: Word) -> tuple[str, Word, bool] | None:
-    """Returns (name, value, whether it is appended) of `name=value`, `name+=value` or `name[index]=value`, else None."""
+    """Returns (name, value, whether it is appended) of `name=value`, `name+=value` or `name[i]=value`, else None."""
     first = word.parts[0]
     if first.kind != "text" or first.quoted or "=" not in first.text:
         return None

@@ -406,8 +406,10 @@ class _TreeReader:
 
 
 def _joined(before: tuple[WordPart, ...], behind: tuple[WordPart, ...]) -> tuple[WordPart, ...]:
-    """Parts of a word that the grammar took for two. It cuts `$A/$B/c` behind the second `$`, so that the name of a
-    variable stands at the beginning of the text that follows."""
+    """Joins parts of a word that the grammar read as two.
+
+    It cuts `$A/$B/c` behind the second `$`, so that a variable's name begins the following text.
+    """
     last = before[-1]
     first = behind[0]
     if {last.kind, first.kind} != {"text"} or last.quoted or first.quoted or not last.text.endswith("$"):

@@ -291,10 +291,11 @@ def _engine_nodes(settings: VerlSettings) -> tuple[int, int]:
 
 
 def _beside(out: Import, settings: VerlSettings, per_node: int) -> None:
-    """Writes the cluster of separate actor and engines: on nodes of their own where nodes are alike, else on shared
-    nodes.
+    """Writes the cluster of separate actor and engines. They have nodes of their own where nodes are alike, else shared
+    ones.
     """
-    nodes, (own_nodes, own_per_node) = settings.value("trainer.nnodes"), _engine_nodes(settings)
+    nodes = settings.value("trainer.nnodes")
+    own_nodes, own_per_node = _engine_nodes(settings)
     if own_per_node == per_node:
         out.put("implied", "", "cluster.nnodes", nodes + own_nodes, "nodes of the actor and of the engines")
     else:
@@ -303,7 +304,7 @@ def _beside(out: Import, settings: VerlSettings, per_node: int) -> None:
 
 
 def _filters(out: Import, settings: VerlSettings) -> None:
-    """Keeps a filter of words where the loss reads only training's log-probs. Otherwise switches it off for validation."""
+    """Keeps a filter of words where the loss reads only training's log-probs. Otherwise switches it off."""
     corrected = out.values.get("algorithm.rollout_correction.level") is not None
     for name, neutral in (("top_p", 1.0), ("top_k", -1)):
         to = f"rollout.{name}"

@@ -191,7 +191,7 @@ class VerlSettings:
         return value
 
     def given(self, key: str) -> Any:
-        """Returns the value that the script gives a key of verl's, or None where it is not set, without verl's default."""
+        """Returns the value that the script gives a key of verl's. Otherwise None, whatever verl's default is."""
         if self._is_set(key):
             return self.keys[key].value
         return None

@@ -1,8 +1,8 @@
 """Writes a Hugging Face checkpoint of random weights, which `model.path` of a rehearsal names.
 
 Weights are seeded, and scaled so that activations stay near 1 through the layers. Every embedding has a part in one
-common direction, and the end token's row of the output layer has the same direction. So the end comes by chance, about
-once in a response. Responses then differ in length, as those of a trained model do.
+common direction. The end token's row of the output layer has that direction too. So the end comes by chance, about once
+in a response. Responses then differ in length, as those of a trained model do.
 """
 
 import json

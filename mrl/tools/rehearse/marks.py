@@ -1,8 +1,8 @@
 """Table of switches: which ones a configuration has on, and what shows that the code of each ran.
 
-A switch counts as exercised only if its mark is found. Either its code recorded that it ran (mrl/exercised.py), or
-metrics, checkpoint files or samples show an effect that only it has. Where nothing can show it, the table gives the
-reason, and the switch never counts.
+A switch counts as exercised only if its mark is found. Its code may have recorded that it ran (mrl/exercised.py).
+Otherwise metrics, checkpoint files or samples must show an effect that only it has. Where nothing can show it, the
+table gives the reason, and the switch never counts.
 """
 
 import re

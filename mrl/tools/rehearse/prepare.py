@@ -42,9 +42,8 @@ class Prepared:
 def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     """Writes model, tokenizer, rows, reward and configuration.
 
-    Raises what `mrl train` raises for the user's own files. These are DataError for bad rows or a reward that fails,
-    and ConfigError for a tokenizer or reward that cannot be loaded. Raises ConfigError for a family without a small
-    form.
+    Raises what `mrl train` raises for the user's own files: DataError for bad rows or a reward that fails, ConfigError
+    for a tokenizer or reward that cannot be loaded. Raises ConfigError for a family without a small form.
     """
     original = original.model_copy(
         update={"model": original.model.model_copy(update={"path": cached_folder(original.model.path)})}

@@ -1,7 +1,7 @@
 """Shrinks lengths, token budgets and batches: all are divided by one factor, rounded up, with a minimum.
 
-The factor is the smallest power of two that brings the longest sample to 192 tokens and a step to 96 samples. Group
-size and updates a step stay, within limits that are reported where they apply.
+The factor is the smallest sufficient power of two. It brings the longest sample to 192 tokens and a step to 96 samples.
+Group size and updates a step stay, within limits that are reported where they apply.
 
 An example: 2,048 + 8,192 tokens, 256 prompts of 16 responses, mini-batches of 64 prompts. The factor is 64. Prompts
 have 48 tokens (the minimum) and responses 128. Mini-batches have 1 prompt, and a step has 4 of them.

@@ -162,7 +162,7 @@ def _with_stages(d: LayoutDegrees, small: Ranks) -> tuple[dict[str, Any], int]:
         "context_parallel_size": small.context,
         "expert_model_parallel_size": small.expert,
         "expert_tensor_parallel_size": d.expert_tensor_parallel_size and small.expert_tensor,
-        "sequence_parallel": d.sequence_parallel and small.tensor > 1 if d.sequence_parallel is not None else None,
+        "sequence_parallel": d.sequence_parallel and small.tensor > 1,
     }
     uneven, layers = _stages(d, small.pipeline, chunks)
     return keys | uneven, layers
@@ -189,7 +189,10 @@ def _stages(d: LayoutDegrees, stages: int, chunks: int) -> tuple[dict[str, Any],
     if d.end_stages:
         return _end_stages(d, even, stages, chunks)
     extras = {name: getattr(d, name) for name in even if name.startswith("account_for")}
-    return even | extras, stages * chunks * 2 - d.counted_extras if d.counted_extras else stages * chunks * each
+    layers = stages * chunks * each
+    if d.counted_extras:
+        layers = stages * chunks * 2 - d.counted_extras
+    return even | extras, layers
 
 
 def _end_stages(d: LayoutDegrees, even: dict[str, Any], stages: int, chunks: int) -> tuple[dict[str, Any], int]:
@@ -197,9 +200,15 @@ def _end_stages(d: LayoutDegrees, even: dict[str, Any], stages: int, chunks: int
     first = d.num_layers_in_first_pipeline_stage
     last = d.num_layers_in_last_pipeline_stage
     both = first is not None and last is not None
-    ends = [chunks * (2 if both and stages == 2 and i else 1) for i in range(1 + both)]
+    ends = [chunks] * (1 + both)
+    if both and stages == 2:
+        ends[1] = 2 * chunks
     named = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    given = named if both else named[:1] if first is not None else named[1:]
+    given = named
+    if last is None:
+        given = named[:1]
+    elif first is None:
+        given = named[1:]
     return even | dict(zip(given, ends, strict=True)), sum(ends) + 2 * chunks * (stages - len(ends))
 
 

@@ -1,8 +1,7 @@
-"""Shrinks a config.json to the same family, with the same kinds of layers and tensors, and sizes that two CPUs can
-train.
+"""Shrinks a config.json to sizes that two CPUs can train. Family, kinds of layers and kinds of tensors stay.
 
-Features of the family stay: experts, shared experts, dense layers before them, tied embeddings, norms on queries and
-keys, biases, several query heads on one key-value head. Every size divides by the degrees of a rehearsal.
+Kept are experts, shared experts, dense layers before them, tied embeddings, norms on queries and keys, and biases.
+Several query heads still share a key-value head. Every size divides by the degrees of a rehearsal.
 """
 
 from collections.abc import Callable
@@ -82,9 +81,7 @@ def _experts(config: HfConfig) -> dict[str, Any]:
 
 
 def _qwen_experts(config: HfConfig) -> dict[str, Any]:
-    """Keeps a dense first layer where the model has dense layers, and experts in every second layer where not all have
-    them.
-    """
+    """Keeps a dense first layer where the model has dense ones, and experts in every second layer where not in all."""
     dense = config.get("mlp_only_layers") or []
     step = config.get("decoder_sparse_step") or 1
     return _experts(config) | {"mlp_only_layers": [0] if dense else [], "decoder_sparse_step": min(step, 2)}
@@ -103,7 +100,7 @@ def _glm(config: HfConfig) -> dict[str, Any]:
 
 
 def _latent(config: HfConfig) -> dict[str, Any]:
-    """Keeps the latent's size, for which vLLM's CPU kernel is compiled. Groups of experts stay, with two experts each."""
+    """Keeps the latent's size, for which vLLM's CPU kernel is compiled. Groups of experts stay, of two experts each."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM}
     sizes |= {
         "head_dim": 64,
