@@ -93,7 +93,7 @@ class TurnsConfig(Section):
     python: PythonConfig = PythonConfig()
     max_turns: int = key(
         8,
-        "Most turns of a response. The last turn cannot call a tool.",
+        "Most turns of a response. Calls in the last turn are not made.",
         ge=1,
         advice="A response that calls a tool in its last turn ends there, and is scored as it is.",
     )
@@ -149,7 +149,7 @@ class AgentConfig(Section):
 
     command: tuple[str, ...] = key(
         (),
-        "Program and arguments. The environment has the endpoint's address and key: OPENAI_BASE_URL, "
+        "Program and arguments. Environment variables hold the endpoint's address and key: OPENAI_BASE_URL, "
         "OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. Standard input has `url`, `row` and "
         "`seconds` as JSON. An exit status other than 0 counts as a failed environment.",
     )
@@ -260,14 +260,14 @@ class RolloutConfig(Section):
     cpu_kvcache_gib: int = key(1, "KV cache of each worker of an engine on a CPU.", ge=1, unit="GiB")
     max_num_seqs: int = key(
         256,
-        "Sequences that an engine computes at once. With data parallelism it holds for each data-parallel rank.",
+        "Sequences that an engine computes at once. With data parallelism each of its ranks computes as many.",
         ge=1,
         advice="Raise it while the engine's KV cache is not full.",
         verl="actor_rollout_ref.rollout.max_num_seqs",
     )
     max_num_batched_tokens: int | None = key(
         None,
-        "Most tokens in one engine step; left out: vLLM's default.",
+        "Most tokens in one engine step; left out: the device's default.",
         ge=1,
         unit="tokens",
         advice="Start with max(8192, max_prompt_length + max_response_length). Below 2048 throughput suffers.",
