@@ -17,7 +17,7 @@ Values = tuple[Any, ...] | Callable[[ModelSpec], tuple[Any, ...]]
 
 
 class Effect(Enum):
-    """What another value of a field changes, and whether it is accepted."""
+    """The effect of another value of a field, and whether such a value is accepted."""
 
     SPEED = "speed, memory, what is logged, or nothing: taken"
     ROUNDING = "how numbers are rounded: taken, and noted"

@@ -110,8 +110,10 @@ class RolloutCorrectionConfig(Section):
         rule=known_name(LEVELS, ALIASES),
     )
     mode: str = key("truncate", "What happens to a ratio outside the bounds.")
-    low: float | None = key(None, "Lower bound of the ratio of training to generation; left out: none.", ge=0)
-    high: float = key(2.0, "Upper bound of the ratio of training to generation.", gt=0)
+    low: float | None = key(
+        None, "Lower bound of the ratio, the trainer's probability over the engine's; left out: none.", ge=0
+    )
+    high: float = key(2.0, "Upper bound of the ratio, the trainer's probability over the engine's.", gt=0)
 
 
 class FilterGroupsConfig(Section):
@@ -126,7 +128,7 @@ class FilterGroupsConfig(Section):
     metric: str = key(
         "score",
         "The value that is compared within a group. score: what the reward function returned. reward: the "
-        "score after penalties. Or the name of a part of the reward.",
+        "score after penalties. Other names are parts of the reward.",
     )
     max_num_gen_batches: int = key(
         0,
@@ -136,8 +138,8 @@ class FilterGroupsConfig(Section):
     )
     on_exhausted: Literal["error", "partial", "unfiltered"] = key(
         "error",
-        "What happens when these batches are used up. error: ends the run. partial: trains on the groups that "
-        "are left. unfiltered: fills up with groups whose values are equal.",
+        "What happens when these batches are used up. error: ends the run. partial: trains on the groups so "
+        "far. unfiltered: fills up with groups whose values are equal.",
     )
 
 
@@ -231,8 +233,8 @@ class AlgorithmConfig(Section):
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     overlong_filter: bool = key(
         False,
-        "Leaves responses out of training that were cut off at the length limit. It also leaves those out "
-        "whose tool answers did not fit below the limit.",
+        "Leaves responses out of training that were cut off at the length limit. Responses whose tool answers "
+        "did not fit below the limit are left out, too.",
     )
     use_kl_in_reward: bool = key(
         False,
@@ -248,7 +250,7 @@ class AlgorithmConfig(Section):
     entropy_coeff: float = key(
         0.0,
         "Weight of an entropy bonus in the loss.",
-        advice="0. Even a small bonus can make long responses incoherent.",
+        advice="0. Even a small bonus makes long responses drift.",
         verl="actor_rollout_ref.actor.entropy_coeff",
     )
     use_kl_loss: bool = key(

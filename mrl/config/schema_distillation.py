@@ -49,7 +49,7 @@ class TeacherConfig(Section):
 
 
 class DistillationLossConfig(Section):
-    """How the teacher's log-probs enter the update."""
+    """The loss of a distillation: how the teacher's log-probs enter the update."""
 
     loss_mode: str = key(
         "k1",

@@ -80,8 +80,8 @@ class TrainerConfig(Section):
     order: Literal["in_order", "ready_first"] = key(
         "in_order",
         "With bounded: what a step trains on. in_order: the next prompts of the data, with the same bits "
-        "whatever the engines' speed. ready_first: what is finished; engines keep unfinished responses over "
-        "an update. Then no two runs are equal.",
+        "whatever the engines' speed. ready_first: whatever is finished, while engines keep unfinished "
+        "responses over an update. Then no two runs are equal.",
         advice="ready_first where engines wait too long for each other with in_order, and no run has to be repeated.",
     )
     on_stale: Literal["requeue", "drop"] = key(
@@ -120,7 +120,7 @@ class TrainerConfig(Section):
     test_freq: int = key(-1, "Steps between validations; -1: never.", unit="steps", rule=_EVERY)
     val_before_train: bool = key(
         True,
-        "Validates before the first step too.",
+        "Validates the untrained model, too.",
         advice="true: it is the baseline for all later scores.",
         verl="trainer.val_before_train",
     )
@@ -243,7 +243,7 @@ class ClusterConfig(Section):
 
 
 class ReshardConfig(Section):
-    """How trained weights reach the engines."""
+    """The weight sync, which brings trained weights to the engines."""
 
     path: Literal["fast", "slow"] = key(
         "fast",
@@ -277,7 +277,7 @@ class ReshardConfig(Section):
 
 
 class RecordConfig(Section):
-    """What a run keeps of its samples, beside its metrics."""
+    """The samples that a run keeps, beside its metrics."""
 
     samples: int | Literal["all", "none"] = key(
         "all",

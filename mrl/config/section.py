@@ -78,7 +78,7 @@ class KeyRule:
 
 @dataclass(frozen=True)
 class KeyNotes:
-    """What the documentation says about a key, beside its meaning.
+    """The notes on a key in the documentation, beside its meaning.
 
     `verl` names verl's keys that mean the same and take the same values. `is_path` marks paths of files or folders.
     """

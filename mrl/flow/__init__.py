@@ -21,9 +21,9 @@ step's order. Tokens never pass through the driver. Files are written where the 
 (sample_writer.py, group_writer.py, generations.py).
 
 A row is one prompt and one response. A response may have several turns (conversations.py, in the engine's process). A
-column then says which tokens were sampled and which are context. Context tokens count in no metric and no loss. The
-model talks with partners (partners.py): tools and environments, or an agent (agents.py) that talks to it over HTTP
-(endpoint.py).
+column then says which tokens were sampled and which are context. Context counts in nothing that is computed from
+tokens. The model talks with partners (partners.py): tools and environments, or an agent (agents.py) that talks to it
+over HTTP (endpoint.py).
 
 This room may import vllm, megatron, checkpoint, remote, config and rooms below them. It must not import cluster, which
 uses it.

@@ -6,7 +6,7 @@
 
 A turn ends with the model's answer. All that the agent does until its next request, or its end, is that turn's only
 call. Messages that the agent repeats keep their tokens (mrl.data.chat_turns). Where it goes back to an earlier place,
-the response continues from there. The same request again replaces a turn. Other messages begin a branch. The row that
+the response continues from there. A repeated request replaces its turn. Other messages begin a branch. The row that
 is trained has all branches (mrl.schedule.branches) that fit into it, the newest first. The turn's calls also record
 retries, branches, and sampling parameters that the agent asked for and did not get.
 """

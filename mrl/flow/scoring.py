@@ -251,7 +251,7 @@ class Channel:
 
 @dataclass
 class _Exchange:
-    """What all callers share: the scorers, and who gets which result."""
+    """The part that all callers share: the scorers, and who gets which result."""
 
     channels: Sequence[Channel]
     near: Mapping[str, int]  # by engine, the number of the scorer that judges its responses

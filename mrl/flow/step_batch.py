@@ -32,7 +32,7 @@ from mrl.model.layout import TrainLayout
 
 
 class AllRanks(Protocol):
-    """What a step needs of all actor ranks. `ActorGroup` of cluster/actor_group.py implements it."""
+    """The part of all actor ranks that a step needs. `ActorGroup` of cluster/actor_group.py implements it."""
 
     config: RunConfig
     model: ModelSpec

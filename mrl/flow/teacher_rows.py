@@ -49,7 +49,7 @@ class TeacherRows:
 
 @dataclass(frozen=True)
 class TeacherShare:
-    """What one replica of the teacher scores: rows of the step, ascending, and micro-batches of indices into them."""
+    """The share of one replica of the teacher: rows of the step, ascending, and micro-batches of indices into them."""
 
     rows: np.ndarray  # int64
     micros: tuple[MicroRows, ...]

@@ -129,7 +129,7 @@ class Expander:
         self.variables = variables
         self.positional = tuple(positional)
         self.name = name
-        self.counts_arguments = False  # whether $# is known; otherwise a script that uses it expects arguments
+        self.counts_arguments = False  # whether $# is known; mostly not, as a script that reads it expects arguments
 
     def fields(self, words: Sequence[Word]) -> list[Value]:
         """Returns the arguments that words expand to, split at blanks outside quotes."""

@@ -24,7 +24,7 @@ LAYOUT = "actor.layout."
 
 @dataclass(frozen=True)
 class KeyRow:
-    """What happens to one key of verl's. `to` is mrl's key.
+    """The fate of one key of verl's. `to` is mrl's key.
 
     `why` says why a key goes nowhere, or has a slightly different meaning here. `neutral` lists values of an
     unsupported key that describe what mrl does anyway.

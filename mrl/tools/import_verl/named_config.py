@@ -63,7 +63,7 @@ _OF_ENTRY = {
 
 @dataclass(frozen=True)
 class NamedConfig:
-    """What a named configuration sets. `values` has dotted keys of verl's.
+    """The settings of a named configuration. `values` has dotted keys of verl's.
 
     `said` is a remark about them, or "". `faults` are files that are not on this machine.
     """

@@ -93,7 +93,7 @@ class Import:
 
     @property
     def losses(self) -> list[KeyReport]:
-        """What the script asks for and the configuration does not do, or has no value for. Names do not count."""
+        """Requests of the script that the configuration does not fulfil, or has no value for. Names do not count."""
         unknown = [entry for entry in self.of("unknown") if entry.key not in self.names]
         return [*self.of("unsupported"), *unknown]
 

@@ -243,7 +243,7 @@ class VerlSettings:
 
     @property
     def ahead(self) -> str:
-        """Which of verl's trainers that generate ahead the script starts; "" for none."""
+        """The trainer of verl's that the script starts, where it generates ahead; "" for others."""
         if not self.command.entry and any(key.startswith("async_training.") for key in self.keys):
             return FULLY_ASYNC
         return next((name for name in (ONE_STEP_OFF, FULLY_ASYNC) if name in self.command.entry), "")

@@ -23,7 +23,7 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended. `code` is its exit code; None past the deadline."""
+    """The end of a command. `code` is its exit code; None past the deadline."""
 
     phase: str
     code: int | None
