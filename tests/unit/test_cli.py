@@ -214,7 +214,10 @@ def test_hydras_signs_are_answered_wherever_a_configuration_is_given(mrl, comman
     assert (
         f"mrl {command}: a setting needs --set before it; --set rollout.n=4; verl's actor_rollout_ref.rollout.n" in err
     )
-    assert "trainer.logger: what is left out has its default; --set trainer.logger=null, where it may be null" in err
+    assert (
+        "trainer.logger: a key that is left out has its default; or --set trainer.logger=null, where it may be null"
+        in err
+    )
 
 
 def test_what_is_wrong_with_a_jobs_arguments_is_said_as_of_mrl_submit(mrl):
