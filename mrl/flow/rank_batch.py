@@ -329,9 +329,7 @@ class RankBatch:
         return self.batch.response_lengths
 
     def _scored(self, result: RowResult | None) -> Scored | None:
-        """Keeps log-probs of the weights that generated, as the trainer computes them. Returns their gap to
-        generation's.
-        """
+        """Keeps the trainer's old log-probs. Returns how far generation's are from them."""
         if result is None:
             return None
         log_probs = self._of_all_rows(result)

@@ -81,7 +81,7 @@ def _experts(config: HfConfig) -> dict[str, Any]:
 
 
 def _qwen_experts(config: HfConfig) -> dict[str, Any]:
-    """Keeps a dense first layer where the model has dense ones, and experts in every second layer where not in all."""
+    """Keeps a dense first layer where the model has dense ones. Every second layer has experts where some lack them."""
     dense = config.get("mlp_only_layers") or []
     step = config.get("decoder_sparse_step") or 1
     return _experts(config) | {"mlp_only_layers": [0] if dense else [], "decoder_sparse_step": min(step, 2)}
