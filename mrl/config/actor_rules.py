@@ -213,7 +213,7 @@ def _context_kind(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     kind = _transformer(config).get("cp_comm_type")
     kinds = kind if isinstance(kind, list) else [kind]
     if kind is not None and not all(each in _CONTEXT_KINDS for each in kinds):
-        why = "these go over the one group of ranks that share a sequence"
+        why = "these use the one group of ranks that share a sequence"
         yield Violation(f"{_TRANSFORMER}.cp_comm_type", "is unknown, or needs groups of its own", why, _CONTEXT_KINDS)
 
 
@@ -231,7 +231,7 @@ def _full_recompute(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         return
     if given.get("recompute_method") not in ("uniform", "block"):
         rule = "must say how with recompute_granularity: full"
-        why = "layers go in equal groups (uniform), or only the first of a stage do (block)"
+        why = "layers are recomputed in equal groups (uniform), or only the first ones of a stage (block)"
         yield Violation(f"{_TRANSFORMER}.recompute_method", rule, why, ("uniform", "block"))
     layers = given.get("recompute_num_layers")
     if not isinstance(layers, int) or layers < 1:
@@ -293,7 +293,7 @@ def _balancing(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if not all(kind in _BALANCING for kind in (balancing if isinstance(balancing, list) else [balancing])):
         why = (
             "experts must be chosen by the highest scores, as engines choose them and as routes are recorded; "
-            "sinkhorn's choice is another"
+            "sinkhorn chooses others"
         )
         yield Violation(
             f"{_TRANSFORMER}.moe_router_load_balancing_type", "must keep the routers' own choice", why, _BALANCING
@@ -372,7 +372,7 @@ ACTOR_RULES = (
         f"{_OPTIMIZER}.decoupled_weight_decay",
         lambda c, m: _adam(c).get("optimizer_cpu_offload") and not _adam(c).get("decoupled_weight_decay", True),
         "must be true with optimizer_cpu_offload",
-        "Megatron's is an AdamW",
+        "Megatron's Adam on the host is an AdamW",
         (True,),
     ),
     *(
@@ -396,7 +396,7 @@ ACTOR_RULES = (
         f"{_OPTIMIZER}.use_precision_aware_optimizer",
         lambda c, m: _adam(c).get("optimizer_cpu_offload"),
         "must be false, or optimizer_cpu_offload true with it",
-        "Transformer Engine's Adam then has the float32 weights on the device, in forms of its own that no save holds",
+        "Transformer Engine's Adam then keeps the float32 weights on the device, in a format that no checkpoint holds",
     ),
     RuleRow(
         f"{_TRANSFORMER}.recompute_granularity",

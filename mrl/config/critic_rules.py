@@ -104,7 +104,7 @@ CRITIC_RULES = (
         "rollout.endpoint",
         _with(lambda c, m: c.rollout.endpoint),
         f"must be false with {_ESTIMATOR}: gae",
-        "an agent may go back in its conversation, and such a response is no one sequence that values follow",
+        "an agent may go back in its conversation, and such a response is not one sequence of values",
         (False,),
     ),
     RuleRow(

@@ -97,7 +97,7 @@ def _completed_on_cpu(name: str) -> Rule:
         if above and vllm_generation(version) not in (None, *able):
             needed = " or ".join(generation.name for generation in able)
             rule = f"above 1 on cpu needs vLLM {needed}, and {version} is to run"
-            why = "what vLLM's CPU platform lacks for it, mrl brings in ways of that release"
+            why = "mrl adds what vLLM's CPU platform lacks for it, in a way that depends on the release"
             yield Violation(f"rollout.{name}", rule, why, (1,))
 
     return judge
@@ -155,7 +155,7 @@ def _routes_in_turn(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     version, release = _release_for_routes(config)
     if release is not None and release < ROUTES_BY_BLOCK and config.rollout.vllm_kwargs.get("async_scheduling"):
         key = "rollout.engine_kwargs.vllm.async_scheduling"
-        why = "the engine's buffer of routes is refused beside it"
+        why = "vLLM refuses its buffer of routes together with it"
         yield Violation(key, f"must be false with actor.router_replay R3 and vLLM {version}", why, (False,))
 
 

@@ -61,7 +61,7 @@ EFFICIENCY_RULES = (
         _DISPATCHER,
         lambda c, m: _is_flex(c, m) and c.actor.layout.expert_model_parallel_size * c.actor.layout.expert_tensor == 1,
         "needs experts over several ranks",
-        "there is nobody to send tokens to, and Megatron's dispatcher asserts that there is",
+        "there is no other rank to send tokens to, and Megatron's dispatcher asserts that there is one",
         ("alltoall",),
     ),
     _flex_backend,

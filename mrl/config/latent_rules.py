@@ -42,7 +42,7 @@ LATENT_RULES = (
         f"{_VLLM}.load_format",
         lambda c, m: m.loads_by_sync and "load_format" in c.rollout.vllm_kwargs,
         "must be left out for a checkpoint in FP8 or with a vision tower",
-        "its engines get the weights that are trained by the first sync, and what vLLM would load is another model",
+        "its engines get the trained weights in the first sync, and vLLM would load another model",
     ),
     RuleRow(
         "cluster.device",
@@ -83,8 +83,7 @@ LATENT_RULES = (
         f"{_VLLM}.hf_overrides",
         lambda c, m: (m.is_latent or m.is_wrapped) and bool(c.rollout.vllm_kwargs.get("hf_overrides")),
         "must be left out for this model",
-        "mrl itself says there what the checkpoint's config.json may lack of its routers, or that the text model alone "
-        "is meant",
+        "mrl itself sets there what config.json may lack about routers, or that only the text model is used",
     ),
     RuleRow(
         f"{_VLLM}.attention_backend",

@@ -127,7 +127,7 @@ def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if _compares_responses(config):
         name = config.algorithm.adv_estimator
         if not _teacher_alone(config):
-            why = "the advantage compares responses to one prompt; of a single one it says nothing"
+            why = "the advantage compares responses to one prompt, and a single one has nothing to be compared with"
             yield Violation("rollout.n", f"must be at least 2 with adv_estimator {name}", why, (2, 4, 8, 16))
     elif config.algorithm.filter_groups.enable:
         why = "dynamic sampling keeps groups whose responses differ, and one response does not"
@@ -363,7 +363,7 @@ LOSS_RULES = (
         "record.trainer_log_probs",
         lambda c, m: not c.algorithm.on_policy,
         f"does not go with {_ON_POLICY}",
-        f"the trainer's log-probs are known when the rows are gone; {_PASS}",
+        f"the trainer's log-probs are known only after the rows are gone; {_PASS}",
     ),
     _on_policy_selection,
     _on_policy_replay,

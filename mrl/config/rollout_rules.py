@@ -208,9 +208,7 @@ def _fixed_experts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     given = config.rollout.vllm_kwargs
     for name, legal in _FIXED_EXPERTS.items():
         if given.get(name, legal) != legal:
-            why = (
-                "experts would move between workers, or stand where the plan of the weight sync does not look for them"
-            )
+            why = "experts would move between workers, or be where the plan of the weight sync does not expect them"
             yield Violation(f"{_VLLM}.{name}", f"must be {str(legal).lower()}", why, (legal,))
 
 
@@ -308,7 +306,7 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 def _call_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     turns = config.rollout.turns
     if turns is not None and turns.timeout_s >= turns.max_seconds:
-        why = "no call that hangs would be answered by an error: its response would have ended before"
+        why = "a response would end before a call that hangs is answered by an error"
         rule = f"must be less than max_seconds = {turns.max_seconds:g}"
         yield Violation("rollout.turns.timeout_s", rule, why, (turns.max_seconds / 2,))
 
@@ -318,7 +316,7 @@ def _program_in_time(config: RunConfig, model: ModelSpec) -> Iterator[Violation]
     if turns is None or not (PYTHON in turns.tools or VERL_TOOLS in turns.environments):
         return  # of verl's tools one runs programs as well
     if turns.python.max_seconds >= turns.timeout_s:
-        why = "a program that hangs would not be ended by itself, but with the process that calls tools"
+        why = "a program that hangs would only be killed together with the process that calls tools"
         rule = f"must be less than timeout_s = {turns.timeout_s:g}"
         yield Violation("rollout.turns.python.max_seconds", rule, why, (turns.timeout_s / 2,))
 
@@ -355,7 +353,7 @@ def _names(
     """Checks the names of tools or of environments."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        yield Violation(field, f"names {twice[0]} twice", "nobody could say which is meant", ())
+        yield Violation(field, f"names {twice[0]} twice", "it is not clear which one is meant", ())
     unknown = [name for name in names if name not in known]
     if unknown and path is None:
         why = f"{unknown[0]} is not shipped; a {kind} of your own goes under rollout.turns.path"

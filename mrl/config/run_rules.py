@@ -67,7 +67,7 @@ def _mixing(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     files = config.data.train_files
     if weights and len(weights) != len(files):
         rule = f"has {len(weights)} weights for {len(files)} train_files"
-        yield Violation("data.train_weights", rule, "each file has one, in their order")
+        yield Violation("data.train_weights", rule, "each file needs one weight, in the same order")
 
 
 def _decay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -138,7 +138,7 @@ RUN_RULES = (
         "trainer.resume_mode",
         lambda c, m: c.trainer.resume_mode != "resume_path" and c.trainer.resume_from_path is not None,
         "must be resume_path while trainer.resume_from_path is set",
-        "a checkpoint that is named would be passed over without a word",
+        "the named checkpoint would be ignored silently",
         ("resume_path",),
     ),
 )

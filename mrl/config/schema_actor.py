@@ -148,8 +148,8 @@ class LoraConfig(Section):
         "Share of an adapter's input that an update drops at random. The rest is scaled up to make up for it.",
         ge=0,
         lt=1,
-        advice="0. With more, log-probs in an update differ from the engines', and the ratio of a step's first "
-        "update is not 1.",
+        advice="0. With more, log-probs in an update differ from the engines'. The ratio of a step's first update is "
+        "then not 1.",
     )
     base_dtype: Literal["model.dtype", "int8", "nf4"] = key(
         "model.dtype",
@@ -260,8 +260,9 @@ class ActorConfig(Section):
     )
     max_unrouted_share: float = key(
         0.5,
-        "With router_replay R3: largest share of a step's responses that may come without any route. Above "
-        "it, or where no response has a route, the run ends with exit code 4 before it trains on the step.",
+        "With router_replay R3: largest share of a step's responses that may come without any route. Above it "
+        "the run ends with exit code 4 before it trains on the step. It also ends where no response has a "
+        "route.",
         ge=0,
         le=1,
         advice="Single tokens without a route, such as those of cached prompts, count in router/missing_routes. A "
