@@ -301,8 +301,10 @@ def _balancing(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _replay_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.actor.router_replay != "R3":
+        return
     given = config.rollout.vllm_kwargs
-    for name, (value, why) in _ROUTES_NEED.items() if config.actor.router_replay == "R3" else ():
+    for name, (value, why) in _ROUTES_NEED.items():
         if name in given and given[name] != value:
             rule = f"must be {'null' if value is None else str(value).lower()} with actor.router_replay R3"
             yield Violation(f"{_VLLM}.{name}", rule, why, (value,))

@@ -63,8 +63,10 @@ def _needs_rank(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _router_losses(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    if not has_adapters(config) or not model.is_moe:
+        return
     given = config.model.override_transformer_config
-    for name in _ROUTER_LOSSES if has_adapters(config) and model.is_moe else ():
+    for name in _ROUTER_LOSSES:
         value = given.get(name)
         coefficients = value if isinstance(value, list) else [value]
         if any(coefficients):

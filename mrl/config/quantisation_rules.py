@@ -43,7 +43,9 @@ def _is_on(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfi
 
 
 def _family(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    for why in quantised_faults(model) if config.rollout.quantization is not None else ():
+    if config.rollout.quantization is None:
+        return
+    for why in quantised_faults(model):
         yield Violation(_KEY, f"must be null for a model of the {model.family} family", why, (None,))
 
 

@@ -241,7 +241,9 @@ def filters(rollout: RolloutConfig) -> dict[str, float]:
 def _filters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """Refuses filters where ratios are taken against the engine's log-probs. Both must have the same distribution."""
     loss_readers = log_prob_readers(config)[:-1]
-    for name in filters(config.rollout) if loss_readers else ():
+    if not loss_readers:
+        return
+    for name in filters(config.rollout):
         rule = f"must be {_UNFILTERED[name]:g} with {' and '.join(loss_readers)}"
         yield Violation(f"rollout.{name}", rule, _RENORMALISED, (_UNFILTERED[name],))
 
@@ -267,7 +269,9 @@ def _legal_response_length(config: RunConfig, model: ModelSpec) -> tuple[int, ..
 
 
 def _cpu_kernels(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    for name, size in _cpu_sizes(config, model) if _on_cpu(config) else ():
+    if not _on_cpu(config):
+        return
+    for name, size in _cpu_sizes(config, model):
         if size % _CPU_MULTIPLE:
             rule = f"has {name} = {size} on one worker, which must be a multiple of {_CPU_MULTIPLE}"
             yield Violation("model.path", rule, "vLLM's CPU kernels compute in blocks of that size")

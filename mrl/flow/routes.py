@@ -37,7 +37,9 @@ class RouteReader:
         filled = np.full((sum(map(len, wanted)), len(layers), known.shape[2]), missing_in(known.dtype), known.dtype)
         ends = np.cumsum([len(tokens) for tokens in wanted])
         for tokens, end, each in zip(wanted, ends, routes, strict=True):
-            for first, run in _runs(layers) if each is not None else ():
+            if each is None:
+                continue
+            for first, run in _runs(layers):
                 part = slice(first, first + run.stop - run.start)
                 filled[end - len(tokens) : end, part] = recoded(each[_as_slice(tokens), run], known.dtype)
         return filled

@@ -89,7 +89,9 @@ def unknown_family(path: str, is_there: bool) -> str | None:
 def _candidates(model: str, device: str, devices: int, with_adapters: bool) -> Iterator[tuple[tuple[Any, ...], Chosen]]:
     folder = preset_folder()
     name = known_name(model)
-    for file in sorted(folder.glob("*/*.yaml")) if folder is not None and name is not None else ():
+    if folder is None or name is None:
+        return
+    for file in sorted(folder.glob("*/*.yaml")):
         config = load_config(file).config
         if config.actor.lora.rank and not with_adapters:
             continue

@@ -348,8 +348,9 @@ def _experts(out: Import, settings: VerlSettings) -> None:
 def _reference(out: Import, settings: VerlSettings) -> None:
     """Drops keys of a reference model that is not loaded, or that takes no memory."""
     used = out.values.get("algorithm.use_kl_loss") or out.values.get("algorithm.use_kl_in_reward")
-    for key in [] if used else [key for key in out.values if key.startswith("ref.")]:
-        out.drop(key, "no reference model is loaded without a KL term")
+    if not used:
+        for key in [key for key in out.values if key.startswith("ref.")]:
+            out.drop(key, "no reference model is loaded without a KL term")
     if out.values.get("actor.lora.rank") and "ref.path" not in out.values:
         out.drop("ref.param_offload", "the reference model is the actor without its adapters")
 
