@@ -81,6 +81,10 @@ PLAIN_ROOMS += ("algo",)
 PLAIN_ROOMS += ("data",)
 PLAIN_ROOMS += ("plan",)
 PLAIN_ROOMS += ("vllm",)
+PLAIN_ROOMS += ("cli",)
+PLAIN_ROOMS += ("config",)
+PLAIN_ROOMS += ("flow",)
+PLAIN_ROOMS += ("tools",)
 
 
 def with_parents(module: str) -> set[str]:
