@@ -35,6 +35,8 @@ class LossSpec:
     """`aggregations`: those that keep the loss what its paper says. `clip_warning_above`: a clip ratio above it is a
     likely mistake; `clips_tokens`: one below TOKEN_BAND is, because it was written for the ratio of a sequence.
 
+    `constants`: keys of algorithm.policy_loss that it reads, beside the two bounds of the clip.
+
     `needs_rollout_anchor`: measures the step from generation's own probabilities, so it is that loss only under
     `anchor: rollout`. `selects_tokens`: treats apart what mrl.algo.selection chooses of a whole mini-batch, before its
     update, by the anchor's log-probs.
@@ -47,6 +49,7 @@ class LossSpec:
     needs_rollout_anchor: bool = False
     selects_tokens: bool = False
     has_dual_clip: bool = False
+    constants: tuple[str, ...] = ()
     clips_tokens: bool = False
 
 
@@ -160,6 +163,7 @@ LOSSES: dict[str, LossSpec] = _table(
         ANY_AGGREGATION,
         "token-level PPO clipping with separate bounds (arXiv:1707.06347) and the dual clip (arXiv:1912.09729)",
         has_dual_clip=True,
+        constants=("clip_ratio_c",),
         clips_tokens=True,
     ),
     LossSpec(
@@ -174,12 +178,18 @@ LOSSES: dict[str, LossSpec] = _table(
         "geometric mean of a sequence's clipped token ratios (GMPO, arXiv:2507.20673)",
         clips_tokens=True,
     ),
-    LossSpec("sapo", PER_SEQUENCE, "a sigmoid gate in the place of the clip, tau_neg for A <= 0 (arXiv:2511.20347)"),
+    LossSpec(
+        "sapo",
+        PER_SEQUENCE,
+        "a sigmoid gate in the place of the clip, tau_neg for A <= 0 (arXiv:2511.20347)",
+        constants=("tau_pos", "tau_neg"),
+    ),
     LossSpec(
         "clip_cov",
         ANY_AGGREGATION,
         "PPO clipping, and no gradient for a few tokens of high covariance of advantage and "
         "log-probability (arXiv:2505.22617)",
+        constants=("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
         clips_tokens=True,
         selects_tokens=True,
     ),
@@ -187,6 +197,7 @@ LOSSES: dict[str, LossSpec] = _table(
         "kl_cov",
         ANY_AGGREGATION,
         "unclipped ratio, and |d| as a penalty on the tokens of the highest covariance (arXiv:2505.22617)",
+        constants=("kl_cov_ratio", "ppo_kl_coef"),
         selects_tokens=True,
     ),
     LossSpec(
@@ -195,6 +206,7 @@ LOSSES: dict[str, LossSpec] = _table(
         "tokens masked where the probability moved further than the clip in the advantage's "
         "direction (arXiv:2602.04879)",
         needs_rollout_anchor=True,
+        constants=("clip_ratio_c",),
         clips_tokens=True,
     ),
     LossSpec(
@@ -202,6 +214,7 @@ LOSSES: dict[str, LossSpec] = _table(
         ANY_AGGREGATION,
         "as dppo_tv, with the binary KL of the probability as the distance (arXiv:2602.04879)",
         needs_rollout_anchor=True,
+        constants=("clip_ratio_c",),
     ),
 )
 

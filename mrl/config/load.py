@@ -184,6 +184,10 @@ def _with_last_recipe(layers: list[_Layer]) -> list[_Layer]:
 
 def _override(text: str) -> Node:
     key, equals, value = text.partition("=")
+    if key.startswith("~"):
+        raise ConfigError(
+            f"--set {text}: hydra's ~ removes a key; here what is left out has its default, so leave it out"
+        )
     if not equals or not value.strip() or not all(key.strip().split(".")):
         raise ConfigError(f"--set {text}: must read a.b=value, such as actor.optim.lr=1e-6 (null unsets a key)")
     node = parse_yaml(value, f"--set {text}", with_lines=False)
