@@ -71,7 +71,8 @@ def _unread_constants(loss: PolicyLossConfig) -> Iterator[str]:
         value = getattr(loss, name)
         readers = [spec.name for spec in LOSSES.values() if name in spec.constants]
         if loss.loss_mode not in readers and value != PolicyLossConfig.model_fields[name].default:
-            yield f"{_LOSS}.{name} = {value:g} is not read by {loss.loss_mode}; it is a constant of {', '.join(readers)}"
+            constant = f"it is a constant of {', '.join(readers)}"
+            yield f"{_LOSS}.{name} = {value:g} is not read by {loss.loss_mode}; {constant}"
 
 
 def _known(field: str, name: str, table: Collection[str]) -> Iterator[Violation]:

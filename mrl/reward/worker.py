@@ -23,10 +23,7 @@ from mrl.reward.resolve import resolve
 
 DETAIL_LIMIT = 2000  # characters
 PART_LIMIT = 500
-REFUSED = (
-    "Permission denied",
-    "name resolution",
-)  # what a call says that was not allowed, or a look-up without network
+REFUSED = ("Permission denied", "name resolution")  # what is said of a file, and of a host where no network is
 ENVIRON = "(at <frozen os>:"  # where os.environ raises
 UNSEEN = "of the shell's variables a reward sees few; name this one under reward.environment"
 LARGEST_SCORE = 1e30  # advantages are float32, and squares of scores are added

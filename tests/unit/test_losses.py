@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mrl.algo import selection
 from mrl.algo.aggregate import NUMERATORS, aggregate, count, merge, to_floats
 from mrl.algo.losses import ESTIMATORS, TOKEN_LOSSES, LossInputs, kl_per_token, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
-from mrl.algo.selection import select
 from mrl.algo.spec import AGGREGATIONS, KL_TYPES, LOSSES
 from mrl.errors import ConfigError
 from mrl.record.metrics import reduce_parts
@@ -74,7 +74,7 @@ def test_the_constants_that_a_loss_names_are_those_that_it_reads(name):
     log_ratio = torch.where(mask, inputs.log_probs - inputs.old_log_probs, 0.0)
     TOKEN_LOSSES[name](watched, inputs, log_ratio)
     flat = [x[mask].detach().numpy() for x in (inputs.advantages, inputs.old_log_probs, mask)]
-    select(watched, *flat, mask.sum(1).numpy())
+    selection.select(watched, *flat, mask.sum(1).numpy())
     constants = {key for spec in LOSSES.values() for key in spec.constants}
     assert watched.asked & constants == set(LOSSES[name].constants)
 
