@@ -75,7 +75,8 @@ def configuration() -> str:
     page = [
         _MADE,
         "# Configuration\n",
-        "Every key of a preset, a recipe or `--set`. `mrl validate` checks them, and how they go together. "
+        "Every key of a preset, a recipe or `--set`. `mrl validate` checks them, and how they go together; with "
+        "`--resolved` it prints all of them with their values, and where each comes from. "
         "`~` at the beginning of a path is the home of who starts the run, and a relative path begins in the directory "
         "where it is started.\n",
     ]
