@@ -75,7 +75,8 @@ def configuration() -> str:
     page = [
         _MADE,
         "# Configuration\n",
-        "Every key of a preset, a recipe or `--set`. `mrl validate` checks them, and how they go together. "
+        "Every key of a preset, a recipe or `--set`. `mrl validate` checks them, and how they go together; with "
+        "`--resolved` it prints all of them with their values, and where each comes from. "
         "`~` at the beginning of a path is the home of who starts the run, and a relative path begins in the directory "
         "where it is started.\n",
     ]
@@ -141,7 +142,8 @@ _FROM_VERL = (
     "with; where generation is ahead they are computed anew, and a correction weighs the difference.",
     "* **Rewards.** A function that returns a number alone has that number as the part `acc`, as in verl: "
     "`filter_groups.metric: acc` and validation's core numbers work as they do there. `seq_reward` of verl has "
-    "the overlong penalty in it and is `reward` here.",
+    "the overlong penalty in it and is `reward` here. An async function is refused by `mrl validate`: a plain one asks "
+    "it by `asyncio.run`, and `reward.num_workers` of them run beside each other.",
     "* **Code of yours** is loaded from files that a key names, and from no others: rewards, as in verl; losses "
     "(`algorithm.policy_loss.custom`), advantages (`algorithm.custom_advantage`), tools and environments "
     "(`rollout.turns.path`). A run says each file with its SHA-256 before anything of it runs.",

@@ -326,18 +326,24 @@ def response_advantages(adv_estimator: str, inputs: AdvantageInputs) -> TokenAdv
 
     Raises ConfigError for an unknown estimator, or for one that does not return one number a response.
     """
+    values = numbers_of(adv_estimator, inputs)
+    exercised(f"algorithm.adv_estimator={adv_estimator}")
+    to_come = adv_estimator in PENALTIES_TO_COME and inputs.penalties is not None
+    return TokenAdvantages(values, to_come)
+
+
+def numbers_of(adv_estimator: str, inputs: AdvantageInputs) -> np.ndarray:
+    """float64 [batch]: what the estimator's function gives. Raises ConfigError as `response_advantages`."""
     function = ADVANTAGE_FUNCTIONS.get(adv_estimator)
     if function is None:
         raise ConfigError(f"algorithm.adv_estimator: {adv_estimator!r} is unknown; allowed: {', '.join(ADVANTAGES)}")
-    exercised(f"algorithm.adv_estimator={adv_estimator}")
-    to_come = adv_estimator in PENALTIES_TO_COME and inputs.penalties is not None
     values = np.asarray(function(inputs), dtype=np.float64)
     if values.shape != np.shape(inputs.scores):
         raise ConfigError(
             f"algorithm.adv_estimator {adv_estimator}: gives an array of shape {values.shape}, and there are "
             f"{np.size(inputs.scores)} responses"
         )
-    return TokenAdvantages(values, to_come)
+    return values
 
 
 def soft_overlong_penalty(

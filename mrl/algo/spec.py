@@ -40,6 +40,7 @@ class LossSpec:
     """A policy loss.
 
     * `aggregations`: those under which the loss is that of its paper.
+    * `constants`: keys of algorithm.policy_loss that it reads, beside the two bounds of the clip.
     * `clip_warning_above`: a larger clip ratio is a likely mistake.
     * `clips_tokens`: a clip ratio below TOKEN_BAND is a likely mistake, since it suits the ratio of a sequence.
     * `needs_rollout_anchor`: it measures the change since generation, so it needs `anchor: rollout`.
@@ -53,6 +54,7 @@ class LossSpec:
     needs_rollout_anchor: bool = False
     selects_tokens: bool = False
     has_dual_clip: bool = False
+    constants: tuple[str, ...] = ()
     clips_tokens: bool = False
 
 
@@ -166,6 +168,7 @@ LOSSES: dict[str, LossSpec] = _table(
         ANY_AGGREGATION,
         "token-level PPO clipping with separate bounds (arXiv:1707.06347) and the dual clip (arXiv:1912.09729)",
         has_dual_clip=True,
+        constants=("clip_ratio_c",),
         clips_tokens=True,
     ),
     LossSpec(
@@ -180,12 +183,18 @@ LOSSES: dict[str, LossSpec] = _table(
         "geometric mean of a sequence's clipped token ratios (GMPO, arXiv:2507.20673)",
         clips_tokens=True,
     ),
-    LossSpec("sapo", PER_SEQUENCE, "a sigmoid gate in the place of the clip, tau_neg for A <= 0 (arXiv:2511.20347)"),
+    LossSpec(
+        "sapo",
+        PER_SEQUENCE,
+        "a sigmoid gate in the place of the clip, tau_neg for A <= 0 (arXiv:2511.20347)",
+        constants=("tau_pos", "tau_neg"),
+    ),
     LossSpec(
         "clip_cov",
         ANY_AGGREGATION,
         "PPO clipping, and no gradient for a few tokens of high covariance of advantage and "
         "log-probability (arXiv:2505.22617)",
+        constants=("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
         clips_tokens=True,
         selects_tokens=True,
     ),
@@ -193,6 +202,7 @@ LOSSES: dict[str, LossSpec] = _table(
         "kl_cov",
         ANY_AGGREGATION,
         "unclipped ratio, and |d| as a penalty on the tokens of the highest covariance (arXiv:2505.22617)",
+        constants=("kl_cov_ratio", "ppo_kl_coef"),
         selects_tokens=True,
     ),
     LossSpec(
@@ -201,6 +211,7 @@ LOSSES: dict[str, LossSpec] = _table(
         "tokens masked where the probability moved further than the clip in the advantage's "
         "direction (arXiv:2602.04879)",
         needs_rollout_anchor=True,
+        constants=("clip_ratio_c",),
         clips_tokens=True,
     ),
     LossSpec(
@@ -208,6 +219,7 @@ LOSSES: dict[str, LossSpec] = _table(
         ANY_AGGREGATION,
         "as dppo_tv, with the binary KL of the probability as the distance (arXiv:2602.04879)",
         needs_rollout_anchor=True,
+        constants=("clip_ratio_c",),
     ),
 )
 

@@ -37,7 +37,7 @@ def _eval(options: argparse.Namespace) -> None:
     refuse_open_ray()
     resolved = resolved_config(options)
     if options.checkpoint is None:
-        resolved = with_models_at_hand(resolved, check_paths=False)
+        resolved = with_models_at_hand(resolved, check_paths=False, devices=True)
     checkpoint = preflight_evaluation(resolved, options.checkpoint)
     if ray_address(resolved.config.cluster) is None:
         ask_for_token_authentication()

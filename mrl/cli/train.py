@@ -67,7 +67,7 @@ def _train_once(options: argparse.Namespace) -> None:
     refuse_open_ray()
     given = resolved_config(options, check_paths=True)
     resume = goes_on(given.config.trainer, options.resume)
-    resolved = with_models_at_hand(given, resume=resume)
+    resolved = with_models_at_hand(given, resume=resume, devices=True)
     model = preflight(resolved, resume)
     for line in plug_in_lines(plug_ins(resolved.config)):
         print(line, flush=True)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from mrl.cli.config_arguments import add_config, resolved_config
@@ -22,11 +23,21 @@ def add(commands) -> None:
     validate.add_argument(
         "--json", action="store_true", help="print one JSON object, also when the configuration cannot be read at all"
     )
+    validate.add_argument(
+        "--resolved",
+        action="store_true",
+        help="print the whole configuration instead, every default written out and where each value comes from, "
+        "without secrets; what is checked goes to standard error",
+    )
     validate.set_defaults(run=_validate)
 
 
 def _validate(options: argparse.Namespace) -> None:
+    if options.resolved and options.json:
+        raise ConfigError("--resolved prints YAML, and --json one JSON object: give one of them")
     try:
+        if options.resolved:
+            print(resolved_config(options, options.check_paths).to_record(), end="", flush=True)
         broken, remarks = _check(options)
     except MrlError as error:
         if not options.json:
@@ -37,7 +48,7 @@ def _validate(options: argparse.Namespace) -> None:
         _print_verdict([violation.to_json() for violation in broken], remarks)
     else:
         for line in [*map(str, broken), *remarks, *([] if broken else ["ok"])]:
-            print(line)
+            print(line, file=sys.stderr if options.resolved else sys.stdout)
     if broken:
         raise SystemExit(ConfigError.exit_code)
 

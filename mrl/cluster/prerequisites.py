@@ -19,6 +19,7 @@ from mrl.config.schema import ClusterConfig, LayoutConfig
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.device_grid import Place
 from mrl.platforms.hosting import get_hosting
+from mrl.platforms.inventory import shows_devices
 from mrl.units import GIB
 
 CONNECT_TIMEOUT_S = 10.0
@@ -350,6 +351,16 @@ def check_size(
         f"(cluster.cpus_per_engine {cluster.cpus_per_engine:g}) must fit at once; "
         "add nodes, choose a smaller layout or lower the CPUs per process"
     )
+
+
+def check_devices_here(cluster: ClusterConfig) -> None:
+    """Raises EnvironmentFault for a run that starts its own cluster on a host that shows none of its devices."""
+    if ray_address(cluster) is None and not shows_devices(cluster.device):
+        raise EnvironmentFault(
+            f"cluster.device is {cluster.device}, and this host shows no such device: run where there are some, or set "
+            "RAY_ADDRESS (or cluster.address) to the head of a cluster that has them. mrl rehearse CONFIG runs it in "
+            "small on CPUs"
+        )
 
 
 def check_object_stores(need: int, have: dict[str, int]) -> None:

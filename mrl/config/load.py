@@ -189,9 +189,18 @@ def _with_last_recipe(layers: list[_Layer]) -> list[_Layer]:
 
 def _override(text: str) -> Node:
     key, equals, value = text.partition("=")
+    if key.startswith("~"):
+        raise ConfigError(
+            f"--set {text}: hydra's ~ removes a key; here what is left out has its default, so leave it out"
+        )
     if not equals or not value.strip() or not all(key.strip().split(".")):
         raise ConfigError(f"--set {text}: must read a.b=value, such as actor.optim.lr=1e-6 (null unsets a key)")
-    node = parse_yaml(value, f"--set {text}", with_lines=False)
+    try:
+        node = parse_yaml(value, f"--set {text}", with_lines=False)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; a text that YAML reads otherwise stands in double quotes inside single ones"
+        ) from None
     return _nest(key.strip().split("."), _at_origin(node, Origin(COMMAND_LINE)))
 
 

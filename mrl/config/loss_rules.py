@@ -14,7 +14,7 @@ from mrl.algo.spec import (
     TOKEN_BAND,
 )
 from mrl.config.rule_row import Rule, RuleRow, on_only_where
-from mrl.config.schema import RolloutCorrectionConfig, RunConfig
+from mrl.config.schema import PolicyLossConfig, RolloutCorrectionConfig, RunConfig
 from mrl.config.section import unknown_name
 from mrl.errors import Violation
 from mrl.model import ModelSpec
@@ -62,6 +62,19 @@ def loss_notes(config: RunConfig) -> Iterator[str]:
         yield "algorithm.use_kl_loss is true and kl_loss_coef 0: a reference model is computed and changes nothing"
     if algorithm.kl_loss_coef and not algorithm.use_kl_loss:
         yield f"algorithm.kl_loss_coef = {algorithm.kl_loss_coef:g} is not read: algorithm.use_kl_loss is false"
+    yield from _unread_constants(algorithm.policy_loss)
+
+
+def _unread_constants(loss: PolicyLossConfig) -> Iterator[str]:
+    """Constants that are not at their defaults and that belong to another loss; a loss of the user's may read all."""
+    if loss.custom is not None or loss.loss_mode not in LOSSES:
+        return
+    for name in sorted({name for spec in LOSSES.values() for name in spec.constants}):
+        value = getattr(loss, name)
+        readers = [spec.name for spec in LOSSES.values() if name in spec.constants]
+        if loss.loss_mode not in readers and value != PolicyLossConfig.model_fields[name].default:
+            constant = f"it is a constant of {', '.join(readers)}"
+            yield f"{_LOSS}.{name} = {value:g} is not read by {loss.loss_mode}; {constant}"
 
 
 def _known(field: str, name: str, table: Collection[str]) -> Iterator[Violation]:

@@ -142,7 +142,14 @@ class LoadReport:
 
 
 class BadRow(Exception):
-    """A row that cannot become a prompt; the message says why."""
+    """A row that cannot become a prompt; the message says why.
+
+    `alike`: what all rows with the same fault have in common, where the message quotes a value of the row.
+    """
+
+    def __init__(self, message: str, alike: str = ""):
+        super().__init__(message)
+        self.alike = alike
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +270,7 @@ class _Loader:
             tokens = self._tokenise(messages, rest["extra_info"])
         except BadRow as problem:
             self.bad += 1
-            self._note(self.examples, raw, str(problem))
+            self._note(self.examples, raw, str(problem), problem.alike)
             if len(self.bad_rows) < MOST_BAD_ROWS:
                 self.bad_rows.append(SetAside(raw.file, raw.row, str(problem)[:WHY]))
             return
@@ -337,12 +344,13 @@ class _Loader:
         self.store.add(ids, json.dumps(rest, default=str))
 
     @staticmethod
-    def _note(notes: dict[tuple[str, str], SetAside], raw: RawRow, reason: str) -> None:
-        known = notes.get((raw.file, reason))
+    def _note(notes: dict[tuple[str, str], SetAside], raw: RawRow, reason: str, alike: str = "") -> None:
+        fault = (raw.file, alike or reason)
+        known = notes.get(fault)
         if known is not None:
-            notes[raw.file, reason] = replace(known, others=known.others + 1)
+            notes[fault] = replace(known, others=known.others + 1)
         elif len(notes) < EXAMPLES:
-            notes[raw.file, reason] = SetAside(raw.file, raw.row, reason)
+            notes[fault] = SetAside(raw.file, raw.row, reason)
 
 
 def parse_row(
@@ -358,32 +366,46 @@ def parse_row(
     if seen := next((name for name in OTHER_THAN_TEXT if _has_some(row.get(name))), None):
         raise BadRow(f"{seen} is not empty: only prompts of text are supported, leave such rows out")
     if not isinstance(row[source_key], str):
-        raise BadRow(f"{source_key} is {_kind(row[source_key])}, expected a string")
+        raise BadRow(f"{source_key} is {_kind(row[source_key])}, expected a string", source_key)
     reward_model = row["reward_model"]
-    truth = None
-    if isinstance(reward_model, dict):
-        truth = reward_model.get("ground_truth")
+    if not isinstance(reward_model, dict | None):
+        raise BadRow(f"reward_model is {_kind(reward_model)}, expected a mapping with ground_truth", "reward_model")
+    truth = (reward_model or {}).get("ground_truth")
     if truth is None or truth != truth:  # tables have NaN where a value is missing
         raise BadRow("reward_model.ground_truth is missing")
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
-        raise BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping")
+        raise BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping", "extra_info")
     rest = {"data_source": row[source_key], "ground_truth": truth, "extra_info": extra_info or {}}
     return _messages(row[prompt_key], prompt_key), rest
 
 
 def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
     if isinstance(prompt, str):
+        if _holds_messages(prompt):
+            raise BadRow(f"{key} is a list of messages written as text; store the list itself, {{role, content}} each")
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise BadRow(f"{key} is {_kind(prompt)}, expected a string or a list of {{role, content}}")
+        raise BadRow(f"{key} is {_kind(prompt)}, expected a string or a list of {{role, content}}", key)
     for message in prompt:
         if kind := _other_kind(message):
             raise BadRow(f"{key} holds a part of the type {kind[:40]!r}: only prompts of text are supported")
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise BadRow(f"{key} holds a message that is not {{role: text, content: text}}: {str(message)[:200]}")
+            wanted = f"{key} holds a message that is not {{role: text, content: text}}"
+            raise BadRow(f"{wanted}: {str(message)[:200]}", wanted)
     # parquet gives every message all fields of the struct; a null one was not written
     return [{k: v for k, v in message.items() if v is not None} for message in prompt]
+
+
+def _holds_messages(text: str) -> bool:
+    """Whether the text is JSON of a list of messages, as tables have it that went through CSV."""
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(messages) and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in messages)
 
 
 def _has_some(value: Any) -> bool:

@@ -91,7 +91,8 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     try:
         config = read_json(file, TEXT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        hint = " (no such directory; a name on the Hugging Face hub is written hf://ORG/NAME)"
+        begins = "" if os.path.isabs(path) else f"; a relative path starts at the current directory, {os.getcwd()}"
+        hint = f" (no such directory{begins}; a name on the Hugging Face hub is written hf://ORG/NAME)"
         if os.path.isdir(path):
             hint = ""
         raise EnvironmentFault(

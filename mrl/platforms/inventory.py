@@ -82,6 +82,13 @@ def detect_kind() -> str:
     return "cpu"
 
 
+def shows_devices(kind: str) -> bool:
+    """Whether this host has a driver of that kind, or device files of it. Asks no program, so it takes no time."""
+    if kind == "cuda":
+        return detect_kind() == "cuda" or bool(glob("/dev/nvidia[0-9]*")) or Path("/dev/dxg").exists()
+    return kind == "cpu" or detect_kind() == kind
+
+
 def find_devices(kind: str) -> HostDevices:
     """Returns the devices of that kind. Never raises: errors are in `error`."""
     if kind == "cpu":

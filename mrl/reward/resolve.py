@@ -3,6 +3,7 @@
 import difflib
 import functools
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ from mrl.reward.reasoning_rule import REASONING, load_reasoning_gym
 AUTO = "auto"
 MATH = "math"
 PATH_KEY = "reward.custom_reward_function.path"
+CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's names
 
 
 def resolve(spec: RewardSpec) -> RewardFunction:
@@ -44,13 +46,35 @@ def resolve(spec: RewardSpec) -> RewardFunction:
 def _main_function(spec: RewardSpec) -> RewardFunction:
     if spec.path is not None:
         path = Path(spec.path)
-        function = load_function(load_module(path, PATH_KEY), spec.name, f"{PATH_KEY}: {path}")
+        where = f"{PATH_KEY}: {path}"
+        function = load_function(load_module(path, PATH_KEY), spec.name, where)
+        _check_call(function, spec, where)
         if spec.kwargs:
             return functools.partial(function, **spec.kwargs)
         return function
     if spec.function == AUTO:
         return _by_data_source
     return _known_rule(spec.function, "reward.function")
+
+
+def _check_call(function: Callable[..., Any], spec: RewardSpec, where: str) -> None:
+    """Raises ConfigError for a function that does not take the names of a row, and for an async one."""
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{where}: {spec.name} is async, and a reward is a plain function; put asyncio.run(...) inside of one: "
+            "reward.num_workers responses are judged beside each other"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function of C has none that can be read
+        return
+    try:
+        signature.bind(**dict.fromkeys(CALLED_WITH), **spec.kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}: {spec.name}{signature} is called for one response at a time, by the names "
+            f"{', '.join(CALLED_WITH)} and those under reward.custom_reward_function.reward_kwargs: {error}"
+        ) from None
 
 
 def _rules_used(spec: RewardSpec) -> set[str]:

@@ -23,6 +23,9 @@ from mrl.reward.resolve import resolve
 
 DETAIL_LIMIT = 2000  # characters
 PART_LIMIT = 500
+REFUSED = ("Permission denied", "name resolution")  # what is said of a file, and of a host where no network is
+ENVIRON = "(at <frozen os>:"  # where os.environ raises
+UNSEEN = "of the shell's variables a reward sees few; name this one under reward.environment"
 LARGEST_SCORE = 1e30  # advantages are float32, and squares of scores are added
 
 Answer = tuple[str, float | None, dict[str, float | str], str]  # reason, score, parts, detail
@@ -86,8 +89,10 @@ def score_one(
 def _with_hint(reason: str, score: float | None, parts: dict[str, float | str], detail: str) -> Answer:
     """Adds what may have caused an error, if a function lacked a permission."""
     hint = ""
-    if reason == RAISED and "Permission denied" in detail:
+    if reason == RAISED and any(sign in detail for sign in REFUSED):
         hint = f" ({OFF})"
+    if reason == RAISED and detail.startswith("KeyError") and ENVIRON in detail:
+        hint = f" ({UNSEEN})"
     return reason, score, parts, detail + hint
 
 

@@ -17,8 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mrl.algo.advantages import load_custom_advantage
-from mrl.config.schema import DataConfig, RewardConfig, RunConfig
+import numpy as np
+
+from mrl.algo.advantages import CUSTOM_ADVANTAGE_KEY, AdvantageInputs, load_custom_advantage, numbers_of
+from mrl.config.schema import AlgorithmConfig, DataConfig, RewardConfig, RunConfig
 from mrl.data.dataset import BadRow, ChatTokenizer, PromptDataset, load_tokenizer, parse_row
 from mrl.data.quick_tokenizer import quick_tokenizer
 from mrl.data.row_files import read_rows
@@ -55,6 +57,7 @@ def look(config: RunConfig) -> str | None:
     """
     if (own := config.algorithm.custom_advantage) is not None and Path(own.path).is_file():
         load_custom_advantage(own.path, config.algorithm.adv_estimator)
+        _try_advantage(config.algorithm, config.rollout.n)
     data = config.data
     turns = turns_spec(config.rollout.turns, data, config.rollout.agent)
     offer = None
@@ -79,6 +82,28 @@ def look(config: RunConfig) -> str | None:
     if "torch" in sys.modules:
         return _answered(asked, load_tokenizer(config.model.path))
     return _answered_apart(asked)
+
+
+def _try_advantage(algorithm: AlgorithmConfig, responses: int) -> None:
+    """Asks the user's advantage about a made-up step of two groups. Raises ConfigError where it fails."""
+    scores = np.arange(2.0 * responses) % 3
+    inputs = AdvantageInputs(
+        scores,
+        group_ids=np.repeat([0, 1], responses),
+        lengths=np.arange(2 * responses) + 1,
+        parts=dict.fromkeys(algorithm.gdpo_reward_keys, scores),
+        custom=algorithm.custom_advantage.parameters,
+    )
+    try:
+        numbers_of(algorithm.adv_estimator, inputs)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise ConfigError(
+            f"{CUSTOM_ADVANTAGE_KEY}: {algorithm.custom_advantage.path}: asked about a made-up step of two groups, "
+            f"{algorithm.adv_estimator} raised {type(error).__name__}: {error}; constants stand under "
+            "algorithm.custom_advantage.parameters"
+        ) from error
 
 
 @dataclass(frozen=True)

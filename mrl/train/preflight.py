@@ -15,6 +15,7 @@ from mrl.checkpoint.disk_space import (
 from mrl.checkpoint.manifest import check_files, read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
 from mrl.cluster.prerequisites import (
+    check_devices_here,
     check_port_free,
     check_reachable,
     check_size,
@@ -43,17 +44,22 @@ from mrl.train.first_look import look
 from mrl.train.resume import RunIdentity, check_same_prompts, find_resume_point, without_first_adapter
 
 
-def with_models_at_hand(resolved: ResolvedConfig, check_paths: bool = True, resume: bool = False) -> ResolvedConfig:
+def with_models_at_hand(
+    resolved: ResolvedConfig, check_paths: bool = True, resume: bool = False, devices: bool = False
+) -> ResolvedConfig:
     """The configuration with folders in place of names on the hub, fetched where they are not in the cache.
 
     A download takes long, so all rules are asked first where the model is known by its name. `resume`: of a run that
-    goes on. Raises InvalidConfig and EnvironmentFault.
+    goes on. `devices`: of one that computes, which nothing is fetched for where its devices are not. Raises
+    InvalidConfig and EnvironmentFault.
     """
     config = resolved.config
     if not (names := names_of_the_hub(config)):
         return resolved
     if known_name(config.model.path) is not None:
         check(without_first_adapter(resolved, resume), planning_model_spec(config.model.path)[0], check_paths)
+    if devices:
+        check_devices_here(config.cluster)
     print(f"{', '.join(names)}: from the Hugging Face hub, or its cache on this machine", flush=True)
     return replace(resolved, config=with_model_folders(config))
 
@@ -202,4 +208,5 @@ def _check_cluster(deployment: Deployment, actor: bool = True) -> None:
         check_reachable(address)
         follow_head(address)
     else:
+        check_devices_here(deployment.cluster)
         check_size(deployment, {"CPU": float(own_cpus())}, names=("CPU",), actor=actor)

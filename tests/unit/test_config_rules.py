@@ -227,6 +227,24 @@ def test_a_kl_coefficient_that_nothing_reads_is_noted():
     )
 
 
+def told_unread(*overrides: str) -> list[str]:
+    return [n for n in notes(load_config(TINY, overrides=overrides), TINY_MODEL) if "is a constant of" in n]
+
+
+def test_constants_of_another_loss_are_noted():
+    (tau,) = told_unread(POLICY + "tau_pos=1.5")
+    assert "tau_pos = 1.5 is not read by gspo" in tau and tau.endswith("of sapo")
+    (dual,) = told_unread(POLICY + "clip_ratio_c=3")
+    assert dual.endswith("of vanilla, dppo_tv, dppo_kl")
+    assert told_unread(POLICY + "tau_pos=1.5", POLICY + "loss_mode=sapo") == []
+
+
+def test_constants_at_their_defaults_and_those_of_a_loss_of_ones_own_are_not_noted():
+    assert told_unread(POLICY + "tau_pos=1.0") == []
+    own = [POLICY + "loss_mode=mine", POLICY + "custom={path: mine.py}"]
+    assert told_unread(*own, POLICY + "tau_pos=1.5") == []
+
+
 def test_the_loss_is_described_in_one_line():
     assert describe_loss(load_config(TINY).config) == "gspo, seq-mean-token-mean, clip 0.01/0.01, 4 updates per rollout"
     gspo = load_config(TINY, "gspo", ["actor.ppo_mini_batch_size=64"]).config

@@ -209,13 +209,33 @@ def test_a_bad_row_is_set_aside_with_its_place_and_reason(tmp_path, bad, reason)
 
 def test_too_many_bad_rows_stop_the_run_and_ten_are_named(tmp_path):
     """Ten of what is wrong, each with how many rows are wrong in that way."""
-    of_other_types = [row("a") | {"data_source": number} for number in range(15)]
-    file = write_jsonl(tmp_path / "a.jsonl", [row("a")] * 80 + ["{"] * 5 + of_other_types)
+    broken_at_other_places = ["[" + " " * number + "}" for number in range(15)]
+    file = write_jsonl(tmp_path / "a.jsonl", [row("a")] * 80 + ["{"] * 5 + broken_at_other_places)
     with pytest.raises(DataError, match="max_bad_row_share") as error:
         load(file, max_bad_row_share=0.19)
     assert str(error.value).count("a.jsonl, row") == 10
     assert "a.jsonl, row 80: not JSON" in str(error.value) and "(and 4 more rows of the file)" in str(error.value)
     assert load(file, max_bad_row_share=0.2).report.bad == 20
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"prompt": 7}, {"data_source": 7}, {"extra_info": 7}, {"reward_model": 7}, {"prompt": [{"from": 7}]}],
+    ids=lambda each: next(iter(each)),
+)
+def test_rows_of_one_fault_are_one_line_whatever_value_each_has(tmp_path, wrong):
+    rows = [json.loads(json.dumps(row("a") | wrong).replace("7", str(number))) for number in range(20, 26)]
+    report = load(write_jsonl(tmp_path / "a.jsonl", [row("a"), *rows]), max_bad_row_share=1.0).report
+    (line,) = report.examples
+    assert "20" in line.reason and (line.row, line.others, report.bad) == (1, 5, 6)
+
+
+def test_messages_that_are_written_as_text_are_no_prompt_and_other_brackets_are(tmp_path):
+    rows = [row("a") | {"prompt": text} for text in ("[1, 2] sorted?", '["role", "content"]', "[", "[]")]
+    written = row("a") | {"prompt": json.dumps(row("b")["prompt"])}
+    report = load(write_jsonl(tmp_path / "a.jsonl", [*rows, written]), max_bad_row_share=1.0).report
+    (line,) = report.examples
+    assert (report.kept, report.bad, line.row) == (4, 1, 4) and "store the list itself" in line.reason
 
 
 @pytest.mark.parametrize(("truncation", "expected"), [("left", "cdef"), ("right", "u:ab"), ("middle", "u:ef")])

@@ -1,6 +1,7 @@
 """What is told of data, reward and plug-ins before anything starts, by `mrl validate` and `mrl train` alike."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -8,14 +9,16 @@ import dialect_templates
 import pytest
 from small_model import write_model
 
+from mrl.algo.advantages import ADVANTAGE_FUNCTIONS
 from mrl.cli.main import main
+from mrl.cluster.prerequisites import check_devices_here
 from mrl.config.load import load_config
 from mrl.config.rules import seen_violations
 from mrl.config.run_rules import unseen_files
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
 from mrl.data.quick_tokenizer import quick_tokenizer
 from mrl.environments.environment_pool import check_tools
-from mrl.errors import ConfigError, DataError
+from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.model import planning_model_spec
 from mrl.reward.pool import RewardPool
 from mrl.train.assemble_data import load_training
@@ -319,3 +322,49 @@ def test_validate_and_train_refuse_alike_before_anything_starts(folder, capsys, 
             main([command, str(TINY), *(part for each in overrides for part in ("--set", each))])
         said[command] = (ended.value.code, capsys.readouterr().err.replace(f"mrl {command}: ", ""))
     assert said["validate"] == said["train"] and said["train"][0] == 3 and "NoneType" in said["train"][1]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("inputs.totals * inputs.custom['scale']", "fails raised KeyError: 'scale'; constants stand under"),
+        ("inputs.nothing", "fails raised AttributeError"),
+        ("np.zeros(3)", "gives an array of shape (3,)"),
+    ],
+)
+def test_an_advantage_that_fails_is_told_from_a_made_up_step(folder, body, words):
+    (folder / "fails.py").write_text(
+        "import numpy as np\nfrom mrl.algo.advantages import register_advantage\n\n\n"
+        f"@register_advantage('fails')\ndef fails(inputs):\n    return {body}\n"
+    )
+    own = f"algorithm.custom_advantage.path={folder / 'fails.py'}"
+    try:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            look(config_with("algorithm.adv_estimator=fails", own).config)
+    finally:
+        ADVANTAGE_FUNCTIONS.pop("fails", None)
+
+
+@pytest.mark.parametrize("parts", ["", "[format, acc]"])
+def test_an_advantage_that_works_is_asked_of_its_constants_and_parts(folder, parts):
+    (folder / "works.py").write_text(
+        "from mrl.algo.advantages import register_advantage\n\n\n"
+        "@register_advantage('works')\ndef works(inputs):\n"
+        "    return inputs.custom['scale'] * sum(inputs.parts.values(), inputs.totals)\n"
+    )
+    own = f"algorithm.custom_advantage={{path: {folder / 'works.py'}, parameters: {{scale: 2.0}}}}"
+    keys = [f"algorithm.gdpo_reward_keys={parts}"] if parts else []
+    try:
+        look(config_with("algorithm.adv_estimator=works", own, *keys).config)
+    finally:
+        ADVANTAGE_FUNCTIONS.pop("works", None)
+
+
+def test_a_host_without_the_runs_devices_is_told_before_a_model_is_fetched(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    cluster = config_with("cluster.device=cuda", "cluster.n_gpus_per_node=8").config.cluster
+    monkeypatch.setattr("mrl.cluster.prerequisites.shows_devices", lambda kind: kind == "cpu")
+    with pytest.raises(EnvironmentFault, match=r"cluster\.device is cuda, and this host shows no such device"):
+        check_devices_here(cluster)
+    check_devices_here(config_with().config.cluster)
+    check_devices_here(cluster.model_copy(update={"address": "10.0.0.1:6379"}))  # of another's devices

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mrl.algo import selection
 from mrl.algo.aggregate import NUMERATORS, aggregate, count, merge, to_floats
 from mrl.algo.losses import ESTIMATORS, TOKEN_LOSSES, LossInputs, kl_per_token, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
@@ -51,6 +52,31 @@ def random_batch(rows=6, width=5, seed=0, **more) -> LossInputs:
     more = {name: torch.rand(rows, width, generator=generator, dtype=torch.float64) for name in more}
     selected = torch.rand(rows, width, generator=generator) < 0.3  # of the losses that treat some tokens apart
     return make(log_probs, old, advantages, mask, selected=selected, **more)
+
+
+class Watched:
+    """Parameters that remember what was asked of them."""
+
+    def __init__(self, parameters: PolicyLossParameters):
+        self.parameters = parameters
+        self.asked = set()
+
+    def __getattr__(self, name):
+        self.asked.add(name)
+        return getattr(self.parameters, name)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_constants_that_a_loss_names_are_those_that_it_reads(name):
+    watched = Watched(PolicyLossParameters(name, LOSSES[name].aggregations[0]))
+    inputs = random_batch()
+    mask = inputs.response_mask
+    log_ratio = torch.where(mask, inputs.log_probs - inputs.old_log_probs, 0.0)
+    TOKEN_LOSSES[name](watched, inputs, log_ratio)
+    flat = [x[mask].detach().numpy() for x in (inputs.advantages, inputs.old_log_probs, mask)]
+    selection.select(watched, *flat, mask.sum(1).numpy())
+    constants = {key for spec in LOSSES.values() for key in spec.constants}
+    assert watched.asked & constants == set(LOSSES[name].constants)
 
 
 def test_every_name_in_the_tables_has_an_implementation():

@@ -13,7 +13,7 @@ from mrl.reward.builtin_rules import ENVIRONMENT, RULES, exact_match, gsm8k
 from mrl.reward.items import RewardResult, RewardSpec, check_failures, failures_at_the_bottom
 from mrl.reward.reasoning_rule import REASONING
 from mrl.reward.resolve import check_data_sources, resolve
-from mrl.reward.worker import judge, score_one
+from mrl.reward.worker import _loaded, judge, score_one
 
 # what each rule takes for right where the truth is A
 RIGHT = {
@@ -78,6 +78,13 @@ def test_a_users_function_gets_its_arguments_and_may_import_its_neighbours(tmp_p
         ("import sys; sys.exit(3)", "SystemExit: 3"),
         ("def score(): pass", "no function 'compute_score'; the file defines: score"),
         ("compute_score = 3", "no function 'compute_score'; the file defines: no function"),
+        ("async def compute_score(**_): return 1.0", "compute_score is async, and a reward is a plain function"),
+        (
+            "def compute_score(text, truth): return 1.0",
+            r"compute_score\(text, truth\) is called .* by the names data_source",
+        ),
+        ("def compute_score(data_sources, solution_strs, **_): return [1.0]", "for one response at a time"),
+        ("def compute_score(weight, **_): return 1.0", "reward_kwargs: missing a required argument: 'weight'"),
     ],
 )
 def test_a_users_file_that_cannot_serve_is_refused_with_the_reason(tmp_path, text, message):
@@ -86,6 +93,32 @@ def test_a_users_file_that_cannot_serve_is_refused_with_the_reason(tmp_path, tex
         file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         resolve(RewardSpec(path=str(file)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def compute_score(solution_str, ground_truth, **_): return 1.0",
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, weight): return weight",
+        "class Judge:\n    def __call__(self, **_): return 1.0\ncompute_score = Judge()",
+        "compute_score = dict",  # of C
+    ],
+)
+def test_whatever_takes_a_rows_names_is_a_reward(tmp_path, text):
+    (file := tmp_path / "mine.py").write_text(text)
+    assert callable(resolve(RewardSpec(path=str(file), kwargs={"weight": 1.0} if "weight" in text else {})))
+
+
+def test_a_failure_for_want_of_a_permission_says_which_key_gives_it(tmp_path):
+    (file := tmp_path / "mine.py").write_text(
+        "import os\n"
+        "def compute_score(solution_str, **_):\n"
+        "    if solution_str == 'key':\n        return os.environ['NO_SUCH_KEY']\n"
+        "    raise OSError('[Errno -3] Temporary failure in name resolution')\n"
+    )
+    _, answer = _loaded(RewardSpec(path=str(file)))
+    assert "name this one under reward.environment" in answer("s", "key", "5", {})[3]
+    assert "reward.network: true" in answer("s", "net", "5", {})[3]
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones():

@@ -378,3 +378,24 @@ def test_a_checkpoint_folder_speaks_for_itself(capsys, tmp_path):
     write_model(small)
     code, out, _ = run(capsys, "validate", str(BASE), "--set", f"model.path={small}")
     assert code == 2 and "num_experts = 4" in out  # the small model's, not those of the name
+
+
+def test_the_resolved_configuration_can_be_printed_and_read_again(capsys, tmp_path):
+    main(["validate", str(BASE), "--resolved", "--set", "actor.optim.lr=3e-7"])
+    out, err = capsys.readouterr()
+    (file := tmp_path / "whole.yaml").write_text(out)
+    assert load_config(file).config == load_config(BASE, overrides=["actor.optim.lr=3e-7"]).config
+    assert "lr: 3.0e-07  # --set" in out and err.rstrip().endswith("ok")
+
+
+def test_a_resolved_configuration_that_breaks_a_rule_is_printed_and_told(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["validate", str(BASE), "--resolved", "--set", LAYOUT + "expert_model_parallel_size=6"])
+    out, err = capsys.readouterr()
+    assert "expert_model_parallel_size: 6" in out and LAYOUT + "expert_model_parallel_size" in err
+
+
+def test_one_kind_of_output_is_printed(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["validate", str(BASE), "--resolved", "--json"])
+    assert "give one of them" in capsys.readouterr().err

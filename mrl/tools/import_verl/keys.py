@@ -312,7 +312,7 @@ ROWS: dict[str, KeyRow] = {
     "actor_rollout_ref.nccl_timeout": _nothing("cluster.step_timeout_s bounds whole calls, not single collectives"),
     "model_engine": _SPECIAL,
     "critic.": _SPECIAL,
-    "actor_rollout_ref.critic.": _nothing("there is no critic"),
+    "actor_rollout_ref.critic.": _nothing("verl reads the critic's keys from critic."),
     "global_profiler.": _nothing(_PROFILER),
     "profiler.": _nothing(_PROFILER),
     "transfer_queue.": _nothing("a matter of verl's trainer"),

@@ -140,8 +140,9 @@ def _settings(plain: VerlSettings, chosen: Chosen | None, out: Import) -> VerlSe
     if plain.megatron:
         return replace(plain, model=model, degrees=_script_degrees(plain))
     if out.lacks_layout:
+        fitting = f"for {plain.model_path} " if plain.model_path else ""
         out.warnings.append(
-            f"the script has no Megatron layout, and no preset for {plain.model_path} divides over its {plain.devices} "
+            f"the script has no Megatron layout, and no preset {fitting}divides over its {plain.devices} "
             "devices: every degree is 1; set actor.layout.tensor_model_parallel_size and its kin by --set"
         )
     degrees = {}
