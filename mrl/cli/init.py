@@ -105,8 +105,7 @@ def _source_of(name: str) -> str | None:
     """Returns data_source of the file's first usable row, or None for a missing file. Raises DataError for no usable
     row.
     """
-    from mrl.data.dataset import BadRow, parse_row
-    from mrl.data.row_files import read_rows
+    from mrl.data.row_files import BadRow, parse_row, read_rows
     from mrl.errors import DataError
 
     if not Path(name).is_file():

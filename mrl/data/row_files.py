@@ -1,8 +1,9 @@
-"""Reads rows of parquet and JSONL files in record batches.
+"""Reads rows of parquet and JSONL files in record batches, and judges what a row must hold to become a prompt.
 
 So a large file is never in memory as Python objects all at once.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,3 +178,87 @@ def _jsonl_row(file: str, row: int, line: bytes, expected: Sequence[str]) -> Raw
     if not isinstance(value, dict):
         return RawRow(file, row, None, f"a JSON {type(value).__name__} where an object is expected")
     return RawRow(file, row, value, missing_columns(list(value), expected))
+
+
+class BadRow(Exception):
+    """A row that cannot become a prompt; the message says why.
+
+    `alike`: what all rows with the same fault have in common, where the message quotes a value of the row.
+    """
+
+    def __init__(self, message: str, alike: str = ""):
+        super().__init__(message)
+        self.alike = alike
+
+
+def parse_row(
+    raw: RawRow, prompt_key: str, source_key: str = "data_source"
+) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """Returns the messages of a row, and the prompt's other fields. Raises BadRow.
+
+    Values that JSON does not have (dates, decimals) become text.
+    """
+    if raw.problem:
+        raise BadRow(raw.problem)
+    row = raw.value
+    if seen := next((name for name in OTHER_THAN_TEXT if _has_some(row.get(name))), None):
+        raise BadRow(f"{seen} is not empty: only prompts of text are supported, leave such rows out")
+    if not isinstance(row[source_key], str):
+        raise BadRow(f"{source_key} is {_kind(row[source_key])}, expected a string", source_key)
+    reward_model = row["reward_model"]
+    if not isinstance(reward_model, dict | None):
+        raise BadRow(f"reward_model is {_kind(reward_model)}, expected a mapping with ground_truth", "reward_model")
+    truth = (reward_model or {}).get("ground_truth")
+    if truth is None or truth != truth:  # tables have NaN where a value is missing
+        raise BadRow("reward_model.ground_truth is missing")
+    extra_info = row.get("extra_info")
+    if not isinstance(extra_info, dict | None):
+        raise BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping", "extra_info")
+    rest = {"data_source": row[source_key], "ground_truth": truth, "extra_info": extra_info or {}}
+    return _messages(row[prompt_key], prompt_key), rest
+
+
+def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
+    if isinstance(prompt, str):
+        if _holds_messages(prompt):
+            raise BadRow(f"{key} is a list of messages written as text; store the list itself, {{role, content}} each")
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        raise BadRow(f"{key} is {_kind(prompt)}, expected a string or a list of {{role, content}}", key)
+    for message in prompt:
+        if kind := _other_kind(message):
+            raise BadRow(f"{key} holds a part of the type {kind[:40]!r}: only prompts of text are supported")
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            wanted = f"{key} holds a message that is not {{role: text, content: text}}"
+            raise BadRow(f"{wanted}: {str(message)[:200]}", wanted)
+    # parquet gives every message all fields of the struct; a null one was not written
+    return [{k: v for k, v in message.items() if v is not None} for message in prompt]
+
+
+def _holds_messages(text: str) -> bool:
+    """Whether the text is JSON of a list of messages, as tables have it that went through CSV."""
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(messages) and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in messages)
+
+
+def _has_some(value: Any) -> bool:
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def _other_kind(message: Any) -> str:
+    """Returns the type of a message's first part that is not text, such as image_url; empty where there is none."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return ""
+    kinds = (str(part.get("type")) for part in message["content"] if isinstance(part, dict))
+    return next((kind for kind in kinds if kind != "text"), "")
+
+
+def _kind(value: Any) -> str:
+    if value in (None, [], ""):
+        return "empty"
+    return f"{type(value).__name__} {str(value)[:60]!r}"

@@ -21,9 +21,9 @@ import numpy as np
 
 from mrl.algo.advantages import CUSTOM_ADVANTAGE_KEY, AdvantageInputs, load_custom_advantage, numbers_of
 from mrl.config.schema import AlgorithmConfig, DataConfig, RewardConfig, RunConfig
-from mrl.data.dataset import BadRow, ChatTokenizer, PromptDataset, load_tokenizer, parse_row
+from mrl.data.dataset import ChatTokenizer, PromptDataset, load_tokenizer
 from mrl.data.quick_tokenizer import quick_tokenizer
-from mrl.data.row_files import read_rows
+from mrl.data.row_files import BadRow, parse_row, read_rows
 from mrl.environments.offer import Offer
 from mrl.errors import ConfigError, DataError
 from mrl.reward.items import OK, ONE_TURN, RewardItem, check_failures

@@ -24,8 +24,7 @@ from mrl.checkpoint.vision_tower import open_whole
 from mrl.cli.convert import parse_layout
 from mrl.config.load import load_config
 from mrl.config.rules import violations
-from mrl.data.dataset import BadRow, parse_row
-from mrl.data.row_files import RawRow, read_rows
+from mrl.data.row_files import BadRow, RawRow, parse_row, read_rows
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import known_spec, load_model_spec, model_spec, tensor_specs
 from mrl.model.hf_config import LayerKind

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.schema import RunConfig
-from mrl.data.dataset import BadRow, ChatTokenizer, PromptParameters, parse_row
-from mrl.data.row_files import read_rows
+from mrl.data.dataset import ChatTokenizer, PromptParameters
+from mrl.data.row_files import BadRow, parse_row, read_rows
 from mrl.environments.offer import ENVIRONMENT, Offer
 from mrl.errors import DataError
 from mrl.tools.rehearse.scoring import ROW
