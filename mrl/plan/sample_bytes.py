@@ -171,13 +171,7 @@ def held_out_bytes(config: RunConfig, prompts: int) -> int:
 
 
 def written_group_bytes(inputs: PlanInputs) -> int:
-    """Bytes of one group in the process that writes groups one by one: its columns, and the file made of them.
-
-    Nothing where no group waits for its step.
-    """
-    is_synchronous = schedule_of(inputs.config).is_synchronous
-    if is_synchronous:
-        return 0
+    """Bytes of one group in the process that writes groups one by one: its columns, and the file made of them."""
     return 2 * _columns(inputs, inputs.config.rollout.n)
 
 

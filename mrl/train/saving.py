@@ -123,7 +123,9 @@ class Saver:
         actor: SavingActor,
         saved_step: int,
         check: Callable[[], None] = lambda: None,
+        tell_saved: Callable[[int], None] = lambda step: None,
     ):
+        """`saved_step`: of the checkpoint that the run goes on from. `tell_saved`: is told of each that is whole."""
         self.saved_step = saved_step  # of the newest complete checkpoint
         self.failed_saves = 0
         self.last_s = 0.0  # that the last save took, ranks' copies and writing together
@@ -137,6 +139,7 @@ class Saver:
         self._folder = folder
         self._actor = actor
         self._check = check
+        self._tell_saved = tell_saved
         self._writing = BackgroundWrite()
 
     def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> dict[str, float]:
@@ -191,6 +194,7 @@ class Saver:
             self._count_failure(result.step, result.fault)
         else:
             self.saved_step = result.step
+            self._tell_saved(result.step)
             self.last_s = self._taking_s + result.seconds
             self._failed_in_a_row = 0
         return {"perf/checkpoint_write_s": result.seconds}
@@ -267,6 +271,7 @@ class Saver:
             "data_fingerprint": self._saved.data_fingerprint,
             "fixed": dict(identity.fixed),
             "metrics": metrics,
+            "weights": state.weights,
         } | ({"ahead": state.ahead.write(work)} if state.ahead else {})
         hf_config = without_quantization(json.loads((model / "config.json").read_text()))
         layout = self._saved.layout.model_dump()

@@ -72,6 +72,12 @@ class LateFiles(Files):
             self._tick()
             return {name: self._waited(pending) for name, pending in begun.items()}
 
+    def written(self, pending):
+        with self._lock:
+            if pending.is_cut:
+                raise EnvironmentFault(f"{pending.path}: No space left on device")
+            return pending.facts
+
     def _waited(self, pending: Pending) -> dict:
         if pending.facts is None and not pending.is_cut:
             self._begun.remove(pending)
