@@ -55,9 +55,9 @@ def groups_ahead_bytes(schedule: Schedule, data: DataConfig, token_routes: int) 
 
 
 def replay_bytes(schedule: Schedule, data: DataConfig, token_routes: int, async_save: bool) -> int:
-    """Returns an upper bound of the bytes of responses that are kept for a start which goes back to a checkpoint.
+    """Returns an upper bound of the bytes of responses that wait for a start from the newest checkpoint.
 
-    They are those of one step; while the next checkpoint is written beside training, those behind it are there too.
+    They are those of one step. While the next checkpoint is written beside training, those behind it are there too.
     `token_routes`: bytes of a token's routes.
     """
     response = column_bytes(data.max_prompt_length, data.max_response_length, token_routes)

@@ -147,7 +147,7 @@ class Spool:
                 self.hold([file])
                 self._served.begun.append(file)
 
-    def serve(self, origin: SampledBy | None, most: int = 0) -> None:
+    def serve(self, origin: SampledBy | None, most: int) -> None:
         """What is finished from now on is by the weights of `origin`, which runs may go back to; None: they may not.
 
         At most so many groups are kept for that, those of a step. Weights between the newest whole checkpoint and these

@@ -176,9 +176,9 @@ class World:
         self.generation = generation_of(self.config, responder, stream, self.state, self.spool, lost, left)
         self.generation.begin()
 
-    def step(self):
+    def step(self, saves=False):
         rollouts = self.generation.next_batch(PhaseTimer())
-        self.generation.drain(PhaseTimer(), saves=False)
+        self.generation.drain(PhaseTimer(), saves)
         assert not self.engines.under_way
         self.engines.version += 1
         self.state = self.generation.resume(self.state.advanced(rollouts.cursor))

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from generations import MADE_BY, Files
@@ -83,7 +84,7 @@ class Replays(GoesBack):
 def test_in_order_replayed_responses_change_no_bit(mode, engines, tmp_path):
     expected = World(0, IN_ORDER[mode], prompts=1000).steps(6)
     seen = Counter()
-    for seed in range(3):
+    for seed in range(2):
         going = Replays(seed, IN_ORDER[mode], Kept if engines is Engines else engines, tmp_path / str(seed))
         going.run(6)
         seen["losses"] += len(going.repeats) - 1
@@ -105,7 +106,7 @@ class Kept(Restarting, Engines):
 
 def test_ready_first_nothing_is_trained_on_twice_and_each_token_is_of_its_version(tmp_path):
     seen = Counter()
-    for seed in range(4):
+    for seed in range(2):
         going = Replays(seed, MODES["requeue"], RestartingLive, tmp_path / str(seed))
         going.engines.chance = 0.0
         state = going.run(STEPS)
@@ -150,8 +151,9 @@ class Killed:
         return World(seed, self.overrides, state, spool=spool, engines=self.engines, left=left)
 
     @staticmethod
-    def step(world, saves):
+    def step(world, saves, batch_taken=lambda: None):
         rollouts = world.generation.next_batch(PhaseTimer())
+        batch_taken()
         world.generation.drain(PhaseTimer(), saves)
         world.engines.version += 1
         world.state = world.generation.resume(world.state.advanced(rollouts.cursor))
@@ -168,8 +170,7 @@ class Killed:
         )
         world = self.world(2, state, spool, read_left(spool, ROOM, 0))
         before(world)
-        found = [self.step(world, saves=False)]
-        self.sent = world.engines.sent
+        found = [self.step(world, saves=False, batch_taken=lambda: setattr(self, "sent", world.engines.sent))]
         found += world.steps(2)
         spool.close()
         return found
@@ -190,9 +191,8 @@ def test_of_a_synchronous_step_nothing_is_generated_again_and_the_count_says_so(
 def test_what_engines_are_asked_for_and_what_is_replayed_is_the_step(tmp_path):
     killed = Killed(tmp_path)
     killed.files()[0].unlink()
-    found = killed.again(before=lambda world: None)
-    assert replayed(found)[0] == EVERY - N
-    assert killed.sent == N + EVERY, "what is missing of step 3, and step 4, which began with its weights"
+    found = killed.again()
+    assert replayed(found)[0] == EVERY - N and killed.sent == N
     assert_same([*killed.trained[:2], *found], killed.expected())
 
 
@@ -281,7 +281,7 @@ def test_a_group_that_would_be_asked_for_by_other_seeds_is_generated_again(tmp_p
 
 def test_groups_with_log_probs_that_are_no_numbers_begin_anew(tmp_path, capsys):
     spool = Spool(tmp_path / "spool", Files())
-    spool.serve(by(2))
+    spool.serve(by(2), most=9)
     one = group(4)
     nan = {k: replace_log_probs(row) for k, row in one.responses.items()}
     spool.put(replace(one, responses=nan))
@@ -303,19 +303,22 @@ def replace_log_probs(row):
 def test_rewards_are_those_that_were_given_but_are_asked_for_again_where_other_code_would_give_them(tmp_path):
     killed = Killed(tmp_path)
     asked = []
-
-    def count(world):
-        submit = world.rewards.submit
-        world.rewards.submit = lambda *given: asked.append(given) or submit(*given)
-
-    # those of later steps are asked for either way: two steps, and the one that is not trained on any more
-    killed.again(before=count)
-    kept = len(asked)
-    asked.clear()
-    found = killed.again(replace(killed.origin, rewards="other"), before=count)
-    assert replayed(found)[0] == EVERY
-    assert len(asked) >= kept, "the groups were read, and judged again"
+    killed.again(before=partial(note_asked, asked))
+    assert not asked
+    found = killed.again(replace(killed.origin, rewards="other"), before=partial(note_asked, asked))
+    assert replayed(found)[0] == len(asked) == EVERY
     assert_same([*killed.trained[:2], *found], killed.expected())
+
+
+def note_asked(asked, world):
+    """Notes which responses of step 3 are asked about."""
+    submit = world.rewards.submit
+
+    def noted(samples, questions, engine, held_s):
+        asked.extend(question for question in questions if 2 * EVERY <= question.sample_id < 3 * EVERY)
+        submit(samples, questions, engine, held_s)
+
+    world.rewards.submit = noted
 
 
 def test_rewards_that_failed_are_asked_for_again(tmp_path):
@@ -328,8 +331,9 @@ def test_rewards_that_failed_are_asked_for_again(tmp_path):
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
     changed = [row | facts if row.get("file") == path.name else row for row in rows]
     lines.write_text("".join(json.dumps(row) + "\n" for row in changed))
-    found = killed.again()
-    assert replayed(found)[0] == EVERY
+    asked = []
+    found = killed.again(before=partial(note_asked, asked))
+    assert replayed(found)[0] == EVERY and len(asked) == N
     assert_same([*killed.trained[:2], *found], killed.expected())
 
 
@@ -360,7 +364,7 @@ def test_what_is_kept_goes_once_a_newer_checkpoint_is_whole_and_is_never_more_th
     spool.saved(5)
     assert versions(spool) == ["by-5.jsonl"]
     assert [path.name for path in spool.folder.glob("group-*")] == [group_file(5, 0)]
-    spool.serve(None)
+    spool.serve(None, 0)
     assert not spool.keeps
     spool.put(group(9))
     spool.forget([9])
@@ -395,7 +399,7 @@ def test_a_process_that_ends_leaves_what_a_start_after_it_may_use_and_nothing_el
     assert list((tmp_path / "spool").iterdir()) == [again.folder] and file_facts(again.left[4].path) == facts
     again.serve(by(3), most=1)
     again.put(group(4))
-    again.serve(None)
+    again.serve(None, 0)
     assert not again.left and file_facts(again.folder / group_file(4, 0)) == facts, "it is kept as it is"
 
 
