@@ -67,7 +67,7 @@ class _Version:
     """Files by the weights of one checkpoint."""
 
     lines: SpoolLines
-    most: int  # groups
+    most: int = 0  # groups
     begun: list[SpoolFile] = field(default_factory=list)  # held, and not in `lines` yet
     noted: list[SpoolFile] = field(default_factory=list)  # held
 
@@ -105,8 +105,7 @@ class Spool:
         self._versions: list[_Version] = []  # in their order
         self._served: _Version | None = None  # the one that gets what is finished now
         self._whole: int | None = None  # version of the newest checkpoint that is whole, or of the start
-        self.left: dict[int, SpoolFile] = {}  # by number: of starts before, for the step that `origin` is of
-        self._left_of = origin
+        self.left: dict[int, SpoolFile] = {}  # by number: of starts before, and not taken yet
         check()
         self.folder.mkdir(parents=True)
         if origin is not None:
@@ -116,14 +115,33 @@ class Spool:
                 _remove(older)
 
     def _take_left(self, origin: SampledBy) -> None:
-        for number, written in left_files(self.folder.parent, origin).items():
-            path = self.folder / written.path.name
+        """Names what is left in this folder, with lines at once: a start that fails loses nothing of it.
+
+        What is not judged as it would be now has no line until it is.
+        """
+        found = left_files(self.folder.parent, origin)
+        version = self._begun_version(origin) if found else None
+        for number, written in found.items():
+            if version not in self._versions:  # the disk is full
+                return
+            file = SpoolFile(self.folder / written.path.name, facts=written.facts, is_judged=written.is_judged)
             try:
-                name_again(written.path, path)
+                name_again(written.path, file.path)
             except OSError as error:
                 self._tell(error)
-            else:
-                self.left[number] = SpoolFile(path, facts=written.facts, is_judged=written.is_judged)
+                continue
+            self.left[number] = file
+            if file.is_judged:
+                version.begun.append(file)
+                self._note()
+
+    def _begun_version(self, origin: SampledBy) -> _Version | None:
+        try:
+            self._versions.append(_Version(SpoolLines.begin(self.folder, origin)))
+        except OSError as error:
+            self._tell(error)
+            return None
+        return self._versions[-1]
 
     @property
     def keeps(self) -> bool:
@@ -136,12 +154,14 @@ class Spool:
         path = self.folder / group_file(parts.number, parts.attempt)
         with self._lock:
             self._remove_unheld()
-            file = self.left.pop(parts.number, None)
-            if file is None:
-                under_way = self._writer.begin(path, parts)
-                if under_way is None:
-                    return
-                file = SpoolFile(path, under_way)
+            if parts.number in self.left:
+                self._files[parts.number] = self.left.pop(parts.number)
+                self.hold([self._files[parts.number]])
+                return
+            under_way = self._writer.begin(path, parts)
+            if under_way is None:
+                return
+            file = SpoolFile(path, under_way)
             self._files[parts.number] = file
             if self.keeps:
                 self.hold([file])
@@ -155,21 +175,18 @@ class Spool:
         """
         with self._lock:
             self._note()
-            if origin != self._left_of:
-                self._left_of = None
-                self.give_up(list(self.left))
             self._served = None
+            left_of = [each for each in self._versions if each.lines.origin == origin]
+            if not left_of:
+                self.left.clear()
             if origin is None:
                 return
             if self._whole is None:
                 self._whole = origin.version
             self._drop([each for each in self._versions if each.number != self._whole])
-            try:
-                self._served = _Version(SpoolLines.begin(self.folder, origin), most)
-            except OSError as error:
-                self._tell(error)
-            else:
-                self._versions.append(self._served)
+            self._served = left_of[0] if left_of else self._begun_version(origin)
+            if self._served is not None:
+                self._served.most = most
 
     def saved(self, version: int) -> None:
         """A checkpoint of these weights is whole: nobody goes back to those before."""
@@ -180,7 +197,10 @@ class Spool:
     def give_up(self, numbers: Iterable[int]) -> None:
         """What starts before left of these groups is not used as it is."""
         with self._lock:
-            self.release([self.left.pop(number) for number in numbers if number in self.left])
+            files = [self.left.pop(number) for number in numbers if number in self.left]
+            for version in self._versions:
+                version.noted = [file for file in version.noted if file not in files]
+            self.release(files)
 
     def note(self) -> None:
         """Notes which files are written by now, so that a later start finds them. Raises LostLock."""
@@ -216,7 +236,9 @@ class Spool:
         for version in versions:
             self._versions.remove(version)
             version.lines.remove()
-            self.release([*version.begun, *version.noted])
+            files = [*version.begun, *version.noted]
+            self.left = {number: file for number, file in self.left.items() if file not in files}
+            self.release(files)
             if self._served is version:
                 self._served = None
 

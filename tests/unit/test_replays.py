@@ -4,12 +4,11 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from generations import MADE_BY, Files
 from test_engines_back import IN_ORDER, GoesBack, Restarting, RestartingEngines, RestartingLive
-from test_generation import AHEAD, BATCH, Engines, N, World, assert_same, in_memory  # noqa: F401
+from test_generation import AHEAD, BATCH, Engines, N, Rewards, World, assert_same, in_memory  # noqa: F401
 from test_ready_first import MODES, STEPS, check_tokens
 from test_spool import Writer, group
 from test_turns_ahead import TALKS, Talking, talks  # noqa: F401
@@ -162,14 +161,13 @@ class Killed:
     def files(self):
         return sorted(self.folder.glob("spool/*/group-*.npz"))
 
-    def again(self, origin=None, before=lambda world: None):
+    def again(self, origin=None):
         """Steps 3 to 5 of the next start, and how many requests its engines got in step 3."""
         spool = Spool(self.folder / "spool", self.writer(), origin=origin or self.origin)
         state = TrainState(
             2, self.saved.cursor, read_kept(self.folder / "step-2", self.said, spool), self.origin.weights
         )
         world = self.world(2, state, spool, read_left(spool, ROOM, 0))
-        before(world)
         found = [self.step(world, saves=False, batch_taken=lambda: setattr(self, "sent", world.engines.sent))]
         found += world.steps(2)
         spool.close()
@@ -300,28 +298,32 @@ def replace_log_probs(row):
     return InMemory.whole(replace(samples, rollout_log_probs=log_probs, finite=samples.finite & False))
 
 
-def test_rewards_are_those_that_were_given_but_are_asked_for_again_where_other_code_would_give_them(tmp_path):
+def test_rewards_are_those_that_were_given_but_are_asked_for_again_where_other_code_would_give_them(
+    tmp_path, monkeypatch
+):
     killed = Killed(tmp_path)
-    asked = []
-    killed.again(before=partial(note_asked, asked))
+    asked = noted_questions(monkeypatch)
+    killed.again()
     assert not asked
-    found = killed.again(replace(killed.origin, rewards="other"), before=partial(note_asked, asked))
+    found = killed.again(replace(killed.origin, rewards="other"))
     assert replayed(found)[0] == len(asked) == EVERY
     assert_same([*killed.trained[:2], *found], killed.expected())
 
 
-def note_asked(asked, world):
-    """Notes which responses of step 3 are asked about."""
-    submit = world.rewards.submit
+def noted_questions(monkeypatch) -> list:
+    """Gets the responses of step 3 that are asked about from now on."""
+    asked = []
+    submit = Rewards.submit
 
-    def noted(samples, questions, engine, held_s):
+    def noted(self, samples, questions, engine, held_s):
         asked.extend(question for question in questions if 2 * EVERY <= question.sample_id < 3 * EVERY)
-        submit(samples, questions, engine, held_s)
+        submit(self, samples, questions, engine, held_s)
 
-    world.rewards.submit = noted
+    monkeypatch.setattr(Rewards, "submit", noted)
+    return asked
 
 
-def test_rewards_that_failed_are_asked_for_again(tmp_path):
+def test_rewards_that_failed_are_asked_for_again(tmp_path, monkeypatch):
     killed = Killed(tmp_path)
     path = killed.files()[0]
     record = read_group(path)
@@ -331,8 +333,8 @@ def test_rewards_that_failed_are_asked_for_again(tmp_path):
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
     changed = [row | facts if row.get("file") == path.name else row for row in rows]
     lines.write_text("".join(json.dumps(row) + "\n" for row in changed))
-    asked = []
-    found = killed.again(before=partial(note_asked, asked))
+    asked = noted_questions(monkeypatch)
+    found = killed.again()
     assert replayed(found)[0] == EVERY and len(asked) == N
     assert_same([*killed.trained[:2], *found], killed.expected())
 
@@ -401,6 +403,24 @@ def test_a_process_that_ends_leaves_what_a_start_after_it_may_use_and_nothing_el
     again.put(group(4))
     again.serve(None, 0)
     assert not again.left and file_facts(again.folder / group_file(4, 0)) == facts, "it is kept as it is"
+
+
+def test_a_start_that_fails_before_it_generates_loses_nothing(tmp_path):
+    killed = Killed(tmp_path)
+    for _ in range(2):
+        spool = Spool(tmp_path / "spool", Files(), origin=killed.origin)
+        assert read_left(spool, ROOM, 0).keys() == {6, 7, 8}
+        spool.close()
+    assert replayed(killed.again()) == [EVERY, 0, 0]
+
+
+def test_what_would_be_judged_otherwise_is_not_taken_for_judged_by_a_start_that_fails(tmp_path):
+    killed = Killed(tmp_path)
+    other = replace(killed.origin, rewards="other")
+    spool = Spool(tmp_path / "spool", Files(), origin=other)
+    assert not any(parts.results for parts in read_left(spool, ROOM, 0).values())
+    spool.close()
+    assert not Spool(tmp_path / "spool", Files(), origin=other).left
 
 
 def test_a_full_disk_ends_no_run_and_leaves_nothing_half_done(tmp_path, monkeypatch, capsys):
