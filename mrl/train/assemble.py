@@ -329,7 +329,9 @@ def _go_on(files: Files, data: Data) -> None:
     schedule = beginning.identity.schedule
     left = len(files.left) * schedule.responses
     if left:
-        print(f"{left} responses of step {files.state.step + 1} are there from the start before", flush=True)
+        print(
+            f"{left} responses by the weights of step {files.state.step} are there, and not generated again", flush=True
+        )
     files.notes.generated_again(generated_again(schedule, run_dir, beginning.point, left))
     if beginning.point is not None:
         files.notes.rewound(files.state.step, seconds_after(run_dir.path, files.state.step))

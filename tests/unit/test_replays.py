@@ -3,10 +3,14 @@
 import json
 import re
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from generations import MADE_BY, Files
+from replicas import InMemory
+from small_model import write_model
 from test_engines_back import IN_ORDER, GoesBack, Restarting, RestartingEngines, RestartingLive
 from test_generation import AHEAD, BATCH, Engines, N, Rewards, World, assert_same, in_memory  # noqa: F401
 from test_ready_first import MODES, STEPS, check_tokens
@@ -15,16 +19,21 @@ from test_turns_ahead import TALKS, Talking, talks  # noqa: F401
 
 from mrl.checkpoint.group_files import group_file, read_group, write_group
 from mrl.checkpoint.manifest import file_facts
+from mrl.checkpoint.step_folders import Newest
 from mrl.config.load import load_config
 from mrl.errors import Interrupted
 from mrl.record.metrics import PhaseTimer
+from mrl.record.run_dir import RunDir
 from mrl.reward.items import RAISED
+from mrl.train.assemble_files import Beginning, with_spool
+from mrl.train.assemble_files import Files as StartFiles
 from mrl.train.generation_rules import GenerationRules
 from mrl.train.kept_groups import read_kept, read_left
-from mrl.train.resume import TrainState
+from mrl.train.resume import RunIdentity, TrainState, resumed_state
 from mrl.train.sampled_by import UNKNOWN, SampledBy, Sources, sources_of
 from mrl.train.spool import Spool
 
+TINY = "parallel_configs/tiny-moe/cpu.yaml"
 REPLAYED = "trainer/replayed_responses"
 EVERY = BATCH * N  # responses of a step
 ROOM = 1 << 30
@@ -291,8 +300,6 @@ def test_groups_with_log_probs_that_are_no_numbers_begin_anew(tmp_path, capsys):
 
 
 def replace_log_probs(row):
-    from replicas import InMemory
-
     samples = row.read()
     log_probs = samples.rollout_log_probs * float("nan")
     return InMemory.whole(replace(samples, rollout_log_probs=log_probs, finite=samples.finite & False))
@@ -464,15 +471,34 @@ def test_responses_that_a_writer_lost_are_not_kept(tmp_path, capsys):
     assert (spool.folder / versions(spool)[0]).read_text().count("\n") == 1
 
 
-# ------------------------------------------------------------------------------------ what responses are made by
+@pytest.mark.parametrize(
+    ("found", "left"),
+    [(Newest(None, None, {}), set()), (None, set()), ("w", {4}), ("another", set())],
+    ids=["no checkpoint", "a new run", "its checkpoint", "another"],
+)
+def test_a_start_looks_for_what_is_left_of_its_checkpoint(tmp_path, found, left):
+    spool = Spool(tmp_path / "spool", Files())
+    spool.serve(by(2, "w"), most=9)
+    spool.put(group(4))
+    spool.note()
+    spool.close()
+    if isinstance(found, str):
+        trainer = {"cursor": {"epoch": 0, "index": 2}, "weights": found}
+        found = Newest(tmp_path / "step-2", SimpleNamespace(step=2, trainer=trainer), {})
+    plan = {"memory": {"host": {"object_store_bytes": ROOM}}}
+    identity = RunIdentity.of(load_config(TINY).config)
+    beginning = Beginning(tmp_path, identity, found, lambda: None, plan, "data", token_routes=0, step_timeout_s=1.0)
+    files = StartFiles(RunDir(tmp_path), beginning, "", resumed_state(found), None, None, None, None, None)
+    with ExitStack() as own:
+        assert with_spool(own, files).left.keys() == left
+    assert (tmp_path / "spool").exists() == bool(left)
 
-TINY = "parallel_configs/tiny-moe/cpu.yaml"
+
+# ------------------------------------------------------------------------------------ what responses are made by
 
 
 @pytest.fixture
 def sources(tmp_path):
-    from small_model import write_model
-
     write_model(tmp_path / "model")
 
     def of(*overrides, files=()) -> Sources:
