@@ -283,15 +283,8 @@ def _ready_run(
     engines = processes.engines
     identity = beginning.identity.going_on(beginning.point)
     saved = SavedRun(identity, config.actor.layout, data.fingerprint, beginning.token_routes)
-    saver = Saver(
-        config.trainer,
-        saved,
-        run_dir.checkpoints,
-        processes.placement,
-        state.step,
-        run_dir.check_lock,
-        files.spool.saved,
-    )
+    saver = Saver(config.trainer, saved, run_dir.checkpoints, processes.placement, state.step, run_dir.check_lock)
+    saver.tell_saved = files.spool.saved
     stack.callback(saver.close)
     sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s, config.record)
     stack.callback(sample_writer.close)

@@ -123,11 +123,10 @@ class Saver:
         actor: SavingActor,
         saved_step: int,
         check: Callable[[], None] = lambda: None,
-        tell_saved: Callable[[int], None] = lambda step: None,
     ):
-        """`saved_step`: of the checkpoint that the run goes on from. `tell_saved`: is told of each that is whole."""
         self.saved_step = saved_step  # of the newest complete checkpoint
         self.failed_saves = 0
+        self.tell_saved: Callable[[int], None] = lambda step: None  # is told of each checkpoint that is whole
         self.last_s = 0.0  # that the last save took, ranks' copies and writing together
         self._failed_in_a_row = 0
         self._last_fault = ""  # why the newest of them failed
@@ -139,7 +138,6 @@ class Saver:
         self._folder = folder
         self._actor = actor
         self._check = check
-        self._tell_saved = tell_saved
         self._writing = BackgroundWrite()
 
     def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> dict[str, float]:
@@ -194,7 +192,7 @@ class Saver:
             self._count_failure(result.step, result.fault)
         else:
             self.saved_step = result.step
-            self._tell_saved(result.step)
+            self.tell_saved(result.step)
             self.last_s = self._taking_s + result.seconds
             self._failed_in_a_row = 0
         return {"perf/checkpoint_write_s": result.seconds}

@@ -404,7 +404,7 @@ def test_groups_that_generation_is_ahead_with_need_room_too(model, tmp_path, mon
 
 def test_who_keeps_things_of_a_checkpoint_is_told_of_each_newer_one_that_is_whole(run):
     told = []
-    run.saver._tell_saved = told.append
+    run.saver.tell_saved = told.append
     for is_full in (False, True, False):
         trained(run)
         run.actor.disk_is_full = is_full
