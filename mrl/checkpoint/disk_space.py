@@ -54,6 +54,16 @@ def groups_ahead_bytes(schedule: Schedule, data: DataConfig, token_routes: int) 
     return schedule.max_groups * schedule.responses * response
 
 
+def replay_bytes(schedule: Schedule, data: DataConfig, token_routes: int, async_save: bool) -> int:
+    """Returns an upper bound of the bytes of responses that wait for a start from the newest checkpoint.
+
+    They are those of one step. While the next checkpoint is written beside training, those behind it are there too.
+    `token_routes`: bytes of a token's routes.
+    """
+    response = column_bytes(data.max_prompt_length, data.max_response_length, token_routes)
+    return schedule.batch * schedule.responses * response * (1 + async_save)
+
+
 def free_bytes(folder: Path) -> int:
     """Returns the space for this user on the disk of `folder`, or of its nearest existing parent."""
     while not folder.exists():
@@ -71,18 +81,23 @@ def check_disk_space(folder: Path, needed: int) -> None:
         )
 
 
-def disk_space_note(folder: Path, size: int, kept: int) -> list[str]:
+def disk_space_note(folder: Path, size: int, kept: int, replays: int = 0) -> list[str]:
     """Returns a line for a disk that has room for one checkpoint, but not for all kept ones.
 
-    `folder` has the checkpoints, `size` is the bytes of one, `kept` is the number that the run keeps.
+    `folder` has the checkpoints, `size` is the bytes of one, `kept` is the number that the run keeps. `replays`: see
+    `replay_bytes`.
     """
     wanted = kept + 1
     present = len(list(folder.glob("checkpoints/step-*")))
     free = free_bytes(folder)
-    if free >= size * (wanted - present):
+    if free >= size * (wanted - present) + replays:
         return []
+    room = max(0, free - replays) // size
+    beside = ""
+    if replays:
+        beside = f" beside up to {_size(replays)} of responses that a restart would use"
     return [
-        f"note: {_size(free)} are free, room for {free // size} more checkpoints of {_size(size)}; "
+        f"note: {_size(free)} are free, room for {room} more checkpoints of {_size(size)}{beside}; "
         f"trainer.max_actor_ckpt_to_keep is {wanted - 1}, and one more exists while it is written. A save without "
         "enough space is skipped"
     ]

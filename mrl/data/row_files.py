@@ -1,4 +1,4 @@
-"""Reads rows of parquet and JSONL files in record batches, and judges what a row must hold to become a prompt.
+"""Reads rows of parquet and JSONL files in record batches, and judges which can become prompts.
 
 So a large file is never in memory as Python objects all at once.
 """

@@ -123,6 +123,12 @@ class GroupWriter:
         """
         return gather_all(dict(under_way), self._timeout_s, "writing groups")
 
+    def written(self, under_way: ray.ObjectRef) -> dict[str, Any] | None:
+        """Size and digest of a file; None before it is written. Raises as `facts` does."""
+        if not ray.wait([under_way], timeout=0)[0]:
+            return None
+        return self.facts({"": under_way})[""]
+
     def close(self) -> None:
         """Ends the processes."""
         for queue in self._queues:

@@ -166,13 +166,7 @@ def held_out_bytes(config: RunConfig, prompts: int) -> int:
 
 
 def written_group_bytes(inputs: PlanInputs) -> int:
-    """Returns the bytes of one group in the process that writes groups one by one: its columns, and its file.
-
-    It is 0 where no group waits for its step.
-    """
-    is_synchronous = schedule_of(inputs.config).is_synchronous
-    if is_synchronous:
-        return 0
+    """Returns the bytes of one group in the process that writes groups one by one: its columns, and its file."""
     return 2 * _columns(inputs, inputs.config.rollout.n)
 
 

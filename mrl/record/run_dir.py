@@ -55,7 +55,7 @@ class RunDir:
         """A file for each finished group that is not trained yet, in a folder of the process, written by
         mrl.train.spool.
 
-        Removed between two processes.
+        Between two processes it has at most those by the newest checkpoint's weights, which the next start uses.
         """
         return self.path / "spool"
 

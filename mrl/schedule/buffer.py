@@ -85,6 +85,14 @@ class GroupBuffer:
         return self._finished == len(self.groups) < self.schedule.batch
 
     @property
+    def lacks_responses(self) -> bool:
+        """Tells whether a group that the step will train on, as far as is known, has responses to come."""
+        groups = list(self.groups.values())
+        if self._in_order:
+            groups = groups[: self.schedule.batch]
+        return sum(group.is_whole for group in groups) < self.schedule.batch
+
+    @property
     def is_training(self) -> bool:
         """Tells whether the step has taken its batch."""
         return self.taken > self.step * self.schedule.batch

@@ -19,7 +19,10 @@ from mrl.record.run_dir import RunDir, read_metrics
 from mrl.tools.own_command import run_mrl, stopped_by_sigterm
 
 # prefixes of metrics that depend on a clock or the state of the machine, see is_of_clock
-CLOCK = ("timing_", "perf/", "switch/", "reshard/seconds", "reshard/peak_staging_bytes", "trainer/restarts", "fleet/")
+CLOCK = (
+    "timing_", "perf/", "switch/", "reshard/seconds", "reshard/peak_staging_bytes", "trainer/restarts",
+    "trainer/replayed_responses", "fleet/",
+)  # fmt: skip
 OUTPUT_TAIL = 1500  # limit of shown characters of a failed run's output
 
 

@@ -284,6 +284,7 @@ def _ready_run(
     identity = beginning.identity.going_on(beginning.point)
     saved = SavedRun(identity, config.actor.layout, data.fingerprint, beginning.token_routes)
     saver = Saver(config.trainer, saved, run_dir.checkpoints, processes.placement, state.step, run_dir.check_lock)
+    saver.tell_saved = files.spool.saved
     stack.callback(saver.close)
     sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s, config.record)
     stack.callback(sample_writer.close)
@@ -294,7 +295,7 @@ def _ready_run(
     stack.callback(record.close)
     responder = Responder(engines, processes.scorers, config.reward, record, files.poll, processes.placement.mend)
     rules = _generation_rules(config, files)
-    generation = stack.enter_context(closing(Generation(rules, responder, data.stream, state)))
+    generation = stack.enter_context(closing(Generation(rules, responder, data.stream, state, files.left)))
     return Run(
         config=config,
         run_dir=run_dir,
@@ -318,7 +319,13 @@ def _go_on(files: Files, data: Data) -> None:
     """Brings the run directory to the step that is gone on from. Nothing refuses any more: the run is another now."""
     run_dir = files.run_dir
     beginning = files.beginning
-    files.notes.generated_again(generated_again(beginning.identity.schedule, run_dir, beginning.point))
+    schedule = beginning.identity.schedule
+    left = len(files.left) * schedule.responses
+    if left:
+        print(
+            f"{left} responses by the weights of step {files.state.step} are there, and not generated again", flush=True
+        )
+    files.notes.generated_again(generated_again(schedule, run_dir, beginning.point, left))
     if beginning.point is not None:
         files.notes.rewound(files.state.step, seconds_after(run_dir.path, files.state.step))
     rewind(run_dir, beginning.point)
@@ -353,4 +360,5 @@ def _generation_rules(config: RunConfig, files: Files) -> GenerationRules:
         files.spool,
         files.lost,
         files.suspects,
+        files.beginning.sources,
     )

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from mrl.cluster.ray_folder import remove_own_folders
 from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig
 from mrl.errors import DamagedCheckpoint
-from mrl.flow.group_writer import GroupWriter
+from mrl.flow.group_writer import GroupParts, GroupWriter
 from mrl.model import load_model_spec
 from mrl.plan.run_plan import plan_again
 from mrl.platforms.process_tree import end_descendants
@@ -27,10 +27,11 @@ from mrl.record.attempts import AttemptNotes, attempt
 from mrl.record.run_dir import RunDir
 from mrl.schedule.suspects import Suspects
 from mrl.train.assemble_data import Data
-from mrl.train.kept_groups import read_kept
+from mrl.train.kept_groups import read_kept, read_left
 from mrl.train.lost_engines import LostEngines
-from mrl.train.preflight import run_dir_path
-from mrl.train.resume import RunIdentity, TrainState, resume_point, resumed_state
+from mrl.train.preflight import plug_ins, run_dir_path
+from mrl.train.resume import RunIdentity, TrainState, made_by, resume_point, resumed_state
+from mrl.train.sampled_by import UNKNOWN, SampledBy, Sources, sources_of
 from mrl.train.spool import Spool
 from mrl.train.stop_signals import StopFlag, stop_on_signals
 from mrl.vllm.leftovers import remove_noted
@@ -51,6 +52,7 @@ class Beginning:
     data_fingerprint: str
     token_routes: int  # bytes of a token's routes, as they come with samples
     step_timeout_s: float  # of calls to Ray's processes
+    sources: Sources = UNKNOWN
 
     @property
     def checkpoint(self) -> Path | None:
@@ -103,6 +105,7 @@ def find_beginning(
         data.fingerprint,
         token_routes=route_bytes(config.actor, model),
         step_timeout_s=config.cluster.step_timeout_s,
+        sources=sources_of(config, made_by(config.model.path, data.fingerprint), plug_ins(config)),
     )
 
 
@@ -126,6 +129,8 @@ class Files:
     suspects: Suspects  # prompts that engines were lost under
     poll: Callable[[], None]  # raises once the directory is lost or the run is to stop
     notes: AttemptNotes
+    # by number: groups that a start before finished by the weights of `state`; none until `with_spool`
+    left: Mapping[int, GroupParts] = field(default_factory=dict)
 
 
 def open_files(
@@ -153,13 +158,20 @@ def open_files(
 
 
 def with_spool(own: ExitStack, files: Files) -> Files:
-    """The files with the groups on their way that the resume point has; `own` gives these up."""
-    spool = own.enter_context(_spool(files.beginning, files.run_dir))
+    """The files with the groups on their way that the resume point has, and with those that were finished by its
+    weights; `own` gives these up.
+    """
+    beginning = files.beginning
     state = files.state
+    origin = None
+    if beginning.point is not None:
+        origin = beginning.sources.by(state.step, state.weights)
+    spool = own.enter_context(_spool(beginning, files.run_dir, origin))
     if state.step and "ahead" in files.beginning.point.manifest.trainer:
         written = files.beginning.point.manifest.trainer["ahead"]
         state = replace(state, ahead=read_kept(files.beginning.checkpoint, written, spool))
-    return replace(files, spool=spool, state=state)
+    most = beginning.plan["memory"]["host"]["object_store_bytes"]
+    return replace(files, spool=spool, state=state, left=read_left(spool, most, beginning.token_routes))
 
 
 def at_newest_checkpoint(files: Files) -> Files:
@@ -180,10 +192,10 @@ def _poll(run_dir: RunDir, stop: StopFlag) -> None:
 
 
 @contextmanager
-def _spool(beginning: Beginning, run_dir: RunDir) -> Iterator[Spool]:
-    """Makes the spool, which is empty afterwards, however the run ends."""
+def _spool(beginning: Beginning, run_dir: RunDir, origin: SampledBy | None) -> Iterator[Spool]:
+    """Makes the spool, which keeps what a later start may use. `origin`: of what it takes over of earlier ones."""
     writing = closing(GroupWriter(beginning.step_timeout_s, beginning.token_routes))
     with ExitStack() as afterwards, writing as writer:
-        spool = Spool(run_dir.spool, writer, run_dir.check_lock)
+        spool = Spool(run_dir.spool, writer, run_dir.check_lock, origin)
         afterwards.callback(spool.close)  # once nobody writes
         yield spool

@@ -16,10 +16,12 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from mrl.data.order import PromptStream
 from mrl.errors import Interrupted, LostWeights
+from mrl.flow.group_writer import GroupParts
 from mrl.flow.request_streams import FinishedResponses
 from mrl.flow.response_store import ResponseStore
 from mrl.record.metrics import GeneratingTime, PhaseTimer
@@ -30,20 +32,19 @@ from mrl.schedule.dispatch import Assignment, Dispatcher
 from mrl.schedule.groups import Group
 from mrl.schedule.ledger import begun_at, restored, snapshot
 from mrl.train.engine_losses import EngineLosses
-from mrl.train.generation_metrics import buffer_metrics, version_metrics
+from mrl.train.generation_metrics import batch_metrics, buffer_metrics, version_metrics
 from mrl.train.generation_rules import GenerationRules, first_rate
 from mrl.train.judged_groups import JudgedGroups, copies
 from mrl.train.kept_groups import Filtered, KeptGroups
 from mrl.train.numbered_prompts import NumberedPrompts, PromptCursor
+from mrl.train.replays import Replays
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import (
-    TRAIN,
     TRAIN_RESPONSES,
     Responder,
     Rollouts,
     by_engine,
-    group_metrics,
-    sample_seed,
+    prompt_seed,
 )
 from mrl.vllm.requests import Request
 
@@ -65,8 +66,15 @@ class _Taken:
 class Generation:
     """Groups by number, from their prompts to a step's batch."""
 
-    def __init__(self, rules: GenerationRules, responder: Responder, stream: PromptStream, state: TrainState):
-        """Goes on from `state`, at `begin`."""
+    def __init__(
+        self,
+        rules: GenerationRules,
+        responder: Responder,
+        stream: PromptStream,
+        state: TrainState,
+        left: Mapping[int, GroupParts] = MappingProxyType({}),
+    ):
+        """Goes on from `state`, at `begin`. `left`: by number, groups that a start before finished by these weights."""
         schedule = rules.schedule
         self._rules = rules
         self._responder = responder
@@ -77,6 +85,9 @@ class Generation:
         rewards = responder.rewards.for_another()  # validation asks beside it
         self._groups = JudgedGroups(rules.judge, rewards, schedule.responses, kept)
         self._snapshot = kept  # the newest
+        rules.serve(state, may_go_back=True)
+        self._replays = Replays(left, rules.spool, self._prompts, rules.seed)
+        self._saves = True  # whether a checkpoint has the next weights, to which runs may go back
         first = place.draw * stream.batch_size
         buffer = restored(kept.ledger, schedule) if kept else begun_at(state.step, first, schedule)
         self._dispatcher = Dispatcher(buffer, self.streams.names, responder.engines.max_requests)
@@ -93,22 +104,22 @@ class Generation:
         self._unwanted: list[Assignment] = []  # requests that engines are to end
         self._error: BaseException | None = None
         self._closed = False
-        for group in list(buffer.groups.values()):
-            self._send_or_set_aside(group)
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     # ---------------------------------------------------------------- the loop's side
 
     def begin(self) -> None:
         """Engines hold the weights that training begins from."""
-        self._ask_for_rewards()
+        self._ask_for_rewards(self._groups.made)
+        for group in list(self._buffer.groups.values()):
+            self._send_or_set_aside(group)
         self._admit()
         self._thread.start()
 
-    def _ask_for_rewards(self) -> None:
-        """Asks for rewards of responses that ended before the checkpoint and were not judged then."""
+    def _ask_for_rewards(self, numbers: Collection[int]) -> None:
+        """Asks for rewards of responses that ended before this start and were not judged then."""
         engines = self._responder.engines.names
-        for number in self._groups.made:
+        for number in numbers:
             for index in self._groups.unasked(number, self._buffer.groups[number].ended):
                 self._groups.ask(number, index, self._prompts[number][0], engines[number % len(engines)])
 
@@ -120,8 +131,11 @@ class Generation:
                 self._send_or_set_aside(group)
 
     def _send_or_set_aside(self, group: Group) -> None:
-        """Lines a group up, unless engines were lost under its prompt again and again."""
-        if self._losses.is_aside(group):
+        """Lines a group up, unless a start before has ended it, or engines were lost under its prompt."""
+        if self._replays.take_over(group, self._buffer, self._groups):
+            self._ask_for_rewards([group.number])
+            self._take_judged(group.number)
+        elif self._losses.is_aside(group):
             self._set_aside(group.number)
         else:
             self._dispatcher.admit(group)
@@ -139,7 +153,7 @@ class Generation:
         with timer("gen"), timer("reward"):  # a line has both, also where nothing is waited for
             pass
         taken = self._wait(
-            self._taken, lambda: timer("gen" if self._lacks_responses() else "reward"), self._responder.mend
+            self._taken, lambda: timer("gen" if self._buffer.lacks_responses else "reward"), self._responder.mend
         )
         self._end(taken.ended)
         with self._changed:
@@ -166,14 +180,6 @@ class Generation:
         filtered = [results for number, results in told if number not in numbers]
         self._groups.filtered = [each for each in self._groups.filtered if each not in told]
         return _Taken(numbers, newest, ended, filtered)
-
-    def _lacks_responses(self) -> bool:
-        """Whether a group that the step will train on, as far as is known, has responses to come."""
-        schedule = self._rules.schedule
-        groups = list(self._buffer.groups.values())
-        if schedule.order == "in_order":
-            groups = groups[: schedule.batch]
-        return sum(group.is_whole for group in groups) < schedule.batch
 
     def _tell_progress(self) -> None:
         """Shows how many responses of the step's groups are there, with those of groups filtered for it."""
@@ -211,6 +217,7 @@ class Generation:
         judged too. With ready_first, engines hold what they are at, and nobody waits. Where the step `saves` they give
         it back, so that the checkpoint has its tokens. In the synchronous schedule nothing is under way.
         """
+        self._saves = saves
         if self._rules.schedule.is_synchronous:
             return
         if self._rules.schedule.order == "ready_first":
@@ -266,6 +273,8 @@ class Generation:
         with self._changed:
             before = dict(self._buffer.groups)
             ended = self._dispatcher.advance()
+            self._replays.give_up()
+            self._rules.serve(state, self._saves)
             kept = self._taken_snapshot(before)
             self._admit()
             self.streams.progress.resume()
@@ -307,9 +316,7 @@ class Generation:
 
     def _end(self, requests: list[Assignment]) -> None:
         """Ends requests that nobody waits for any more."""
-        handles: dict[str, list[int]] = {}
-        for sent in requests:
-            handles.setdefault(sent.engine, []).append(sent.request)
+        handles = {engine: [sent.request for sent in own] for engine, own in by_engine(requests).items()}
         if handles:
             self._responder.engines.end_requests(handles)
 
@@ -356,6 +363,7 @@ class Generation:
         try:
             while not self._closed:
                 self._follow_fleet()
+                self._rules.spool.note()
                 with self._sending:
                     self._send_assignments()
                 arrived = []
@@ -425,10 +433,8 @@ class Generation:
             self.streams.send(engine, [request for request, _ in own], self._rules.sampling, before)
 
     def _request(self, sent: Assignment) -> Request:
-        """Makes a request; seeds are those of the draw's number, as of a step that trains on all of it."""
-        prompt, first = self._prompts[sent.number]
-        draw = self._prompts.draw_of(sent.number)
-        seed = sample_seed(self._rules.seed, TRAIN, draw + 1, prompt.prompt_id, first + sent.index)
+        prompt, _ = self._prompts[sent.number]
+        seed = prompt_seed(self._rules.seed, self._prompts, sent.number, sent.index)
         request = sent.request
         return Request(
             request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens, request, prompt.acting_row
@@ -457,10 +463,12 @@ class Generation:
                 self._groups.ask(sent.number, sent.index, prompt, sent.engine, arrived.held_s)
 
     def _take_result(self, result: RewardResult) -> None:
-        """A group with all its rewards is finished, or filtered."""
         number = self._groups.take_result(result)
-        if number is None:
-            return
+        if number is not None:
+            self._take_judged(number)
+
+    def _take_judged(self, number: int) -> None:
+        """A group with all its rewards is finished, or filtered."""
         if not self._buffer.groups[number].is_whole or not self._groups.is_judged(number):
             return
         if self._rules.judge.algorithm.filter_groups.enable and not self._groups.differs(number):
@@ -468,7 +476,7 @@ class Generation:
             self._forget(self._dispatcher.filter(number))
             return
         self._buffer.finish(number)
-        if not self._rules.schedule.is_synchronous:
+        if self._rules.spool.keeps or not self._rules.schedule.is_synchronous:
             self._rules.spool.put(self._groups.made[number])
 
     def _metrics(
@@ -479,13 +487,11 @@ class Generation:
         Raises DataError where too many rewards failed.
         """
         schedule = self._rules.schedule
+        uniform = self._groups.uniform(samples, results)
         made = [*results, *(result for each in filtered for result in each)]
         self._groups.check_all(made)
-        trained = len(results) // schedule.responses
-        generated = trained + len(filtered)
-        uniform = len(filtered) + self._groups.uniform(samples, results)
-        draws = -(-generated // schedule.unit) * schedule.unit / self._prompts.draw_size
-        metrics = group_metrics(draws, uniform / generated, trained, made)
+        metrics = batch_metrics(schedule, self._prompts.draw_size, made, len(filtered), uniform)
+        metrics |= self._replays.metrics()
         if schedule.is_synchronous:
             return metrics
         metrics |= version_metrics(self._buffer.step, samples.rows)

@@ -6,7 +6,23 @@ import numpy as np
 
 from mrl.data.samples import SampleRows
 from mrl.record.metrics import distribution
+from mrl.reward.items import RewardResult
 from mrl.schedule.buffer import GroupBuffer
+from mrl.schedule.staleness import Schedule
+from mrl.train.rollouts import group_metrics
+
+
+def batch_metrics(
+    schedule: Schedule, draw: int, made: list[RewardResult], filtered: int, uniform: int
+) -> dict[str, float]:
+    """Metrics of the groups that a step trains on, and of those that were filtered for it.
+
+    `draw`: prompts of a draw. `made`: rewards of all these groups. `filtered`: how many of them were. `uniform`: how
+    many of the others have responses of one value.
+    """
+    generated = len(made) // schedule.responses
+    draws = -(-generated // schedule.unit) * schedule.unit / draw
+    return group_metrics(draws, (filtered + uniform) / generated, generated - filtered, made)
 
 
 def buffer_metrics(buffer: GroupBuffer) -> dict[str, float]:

@@ -7,7 +7,9 @@ from mrl.schedule.rate import Rate, RateRules
 from mrl.schedule.staleness import Schedule
 from mrl.schedule.suspects import Suspects
 from mrl.train.lost_engines import LostEngines
+from mrl.train.resume import TrainState
 from mrl.train.rollouts import Judge, Responder
+from mrl.train.sampled_by import UNKNOWN, Sources
 from mrl.train.spool import Spool
 from mrl.vllm.requests import Sampling
 
@@ -24,6 +26,16 @@ class GenerationRules:
     spool: Spool  # gets what is finished and waits for its step
     lost: LostEngines
     suspects: Suspects  # prompts that engines were lost under
+    sources: Sources = UNKNOWN
+
+    def serve(self, state: TrainState, may_go_back: bool) -> None:
+        """Tells the spool that groups are finished by the weights of `state` from now on, and whether runs may go back
+        to these.
+        """
+        origin = None
+        if may_go_back:
+            origin = self.sources.by(state.step, state.weights)
+        self.spool.serve(origin, self.schedule.batch)
 
 
 def first_rate(schedule: Schedule, responder: Responder) -> Rate | None:

@@ -43,6 +43,17 @@ class JudgedGroups:
         parts = self.made.setdefault(group.number, GroupParts(group.number, group.attempts, {}, {}))
         parts.responses[index] = response
 
+    def take_over(self, group: Group, parts: GroupParts) -> None:
+        """Takes responses of a start before in place of those that had not ended, with the rewards that are there."""
+        own = self.made.setdefault(group.number, GroupParts(group.number, group.attempts, {}, {}))
+        for index, response in parts.responses.items():
+            if index in own.responses and group.ended[index]:
+                continue
+            own.responses[index] = response
+            if index in parts.results:
+                own.results[index] = parts.results[index]
+        self._any_failed |= any(result.reason != OK for result in own.results.values())
+
     def ask(self, number: int, index: int, prompt: Prompt, engine: str, held_s: float = 0.0) -> None:
         """Asks for the reward of a response that has ended."""
         self._pending.setdefault(number, set()).add(index)
@@ -50,9 +61,10 @@ class JudgedGroups:
         self._rewards.submit(self.made[number].responses[index], [asked], engine, held_s)
 
     def unasked(self, number: int, ended: list[bool]) -> list[int]:
-        """Indices of responses that have ended and that nobody has judged."""
+        """Indices of responses that have ended and that nobody has judged, or been asked to."""
         parts = self.made[number]
-        return [index for index in parts.responses if ended[index] and index not in parts.results]
+        known = {*parts.results, *self._pending.get(number, ())}
+        return [index for index in parts.responses if ended[index] and index not in known]
 
     def collect(self, at_once: bool) -> list[RewardResult]:
         """Rewards that are there, each once; see ScorerGroup."""

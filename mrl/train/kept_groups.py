@@ -7,6 +7,7 @@ A resumed run goes on with them: nothing is generated twice, nothing is lost. To
 that writes them, one group at a time; those of finished groups are on the disk before anybody saves (spool.py).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from mrl.checkpoint.group_files import GroupRecord, group_file, read_columns, read_group
-from mrl.checkpoint.manifest import check_digest
+from mrl.checkpoint.manifest import check_digest, file_facts
 from mrl.data.order import DataCursor
-from mrl.errors import DamagedCheckpoint
+from mrl.errors import DamagedCheckpoint, DataError
 from mrl.flow.group_writer import GroupParts
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.reward_texts import with_texts
@@ -112,6 +113,56 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
     return KeptGroups.of(ledger, place, groups, filtered, spool)
 
 
+def read_left(spool: Spool, most: int, route_bytes: int) -> dict[int, GroupParts]:
+    """Reads the groups in `spool.left` by number, whose tokens go into the object store of this node.
+
+    They have no more than `most` bytes together. `route_bytes`: of a token's routes. A group that is damaged, has
+    log-probs that are no numbers, or finds no room is left out and said. Rewards that failed are left out, and all
+    where they would be given by other code or settings now: they are asked for again.
+    """
+    groups: dict[int, GroupParts] = {}
+    left_out: Counter[str] = Counter()
+    for number in sorted(spool.left):
+        try:
+            record = _whole_record(number, spool.left[number])
+            parts = _parts(_judged(record, spool.left[number].is_judged))
+            most -= parts.bytes(route_bytes)
+            if most < 0:
+                raise DataError("the object store has no room for them")
+        except DataError as why:
+            left_out[str(why)] += 1
+            spool.give_up([number])
+            continue
+        groups[number] = parts
+        if len(parts.results) < len(record.results):  # the file is not what the group will be
+            spool.give_up([number])
+    for why, count in left_out.items():
+        print(f"{count} groups in {spool.folder.parent} are generated again: {why}", flush=True)
+    return groups
+
+
+def _whole_record(number: int, file: SpoolFile) -> GroupRecord:
+    """The record of a group. Raises DataError where it cannot be used."""
+    try:
+        facts = file_facts(file.path)
+    except OSError as error:
+        raise DataError(f"their files cannot be read ({error.strerror})") from error
+    if facts != file.facts:
+        raise DataError("their files are not what was written")
+    record = read_group(file.path)
+    if (record.number, file.path.name) != (number, group_file(number, record.attempt)) or record.samples is None:
+        raise DataError("their files are those of others")
+    if not record.samples.finite.all():
+        raise DataError("they have log-probs that are no numbers")
+    return record
+
+
+def _judged(record: GroupRecord, keeps: bool) -> GroupRecord:
+    """The record with the rewards that count."""
+    results = {index: result for index, result in record.results.items() if keeps and not is_failure(result)}
+    return replace(record, results=results)
+
+
 def _misleads(result: RewardResult) -> bool:
     return is_failure(result) or result.reason == NOT_FINITE
 
@@ -128,12 +179,12 @@ def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) ->
     record = read_group(folder / name)
     if record.samples is not None and not record.samples.finite.all():
         return None
-    judged = {index: result for index, result in record.results.items() if not is_failure(result)}
-    if len(judged) < len(record.results):  # what kept rewards from being given may be over
+    judged = _judged(record, keeps=True)
+    if len(judged.results) < len(record.results):  # what kept rewards from being given may be over
         group.state = State.RUNNING
     elif group.state is State.FINISHED:
         spool.take_over(group.number, folder / name, files[name])
-    return _parts(replace(record, results=judged))
+    return _parts(judged)
 
 
 def _parts(record: GroupRecord) -> GroupParts:

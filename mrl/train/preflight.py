@@ -10,6 +10,7 @@ from mrl.checkpoint.disk_space import (
     checkpoint_bytes,
     disk_space_note,
     groups_ahead_bytes,
+    replay_bytes,
     route_bytes,
 )
 from mrl.checkpoint.manifest import check_files, read_manifest
@@ -145,7 +146,12 @@ def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
         f"loss: {describe_loss(config)}",
         f"layout: {describe_layout(config, model)}",
         *(f"note: {n}" for n in notes(resolved, model)),
-        *disk_space_note(run_dir.path, _bytes_of_a_checkpoint(config, model), config.trainer.max_actor_ckpt_to_keep),
+        *disk_space_note(
+            run_dir.path,
+            _bytes_of_a_checkpoint(config, model),
+            config.trainer.max_actor_ckpt_to_keep,
+            replay_bytes(schedule_of(config), config.data, route_bytes(config.actor, model), config.trainer.async_save),
+        ),
         *plan_report(config, model, run_dir.plan),
         f"logs: {run_dir.logs}/ (actor-rank-N.log, engine-N.log, reward.log); metrics: {run_dir.metrics}",
     ]

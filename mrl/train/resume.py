@@ -28,6 +28,7 @@ from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import JsonlSink
 from mrl.schedule.ledger import Fingerprint, Ledger, check_goes_on
 from mrl.schedule.staleness import Schedule
+from mrl.train.sampled_by import new_name
 
 if TYPE_CHECKING:
     from mrl.train.kept_groups import KeptGroups
@@ -52,10 +53,11 @@ class TrainState:
     cursor: DataCursor = field(default_factory=DataCursor)
     # groups on their way, where generation runs ahead
     ahead: "KeptGroups | None" = field(default=None, compare=False, repr=False)
+    weights: str = field(default="", compare=False, repr=False)  # their name, which no others have; none of the start's
 
     def advanced(self, cursor: DataCursor) -> "TrainState":
         """The state after one more update; generation says what is on its way then."""
-        return replace(self, step=self.step + 1, cursor=cursor, ahead=None)
+        return replace(self, step=self.step + 1, cursor=cursor, ahead=None, weights=new_name())
 
 
 # and the same of which weights make which token, where generation runs ahead
@@ -320,7 +322,9 @@ def resumed_state(point: Newest | None) -> TrainState:
     """What the run goes on from; the beginning where there is no checkpoint."""
     if point is None or point.manifest is None:
         return TrainState()
-    return TrainState(point.manifest.step, DataCursor(**point.manifest.trainer["cursor"]))
+    trainer = point.manifest.trainer
+    weights = trainer.get("weights") or new_name()  # those of older checkpoints have none
+    return TrainState(point.manifest.step, DataCursor(**trainer["cursor"]), weights=weights)
 
 
 def rewind(run_dir: RunDir, point: Newest | None) -> None:
@@ -347,8 +351,10 @@ def rewind(run_dir: RunDir, point: Newest | None) -> None:
     _restore_line(point.manifest, run_dir)
 
 
-def generated_again(schedule: Schedule, run_dir: RunDir, point: Newest | None) -> int:
+def generated_again(schedule: Schedule, run_dir: RunDir, point: Newest | None, left: int = 0) -> int:
     """Responses that were lost with the starts before this one, and are generated again; says so where there are some.
+
+    `left`: responses that are not lost, since a spool has them.
 
     Where generation runs ahead of training finished groups are kept, and what is lost is in lost_engines.jsonl.
     """
@@ -357,7 +363,7 @@ def generated_again(schedule: Schedule, run_dir: RunDir, point: Newest | None) -
     step = 0
     if point.manifest is not None:
         step = point.manifest.step
-    lost = generated_after(run_dir.path, step, schedule.responses)
+    lost = max(0, generated_after(run_dir.path, step, schedule.responses) - left)
     if lost:
         print(f"{lost} responses of steps after {step} are lost with the start before, and generated again")
     return lost

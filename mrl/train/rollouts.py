@@ -40,7 +40,7 @@ from mrl.reward.items import (
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Assignment, Dispatcher
 from mrl.schedule.staleness import Schedule
-from mrl.train.numbered_prompts import with_first_index
+from mrl.train.numbered_prompts import NumberedPrompts, with_first_index
 from mrl.vllm.requests import Request, Sampling
 
 TRAIN = "train"
@@ -236,6 +236,12 @@ def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: i
     """
     text = f"{run_seed}/{purpose}/{step}/{prompt_id}/{index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+
+
+def prompt_seed(run_seed: int, prompts: NumberedPrompts, number: int, index: int) -> int:
+    """Seed of a response to the prompt of this number: that of its draw, as of a step that trains on all of it."""
+    prompt, first = prompts[number]
+    return sample_seed(run_seed, TRAIN, prompts.draw_of(number) + 1, prompt.prompt_id, first + index)
 
 
 @dataclass(frozen=True)

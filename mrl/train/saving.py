@@ -126,6 +126,7 @@ class Saver:
     ):
         self.saved_step = saved_step  # of the newest complete checkpoint
         self.failed_saves = 0
+        self.tell_saved: Callable[[int], None] = lambda step: None  # is told of each checkpoint that is whole
         self.last_s = 0.0  # that the last save took, ranks' copies and writing together
         self._failed_in_a_row = 0
         self._last_fault = ""  # why the newest of them failed
@@ -191,6 +192,7 @@ class Saver:
             self._count_failure(result.step, result.fault)
         else:
             self.saved_step = result.step
+            self.tell_saved(result.step)
             self.last_s = self._taking_s + result.seconds
             self._failed_in_a_row = 0
         return {"perf/checkpoint_write_s": result.seconds}
@@ -267,6 +269,7 @@ class Saver:
             "data_fingerprint": self._saved.data_fingerprint,
             "fixed": dict(identity.fixed),
             "metrics": metrics,
+            "weights": state.weights,
         } | ({"ahead": state.ahead.write(work)} if state.ahead else {})
         hf_config = without_quantization(json.loads((model / "config.json").read_text()))
         layout = self._saved.layout.model_dump()

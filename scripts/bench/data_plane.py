@@ -154,6 +154,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     from mrl.config.places import Deployment
     from mrl.config.schedule_rules import schedule_of
     from mrl.data.samples import Sample, packed
+    from mrl.flow.group_writer import GroupWriter
     from mrl.flow.outbox import Outboxes
     from mrl.flow.response_store import SMALL_OBJECTS
     from mrl.flow.routes import start_readers
@@ -299,7 +300,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
         replace(schedule_of(config), total_steps=1),
         Judge(config.algorithm, config.reward, config.data.max_response_length),
         Sampling(1.0, LONGEST, (), routes=routes),
-        0, Fingerprint("", ""), Spool(run_dir.spool, None), lost, lost.suspects(),
+        0, Fingerprint("", ""), Spool(run_dir.spool, GroupWriter(600.0, 0)), lost, lost.suspects(),
     )  # fmt: skip
     placement = SimpleNamespace(
         to_generation=lambda: None, to_log_probs=lambda: None, to_update=lambda: None, to_engines=lambda step: {},

@@ -13,7 +13,7 @@ import pytest
 from deadlines import END_S
 from test_lost_worker import called
 from test_runs import finish, train, wait_for_step
-from world import FOUR_STEPS, metrics, without_times
+from world import FOUR_STEPS, RESPONSES, metrics, replayed, without_times
 
 from mrl.record.attempts import read_attempts
 
@@ -29,7 +29,7 @@ def test_a_killed_driver_is_started_again_and_nothing_of_it_is_left(four_steps, 
     broken = tmp_path / "broken"
     process = train(world, broken, "--restarts", "2", **FOUR_STEPS)
     try:
-        wait_for_step(process, broken, 2)
+        wait_for_step(process, broken, 3)
         driver = driver_of(psutil.Process(process.pid))
         below = driver.children(recursive=True)
         os.kill(driver.pid, signal.SIGKILL)
@@ -45,6 +45,7 @@ def test_a_killed_driver_is_started_again_and_nothing_of_it_is_left(four_steps, 
             os.killpg(process.pid, signal.SIGKILL)
     assert "killed by SIGKILL; start 2 of 3" in broken.with_suffix(".log").read_text()
     assert without_times(metrics(broken)) == without_times(metrics(whole))
+    assert replayed(broken) == [RESPONSES], "the first repeated step is not generated again"
     assert not [
         file for file in Path("/tmp").glob("mrl-ray-*/owner.json") if f'"pid": {driver.pid},' in file.read_text()
     ]

@@ -57,6 +57,7 @@ def overrides(world: Path, **values) -> list[str]:
     return [text for key, value in settings.items() for text in ("--set", f"{key}={json.dumps(value, default=str)}")]
 
 
+RESPONSES = 64  # of a step
 FOUR_STEPS = {
     "trainer__total_training_steps": 4,
     "trainer__save_freq": 2,
@@ -115,7 +116,13 @@ def metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def replayed(run_dir: Path) -> list[int]:
+    """Responses that were not generated again, of each step that has some."""
+    counts = [row.get("trainer/replayed_responses", 0) for row in metrics(run_dir)]
+    return [int(count) for count in counts if count]
+
+
 def without_times(rows: list[dict]) -> list[dict]:
     """What an exact resume must repeat bit by bit."""
-    clock = ("timing_", "perf/", "switch/", "reshard/seconds", "reshard/peak_")
+    clock = ("timing_", "perf/", "switch/", "reshard/seconds", "reshard/peak_", "trainer/replayed_responses")
     return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in rows]

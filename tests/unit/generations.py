@@ -38,6 +38,9 @@ class Files:
     def facts(self, begun):
         return dict(begun)
 
+    def written(self, begun):
+        return begun
+
 
 class SteadyFleet:
     """Engines that are never started again: a lost one ends the run."""
@@ -105,7 +108,7 @@ class _Streams:
         return [name for name in self.engines.names if self.engines.under_way]
 
 
-def generation_of(config, responder, stream, state=None, spool=None, lost=None) -> Generation:
+def generation_of(config, responder, stream, state=None, spool=None, lost=None, left=None) -> Generation:
     """As a run has it, sampling at temperature 1."""
     lost = lost or LostEngines(new_folder() / "lost")
     rules = GenerationRules(
@@ -118,4 +121,4 @@ def generation_of(config, responder, stream, state=None, spool=None, lost=None) 
         lost,
         lost.suspects(),
     )
-    return Generation(rules, responder, stream, state or TrainState())
+    return Generation(rules, responder, stream, state or TrainState(), left or {})

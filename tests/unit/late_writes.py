@@ -19,8 +19,9 @@ from mrl.checkpoint.group_files import write_group
 from mrl.errors import EnvironmentFault
 from mrl.flow.group_writer import record_of
 from mrl.train import generation, judged_groups, kept_groups, rollouts
-from mrl.train.kept_groups import KeptGroups, read_kept
+from mrl.train.kept_groups import KeptGroups, read_kept, read_left
 from mrl.train.resume import TrainState
+from mrl.train.sampled_by import UNKNOWN
 from mrl.train.spool import Spool
 
 IN_ORDER = {"sync": [], **AHEAD}
@@ -71,6 +72,12 @@ class LateFiles(Files):
         with self._lock:
             self._tick()
             return {name: self._waited(pending) for name, pending in begun.items()}
+
+    def written(self, pending):
+        with self._lock:
+            if pending.is_cut:
+                raise EnvironmentFault(f"{pending.path}: No space left on device")
+            return pending.facts
 
     def _waited(self, pending: Pending) -> dict:
         if pending.facts is None and not pending.is_cut:
@@ -134,6 +141,7 @@ class Case:
         kills = rng.choice((1, 1, 2))
         state = None
         spool = Spool(self.folder / "spool", LateFiles(rng, self._cut))
+        self._left = {}
         while state is None or state.step < STEPS:
             until = rng.randint((state.step if state else 0) + 1, STEPS) if kills else STEPS
             state, spool = self._life(state, spool, until, whole, is_killed=kills > 0)
@@ -144,40 +152,44 @@ class Case:
     def _life(self, state, spool, until, whole, is_killed):
         """One process, up to the step at which it is killed or done; where the next one goes on."""
         world = self._world(state, spool)
-        saves: list[Save] = []
+        begun: list[Save] = []
         while world.state.step < until:
-            self.trained.append(world.step())
-            if self._rng.random() < 0.8:
+            saves = self._rng.random() < 0.8
+            self.trained.append(world.step(saves and self._rng.random() < 0.8))
+            self.seen["replayed"] += self.trained[-1].metrics["trainer/replayed_responses"]
+            if saves:
                 world.state.ahead.hold()
-                saves.append(Save(world.state, world.state.ahead, world.state.step + self._rng.choice((0, 0, 1, 3))))
-            saves = [save for save in saves if not self._is_over(save, world.state.step, whole)]
+                begun.append(Save(world.state, world.state.ahead, world.state.step + self._rng.choice((0, 0, 1, 3))))
+            begun = [save for save in begun if not self._is_over(save, world.state.step, whole, spool)]
         world.generation.close()
         if not is_killed:
             return world.state, spool
         self.seen["kills"] += 1
-        for save in saves:  # some had begun
+        for save in begun:  # some had begun
             if self._rng.random() < 0.5:
                 self._write(save, self._new_folder())
         spool._writer.outlive()
         self.seen["cuts"] += spool._writer.cuts
-        again = Spool(self.folder / "spool", LateFiles(self._rng, self._cut))
+        back_to = whole[-1][0] if whole else TrainState()
+        origin = UNKNOWN.by(back_to.step, back_to.weights)
+        again = Spool(self.folder / "spool", LateFiles(self._rng, self._cut), origin=origin)
+        self._left = read_left(again, 1 << 30, 0)
+        del self.trained[back_to.step :]
         if not whole:
-            self.trained.clear()
             return TrainState(), again
         self.seen["resumes"] += 1
         saved, folder, said = whole[-1]
-        del self.trained[saved.step :]
         kept = read_kept(folder, json.loads(json.dumps(said)), again)
-        return TrainState(saved.step, saved.cursor, kept), again
+        return TrainState(saved.step, saved.cursor, kept, saved.weights), again
 
     def _world(self, state, spool) -> World:
         seed = self._rng.randrange(1 << 30)
         state = state if state is None or state.step else None
         if self.kind in READY_FIRST:
-            return Flight(seed, self.kind, state, spool=spool)
-        return World(seed, IN_ORDER[self.kind], state, spool=spool)
+            return Flight(seed, self.kind, state, spool=spool, left=self._left)
+        return World(seed, IN_ORDER[self.kind], state, spool=spool, left=self._left)
 
-    def _is_over(self, save: Save, step: int, whole) -> bool:
+    def _is_over(self, save: Save, step: int, whole, spool) -> bool:
         """Whether the save was written, or failed; it is due."""
         if save.due > step:
             return False
@@ -188,6 +200,7 @@ class Case:
         if said is None:
             self.seen["failed saves"] += 1
         else:
+            spool.saved(save.state.step)
             whole.append((save.state, folder, said))
             whole.sort(key=lambda each: each[0].step)
         return True

@@ -348,6 +348,11 @@ def test_past_the_limit_the_run_ends_with_the_reason_and_the_number():
     class Two(RestartingEngines):
         chance = 0.0
 
+        def started(self):
+            """At once: it has to be lost twice in the run's few steps."""
+            for engine in self.fleet.states.those(STARTING):
+                self.fleet.states.started(engine, self.fleet.epochs()[engine])
+
     world = World(0, [], engines=Two)
     world.engines.fleet.restart(1, 2)
 

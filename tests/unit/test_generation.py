@@ -162,8 +162,9 @@ class World:
     """A run whose updates change nothing but the version."""
 
     def __init__(
-        self, seed=0, overrides=(), state=None, score=None, spool=None, engines=Engines, prompts=PROMPTS, lost=None
-    ):
+        self, seed=0, overrides=(), state=None, score=None, spool=None, engines=Engines, prompts=PROMPTS, lost=None,
+        left=None,
+    ):  # fmt: skip
         self.config = load_config(TINY, None, [*SIZES, *overrides]).config
         self.engines, self.rewards = engines(seed), Rewards(seed, **({"score": score} if score else {}))
         stream = PromptStream([Prompt(p, (1, p + 1), "test", "x") for p in range(prompts)], BATCH, seed=0)
@@ -172,12 +173,12 @@ class World:
         self.state = state or TrainState()
         self.engines.version = self.state.step
         self.spool = spool or Spool(new_folder() / "spool", Files())
-        self.generation = generation_of(self.config, responder, stream, self.state, self.spool, lost)
+        self.generation = generation_of(self.config, responder, stream, self.state, self.spool, lost, left)
         self.generation.begin()
 
-    def step(self):
+    def step(self, saves=False):
         rollouts = self.generation.next_batch(PhaseTimer())
-        self.generation.drain(PhaseTimer(), saves=False)
+        self.generation.drain(PhaseTimer(), saves)
         assert not self.engines.under_way
         self.engines.version += 1
         self.state = self.generation.resume(self.state.advanced(rollouts.cursor))

@@ -139,8 +139,8 @@ class GivingBack(LiveEngines):
 class Flight(World):
     """A run of the schedule, one prompt a number."""
 
-    def __init__(self, seed=0, mode="requeue", state=None, engines=LiveEngines, spool=None, lost=None):
-        super().__init__(seed, MODES[mode], state, spool=spool, engines=engines, prompts=1000, lost=lost)
+    def __init__(self, seed=0, mode="requeue", state=None, engines=LiveEngines, spool=None, lost=None, left=None):
+        super().__init__(seed, MODES[mode], state, spool=spool, engines=engines, prompts=1000, lost=lost, left=left)
         self.trained: list[tuple[int, int]] = []  # step, prompt
 
     def step(self, saves=False):

@@ -177,6 +177,8 @@ def test_what_a_lost_node_took_along_is_generated_again_and_counted(tmp_path, ca
     saved_nothing = Newest(None, None, {})
     again = generated_again(schedule_of(config), run, saved_nothing)
     assert again == 4 * (15 + 14 + 13 + 12) + 60 and f"{again} responses" in capsys.readouterr().out
+    assert generated_again(schedule_of(config), run, saved_nothing, left=100) == again - 100
+    assert generated_again(schedule_of(config), run, saved_nothing, left=again + 1) == 0
     ahead = load_config(TINY, None, ["trainer.schedule=one_step_off"]).config
     assert generated_again(schedule_of(ahead), run, saved_nothing) == 0
     assert generated_again(schedule_of(config), run, None) == 0

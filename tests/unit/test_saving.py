@@ -385,6 +385,8 @@ def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_anything_is_writt
     assert "trainer.max_actor_ckpt_to_keep is 2, and one more" in note and "room for 0 more" in note
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 10**9)
     assert disk_space.disk_space_note(tmp_path, size, kept=2) == []
+    (note,) = disk_space.disk_space_note(tmp_path, size, kept=2, replays=10**9)
+    assert "room for 0 more" in note and "beside up to 1.00 GB of responses that a restart would use" in note
 
 
 def test_groups_that_generation_is_ahead_with_need_room_too(model, tmp_path, monkeypatch):
@@ -395,6 +397,22 @@ def test_groups_that_generation_is_ahead_with_need_room_too(model, tmp_path, mon
     assert disk_space.groups_ahead_bytes(schedule_of(config), config.data, 0) == 2 * 2 * (8 * 4 + 5 * 4)
     synchronous = replace(schedule_of(config), max_staleness=0)
     assert disk_space.groups_ahead_bytes(synchronous, config.data, 0) == 0
+    for beside in (False, True):
+        kept = disk_space.replay_bytes(synchronous, config.data, 0, beside)
+        assert kept == (1 + beside) * 2 * (8 * 4 + 5 * 4), "a step's, and one's more while a checkpoint is written"
+
+
+def test_who_keeps_things_of_a_checkpoint_is_told_of_each_newer_one_that_is_whole(run):
+    told = []
+    run.saver.tell_saved = told.append
+    for is_full in (False, True, False):
+        trained(run)
+        run.actor.disk_is_full = is_full
+        run.saver.save(run.state)
+        assert run.state.step not in told, "it is being written"
+        run.saver.finished(wait=True)
+    assert told == [1, 3]
+    assert read_manifest(run.folder / "step-3").trainer["weights"] == run.state.weights != ""
 
 
 def test_a_save_that_has_no_room_for_kept_groups_is_counted_and_leaves_nothing(run, monkeypatch):

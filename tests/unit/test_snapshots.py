@@ -128,12 +128,15 @@ def test_a_pinned_file_outlives_its_group_and_goes_with_the_last_who_holds_it(sp
     assert files() == [] and spool.pinned([4]) == {}
 
 
-def test_steps_that_are_not_saved_leave_nothing_in_the_spool():
+def test_steps_that_are_not_saved_leave_nothing_in_the_spool_but_what_the_start_is_gone_back_to_for():
     world = World(3, AHEAD["one step off"])
     world.steps(5)
     world.generation.close()
     world.spool.forget(list(world.state.ahead.groups))
     world.state.ahead.release()
+    left = {file.name for file in world.spool.folder.iterdir()} - {"by-0.jsonl"}
+    assert left and all(int(name.split("-")[1].split(".")[0]) < 2 * BATCH for name in left) and len(left) <= BATCH
+    world.spool.saved(5)
     assert list(world.spool.folder.iterdir()) == []
 
 

@@ -26,7 +26,7 @@ class Writer:
     """Writes when it is asked how it went, as late as may be; a disk that is full takes nothing into the spool."""
 
     def __init__(self):
-        self.written: list[Path] = []
+        self.written_files: list[Path] = []
         self.is_full = False
         self.most = 99  # files that are under way at once
         self.under_way = 0
@@ -40,12 +40,16 @@ class Writer:
     def facts(self, begun):
         return {name: self._write(*each) for name, each in begun.items()}
 
+    def written(self, begun):
+        path, _ = begun
+        return file_facts(path) if path in self.written_files else None
+
     def _write(self, path, parts):
         if path.parent.parent.name == "spool" and self.is_full:
             raise EnvironmentFault("no space left")
-        if path not in self.written:
+        if path not in self.written_files:
             write_group(path, record_of(parts))
-            self.written.append(path)
+            self.written_files.append(path)
             self.under_way -= 1
         return file_facts(path)
 
@@ -82,7 +86,7 @@ def test_a_finished_group_is_written_once_however_many_checkpoints_have_it(spool
     first, second = spool.checkpoint(1, 4, 5, 6), spool.checkpoint(2, 5)
     assert first.keys() == {group_file(number, 0) for number in (4, 5, 6)}
     assert second == {group_file(5, 0): first[group_file(5, 0)]}
-    assert [path.parent for path in spool._writer.written] == [spool.folder, spool.folder, tmp_path / "step-1"]
+    assert [path.parent for path in spool._writer.written_files] == [spool.folder, spool.folder, tmp_path / "step-1"]
     assert (tmp_path / "step-2" / group_file(5, 0)).stat().st_nlink == 3
     for step, facts in ((1, first), (2, second)):
         assert {name: file_facts(tmp_path / f"step-{step}" / name) for name in facts} == facts
@@ -122,7 +126,7 @@ def test_what_comes_faster_than_it_is_written_is_written_with_the_checkpoint(spo
     facts = spool.checkpoint(1, *range(5))
     assert facts.keys() == {group_file(number, 0) for number in range(5)}
     assert {name: file_facts(tmp_path / "step-1" / name) for name in facts} == facts
-    assert [path.parent for path in spool._writer.written] == [spool.folder] * 2 + [tmp_path / "step-1"] * 3
+    assert [path.parent for path in spool._writer.written_files] == [spool.folder] * 2 + [tmp_path / "step-1"] * 3
 
 
 def test_a_disk_without_second_names_gets_a_copy(spool, tmp_path, monkeypatch):
@@ -140,7 +144,7 @@ def test_a_resumed_process_has_its_checkpoints_files_and_nothing_else(spool, tmp
     again = Spool(tmp_path / "spool", Writer())
     assert list((tmp_path / "spool").iterdir()) == [again.folder] and not list(again.folder.iterdir())
     again.take_over(4, tmp_path / "step-1" / name, facts[name])
-    assert save(again, tmp_path / "step-2", [4]) == facts and again._writer.written == []
+    assert save(again, tmp_path / "step-2", [4]) == facts and again._writer.written_files == []
     again.close()
     assert not (tmp_path / "spool").exists() and file_facts(tmp_path / "step-2" / name) == facts[name]
 
@@ -215,7 +219,7 @@ def test_however_a_run_ends_its_spool_goes_once_nobody_writes(tmp_path, monkeypa
     beginning = Beginning(
         tmp_path, RunIdentity.of(config), None, lambda: None, {}, "data", token_routes=0, step_timeout_s=1.0
     )
-    with pytest.raises(type(error)) if error else nullcontext(), _spool(beginning, RunDir(tmp_path)):
+    with pytest.raises(type(error)) if error else nullcontext(), _spool(beginning, RunDir(tmp_path), None):
         (next(folder.iterdir()) / "group-3.0.npz").touch()
         if error:
             raise error

@@ -76,7 +76,7 @@ ELSEWHERE = {
     "perf/(max|cpu|checkpoint|update|kv|preemptions).*": "memory and seconds",
     "(rollout|reshard|switch)/.*": "weights, engines, devices",
     "endpoint/.*": "what agents asked for",
-    "fleet/.*|trainer/restarts": "engines and ranks that are lost",
+    "fleet/.*|trainer/(restarts|replayed_responses)": "engines and ranks that are lost",
     "router/.*": "all tokens that routers see, of prompts and of context too",
     "async/(recomputed_tokens|window|requeued_groups|groups_ahead|dropped_groups)": "engines and groups",
     "async/(dropped|kept)_response_length.*": "what the dispatcher counts: tokens that engines hold",

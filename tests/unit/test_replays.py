@@ -1,0 +1,545 @@
+"""The first step that is repeated is not generated again: what of it counts, what does not, and what that changes."""
+
+import json
+import re
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from generations import MADE_BY, Files
+from replicas import InMemory
+from small_model import write_model
+from test_engines_back import IN_ORDER, GoesBack, Restarting, RestartingEngines, RestartingLive
+from test_generation import AHEAD, BATCH, Engines, N, Rewards, World, assert_same, in_memory  # noqa: F401
+from test_ready_first import MODES, STEPS, check_tokens
+from test_spool import Writer, group
+from test_turns_ahead import TALKS, Talking, talks  # noqa: F401
+
+from mrl.checkpoint.group_files import group_file, read_group, write_group
+from mrl.checkpoint.manifest import file_facts
+from mrl.checkpoint.step_folders import Newest
+from mrl.config.load import load_config
+from mrl.errors import Interrupted
+from mrl.record.metrics import PhaseTimer
+from mrl.record.run_dir import RunDir
+from mrl.reward.items import RAISED
+from mrl.train.assemble_files import Beginning, with_spool
+from mrl.train.assemble_files import Files as StartFiles
+from mrl.train.generation_rules import GenerationRules
+from mrl.train.kept_groups import read_kept, read_left
+from mrl.train.resume import RunIdentity, TrainState, resumed_state
+from mrl.train.sampled_by import UNKNOWN, SampledBy, Sources, sources_of
+from mrl.train.spool import Spool
+
+TINY = "parallel_configs/tiny-moe/cpu.yaml"
+REPLAYED = "trainer/replayed_responses"
+EVERY = BATCH * N  # responses of a step
+ROOM = 1 << 30
+
+
+def by(version: int, weights: str = "", **more) -> SampledBy:
+    return replace(UNKNOWN.by(version, weights), **more)
+
+
+def replayed(rollouts) -> list[int]:
+    return [int(each.metrics[REPLAYED]) for each in rollouts]
+
+
+class Replays(GoesBack):
+    """As a run does: its spool is one folder, and a start goes back to what is left there of the newest checkpoint."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.lines = []  # (step, responses replayed) of each step, repeated ones too
+        self.repeats = []  # first steps of starts that went back
+
+    def restored(self):
+        state = None
+        step, weights = 0, ""
+        if self.checkpoint is not None:
+            saved, at, said = self.checkpoint
+            step, weights = saved.step, saved.weights
+        self.spool = Spool(self.folder / "spool", Files(), origin=by(step, weights))
+        if self.checkpoint is not None:
+            state = TrainState(saved.step, saved.cursor, read_kept(at, said, self.spool), weights)
+        left = read_left(self.spool, ROOM, 0)
+        self.repeats.append(step)
+        return World(
+            self.seed + 100 * self.starts, self.overrides, state, spool=self.spool, engines=lambda seed: self.engines,
+            prompts=1000, left=left,
+        )  # fmt: skip
+
+    def step(self, world):
+        version = world.state.step
+        before = len(self.found)
+        try:
+            super().step(world)
+        finally:
+            if len(self.found) > before:
+                self.lines.append((version, int(self.found[-1].metrics[REPLAYED])))
+            if self.checkpoint is not None:
+                self.spool.saved(self.checkpoint[0].step)
+
+    def go_back(self):
+        super().go_back()
+        self.spool.close()
+
+
+@pytest.mark.parametrize("engines", [RestartingEngines, Engines], ids=["engines are lost too", "engines stay"])
+@pytest.mark.parametrize("mode", IN_ORDER)
+def test_in_order_replayed_responses_change_no_bit(mode, engines, tmp_path):
+    expected = World(0, IN_ORDER[mode], prompts=1000).steps(6)
+    seen = Counter()
+    for seed in range(2):
+        going = Replays(seed, IN_ORDER[mode], Kept if engines is Engines else engines, tmp_path / str(seed))
+        going.run(6)
+        seen["losses"] += len(going.repeats) - 1
+        seen["replayed"] += sum(count for _, count in going.lines)
+        if not going.engines.fleet.metrics().get("fleet/quarantined"):
+            assert_same(going.found, expected)
+            seen["same"] += 1
+        for version, count in going.lines:
+            assert not count or version in going.repeats, "of a later step nothing is replayed"
+            assert count <= EVERY
+    assert all(seen[what] for what in ("losses", "replayed", "same")), seen
+
+
+class Kept(Restarting, Engines):
+    """Engines that are never lost."""
+
+    chance = 0.0
+
+
+def test_ready_first_nothing_is_trained_on_twice_and_each_token_is_of_its_version(tmp_path):
+    seen = Counter()
+    for seed in range(2):
+        going = Replays(seed, MODES["requeue"], RestartingLive, tmp_path / str(seed))
+        going.engines.chance = 0.0
+        state = going.run(STEPS)
+        seen["losses"] += len(going.repeats) - 1
+        seen["replayed"] += sum(count for _, count in going.lines)
+        samples = [rollouts.samples.read() for rollouts in going.found]
+        for step, one in enumerate(samples):
+            check_tokens(one, step, staleness=1)
+        prompts = [prompt for one in samples for prompt in one.prompt_id[::N].tolist()]
+        assert len(set(prompts)) == len(prompts) == STEPS * BATCH
+        ledger = state.ahead.ledger
+        dropped = sum(tally.groups for tally in ledger.counts.dropped.values())
+        assert ledger.counts.kept.groups + dropped + len(ledger.groups) == ledger.next_number
+    assert seen["losses"] and seen["replayed"], seen
+
+
+class Killed:
+    """A synchronous run, or one like it, whose third step was trained on when it was killed behind checkpoint 2."""
+
+    def __init__(self, folder, overrides=(), engines=Engines, rewards="", writer=Files):
+        self.folder = folder
+        self.overrides = overrides
+        self.engines = engines
+        self.writer = writer
+        spool = Spool(folder / "spool", writer())
+        first = self.world(1, None, spool)
+        self.trained = []
+        for step in range(3):
+            self.trained.append(self.step(first, saves=step == 1))
+            if step == 1:
+                (folder / "step-2").mkdir()
+                self.saved = first.state
+                self.said = json.loads(json.dumps(self.saved.ahead.write(folder / "step-2")))
+                spool.saved(2)
+        self.step(first, saves=False)  # some of the fourth, too
+        first.generation.close()
+        spool.close()
+        self.origin = by(2, self.saved.weights)
+        assert self.files(), "responses are left"
+
+    def world(self, seed, state, spool, left=None):
+        return World(seed, self.overrides, state, spool=spool, engines=self.engines, left=left)
+
+    @staticmethod
+    def step(world, saves, batch_taken=lambda: None):
+        rollouts = world.generation.next_batch(PhaseTimer())
+        batch_taken()
+        world.generation.drain(PhaseTimer(), saves)
+        world.engines.version += 1
+        world.state = world.generation.resume(world.state.advanced(rollouts.cursor))
+        return rollouts
+
+    def files(self):
+        return sorted(self.folder.glob("spool/*/group-*.npz"))
+
+    def again(self, origin=None):
+        """Steps 3 to 5 of the next start, and how many requests its engines got in step 3."""
+        spool = Spool(self.folder / "spool", self.writer(), origin=origin or self.origin)
+        state = TrainState(
+            2, self.saved.cursor, read_kept(self.folder / "step-2", self.said, spool), self.origin.weights
+        )
+        world = self.world(2, state, spool, read_left(spool, ROOM, 0))
+        found = [self.step(world, saves=False, batch_taken=lambda: setattr(self, "sent", world.engines.sent))]
+        found += world.steps(2)
+        spool.close()
+        return found
+
+    def expected(self):
+        return World(0, self.overrides, engines=self.engines).steps(5)
+
+
+def test_of_a_synchronous_step_nothing_is_generated_again_and_the_count_says_so(tmp_path):
+    killed = Killed(tmp_path)
+    found = killed.again()
+    assert_same([*killed.trained[:2], *found], killed.expected())
+    assert replayed(found) == [EVERY, 0, 0]
+    assert len(killed.files()) == BATCH, "a start after this one may use them, too"
+    assert replayed(killed.again()) == [EVERY, 0, 0]
+
+
+def test_what_engines_are_asked_for_and_what_is_replayed_is_the_step(tmp_path):
+    killed = Killed(tmp_path)
+    killed.files()[0].unlink()
+    found = killed.again()
+    assert replayed(found)[0] == EVERY - N and killed.sent == N
+    assert_same([*killed.trained[:2], *found], killed.expected())
+
+
+@pytest.mark.parametrize("overrides", [AHEAD["one step off"], AHEAD["two, partial"], AHEAD["filtered"][2:], TALKS],
+    ids=["one step off", "two, partial", "filtered", "conversations"])  # fmt: skip
+def test_of_every_kind_the_first_repeated_step_is_replayed_to_the_same_bits(tmp_path, overrides):
+    engines = Talking if overrides is TALKS else Engines
+    killed = Killed(tmp_path, overrides, engines)
+    found = killed.again()
+    assert_same([*killed.trained[:2], *found], killed.expected())
+    assert replayed(found)[0] > 0 and replayed(found)[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("what", ["weights", "data", "model", "sampling"])
+def test_what_other_causes_made_is_said_and_generated_again(tmp_path, capsys, what):
+    killed = Killed(tmp_path)
+    found = killed.again(replace(killed.origin, **{what: "other"}))
+    assert replayed(found) == [0, 0, 0]
+    said = capsys.readouterr().out
+    assert f"{BATCH} groups of step 3 are there from a start before" in said and f"by other {what}" in said
+    assert_same([*killed.trained[:2], *found], killed.expected())
+
+
+def test_of_another_version_nothing_is_used_and_nothing_said(tmp_path, capsys):
+    Killed(tmp_path)
+    spool = Spool(tmp_path / "spool", Files(), origin=by(3, "x"))
+    assert not spool.left and "generated again" not in capsys.readouterr().out
+    assert list((tmp_path / "spool").iterdir()) == [spool.folder]
+
+
+def damaged_byte(killed):
+    data = bytearray(killed.files()[0].read_bytes())
+    data[len(data) // 2] ^= 1
+    killed.files()[0].write_bytes(data)
+
+
+def other_group(killed):
+    first, second, *_ = killed.files()
+    first.write_bytes(second.read_bytes())
+
+
+def half_a_line(killed):
+    (lines,) = killed.folder.glob("spool/*/by-2.jsonl")
+    lines.write_text(lines.read_text()[:-9])
+
+
+def no_lines(killed):
+    (lines,) = killed.folder.glob("spool/*/by-2.jsonl")
+    lines.write_text('{"version": 2}\n{}\n')
+
+
+@pytest.mark.parametrize(
+    ("harm", "lost", "said"),
+    [
+        (damaged_byte, 1, "1 groups in .* are generated again: their files are not what was written"),
+        (other_group, 1, "1 groups in .* are generated again: their files are not what was written"),
+        (half_a_line, 1, ""),
+        (no_lines, BATCH, "by-2.jsonl is damaged, and its groups are generated again"),
+    ],
+)
+def test_what_is_damaged_is_said_and_generated_again(tmp_path, capsys, harm, lost, said):
+    killed = Killed(tmp_path)
+    harm(killed)
+    found = killed.again()
+    assert replayed(found)[0] == EVERY - lost * N
+    assert re.search(said, capsys.readouterr().out)
+    assert_same([*killed.trained[:2], *found], killed.expected())
+
+
+def test_a_group_that_would_be_asked_for_by_other_seeds_is_generated_again(tmp_path, capsys):
+    """The lines' digests hold: it is another's who was asked otherwise."""
+    killed = Killed(tmp_path)
+    path = killed.files()[0]
+    record = read_group(path)
+    samples = replace(record.samples, seed=record.samples.seed + 1)
+    facts = write_group(path, replace(record, samples=samples))
+    (lines,) = killed.folder.glob("spool/*/by-2.jsonl")
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    changed = [row | facts if row.get("file") == path.name else row for row in rows]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    found = killed.again()
+    assert replayed(found)[0] == EVERY - N
+    assert f"group {record.number} of a start before was asked for otherwise" in capsys.readouterr().out
+    assert_same([*killed.trained[:2], *found], killed.expected())
+
+
+def test_groups_with_log_probs_that_are_no_numbers_begin_anew(tmp_path, capsys):
+    spool = Spool(tmp_path / "spool", Files())
+    spool.serve(by(2), most=9)
+    one = group(4)
+    nan = {k: replace_log_probs(row) for k, row in one.responses.items()}
+    spool.put(replace(one, responses=nan))
+    spool.put(group(5))
+    spool.note()
+    again = Spool(tmp_path / "spool", Files(), origin=by(2))
+    assert read_left(again, ROOM, 0).keys() == {5} == again.left.keys()
+    assert "log-probs that are no numbers" in capsys.readouterr().out
+
+
+def replace_log_probs(row):
+    samples = row.read()
+    log_probs = samples.rollout_log_probs * float("nan")
+    return InMemory.whole(replace(samples, rollout_log_probs=log_probs, finite=samples.finite & False))
+
+
+def test_rewards_are_those_that_were_given_but_are_asked_for_again_where_other_code_would_give_them(
+    tmp_path, monkeypatch
+):
+    killed = Killed(tmp_path)
+    asked = noted_questions(monkeypatch)
+    killed.again()
+    assert not asked
+    found = killed.again(replace(killed.origin, rewards="other"))
+    assert replayed(found)[0] == len(asked) == EVERY
+    assert_same([*killed.trained[:2], *found], killed.expected())
+
+
+def noted_questions(monkeypatch) -> list:
+    """Gets the responses of step 3 that are asked about from now on."""
+    asked = []
+    submit = Rewards.submit
+
+    def noted(self, samples, questions, engine, held_s):
+        asked.extend(question for question in questions if 2 * EVERY <= question.sample_id < 3 * EVERY)
+        submit(self, samples, questions, engine, held_s)
+
+    monkeypatch.setattr(Rewards, "submit", noted)
+    return asked
+
+
+def test_rewards_that_failed_are_asked_for_again(tmp_path, monkeypatch):
+    killed = Killed(tmp_path)
+    path = killed.files()[0]
+    record = read_group(path)
+    failed = {index: replace(result, reason=RAISED) for index, result in record.results.items()}
+    facts = write_group(path, replace(record, results=failed))
+    (lines,) = killed.folder.glob("spool/*/by-2.jsonl")
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    changed = [row | facts if row.get("file") == path.name else row for row in rows]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    asked = noted_questions(monkeypatch)
+    found = killed.again()
+    assert replayed(found)[0] == EVERY and len(asked) == N
+    assert_same([*killed.trained[:2], *found], killed.expected())
+
+
+def test_the_object_store_gets_no_more_than_it_has_room_for(tmp_path, capsys):
+    killed = Killed(tmp_path)
+    spool = Spool(tmp_path / "spool", Files(), origin=killed.origin)
+    sizes = [parts.bytes(0) for parts in read_left(spool, ROOM, 0).values()]
+    assert len(read_left(spool, sum(sizes[:2]), 0)) == 2
+    assert "1 groups in" in (said := capsys.readouterr().out) and "no room" in said
+
+
+# ------------------------------------------------------------------------------------ what is on the disk when
+
+
+def versions(spool: Spool) -> list[str]:
+    return sorted(path.name for path in spool.folder.glob("by-*.jsonl"))
+
+
+def test_what_is_kept_goes_once_a_newer_checkpoint_is_whole_and_is_never_more_than_of_two(tmp_path):
+    spool = Spool(tmp_path / "spool", Files())
+    for version in range(6):
+        spool.serve(by(version), most=9)
+        spool.put(group(version))
+        spool.forget([version])
+        spool.note()
+        assert versions(spool) == ["by-0.jsonl", f"by-{version}.jsonl"][version == 0 :], "no save came to its end"
+        assert len(list(spool.folder.glob("group-*"))) == min(version + 1, 2)
+    spool.saved(5)
+    assert versions(spool) == ["by-5.jsonl"]
+    assert [path.name for path in spool.folder.glob("group-*")] == [group_file(5, 0)]
+    spool.serve(None, 0)
+    assert not spool.keeps
+    spool.put(group(9))
+    spool.forget([9])
+    assert [path.name for path in spool.folder.glob("group-*")] == [group_file(5, 0)]
+    spool.saved(7)
+    assert list(spool.folder.iterdir()) == []
+    spool.close()
+    assert not (tmp_path / "spool").exists()
+
+
+def test_no_more_groups_are_kept_than_a_step_has(tmp_path):
+    spool = Spool(tmp_path / "spool", Files())
+    spool.serve(by(0), most=2)
+    for number in range(4):
+        assert spool.keeps == (number < 2)
+        spool.put(group(number))
+    spool.forget(range(4))
+    assert len(list(spool.folder.glob("group-*"))) == 2
+
+
+def test_a_process_that_ends_leaves_what_a_start_after_it_may_use_and_nothing_else(tmp_path):
+    spool = Spool(tmp_path / "spool", Files())
+    spool.serve(by(3), most=1)
+    for number in (4, 5):
+        spool.put(group(number))
+    spool.note()
+    spool.close()
+    (folder,) = (tmp_path / "spool").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["by-3.jsonl", group_file(4, 0)]
+    again = Spool(tmp_path / "spool", Files(), origin=by(3))
+    facts = again.left[4].facts
+    assert list((tmp_path / "spool").iterdir()) == [again.folder] and file_facts(again.left[4].path) == facts
+    again.serve(by(3), most=1)
+    again.put(group(4))
+    again.serve(None, 0)
+    assert not again.left and file_facts(again.folder / group_file(4, 0)) == facts, "it is kept as it is"
+
+
+def test_a_start_that_fails_before_it_generates_loses_nothing(tmp_path):
+    killed = Killed(tmp_path)
+    for _ in range(2):
+        spool = Spool(tmp_path / "spool", Files(), origin=killed.origin)
+        assert read_left(spool, ROOM, 0).keys() == {6, 7, 8}
+        spool.close()
+    assert replayed(killed.again()) == [EVERY, 0, 0]
+
+
+def test_what_would_be_judged_otherwise_is_not_taken_for_judged_by_a_start_that_fails(tmp_path):
+    killed = Killed(tmp_path)
+    other = replace(killed.origin, rewards="other")
+    spool = Spool(tmp_path / "spool", Files(), origin=other)
+    assert not any(parts.results for parts in read_left(spool, ROOM, 0).values())
+    spool.close()
+    assert not Spool(tmp_path / "spool", Files(), origin=other).left
+
+
+def test_a_full_disk_ends_no_run_and_leaves_nothing_half_done(tmp_path, monkeypatch, capsys):
+    spool = Spool(tmp_path / "spool", Writer())
+    spool._writer.is_full = True
+    spool._writer.written = lambda begun: spool._writer.facts({"": begun})[""]
+    spool.serve(by(0), most=9)
+    for number in (4, 5):
+        spool.put(group(number))
+    spool.note()
+    assert capsys.readouterr().out.count("no space left") == 1
+    spool.serve(by(1), most=9)
+    spool._writer.is_full = False
+    spool.put(group(6))
+    monkeypatch.setattr("mrl.train.spool_lines.SpoolLines.add", refuse)
+    spool.note()
+    assert versions(spool) == ["by-0.jsonl"] and not spool.keeps
+    monkeypatch.setattr("mrl.train.spool_lines.SpoolLines.begin", refuse)
+    spool.serve(by(2), most=9)
+    assert not spool.keeps
+    spool.put(group(7))
+    spool.close()
+    assert not (tmp_path / "spool").exists()
+
+
+def refuse(*given):
+    raise OSError(28, "No space left on device")
+
+
+def test_responses_that_a_writer_lost_are_not_kept(tmp_path, capsys):
+    spool = Spool(tmp_path / "spool", Writer())
+
+    def lost(begun):
+        raise Interrupted("node 1 is gone")
+
+    spool._writer.written = lost
+    spool.serve(by(0), most=9)
+    spool.put(group(4))
+    spool.note()
+    assert "node 1 is gone" in capsys.readouterr().out
+    assert (spool.folder / versions(spool)[0]).read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "left"),
+    [(Newest(None, None, {}), set()), (None, set()), ("w", {4}), ("another", set())],
+    ids=["no checkpoint", "a new run", "its checkpoint", "another"],
+)
+def test_a_start_looks_for_what_is_left_of_its_checkpoint(tmp_path, found, left):
+    spool = Spool(tmp_path / "spool", Files())
+    spool.serve(by(2, "w"), most=9)
+    spool.put(group(4))
+    spool.note()
+    spool.close()
+    if isinstance(found, str):
+        trainer = {"cursor": {"epoch": 0, "index": 2}, "weights": found}
+        found = Newest(tmp_path / "step-2", SimpleNamespace(step=2, trainer=trainer), {})
+    plan = {"memory": {"host": {"object_store_bytes": ROOM}}}
+    identity = RunIdentity.of(load_config(TINY).config)
+    beginning = Beginning(tmp_path, identity, found, lambda: None, plan, "data", token_routes=0, step_timeout_s=1.0)
+    files = StartFiles(RunDir(tmp_path), beginning, "", resumed_state(found), None, None, None, None, None)
+    with ExitStack() as own:
+        assert with_spool(own, files).left.keys() == left
+    assert (tmp_path / "spool").exists() == bool(left)
+
+
+# ------------------------------------------------------------------------------------ what responses are made by
+
+
+@pytest.fixture
+def sources(tmp_path):
+    write_model(tmp_path / "model")
+
+    def of(*overrides, files=()) -> Sources:
+        settings = [f"model.path={tmp_path / 'model'}", *overrides]
+        return sources_of(load_config(TINY, None, settings).config, MADE_BY, files)
+
+    return of
+
+
+@pytest.mark.parametrize("setting", [
+    "rollout.temperature=0.9", "data.max_response_length=3", "trainer.seed=7", "actor.router_replay=R3",
+    "rollout.turns={tools: [calculator]}",
+])  # fmt: skip
+def test_what_changes_responses_is_another_sampling(sources, setting):
+    changed = sources(setting)
+    assert changed.sampling != sources().sampling
+    assert replace(changed, sampling="") == replace(sources(), sampling="")
+
+
+@pytest.mark.parametrize("setting", [
+    "rollout.num_engines=2", "rollout.max_num_seqs=3", "trainer.save_freq=7", "cluster.placement=colocated",
+    "actor.optim.lr=1.0", "rollout.restart_limit=9",
+])  # fmt: skip
+def test_what_only_changes_who_makes_them_is_the_same(sources, setting):
+    assert sources(setting) == sources()
+
+
+def test_other_rewards_and_files_of_the_users_own_are_others(sources):
+    assert replace(sources("reward.failure_score=0.0"), rewards="") == replace(sources(), rewards="")
+    assert sources("reward.failure_score=0.0").rewards != sources().rewards
+    reward = {"key": "reward.custom_reward_function.path", "path": "x.py", "sha256": "1"}
+    tools = reward | {"key": "rollout.turns.path"}
+    assert sources(files=[reward]).rewards != sources(files=[reward | {"sha256": "2"}]).rewards
+    assert sources(files=[reward]).sampling == sources().sampling
+    assert sources(files=[tools]).sampling != sources(files=[tools | {"sha256": "2"}]).sampling
+
+
+def test_each_update_makes_weights_of_another_name_and_the_start_has_that_of_its_files(sources):
+    state = TrainState()
+    first = state.advanced(state.cursor)
+    second = state.advanced(state.cursor)
+    assert first == second and first.weights != second.weights and first.weights and not state.weights
+    assert sources().by(0, "").weights == sources().start != sources().by(1, first.weights).weights
+    assert isinstance(GenerationRules.__dataclass_fields__["sources"].default, Sources)
