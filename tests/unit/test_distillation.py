@@ -4,6 +4,7 @@ train, which teachers are refused, what a plan counts, and verl's keys.
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from mrl.flow.teacher_rows import TeacherRows
 from mrl.megatron import parallel
 from mrl.megatron.batching import RowResult
 from mrl.megatron.loss_parameters import loss_parameters
+from mrl.megatron.teacher import Teacher
 from mrl.model import model_spec, parameter_count, planning_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.plan.devices import default_device
@@ -484,6 +486,23 @@ def said(*overrides) -> list[str]:
 # ---------------------------------------------------------------- plan, rehearsal, verl
 
 
+@pytest.mark.parametrize("switched", [(), ("parameters",)])
+def test_a_teacher_leaves_no_buffer_of_its_pass_wherever_its_weights_lie(monkeypatch, switched):
+    buffer = SimpleNamespace(buffer={})
+    monkeypatch.setattr(mpu, "get_global_memory_buffer", lambda: buffer)
+    monkeypatch.setattr("mrl.megatron.teacher.check_batch", lambda *_, **__: None)
+    monkeypatch.setattr("mrl.megatron.teacher.log_prob_pass", lambda *_, **__: buffer.buffer.update(gathered=b"large"))
+    monkeypatch.setattr(parallel, "holds_result", lambda: False)
+    teacher = object.__new__(Teacher)
+    teacher.model = SimpleNamespace(vocab_size=8)
+    teacher._chunks = teacher._likeliest = None
+    teacher._inputs = lambda *_: None
+    teacher._groups = SimpleNamespace(in_place=nullcontext)
+    teacher._residence = SimpleNamespace(using=nullcontext, switched=switched, offload=lambda: None)
+    assert teacher.log_probs(None, ()) is None
+    assert not buffer.buffer
+
+
 def planned(folders, *overrides) -> PlanInputs:
     given = ["distillation.enabled=true", f"{TEACHER}model_path={folders[1]}", *overrides]
     return PlanInputs.of(load_config(TINY, None, given).config, TINY_MODEL, default_device("cpu"))
@@ -530,7 +549,7 @@ def test_a_plan_counts_the_teachers_pass(folders):
 
 
 def test_a_search_sorts_actors_by_all_that_a_step_does_beside_generation():
-    preset = TINY.parents[1] / "qwen3-8b" / "h100-1x8.yaml"
+    preset = "parallel_configs/qwen3-8b/h100-1x8.yaml"
     given = ["distillation.enabled=true", f"{TEACHER}model_path=Qwen/Qwen3-30B-A3B"]
     config = load_config(preset, overrides=given).config
     model = planning_model_spec(config.model.path)[0]
