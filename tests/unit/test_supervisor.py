@@ -122,7 +122,7 @@ def test_an_end_of_its_own_is_no_end_from_below_where_no_line_of_it_was_written(
 
 
 @pytest.mark.parametrize("below", [True, False])
-def test_an_unforeseen_error_keeps_its_traceback_and_has_a_code_of_its_own_below_a_supervisor(monkeypatch, capsys, below):
+def test_an_unforeseen_error_keeps_its_traceback_and_has_a_code_of_its_own_below_one(monkeypatch, capsys, below):
     monkeypatch.delenv(supervisor.SUPERVISED, raising=False)
     if below:
         monkeypatch.setenv(supervisor.SUPERVISED, "4711")
