@@ -18,7 +18,7 @@ from test_ready_first import STEPS, Flight, LiveEngines
 from mrl.checkpoint.group_files import GroupRecord, group_file, read_group, write_group
 from mrl.checkpoint.manifest import file_facts
 from mrl.data.order import DataCursor
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import LEFT_OUT, STOP_REASONS, Sample, packed
 from mrl.errors import DamagedCheckpoint, DataError, EnvironmentFault, Interrupted, LostLock
 from mrl.flow.engine_progress import EngineProgress
 from mrl.flow.group_writer import GroupParts
