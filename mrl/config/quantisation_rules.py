@@ -65,10 +65,8 @@ def _cuts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
     except MrlError:  # which is said by itself
         return
-    fault = ranks_fault(model, train, ranks_block(config)) or workers_fault(
-        model, rollout_layout(config.rollout), block
-    )
-    if fault:
+    of_workers = workers_fault(model, rollout_layout(config.rollout), block)
+    if fault := ranks_fault(model, train, ranks_block(config)) or of_workers:
         rule = f"needs cuts between blocks of {block} x {block}: {fault}"
         why = "a block has one scale, which comes from all of it; choose degrees of parallelism that leave blocks whole"
         yield Violation(_KEY, rule, why, (None,))

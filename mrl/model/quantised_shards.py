@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from math import prod
 
 from mrl.errors import ConfigError
 from mrl.model.hf_config import ModelSpec
@@ -36,6 +37,12 @@ def sent_shards(model: ModelSpec, layout: TrainLayout, rank: int, block: int) ->
         return shards
     words = quantised_tensors(model)
     return (*shards, *(_scales_of(model, shard, block) for shard in shards if _has_words(shard, words)))
+
+
+def word_count(model: ModelSpec, layout: TrainLayout, rank: int) -> int:
+    """Elements that one rank holds of weights that engines have in words."""
+    words = quantised_tensors(model)
+    return sum(prod(s.local_shape) for s in source_shards(model, layout, rank) if _has_words(s, words))
 
 
 def _has_words(shard: Shard, words: frozenset[str]) -> bool:

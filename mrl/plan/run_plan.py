@@ -173,7 +173,8 @@ def sync_of(inputs: PlanInputs) -> dict[str, Any]:
     begun = perf_counter()
     plan = reshard_plan_of(inputs.config, inputs.model, inputs.train)
     seconds = perf_counter() - begun
-    return reshard_summary(plan, link_of(inputs), inputs.device.sync, seconds, inputs.device.starts)
+    device = inputs.device
+    return reshard_summary(plan, link_of(inputs), device.sync, seconds, device.starts, device.memory_rate)
 
 
 def link_of(inputs: PlanInputs) -> Link:

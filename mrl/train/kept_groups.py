@@ -93,8 +93,8 @@ def _said(results: Sequence[RewardResult]) -> list[dict[str, Any]]:
 def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups:
     """Reads what `write` wrote, group by group; tokens go into the object store of this node.
 
-    Rewards that failed are left out: they are asked for again. Groups with log-probs that are no numbers, or of which an
-    environment failed, begin anew, since they would end the resumed run as they ended this one. Groups that were
+    Rewards that failed are left out: they are asked for again. Groups with log-probs that are no numbers begin anew,
+    and so do those whose environment failed: they would end the resumed run as they ended this one. Groups that were
     filtered by any of these are left out too.
     Raises DamagedCheckpoint for a file that is not what was written, or not what the ledger counts.
     """

@@ -30,6 +30,7 @@ from mrl.plan.activations import Recompute
 from mrl.plan.engine_memory import engine_memory, worker_weight_bytes
 from mrl.plan.plan_inputs import device_for
 from mrl.plan.run_plan import reshard_plan_of
+from mrl.plan.sync_times import reshard_summary
 from mrl.platforms.versions import MEGATRON
 from mrl.reshard.plan import plan_reshard
 from mrl.reshard.proof import verify
@@ -217,6 +218,21 @@ def test_bytes_of_a_sync_are_a_word_an_element_and_four_bytes_a_block():
     plain = m.num_layers * (m.num_experts * m.hidden_size + 2 * m.hidden_size + 2 * m.head_dim) + m.hidden_size
     plain += 2 * m.vocab_size * m.hidden_size // 4
     assert plan.bytes_required == 16 * (words + words // 128**2 * 4 + 2 * plain)
+
+
+def test_a_plan_counts_the_seconds_in_which_words_are_made():
+    """By hand, of one layer of Qwen3-30B on two ranks that share its experts, at a byte a second."""
+    m = replace(QWEN3_30B, num_layers=1, moe_layers=(0,))
+    train = TrainLayout.build({"world_size": 2, EP: 2}, m)
+    arguments = {"dialect": "cuda", "dtype": "bfloat16"}
+    plan = plan_reshard(m, train, RolloutLayout(1, 1), **arguments, fp8_block=128)
+    held = m.hidden_size * m.head_dim * 2 * (m.num_attention_heads + m.num_key_value_heads)
+    held += m.num_experts // 2 * 3 * m.moe_intermediate_size * m.hidden_size
+    summary = reshard_summary(plan, memory_rate=1.0)
+    assert summary["seconds_of"]["words"] == 4 * held + 2 * 19 * max(summary["sent_bytes"])
+    assert summary["predicted_seconds"] == pytest.approx(sum(summary["seconds_of"].values()))
+    plain = plan_reshard(m, train, RolloutLayout(1, 1), **arguments)
+    assert "words" not in reshard_summary(plain)["seconds_of"]
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (4, 2, 8)])
