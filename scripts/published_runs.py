@@ -185,7 +185,9 @@ def _sync_of(inputs: PlanInputs) -> dict[str, Any]:
     key = inputs.config.model_dump_json()
     if key not in _plans:
         _plans[key] = reshard_plan_of(inputs.config, inputs.model, inputs.train)
-    return reshard_summary(_plans[key], link_of(inputs), inputs.device.sync, starts=inputs.device.starts)
+    device = inputs.device
+    rates = {"starts": device.starts, "memory_rate": device.memory_rate}
+    return reshard_summary(_plans[key], link_of(inputs), device.sync, **rates)
 
 
 def inputs_of(row: dict[str, Any], assumed: Assumptions = USUAL) -> PlanInputs:

@@ -30,7 +30,7 @@ class StoredAdapters:
     model: ModelSpec
     lora: Lora
     dtype: str
-    facts: FileFacts  # of all files
+    facts: FileFacts  # of all files that hold and describe them
 
     def reader(self) -> BoxReader:
         """Opens a reader of the factors. The caller closes it."""
@@ -45,11 +45,12 @@ class StoredAdapters:
 
 
 def stored_adapters(folder: Path, manifest: Manifest, files: TensorFiles, model: ModelSpec) -> StoredAdapters:
-    """Opens the adapters that a manifest describes, after comparing every byte with its digest.
+    """Opens the adapters that a manifest describes, after comparing every byte of their files with its digest.
 
     Raises DamagedCheckpoint for changed bytes, EnvironmentFault for factors that differ from the manifest's adapters.
     """
-    check_files(folder, manifest.files_of_ranks(), _THREADS)
+    facts = manifest.of_actor.files_of_ranks()
+    check_files(folder, facts, _THREADS)
     lora = lora_of(manifest, folder)
     entries = tuple(manifest.read_entries(folder))
     described = {piece.hf_name for entry in entries if entry.role == WEIGHT for piece in entry.pieces}
@@ -58,7 +59,7 @@ def stored_adapters(folder: Path, manifest: Manifest, files: TensorFiles, model:
             f"{folder}: its tensors are not those of its adapters ({len(odd)} differ): {', '.join(odd[:3])}; the "
             "checkpoint is damaged, choose another one"
         )
-    return StoredAdapters(folder, entries, files, model, lora, manifest.dtype, manifest.files_of_ranks())
+    return StoredAdapters(folder, entries, files, model, lora, manifest.dtype, facts)
 
 
 def lora_of(manifest: Manifest, folder: Path) -> Lora:

@@ -4,7 +4,7 @@ Tasks do the reading. They get readers of the source and of the output. They ret
 distinguishes it from a full disk, which is raised.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -53,9 +53,14 @@ class WrittenFileCheck:
         return None
 
 
-def source_checks(source: Checkpoint) -> list[SourceFileCheck]:
-    """Returns the checks of every byte of a checkpoint. Hugging Face's carry no digests."""
-    return [SourceFileCheck(file) for file in source.files.checkable()]
+def source_checks(source: Checkpoint, roles: Collection[str]) -> list[SourceFileCheck]:
+    """Returns the checks of a checkpoint's files, without those that hold tensors of other `roles` alone.
+
+    Hugging Face's carry no digests.
+    """
+    read = {entry.file for entry in source.entries if entry.role in roles}
+    left = {entry.file for entry in source.entries} - read
+    return [SourceFileCheck(file) for file in source.files.checkable() if file not in left]
 
 
 def verification(

@@ -168,11 +168,12 @@ def run_conversion(
     if sum(sizes.values()) > SMALL_BYTES:
         processes = options.workers
     digests = target.digests or options.verify
+    checks = source_checks(source, {entry.role for file in files for entry in file.entries})
     with locked(work, _identity(source, target, digests), sizes) as (folder, done), workers(processes, [source]) as run:
         resumed = len(done)
         tasks = [WriteFile(folder, file, target.container, digests) for file in files if file.name not in done]
         with _progress(options.progress, folder, sizes):
-            unchecked = _write_and_check(run, tasks, source_checks(source), work, done)
+            unchecked = _write_and_check(run, tasks, checks, work, done)
         try:
             beside = target.finish(folder, done)
         except OSError as error:

@@ -126,6 +126,11 @@ class Manifest:
     critic: tuple[RankFiles, ...] = ()  # of a critic beside the actor, rank by rank; empty: there is none
 
     @property
+    def of_actor(self) -> "Manifest":
+        """The actor's part, without a critic beside it."""
+        return replace(self, critic=())
+
+    @property
     def of_critic(self) -> "Manifest":
         """The critic's part, as that of an actor, whose weights are whole."""
         return replace(self, ranks=self.critic, critic=(), adapters={})

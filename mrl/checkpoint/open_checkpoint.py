@@ -203,7 +203,7 @@ def open_adapters(folder: Path) -> tuple[StoredAdapters, Manifest]:
     manifest = _checked_manifest(folder)
     if not manifest.adapters:
         raise ConfigError(f"{folder}: holds whole weights and no adapters; use mrl convert megatron-to-hf")
-    files = SafetensorsFiles(folder, manifest.files_of_ranks())
+    files = SafetensorsFiles(folder)  # `stored_adapters` compares them with their digests
     files.read_headers(manifest.files())
     return stored_adapters(folder, manifest, files, model_spec(manifest.hf_config)), manifest
 
@@ -246,7 +246,7 @@ def open_mrl(folder: Path, base: Path | None = None) -> Checkpoint:
     manifest = _checked_manifest(folder)
     if manifest.adapters:
         return open_merged(folder, base)
-    files = SafetensorsFiles(folder, manifest.files_of_ranks() | manifest.files_for_others())
+    files = SafetensorsFiles(folder, manifest.of_actor.files_of_ranks() | manifest.files_for_others())
     stored = files.read_headers(manifest.files())
     model = model_spec(manifest.hf_config)
     entries = tuple(manifest.read_entries(folder))

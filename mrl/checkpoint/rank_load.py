@@ -11,7 +11,7 @@ ranks need columns.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def load_rank(actor, folder: Path, kind: str = ACTOR) -> BytesRead:
     one that is damaged or of another model. Only the rank that detects it raises, while others may wait.
     """
     whole = read_manifest(folder)
-    manifest = replace(whole, critic=())
+    manifest = whole.of_actor
     if kind == CRITIC:
         manifest = whole.of_critic
     if not manifest.ranks:

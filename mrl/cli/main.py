@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import textwrap
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from types import ModuleType
@@ -34,6 +35,7 @@ from mrl.cli import (
 )
 from mrl.cli.config_arguments import refuse_leftovers
 from mrl.errors import ConfigError, Interrupted, MrlError, printable
+from mrl.tools.own_command import DEFECT, SUPERVISED
 
 GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "begin": (init, import_verl, data, doctor),
@@ -52,6 +54,16 @@ EXIT_CODES = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `mrl`."""
+    try:
+        _main(arguments)
+    except Exception:
+        if SUPERVISED not in os.environ:
+            raise
+        traceback.print_exc()
+        raise SystemExit(DEFECT) from None
+
+
+def _main(arguments: Sequence[str] | None) -> None:
     with ExitStack() as stack:
         stack.enter_context(redirect_stderr(_Plain(sys.stderr)))
         parser = make_parser()

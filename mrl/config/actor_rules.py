@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 from mrl.config.rule_row import Rule, RuleRow, on_only_where
-from mrl.config.schema import RefConfig, RunConfig, leaf
+from mrl.config.schema import ActorConfig, RefConfig, RunConfig, leaf
 from mrl.errors import Violation, nearest
 from mrl.model import ModelSpec
 from mrl.model.layout import check_train_layout
@@ -24,6 +24,7 @@ _MINI = "actor.ppo_mini_batch_size"
 _BATCH = "data.train_batch_size"
 _VLLM = "rollout.engine_kwargs.vllm"
 _IGNORED = "it would be ignored"
+_UNROUTED = ActorConfig.model_fields["max_unrouted_share"].default
 
 # Modules that Megatron-core 0.16.1 accepts for selective recompute (TransformerConfig.__post_init__), without those of
 # attention that mrl does not build.
@@ -359,10 +360,10 @@ ACTOR_RULES = (
     storages_stay,
     RuleRow(
         "actor.max_unrouted_share",
-        lambda c, m: c.actor.max_unrouted_share != 0.5 and c.actor.router_replay != "R3",
-        "must be 0.5 where actor.router_replay is {c.actor.router_replay}",
+        lambda c, m: c.actor.max_unrouted_share != _UNROUTED and c.actor.router_replay != "R3",
+        f"must be {_UNROUTED} where actor.router_replay is {{c.actor.router_replay}}",
         _IGNORED,
-        (0.5,),
+        (_UNROUTED,),
     ),
     on_only_where(
         f"{_OPTIMIZER}.optimizer_cpu_offload",

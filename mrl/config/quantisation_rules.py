@@ -10,7 +10,7 @@ from mrl.errors import MrlError, Violation
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 from mrl.model.quantised import BLOCK, quantised_faults
-from mrl.model.quantised_shards import cut_fault
+from mrl.model.quantised_shards import ranks_fault, workers_fault
 
 _KEY = "rollout.quantization"
 _BLOCK = "rollout.quantization_block"
@@ -38,6 +38,16 @@ def quantisation_notes(config: RunConfig) -> Iterator[str]:
         )
 
 
+def ranks_block(config: RunConfig) -> int:
+    """Rows and columns of the blocks that the actor's ranks must leave whole; 0 where they need not.
+
+    On the slow path a tensor becomes words once it is whole.
+    """
+    if config.reshard.path == "slow":
+        return 0
+    return config.rollout.fp8_block
+
+
 def _is_on(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig, ModelSpec], bool]:
     return lambda config, model: config.rollout.quantization is not None and broken(config, model)
 
@@ -57,7 +67,8 @@ def _cuts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
     except MrlError:  # another rule reports it
         return
-    if fault := cut_fault(model, train, rollout_layout(config.rollout), block):
+    of_workers = workers_fault(model, rollout_layout(config.rollout), block)
+    if fault := ranks_fault(model, train, ranks_block(config)) or of_workers:
         rule = f"needs cuts between blocks of {block} x {block}: {fault}"
         why = "a block has one scale, which comes from all of it; choose degrees of parallelism that leave blocks whole"
         yield Violation(_KEY, rule, why, (None,))

@@ -112,12 +112,13 @@ def _partial(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             "no response would have two versions",
             (config.data.max_response_length // 2, None),
         )
-    if config.actor.router_replay == "R3":
+    if config.actor.router_replay == "R3" and trainer.order == "ready_first":
+        rule = "must not be R3 with trainer.partial_rollouts and trainer.order: ready_first"
         why = (
-            "vLLM's prefix cache leaves out routes of a response that is made in several requests; R2 "
-            "records the trainer's own"
+            "an engine drops the routes of a response that it holds while weights change; in_order ends every request "
+            "before, and R2 records the trainer's own"
         )
-        yield Violation("actor.router_replay", "must not be R3 with trainer.partial_rollouts", why, ("disabled", "R2"))
+        yield Violation("actor.router_replay", rule, why, ("disabled", "R2"))
 
 
 def _order(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:

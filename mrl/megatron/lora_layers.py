@@ -232,7 +232,7 @@ def attach(
         adapter.begin(seed)
         module.add_module(ADAPTER, adapter)
         module.register_forward_hook(_hook(config, layer.is_expert))
-        exercised("actor.lora.rank")
+        exercised(f"actor.lora.rank={lora.rank}")
 
 
 def _is_outside(module: Module, layer: AdaptedLayer) -> bool:
@@ -276,7 +276,7 @@ def drawing_noise(dropout: float, seed: int, update: int, device: torch.device) 
     if not dropout:
         yield
         return
-    exercised("actor.lora.dropout")
+    exercised(f"actor.lora.dropout={dropout}")
     tracker = get_cuda_rng_tracker()
     own = dist.get_rank()
     first_of_tensor = mpu.get_tensor_model_parallel_src_rank()

@@ -77,8 +77,7 @@ class Teacher:
                 inputs = self._inputs(batch, micros)
                 outputs = log_prob_pass(self._chunks, inputs, self.model.vocab_size, likeliest=self._likeliest)
             handed_out = parallel.holds_result()
-            if self._residence.switched:
-                parallel.release_scratch()
+            parallel.release_scratch()  # no plan counts it outside the pass, wherever the weights lie
         self._residence.offload()
         if handed_out:
             return of_rows(micros, outputs)

@@ -1,8 +1,9 @@
 """What ranks send of weights that engines hold in FP8, and which layouts cut such a weight through a block."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from math import prod
 
 from mrl.errors import ConfigError
 from mrl.model.hf_config import ModelSpec
@@ -38,6 +39,12 @@ def sent_shards(model: ModelSpec, layout: TrainLayout, rank: int, block: int) ->
     return (*shards, *(_scales_of(model, shard, block) for shard in shards if _has_words(shard, words)))
 
 
+def word_count(model: ModelSpec, layout: TrainLayout, rank: int) -> int:
+    """Elements that one rank holds of weights that engines have in words."""
+    words = quantised_tensors(model)
+    return sum(prod(s.local_shape) for s in source_shards(model, layout, rank) if _has_words(s, words))
+
+
 def _has_words(shard: Shard, words: frozenset[str]) -> bool:
     return bool(shard.pieces) and shard.pieces[0].hf_name in words
 
@@ -65,23 +72,36 @@ def _shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {spec.name: spec.shape for spec in tensor_specs(model)}
 
 
-def cut_fault(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout, block: int) -> str:
-    """The first weight that one of the layouts cuts through a block, in words; empty where none does."""
+def ranks_fault(model: ModelSpec, train: TrainLayout, block: int) -> str:
+    """The first weight that the actor's ranks cut through a block, in words; empty where they cut none so.
+
+    `block` 0: nothing is quantised.
+    """
+    if not block:
+        return ""
+    return _first_fault(model, train.tensor, train.expert_tensor, block, _rank_slice, "a rank of actor.layout")
+
+
+def workers_fault(model: ModelSpec, rollout: RolloutLayout, block: int) -> str:
+    """The first weight that an engine's workers cut through a block, in words, as `ranks_fault`."""
+    if not block:
+        return ""
+    return _first_fault(model, rollout.tensor, rollout.expert_tensor, block, worker_slice, "a worker of an engine")
+
+
+@cache  # a search asks for many layouts of the same degrees
+def _first_fault(
+    model: ModelSpec, dense: int, experts: int, block: int, slice_of: Callable[[Weight, int, int], Slice], who: str
+) -> str:
+    """`dense`, `experts`: how many share a layer's weights, and one expert's."""
     for weight in dict.fromkeys(weight for kind, _ in weight_map(model).layers for weight in kind.hf):
-        if is_quantised(weight):
-            for side, local in _slices(weight, train, rollout):
-                if fault := slice_fault(local, block):
-                    return f"{fault} on {side}".replace("{layer}", "0").replace("{expert}", "0")
+        count = experts if weight.is_expert else dense
+        for index in range(count if is_quantised(weight) else 0):
+            if fault := slice_fault(slice_of(weight, count, index), block):
+                words = f"{fault} on {who}, {count} of which share it"
+                return words.replace("{layer}", "0").replace("{expert}", "0")
     return ""
 
 
-def _slices(weight: Weight, train: TrainLayout, rollout: RolloutLayout) -> Iterator[tuple[str, Slice]]:
-    """Whose slice it is, and the slice, of every rank and worker that cuts differ for."""
-    ranks, workers = (train.tensor, rollout.tensor)
-    if weight.is_expert:
-        ranks, workers = (train.expert_tensor, rollout.expert_tensor)
-    for index in range(ranks):
-        local = megatron_slice(weight, train.tensor, train.expert_tensor, index)
-        yield f"a rank of actor.layout, {ranks} of which share it", local
-    for index in range(workers):
-        yield f"a worker of an engine, {workers} of which share it", worker_slice(weight, workers, index)
+def _rank_slice(weight: Weight, count: int, index: int) -> Slice:
+    return megatron_slice(weight, count, count, index)

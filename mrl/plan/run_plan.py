@@ -18,6 +18,7 @@ from mrl.errors import ConfigError
 from mrl.model import ModelSpec, active_parameter_count, parameter_count
 from mrl.model.device_grid import Place
 from mrl.model.layout import TrainLayout
+from mrl.model.quantised_shards import ranks_fault
 from mrl.plain_files import JSON_BYTES, parse_json, read_text, reason
 from mrl.plan.devices import Assumptions, Device, devices, faster, slower
 from mrl.plan.engine_memory import EngineMemory
@@ -173,7 +174,8 @@ def sync_of(inputs: PlanInputs) -> dict[str, Any]:
     begun = perf_counter()
     plan = reshard_plan_of(inputs.config, inputs.model, inputs.train)
     seconds = perf_counter() - begun
-    return reshard_summary(plan, link_of(inputs), inputs.device.sync, seconds, inputs.device.starts)
+    device = inputs.device
+    return reshard_summary(plan, link_of(inputs), device.sync, seconds, device.starts, device.memory_rate)
 
 
 def link_of(inputs: PlanInputs) -> Link:
@@ -203,8 +205,19 @@ def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> 
         dtype=config.rollout_dtype,
         topology=Topology(*rank_places(Deployment.of(config))),
         budget_bytes=sync_budget(config),
-        fp8_block=config.rollout.fp8_block,
+        fp8_block=_planned_block(config, model, train),
     )
+
+
+def _planned_block(config: RunConfig, model: ModelSpec, train: TrainLayout) -> int:
+    """Blocks of what a sync is planned for; 0 where ranks cut them, which only the slow path may.
+
+    Then the plan is that of the weights as they are trained, about twice the bytes.
+    """
+    block = config.rollout.fp8_block
+    if config.reshard.path == "slow" and ranks_fault(model, train, block):
+        return 0
+    return block
 
 
 # ---------------------------------------------------------------- as it is stored and compared

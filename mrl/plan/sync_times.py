@@ -10,11 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from mrl.model.quantised_shards import word_count
 from mrl.plan.devices import Starts, SyncRates
 from mrl.reshard.plan import ReshardPlan
 from mrl.reshard.streams import REMOTE, SAME_DEVICE, SAME_NODE, TIERS
 
 H100_RATES = SyncRates()
+_H100_MEMORY = 3.35e12  # bytes per second
+_SCALE_TRAFFIC = 4  # bytes of an element: its largest and its smallest are found in two passes over 16 bits
+# of a word: its scale is written in 32 bits; the product reads both and writes 32 bits; the cast reads them, writes 8
+_WORD_TRAFFIC = 4 + (2 + 4 + 4) + (4 + 1)
 USUAL_STARTS = Starts()
 
 
@@ -44,15 +49,19 @@ def reshard_summary(
     rates: SyncRates = H100_RATES,
     plan_seconds: float | None = None,
     starts: Starts = USUAL_STARTS,
+    memory_rate: float = _H100_MEMORY,
 ) -> dict[str, Any]:
     """Returns the `reshard` part of `mrl plan --json`.
 
     `predicted_seconds` is a whole verified sync, the sum of `seconds_of`: wire time under `link`, launches, and steps
-    at `rates`. Packing and unpacking hide their bytes behind the wire, so only their launches count. `bound_seconds` is
+    at `rates`. Packing and unpacking hide their bytes behind the wire, so only their launches count. Words of weights,
+    for engines in FP8, are made at `memory_rate`, bytes per second of a device's memory. `bound_seconds` is
     the least time on the wire if every byte crosses it once, and local bytes not at all.
     """
     loads = plan.loads
     seconds = {"wire": wire_seconds(plan, link), "launches": launch_seconds(plan, starts)} | step_seconds(plan, rates)
+    if plan.fp8_block:
+        seconds["words"] = word_seconds(plan, memory_rate)
     return {
         "bytes_required": plan.bytes_required,
         "bytes_moved": plan.bytes_moved,
@@ -102,6 +111,18 @@ def step_seconds(plan: ReshardPlan, rates: SyncRates) -> dict[str, float]:
         "finalise": received / rates.finalise,
         "read_back": received / rates.read_back,
     }
+
+
+def word_seconds(plan: ReshardPlan, memory_rate: float) -> float:
+    """Seconds in which the busiest rank makes scales of all that it holds, and words of what it sends, once for the
+    message and once for its digest (mrl/reshard/quantise.py).
+
+    Nobody has measured it: passes over memory are counted, and all that is sent as words.
+    """
+    size = plan.train.world_size // plan.train.pipeline
+    held = max(word_count(plan.model, plan.train, stage * size) for stage in range(plan.train.pipeline))
+    sent = int(plan.loads.sent.sum(axis=(0, 1)).max())
+    return (_SCALE_TRAFFIC * held + 2 * _WORD_TRAFFIC * sent) / memory_rate
 
 
 def launch_seconds(plan: ReshardPlan, starts: Starts) -> float:

@@ -12,6 +12,10 @@ from typing import IO
 
 from mrl.errors import Interrupted
 
+SUPERVISED = "MRL_SUPERVISED"  # in the environment of a run: the process that restarts it
+# Exit code of a supervised command that ends with an unforeseen error. Its supervisor says 1, which is also how Ray
+# ends a process below Python; a line in a file would not tell them apart where the disk is full.
+DEFECT = 70
 PROGRAM = "from mrl.cli.main import main; main()"
 _GRACE_S = 20.0  # seconds between asking a command to stop and killing it
 _PR_SET_PDEATHSIG = 1

@@ -17,6 +17,7 @@ from mrl.model import ModelSpec
 from mrl.model.adapters import Lora
 from mrl.model.layout import TrainLayout, check_train_layout
 from mrl.model.precision import BF16, Precision
+from mrl.model.quantised_shards import ranks_fault
 from mrl.plan.activations import Activations, MicroBatchShape, Recompute
 from mrl.plan.devices import USUAL, Assumptions, Device
 from mrl.plan.memory_phases import ActorBytes, Offload, Phase, actor_phases
@@ -58,6 +59,7 @@ class SearchProblem:
     overlap: Overlap = field(default_factory=Overlap)
     lora: Lora | None = None  # adapters that are trained instead of the weights
     dropout: bool = False  # of the adapters' inputs
+    fp8_block: int = 0  # rows and columns of blocks that no rank may cut, see ranks_block
 
     @property
     def model(self) -> ModelSpec:
@@ -177,10 +179,9 @@ def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout
                 continue
             layout = TrainLayout.build(dense, model)
             for ep, etp in experts:
-                yield (
-                    dense | {_EP: ep, _ETP: etp},
-                    replace(layout, expert=ep, expert_tensor=etp, expert_data=world // (ep * etp * pp)),
-                )
+                found = replace(layout, expert=ep, expert_tensor=etp, expert_data=world // (ep * etp * pp))
+                if not ranks_fault(model, found, problem.fp8_block):
+                    yield dense | {_EP: ep, _ETP: etp}, found
 
 
 def _pipelines(

@@ -13,12 +13,14 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from mrl.config.quantisation_rules import ranks_block
 from mrl.config.rollout_rules import engine_splits_heads
 from mrl.config.schema import LayoutConfig, RunConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import BF16
+from mrl.model.quantised_shards import workers_fault
 from mrl.plan.activations import Recompute
 from mrl.plan.devices import USUAL, Device
 from mrl.plan.engine_memory import engine_memory
@@ -75,6 +77,7 @@ def search_problem(
         overlap=overlap_of(config, config.updates_per_step),
         lora=config.actor.lora.adapters,
         dropout=config.actor.lora.dropout > 0,
+        fp8_block=ranks_block(config),
     )
 
 
@@ -135,9 +138,13 @@ def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:
     device = problem.device
     length = config.data.max_sample_length
     lines = []
+    block = config.rollout.fp8_block
     for tensor in (n for n in range(1, problem.per_node + 1) if engine_splits_heads(n, model)):
+        rollout = RolloutLayout(1, tensor)
+        if workers_fault(model, rollout, block):
+            continue
         share = round(device.memory * config.rollout.gpu_memory_utilization)
-        engine = engine_memory(model, RolloutLayout(1, tensor), share, fp8_block=config.rollout.fp8_block)
+        engine = engine_memory(model, rollout, share, fp8_block=block)
         if engine.cache_tokens >= length:
             lines.append(
                 f"engine of {tensor}: weights {engine.weights / GIB:.1f} GiB a device, cache of "

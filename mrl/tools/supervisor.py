@@ -2,7 +2,7 @@
 
     exit code 5, or death by a signal    it is started again from the newest checkpoint, at most `restarts` times
     exit code 1 without an `ended` line  the same: Ray ends a process like this, below Python, when its GCS is lost
-    0 to 4, 6                            it ends: a restart would not help
+    0 to 4, 6, DEFECT (which is said 1)  it ends: a restart would not help
     SIGTERM or Ctrl-C                    passed on to the run; it ends when the run has ended
     three ends without a finished step   a crash loop: it ends with an error that lists the three
 
@@ -25,10 +25,9 @@ from mrl.errors import ConfigError, Interrupted
 from mrl.platforms.process_tree import adopted_orphans, end_descendants, reap_orphans
 from mrl.record.attempts import Attempt, read_attempts
 from mrl.record.run_dir import RunDir, read_metrics
-from mrl.tools.own_command import started_mrl
+from mrl.tools.own_command import DEFECT, SUPERVISED, started_mrl
 from mrl.vllm.leftovers import remove_noted
 
-SUPERVISED = "MRL_SUPERVISED"  # in the environment of a run: the process that restarts it
 CRASH_LOOP = 3  # ends in a row without a finished step
 _LOOK_S = 0.1
 
@@ -138,7 +137,10 @@ def _one_start(arguments: Sequence[str], folder: Path, stop: SignalRelay, is_fir
     why = "" if attempt is None else attempt.message.split("\n")[0]
     was_ended = process.returncode == 1 and attempt is not None and attempt.exit_code is None
     why = "its process was ended from below" if was_ended else why
-    return RunEnd(process.returncode, why, has_finished, was_ended)
+    code = process.returncode
+    if code == DEFECT:
+        code = 1
+    return RunEnd(code, why, has_finished, was_ended)
 
 
 def _clean_up(run: RunDir) -> None:

@@ -18,11 +18,12 @@ import numpy as np
 from mrl.checkpoint.group_files import GroupRecord, group_file, read_columns, read_group
 from mrl.checkpoint.manifest import check_digest, file_facts
 from mrl.data.order import DataCursor
+from mrl.data.samples import LEFT_OUT, STOP_REASONS, Samples
 from mrl.errors import DamagedCheckpoint, DataError
 from mrl.flow.group_writer import GroupParts
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.reward_texts import with_texts
-from mrl.reward.items import NOT_FINITE, RewardResult, is_failure
+from mrl.reward.items import UNJUDGED, RewardResult, is_failure
 from mrl.schedule.groups import Group, State
 from mrl.schedule.ledger import Ledger
 from mrl.train.numbered_prompts import PromptCursor
@@ -94,7 +95,8 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
     """Reads what `write` wrote, group by group; tokens go into the object store of this node.
 
     Rewards that failed are left out: they are asked for again. Groups with log-probs that are no numbers begin anew,
-    since they would end the resumed run as they ended this one. Groups that were filtered by either are left out too.
+    and so do those whose environment failed: they would end the resumed run as they ended this one. Groups that were
+    filtered by any of these are left out too.
     Raises DamagedCheckpoint for a file that is not what was written, or not what the ledger counts.
     """
     ledger = Ledger.from_json(said["ledger"])
@@ -164,7 +166,7 @@ def _judged(record: GroupRecord, keeps: bool) -> GroupRecord:
 
 
 def _misleads(result: RewardResult) -> bool:
-    return is_failure(result) or result.reason == NOT_FINITE
+    return is_failure(result) or result.reason in UNJUDGED
 
 
 def _anew(group: Group) -> Group:
@@ -173,11 +175,11 @@ def _anew(group: Group) -> Group:
 
 
 def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) -> GroupParts | None:
-    """What is known of the group; None where it has log-probs that are no numbers."""
+    """What is known of the group; None where it has to begin anew."""
     name = group_file(group.number, group.attempts)
     check_digest(folder, name, files)
     record = read_group(folder / name)
-    if record.samples is not None and not record.samples.finite.all():
+    if record.samples is not None and _is_unjudged(record.samples).any():
         return None
     judged = _judged(record, keeps=True)
     if len(judged.results) < len(record.results):  # what kept rewards from being given may be over
@@ -185,6 +187,11 @@ def _read(folder: Path, files: Mapping[str, Any], group: Group, spool: Spool) ->
     elif group.state is State.FINISHED:
         spool.take_over(group.number, folder / name, files[name])
     return _parts(judged)
+
+
+def _is_unjudged(samples: Samples) -> np.ndarray:
+    """bool [rows]: responses that nobody judges, whatever is done later."""
+    return ~samples.finite | (samples.stop_reason == STOP_REASONS.index(LEFT_OUT))
 
 
 def _parts(record: GroupRecord) -> GroupParts:

@@ -22,6 +22,7 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
     meetings = 0
     for case in json.loads(cases_file.read_text()):
         batch = TrainBatch(**np.load(case["batch"]))
+        cut = TrainBatch(**np.load(case["cut"]))
         batches = {
             "plain": batch, "noise": _spoilt(batch, 5.0), "nan": _spoilt(batch, math.nan), "let in": _let_in(batch)
         }  # fmt: skip
@@ -29,7 +30,9 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
         config = RunConfig.model_validate(case["config"])
         actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, meetings))
         meetings += 1
-        report |= _cut_apart(actor, batch, TrainBatch(**np.load(case["cut"])))
+        report["before an update"] = _cut_apart(actor, batch, cut)
+        report["by branches"] = actor.update(cut).parts
+        report["after an update"] = _cut_apart(actor, batch, cut)
         actor.close()
         for name, given in batches.items():
             actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, meetings))

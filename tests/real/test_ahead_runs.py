@@ -28,6 +28,7 @@ PARTIAL = {
     "trainer__schedule": "bounded", "trainer__max_staleness": 2, "trainer__partial_rollouts": True,
     "trainer__segment_tokens": 1,
 }  # fmt: skip
+ROUTED = PARTIAL | {"actor__router_replay": "R3", "rollout__enable_prefix_caching": False}
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +92,20 @@ def comparable(run_dir: Path, without: tuple[str, ...]) -> list[dict]:
 
 
 def test_partial_rollouts_mix_versions_within_the_bound_train_and_go_on_after_a_signal(world, tmp_path):
-    """The checkpoint of the signal is written while groups that it has are finished, and trained on."""
+    """The checkpoint of the signal is written while groups that it has are finished, and trained on. Every token but a
+    response's last has the route that the version which computed it chose.
+    """
     run_dir = tmp_path / "run"
-    stopped = start(world, run_dir, **PARTIAL | {"trainer__save_freq": 100})
+    stopped = start(world, run_dir, **ROUTED | {"trainer__save_freq": 100})
     wait_for_step(stopped, run_dir, 2)
     stopped.send_signal(signal.SIGTERM)
     assert finish(stopped, run_dir) == 5
     assert not (run_dir / "spool").exists()
-    rows = metrics(trained(world, run_dir, "--resume", **PARTIAL))[1:]
+    rows = metrics(trained(world, run_dir, "--resume", **ROUTED))[1:]
     assert [row["training/global_step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[-1]["async/versions_per_sample"] > 2
     for row in rows:
+        assert row["router/missing_routes"] == 0
         assert row["training/off_policy/trajectory_staleness/max"] == min(2, row["training/global_step"] - 1)
         assert row["reshard/verified"] == 1 and row["reshard/weight_version"] == row["training/global_step"]
     assert (

@@ -59,8 +59,23 @@ def test_log_probs_are_those_of_the_whole_row_and_entropy_counts_what_was_sample
 @pytest.mark.parametrize("name", CASES)
 def test_a_response_as_one_sequence_and_cut_into_branches_has_the_same_gradient(reports, name):
     for report in reports[name]:
-        assert report["gradient_norm"] > 1e-3 and report["cut_gradient_error"] < 1e-6
-        assert report["blind_gradient_error"] > 1e-3, "branches that are taken for one sequence are seen"
+        for when in ("before an update", "after an update"):
+            found = report[when]
+            assert found["gradient_norm"] > 1e-3 and found["cut_gradient_error"] < 1e-6, when
+            assert found["blind_gradient_error"] > 1e-3, "branches that are taken for one sequence are seen"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_by_branches_is_that_by_whole_responses(reports, name):
+    """By the norm of what the optimizer stepped by, and by all that the loss says, ratios that are clipped among it."""
+    said = ("actor/grad_norm", "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy")
+    compared = set()
+    for report in reports[name]:
+        for whole, cut in zip(report["plain"]["parts"], report["by branches"], strict=True):
+            for key in set(said) & whole.keys():
+                assert cut[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
+                compared.add(key)
+    assert {"actor/grad_norm", "actor/pg_loss"} <= compared
 
 
 def test_on_policy_the_updates_own_log_probs_are_those_of_what_was_sampled(reports):

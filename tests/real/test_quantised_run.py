@@ -55,3 +55,9 @@ def test_vllms_own_loader_and_a_resumed_run_bring_the_same_weights(run, world, t
     assert checkpoint_difference(*(folder / "checkpoints" / "step-2" for folder in (run, again))) is None
     said = succeeded("verify", str(PRESET), "--resume", "--steps", "1", *overrides(world, **WORDS))
     assert "not one bit differs" in said
+
+
+def test_ranks_that_cut_blocks_train_where_whole_tensors_are_sent(world, tmp_path):
+    """Each of two tensor ranks has one key head, and a block is of two."""
+    rows = trained(world, tmp_path / "cut", reshard__path="slow", rollout__quantization_block=64)
+    assert len(rows) == 2 and all(0 < row["training/rollout_log_probs_abs_diff_mean"] < 0.5 for row in rows)

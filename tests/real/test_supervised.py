@@ -5,6 +5,7 @@ writes.
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,26 +24,34 @@ def driver_of(supervisor: psutil.Process) -> psutil.Process:
     return driver
 
 
-@pytest.mark.real
-def test_a_killed_driver_is_started_again_and_nothing_of_it_is_left(four_steps, tmp_path):
-    world, whole = four_steps
-    broken = tmp_path / "broken"
+def goes_on_by_itself(world: Path, broken: Path, kill: Callable[[psutil.Process], None]) -> psutil.Process:
+    """Starts a supervised run, lets `kill` end what it likes below its driver, and waits for the end of the next start.
+
+    Returns the driver that was killed; nothing of its own is left when the next start begins.
+    """
     process = train(world, broken, "--restarts", "2", **FOUR_STEPS)
     try:
         wait_for_step(process, broken, 3)
         driver = driver_of(psutil.Process(process.pid))
         below = driver.children(recursive=True)
-        os.kill(driver.pid, signal.SIGKILL)
+        kill(driver)
         end = time.monotonic() + END_S
         while len(read_attempts(broken)) < 2:
-            assert time.monotonic() < end
+            assert time.monotonic() < end, broken.with_suffix(".log").read_text()[-3000:]
             time.sleep(0.1)
-        left = [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        assert not left
+        assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         assert finish(process, broken) == 0, broken.with_suffix(".log").read_text()[-3000:]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    return driver
+
+
+@pytest.mark.real
+def test_a_killed_driver_is_started_again_and_nothing_of_it_is_left(four_steps, tmp_path):
+    world, whole = four_steps
+    broken = tmp_path / "broken"
+    driver = goes_on_by_itself(world, broken, psutil.Process.kill)
     assert "killed by SIGKILL; start 2 of 3" in broken.with_suffix(".log").read_text()
     assert without_times(metrics(broken)) == without_times(metrics(whole))
     assert replayed(broken) == [RESPONSES], "the first repeated step is not generated again"
@@ -57,18 +66,6 @@ def test_a_run_whose_ray_is_killed_below_it_is_started_again(four_steps, tmp_pat
     """Ray's own processes are no start's to mend: the driver ends, in bounded time, and the next one has a new Ray."""
     world, whole = four_steps
     broken = tmp_path / "broken"
-    process = train(world, broken, "--restarts", "2", **FOUR_STEPS)
-    try:
-        wait_for_step(process, broken, 2)
-        killed = next(called(driver_of(psutil.Process(process.pid)), "raylet/raylet"))
-        os.kill(killed.pid, signal.SIGKILL)
-        end = time.monotonic() + END_S
-        while len(read_attempts(broken)) < 2:
-            assert time.monotonic() < end, broken.with_suffix(".log").read_text()[-3000:]
-            time.sleep(0.1)
-        assert finish(process, broken) == 0, broken.with_suffix(".log").read_text()[-3000:]
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    goes_on_by_itself(world, broken, lambda driver: next(called(driver, "raylet/raylet")).kill())
     assert "; start 2 of 3" in broken.with_suffix(".log").read_text()
     assert without_times(metrics(broken)) == without_times(metrics(whole))

@@ -5,6 +5,7 @@ that damage in them is seen.
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from mrl.checkpoint.manifest import (
     RankFiles,
     StoredTensor,
     check_digests,
+    described,
     file_facts,
     read_manifest,
     write_manifest,
@@ -90,6 +92,37 @@ def ahead(model, tmp_path) -> Path:
     rank = RankFiles(tuple(entries), {name: file_facts(folder / name)}, optimizer)
     write_manifest(folder, Manifest(3, {}, "float32", SIZES, (rank,), trainer, {}))
     return folder
+
+
+def change_a_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_files_that_a_conversion_does_not_read_are_not_digested(ahead, tmp_path):
+    manifest = read_manifest(ahead)
+    whole = manifest.ranks[0].read_entries(ahead)
+    of_role = {role: tuple(entry for entry in whole if entry.role == role) for role in (WEIGHT, EXP_AVG)}
+    parts = {"rank-00000": of_role[WEIGHT], "rank-00001": of_role[EXP_AVG], "critic-00000": (), "critic-00001": ()}
+    ranks = {}
+    for name, entries in parts.items():
+        file = f"{name}.safetensors"
+        save_file({entry.key: np.ones(entry.shape, np.float32) for entry in entries}, ahead / file)
+        own = tuple(replace(entry, file=file) for entry in entries)
+        ranks[name] = RankFiles(own, {file: file_facts(ahead / file)}, manifest.optimizer)
+    actor, critic = (tuple(ranks[f"{kind}-0000{rank}"] for rank in (0, 1)) for kind in ("rank", "critic"))
+    described_critic = tuple(described(ahead, rank, part, "critic") for rank, part in enumerate(critic))
+    write_manifest(ahead, replace(manifest, ranks=actor, critic=described_critic, layout={"world_size": 2}))
+    change_a_byte(ahead / "critic-00001.safetensors")
+    write_layout(open_saved(ahead), tmp_path / "again", LAYOUT)
+    change_a_byte(ahead / "rank-00001.safetensors")
+    write_hf(open_saved(ahead), tmp_path / "hf")
+    with pytest.raises(DamagedCheckpoint, match="rank-00001"):
+        write_layout(open_saved(ahead), tmp_path / "with-moments", LAYOUT)
+    change_a_byte(ahead / "rank-00000.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="rank-00000"):
+        write_hf(open_saved(ahead), tmp_path / "damaged")
 
 
 @pytest.mark.parametrize("verify", [False, True])

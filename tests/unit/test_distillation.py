@@ -4,6 +4,7 @@ train, which teachers are refused, what a plan counts, and verl's keys.
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from mrl.config.describe import describe_loss
 from mrl.config.load import load_config
 from mrl.config.model_folders import folders_of_weights
 from mrl.config.rules import notes, violations
+from mrl.config.schema import with_values
 from mrl.data.samples import packed
 from mrl.errors import ConfigError, NumericAbort
 from mrl.flow.step_batch import StepBatch
@@ -34,15 +36,20 @@ from mrl.flow.teacher_rows import TeacherRows
 from mrl.megatron import parallel
 from mrl.megatron.batching import RowResult
 from mrl.megatron.loss_parameters import loss_parameters
-from mrl.model import model_spec, parameter_count
+from mrl.megatron.teacher import Teacher
+from mrl.model import model_spec, parameter_count, planning_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.plan.devices import default_device
 from mrl.plan.memory import memory_section
-from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
 from mrl.plan.times import phase_seconds, step_flops
+from mrl.platforms.versions import MEGATRON
 from mrl.record.metrics import reduce_parts
+from mrl.tools import run_search
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.tools.rehearse.compose import WorkFolder, compose
+from mrl.tools.search import search
+from mrl.tools.search_report import search_problem
 from mrl.train.update import advantages, corrections, old_log_probs
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -479,6 +486,23 @@ def said(*overrides) -> list[str]:
 # ---------------------------------------------------------------- plan, rehearsal, verl
 
 
+@pytest.mark.parametrize("switched", [(), ("parameters",)])
+def test_a_teacher_leaves_no_buffer_of_its_pass_wherever_its_weights_lie(monkeypatch, switched):
+    buffer = SimpleNamespace(buffer={})
+    monkeypatch.setattr(mpu, "get_global_memory_buffer", lambda: buffer)
+    monkeypatch.setattr("mrl.megatron.teacher.check_batch", lambda *_, **__: None)
+    monkeypatch.setattr("mrl.megatron.teacher.log_prob_pass", lambda *_, **__: buffer.buffer.update(gathered=b"large"))
+    monkeypatch.setattr(parallel, "holds_result", lambda: False)
+    teacher = object.__new__(Teacher)
+    teacher.model = SimpleNamespace(vocab_size=8)
+    teacher._chunks = teacher._likeliest = None
+    teacher._inputs = lambda *_: None
+    teacher._groups = SimpleNamespace(in_place=nullcontext)
+    teacher._residence = SimpleNamespace(using=nullcontext, switched=switched, offload=lambda: None)
+    assert teacher.log_probs(None, ()) is None
+    assert not buffer.buffer
+
+
 def planned(folders, *overrides) -> PlanInputs:
     given = ["distillation.enabled=true", f"{TEACHER}model_path={folders[1]}", *overrides]
     return PlanInputs.of(load_config(TINY, None, given).config, TINY_MODEL, default_device("cpu"))
@@ -522,6 +546,20 @@ def test_a_plan_counts_the_teachers_pass(folders):
     assert seconds.keys() - before.keys() == {"teacher"} and seconds["teacher"] > 0
     assert {name: seconds[name] for name in before} == before
     assert step_flops(inputs, batch)["teacher"] > 0
+
+
+def test_a_search_sorts_actors_by_all_that_a_step_does_beside_generation():
+    preset = "parallel_configs/qwen3-8b/h100-1x8.yaml"
+    given = ["distillation.enabled=true", f"{TEACHER}model_path=Qwen/Qwen3-30B-A3B"]
+    config = load_config(preset, overrides=given).config
+    model = planning_model_spec(config.model.path)[0]
+    problem = search_problem(config, model, device_for(config), 8, 8, MEGATRON)
+    result = search(problem)
+    found = list(run_search._actors(config, problem, replace(result, fitting=result.fitting[:3])))
+    for seconds, settings, _ in found:
+        phases = run_search.step_of(with_values(config, settings), model, device_for(config))
+        assert phases["teacher"] > 0 and seconds == pytest.approx(sum(phases.values()) - phases["generation"])
+    assert len({seconds for seconds, *_ in found}) > 1
 
 
 def test_a_rehearsal_has_a_small_teacher_and_says_that_it_lies_as_the_actor(folders):

@@ -1,5 +1,6 @@
 """What a rehearsal sees of a run: nothing is written without the flag, and nothing is lost with it."""
 
+import ast
 import multiprocessing
 import os
 import subprocess
@@ -16,8 +17,11 @@ from mrl import exercised as module
 from mrl.algo.advantages import AdvantageInputs, TokenAdvantages, response_advantages
 from mrl.algo.losses import LossInputs, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
+from mrl.config.load import load_config
+from mrl.config.schema import leaf
 from mrl.exercised import VARIABLE, exercised
 from mrl.record.spec import metric_spec
+from mrl.tools.rehearse.marks import SWITCHES
 
 
 @pytest.fixture
@@ -87,3 +91,24 @@ def test_the_loss_and_the_advantages_say_to_a_rehearsal_alone_who_they_are(folde
     assert names(folder)[str(os.getpid())] == [
         "algorithm.policy_loss.loss_mode=vanilla", "algorithm.anchor=on_policy", "algorithm.adv_estimator=rloo",
     ]  # fmt: skip
+
+
+def said_in_the_code() -> set[str]:
+    """Names that `exercised` is called with; of one that ends in a value what stands before it."""
+    said = set()
+    for file in Path(module.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "exercised":
+                name = call.args[0]
+                said.add(name.value if isinstance(name, ast.Constant) else name.values[0].value)
+    return said
+
+
+def test_code_behind_a_switch_says_its_value_where_that_is_more_than_on():
+    said = said_in_the_code()
+    config = load_config("parallel_configs/tiny-moe/cpu.yaml").config
+    by_code = [switch for switch in SWITCHES if switch.mark is None and switch.value is None]
+    with_value = [each.name for each in by_code if not isinstance(leaf(config, each.name), bool | None)]
+    assert {"actor.lora.rank", "actor.lora.dropout", "algorithm.anchor"} <= set(with_value)
+    assert [name for name in with_value if not any(each.startswith(f"{name}=") for each in said)] == []
+    assert [each.name for each in by_code if isinstance(leaf(config, each.name), bool) and each.name not in said] == []

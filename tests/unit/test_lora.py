@@ -18,12 +18,21 @@ from test_config_rules import DENSE_MODEL, TINY_MODEL, only
 
 from mrl.checkpoint.convert import write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
-from mrl.checkpoint.manifest import EXP_AVG, WEIGHT, Manifest, RankFiles, StoredTensor, file_facts, write_manifest
+from mrl.checkpoint.manifest import (
+    EXP_AVG,
+    WEIGHT,
+    Manifest,
+    RankFiles,
+    StoredTensor,
+    file_facts,
+    read_manifest,
+    write_manifest,
+)
 from mrl.checkpoint.open_checkpoint import open_merged, open_saved
 from mrl.checkpoint.peft_folder import write_peft
 from mrl.config.load import load_config
 from mrl.config.schema_actor import LoraConfig
-from mrl.errors import ConfigError, EnvironmentFault
+from mrl.errors import ConfigError, DamagedCheckpoint, EnvironmentFault
 from mrl.model import model_spec
 from mrl.model.adapters import (
     ALL_LINEAR,
@@ -280,6 +289,22 @@ def test_adapters_go_into_pefts_form_and_back(base, tmp_path):
     check_base(tmp_path / "out" / "peft", base)
     config = json.loads((tmp_path / "out" / "peft" / CONFIG).read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8, list(TARGETS))
+
+
+def test_of_a_checkpoint_of_adapters_the_critic_beside_them_is_not_digested(base, tmp_path):
+    folder = step_of(base, tmp_path / "step-3", {"world_size": 1}, factors_of(SMALL, LORA))
+    critic = folder / "critic-00000.safetensors"
+    critic.write_bytes(b"one")
+    manifest = read_manifest(folder)
+    files = RankFiles(None, {critic.name: file_facts(critic)}, manifest.optimizer)
+    write_manifest(folder, replace(manifest, critic=(files,)))
+    critic.write_bytes(b"two")
+    write_peft(folder, tmp_path / "peft")
+    write_hf(open_saved(folder), tmp_path / "merged")
+    own = folder / "rank-00000.safetensors"
+    own.write_bytes(own.read_bytes()[:-1] + b"x")
+    with pytest.raises(DamagedCheckpoint, match="rank-00000"):
+        write_peft(folder, tmp_path / "damaged")
 
 
 def changed(base: Path) -> None:

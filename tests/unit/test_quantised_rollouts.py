@@ -3,6 +3,7 @@
 The reference below is written anew, block by block, with a table of all e4m3 numbers in the place of torch's cast.
 """
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -16,7 +17,7 @@ from small_model import write_model
 from test_config_rules import DENSE_MODEL, GPU, TINY, TINY_MODEL, broken, only
 from test_lora import LORA, WholeFactors, factors_of
 
-from mrl.config.load import load_config
+from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import notes, violations
 from mrl.errors import ConfigError
 from mrl.model import known_spec, tensor_specs
@@ -25,12 +26,20 @@ from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.quantised import SCALES, engine_quantisation, is_quantised, quantised_tensors, with_scales
 from mrl.model.registry import weight_map
 from mrl.model.vllm_parameters import TargetParameter, target_parameters
+from mrl.plan.activations import Recompute
 from mrl.plan.engine_memory import engine_memory, worker_weight_bytes
+from mrl.plan.plan_inputs import device_for
+from mrl.plan.run_plan import reshard_plan_of
+from mrl.plan.sync_times import reshard_summary
+from mrl.platforms.versions import MEGATRON
 from mrl.reshard.plan import plan_reshard
 from mrl.reshard.proof import verify
 from mrl.reshard.quantise import block_scales, quantised, words_of
+from mrl.tools import run_search
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.tools.rehearse.compose import WorkFolder, compose
+from mrl.tools.search import SearchResult, legal_layouts, search
+from mrl.tools.search_report import run_with, search_problem, search_report
 from mrl.train.advice import MISMATCH, MismatchWatch
 from mrl.vllm import handshake, requests
 
@@ -209,6 +218,21 @@ def test_bytes_of_a_sync_are_a_word_an_element_and_four_bytes_a_block():
     plain = m.num_layers * (m.num_experts * m.hidden_size + 2 * m.hidden_size + 2 * m.head_dim) + m.hidden_size
     plain += 2 * m.vocab_size * m.hidden_size // 4
     assert plan.bytes_required == 16 * (words + words // 128**2 * 4 + 2 * plain)
+
+
+def test_a_plan_counts_the_seconds_in_which_words_are_made():
+    """By hand, of one layer of Qwen3-30B on two ranks that share its experts, at a byte a second."""
+    m = replace(QWEN3_30B, num_layers=1, moe_layers=(0,))
+    train = TrainLayout.build({"world_size": 2, EP: 2}, m)
+    arguments = {"dialect": "cuda", "dtype": "bfloat16"}
+    plan = plan_reshard(m, train, RolloutLayout(1, 1), **arguments, fp8_block=128)
+    held = m.hidden_size * m.head_dim * 2 * (m.num_attention_heads + m.num_key_value_heads)
+    held += m.num_experts // 2 * 3 * m.moe_intermediate_size * m.hidden_size
+    summary = reshard_summary(plan, memory_rate=1.0)
+    assert summary["seconds_of"]["words"] == 4 * held + 2 * 19 * max(summary["sent_bytes"])
+    assert summary["predicted_seconds"] == pytest.approx(sum(summary["seconds_of"].values()))
+    plain = plan_reshard(m, train, RolloutLayout(1, 1), **arguments)
+    assert "words" not in reshard_summary(plain)["seconds_of"]
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (4, 2, 8)])
@@ -413,6 +437,49 @@ def test_a_plan_refuses_what_validate_would_have_refused():
         model = QWEN3_30B if layouts[0] is train else QWEN3_235B
         with pytest.raises(ConfigError, match=r"rollout\.quantization: .* is cut to rows"):
             plan_reshard(model, *layouts, dialect="cuda", dtype="bfloat16", fp8_block=128)
+
+
+CUT_RANKS = ["actor.layout.world_size=8", f"actor.layout.{EP}=2", f"actor.layout.{ETP}=4"]
+
+
+def test_ranks_that_join_whole_tensors_may_cut_blocks_and_workers_never(monkeypatch):
+    slow = [*BF16, *GPU, *CUT_RANKS, "cluster.nnodes=2", "reshard.path=slow"]
+    assert [v for v in broken(*slow, model=QWEN3_30B) if v.field == "rollout.quantization"] == []
+    workers = broken(*slow, "rollout.tensor_model_parallel_size=4", model=QWEN3_30B)
+    assert ["a worker of an engine" in str(v) for v in workers if v.field == "rollout.quantization"] == [True]
+    few = replace(QWEN3_30B, num_layers=1, moe_layers=(0,))
+    monkeypatch.setattr("mrl.plan.run_plan.plan_reshard", lambda *_, fp8_block, **__: fp8_block)
+    for overrides, block in ((slow, 0), ([*BF16, *GPU, "reshard.path=slow"], 128), ([*BF16, *GPU], 128)):
+        config = load_config(TINY, overrides=overrides).config
+        assert reshard_plan_of(config, few, TrainLayout.build(config.actor.layout.model_dump(), few)) == block
+
+
+def test_a_search_lists_no_layout_that_cuts_a_block():
+    preset = TINY.parents[1] / "qwen3-30b-a3b" / "h100-1x8.yaml"
+    plain = load_config(preset).config
+    config = load_config(preset, overrides=["rollout.quantization=fp8"]).config
+    device = device_for(config)
+    problems = [search_problem(each, QWEN3_30B, device, 8, 8, MEGATRON) for each in (plain, config)]
+    every, whole = ({layout: degrees for degrees, layout in legal_layouts(problem)} for problem in problems)
+
+    def is_refused(degrees: dict) -> bool:
+        found = violations(ResolvedConfig(run_with(config, degrees, Recompute()), {}), QWEN3_30B)
+        return any(violation.field == "rollout.quantization" for violation in found)
+
+    assert whole and whole.keys() == {layout for layout, degrees in every.items() if not is_refused(degrees)}
+    assert len(whole) < len(every)
+    report = search_report(config, problems[1], 0, result=SearchResult((), 0, Counter()))
+    assert [line.partition(":")[0] for line in report["engines"]] == ["engine of 1", "engine of 2"]
+
+
+def test_engines_are_found_for_a_configuration_whose_own_ranks_cut_blocks(monkeypatch):
+    preset = TINY.parents[1] / "qwen3-30b-a3b" / "h100-1x8.yaml"
+    config = load_config(preset, overrides=["rollout.quantization=fp8", f"actor.layout.{ETP}=4"]).config
+    problem = search_problem(config, QWEN3_30B, device_for(config), 8, 8, MEGATRON)
+    for name, few in (("_SAMPLES", (1,)), ("_SHARES", (0.7,)), ("_SEQUENCES", (512,)), ("_LAYOUTS", 2)):
+        monkeypatch.setattr(run_search, name, few)
+    best = run_search.fastest_run(config, problem, search(problem))
+    assert best is not None and best.config.rollout.quantization == "fp8"
 
 
 @pytest.mark.parametrize(("value", "carried"), [("fp8", "fp8"), ("null", None)])

@@ -20,6 +20,7 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.errors import Interrupted
 from mrl.model import model_spec
+from mrl.model.adapters import Lora, adapter_shards
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.model.registry import known_hf_config
@@ -112,6 +113,31 @@ def _files(rank: int, model, layout: TrainLayout, updates: int) -> RankFiles:
         for shard in source_shards(model, layout, rank)
     )
     return RankFiles(entries, {f"rank-{rank}.safetensors": {"bytes": 1}}, {"num_updates": updates})
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "gate_proj"]])
+def test_files_of_adapters_say_how_they_are_cut_too(tmp_path, targets):
+    hf_config = small_hf_config(known_hf_config("Qwen3-30B-A3B"), 4, 320, 512)
+    model = model_spec(hf_config)
+    lora = Lora.of(4, 8.0, targets)
+    degrees = {
+        "world_size": 16, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2,
+    }  # fmt: skip
+    layout = TrainLayout.build(degrees, model)
+    folder = tmp_path / "run" / "checkpoints" / "step-1"
+    folder.mkdir(parents=True)
+    ranks = []
+    for rank in range(layout.world_size):
+        name = f"rank-{rank}.safetensors"
+        (folder / name).write_bytes(b"x")
+        shards = [shard for shard in adapter_shards(model, layout, rank, lora) if shard.primary == rank]
+        entries = tuple(StoredTensor(name, s.megatron_name, WEIGHT, s.local_shape, None, s.pieces) for s in shards)
+        ranks.append(RankFiles(entries, {name: {"bytes": 1}}, {"num_updates": 1}))
+    said = {"rank": 4, "alpha": 8.0, "target_modules": targets}
+    write_manifest(folder, Manifest(1, degrees, "bfloat16", hf_config, tuple(ranks), {}, {}, adapters=said))
+    found = evidence_of(tmp_path / "run", tmp_path).degrees
+    assert found == {"ranks": 16, "tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 2}
 
 
 def without(run: Path, pattern: str, folder: Path) -> Path:

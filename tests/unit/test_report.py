@@ -22,10 +22,11 @@ from mrl.record.shown_rows import extreme_rows, read_shown_rows, write_shown_row
 from mrl.tools.report.columns import STEP, Curve, curves_of
 from mrl.tools.report.heldout import Response, differences, paired, prompt_means
 from mrl.tools.report.html import page_html
-from mrl.tools.report.page import Chart
+from mrl.tools.report.page import Chart, color_of
 from mrl.tools.report.run_record import read_run
 from mrl.tools.report.samples import decoder, looked_at, tokens_of
 from mrl.tools.report.sections import curve_charts, run_page
+from mrl.tools.report.sections_run import PHASES
 from mrl.tools.report.settings import read_settings
 from mrl.tools.report.verdict import verdict
 from mrl.tools.report.write import APART_S, ReportView, report_at_the_end
@@ -52,6 +53,17 @@ class Elements(HTMLParser):
 
     def handle_endtag(self, tag):
         self._inside = ""
+
+
+def test_what_a_run_spends_its_time_in_has_colours_of_its_own_that_the_page_knows():
+    apart = ["gen", "old_log_prob", "ref", "teacher", "values", "adv", "update_critic", "update_actor", "reshard"]
+    colors = [color_of(name) for name in (*apart, "outside")]
+    assert len(set(colors)) == len(colors) and set(apart) <= PHASES.keys()
+    assert color_of("critic") == color_of("update_critic") and color_of("reward") == color_of("outside")
+    style, script = ((ROOT / "mrl/tools/report/assets" / name).read_text() for name in ("page.css", "page.js"))
+    for number in range(max(colors) + 1):
+        assert style.count(f"--k{number}:") == 2 and f".k{number} {{" in style
+    assert f"Array.from({{ length: {max(colors) + 1} }}" in script
 
 
 def the_page(run) -> str:

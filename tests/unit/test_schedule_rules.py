@@ -24,7 +24,7 @@ REFUSED = {
         "algorithm.filter_groups.on_exhausted=error"): (
         "data.gen_batch_size", "must be left out"),
     (*BOUNDED, "algorithm.anchor=on_policy"): ("algorithm.anchor", "must be recompute"),
-    (*PARTIAL, "actor.router_replay=R3"): ("actor.router_replay", "must not be R3"),
+    (*PARTIAL, "trainer.order=ready_first", "actor.router_replay=R3"): ("actor.router_replay", "must not be R3"),
     (*BOUNDED, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.on_exhausted=partial",
      "algorithm.filter_groups.max_num_gen_batches=5"): ("algorithm.filter_groups.on_exhausted", "must be error"),
 }  # fmt: skip
@@ -48,6 +48,11 @@ def test_what_runs_is_legal_and_its_bound_is_said(overrides):
     staleness = 1 if "one_step_off" in overrides[0] else 2
     assert any(f"no token is older than {staleness} updates" in note for note in notes(config, MODEL))
     assert schedule_of(config.config).max_staleness == staleness
+
+
+def test_routes_of_the_engine_go_with_responses_that_end_at_a_version():
+    replayed = [*PARTIAL, "actor.router_replay=R3"]
+    assert [v for v in violations(resolved(replayed), MODEL) if v.field == "actor.router_replay"] == []
 
 
 def test_a_synchronous_run_is_at_staleness_0_and_has_no_note():

@@ -18,7 +18,7 @@ from test_ready_first import STEPS, Flight, LiveEngines
 from mrl.checkpoint.group_files import GroupRecord, group_file, read_group, write_group
 from mrl.checkpoint.manifest import file_facts
 from mrl.data.order import DataCursor
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import LEFT_OUT, STOP_REASONS, Sample, packed
 from mrl.errors import DamagedCheckpoint, DataError, EnvironmentFault, Interrupted, LostLock
 from mrl.flow.engine_progress import EngineProgress
 from mrl.flow.group_writer import GroupParts
@@ -203,24 +203,29 @@ def test_a_file_of_groups_that_is_damaged_after_it_was_written_is_a_damaged_chec
         read_back(folder, said, tmp_path)
 
 
-def without_numbers(record):
-    """The record, one of its responses with log-probs that are no numbers, as an engine's fault leaves it."""
+def unjudged(record, reason):
+    """The record, one of its responses as an engine's fault leaves it, or an environment's."""
     finite = record.samples.finite.copy()
-    finite[0] = False
+    stops = record.samples.stop_reason.copy()
+    if reason == NOT_FINITE:
+        finite[0] = False
+    else:
+        stops[0] = STOP_REASONS.index(LEFT_OUT)
     index = int(record.samples.sample_id[0])
-    results = {**record.results, index: replace(record.results[index], reason=NOT_FINITE)}
-    return replace(record, samples=replace(record.samples, finite=finite), results=results)
+    results = {**record.results, index: replace(record.results[index], reason=reason)}
+    return replace(record, samples=replace(record.samples, finite=finite, stop_reason=stops), results=results)
 
 
+@pytest.mark.parametrize("reason", [NOT_FINITE, LEFT_OUT])
 @pytest.mark.parametrize("name", ["patient", "one step off"])
-def test_a_group_with_log_probs_that_are_no_numbers_begins_anew(name, tmp_path):
+def test_a_group_that_has_a_response_which_nobody_judges_begins_anew(name, reason, tmp_path):
     """Its step would be given up again, and every resume from there."""
     folder, said = saved(tmp_path, name)
     finished = next(group for group in said["ledger"]["groups"] if group["state"] == "finished")
     number = finished["number"]
     file = group_file(number, finished["attempts"])
-    rewritten(folder, said, file, without_numbers(read_group(folder / file)))
-    said["filtered"] = [[99, [vars(RewardResult(1, 0.0, {}, NOT_FINITE))]], [7, [vars(RewardResult(2, 1.0, {}, OK))]]]
+    rewritten(folder, said, file, unjudged(read_group(folder / file), reason))
+    said["filtered"] = [[99, [vars(RewardResult(1, 0.0, {}, reason))]], [7, [vars(RewardResult(2, 1.0, {}, OK))]]]
     kept = read_back(folder, said, tmp_path)
     group = next(group for group in kept.ledger.groups if group.number == number)
     assert number not in kept.groups and not group.tokens and group.attempts == finished["attempts"] + 1

@@ -44,6 +44,9 @@ with attempt(folder, row.get("from", 0), {}):
             file.write(json.dumps({"training/global_step": step, "at": time.time()}) + chr(10))
     if row["end"] == "from below":
         os._exit(1)
+    if row["end"] == "unforeseen":
+        from mrl.tools.own_command import DEFECT
+        os._exit(DEFECT)
     if row["end"] == "waits":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
         signal.signal(signal.SIGINT, lambda *_: sys.exit(5))
@@ -110,6 +113,25 @@ def test_a_start_that_was_ended_from_below_python_is_followed_by_another(monkeyp
     rows = [{"steps": [1], "end": "from below"}, {"from": 1, "steps": [2], "end": 0}]
     assert supervised(monkeypatch, folder, 5, *rows) == 0
     assert "exit code 1: its process was ended from below; start 2 of 6" in capfd.readouterr().out
+
+
+def test_an_end_of_its_own_is_no_end_from_below_where_no_line_of_it_was_written(monkeypatch, folder):
+    """As on a full disk: the exit code alone says that an unforeseen error ended the run."""
+    assert supervised(monkeypatch, folder, 5, {"steps": [1], "end": "unforeseen"}, {"end": 0}) == 1
+    assert len(starts(folder)) == 1
+
+
+@pytest.mark.parametrize("below", [True, False])
+def test_an_unforeseen_error_keeps_its_traceback_and_has_a_code_of_its_own_below_one(monkeypatch, capsys, below):
+    monkeypatch.delenv(supervisor.SUPERVISED, raising=False)
+    if below:
+        monkeypatch.setenv(supervisor.SUPERVISED, "4711")
+    monkeypatch.setattr("mrl.cli.doctor._doctor", lambda _: 1 // 0)
+    with pytest.raises(SystemExit if below else ZeroDivisionError) as raised:
+        main(["doctor"])
+    if below:
+        assert raised.value.code == own_command.DEFECT
+        assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_restarts_are_used_up(monkeypatch, folder, capfd):

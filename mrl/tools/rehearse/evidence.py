@@ -12,14 +12,24 @@ from typing import Any
 
 from mrl.checkpoint.manifest import WEIGHT, Manifest, StoredTensor, read_manifest
 from mrl.errors import EnvironmentFault
+from mrl.model.adapters import FIRST, SECOND
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sample_files import read_samples, steps_with_responses
 from mrl.tools.rehearse.scoring import CALL
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.")
-_CUT_OVER_TENSOR = "self_attn.o_proj.weight"
-_CUT_OVER_EXPERT_TENSOR = "mlp.experts.0.down_proj.weight"
+# ends of names of tensors that ranks cut, of a weight or of its adapters
+_CUT_OVER_TENSOR = (
+    "self_attn.o_proj.weight",
+    f"self_attn.o_proj.{FIRST}.weight",
+    f"self_attn.q_proj.{SECOND}.weight",
+)
+_CUT_OVER_EXPERT_TENSOR = (
+    "mlp.experts.0.down_proj.weight",
+    f"mlp.experts.0.down_proj.{FIRST}.weight",
+    f"mlp.experts.0.gate_proj.{SECOND}.weight",
+)
 
 
 @dataclass(frozen=True)
@@ -123,11 +133,11 @@ def _experts_of_first_layer(entries: list[StoredTensor]) -> frozenset[int]:
     return frozenset(expert for layer, expert in pairs if layer == lowest)
 
 
-def _boxes(ranks: list[list[StoredTensor]], name: str) -> int:
-    """Returns the parts in which the first tensor of that name is stored; 1 where there is none."""
+def _boxes(ranks: list[list[StoredTensor]], ends: tuple[str, ...]) -> int:
+    """Returns the most parts in which a tensor with such an end of its name is stored; 1 where there is none."""
     parts: dict[str, set] = {}
     for entry in (entry for rank in ranks for entry in rank):
         for piece in entry.pieces:
-            if piece.hf_name.endswith(name):
+            if piece.hf_name.endswith(ends):
                 parts.setdefault(piece.hf_name, set()).add(str(piece.hf_box))
     return max(map(len, parts.values()), default=1)

@@ -8,19 +8,23 @@ from dataclasses import dataclass, field
 from mrl.tools.report.columns import Curve
 from mrl.tools.report.verdict import Tone
 
-KINDS = 10  # colours of bars and layers; classes k0 .. k9 of page.css
-_KNOWN = (
+# the place of each is its colour: classes k0 .. k12 of page.css
+_PHASES = (
     "gen", "update_actor", "reshard", "old_log_prob", "testing", "save_checkpoint", "switch", "ref", "adv", "outside",
+    "teacher", "values", "update_critic",
+)  # fmt: skip
+_TERMS = (
     "kv_cache", "optimizer", "sync_staging", "engine_weights", "activations", "parameters", "gradients",
-    "log_prob", "temporaries", "other",
+    "log_prob", "temporaries", "other", "teacher", "reference", "critic",
 )  # fmt: skip
 
 
 def color_of(kind: str) -> int:
     """Returns the colour of a phase or of a part of memory, which is the same on all pages."""
-    if kind in _KNOWN:
-        return _KNOWN.index(kind) % KINDS
-    return KINDS - 1
+    for known in (_PHASES, _TERMS):
+        if kind in known:
+            return known.index(kind)
+    return _PHASES.index("outside")
 
 
 @dataclass(frozen=True)
