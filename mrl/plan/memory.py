@@ -107,6 +107,7 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
         samples=sample_bytes(inputs, batch, pp),
         teacher=_teacher_bytes(inputs),
         scores_old=not inputs.config.algorithm.on_policy,
+        scores_base=inputs.config.algorithm.needs_reference and reference_is_the_base(inputs.config),
         critic=_critic_bytes(inputs, pp),
     )
 

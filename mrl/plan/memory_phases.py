@@ -219,8 +219,14 @@ class ActorBytes:
     teacher: TeacherBytes = field(default_factory=TeacherBytes)
     optimizer_host: int = 0  # state of an Adam on the host, where it stays
     scores_old: bool = True  # a pass is made for old log-probs
+    scores_base: bool = False  # a reference's pass is the actor's own, with adapters off
     samples: SampleBytes = field(default_factory=SampleBytes)
     critic: CriticBytes | None = None  # beside the actor
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a pass is made for log-probs of a reference."""
+        return self.reference > 0 or self.scores_base
 
     @property
     def host(self) -> dict[str, int]:
@@ -343,7 +349,7 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
         Phase("sync_to_rollout", rest | _awake(engine) | context, device.usable),
         Phase("rollout", rest | _awake(engine) | context, device.usable),
     ]
-    if actor.scores_old or actor.reference or actor.teacher.parameters or actor.critic:
+    if actor.scores_old or actor.has_reference or actor.teacher.parameters or actor.critic:
         phases.append(Phase("rollout_to_log_prob", _scoring(actor) | asleep, device.usable))
     return phases
 
@@ -379,7 +385,7 @@ def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
         **({"log_prob": _scoring(actor)} if actor.scores_old else {}),
         "sync": without | {"sync_staging": actor.sync_staging},
     }
-    if actor.reference:
+    if actor.has_reference:
         phases["ref"] = _scoring(actor)  # the reference's weights replace the actor's for it
     if actor.teacher.parameters:
         phases["teacher"] = _asking_teacher(actor)

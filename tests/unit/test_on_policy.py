@@ -217,6 +217,21 @@ def test_a_plan_has_neither_seconds_nor_memory_of_the_pass():
     assert "routes" in phases["train"]["terms"] and "routes" not in fewer["train"]["terms"]
 
 
+KL = ("algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1")
+TEACHER = ("distillation.enabled=true", "distillation.teacher_model.model_path=Qwen/Qwen3-30B-A3B")
+
+
+@pytest.mark.parametrize("anchor", ["recompute", ON_POLICY])
+@pytest.mark.parametrize(
+    "others", [(), KL, (*KL, "actor.lora.rank=8"), TEACHER], ids=["", "KL", "adapters off", "teacher"]
+)
+def test_a_run_that_scores_before_its_update_has_a_plan_for_that(anchor, others):
+    run = ["data.train_batch_size=64", "actor.ppo_mini_batch_size=64", f"algorithm.anchor={anchor}", *others]
+    config = load_config("parallel_configs/qwen3-30b-a3b/h100-4x8.yaml", overrides=run).config
+    phases = memory_section(PlanInputs.of(config, planning_model_spec(config.model.path)[0], DEVICE))["phases"]
+    assert ("rollout_to_log_prob" in phases) == config.scores_before_update
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
