@@ -73,7 +73,8 @@ __all__ = [
     "verl_names",
 ]
 
-OTHER_LAYOUTS = ("ref.layout", "distillation.teacher_model.layout")  # with the keys of actor.layout
+# sections with the keys of actor.layout
+OTHER_LAYOUTS = ("ref.layout", "critic.layout", "distillation.teacher_model.layout")
 
 
 class RunConfig(Section):
@@ -120,13 +121,15 @@ class RunConfig(Section):
 
     @property
     def of_critic(self) -> "RunConfig | None":
-        """The run with the critic in the actor's place, whose steps are all trained; None without a critic."""
+        """The run with the critic in the actor's place, whose steps are all trained, and without a reference; None
+        without a critic.
+        """
         if not self.algorithm.needs_critic:
             return None
         trainer = self.trainer.model_copy(update={"critic_warmup": 0})
         actor = self.critic.as_actor(self.actor)
         model = self.model.model_copy(update={"path": self.critic.path or self.model.path})
-        return self.model_copy(update={"actor": actor, "model": model, "trainer": trainer})
+        return self.model_copy(update={"actor": actor, "model": model, "trainer": trainer, "ref": RefConfig()})
 
 
 def leaf(config: BaseModel, field: str) -> Any:

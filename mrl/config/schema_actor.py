@@ -329,9 +329,9 @@ class CriticOptimConfig(OptimConfig):
 
 
 class CriticConfig(Section):
-    """The value model of algorithm.adv_estimator: gae, on the actor's ranks and cut as the actor is.
-
-    It is the actor's architecture with one number a token in place of the output layer.
+    """The value model of algorithm.adv_estimator: gae, on the actor's ranks. It is the actor's architecture with one
+    number a token in place of the output layer. `layout` has the keys of actor.layout; it then lies in process groups
+    of its own. Left out, it lies as the actor, in the same groups.
     """
 
     path: str | None = key(
@@ -340,6 +340,7 @@ class CriticConfig(Section):
         "(model.path). Its head starts at zero.",
         is_path=True,
     )
+    layout: LayoutConfig | None = None
     optim: CriticOptimConfig = CriticOptimConfig()
     ppo_mini_batch_size: int | None = key(
         None,
@@ -401,6 +402,7 @@ class CriticConfig(Section):
         """The critic's section in the shape of the actor's, with the actor's values where it has none of its own."""
         together = {"override_optimizer_config": actor.optim.override_optimizer_config}
         own = {
+            "layout": self.layout,
             "ppo_mini_batch_size": self.ppo_mini_batch_size,
             "ppo_micro_batch_size_per_gpu": self.ppo_micro_batch_size_per_gpu,
             "ppo_max_token_len_per_gpu": self.ppo_max_token_len_per_gpu,
