@@ -178,7 +178,7 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tu
             trained.teacher_log_probs(rollouts.samples)
     if algorithm.needs_critic:
         with line.phase("values"):
-            trained.values()
+            trained.values(rollouts.samples)
     with line.phase("adv"):
         counted = compared(trained.rows.group_id, rollouts.results)
         corrected, metrics = corrections(algorithm, trained, counted)

@@ -129,14 +129,17 @@ def test_ranks_of_a_critic_hold_each_weight_once_and_a_head_in_place_of_the_outp
 def step_of(replicas: int, *overrides: str):
     config = config_of("algorithm.gamma=0.9", "algorithm.lam=0.8", *overrides)
     actor = Replicas(config, replicas, lambda own: noise(own, 1000), lambda own: noise(own, 2000))
-    for each in actor.actors:
-        each.critic = ReplicaCritic(lambda own: noise(own, 3000))
+    layout = actor.critic_layout
+    for rank, each in enumerate(actor.actors):
+        place = layout.dense_coords(rank)
+        is_last = place.pp == layout.pipeline - 1
+        each.critic = ReplicaCritic(lambda own: noise(own, 3000), is_last, is_last and place.tp == place.cp == 0)
     rollouts = rollouts_of(stored(samples()))
     step = StepBatch(actor, rollouts.samples)
     old_log_probs(config.actor, config.algorithm, step)
     if config.algorithm.needs_reference:
         step.ref_log_probs()
-    step.values()
+    step.values(rollouts.samples)
     corrected, _ = corrections(config.algorithm, step)
     metrics = advantages(config.algorithm, step, rollouts, corrected)
     held = [step.cut.needed_rows(replica) for replica in range(replicas)]
@@ -185,13 +188,58 @@ def test_advantages_of_a_step_are_estimated_over_whole_responses_and_whitened_ov
     assert metrics["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_estimates_have_the_same_bits_wherever_rows_lie():
+DEGREES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
+
+
+def of_critic(ranks: int, **degrees: int) -> str:
+    given = {"world_size": ranks} | {DEGREES[name]: size for name, size in degrees.items()}
+    return f"critic.layout={json.dumps(given)}"
+
+
+OTHERS = [
+    (2, of_critic(2, pp=2)),
+    (4, of_critic(4, tp=2)),
+    (4, of_critic(4, tp=2, pp=2)),
+    (4, of_critic(4, cp=2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("replicas", "layout"), [(2, None), (5, None), *OTHERS])
+def test_estimates_have_the_same_bits_wherever_rows_lie(replicas, layout):
     *_, metrics, columns = step_of(1, *KL)
-    for replicas in (2, 5):
-        *_, others, parts = step_of(replicas, *KL)
-        assert others == metrics
-        for name, values in columns.items():
-            np.testing.assert_array_equal(parts[name], values, err_msg=name)
+    *_, others, parts = step_of(replicas, *KL, *filter(None, [layout]))
+    assert others == metrics
+    for name, values in columns.items():
+        np.testing.assert_array_equal(parts[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize(("replicas", "layout"), OTHERS)
+def test_a_critic_of_another_layout_is_updated_with_the_actors_returns_of_its_own_rows(replicas, layout):
+    """Each replica's rows of each mini-batch, whole on each of its ranks of the last stage, and no row twice."""
+    step, actor, _, corrected, _, columns = step_of(replicas, "algorithm.overlong_filter=true", layout)
+    metrics = update_critic(step, corrected)
+    assert metrics["critic/vf_loss"] == 1.0
+    cut = step.critic_cut
+    lengths = step.rows.response_lengths
+    kept = corrected["trained"] > 0
+    assert not kept.all()
+    seen = []
+    for rank, each in enumerate(actor.actors):
+        place = actor.critic_layout.dense_coords(rank)
+        ((batch, mini_batches, counts),) = each.critic.updates
+        held = cut.needed_rows(place.dp)
+        assert [count.tokens for count in counts] == [int(corrected["trained"][rows].sum()) for rows in cut.slices]
+        rows = np.concatenate([held[micro.rows] for part in mini_batches for micro in part if not micro.is_filler])
+        if place.tp == place.cp == place.pp == 0:
+            seen += rows.tolist()
+        expected = {name: rows_of(columns[name], lengths) for name in ("returns", "critic_values")}
+        for number, row in enumerate(held):
+            own = batch.places_of(np.array([number]))
+            np.testing.assert_array_equal(batch.loss_mask[own], kept[row])
+            np.testing.assert_array_equal(batch.returns[own], expected["returns"][row])
+            if each.critic.on_last_stage and row in rows:
+                np.testing.assert_array_equal(batch.critic_values[own], expected["critic_values"][row])
+    assert sorted(seen) == list(range(len(lengths)))
 
 
 def test_values_that_are_no_numbers_end_the_step():
@@ -224,12 +272,12 @@ def test_a_step_that_trains_the_critic_alone_lets_the_rows_go():
 @pytest.mark.parametrize("mini", [1, 2, 3, 6])
 def test_every_row_is_in_each_pass_of_a_critic_once_where_the_actor_has_it(mini):
     step = StepBatch(Replicas(config_of(f"critic.ppo_mini_batch_size={mini}"), 3), stored(samples()))
-    critic = step.cut.critic
+    critic = step.critic_cut
     assert len(critic.mini_batches) == 6 // mini
     for replica in range(3):
         own = set(step.cut.own_rows(replica).tolist())
         of_updates = [micro.rows for part in critic.mini_batches for micro in part[replica] if not micro.is_filler]
-        of_values = [micro.rows for micro in critic.values[replica] if not micro.is_filler]
+        of_values = [micro.rows for micro in critic.log_probs[replica] if not micro.is_filler]
         for rows in (of_updates, of_values):
             joined = np.concatenate(rows).tolist()
             assert len(joined) == len(set(joined)) and set(joined) == own
@@ -242,7 +290,7 @@ def test_every_row_is_in_each_pass_of_a_critic_once_where_the_actor_has_it(mini)
 def test_a_replica_without_a_critic_is_cut_as_before():
     plain = load_config(TINY, "grpo", list(SIZES)).config
     step = StepBatch(Replicas(plain, 2), stored(samples()))
-    assert step.cut.critic is None and step.cut.of(0).critic == () and step.cut.of(0).values == ()
+    assert step.critic_cut is None
     assert not hasattr(ReplicaActor(plain), "critic")
 
 

@@ -29,8 +29,8 @@ from mrl.config.model_folders import folders_of_weights
 from mrl.config.rules import notes, violations
 from mrl.data.samples import packed
 from mrl.errors import ConfigError, NumericAbort
+from mrl.flow.handed_rows import HandedRows
 from mrl.flow.step_batch import StepBatch
-from mrl.flow.teacher_rows import TeacherRows
 from mrl.megatron import parallel
 from mrl.megatron.batching import RowResult
 from mrl.megatron.loss_parameters import loss_parameters
@@ -334,9 +334,9 @@ def test_words_that_a_teacher_cannot_score_end_the_run(monkeypatch):
 
 
 def test_scores_of_some_rows_are_those_of_these_rows():
-    part = TeacherRows(np.array([2, 5, 7]), np.array([2, 0, 3]), np.arange(5, dtype=np.float32))
-    assert part.among(np.array([1, 5, 7])).log_probs.tolist() == [2, 3, 4]
-    assert part.among(np.array([2])).log_probs.tolist() == [0, 1]
+    part = HandedRows(np.array([2, 5, 7]), np.array([2, 0, 3]), {"scores": np.arange(5, dtype=np.float32)})
+    assert part.among(np.array([1, 5, 7])).columns["scores"].tolist() == [2, 3, 4]
+    assert part.among(np.array([2])).columns["scores"].tolist() == [0, 1]
     assert part.among(np.array([9])).rows.tolist() == []
 
 

@@ -92,7 +92,7 @@ class World(AnsweringEngines):
     def each(self, method, arguments, phase, interruptible=False):
         """Of two ranks that are a replica each."""
         called = arguments[0][0] if method == "do" else method
-        if called in ("log_probs", "ref_log_probs", "values", "update_critic", "update"):
+        if called in ("log_probs", "ref_log_probs", "ask_critic", "update_critic", "update"):
             self.note(called)
         return self.ranks.each(method, arguments, phase, interruptible)
 
@@ -347,7 +347,7 @@ def test_a_critic_is_trained_first_and_alone_before_the_step_that_trains_the_act
     for actor in world.ranks.actors:
         actor.critic = ReplicaCritic()
     loop.train_step(run)
-    first = ["offload", "generate", "rewards", "log_probs", "values", "update_critic", "sync 1"]
+    first = ["offload", "generate", "rewards", "log_probs", "ask_critic", "update_critic", "sync 1"]
     assert world.calls == first and run.is_whole
     loop.train_step(run)
     assert world.calls[len(first) :] == [*first[:-1], "update", "sync 2"]
