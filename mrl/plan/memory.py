@@ -90,20 +90,9 @@ def _cache(inputs: PlanInputs, engine: EngineMemory) -> dict[str, Any]:
 
 def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
     """Terms of one rank of pipeline stage `pp`."""
-    precision = precision_of(inputs.config, inputs.element_bytes)
-    state = stage_state(inputs.model, inputs.train, pp, precision, lora=inputs.lora)
-    activations = activations_of(inputs, batch.micro)
-    saved = activations.stage_saved(pp, batch.micro_batches)
     return ActorBytes(
-        parameters=state.parameters,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
-        optimizer_host=state.optimizer_host,
-        activations=saved,
-        temporaries=max(activations.stage_temporaries(pp), _adam_scratch(inputs, state.optimizer) - saved),
-        log_prob=replace(activations, micro=batch.log_prob_micro).forward_only(pp),
+        **_model_bytes(inputs, batch, pp),
         sync_staging=_actor_staging(inputs, pp),
-        offload=offload_of(inputs.config),
         reference=_reference_bytes(inputs, pp),
         samples=sample_bytes(inputs, batch, pp),
         teacher=_teacher_bytes(inputs),
@@ -112,28 +101,38 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
     )
 
 
-def _critic_bytes(inputs: PlanInputs, pp: int) -> CriticBytes | None:
-    """Terms of a critic on a rank of stage `pp`.
+def _model_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int, is_critic: bool = False) -> dict[str, Any]:
+    """Terms of a model that is trained, on one rank of its pipeline stage `pp`: those that actor and critic both have.
 
-    Its passes are counted as the actor's, whose output layer takes more than the head of a critic.
+    A critic's passes are counted as the actor's, whose output layer takes more than the head of a critic.
     """
+    precision = precision_of(inputs.config, inputs.element_bytes)
+    state = stage_state(inputs.model, inputs.train, pp, precision, lora=inputs.lora, is_critic=is_critic)
+    activations = activations_of(inputs, batch.micro)
+    saved = activations.stage_saved(pp, batch.micro_batches)
+    return {
+        "parameters": state.parameters,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+        "optimizer_host": state.optimizer_host,
+        "activations": saved,
+        "temporaries": max(activations.stage_temporaries(pp), _adam_scratch(inputs, state.optimizer) - saved),
+        "log_prob": replace(activations, micro=batch.log_prob_micro).forward_only(pp),
+        "offload": offload_of(inputs.config),
+    }
+
+
+def _critic_bytes(inputs: PlanInputs, pp: int) -> CriticBytes | None:
+    """Terms of a critic beside the actor's stage `pp`: of the fullest of the critic's stages that ranks there have."""
     own = inputs.critic
     if own is None:
         return None
     batch = batch_plan(own.config, own.train)
-    state = stage_state(own.model, own.train, pp, precision_of(own.config, own.element_bytes), is_critic=True)
-    activations = activations_of(own, batch.micro)
-    saved = activations.stage_saved(pp, batch.micro_batches)
-    return CriticBytes(
-        parameters=state.parameters,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
-        optimizer_host=state.optimizer_host,
-        activations=saved,
-        temporaries=max(activations.stage_temporaries(pp), _adam_scratch(own, state.optimizer) - saved),
-        forward=replace(activations, micro=batch.log_prob_micro).forward_only(pp),
-        offload=offload_of(own.config),
-        batch=sample_bytes(own, batch, pp).update,
+    ranks = [rank for rank in range(own.train.world_size) if inputs.train.dense_coords(rank).pp == pp]
+    stages = sorted({own.train.dense_coords(rank).pp for rank in ranks})
+    return CriticBytes.fullest(
+        CriticBytes(**_model_bytes(own, batch, stage, is_critic=True), batch=sample_bytes(own, batch, stage).update)
+        for stage in stages
     )
 
 

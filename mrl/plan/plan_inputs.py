@@ -90,11 +90,11 @@ class PlanInputs:
 
     @property
     def critic(self) -> "PlanInputs | None":
-        """The same with the critic in the actor's place; None without a critic."""
+        """The same with the critic in the actor's place, in its layout; None without a critic."""
         own = self.config.of_critic
         if own is None:
             return None
-        return replace(self, config=own)
+        return replace(self, config=own, train=TrainLayout.build(own.actor.layout.model_dump(), self.model))
 
     @property
     def element_bytes(self) -> int:

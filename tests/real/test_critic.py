@@ -40,6 +40,13 @@ LAYOUTS = {
     "dense-tp2-whole-sequences": ("dense", 2, {TP: 2, "sequence_parallel": False}, {}, {}),
     "dense-pp2": ("dense", 2, {PP: 2}, {}, {}),
     "dense-cp2": ("dense", 2, {CP: 2}, {}, {}),
+    # the critic in a layout of its own
+    "moe-tp2-beside-ep2": ("moe", 2, {TP: 2}, {}, {"layout": {EP: 2}}),
+    "moe-dp2-beside-tp2": ("moe", 2, {}, {}, {"layout": {TP: 2}, **dict.fromkeys(LEAVES, True)}),
+    "moe-pp2-beside-tp2": ("moe", 2, {PP: 2}, PADDED, {"layout": {TP: 2}}),
+    "moe-ep2-beside-vpp2": ("moe", 2, {EP: 2}, {}, {"layout": {PP: 2, VPP: 2}, **dict.fromkeys(LEAVES, True)}),
+    "dense-tp2-beside-cp2": ("dense", 2, {TP: 2}, {}, {"layout": {CP: 2}, "ppo_micro_batch_size_per_gpu": 3}),
+    "dense-cp2-beside-dp2": ("dense", 2, {CP: 2}, {}, {"layout": {}}),
 }  # fmt: skip
 REACH, LR = 0.3, 1e-3
 
@@ -91,8 +98,9 @@ def test_two_updates_move_values_alike_and_the_actor_not_at_all(layout, results)
     assert len(reports) == LAYOUTS[layout][1] and all(report["actor_stays"] for report in reports)
 
 
-def test_what_leaves_the_device_does(results):
-    report = json.loads((results["moe-leaves"] / "report-0.json").read_text())
+@pytest.mark.parametrize("layout", ["moe-leaves", "moe-dp2-beside-tp2", "moe-ep2-beside-vpp2"])
+def test_what_leaves_the_device_does(layout, results):
+    report = json.loads((results[layout] / "report-0.json").read_text())
     assert report["left"].keys() == {"parameters", "gradients", "optimizer"} and all(report["left"].values())
 
 
@@ -107,6 +115,8 @@ def _values(folder: Path, name: str) -> np.ndarray:
 def _case(name: str, oracles: dict[str, dict]) -> dict:
     model, world_size, degrees, actor, critic = LAYOUTS[name]
     oracle = oracles[model]
+    if "layout" in critic:
+        critic = critic | {"layout": {"world_size": world_size} | critic["layout"]}
     config = {
         "model": {"path": str(oracle["path"]), "dtype": "float32"},
         "actor": {
@@ -114,7 +124,9 @@ def _case(name: str, oracles: dict[str, dict]) -> dict:
             "ppo_micro_batch_size_per_gpu": 5, **actor,
         },
         "critic": {
-            "cliprange_value": REACH, "optim": {"lr": LR, "eps": 1e-3, "weight_decay": 0.0, "clip_grad": 0.0}, **critic
+            "cliprange_value": REACH,
+            "optim": {"lr": LR, "eps": 1e-3, "weight_decay": 0.0, "clip_grad": 0.5 * oracle["norm"]},
+            **critic,
         },
         "rollout": {"n": 1},
         "algorithm": {"adv_estimator": "gae", "policy_loss": {"loss_mode": "vanilla", "loss_agg_mode": "token-mean"}},

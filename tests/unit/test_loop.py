@@ -262,6 +262,7 @@ def run_of(world, tmp_path, *overrides, state=TrainState()) -> Run:  # noqa: B00
     world.ranks = Replicas(config, 2, -0.1, -0.2, world.updated)
     world.config, world.model, world.layout, world.route_readers = config, world.ranks.model, world.ranks.layout, {}
     world.teacher = None
+    world.critic_layout = world.layout
     responder = Responder(world, world, config.reward, world, stop.raise_if_set)
     run_dir = RunDir.open(tmp_path / "run", "")
     shared = isinstance(world, SharedDevices)
