@@ -181,7 +181,7 @@ class RankBatch:
             mask = result.keep
             weights = result.weights
             of_rows |= result.of_rows
-        if self._distillation.enabled:
+        if batch.teacher_log_probs is not None:
             of_rows |= self._compare_with_teacher(mask)
         self.batch = replace(self.batch, keep=mask, loss_weights=weights)
         return self._of_own(of_rows | {"trained": row_sums(mask, lengths)} | self._take_anchor())
