@@ -133,13 +133,6 @@ CRITIC_RULES = (
         "the actor would never be trained",
     ),
     RuleRow(
-        "actor.lora.rank",
-        _with(lambda c, m: c.actor.lora.rank > 0),
-        f"must be 0 with {_ESTIMATOR}: gae",
-        "a critic is trained whole, beside an actor that is",
-        (0,),
-    ),
-    RuleRow(
         "rollout.endpoint",
         _with(lambda c, m: c.rollout.endpoint),
         f"must be false with {_ESTIMATOR}: gae",

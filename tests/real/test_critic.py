@@ -222,10 +222,53 @@ def test_a_run_with_a_critic_trains_it_first_and_resumes_bit_by_bit(world, tmp_p
     assert "the critic stays behind" in said
 
 
-def test_a_colocated_critic_that_leaves_its_devices_has_the_same_bits(world, tmp_path):
+BESIDE = {"critic__layout": {"world_size": 2, EP: 2}}  # the actor has TP2 too
+OF_CRITIC = ("vf_loss", "vf_explained_var", "grad_norm", "values/mean", "values/max", "returns/mean")
+
+
+def test_a_critic_in_its_own_layout_trains_as_one_in_the_actors_and_goes_on_from_either(world, tmp_path):
+    """Three steps by the same responses, since the actor waits for the third; the third then is resumed."""
+    waits = {"trainer__critic_warmup": 3}
+    alike = trained(world, tmp_path / "alike", **waits)
+    apart = trained(world, tmp_path / "apart", **waits, **BESIDE)
+    rows = [[row for row in metrics(run) if row["training/global_step"]] for run in (alike, apart)]
+    for one, other in zip(*rows, strict=True):
+        for name in OF_CRITIC:
+            assert other[f"critic/{name}"] == pytest.approx(one[f"critic/{name}"], rel=1e-4, abs=1e-5), name
+    assert rows[1][-1]["critic/values/max"] != 0 and rows[1][-1]["actor/updates"] == 2
+    again = trained(world, tmp_path / "again", **waits, **BESIDE, trainer__total_training_steps=2)
+    trained(world, again, "--resume", **waits, **BESIDE)
+    assert metrics_difference(metrics(apart), metrics(again)) is None
+    assert checkpoint_difference(*(run / "checkpoints" / "step-3" for run in (apart, again))) is None
+    longer = waits | {"trainer__total_training_steps": 4}
+    moved = trained(world, again, "--resume", **longer)  # in the actor's layout from here on
+    stayed = trained(world, apart, "--resume", **longer, **BESIDE)
+    last = [metrics(run)[-1] for run in (stayed, moved)]
+    for name in OF_CRITIC:
+        assert last[1][f"critic/{name}"] == pytest.approx(last[0][f"critic/{name}"], rel=1e-4, abs=1e-5), name
+
+
+def test_a_critic_beside_adapters_resumes_bit_by_bit(world, tmp_path):
+    """The actor trains adapters alone, the critic is whole; a checkpoint has both."""
+    adapted = {"actor__lora__rank": 8, "actor__optim__lr": 1e-3, **BESIDE}
+    run = trained(world, tmp_path / "run", **adapted)
+    rows = [row for row in metrics(run) if row["training/global_step"]]
+    assert all(row["reshard/verified"] for row in rows) and rows[2]["critic/values/max"] != 0
+    other = trained(world, tmp_path / "other", **adapted, trainer__total_training_steps=2)
+    trained(world, other, "--resume", **adapted)
+    assert metrics_difference(metrics(run), metrics(other)) is None
+    ends = [folder / "checkpoints" / "step-3" for folder in (run, other)]
+    assert checkpoint_difference(*ends) is None
+    manifest = read_manifest(ends[0])
+    assert manifest.adapters and not manifest.of_critic.adapters
+    assert (manifest.optimizer["num_updates"], manifest.of_critic.optimizer["num_updates"]) == (4, 6)
+
+
+@pytest.mark.parametrize("own", [{}, BESIDE], ids=["alike", "beside"])
+def test_a_colocated_critic_that_leaves_its_devices_has_the_same_bits(own, world, tmp_path):
     leaves = {f"critic__{name}": True for name in LEAVES}
     apart, shared = (
-        trained(world, tmp_path / preset.stem, preset=preset, trainer__total_training_steps=2, **given)
+        trained(world, tmp_path / preset.stem, preset=preset, trainer__total_training_steps=2, **own, **given)
         for preset, given in ((PRESET, {}), (PRESET.with_name("cpu-colocated.yaml"), leaves))
     )
     assert checkpoint_difference(*(folder / "checkpoints" / "step-2" for folder in (apart, shared))) is None

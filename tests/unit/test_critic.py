@@ -73,7 +73,6 @@ def test_the_recipe_is_legal():
 @pytest.mark.parametrize(
     ("overrides", "field", "words"),
     [
-        (("actor.lora.rank=8",), "actor.lora.rank", "critic is trained whole"),
         (("critic.ppo_mini_batch_size=7",), "critic.ppo_mini_batch_size", "must divide data.train_batch_size"),
         (("critic.optim.lr_warmup_steps=5", "critic.optim.lr_decay_steps=5"), "critic.optim.lr_decay_steps", "more"),
         (("critic.optim.min_lr=1",), "critic.optim.min_lr", "at most critic.optim.lr"),
