@@ -44,8 +44,9 @@ def taken(batch: TrainBatch, numbers: np.ndarray, parts: Sequence[HandedRows]) -
         here = part.among(numbers)
         places = batch.sampled_places_of(np.searchsorted(numbers, here.rows))
         for name, values in here.columns.items():
-            empty = np.zeros((int(batch.response_lengths.sum()), *values.shape[1:]), values.dtype)
-            columns.setdefault(name, empty)[places] = values
+            if name not in columns:
+                columns[name] = np.zeros((int(batch.response_lengths.sum()), *values.shape[1:]), values.dtype)
+            columns[name][places] = values
     return replace(batch, **columns)
 
 

@@ -116,7 +116,7 @@ class MegatronCritic:
         set_gradient_reduction(self.chunks)
         self.bridge.load_hf(config.model.path)
         gather_weights(self.chunks)
-        self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype], "critic")
+        self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates, "critic")
 
     @property

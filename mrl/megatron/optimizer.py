@@ -31,14 +31,12 @@ class StepResult:
     lr: float
 
 
-def build_optimizer(
-    config: OptimConfig, chunks: list[torch.nn.Module], dtype: torch.dtype, section: str = "actor"
-) -> MegatronOptimizer:
+def build_optimizer(config: OptimConfig, chunks: list[torch.nn.Module], dtype: torch.dtype) -> MegatronOptimizer:
     """Optimizer of wrapped chunks whose weights are set already:
-    its float32 master weights are copied from them here. `section`: of the configuration, for messages.
+    its float32 master weights are copied from them here.
     """
     overrides = checked_overrides(
-        f"{section}.optim.override_optimizer_config", config.override_optimizer_config, OptimizerConfig
+        "actor.optim.override_optimizer_config", config.override_optimizer_config, OptimizerConfig
     )
     values = {
         "optimizer": "adam",
