@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import random as generators
 from replicas import Replicas, stored
 from small_model import SIZES, write_model
 from test_config_rules import TINY_MODEL
@@ -343,22 +344,28 @@ def test_scores_of_some_rows_are_those_of_these_rows():
 # ---------------------------------------------------------------- groups
 
 
-def test_groups_of_a_second_model_stand_in_for_the_firsts_and_give_them_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel, "model_parallel_cuda_manual_seed", lambda *_, **__: None)  # wants a CUDA device
+def test_groups_and_generators_of_a_second_model_stand_in_for_the_firsts_and_give_them_back(tmp_path, monkeypatch):
+    def tracked(*_, **__):  # without the seeds, which want a CUDA device
+        generators.initialize_rng_tracker(force_reset=True)
+
+    monkeypatch.setattr(parallel, "model_parallel_cuda_manual_seed", tracked)
+    for name in parallel._GENERATORS:
+        monkeypatch.setattr(generators, name, None)
     layout = TrainLayout.build({"world_size": 1}, model_spec(DENSE))
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:
         others = parallel.OtherGroups()
         with others.in_place():
             parallel.init_model_parallel(layout, 0, 60)
-            theirs = mpu.get_tensor_model_parallel_group()
+            theirs = mpu.get_tensor_model_parallel_group(), generators.get_cuda_rng_tracker()
         assert not mpu.model_parallel_is_initialized()
         parallel.init_model_parallel(layout, 0, 60)
-        own = mpu.get_tensor_model_parallel_group()
+        own = mpu.get_tensor_model_parallel_group(), generators.get_cuda_rng_tracker()
         with pytest.raises(KeyError), others.in_place():
-            assert mpu.get_tensor_model_parallel_group() is theirs
+            assert (mpu.get_tensor_model_parallel_group(), generators.get_cuda_rng_tracker()) == theirs
             raise KeyError
-        assert mpu.get_tensor_model_parallel_group() is own and own is not theirs
+        assert (mpu.get_tensor_model_parallel_group(), generators.get_cuda_rng_tracker()) == own
+        assert all(mine is not other for mine, other in zip(own, theirs, strict=True))
     finally:
         parallel.close()
 
