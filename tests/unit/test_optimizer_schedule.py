@@ -52,7 +52,7 @@ def test_a_decay_without_any_length_is_refused():
 
 def test_what_is_refused_of_a_critics_schedule_is_said_of_its_section():
     optimizer = SimpleNamespace(param_groups=[{"default_config": True}])
-    with pytest.raises(ConfigError, match="set critic.optim.lr_decay_steps") as raised:
+    with pytest.raises(ConfigError, match=r"set critic\.optim\.lr_decay_steps") as raised:
         build_scheduler(OptimConfig(lr=1.0, lr_decay_style="cosine"), optimizer, None, "critic")
     assert "actor.optim" not in str(raised.value)
 
