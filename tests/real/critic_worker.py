@@ -40,7 +40,8 @@ def _report(actor: MegatronActor, case: dict, folder: Path) -> None:
     given = np.load(case["columns"])
     batch = replace(read_batch(case["batch"]), critic_values=given["old_values"], returns=given["returns"])
     before = {name: tensor.clone() for name, tensor in actor.export_hf()}
-    actor.gradients(batch)
+    for_actor = replace(batch, advantages=given["returns"], old_log_probs=batch.rollout_log_probs)
+    actor.gradients(for_actor)
     gradients = {name: tensor.clone() for name, tensor in exported_gradients(actor).items()}
     critic = actor.critic
     assert (critic.in_place is not nullcontext) == (case["config"]["critic"].get("layout") is not None)
@@ -56,7 +57,7 @@ def _report(actor: MegatronActor, case: dict, folder: Path) -> None:
         if name == "before":
             parts = [part for _ in range(2) for part in critic.update_replica(batch, cut.mini_batches, counts)]
     same = all(torch.equal(tensor, before[name]) for name, tensor in actor.export_hf())
-    actor.gradients(batch)
+    actor.gradients(for_actor)
     same &= all(torch.equal(tensor, gradients[name]) for name, tensor in exported_gradients(actor).items())
     left = dict(critic.residence.left_bytes)
     report = {"actor_stays": same, "parts": parts if critic.holds_result else [], "left": left}

@@ -107,12 +107,9 @@ def _critic(config: RunConfig) -> float | None:
     return None
 
 
-def _layout_of_critic(config: RunConfig) -> str | None:
-    """The degrees of a critic that has a layout of its own."""
-    layout = config.critic.layout
-    if layout is None or not config.algorithm.needs_critic:
-        return None
-    return ", ".join(f"{name} {size}" for name, size in layout.model_dump(exclude_defaults=True).items())
+def _lies_otherwise(config: RunConfig) -> bool | None:
+    """Whether there is a critic with a layout of its own."""
+    return (config.algorithm.needs_critic and config.critic.layout is not None) or None
 
 
 def _of_critic(switch: str) -> Value:
@@ -387,7 +384,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("rollout.quantization"),
     Switch("algorithm.adv_estimator", missing=_OTHER),
     Switch("critic", _metric("critic/vf_loss"), "no update of a critic", value=_critic),
-    Switch("critic.layout", missing="it lies as the actor in small", value=_layout_of_critic),
+    Switch("critic.layout", missing="it lies as the actor in small", value=_lies_otherwise),
     Switch("critic.param_offload", _metric("offload/critic_parameters_bytes"), value=_of_critic("param_offload")),
     Switch("critic.grad_offload", _metric("offload/critic_gradients_bytes"), value=_of_critic("grad_offload")),
     Switch(
