@@ -227,25 +227,21 @@ OF_CRITIC = ("vf_loss", "vf_explained_var", "grad_norm", "values/mean", "values/
 
 
 def test_a_critic_in_its_own_layout_trains_as_one_in_the_actors_and_goes_on_from_either(world, tmp_path):
-    """Three steps by the same responses, since the actor waits for the third; the third then is resumed."""
-    waits = {"trainer__critic_warmup": 3}
-    alike = trained(world, tmp_path / "alike", **waits)
-    apart = trained(world, tmp_path / "apart", **waits, **BESIDE)
-    rows = [[row for row in metrics(run) if row["training/global_step"]] for run in (alike, apart)]
-    for one, other in zip(*rows, strict=True):
-        for name in OF_CRITIC:
-            assert other[f"critic/{name}"] == pytest.approx(one[f"critic/{name}"], rel=1e-4, abs=1e-5), name
-    assert rows[1][-1]["critic/values/max"] != 0 and rows[1][-1]["actor/updates"] == 2
-    again = trained(world, tmp_path / "again", **waits, **BESIDE, trainer__total_training_steps=2)
-    trained(world, again, "--resume", **waits, **BESIDE)
-    assert metrics_difference(metrics(apart), metrics(again)) is None
-    assert checkpoint_difference(*(run / "checkpoints" / "step-3" for run in (apart, again))) is None
-    longer = waits | {"trainer__total_training_steps": 4}
-    moved = trained(world, again, "--resume", **longer)  # in the actor's layout from here on
-    stayed = trained(world, apart, "--resume", **longer, **BESIDE)
-    last = [metrics(run)[-1] for run in (stayed, moved)]
-    for name in OF_CRITIC:
-        assert last[1][f"critic/{name}"] == pytest.approx(last[0][f"critic/{name}"], rel=1e-4, abs=1e-5), name
+    """By the same responses, since the actor waits for the last step; each layout also goes on from the other's save."""
+    given = {"trainer__critic_warmup": 4, "trainer__total_training_steps": 4}
+    layouts = {"alike": {}, "apart": BESIDE}
+    runs = [trained(world, tmp_path / name, **given, **own) for name, own in layouts.items()]
+    for start, own in zip(reversed(runs), layouts.values(), strict=True):
+        begins = {"trainer__resume_mode": "resume_path"}
+        begins |= {"trainer__resume_from_path": start / "checkpoints" / "step-2"}
+        runs.append(trained(world, tmp_path / f"from-{start.name}", **given, **own, **begins))
+    first, *others = [{row["training/global_step"]: row for row in metrics(run)} for run in runs]
+    assert [sorted(rows)[-1] for rows in others] == [4, 4, 4] and [len(rows) for rows in others][1:] == [2, 2]
+    for rows in others:
+        for step, row in rows.items():
+            for name in OF_CRITIC:
+                assert row[f"critic/{name}"] == pytest.approx(first[step][f"critic/{name}"], rel=1e-4, abs=1e-5), name
+    assert first[4]["critic/values/max"] != 0 and first[4]["actor/updates"] == 2
 
 
 def test_a_critic_beside_adapters_resumes_bit_by_bit(world, tmp_path):
