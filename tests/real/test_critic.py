@@ -227,7 +227,7 @@ OF_CRITIC = ("vf_loss", "vf_explained_var", "grad_norm", "values/mean", "values/
 
 
 def test_a_critic_in_its_own_layout_trains_as_one_in_the_actors_and_goes_on_from_either(world, tmp_path):
-    """By the same responses, since the actor waits for the last step; each layout also goes on from the other's save."""
+    """By the same responses, since the actor waits for the last step; each layout goes on from the other's save, too."""
     given = {"trainer__critic_warmup": 4, "trainer__total_training_steps": 4}
     layouts = {"alike": {}, "apart": BESIDE}
     runs = [trained(world, tmp_path / name, **given, **own) for name, own in layouts.items()]
@@ -235,7 +235,7 @@ def test_a_critic_in_its_own_layout_trains_as_one_in_the_actors_and_goes_on_from
         begins = {"trainer__resume_mode": "resume_path"}
         begins |= {"trainer__resume_from_path": start / "checkpoints" / "step-2"}
         runs.append(trained(world, tmp_path / f"from-{start.name}", **given, **own, **begins))
-    first, *others = [{row["training/global_step"]: row for row in metrics(run)} for run in runs]
+    first, *others = [{step: row for row in metrics(run) if (step := row["training/global_step"])} for run in runs]
     assert [sorted(rows)[-1] for rows in others] == [4, 4, 4] and [len(rows) for rows in others][1:] == [2, 2]
     for rows in others:
         for step, row in rows.items():
