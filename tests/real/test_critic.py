@@ -227,7 +227,7 @@ OF_CRITIC = ("vf_loss", "vf_explained_var", "grad_norm", "values/mean", "values/
 
 
 def test_a_critic_in_its_own_layout_trains_as_one_in_the_actors_and_goes_on_from_either(world, tmp_path):
-    """By the same responses, since the actor waits for the last step; each layout goes on from the other's save, too."""
+    """By the same responses, since the actor waits for the last step; each layout goes on from the other's, too."""
     given = {"trainer__critic_warmup": 4, "trainer__total_training_steps": 4}
     layouts = {"alike": {}, "apart": BESIDE}
     runs = [trained(world, tmp_path / name, **given, **own) for name, own in layouts.items()]
