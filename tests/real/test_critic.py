@@ -236,11 +236,12 @@ def test_a_critic_in_its_own_layout_trains_as_one_in_the_actors_and_goes_on_from
         begins |= {"trainer__resume_from_path": start / "checkpoints" / "step-2"}
         runs.append(trained(world, tmp_path / f"from-{start.name}", **given, **own, **begins))
     first, *others = [{step: row for row in metrics(run) if (step := row["training/global_step"])} for run in runs]
-    assert [sorted(rows)[-1] for rows in others] == [4, 4, 4] and [len(rows) for rows in others][1:] == [2, 2]
+    # a run that begins from a checkpoint has the line of its step
+    assert [sorted(rows) for rows in others] == [[1, 2, 3, 4], [2, 3, 4], [2, 3, 4]]
     for rows in others:
         for step, row in rows.items():
             for name in OF_CRITIC:
-                assert row[f"critic/{name}"] == pytest.approx(first[step][f"critic/{name}"], rel=1e-4, abs=1e-5), name
+                assert row[f"critic/{name}"] == pytest.approx(first[step][f"critic/{name}"], rel=1e-5, abs=1e-6), name
     assert first[4]["critic/values/max"] != 0 and first[4]["actor/updates"] == 2
 
 
