@@ -261,14 +261,6 @@ def test_a_critic_beside_adapters_resumes_bit_by_bit(world, tmp_path):
     assert (manifest.optimizer["num_updates"], manifest.of_critic.optimizer["num_updates"]) == (4, 6)
 
 
-def test_a_critic_in_its_own_layout_goes_with_generation_ahead(world, tmp_path):
-    run = trained(world, tmp_path / "run", **BESIDE, trainer__schedule="one_step_off", trainer__save_freq=-1)
-    rows = [row for row in metrics(run) if row["training/global_step"]]
-    assert [row["actor/updates"] for row in rows] == [0, 2, 2] and all(row["reshard/verified"] for row in rows)
-    assert rows[1]["async/groups_ahead"] > 0 and rows[2]["critic/values/max"] != 0
-    assert all(row["critic/grad_norm"] > 0 for row in rows)
-
-
 @pytest.mark.parametrize("own", [{}, BESIDE], ids=["alike", "beside"])
 def test_a_colocated_critic_that_leaves_its_devices_has_the_same_bits(own, world, tmp_path):
     leaves = {f"critic__{name}": True for name in LEAVES}
