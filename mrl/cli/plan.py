@@ -207,14 +207,13 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
 
 def _layout_lines(plan: dict[str, Any], actor: dict[str, Any]) -> Iterator[str]:
     layout = plan["layout"]
-    degrees = ", ".join(
-        f"{name} {size}" for name, size in actor.items() if size not in (1, False) and name != "world_size"
-    )
     engines = layout["engines"]
     yield (
-        f"actor: {actor['world_size']} ranks ({degrees or 'not sharded'}); stages of "
+        f"actor: {actor['world_size']} ranks ({_degrees(actor)}); stages of "
         f"{', '.join(map(str, _stage_sizes(layout)))} layers"
     )
+    if "critic" in layout:
+        yield f"  its critic on these ranks: {_degrees(layout['critic'])}"
     yield f"  {_places(layout['ranks'])}"
     sizes = (
         ", ".join(f"{name} {engines[name]}" for name in ("tensor", "data", "expert") if engines[name] > 1)
@@ -222,6 +221,11 @@ def _layout_lines(plan: dict[str, Any], actor: dict[str, Any]) -> Iterator[str]:
     )
     yield f"engines: {engines['number']} ({sizes}), {layout['placement']}"
     yield f"  {_places(layout['workers'])}"
+
+
+def _degrees(sizes: dict[str, Any]) -> str:
+    cut = [f"{name} {size}" for name, size in sizes.items() if size not in (1, False) and name != "world_size"]
+    return ", ".join(cut) or "not sharded"
 
 
 def _stage_sizes(layout: dict[str, Any]) -> list[int]:

@@ -63,6 +63,9 @@ class ActorGroup:
         self.model = load_model_spec(config.model.path)
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
         self.teacher = teacher_of(config, load_model_spec)
+        self.critic_layout: TrainLayout | None = None
+        if config.of_critic is not None:
+            self.critic_layout = TrainLayout.build(config.of_critic.actor.layout.model_dump(), self.model)
         hosting = get_hosting(config.cluster.device)
         self.seats = seats or actor_seats(config.cluster, config.actor.layout)
         kind = ray.remote(concurrency_groups={WRITING: 1, LOOKING: 1})(worker)

@@ -16,17 +16,18 @@ from typing import Any
 import numpy as np
 import ray
 
+from mrl.algo.plain import Denominators, FloatParts
 from mrl.cluster.prerequisites import free_port, own_cpus
 from mrl.cluster.same_software import software
 from mrl.cluster.shared_folder import FolderMark
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig, with_values
 from mrl.data.samples import Samples
+from mrl.flow.handed_rows import HandedRows
 from mrl.flow.kept_tokens import fetched, going_on, with_kept
 from mrl.flow.outbox import Outboxes
 from mrl.flow.response_store import ResponseBlock, ResponseStore
 from mrl.flow.routes import Readers
-from mrl.flow.teacher_rows import TeacherRows
 from mrl.megatron.batching import MicroRows
 from mrl.megatron.cut import ReplicaCut
 from mrl.model.hub import local_folder
@@ -77,7 +78,8 @@ class ActorWorker:
         self.config = RunConfig.model_validate(config)
         self.rank = rank
         self.batch = None  # rows of the current step
-        self.scores = None  # the teacher's, until they are handed out
+        self.critic_batch = None  # those of the critic's replica
+        self.computed = None  # by the teacher or the critic, until it is handed out
         self.sync_setup = None  # of weight syncs, after agreement
         self.sender = None  # of weight syncs, after connecting
         self.host_copy = None  # of a checkpoint, after the first save
@@ -134,7 +136,8 @@ class ActorWorker:
             load_rank(self.actor, Path(checkpoint))
             if self.actor.critic is not None:
                 self.actor.offload()
-                load_rank(self.actor.critic, Path(checkpoint), CRITIC)
+                with self.actor.critic.in_place():
+                    load_rank(self.actor.critic, Path(checkpoint), CRITIC)
                 self.actor.critic.offload()
         return os.getpid()
 
@@ -148,17 +151,34 @@ class ActorWorker:
         self.batch = RankBatch.fetched(self.actor, samples, own, cut, elsewhere)
 
     def ask_teacher(self, samples: ResponseStore, rows: np.ndarray, micros: Sequence[MicroRows]) -> None:
-        """Has this rank's replica of the teacher score `samples`, which are `rows` of the step; see `teacher_rows`."""
+        """Has this rank's replica of the teacher score `samples`, which are `rows` of the step; see `hand_out`."""
         from mrl.flow.teacher_rows import scored
 
-        self.scores = None  # those of the step before go first
-        self.scores = scored(self.actor, samples, rows, micros)
+        self.computed = None  # of the step before, where nobody took it
+        self.computed = scored(self.actor, samples, rows, micros)
 
-    def teacher_rows(self) -> TeacherRows | None:
-        """Hands out what `ask_teacher` computed, on one rank of each replica of the teacher."""
-        scores = self.scores
-        self.scores = None
-        return scores
+    def ask_critic(self, samples: ResponseStore, rows: np.ndarray, cut: ReplicaCut) -> None:
+        """Has this rank's replica of the critic value `samples`, which are `rows` of the step; see `hand_out`."""
+        from mrl.flow.critic_rows import CriticBatch
+
+        self.computed = None
+        self.critic_batch = None  # the former step's rows are released first
+        self.critic_batch = CriticBatch(self.actor, samples, rows, cut)
+        self.computed = self.critic_batch.values()
+
+    def hand_out(self) -> HandedRows | None:
+        """Hands out what `ask_teacher` or `ask_critic` computed, on one rank of each replica of the teacher or the
+        critic.
+        """
+        computed = self.computed
+        self.computed = None
+        return computed
+
+    def update_critic(self, counts: Sequence[Denominators], *returns: HandedRows) -> list[FloatParts] | None:
+        """Updates the critic with the rows of `ask_critic`, which then are gone; see CriticBatch.update."""
+        parts = self.critic_batch.update(counts, returns)
+        self.critic_batch = None
+        return parts
 
     def do(self, verb: str, *arguments: Any) -> Any:
         """Calls one of MODEL_VERBS on MegatronActor, or a verb of RankBatch on the rows of the step."""
@@ -262,7 +282,8 @@ class ActorWorker:
             return taken
         self.actor.offload()  # so that the critic has the room that it has in its updates
         self.critic_copy = self.critic_copy or HostCopy(CRITIC)
-        taken += self.critic_copy.take(self.actor.critic)
+        with self.actor.critic.in_place():
+            taken += self.critic_copy.take(self.actor.critic)
         self.actor.critic.offload()
         return taken
 

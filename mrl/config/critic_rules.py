@@ -3,14 +3,18 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from mrl.config.actor_rules import BATCH_RULES, storages_stay
+from mrl.config.actor_rules import ACTOR_RULES, BATCH_RULES, storages_stay
+from mrl.config.device_rules import DEVICE_RULES, adapted_once
+from mrl.config.efficiency_rules import EFFICIENCY_RULES
 from mrl.config.rule_row import Rule, RuleRow
 from mrl.config.run_rules import OPTIM_RULES
 from mrl.config.schema import AlgorithmConfig, CriticConfig, RunConfig, Section
 from mrl.errors import Violation
 from mrl.model import ModelSpec
 
+_LAYOUT = "critic.layout"
 _ESTIMATOR = "algorithm.adv_estimator"
+_FIELDS = "model.override_transformer_config."
 
 
 def _with(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig, ModelSpec], bool]:
@@ -64,6 +68,38 @@ def _of_critic(rule: Rule) -> Rule:
     return judge
 
 
+def _ranks(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """A layout of the critic's own has the actor's ranks."""
+    ranks = config.actor.layout.world_size
+    if _has_other_ranks(config):
+        rule = f"must be actor.layout.world_size = {ranks}"
+        yield Violation(f"{_LAYOUT}.world_size", rule, "the critic computes on the actor's ranks", (ranks,))
+
+
+def _has_other_ranks(config: RunConfig) -> bool:
+    own = config.critic.layout
+    return config.algorithm.needs_critic and own is not None and own.world_size != config.actor.layout.world_size
+
+
+def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    """What the actor's rules say of degrees, and of Megatron's fields beside them, in a layout of the critic's own;
+    once where both break a rule alike.
+    """
+    own = config.of_critic
+    if own is None or config.critic.layout is None or _has_other_ranks(config):
+        return
+    for rule in (*ACTOR_RULES, *EFFICIENCY_RULES, *DEVICE_RULES):
+        of_actor = set(map(str, rule(config, model)))
+        for violation in rule(own, model):
+            name = violation.field
+            if str(violation) in of_actor:
+                continue
+            if name.startswith("actor.layout."):
+                yield replace(violation, field=name.replace("actor.layout", _LAYOUT, 1))
+            elif name.startswith(_FIELDS):
+                yield replace(violation, rule=f"{violation.rule} (in {_LAYOUT})")
+
+
 def _renamed(text: str) -> str:
     """Replaces the actor's keys in a text by those of the critic."""
     for name in ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "param_offload", "grad_offload"):
@@ -79,6 +115,9 @@ def _warmup_is_the_run(config: RunConfig) -> bool:
 
 CRITIC_RULES = (
     _is_read,
+    _ranks,
+    _layout,
+    adapted_once(_LAYOUT, lambda c: c.algorithm.needs_critic),
     *map(_of_critic, (*OPTIM_RULES, *BATCH_RULES, storages_stay)),
     RuleRow(
         "critic.optim.override_optimizer_config",
@@ -92,13 +131,6 @@ CRITIC_RULES = (
         _with(lambda c, m: _warmup_is_the_run(c)),
         "must be at most trainer.total_training_steps = {c.trainer.total_training_steps}",
         "the actor would never be trained",
-    ),
-    RuleRow(
-        "actor.lora.rank",
-        _with(lambda c, m: c.actor.lora.rank > 0),
-        f"must be 0 with {_ESTIMATOR}: gae",
-        "a critic is trained whole, beside an actor that is",
-        (0,),
     ),
     RuleRow(
         "rollout.endpoint",

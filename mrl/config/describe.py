@@ -87,12 +87,27 @@ def describe_batch(config: RunConfig) -> str:
 
 
 def describe_layout(config: RunConfig, model: ModelSpec) -> str:
-    """Describes the layout, such as `actor 2 x cpu (TP 2, EP 2), 1 engine x TP 1, separate`. It leaves out degrees of
-    1.
+    """Describes the layout, such as `actor 2 x cpu (TP 2, EP 2), 1 engine x TP 1, separate`.
+
+    Degrees of 1 are left out. A critic is named where it has a layout of its own.
     """
-    layout = TrainLayout.build(config.actor.layout, model)
     rollout = config.rollout
-    device = config.cluster.device
+    actor = config.actor.layout
+    said = _degrees(TrainLayout.build(actor, model))
+    sizes = {"DP": rollout.data_parallel_size, "EP": rollout.expert_parallel_size}
+    spread = "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)
+    engines = (
+        f"{rollout.num_engines} engine{'s' if rollout.num_engines != 1 else ''} x TP "
+        f"{rollout.tensor_model_parallel_size}{spread}"
+    )
+    critic = ""
+    if config.of_critic is not None and config.critic.layout is not None:
+        critic = f"its critic there ({_degrees(TrainLayout.build(config.critic.layout, model))}), "
+    ranks = f"actor {actor.world_size} x {config.cluster.device}"
+    return f"{ranks} ({said}), {critic}{engines}, {config.cluster.placement}"
+
+
+def _degrees(layout: TrainLayout) -> str:
     degrees = {
         "TP": layout.tensor,
         "PP": layout.pipeline,
@@ -102,11 +117,4 @@ def describe_layout(config: RunConfig, model: ModelSpec) -> str:
         "ETP": layout.expert_tensor,
         "DP": layout.data,
     }
-    said = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "not sharded"
-    sizes = {"DP": rollout.data_parallel_size, "EP": rollout.expert_parallel_size}
-    spread = "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)
-    engines = (
-        f"{rollout.num_engines} engine{'s' if rollout.num_engines != 1 else ''} x TP "
-        f"{rollout.tensor_model_parallel_size}{spread}"
-    )
-    return f"actor {layout.world_size} x {device} ({said}), {engines}, {config.cluster.placement}"
+    return ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "not sharded"

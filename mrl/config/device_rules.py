@@ -3,7 +3,7 @@
 Versions that cluster.versions does not name are those of the tested row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mrl.config.rule_row import Rule, RuleRow, on_only_where
@@ -186,6 +186,24 @@ def _ascend(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 _BLOCK = 16  # numbers of 16 bits
+
+
+def adapted_once(field: str, is_there: Callable[[RunConfig], bool]) -> Rule:
+    """The rule of another layout on the actor's ranks, under `field`: it needs no other patches than the actor's."""
+
+    def is_adapted_otherwise(config: RunConfig, _: ModelSpec) -> bool:
+        own = leaf(config, field)
+        if own is None or not is_there(config) or not _on_npu(config):
+            return False
+        is_cut = own.context_parallel_size != config.actor.layout.context_parallel_size
+        return is_cut or own.virtual_pipeline > 1
+
+    return RuleRow(
+        field,
+        is_adapted_otherwise,
+        "must have the actor's context_parallel_size and no virtual stages on npu",
+        "MindSpeed adapts a process once, by what the actor has",
+    )
 
 
 def npu_notes(config: RunConfig) -> Iterator[str]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from mrl.algo.spec import KL_TYPES, OVER_WORDS
 from mrl.config.actor_rules import ACTOR_RULES, padding_of_branches
+from mrl.config.device_rules import adapted_once
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
-from mrl.config.latent_rules import LATENT_RULES, on_device
+from mrl.config.latent_rules import LATENT_RULES
 from mrl.config.override_rules import override_faults
 from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import DistillationConfig, RunConfig
@@ -185,15 +186,6 @@ def _as_the_actor(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
                     yield replace(violation, field=renamed)
 
 
-def _is_adapted_otherwise(config: RunConfig) -> bool:
-    """Whether the teacher's layout needs other patches than the actor's. A process is patched once, for the actor."""
-    own = config.distillation.teacher_model.layout
-    if own is None or not on_device(config, "npu"):
-        return False
-    is_cut = own.context_parallel_size != config.actor.layout.context_parallel_size
-    return is_cut or (own.virtual_pipeline_model_parallel_size or 1) > 1
-
-
 def _folder(config: RunConfig) -> Path | None:
     """Returns the teacher's folder where it is on this host."""
     path = config.distillation.teacher_model.model_path
@@ -239,12 +231,7 @@ DISTILLATION_RULES = (
     _budget,
     _overrides,
     _as_the_actor,
-    RuleRow(
-        f"{_TEACHER}.layout",
-        _with(lambda c, m: _is_adapted_otherwise(c)),
-        "must have the actor's context_parallel_size and no virtual stages on npu",
-        "MindSpeed adapts a process once, by what the actor has",
-    ),
+    adapted_once(f"{_TEACHER}.layout", lambda c: c.distillation.enabled),
     RuleRow(
         "algorithm.adv_estimator",
         _with(lambda c, m: c.algorithm.needs_critic and not c.distillation.distillation_loss.reward_weight),

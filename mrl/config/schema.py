@@ -72,7 +72,8 @@ __all__ = [
     "verl_names",
 ]
 
-OTHER_LAYOUTS = ("ref.layout", "distillation.teacher_model.layout")  # with the keys of actor.layout
+# sections with the keys of actor.layout
+OTHER_LAYOUTS = ("ref.layout", "critic.layout", "distillation.teacher_model.layout")
 
 
 class RunConfig(Section):
@@ -117,13 +118,16 @@ class RunConfig(Section):
 
     @property
     def of_critic(self) -> "RunConfig | None":
-        """The same run with the critic in the actor's place, or None without a critic. All its steps are trained."""
+        """The run with the critic in the actor's place, or None without a critic.
+
+        All its steps are trained, and it has no reference.
+        """
         if not self.algorithm.needs_critic:
             return None
         trainer = self.trainer.model_copy(update={"critic_warmup": 0})
         actor = self.critic.as_actor(self.actor)
         model = self.model.model_copy(update={"path": self.critic.path or self.model.path})
-        return self.model_copy(update={"actor": actor, "model": model, "trainer": trainer})
+        return self.model_copy(update={"actor": actor, "model": model, "trainer": trainer, "ref": RefConfig()})
 
 
 def leaf(config: BaseModel, field: str) -> Any:

@@ -335,9 +335,10 @@ class CriticOptimConfig(OptimConfig):
 
 
 class CriticConfig(Section):
-    """The value model of algorithm.adv_estimator: gae. It runs on the actor's ranks, with the actor's layout.
+    """The value model of algorithm.adv_estimator: gae, on the actor's ranks.
 
-    Its architecture is the actor's, with one number a token in place of the output layer.
+    Its architecture is the actor's, with one number a token in place of the output layer. `layout` has the keys of
+    actor.layout and gives the critic process groups of its own. Left out, the critic has the actor's layout and groups.
     """
 
     path: str | None = key(
@@ -346,6 +347,7 @@ class CriticConfig(Section):
         "starts at zero.",
         is_path=True,
     )
+    layout: LayoutConfig | None = None
     optim: CriticOptimConfig = CriticOptimConfig()
     ppo_mini_batch_size: int | None = key(
         None,
@@ -410,6 +412,7 @@ class CriticConfig(Section):
         """
         together = {"override_optimizer_config": actor.optim.override_optimizer_config}
         own = {
+            "layout": self.layout,
             "ppo_mini_batch_size": self.ppo_mini_batch_size,
             "ppo_micro_batch_size_per_gpu": self.ppo_micro_batch_size_per_gpu,
             "ppo_max_token_len_per_gpu": self.ppo_max_token_len_per_gpu,

@@ -27,9 +27,10 @@ from mrl.data.batch import TrainBatch
 from mrl.data.routes import RoutesHere
 from mrl.data.samples import Samples
 from mrl.exercised import exercised
+from mrl.flow.handed_rows import HandedRows, taken
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.routes import Readers, read_routes
-from mrl.flow.teacher_rows import TeacherRows, as_counted
+from mrl.flow.teacher_rows import as_counted
 from mrl.megatron.batching import RowLengths, RowResult
 from mrl.megatron.cut import ReplicaCut
 
@@ -47,14 +48,13 @@ VERBS: Mapping[str, str] = MappingProxyType(  # what the driver may ask -> which
     {
         "log_probs": ALL,
         "ref_log_probs": ALL,
-        "values": ALL,
-        "update_critic": ALL,
         "update": ALL,
-        "take_teacher": LAST_STAGE,
+        "take": LAST_STAGE,
         "forget": ALL,
         "correct": LAST_STAGE,
         "moments": LAST_STAGE,
         "estimate": LAST_STAGE,
+        "returns": LAST_STAGE,
         "set_advantages": LAST_STAGE,
         "find": LAST_STAGE,
         "select": LAST_STAGE,
@@ -130,30 +130,12 @@ class RankBatch:
         if result is not None:
             self.batch = replace(self.batch, ref_log_probs=self._of_all_rows(result))
 
-    def take_teacher(self, numbers: np.ndarray, *parts: TeacherRows) -> None:
-        """Takes over the teacher's log-probs. `numbers` [rows] are the rows' numbers in the step, ascending."""
-        tokens = len(self.batch.rollout_log_probs)
-        names = {"log_probs": "teacher_log_probs"}
-        if self._distillation.over_words:
-            names |= {"words": "teacher_words", "of_words": "of_teacher_words"}
-        columns = {"teacher_log_probs": np.zeros(tokens, np.float32)}
-        for part in parts:
-            here = part.among(numbers)
-            if not len(here.rows):
-                continue
-            places = self.batch.sampled_places_of(np.searchsorted(numbers, here.rows))
-            for name, column in names.items():
-                values = getattr(here, name)
-                filled = columns.setdefault(column, np.zeros((tokens, *values.shape[1:]), values.dtype))
-                filled[places] = values
-        self.batch = replace(self.batch, **columns)
+    def take(self, numbers: np.ndarray, *parts: HandedRows) -> None:
+        """Takes over what the teacher or the critic computed, which stays here.
 
-    def values(self) -> None:
-        """Computes the critic's values and keeps them here."""
-        result = self._actor.critic.values(self.batch, self._cut.values)
-        if result is not None:
-            values = self._on_sampled(result.rows, result.values)
-            self.batch = replace(self.batch, critic_values=values)
+        `numbers` [rows] are the rows' numbers in the step, ascending.
+        """
+        self.batch = taken(self.batch, numbers, parts)
 
     def old_log_probs_of(self, rows: np.ndarray) -> list[np.ndarray]:
         """Returns the old log-probs of each given row of this replica, one a token; 0 for context."""
@@ -201,7 +183,7 @@ class RankBatch:
             mask = result.keep
             weights = result.weights
             of_rows |= result.of_rows
-        if self._distillation.enabled:
+        if batch.teacher_log_probs is not None:
             of_rows |= self._compare_with_teacher(mask)
         self.batch = replace(self.batch, keep=mask, loss_weights=weights)
         return self._of_own(of_rows | {"trained": row_sums(mask, lengths)} | self._take_anchor())
@@ -302,11 +284,17 @@ class RankBatch:
             selected[self.batch.places_of(rows)] = chosen(found, bound)
         self.batch = replace(self.batch, selected=selected)
 
-    def update_critic(self, counts: list[Denominators]) -> list[FloatParts]:
-        """Updates the critic with the step's rows on every rank at once. Returns its sums of metrics."""
-        parts = self._actor.critic.update_replica(self.batch, self._cut.critic, counts)
-        self.batch = replace(self.batch, critic_values=None, returns=None)
-        return parts
+    def returns(self, numbers: np.ndarray) -> HandedRows:
+        """Hands out what the critic is trained on, and drops its columns.
+
+        These are the returns of this replica's rows, and which of their tokens count. `numbers`: as in `take`.
+        """
+        batch = self.batch
+        rows = np.flatnonzero(self.own)
+        places = batch.sampled_places_of(rows)
+        columns = {"returns": batch.returns[places], "keep": batch.loss_mask[places]}
+        self.batch = replace(batch, critic_values=None, returns=None)
+        return HandedRows(numbers[rows], row_sums(batch.is_sampled, self._lengths)[rows].astype(np.int64), columns)
 
     def forget(self) -> None:
         """Drops the rows."""

@@ -21,12 +21,13 @@ from mrl.algo.rows import RowValues
 from mrl.algo.selection import Means
 from mrl.config.schema import RunConfig
 from mrl.config.teacher_model import TeacherModel
+from mrl.flow.handed_rows import answers_of, needed_by
 from mrl.flow.rank_batch import Scored
 from mrl.flow.response_store import ResponseStore
 from mrl.flow.routes import Readers
 from mrl.flow.teacher_rows import deal
 from mrl.megatron.batching import RowLengths, UpdateResult
-from mrl.megatron.cut import step_cut
+from mrl.megatron.cut import StepCut, step_cut
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 
@@ -39,6 +40,7 @@ class AllRanks(Protocol):
     layout: TrainLayout
     route_readers: Readers
     teacher: TeacherModel | None
+    critic_layout: TrainLayout | None
 
     def each(
         self, method: str, arguments: Sequence[Sequence[Any]], phase: str, interruptible: bool = False
@@ -76,6 +78,7 @@ class StepBatch:
         self._replica_of = [layout.dense_coords(rank).dp for rank in range(layout.world_size)]
         self._needed = [self.cut.needed_rows(replica) for replica in range(layout.data)]
         self._own = [self.cut.own_rows(replica) for replica in range(layout.data)]
+        self.critic_cut = self._cut_for_critic(lengths)
         parts = [
             (samples.take(needed), np.isin(needed, own), self.cut.of(replica).renumbered(needed), actor.route_readers)
             for replica, (needed, own) in enumerate(zip(self._needed, self._own, strict=True))
@@ -83,6 +86,15 @@ class StepBatch:
         actor.each(
             "begin_step", [parts[replica] for replica in self._replica_of], "fetching samples", interruptible=True
         )
+
+    def _cut_for_critic(self, lengths: RowLengths) -> StepCut | None:
+        """The critic's cut, whose replicas have the actor's rows where there are as many; None without a critic."""
+        config = self._actor.config.of_critic
+        if config is None:
+            return None
+        layout = self._actor.critic_layout
+        own = self._own if layout.data == self._actor.layout.data else None
+        return step_cut(config, layout, self._actor.model, lengths, own)
 
     def log_probs(self) -> Mismatch:
         """Lets ranks compute the old policy's log-probs, and returns their gap to generation's."""
@@ -127,23 +139,33 @@ class StepBatch:
         layout = actor.teacher.layout
         shares = deal(actor.config, actor.teacher, RowLengths.of(samples.rows), self._own)
         asked = [(samples.take(share.rows), share.rows, share.micros) for share in shares]
-        ranks = [layout.dense_coords(rank) for rank in range(layout.world_size)]
-        actor.each("ask_teacher", [asked[rank.dp] for rank in ranks], "asking the teacher", interruptible=True)
-        refs = list(actor.refs_each("teacher_rows", [()] * len(ranks)).values())
-        answers = [
-            (shares[rank.dp].rows, ref)
-            for rank, ref in zip(ranks, refs, strict=True)
-            if rank.tp == rank.cp == 0 and rank.pp == layout.pipeline - 1
-        ]
-        taken = [
-            ("take_teacher", needed, *(ref for rows, ref in answers if np.isin(rows, needed).any()))
-            for needed in self._needed
-        ]
-        actor.each("do", [taken[replica] for replica in self._replica_of], "take_teacher", interruptible=True)
+        actor.each("ask_teacher", _by_rank(layout, asked), "asking the teacher", interruptible=True)
+        self._take(layout, [share.rows for share in shares], "take_teacher")
 
-    def values(self) -> None:
-        """Lets ranks compute the critic's values, which stay there."""
-        self._call("values", interruptible=True)
+    def values(self, samples: ResponseStore) -> None:
+        """Lets ranks compute the critic's values of the step's `samples`, which stay there (critic_rows.py)."""
+        actor = self._actor
+        cut = self.critic_cut
+        needed = self._needed_of_critic()
+        asked = [(samples.take(rows), rows, cut.of(replica).renumbered(rows)) for replica, rows in enumerate(needed)]
+        layout = actor.critic_layout
+        actor.each("ask_critic", _by_rank(layout, asked), "values", interruptible=True)
+        self._take(layout, needed, "take_values")
+
+    def _needed_of_critic(self) -> list[np.ndarray]:
+        """Returns the rows that each replica of the critic has; int64, ascending."""
+        return [self.critic_cut.needed_rows(replica) for replica in range(self._actor.critic_layout.data)]
+
+    def _take(self, layout: TrainLayout, rows: Sequence[np.ndarray], phase: str) -> None:
+        """Lets the actor's replicas take over what a model of another layout computed.
+
+        `rows`: those of each replica of that model.
+        """
+        actor = self._actor
+        refs = actor.refs_each("hand_out", [()] * layout.world_size)
+        answers = answers_of(layout, rows, list(refs.values()))
+        taken = [("take", needed, *needed_by(needed, answers)) for needed in self._needed]
+        actor.each("do", [taken[replica] for replica in self._replica_of], phase, interruptible=True)
 
     def estimate(self, scores: np.ndarray) -> RowValues:
         """Lets ranks estimate tokens' advantages and returns from the critic's values.
@@ -184,8 +206,12 @@ class StepBatch:
 
         It runs before the actor's steps.
         """
-        counts = [Denominators.counted(trained[rows]) for rows in self.cut.critic.slices]
-        answers = self._call("update_critic", counts)
+        actor = self._actor
+        counts = [Denominators.counted(trained[rows]) for rows in self.critic_cut.slices]
+        refs = actor.refs_each("do", [("returns", self._needed[replica]) for replica in self._replica_of])
+        returns = answers_of(actor.layout, self._own, list(refs.values()))
+        asked = [(counts, *needed_by(rows, returns)) for rows in self._needed_of_critic()]
+        answers = actor.each("update_critic", _by_rank(actor.critic_layout, asked), "update_critic")
         return [part for parts in answers if parts is not None for part in parts]
 
     def forget(self) -> None:
@@ -244,6 +270,11 @@ class StepBatch:
         if not filled.all():
             raise RuntimeError(f"no rank answered for rows {np.flatnonzero(~filled)[:8].tolist()}")
         return of_rows
+
+
+def _by_rank(layout: TrainLayout, of_replicas: Sequence[Any]) -> list[Any]:
+    """What each rank of a layout is asked, from what each replica is."""
+    return [of_replicas[layout.dense_coords(rank).dp] for rank in range(layout.world_size)]
 
 
 def counts_of(parts: list[np.ndarray]) -> list[Denominators]:

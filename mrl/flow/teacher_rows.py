@@ -3,14 +3,14 @@
     driver                                    ranks
     lengths --deal--> rows of each replica
     of the teacher                        --> ask_teacher: fetch those rows, score them, keep the scores
-    references to the scores              <-- teacher_rows
-    the same references                   --> take_teacher: each actor replica picks its rows' scores
+    references to the scores              <-- hand_out
+    the same references                   --> take: each actor replica picks its rows' scores
 
-The driver never holds a score. It passes on references (step_batch.py).
+The driver never holds a score. It passes on references (handed_rows.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,32 +19,12 @@ from mrl.config.schema import RunConfig
 from mrl.config.teacher_model import TeacherModel
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Samples
+from mrl.flow.handed_rows import HandedRows
 from mrl.flow.response_store import ResponseStore
 from mrl.megatron.batching import MicroRows, RowLengths, Splitter
 
 if TYPE_CHECKING:
     from mrl.megatron.actor import MegatronActor  # the driver imports this module and must not load Megatron
-
-
-@dataclass(frozen=True)
-class TeacherRows:
-    """The teacher's log-probs for some rows of a step."""
-
-    rows: np.ndarray  # int64 [rows]: their numbers in the step
-    sampled: np.ndarray  # int64 [rows]: sampled tokens of each
-    log_probs: np.ndarray  # float32 [sampled tokens], rows end to end
-    # [sampled tokens, words]: its most likely words, int32, and their log-probs, float32; None where they are not used
-    words: np.ndarray | None = None
-    of_words: np.ndarray | None = None
-
-    def among(self, rows: np.ndarray) -> "TeacherRows":
-        """Returns those that are among `rows`."""
-        kept = np.isin(self.rows, rows)
-        tokens = np.repeat(kept, self.sampled)
-        found = TeacherRows(self.rows[kept], self.sampled[kept], self.log_probs[tokens])
-        if self.words is None:
-            return found
-        return replace(found, words=self.words[tokens], of_words=self.of_words[tokens])
 
 
 @dataclass(frozen=True)
@@ -77,7 +57,7 @@ def _share(micros: Sequence[MicroRows]) -> TeacherShare:
 
 def scored(
     actor: "MegatronActor", stored: ResponseStore, rows: np.ndarray, micros: Sequence[MicroRows]
-) -> TeacherRows | None:
+) -> HandedRows | None:
     """Lets this rank's replica of the teacher score `stored`, which are `rows` of the step. Collective.
 
     One rank of each replica returns the scores, the others None.
@@ -88,7 +68,10 @@ def scored(
     if result is None:
         return None
     sampled = samples.sampled_lengths[result.rows]
-    return TeacherRows(rows[result.rows], sampled, result.log_probs, result.words, result.of_words)
+    columns = {"teacher_log_probs": result.log_probs}
+    if result.words is not None:
+        columns |= {"teacher_words": result.words, "of_teacher_words": result.of_words}
+    return HandedRows(rows[result.rows], sampled, columns)
 
 
 def as_counted(stored: ResponseStore, samples: Samples) -> Samples:

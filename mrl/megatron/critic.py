@@ -1,10 +1,12 @@
-"""A critic on one rank: values of tokens, and the updates that train it. It is built, cut and saved as the actor is.
+"""A critic on one rank: values of tokens, and the updates that train it. It is built, cut and saved as the actor is,
+in a layout of its own where it has one.
 
 It is on the device while it computes; what `critic.*_offload` names leaves as soon as it has.
 """
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,37 +62,62 @@ class ValueResult:
 
 
 class MegatronCritic:
-    """One rank of the critic; every method is collective. To checkpoints it is what MegatronActor is."""
+    """One rank of the critic; every method is collective. To checkpoints it is what MegatronActor is.
+
+    Whoever else touches it does so within `in_place`: there Megatron's process groups are the critic's.
+    """
 
     lora = None  # it is trained whole
 
-    def __init__(self, config: RunConfig, rank: int, platform: Platform, model: ModelSpec, layout: TrainLayout) -> None:
-        """Builds this rank's part beside the actor's, in the same process groups, and loads its start.
+    def __init__(
+        self, config: RunConfig, rank: int, platform: Platform, model: ModelSpec, of_actor: TrainLayout
+    ) -> None:
+        """Builds this rank's part beside the actor's and loads its start: in the actor's process groups where its
+        layout is `of_actor`, else in its own.
 
         `config`: `RunConfig.of_critic`, with the critic in the actor's place. Raises EnvironmentFault when its start is
-        not usable, ConfigError for another architecture than the actor's.
+        not usable, ConfigError for an illegal layout or another architecture than the actor's.
         """
         self.config = config
         self.rank = rank
         self.platform = platform
         self.model = model
-        self.layout = layout
+        self.layout = TrainLayout.build(config.actor.layout.model_dump(), model)
+        self.in_place = nullcontext
+        if self.layout != of_actor:
+            self.in_place = parallel.OtherGroups().in_place
+            exercised("critic.layout")
         self.parameters = ValueLossParameters(config.critic.cliprange_value, config.critic.loss_agg_mode)
         if config.critic.path is not None:
             check_same_architecture("critic.path", config.model.path, model)
+        with self.in_place():
+            if self.layout != of_actor:
+                parallel.init_model_parallel(self.layout, config.trainer.seed, config.cluster.step_timeout_s)
+            self._build()
+            self.on_last_stage = parallel.on_last_stage()
+            self.holds_result = parallel.holds_result()
+        self.residence = Residence(platform, self.chunks, self.optimizer, switched(config.actor), "critic")
+        self.num_updates = 0  # optimizer steps applied
+        self.skipped_in_a_row = 0  # the newest of those that could not be applied
+
+    def _build(self) -> None:
+        config = self.config
         trainer = config.trainer
         self.bridge: Bridge = MBridge(
-            config.model, config.actor, model, layout, trainer.deterministic, trainer.seed, has_value_head=True
+            config.model,
+            config.actor,
+            self.model,
+            self.layout,
+            trainer.deterministic,
+            trainer.seed,
+            has_value_head=True,
         )
         self.chunks = self.bridge.build_model()
         set_gradient_reduction(self.chunks)
         self.bridge.load_hf(config.model.path)
         gather_weights(self.chunks)
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
-        self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
-        self.residence = Residence(platform, self.chunks, self.optimizer, switched(config.actor))
-        self.num_updates = 0  # optimizer steps applied
-        self.skipped_in_a_row = 0  # the newest of those that could not be applied
+        self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates, "critic")
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -99,16 +126,21 @@ class MegatronCritic:
 
     def offload(self) -> None:
         """What `critic.*_offload` names leaves the device. Whatever needs it again brings it back by itself."""
+        if self.residence.switched:
+            with self.in_place():
+                parallel.release_scratch()  # first, so that the memory is given back with what leaves
         self.residence.offload()
 
     def values(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> ValueResult | None:
-        """Values of the sampled tokens, those that were rejected too; the actor's rows, as in `policy_log_probs`.
+        """Values of the sampled tokens, those that were rejected too.
 
-        Every rank of the last pipeline stage returns them, the others None.
+        `micros`: those of this rank's replica of the critic, whose rows `batch` has. Every rank of the last pipeline
+        stage returns values, the others None.
         """
-        outputs = self._values(_for_critic(replace(batch, keep=None)), micros)
+        with self.in_place():
+            outputs = self._values(_for_critic(replace(batch, keep=None)), micros)
         self.offload()
-        if parallel.on_last_stage():
+        if self.on_last_stage:
             return _of_rows(micros, outputs)
         return None
 
@@ -125,7 +157,8 @@ class MegatronCritic:
         Metrics are one entry per mini-batch, on the ranks that hold results, and one of what left the device.
         Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th update in a row that changed nothing.
         """
-        parts = self._updates(_for_critic(batch), mini_batches, counts)
+        with self.in_place():
+            parts = self._updates(_for_critic(batch), mini_batches, counts)
         self.offload()
         left = self.residence.left_bytes
         return [*parts, {f"offload/critic_{kind}_bytes": (float(size), 1.0) for kind, size in left.items() if size}]
@@ -136,7 +169,7 @@ class MegatronCritic:
     ) -> list[FloatParts]:
         parts = [self._update(batch, micros, count) for micros, count in zip(mini_batches, counts, strict=True)]
         gather_weights(self.chunks)
-        if parallel.holds_result():
+        if self.holds_result:
             return parts
         return []
 

@@ -6,7 +6,7 @@ limits of their own where they have some, so a replica needs its rows once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -36,8 +36,6 @@ class ReplicaCut:
     mini_batches: tuple[Micros, ...]
     log_probs: Micros
     reference: Micros
-    critic: tuple[Micros, ...] = ()  # mini-batches of a critic's update
-    values: Micros = ()
 
     def trained_rows(self) -> list[np.ndarray]:
         """int64: rows of each mini-batch that are this replica's."""
@@ -45,8 +43,7 @@ class ReplicaCut:
 
     def computed(self, lengths: RowLengths, shape: Shape, context_rank: int, tensor_rank: int) -> np.ndarray:
         """bool [tokens]: those of a batch that one of the replica's ranks computes in any pass."""
-        parts = (*self.mini_batches, self.log_probs, self.reference)  # a critic's routers choose by themselves
-        micros = {tuple(micro.rows.tolist()) for micro in chain.from_iterable(parts)}
+        micros = {tuple(micro.rows.tolist()) for micro in self.micros}
         computed = np.zeros(int(lengths.sequences.sum()), bool)
         for rows in micros:
             places = lengths.places(np.array(rows))
@@ -59,28 +56,12 @@ class ReplicaCut:
         def local(micros: Micros) -> Micros:
             return tuple(MicroRows(np.searchsorted(rows, micro.rows), micro.is_filler) for micro in micros)
 
-        return ReplicaCut(
-            tuple(map(local, self.mini_batches)),
-            local(self.log_probs),
-            local(self.reference),
-            tuple(map(local, self.critic)),
-            local(self.values),
-        )
+        return ReplicaCut(tuple(map(local, self.mini_batches)), local(self.log_probs), local(self.reference))
 
     @property
     def micros(self) -> Micros:
         """The micro-batches of all passes."""
-        parts = (*self.mini_batches, self.log_probs, self.reference, *self.critic, self.values)
-        return tuple(chain.from_iterable(parts))
-
-
-@dataclass(frozen=True)
-class CriticCut:
-    """The cut of a step for a critic; every row is where the actor has it."""
-
-    mini_batches: tuple[Shares, ...]
-    values: Shares
-    slices: tuple[slice, ...]  # rows of each mini-batch
+        return tuple(chain.from_iterable((*self.mini_batches, self.log_probs, self.reference)))
 
 
 @dataclass(frozen=True)
@@ -92,17 +73,12 @@ class StepCut:
     reference: Shares
     slices: tuple[slice, ...]  # rows of each mini-batch
     loads: tuple[MiniBatchLoad, ...]
-    critic: CriticCut | None = None
 
     def of(self, replica: int) -> ReplicaCut:
         """The part of one replica."""
-        cut = ReplicaCut(
+        return ReplicaCut(
             tuple(shares[replica] for shares in self.mini_batches), self.log_probs[replica], self.reference[replica]
         )
-        if self.critic is None:
-            return cut
-        updates = tuple(shares[replica] for shares in self.critic.mini_batches)
-        return replace(cut, critic=updates, values=self.critic.values[replica])
 
     def own_rows(self, replica: int) -> np.ndarray:
         """int64, ascending: the rows that the replica trains on."""
@@ -113,16 +89,27 @@ class StepCut:
         return np.unique(np.concatenate([micro.rows for micro in self.of(replica).micros]))
 
 
-def step_cut(config: RunConfig, layout: TrainLayout, model: ModelSpec, lengths: RowLengths) -> StepCut:
-    """The cut of a step's rows, rollout.n of them a prompt.
+def step_cut(
+    config: RunConfig,
+    layout: TrainLayout,
+    model: ModelSpec,
+    lengths: RowLengths,
+    given: Sequence[np.ndarray] | None = None,
+) -> StepCut:
+    """The cut of a step's rows, rollout.n of them a prompt. With RunConfig.of_critic it is a critic's, whose passes for
+    values are those of log-probs here.
 
-    Raises DataError for a row above the limit of a micro-batch.
+    `given`: int64 rows of each replica, ascending, where they are not dealt anew. Raises DataError for a row above
+    the limit of a micro-batch.
     """
     actor = config.actor
     update = Splitter.for_update(actor, layout, model)
     slices = tuple(mini_batches(len(lengths), actor.ppo_mini_batch_size * config.rollout.n))
     of_slices = [lengths.rows(np.arange(rows.start, rows.stop)) for rows in slices]
-    parts = tuple(_shifted(update.shares(each), rows.start) for rows, each in zip(slices, of_slices, strict=True))
+    parts = tuple(
+        _shifted(update.shares(each, _inside(given, rows)), rows.start)
+        for rows, each in zip(slices, of_slices, strict=True)
+    )
     of_parts = [trained_rows(part) for part in parts]
     owners = [np.sort(np.concatenate(of_replica)) for of_replica in zip(*of_parts, strict=True)]
     own = (
@@ -136,26 +123,14 @@ def step_cut(config: RunConfig, layout: TrainLayout, model: ModelSpec, lengths: 
         update.load(each, _shifted(part, -rows.start))
         for rows, each, part in zip(slices, of_slices, parts, strict=True)
     )
-    critic = None
-    if config.of_critic is not None:
-        critic = _critic_cut(config.of_critic, layout, model, lengths, owners)
-    return StepCut(parts, *passes, slices, loads, critic)
+    return StepCut(parts, *passes, slices, loads)
 
 
-def _critic_cut(
-    config: RunConfig, layout: TrainLayout, model: ModelSpec, lengths: RowLengths, owners: list[np.ndarray]
-) -> CriticCut:
-    """`config`: with the critic in the actor's place; `owners`: rows of each replica."""
-    update = Splitter.for_update(config.actor, layout, model)
-    slices = tuple(mini_batches(len(lengths), config.actor.ppo_mini_batch_size * config.rollout.n))
-    parts = []
-    for rows in slices:
-        own = [of_replica[(of_replica >= rows.start) & (of_replica < rows.stop)] - rows.start for of_replica in owners]
-        of_rows = lengths.rows(np.arange(rows.start, rows.stop))
-        parts.append(_shifted(update.shares(of_rows, own), rows.start))
-    scoring = Splitter.for_log_probs(config.actor, layout, model)
-    values = _joined(parts) if scoring is None else scoring.shares(lengths, owners)
-    return CriticCut(tuple(parts), values, slices)
+def _inside(owners: Sequence[np.ndarray] | None, rows: slice) -> list[np.ndarray] | None:
+    """Those of each replica's rows that are in a slice, counted from its start."""
+    if owners is None:
+        return None
+    return [own[(own >= rows.start) & (own < rows.stop)] - rows.start for own in owners]
 
 
 def _joined(parts: Sequence[Shares]) -> Shares:

@@ -135,8 +135,12 @@ class Residence:
         chunks: Sequence[Module],
         optimizer: MegatronOptimizer | None,
         switched: Collection[str],
+        section: str = "actor",
     ):
-        """`switched`: the kinds that may leave the device; without an optimizer parameters alone."""
+        """`switched`: the kinds that may leave the device; without an optimizer parameters alone. `section`: of the
+        configuration, which says so.
+        """
+        self._section = section
         self._platform = platform
         self._chunks = chunks
         self._optimizer = optimizer
@@ -196,7 +200,7 @@ class Residence:
         what computes on emptied storages crashes or is wrong.
         """
         if gone := [kind for kind in kinds if kind in self._emptied]:
-            keys = ", ".join(f"actor.{SWITCHES[kind]}" for kind in gone)
+            keys = ", ".join(f"{self._section}.{SWITCHES[kind]}" for kind in gone)
             raise RuntimeError(
                 f"{', '.join(gone)}: not on the device ({keys}), and may be touched within Residence.using only"
             )

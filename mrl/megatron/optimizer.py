@@ -89,27 +89,27 @@ def _count_every_expert(optimizer: MegatronOptimizer) -> None:
 
 
 def build_scheduler(
-    config: OptimConfig, optimizer: MegatronOptimizer, total_steps: int | None
+    config: OptimConfig, optimizer: MegatronOptimizer, total_steps: int | None, section: str = "actor"
 ) -> OptimizerParamScheduler:
     """Linear warm-up over `lr_warmup_steps`, then constant, or decay to `min_lr`, in optimizer steps.
 
     Step k (from 1) of a warm-up of W steps uses lr * k / W; the last step of the decay uses `min_lr`.
 
-    `total_steps` is the length of the run, used when the decay names no length of its own. Raises ConfigError when
-    neither is known.
+    `total_steps` is the length of the run, used when the decay names no length of its own. `section`: of the
+    configuration, for messages. Raises ConfigError when neither is known.
     """
     decay_steps = config.lr_decay_steps or total_steps
     if config.lr_decay_style == "constant":
         decay_steps = config.lr_warmup_steps + 1  # not used by a constant rate, but has to exceed the warm-up
     elif decay_steps is None:
         raise ConfigError(
-            f"actor.optim.lr_decay_style={config.lr_decay_style} needs a length: set actor.optim.lr_decay_steps "
-            "(optimizer steps) or trainer.total_training_steps"
+            f"{section}.optim.lr_decay_style={config.lr_decay_style} needs a length: set "
+            f"{section}.optim.lr_decay_steps (optimizer steps) or trainer.total_training_steps"
         )
     elif config.lr_warmup_steps >= decay_steps:
         raise ConfigError(
-            f"actor.optim.lr_warmup_steps={config.lr_warmup_steps} leaves nothing of the {decay_steps} decay steps: "
-            f"allowed 0 to {decay_steps - 1}"
+            f"{section}.optim.lr_warmup_steps={config.lr_warmup_steps} leaves nothing of the {decay_steps} decay "
+            f"steps: allowed 0 to {decay_steps - 1}"
         )
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import random as generators
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.layout import TrainLayout
@@ -71,13 +72,15 @@ def init_model_parallel(layout: TrainLayout, seed: int, timeout_s: float) -> Non
 
 
 class OtherGroups:
-    """The groups of a second model on the same ranks. Megatron has those of one, in global names of a module.
+    """The groups and generators of a second model on the same ranks. Megatron has those of one, in global names of two
+    modules.
 
     The model is built and computes where they are in place; so does `init_model_parallel`, once.
     """
 
     def __init__(self) -> None:
         self._held = {name: {} if isinstance(value, dict) else None for name, value in _globals().items()}
+        self._generators = dict.fromkeys(_GENERATORS)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -92,6 +95,13 @@ class OtherGroups:
         before = _globals()
         vars(mpu).update(self._held)
         self._held = before
+        tracked = {name: getattr(generators, name) for name in _GENERATORS}
+        vars(generators).update(self._generators)
+        self._generators = tracked
+
+
+# the tracker of generators, and whether there is one
+_GENERATORS = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
 
 
 def _globals() -> dict[str, Any]:

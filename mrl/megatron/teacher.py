@@ -56,7 +56,7 @@ class Teacher:
         if own.param_offload:
             moved = (PARAMETERS,)
             exercised("distillation.teacher_model.param_offload")
-        self._residence = Residence(platform, self._chunks, None, moved)
+        self._residence = Residence(platform, self._chunks, None, moved, "distillation.teacher_model")
         self._residence.offload()
 
     @property

@@ -110,8 +110,9 @@ def save_bytes(inputs: PlanInputs, rank: int) -> int:
     train = inputs.train
     pp = train.dense_coords(rank).pp
     saved = _saved_numel(inputs, rank, _stored_numel(inputs, pp))
-    if inputs.critic is not None:
-        saved += _saved_numel(inputs.critic, rank, critic_numel(inputs.model, train, pp))
+    own = inputs.critic
+    if own is not None:
+        saved += _saved_numel(own, rank, critic_numel(own.model, own.train, own.train.dense_coords(rank).pp))
     return saved
 
 

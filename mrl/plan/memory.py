@@ -89,20 +89,9 @@ def _cache(inputs: PlanInputs, engine: EngineMemory) -> dict[str, Any]:
 
 def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
     """Returns the terms of one rank of pipeline stage `pp`."""
-    precision = precision_of(inputs.config, inputs.element_bytes)
-    state = stage_state(inputs.model, inputs.train, pp, precision, lora=inputs.lora)
-    activations = activations_of(inputs, batch.micro)
-    saved = activations.stage_saved(pp, batch.micro_batches)
     return ActorBytes(
-        parameters=state.parameters,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
-        optimizer_host=state.optimizer_host,
-        activations=saved,
-        temporaries=max(activations.stage_temporaries(pp), _adam_scratch(inputs, state.optimizer) - saved),
-        log_prob=replace(activations, micro=batch.log_prob_micro).forward_only(pp),
+        **_model_bytes(inputs, batch, pp),
         sync_staging=_actor_staging(inputs, pp),
-        offload=offload_of(inputs.config),
         reference=_reference_bytes(inputs, pp),
         samples=sample_bytes(inputs, batch, pp),
         teacher=_teacher_bytes(inputs),
@@ -112,29 +101,38 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
     )
 
 
-def _critic_bytes(inputs: PlanInputs, pp: int) -> CriticBytes | None:
-    """Returns the terms of a critic on a rank of stage `pp`.
+def _model_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int, is_critic: bool = False) -> dict[str, Any]:
+    """Returns the terms that actor and critic both have, on one rank of pipeline stage `pp`.
 
-    Its passes are counted as the actor's, whose output layer takes more than a critic's head.
+    A critic's passes are counted as the actor's, whose output layer takes more than a critic's head.
     """
-    critic = inputs.critic
-    if critic is None:
-        return None
-    batch = batch_plan(critic.config, critic.train)
-    precision = precision_of(critic.config, critic.element_bytes)
-    state = stage_state(critic.model, critic.train, pp, precision, is_critic=True)
-    activations = activations_of(critic, batch.micro)
+    precision = precision_of(inputs.config, inputs.element_bytes)
+    state = stage_state(inputs.model, inputs.train, pp, precision, lora=inputs.lora, is_critic=is_critic)
+    activations = activations_of(inputs, batch.micro)
     saved = activations.stage_saved(pp, batch.micro_batches)
-    return CriticBytes(
-        parameters=state.parameters,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
-        optimizer_host=state.optimizer_host,
-        activations=saved,
-        temporaries=max(activations.stage_temporaries(pp), _adam_scratch(critic, state.optimizer) - saved),
-        forward=replace(activations, micro=batch.log_prob_micro).forward_only(pp),
-        offload=offload_of(critic.config),
-        batch=sample_bytes(critic, batch, pp).update,
+    return {
+        "parameters": state.parameters,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+        "optimizer_host": state.optimizer_host,
+        "activations": saved,
+        "temporaries": max(activations.stage_temporaries(pp), _adam_scratch(inputs, state.optimizer) - saved),
+        "log_prob": replace(activations, micro=batch.log_prob_micro).forward_only(pp),
+        "offload": offload_of(inputs.config),
+    }
+
+
+def _critic_bytes(inputs: PlanInputs, pp: int) -> CriticBytes | None:
+    """Returns the terms of a critic on the ranks of the actor's stage `pp`: those of its fullest stage there."""
+    own = inputs.critic
+    if own is None:
+        return None
+    batch = batch_plan(own.config, own.train)
+    ranks = [rank for rank in range(own.train.world_size) if inputs.train.dense_coords(rank).pp == pp]
+    stages = sorted({own.train.dense_coords(rank).pp for rank in ranks})
+    return CriticBytes.fullest(
+        CriticBytes(**_model_bytes(own, batch, stage, is_critic=True), batch=sample_bytes(own, batch, stage).update)
+        for stage in stages
     )
 
 

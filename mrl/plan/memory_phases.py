@@ -1,6 +1,7 @@
 """The phases of a run on one device: the terms of memory in each, whether they fit, the largest one, and its cure."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mrl.errors import ConfigError
@@ -180,10 +181,17 @@ class CriticBytes:
     optimizer: int
     activations: int
     temporaries: int
-    forward: int  # a pass for values
+    log_prob: int  # what a pass for values takes
     offload: Offload = field(default_factory=Offload)
     optimizer_host: int = 0  # state of an Adam on the host, where it stays
     batch: int = 0
+
+    @classmethod
+    def fullest(cls, stages: Iterable["CriticBytes"]) -> "CriticBytes":
+        """Each term of the stage that has most of it; `stages`: at least one, with the same switches."""
+        first, *others = stages
+        sizes = [each.name for each in fields(cls) if each.name != "offload"]
+        return replace(first, **{name: max(getattr(each, name) for each in (first, *others)) for name in sizes})
 
     @property
     def host(self) -> int:
@@ -406,7 +414,7 @@ def _critic_terms(actor: ActorBytes, critic: CriticBytes) -> dict[str, dict[str,
     rest = _at_rest(actor, parameters=True)
     passes = {"activations": critic.activations, "temporaries": critic.temporaries}
     return {
-        _VALUES: rest | {"critic": critic.at_rest(parameters=True), "log_prob": critic.forward},
+        _VALUES: rest | {"critic": critic.at_rest(parameters=True), "log_prob": critic.log_prob},
         _CRITIC: rest | {"critic": critic.whole} | passes | _samples(critic.batch, actor.samples.recorded_routes),
     }
 

@@ -89,11 +89,11 @@ class PlanInputs:
 
     @property
     def critic(self) -> "PlanInputs | None":
-        """The same inputs with the critic in the actor's place; None without a critic."""
-        config = self.config.of_critic
-        if config is None:
+        """The same inputs with the critic in the actor's place and in its layout; None without a critic."""
+        own = self.config.of_critic
+        if own is None:
             return None
-        return replace(self, config=config)
+        return replace(self, config=own, train=TrainLayout.build(own.actor.layout.model_dump(), self.model))
 
     @property
     def element_bytes(self) -> int:

@@ -98,22 +98,15 @@ def _device(inputs: PlanInputs) -> dict[str, Any]:
 def _layout(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, ...]) -> dict[str, Any]:
     train = inputs.train
     rollout = inputs.rollout
+    critic = {}
+    if inputs.critic is not None and inputs.critic.train != train:
+        critic = {"critic": _degrees(inputs.critic.train)}
     return {
         "placement": inputs.config.cluster.placement,
         "nodes": inputs.config.cluster.nnodes,
         "devices_per_node": inputs.config.cluster.n_gpus_per_node,
-        "actor": {
-            "world_size": train.world_size,
-            "tensor": train.tensor,
-            "pipeline": train.pipeline,
-            "virtual_pipeline": train.virtual_pipeline,
-            "context": train.context,
-            "expert": train.expert,
-            "expert_tensor": train.expert_tensor,
-            "data": train.data,
-            "expert_data": train.expert_data,
-            "sequence_parallel": train.sequence_parallel,
-        },
+        "actor": _degrees(train),
+        **critic,
         "stages": [_stage(train, pipeline_rank) for pipeline_rank in range(train.pipeline)],
         "engines": {
             "number": rollout.num_engines,
@@ -123,6 +116,21 @@ def _layout(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, 
         },
         "ranks": [_rank(inputs, rank, place) for rank, place in enumerate(ranks)],
         "workers": [{"worker": w, **rollout.coords(w)._asdict(), **place._asdict()} for w, place in enumerate(workers)],
+    }
+
+
+def _degrees(train: TrainLayout) -> dict[str, Any]:
+    return {
+        "world_size": train.world_size,
+        "tensor": train.tensor,
+        "pipeline": train.pipeline,
+        "virtual_pipeline": train.virtual_pipeline,
+        "context": train.context,
+        "expert": train.expert,
+        "expert_tensor": train.expert_tensor,
+        "data": train.data,
+        "expert_data": train.expert_data,
+        "sequence_parallel": train.sequence_parallel,
     }
 
 

@@ -173,8 +173,17 @@ def written_group_bytes(inputs: PlanInputs) -> int:
 def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
     """Returns the share of a step's responses that the ranks of one node fetch.
 
-    Tokens are fetched once a replica. Each rank fetches its part of the routes.
+    Tokens are fetched once a replica. Each rank fetches its part of the routes. Replicas of a critic in another layout
+    have other rows.
     """
+    own = inputs.critic
+    if own is not None and own.train != inputs.train:
+        return min(1.0, _fetched_share(own, ranks) + _fetched_share(inputs, ranks))
+    return _fetched_share(inputs, ranks)
+
+
+def _fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
+    """The share that replicas of one model fetch."""
     train = inputs.train
     model = inputs.model
     coords = [train.dense_coords(rank) for rank in ranks]
@@ -206,7 +215,7 @@ def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
     if algorithm.needs_critic:
         arrays += 2 * _F32 + _F64  # values and returns, and advantages before they are whitened
     own_bytes = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays
-    own_bytes += _asked_of_teacher(inputs, batch)
+    own_bytes += _asked_of_teacher(inputs, batch) + _asked_of_critic(inputs, batch)
     if not _routed(inputs):
         return own_bytes
     tokens = rows * data.max_sample_length
@@ -223,11 +232,23 @@ def _asked_of_teacher(inputs: PlanInputs, batch: BatchPlan) -> int:
     return _columns(inputs, rows, routes=False) + _score_bytes(inputs, rows)
 
 
+def _asked_of_critic(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """Returns the bytes of the rows that a rank's replica of the critic fetches, with their values and returns."""
+    own = inputs.critic
+    if own is None:
+        return 0
+    rows = -(-batch.samples // own.train.data)
+    return _columns(own, rows) + rows * inputs.config.data.max_response_length * (2 * _F32 + _BOOL)
+
+
 def score_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
-    """Returns the bytes of a teacher's scores of a whole step. They lie in the object store of every node that needs
-    some.
+    """Returns the bytes of what ranks hand to others in a step, in the object store of a node.
+
+    They are a teacher's scores, and then a critic's values or the returns that it is trained on.
     """
-    return _score_bytes(inputs, batch.samples) * inputs.config.distillation.enabled
+    of_teacher = _score_bytes(inputs, batch.samples) * inputs.config.distillation.enabled
+    of_critic = batch.samples * inputs.config.data.max_response_length * (_F32 + _BOOL)
+    return max(of_teacher, of_critic * inputs.config.algorithm.needs_critic)
 
 
 def _score_bytes(inputs: PlanInputs, rows: int) -> int:

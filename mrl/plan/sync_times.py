@@ -114,9 +114,9 @@ def step_seconds(plan: ReshardPlan, rates: SyncRates) -> dict[str, float]:
 
 
 def word_seconds(plan: ReshardPlan, memory_rate: float) -> float:
-    """Seconds in which the busiest rank makes scales of all that it holds, and words of what it sends, once for the
-    message and once for its digest (mrl/reshard/quantise.py).
+    """Returns the seconds in which the busiest rank makes its scales and words (mrl/reshard/quantise.py).
 
+    It makes scales of all that it holds. It makes words of what it sends twice, for the message and for its digest.
     Nobody has measured it: passes over memory are counted, and all that is sent as words.
     """
     size = plan.train.world_size // plan.train.pipeline

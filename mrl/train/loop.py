@@ -170,17 +170,17 @@ def weigh_samples(run: Run, line: StepLine, step: int, rollouts: Rollouts) -> tu
             run.sample_writer.write_differences(step, trained)
     with line.phase("record"):
         record_shown_rows(run.run_dir, step, trained, rollouts)
-    if algorithm.needs_reference:
+    if algorithm.use_kl_in_reward or (algorithm.needs_reference and trains_actor(run)):
         with line.phase("ref"):
             trained.ref_log_probs()
-    if config.distillation.enabled:
+    if config.distillation.enabled and trains_actor(run):
         with line.phase("teacher"):
             trained.teacher_log_probs(rollouts.samples)
     if algorithm.needs_critic:
         with line.phase("values"):
-            trained.values()
+            trained.values(rollouts.samples)
     with line.phase("adv"):
-        counted = compared(trained.rows.group_id, rollouts.results)
+        counted = compared(trained.rows.group_id, rollouts.results, algorithm.needs_critic)
         corrected, metrics = corrections(algorithm, trained, counted)
         line.add(metrics | advantages(algorithm, trained, rollouts, corrected))
     return trained, corrected
@@ -195,7 +195,7 @@ def update_actor(run: Run, line: StepLine, trained: StepBatch, corrected: RowVal
         run.is_whole = False
         with line.phase("update_critic"):
             line.add(update_critic(trained, corrected))
-    if run.state.step < run.config.trainer.warmup_steps:
+    if not trains_actor(run):
         line.add(leave_actor(trained))
     else:
         with line.phase("switch"):
@@ -206,6 +206,11 @@ def update_actor(run: Run, line: StepLine, trained: StepBatch, corrected: RowVal
             line.add(update(trained, corrected, watch))
     run.state = run.state.advanced(cursor)
     run.is_whole = True
+
+
+def trains_actor(run: Run) -> bool:
+    """Whether the step under way updates the actor, and not a critic alone."""
+    return run.state.step >= run.config.trainer.warmup_steps
 
 
 def copy_checkpoint(run: Run, line: StepLine, step: int) -> None:

@@ -81,20 +81,23 @@ def mfu_metrics(
     `seconds`: `update` on the ranks, `step` in all. Counted are the sequences as they are, each by itself: no padding,
     experts that a token is sent to, the output layer of sampled tokens alone, and layers that are computed twice once.
     A backward pass costs two forward ones; generation and each pass of log-probs one, whatever a cache saved. A
-    `teacher`'s pass costs one of its own. A critic costs what the actor does, a pass for its values and an update.
+    `teacher`'s pass costs one of its own. A critic costs what the actor does, a pass for its values and an update. A
+    step that trains it alone asks no teacher, and a reference for a KL in the reward alone.
     """
     lengths = rows.sequence_lengths.tolist()
     sampled = int(rows.sampled_lengths.sum())
     forward = forward_flops(model, lengths, sampled)
     taught = 0.0
-    if teacher is not None:
-        taught = forward_flops(teacher, lengths, sampled)
-    passes = 1 + (not algorithm.on_policy) + algorithm.needs_reference
+    passes = 1 + (not algorithm.on_policy)
     if algorithm.needs_critic:
         passes += 1 + 3
     of_actor = {}
-    if seconds["update"]:  # else a critic was trained alone
-        passes += 3
+    if not seconds["update"]:  # a critic was trained alone
+        passes += algorithm.use_kl_in_reward
+    else:
+        passes += algorithm.needs_reference + 3
+        if teacher is not None:
+            taught = forward_flops(teacher, lengths, sampled)
         of_actor = {"perf/mfu/actor": 3 * forward / (seconds["update"] * peak.actor)}
     return of_actor | {"perf/mfu/step": (passes * forward + taught) / (seconds["step"] * peak.run)}
 

@@ -193,14 +193,14 @@ def question(sample_id: int, prompt: Prompt) -> Question:
     return Question(sample_id, prompt.data_source, prompt.ground_truth, prompt.extra_info)
 
 
-def compared(group_ids: np.ndarray, results: Sequence[RewardResult]) -> np.ndarray:
+def compared(group_ids: np.ndarray, results: Sequence[RewardResult], by_critic: bool = False) -> np.ndarray:
     """bool [responses]: those that count in their group.
 
     A response that nobody judged does not count. Neither does one that is alone since the others failed: there is
-    nothing that it could be compared with.
+    nothing that it could be compared with. It does count `by_critic`, whose values each response is compared with.
     """
     judged = np.array([result.reason not in UNJUDGED for result in results], bool)
-    if judged.all():
+    if judged.all() or by_critic:
         return judged
     _, group, size = np.unique(group_ids, return_inverse=True, return_counts=True)
     left = np.bincount(group, judged, len(size))

@@ -6,17 +6,21 @@ See test_critic.
 import gc
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core import parallel_state as mpu
 from padded import in_rows, read_batch
+from parity_worker import exported_gradients
 from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
+from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor, _count
+from mrl.megatron.batching import RowLengths
+from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
 from mrl.megatron.value_head import ValueHead
 
 
@@ -36,22 +40,40 @@ def _report(actor: MegatronActor, case: dict, folder: Path) -> None:
     given = np.load(case["columns"])
     batch = replace(read_batch(case["batch"]), critic_values=given["old_values"], returns=given["returns"])
     before = {name: tensor.clone() for name, tensor in actor.export_hf()}
+    for_actor = replace(batch, advantages=given["returns"], old_log_probs=batch.rollout_log_probs)
+    actor.gradients(for_actor)
+    gradients = {name: tensor.clone() for name, tensor in exported_gradients(actor).items()}
+    critic = actor.critic
+    assert (critic.in_place is not nullcontext) == (case["config"]["critic"].get("layout") is not None)
     _set_heads(actor, torch.from_numpy(given["head"]))
-    whole = actor._cut(batch)
-    cut = whole.of(mpu.get_data_parallel_rank())
-    counts = [_count(batch.rows(rows)) for rows in whole.critic.slices]
+    whole, cut = _cuts(actor, batch)
+    counts = [_count(batch.rows(rows)) for rows in whole.slices]
     parts = []
     for name in ("before", "after"):
-        result = actor.critic.values(batch, cut.values)
+        result = critic.values(batch, cut.log_probs)
         if result is not None:
             values = in_rows(batch, result.rows, result.values)
             np.savez(folder / f"values-{name}-{actor.rank}.npz", rows=result.rows, values=values)
         if name == "before":
-            parts = [part for _ in range(2) for part in actor.critic.update_replica(batch, cut.critic, counts)]
+            parts = [part for _ in range(2) for part in critic.update_replica(batch, cut.mini_batches, counts)]
     same = all(torch.equal(tensor, before[name]) for name, tensor in actor.export_hf())
-    left = dict(actor.critic.residence.left_bytes)
-    report = {"actor_stays": same, "parts": parts if actor.holds_result else [], "left": left}
+    actor.gradients(for_actor)
+    same &= all(torch.equal(tensor, gradients[name]) for name, tensor in exported_gradients(actor).items())
+    left = dict(critic.residence.left_bytes)
+    report = {"actor_stays": same, "parts": parts if critic.holds_result else [], "left": left}
     (folder / f"report-{actor.rank}.json").write_text(json.dumps(report))
+
+
+def _cuts(actor: MegatronActor, batch: TrainBatch) -> tuple[StepCut, ReplicaCut]:
+    """The critic's cut as the driver makes it, and this rank's part of it."""
+    lengths = RowLengths.of(batch)
+    layout = actor.critic.layout
+    own = None
+    if layout.data == actor.layout.data:
+        of_actor = step_cut(actor.config, actor.layout, actor.model, lengths)
+        own = [of_actor.own_rows(replica) for replica in range(layout.data)]
+    whole = step_cut(actor.critic.config, layout, actor.model, lengths, own)
+    return whole, whole.of(layout.dense_coords(actor.rank).dp)
 
 
 @torch.no_grad()

@@ -40,6 +40,13 @@ LAYOUTS = {
     "dense-tp2-whole-sequences": ("dense", 2, {TP: 2, "sequence_parallel": False}, {}, {}),
     "dense-pp2": ("dense", 2, {PP: 2}, {}, {}),
     "dense-cp2": ("dense", 2, {CP: 2}, {}, {}),
+    # the critic in a layout of its own
+    "moe-tp2-beside-ep2": ("moe", 2, {TP: 2}, {}, {"layout": {EP: 2}}),
+    "moe-dp2-beside-tp2": ("moe", 2, {}, {}, {"layout": {TP: 2}, **dict.fromkeys(LEAVES, True)}),
+    "moe-pp2-beside-tp2": ("moe", 2, {PP: 2}, PADDED, {"layout": {TP: 2}}),
+    "moe-ep2-beside-vpp2": ("moe", 2, {EP: 2}, {}, {"layout": {PP: 2, VPP: 2}, **dict.fromkeys(LEAVES, True)}),
+    "dense-tp2-beside-cp2": ("dense", 2, {TP: 2}, {}, {"layout": {CP: 2}, "ppo_micro_batch_size_per_gpu": 3}),
+    "dense-cp2-beside-dp2": ("dense", 2, {CP: 2}, {}, {"layout": {}}),
 }  # fmt: skip
 REACH, LR = 0.3, 1e-3
 
@@ -91,8 +98,9 @@ def test_two_updates_move_values_alike_and_the_actor_not_at_all(layout, results)
     assert len(reports) == LAYOUTS[layout][1] and all(report["actor_stays"] for report in reports)
 
 
-def test_what_leaves_the_device_does(results):
-    report = json.loads((results["moe-leaves"] / "report-0.json").read_text())
+@pytest.mark.parametrize("layout", ["moe-leaves", "moe-dp2-beside-tp2", "moe-ep2-beside-vpp2"])
+def test_what_leaves_the_device_does(layout, results):
+    report = json.loads((results[layout] / "report-0.json").read_text())
     assert report["left"].keys() == {"parameters", "gradients", "optimizer"} and all(report["left"].values())
 
 
@@ -107,6 +115,8 @@ def _values(folder: Path, name: str) -> np.ndarray:
 def _case(name: str, oracles: dict[str, dict]) -> dict:
     model, world_size, degrees, actor, critic = LAYOUTS[name]
     oracle = oracles[model]
+    if "layout" in critic:
+        critic = critic | {"layout": {"world_size": world_size} | critic["layout"]}
     config = {
         "model": {"path": str(oracle["path"]), "dtype": "float32"},
         "actor": {
@@ -114,7 +124,9 @@ def _case(name: str, oracles: dict[str, dict]) -> dict:
             "ppo_micro_batch_size_per_gpu": 5, **actor,
         },
         "critic": {
-            "cliprange_value": REACH, "optim": {"lr": LR, "eps": 1e-3, "weight_decay": 0.0, "clip_grad": 0.0}, **critic
+            "cliprange_value": REACH,
+            "optim": {"lr": LR, "eps": 1e-3, "weight_decay": 0.0, "clip_grad": 0.5 * oracle["norm"]},
+            **critic,
         },
         "rollout": {"n": 1},
         "algorithm": {"adv_estimator": "gae", "policy_loss": {"loss_mode": "vanilla", "loss_agg_mode": "token-mean"}},
@@ -210,10 +222,50 @@ def test_a_run_with_a_critic_trains_it_first_and_resumes_bit_by_bit(world, tmp_p
     assert "the critic is left out" in said
 
 
-def test_a_colocated_critic_that_leaves_its_devices_has_the_same_bits(world, tmp_path):
+BESIDE = {"critic__layout": {"world_size": 2, EP: 2}}  # the actor has TP2 too
+OF_CRITIC = ("vf_loss", "vf_explained_var", "grad_norm", "values/mean", "values/max", "returns/mean")
+
+
+def test_a_critic_in_its_own_layout_trains_as_one_in_the_actors_and_goes_on_from_either(world, tmp_path):
+    """By the same responses, since the actor waits for the last step; each layout goes on from the other's, too."""
+    given = {"trainer__critic_warmup": 4, "trainer__total_training_steps": 4}
+    layouts = {"alike": {}, "apart": BESIDE}
+    runs = [trained(world, tmp_path / name, **given, **own) for name, own in layouts.items()]
+    for start, own in zip(reversed(runs), layouts.values(), strict=True):
+        begins = {"trainer__resume_mode": "resume_path"}
+        begins |= {"trainer__resume_from_path": start / "checkpoints" / "step-2"}
+        runs.append(trained(world, tmp_path / f"from-{start.name}", **given, **own, **begins))
+    first, *others = [{step: row for row in metrics(run) if (step := row["training/global_step"])} for run in runs]
+    # a run that begins from a checkpoint has the line of its step
+    assert [sorted(rows) for rows in others] == [[1, 2, 3, 4], [2, 3, 4], [2, 3, 4]]
+    for rows in others:
+        for step, row in rows.items():
+            for name in OF_CRITIC:
+                assert row[f"critic/{name}"] == pytest.approx(first[step][f"critic/{name}"], rel=1e-5, abs=1e-6), name
+    assert first[4]["critic/values/max"] != 0 and first[4]["actor/updates"] == 2
+
+
+def test_a_critic_beside_adapters_resumes_bit_by_bit(world, tmp_path):
+    """The actor trains adapters alone, the critic is whole; a checkpoint has both."""
+    adapted = {"actor__lora__rank": 8, "actor__optim__lr": 1e-3, **BESIDE}
+    run = trained(world, tmp_path / "run", **adapted)
+    rows = [row for row in metrics(run) if row["training/global_step"]]
+    assert all(row["reshard/verified"] for row in rows) and rows[2]["critic/values/max"] != 0
+    other = trained(world, tmp_path / "other", **adapted, trainer__total_training_steps=2)
+    trained(world, other, "--resume", **adapted)
+    assert metrics_difference(metrics(run), metrics(other)) is None
+    ends = [folder / "checkpoints" / "step-3" for folder in (run, other)]
+    assert checkpoint_difference(*ends) is None
+    manifest = read_manifest(ends[0])
+    assert manifest.adapters and not manifest.of_critic.adapters
+    assert (manifest.optimizer["num_updates"], manifest.of_critic.optimizer["num_updates"]) == (4, 6)
+
+
+@pytest.mark.parametrize("own", [{}, BESIDE], ids=["alike", "beside"])
+def test_a_colocated_critic_that_leaves_its_devices_has_the_same_bits(own, world, tmp_path):
     leaves = {f"critic__{name}": True for name in LEAVES}
     apart, shared = (
-        trained(world, tmp_path / preset.stem, preset=preset, trainer__total_training_steps=2, **given)
+        trained(world, tmp_path / preset.stem, preset=preset, trainer__total_training_steps=2, **own, **given)
         for preset, given in ((PRESET, {}), (PRESET.with_name("cpu-colocated.yaml"), leaves))
     )
     assert checkpoint_difference(*(folder / "checkpoints" / "step-2" for folder in (apart, shared))) is None

@@ -9,6 +9,7 @@ import numpy as np
 from small_model import SIZES
 
 from mrl.data.samples import Samples, packed
+from mrl.flow.critic_rows import CriticBatch
 from mrl.flow.rank_batch import RankBatch
 from mrl.flow.response_store import ResponseBlock, ResponseStore, in_blocks
 from mrl.flow.scoring import Channel, Scorer, ScorerGroup
@@ -105,17 +106,22 @@ class ReplicaActor:
 
 
 class ReplicaCritic:
-    """Stands in for MegatronCritic of a rank that is a whole replica; keeps what it is updated with.
+    """Stands in for MegatronCritic of a rank; keeps what it is updated with. On `last` ranks it has results, and those
+    that hold them hand them out.
 
     Values are `value` of what generation's log-probs of the sampled tokens are.
     """
 
-    def __init__(self, value=lambda own: 0.5 * own):
+    def __init__(self, value=lambda own: 0.5 * own, last=True, holds_result=True):
         self.value, self.updates = value, []
+        self.on_last_stage, self.holds_result = last, holds_result
 
     def values(self, batch, micros):
-        own = self.value(batch.rollout_log_probs[batch.is_sampled])
-        return SimpleNamespace(rows=np.arange(len(batch)), values=own.astype(np.float32))
+        if not self.on_last_stage:
+            return None
+        rows = np.unique(np.concatenate([micro.rows for micro in micros if not micro.is_filler]))
+        own = self.value(batch.rollout_log_probs[batch.sampled_places_of(rows)])
+        return SimpleNamespace(rows=rows, values=own.astype(np.float32))
 
     def update_replica(self, batch, mini_batches, counts):
         self.updates.append((batch, mini_batches, counts))
@@ -123,7 +129,7 @@ class ReplicaCritic:
 
 
 class Replicas:
-    """An actor group of `data` replicas, a rank each; see ReplicaActor."""
+    """An actor group of `data` replicas, a rank each; see ReplicaActor. The critic's degrees may be others."""
 
     def __init__(self, config, data: int, gap=0.1, ref_gap=0.2, updated=None):
         layout = {
@@ -135,7 +141,10 @@ class Replicas:
         self.config, self.model, self.route_readers = config, model_spec(SIZES), {}
         self.layout = TrainLayout.build(layout, self.model)
         self.teacher = None
-        self.scores: list = []
+        own = config.critic.layout
+        self.critic_layout = TrainLayout.build(own, self.model) if own else self.layout
+        self.computed: list = []
+        self.critic_batches: list[CriticBatch] = []
         self.actors = [ReplicaActor(config, number, gap, ref_gap, updated) for number in range(data)]
         self.batches: list[RankBatch] = []
 
@@ -144,10 +153,17 @@ class Replicas:
             self.batches = [RankBatch.fetched(actor, *own) for actor, own in zip(self.actors, arguments, strict=True)]
             return [None] * len(arguments)
         if method == "ask_teacher":
-            self.scores = [scored(actor, *own) for actor, own in zip(self.actors, arguments, strict=True)]
+            self.computed = [scored(actor, *own) for actor, own in zip(self.actors, arguments, strict=True)]
             return [None] * len(arguments)
-        if method == "teacher_rows":
-            return self.scores
+        if method == "ask_critic":
+            self.critic_batches = [CriticBatch(actor, *own) for actor, own in zip(self.actors, arguments, strict=True)]
+            self.computed = [batch.values() for batch in self.critic_batches]
+            return [None] * len(arguments)
+        if method == "hand_out":
+            return self.computed
+        if method == "update_critic":
+            asked = zip(self.critic_batches, arguments, strict=True)
+            return [batch.update(counts, returns) for batch, (counts, *returns) in asked]
         assert method == "do" and len({verb for verb, *_ in arguments}) == 1
         return [batch.do(*own) for batch, own in zip(self.batches, arguments, strict=True)]
 

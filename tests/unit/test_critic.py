@@ -22,13 +22,16 @@ from mrl.model import model_spec, parameter_count, planning_model_spec
 from mrl.model.critic_weights import HEAD, critic_count, critic_shards
 from mrl.model.layout import TrainLayout
 from mrl.model.registry import known_hf_config
+from mrl.plan.host_memory import save_bytes
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
 from mrl.plan.times import phase_seconds
+from mrl.reward.items import LEFT_OUT, OK, RewardResult
 from mrl.tools.import_verl.translate import import_overrides, import_script
 from mrl.tools.rehearse.compose import WorkFolder, compose
 from mrl.tools.rehearse.small_model import small_hf_config
 from mrl.train.resume import RunIdentity, find_resume_point
+from mrl.train.rollouts import compared
 from mrl.train.update import advantages, corrections, leave_actor, old_log_probs, update_critic
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -41,6 +44,19 @@ SIZES = ("data.train_batch_size=6", "rollout.n=4", "actor.ppo_mini_batch_size=2"
 
 def config_of(*overrides: str) -> RunConfig:
     return load_config(TINY, "ppo", [*SIZES, *overrides]).config
+
+
+DEGREES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+}
+
+
+def of_critic(ranks: int, **degrees: int) -> str:
+    given = {"world_size": ranks} | {DEGREES[name]: size for name, size in degrees.items()}
+    return f"critic.layout={json.dumps(given)}"
 
 
 # ---------------------------------------------------------------- rules
@@ -57,7 +73,6 @@ def test_the_recipe_is_legal():
 @pytest.mark.parametrize(
     ("overrides", "field", "words"),
     [
-        (("actor.lora.rank=8",), "actor.lora.rank", "critic is trained whole"),
         (("critic.ppo_mini_batch_size=7",), "critic.ppo_mini_batch_size", "must divide data.train_batch_size"),
         (("critic.optim.lr_warmup_steps=5", "critic.optim.lr_decay_steps=5"), "critic.optim.lr_decay_steps", "more"),
         (("critic.optim.min_lr=1",), "critic.optim.min_lr", "at most critic.optim.lr"),
@@ -66,6 +81,31 @@ def test_the_recipe_is_legal():
         (("trainer.total_training_steps=3", "trainer.critic_warmup=4"), "trainer.critic_warmup", "at most"),
         (("critic.optim.override_optimizer_config={adam_eps: 1}",), "critic.optim.override_optimizer_config", "empty"),
         (("critic.loss_agg_mode=seq-mean-token-sum-norm",), "critic.loss_agg_mode", "unknown name"),
+        (("critic.layout={world_size: 4}",), "critic.layout.world_size", "must be actor.layout.world_size = 2"),
+        (
+            (of_critic(2, pp=2, vpp=5),),
+            "critic.layout.virtual_pipeline_model_parallel_size",
+            "must divide the layers",
+        ),
+        (
+            ("critic.layout={world_size: 2}", "data.train_batch_size=3", "rollout.n=1", "actor.ppo_mini_batch_size=3"),
+            "critic.ppo_mini_batch_size",
+            "the data-parallel size 2",
+        ),
+        (
+            (
+                "critic.layout={world_size: 2}",
+                "model.override_transformer_config={moe_token_dispatcher_type: flex}",
+                "cluster.device=cuda",
+            ),
+            "model.override_transformer_config.moe_token_dispatcher_type",
+            "(in critic.layout)",
+        ),
+        (
+            ("critic.layout={world_size: 2, context_parallel_size: 2}", "cluster.device=npu"),
+            "critic.layout",
+            "actor's context_parallel_size",
+        ),
     ],
 )
 def test_what_does_not_go_with_a_critic_is_one_message(overrides, field, words):
@@ -75,7 +115,12 @@ def test_what_does_not_go_with_a_critic_is_one_message(overrides, field, words):
 
 @pytest.mark.parametrize(
     "overrides",
-    [("critic.optim.lr=1e-4",), ("critic.cliprange_value=0.2", "trainer.critic_warmup=5"), ("algorithm.lam=0.9",)],
+    [
+        ("critic.optim.lr=1e-4",),
+        ("critic.layout={world_size: 2}",),
+        ("critic.cliprange_value=0.2", "trainer.critic_warmup=5"),
+        ("algorithm.lam=0.9",),
+    ],
 )
 def test_what_is_said_of_a_critic_that_nobody_reads_is_one_message(overrides):
     (violation,) = broken(*overrides, recipe="grpo")
@@ -94,6 +139,9 @@ def test_the_critics_section_in_the_actors_place():
     assert (own.optim.lr, own.ppo_micro_batch_size_per_gpu, own.offloaded) == (3e-5, 3, ("param_offload",))
     assert own.layout == config.actor.layout and own.ppo_mini_batch_size == config.actor.ppo_mini_batch_size
     assert load_config(TINY, "grpo", []).config.of_critic is None
+    apart = config_of("critic.layout={world_size: 2, pipeline_model_parallel_size: 2}", "ref.path=/models/reference")
+    assert apart.of_critic.actor.layout == apart.critic.layout != apart.actor.layout
+    assert apart.of_critic.ref.path is None
 
 
 def test_the_actors_schedule_is_as_long_as_it_is_trained():
@@ -129,14 +177,17 @@ def test_ranks_of_a_critic_hold_each_weight_once_and_a_head_in_place_of_the_outp
 def step_of(replicas: int, *overrides: str):
     config = config_of("algorithm.gamma=0.9", "algorithm.lam=0.8", *overrides)
     actor = Replicas(config, replicas, lambda own: noise(own, 1000), lambda own: noise(own, 2000))
-    for each in actor.actors:
-        each.critic = ReplicaCritic(lambda own: noise(own, 3000))
+    layout = actor.critic_layout
+    for rank, each in enumerate(actor.actors):
+        place = layout.dense_coords(rank)
+        is_last = place.pp == layout.pipeline - 1
+        each.critic = ReplicaCritic(lambda own: noise(own, 3000), is_last, is_last and place.tp == place.cp == 0)
     rollouts = rollouts_of(stored(samples()))
     step = StepBatch(actor, rollouts.samples)
     old_log_probs(config.actor, config.algorithm, step)
     if config.algorithm.needs_reference:
         step.ref_log_probs()
-    step.values()
+    step.values(rollouts.samples)
     corrected, _ = corrections(config.algorithm, step)
     metrics = advantages(config.algorithm, step, rollouts, corrected)
     held = [step.cut.needed_rows(replica) for replica in range(replicas)]
@@ -185,13 +236,50 @@ def test_advantages_of_a_step_are_estimated_over_whole_responses_and_whitened_ov
     assert metrics["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_estimates_have_the_same_bits_wherever_rows_lie():
+OTHERS = [
+    (2, of_critic(2, pp=2)),
+    (4, of_critic(4, tp=2)),
+    (4, of_critic(4, tp=2, pp=2)),
+    (4, of_critic(4, cp=2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("replicas", "layout"), [(2, None), (5, None), *OTHERS])
+def test_estimates_have_the_same_bits_wherever_rows_lie(replicas, layout):
     *_, metrics, columns = step_of(1, *KL)
-    for replicas in (2, 5):
-        *_, others, parts = step_of(replicas, *KL)
-        assert others == metrics
-        for name, values in columns.items():
-            np.testing.assert_array_equal(parts[name], values, err_msg=name)
+    *_, others, parts = step_of(replicas, *KL, *filter(None, [layout]))
+    assert others == metrics
+    for name, values in columns.items():
+        np.testing.assert_array_equal(parts[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize(("replicas", "layout"), OTHERS)
+def test_a_critic_of_another_layout_is_updated_with_the_actors_returns_of_its_own_rows(replicas, layout):
+    """Each replica's rows of each mini-batch, whole on each of its ranks of the last stage, and no row twice."""
+    step, actor, _, corrected, _, columns = step_of(replicas, "algorithm.overlong_filter=true", layout)
+    metrics = update_critic(step, corrected)
+    assert metrics["critic/vf_loss"] == 1.0
+    cut = step.critic_cut
+    lengths = step.rows.response_lengths
+    kept = corrected["trained"] > 0
+    assert not kept.all()
+    seen = []
+    for rank, each in enumerate(actor.actors):
+        place = actor.critic_layout.dense_coords(rank)
+        ((batch, mini_batches, counts),) = each.critic.updates
+        held = cut.needed_rows(place.dp)
+        assert [count.tokens for count in counts] == [int(corrected["trained"][rows].sum()) for rows in cut.slices]
+        rows = np.concatenate([held[micro.rows] for part in mini_batches for micro in part if not micro.is_filler])
+        if place.tp == place.cp == place.pp == 0:
+            seen += rows.tolist()
+        expected = {name: rows_of(columns[name], lengths) for name in ("returns", "critic_values")}
+        for number, row in enumerate(held):
+            own = batch.places_of(np.array([number]))
+            np.testing.assert_array_equal(batch.loss_mask[own], kept[row])
+            np.testing.assert_array_equal(batch.returns[own], expected["returns"][row])
+            if each.critic.on_last_stage and row in rows:
+                np.testing.assert_array_equal(batch.critic_values[own], expected["critic_values"][row])
+    assert sorted(seen) == list(range(len(lengths)))
 
 
 def test_values_that_are_no_numbers_end_the_step():
@@ -215,6 +303,25 @@ def test_a_critic_is_updated_with_all_rows_before_the_actor_and_then_lets_go_of_
     assert sum(count.tokens for count in counts) == int(corrected["trained"].sum())
 
 
+def test_a_response_whose_group_failed_is_trained_on_where_a_critic_judges_it():
+    """Of group 0 the environment failed but once; a group's mean would say nothing of the one that is left."""
+    ids = np.repeat([0, 1], 4)
+    reasons = [LEFT_OUT, OK, LEFT_OUT, LEFT_OUT, OK, OK, LEFT_OUT, OK]
+    results = [RewardResult(number, 1.0, {}, reason) for number, reason in enumerate(reasons)]
+    judged = [reason == OK for reason in reasons]
+    assert compared(ids, results, by_critic=True).tolist() == judged
+    assert compared(ids, results).tolist() == [False] * 4 + judged[4:]
+    step, _, rollouts, *_ = step_of(2)
+    lonely = [replace(each, reason=LEFT_OUT) if number in (1, 2, 3) else each
+        for number, each in enumerate(rollouts.results)]  # fmt: skip
+    rollouts = replace(rollouts, results=lonely)
+    algorithm = config_of().algorithm
+    counted = compared(step.rows.group_id, lonely, algorithm.needs_critic)
+    corrected, _ = corrections(algorithm, step, counted)
+    advantages(algorithm, step, rollouts, corrected)
+    assert corrected["trained"][0] == step.rows.response_lengths[0] and not corrected["trained"][1:4].any()
+
+
 def test_a_step_that_trains_the_critic_alone_lets_the_rows_go():
     step, actor, *_ = step_of(2)
     assert leave_actor(step) == {"actor/updates": 0.0, "actor/skipped_updates": 0.0}
@@ -224,12 +331,12 @@ def test_a_step_that_trains_the_critic_alone_lets_the_rows_go():
 @pytest.mark.parametrize("mini", [1, 2, 3, 6])
 def test_every_row_is_in_each_pass_of_a_critic_once_where_the_actor_has_it(mini):
     step = StepBatch(Replicas(config_of(f"critic.ppo_mini_batch_size={mini}"), 3), stored(samples()))
-    critic = step.cut.critic
+    critic = step.critic_cut
     assert len(critic.mini_batches) == 6 // mini
     for replica in range(3):
         own = set(step.cut.own_rows(replica).tolist())
         of_updates = [micro.rows for part in critic.mini_batches for micro in part[replica] if not micro.is_filler]
-        of_values = [micro.rows for micro in critic.values[replica] if not micro.is_filler]
+        of_values = [micro.rows for micro in critic.log_probs[replica] if not micro.is_filler]
         for rows in (of_updates, of_values):
             joined = np.concatenate(rows).tolist()
             assert len(joined) == len(set(joined)) and set(joined) == own
@@ -242,16 +349,21 @@ def test_every_row_is_in_each_pass_of_a_critic_once_where_the_actor_has_it(mini)
 def test_a_replica_without_a_critic_is_cut_as_before():
     plain = load_config(TINY, "grpo", list(SIZES)).config
     step = StepBatch(Replicas(plain, 2), stored(samples()))
-    assert step.cut.critic is None and step.cut.of(0).critic == () and step.cut.of(0).values == ()
+    assert step.critic_cut is None
     assert not hasattr(ReplicaActor(plain), "critic")
 
 
 # ---------------------------------------------------------------- plan
 
 
-def planned(*overrides: str) -> dict:
+def inputs_of(*overrides: str) -> PlanInputs:
     config = load_config(BASE, None, list(overrides)).config
-    inputs = PlanInputs.of(config, MOE, device_for(config))
+    return PlanInputs.of(config, MOE, device_for(config))
+
+
+def planned(*overrides: str) -> dict:
+    inputs = inputs_of(*overrides)
+    config = inputs.config
     seconds = phase_seconds(inputs, batch_plan(config, inputs.train), engine_of(inputs))
     return {"memory": memory_section(inputs), "seconds": seconds}
 
@@ -268,6 +380,25 @@ def test_a_plan_counts_the_critic_on_devices_on_hosts_and_in_time():
     seconds = plan["seconds"]
     assert seconds["critic"] == pytest.approx(seconds["update"], rel=1e-9)
     assert plan["memory"]["host"]["terms"]["save"] > 1.8 * plain["memory"]["host"]["terms"]["save"]
+
+
+def test_a_plan_counts_a_critic_in_its_own_layout():
+    """As a run whose actor lies so: half of each matrix, and a stage of two; what all ranks save is the same."""
+    layout = {"world_size": 32, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    layout |= {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "context_parallel_size": 1}
+    words = [f"actor.layout.{name}={size}" for name, size in layout.items()]
+    alike, apart, there = planned(GAE), planned(GAE, f"critic.layout={json.dumps(layout)}"), planned(GAE, *words)
+    for phase, terms in (("critic", ("critic", "activations")), ("values", ("critic", "log_prob"))):
+        here, expected, usual = (plan["memory"]["phases"][phase]["terms"] for plan in (apart, there, alike))
+        for term in terms:
+            assert here[term] == pytest.approx(expected[term], rel=0.02) and here[term] < 0.8 * usual[term], term
+        assert here["parameters"] == usual["parameters"]
+    for phase in ("values", "critic"):
+        assert apart["seconds"][phase] == pytest.approx(there["seconds"][phase])
+    assert apart["seconds"]["update"] == alike["seconds"]["update"]
+    saved = [save_bytes(inputs_of(GAE, *given), rank) for given in ((), (f"critic.layout={json.dumps(layout)}",))
+        for rank in range(32)]  # fmt: skip
+    assert sum(saved[32:]) == pytest.approx(sum(saved[:32]), rel=0.01)
 
 
 def test_what_of_a_critic_leaves_the_device_is_on_the_host_and_costs_time():
@@ -393,13 +524,60 @@ def test_a_warm_up_without_a_critic_is_an_actor_that_waits(steps, kind):
     assert "trainer.critic_warmup" in {entry.key for entry in out.of(kind)}
 
 
-@pytest.mark.parametrize(
-    "word", ["critic.ppo_epochs=2", "critic.shuffle=True", "critic.megatron.tensor_model_parallel_size=4"]
-)
+@pytest.mark.parametrize("word", ["critic.ppo_epochs=2", "critic.shuffle=True"])
 def test_a_critic_that_is_not_here_is_named(word):
-    layout = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
-    out = import_overrides(["actor_rollout_ref.actor.strategy=megatron", layout, word])
+    out = import_overrides(["actor_rollout_ref.actor.strategy=megatron", word])
     assert word.partition("=")[0] in {entry.key for entry in out.of("unsupported")}
+
+
+OF_VERL = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "pipeline_model_parallel_size", "override_transformer_config.num_layers_in_last_pipeline_stage")  # fmt: skip
+
+
+def degrees_of_verl(**given: int) -> list[str]:
+    """What a script says: the actor's degrees, and `given`, those of its critic, by the ends of their names."""
+    words = ["actor_rollout_ref.actor.strategy=megatron", "trainer.nnodes=2", "trainer.n_gpus_per_node=8",
+        "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B"]  # fmt: skip
+    actor = {"tensor": 4, "expert_model": 8, "expert_tensor": 1}
+    for where, sizes in (("actor_rollout_ref.actor", actor), ("critic", given)):
+        for start, size in sizes.items():
+            name = next(each for each in OF_VERL if each.startswith(start))
+            words.append(f"{where}.megatron.{name}={size}")
+    return words
+
+
+@pytest.mark.parametrize("given", [{}, {"tensor": 4}, {"tensor": 4, "expert_model": 8, "expert_tensor": 1}])
+def test_a_script_whose_critic_lies_as_its_actor_has_no_layout_of_its_own(given):
+    out = import_overrides(degrees_of_verl(**given))
+    assert not [key for key in out.values if key.startswith("critic.layout")] and not out.of("unsupported")
+    assert len([entry for entry in out.of("implied") if entry.key.startswith("critic.megatron")]) == len(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"tensor": 2}, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+        (
+            {"tensor": 2, "pipeline": 2, "expert_tensor": 1, "override": 23},
+            {
+                "tensor_model_parallel_size": 2,
+                "pipeline_model_parallel_size": 2,
+                "expert_tensor_parallel_size": 1,
+                "num_layers_in_last_pipeline_stage": 23,
+            },
+        ),
+        (
+            {"tensor": 4, "expert_model": 4, "expert_tensor": 1},
+            {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+        ),
+    ],
+)
+def test_a_layout_of_the_critics_own_is_carried(given, expected):
+    out = import_overrides(degrees_of_verl(**given))
+    start = "critic.layout."
+    found = {key.removeprefix(start): value for key, value in out.values.items() if key.startswith(start)}
+    assert found == expected | {"world_size": 16} and not out.of("unsupported")
+    assert out.values["actor.layout.expert_model_parallel_size"] == 8
 
 
 # ---------------------------------------------------------------- in small
@@ -415,5 +593,29 @@ def test_a_rehearsal_trains_both_in_every_step_and_is_legal(tmp_path):
     config = small.config
     assert (config.trainer.critic_warmup, config.critic.path) == (0, None)
     assert 1 <= config.of_critic.updates_per_step <= original.of_critic.updates_per_step
+    model = model_spec(small_hf_config(known_hf_config("Qwen3-30B-A3B"), small.layout.layers, 320, 512))
+    assert violations(ResolvedConfig(config, {}), model) == []
+
+
+LAYOUTS = [
+    (BASE, {DEGREES["tp"]: 4, DEGREES["pp"]: 2, DEGREES["vpp"]: 2}),
+    (BASE, {"context_parallel_size": 4, "expert_model_parallel_size": 4}),
+    ("parallel_configs/qwen3-30b-a3b/h200-4x8.yaml", {"pipeline_model_parallel_size": 8}),
+    ("parallel_configs/qwen3-235b-a22b/h100-16x8.yaml", {"expert_model_parallel_size": 16}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "degrees"), LAYOUTS)
+def test_a_rehearsal_keeps_the_degrees_of_a_critics_layout_where_there_is_room(base, degrees, tmp_path):
+    world = load_config(base, None, []).config.actor.layout.world_size
+    given = [GAE, f"critic.layout={json.dumps({'world_size': world} | degrees)}", "critic.ppo_mini_batch_size=null"]
+    original = load_config(base, None, given).config
+    small = compose(original, WorkFolder(tmp_path), cpus=2)
+    config = small.config
+    layout = config.critic.layout
+    assert layout.world_size == config.actor.layout.world_size <= 4
+    lost = {entry.switch for entry in small.out_of_reach}
+    kept = [name for name in degrees if f"critic.layout.{name}" not in lost]
+    assert kept and all(getattr(layout, name) > 1 for name in kept)
     model = model_spec(small_hf_config(known_hf_config("Qwen3-30B-A3B"), small.layout.layers, 320, 512))
     assert violations(ResolvedConfig(config, {}), model) == []

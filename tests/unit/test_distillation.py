@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import random as generators
 from replicas import Replicas, stored
 from small_model import SIZES, write_model
 from test_config_rules import TINY_MODEL
@@ -31,8 +32,8 @@ from mrl.config.rules import notes, violations
 from mrl.config.schema import with_values
 from mrl.data.samples import packed
 from mrl.errors import ConfigError, NumericAbort
+from mrl.flow.handed_rows import HandedRows
 from mrl.flow.step_batch import StepBatch
-from mrl.flow.teacher_rows import TeacherRows
 from mrl.megatron import parallel
 from mrl.megatron.batching import RowResult
 from mrl.megatron.loss_parameters import loss_parameters
@@ -341,31 +342,37 @@ def test_words_that_a_teacher_cannot_score_end_the_run(monkeypatch):
 
 
 def test_scores_of_some_rows_are_those_of_these_rows():
-    part = TeacherRows(np.array([2, 5, 7]), np.array([2, 0, 3]), np.arange(5, dtype=np.float32))
-    assert part.among(np.array([1, 5, 7])).log_probs.tolist() == [2, 3, 4]
-    assert part.among(np.array([2])).log_probs.tolist() == [0, 1]
+    part = HandedRows(np.array([2, 5, 7]), np.array([2, 0, 3]), {"scores": np.arange(5, dtype=np.float32)})
+    assert part.among(np.array([1, 5, 7])).columns["scores"].tolist() == [2, 3, 4]
+    assert part.among(np.array([2])).columns["scores"].tolist() == [0, 1]
     assert part.among(np.array([9])).rows.tolist() == []
 
 
 # ---------------------------------------------------------------- groups
 
 
-def test_groups_of_a_second_model_stand_in_for_the_firsts_and_give_them_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel, "model_parallel_cuda_manual_seed", lambda *_, **__: None)  # wants a CUDA device
+def test_groups_and_generators_of_a_second_model_stand_in_for_the_firsts_and_give_them_back(tmp_path, monkeypatch):
+    def tracked(*_, **__):  # without the seeds, which want a CUDA device
+        generators.initialize_rng_tracker(force_reset=True)
+
+    monkeypatch.setattr(parallel, "model_parallel_cuda_manual_seed", tracked)
+    for name in parallel._GENERATORS:
+        monkeypatch.setattr(generators, name, None)
     layout = TrainLayout.build({"world_size": 1}, model_spec(DENSE))
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:
         others = parallel.OtherGroups()
         with others.in_place():
             parallel.init_model_parallel(layout, 0, 60)
-            theirs = mpu.get_tensor_model_parallel_group()
+            theirs = mpu.get_tensor_model_parallel_group(), generators.get_cuda_rng_tracker()
         assert not mpu.model_parallel_is_initialized()
         parallel.init_model_parallel(layout, 0, 60)
-        own = mpu.get_tensor_model_parallel_group()
+        own = mpu.get_tensor_model_parallel_group(), generators.get_cuda_rng_tracker()
         with pytest.raises(KeyError), others.in_place():
-            assert mpu.get_tensor_model_parallel_group() is theirs
+            assert (mpu.get_tensor_model_parallel_group(), generators.get_cuda_rng_tracker()) == theirs
             raise KeyError
-        assert mpu.get_tensor_model_parallel_group() is own and own is not theirs
+        assert (mpu.get_tensor_model_parallel_group(), generators.get_cuda_rng_tracker()) == own
+        assert all(mine is not other for mine, other in zip(own, theirs, strict=True))
     finally:
         parallel.close()
 

@@ -78,6 +78,9 @@ def test_mfu_by_hand():
     assert of(on_policy=True, needs_reference=False) == (0.5, 0.4)
     assert of(on_policy=False, needs_reference=True) == (0.5, 0.6)
     assert of(on_policy=False, needs_reference=False, needs_critic=True) == (0.5, 0.9)  # 1 + 3 more
+    alone = SimpleNamespace(on_policy=False, needs_reference=True, use_kl_in_reward=False, needs_critic=True)
+    found = mfu_metrics(alone, model, rows, peak, seconds | {"update": 0.0}, teacher=model)
+    assert found == {"perf/mfu/step": 0.6}  # 1 + 1, and 1 + 3 of the critic; neither reference nor teacher
 
 
 def test_a_measured_rate_is_one_that_a_product_reached_and_threads_are_put_back():

@@ -92,9 +92,12 @@ class World(AnsweringEngines):
     def each(self, method, arguments, phase, interruptible=False):
         """Of two ranks that are a replica each."""
         called = arguments[0][0] if method == "do" else method
-        if called in ("log_probs", "ref_log_probs", "values", "update_critic", "update"):
+        if called in ("log_probs", "ref_log_probs", "ask_critic", "update_critic", "update"):
             self.note(called)
         return self.ranks.each(method, arguments, phase, interruptible)
+
+    def refs_each(self, method, arguments):
+        return self.ranks.refs_each(method, arguments)
 
     def updated(self, counts, number):
         parts = [
@@ -262,6 +265,7 @@ def run_of(world, tmp_path, *overrides, state=TrainState()) -> Run:  # noqa: B00
     world.ranks = Replicas(config, 2, -0.1, -0.2, world.updated)
     world.config, world.model, world.layout, world.route_readers = config, world.ranks.model, world.ranks.layout, {}
     world.teacher = None
+    world.critic_layout = world.layout
     responder = Responder(world, world, config.reward, world, stop.raise_if_set)
     run_dir = RunDir.open(tmp_path / "run", "")
     shared = isinstance(world, SharedDevices)
@@ -343,17 +347,20 @@ def test_a_run_that_goes_on_syncs_before_it_generates_and_a_new_one_has_nothing_
 
 
 def test_a_critic_is_trained_first_and_alone_before_the_step_that_trains_the_actor_too(world, tmp_path):
-    run = run_of(world, tmp_path, "algorithm.adv_estimator=gae", "trainer.critic_warmup=2")
+    """And no reference is asked where the loss alone wants it."""
+    given = ("algorithm.adv_estimator=gae", "trainer.critic_warmup=2", "algorithm.use_kl_loss=true")
+    run = run_of(world, tmp_path, *given)
     for actor in world.ranks.actors:
         actor.critic = ReplicaCritic()
     loop.train_step(run)
-    first = ["offload", "generate", "rewards", "log_probs", "values", "update_critic", "sync 1"]
+    first = ["offload", "generate", "rewards", "log_probs", "ask_critic", "update_critic", "sync 1"]
     assert world.calls == first and run.is_whole
     loop.train_step(run)
-    assert world.calls[len(first) :] == [*first[:-1], "update", "sync 2"]
-    (_, alone), (_, both) = world.lines
-    assert alone["actor/updates"] == 0 and "perf/mfu/actor" not in alone and both["perf/mfu/actor"] > 0
-    for metrics in (alone, both):
+    both = [*first[:4], "ref_log_probs", *first[4:-1], "update", "sync 2"]
+    assert world.calls[len(first) :] == both
+    (_, alone), (_, later) = world.lines
+    assert alone["actor/updates"] == 0 and "perf/mfu/actor" not in alone and later["perf/mfu/actor"] > 0
+    for metrics in (alone, later):
         assert {"critic/vf_loss", "critic/vf_explained_var", "timing_s/update_critic"} <= metrics.keys()
         for name in metrics:
             metric_spec(name)

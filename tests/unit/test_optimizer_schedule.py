@@ -50,6 +50,13 @@ def test_a_decay_without_any_length_is_refused():
         rates(1, lr=1.0, lr_decay_style="cosine")
 
 
+def test_what_is_refused_of_a_critics_schedule_is_said_of_its_section():
+    optimizer = SimpleNamespace(param_groups=[{"default_config": True}])
+    with pytest.raises(ConfigError, match=r"set critic\.optim\.lr_decay_steps") as raised:
+        build_scheduler(OptimConfig(lr=1.0, lr_decay_style="cosine"), optimizer, None, "critic")
+    assert "actor.optim" not in str(raised.value)
+
+
 def test_a_warm_up_as_long_as_the_run_is_refused():
     with pytest.raises(ConfigError, match="allowed 0 to 4"):
         rates(1, total=5, lr=1.0, lr_warmup_steps=5, lr_decay_style="linear")

@@ -1,11 +1,12 @@
 """Handlers of verl's critic. A critic exists where the advantage estimator reads its values."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from mrl.algo.spec import AGGREGATIONS, NEEDS_CRITIC
-from mrl.config.schema import verl_names
+from mrl.config.schema import LayoutConfig, verl_names
 from mrl.tools.import_verl.handlers_algorithm import Handler
-from mrl.tools.import_verl.keys import MEGATRON, A, M
+from mrl.tools.import_verl.keys import A, M
 from mrl.tools.import_verl.report import Import
 from mrl.tools.import_verl.verl_command import Override, VerlSettings
 from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
@@ -13,7 +14,15 @@ from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
 _C = "critic."
 _NONE = "there is no critic"
 _AS_ACTOR = "the critic is cut and built as the actor is"
+_LAYOUT = "critic.layout"
+_EXPERT_TENSOR = "expert_tensor_parallel_size"
 _MINI = _C + "ppo_mini_batch_size"
+# verl's keys of the critic's degrees -> mrl's in a layout
+_DEGREES = {
+    name.replace(A, _C, 1): path.removeprefix("actor.layout.")
+    for name, path in verl_names().items()
+    if path.startswith("actor.layout.")
+}
 # verl's key -> mrl's, where the value is taken unchanged
 _CARRIED = {
     **{
@@ -53,7 +62,8 @@ def needs_value(o: Override, settings: VerlSettings) -> bool:
     name = o.key.removeprefix(_C)
     if name == o.key:
         return True
-    is_read = _has_critic(settings) and (o.key in _CARRIED or name in _OWN)
+    is_degree = settings.megatron and o.key in _DEGREES
+    is_read = _has_critic(settings) and (o.key in _CARRIED or name in _OWN or is_degree)
     return is_read and not (name == "model.path" and _is_actors(o, settings))
 
 
@@ -84,15 +94,51 @@ def _critic(o: Override, out: Import, settings: VerlSettings) -> None:
         out.leave("not_applicable", o.key, o.value, "a matter of verl's critic worker", o.line)
 
 
+def _own_degrees(settings: VerlSettings) -> dict[str, Any]:
+    """Degrees that a script gives its critic, under our names, where they are not the actor's; empty: it lies as the
+    actor. Degrees that are not given are then verl's default, 1.
+    """
+    given = {to: settings.given(key) for key, to in _DEGREES.items()}
+    given = {to: value for to, value in given.items() if value is not None}
+    own = _effective(given, settings)
+    of_actor = _effective(settings.degrees, settings)
+    if not settings.megatron or all(own[to] == of_actor[to] for to in given):
+        return {}
+    return given
+
+
+def _effective(degrees: Mapping[str, Any], settings: VerlSettings) -> dict[str, Any]:
+    """All degrees, with what Megatron takes where nothing is said: the tensor size for that of experts."""
+    whole = LayoutConfig(world_size=1).model_dump() | degrees
+    whole["virtual_pipeline_model_parallel_size"] = whole["virtual_pipeline_model_parallel_size"] or 1
+    if whole[_EXPERT_TENSOR] is None:
+        whole[_EXPERT_TENSOR] = 1 if settings.dense else whole["tensor_model_parallel_size"]
+    return whole
+
+
 def _megatron(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Handles a Megatron field of the critic, which has the actor's value here."""
-    of_actor = settings.value(MEGATRON + o.key.removeprefix(_C + "megatron."))
-    is_degree = o.key.endswith("parallel_size")
-    if is_degree and settings.megatron and o.value != (of_actor or 1):
-        why = f"the critic lies as the actor does, which has {of_actor or 1} here"
-        out.leave("unsupported", o.key, o.value, why, o.line)
+    """Handles a Megatron field of the critic.
+
+    A degree is the actor's, or goes into a layout of the critic's own. Other fields have the actor's values here.
+    """
+    to = _DEGREES.get(o.key)
+    if to is not None and settings.megatron and _own_degrees(settings):
+        out.put("renamed", o.key, f"{_LAYOUT}.{to}", o.value, line=o.line)
     else:
+        is_degree = to is not None or o.key.endswith("parallel_size")
         out.leave("implied" if is_degree else "not_applicable", o.key, o.value, _AS_ACTOR, o.line)
+
+
+def critic_layout(out: Import, settings: VerlSettings) -> None:
+    """What a layout of the critic's own has beside its degrees; it is there once the actor's ranks are known."""
+    own = _own_degrees(settings)
+    if not any(key.startswith(f"{_LAYOUT}.") for key in out.values):
+        return
+    out.put("implied", "", f"{_LAYOUT}.world_size", out.values["actor.layout.world_size"], "the actor's ranks")
+    expert_tensor = _effective(own, settings)[_EXPERT_TENSOR]
+    if own.get(_EXPERT_TENSOR) is None and expert_tensor != 1:
+        why = "Megatron takes the tensor size where nothing is set"
+        out.put("implied", "", f"{_LAYOUT}.{_EXPERT_TENSOR}", expert_tensor, why)
 
 
 def _path(o: Override, out: Import, settings: VerlSettings) -> None:

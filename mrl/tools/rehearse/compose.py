@@ -6,7 +6,7 @@ no file except whether given paths exist.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import floor
+from math import floor, lcm
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +112,14 @@ def compose(
     of tools is here, where one is named.
     """
     layout = small_layout(original)
-    degrees = LayoutDegrees.of(layout.actor)
-    batch = small_batch(original, degrees.data_parallel_size, degrees.sequence_parts, least_prompt)
+    layouts = [LayoutDegrees.of(each) for each in (layout.actor, layout.critic) if each is not None]
+    replicas = lcm(*(each.data_parallel_size for each in layouts))
+    batch = small_batch(original, replicas, lcm(*(each.sequence_parts for each in layouts)), least_prompt)
     on_cpu, lost = device_changes(original)
     changes = [*_layout_changes(original, layout), *batch.changes, *on_cpu, *_cluster(original, layout, cpus)]
     changes += [*_files(original, work), *_schedule(original, batch), *_reference(original)]
     changes += [*_adapters(original), *_teacher(original, work), *_quantisation(original)]
-    changes += [*_critic(original, batch)]
+    changes += [*_critic(original, layout, batch)]
     changes += _turns(original) if has_tools else _no_turns(original)
     changes = [change for change in changes if change.now != change.was]
     lost += [*layout.out_of_reach, *_fewer(original, batch), *_teacher_lost(original)]
@@ -303,7 +304,7 @@ def _quantisation(original: RunConfig) -> Iterator[Change]:
         yield Change("rollout.quantization_block", original.rollout.quantization_block, FP8_BLOCK, why)
 
 
-def _critic(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
+def _critic(original: RunConfig, layout: SmallLayout, batch: SmallBatch) -> Iterator[Change]:
     """Lets every step train both models, because two steps are too few for a critic alone."""
     critic = original.critic
     mini = None
@@ -312,6 +313,7 @@ def _critic(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
         prompts = batch["data.train_batch_size"]
         most = prompts // batch["actor.ppo_mini_batch_size"]  # samples of those divide over data parallelism
         mini = prompts // max(each for each in range(1, most + 1) if most % each == 0 and each <= max(wanted, 1))
+    yield Change("critic.layout", critic.layout and critic.layout.model_dump(), layout.critic, "in small")
     yield Change("critic.path", critic.path, None, "the actor's start, of the same shape")
     yield Change("critic.ppo_mini_batch_size", critic.ppo_mini_batch_size, mini, "in small")
     yield Change("critic.optim.lr_warmup_steps", critic.optim.lr_warmup_steps, 0, f"{STEPS} steps")

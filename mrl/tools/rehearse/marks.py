@@ -108,6 +108,11 @@ def _critic(config: RunConfig) -> float | None:
     return None
 
 
+def _lies_otherwise(config: RunConfig) -> bool | None:
+    """Whether there is a critic with a layout of its own."""
+    return (config.algorithm.needs_critic and config.critic.layout is not None) or None
+
+
 def _of_critic(switch: str) -> Value:
     """Builds the value of a critic's switch. None without a critic."""
     return lambda config: (config.algorithm.needs_critic and getattr(config.critic, switch)) or None
@@ -380,6 +385,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("rollout.quantization"),
     Switch("algorithm.adv_estimator", missing=_OTHER),
     Switch("critic", _metric("critic/vf_loss"), "no update of a critic", value=_critic),
+    Switch("critic.layout", missing="it lies as the actor in small", value=_lies_otherwise),
     Switch("critic.param_offload", _metric("offload/critic_parameters_bytes"), value=_of_critic("param_offload")),
     Switch("critic.grad_offload", _metric("offload/critic_gradients_bytes"), value=_of_critic("grad_offload")),
     Switch(

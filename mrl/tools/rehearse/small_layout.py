@@ -23,6 +23,7 @@ WORKERS = {"separate": 2, "colocated": 4}
 ENGINE_TENSOR = 2  # largest size with which vLLM's CPU build was seen to work
 _SIZES = (1, 2, 4)
 _ACTOR = "actor.layout"
+_CRITIC = "critic.layout"
 _ROLLOUT = "rollout"
 
 
@@ -76,6 +77,7 @@ class SmallLayout:
     layers: int
     engines: RolloutLayout
     out_of_reach: tuple[OutOfReach, ...]
+    critic: dict[str, Any] | None = None  # keys of critic.layout; None: it lies as the actor
 
     @property
     def ranks(self) -> int:
@@ -85,11 +87,24 @@ class SmallLayout:
 def small_layout(config: RunConfig) -> SmallLayout:
     """Shrinks the layout of a legal configuration."""
     degrees = config.actor.layout
-    original = _ranks_of(degrees)
-    small = _small_ranks(original)
+    own = config.critic.layout
+    if own is None or not config.algorithm.needs_critic:
+        return _small(config, degrees, _small_ranks(_ranks_of(degrees)))
+    small, other = _small_pair(degrees, own)
+    found = _small(config, degrees, small)
+    critic = _in_layers(own, other, found.layers)
+    lost = (*found.out_of_reach, *_lost_degrees(own, other, _CRITIC))
+    if own.virtual_pipeline > 1 and critic["virtual_pipeline_model_parallel_size"] is None:
+        lost = (*lost, OutOfReach(f"{_CRITIC}.virtual_pipeline_model_parallel_size", "there are too few layers here"))
+    return replace(found, critic=critic, out_of_reach=lost)
+
+
+def _small(config: RunConfig, degrees: LayoutDegrees, small: Ranks) -> SmallLayout:
     engines = _small_engines(config, small.world)
     actor, layers = _with_stages(degrees, small)
-    lost = [*_lost_degrees(original, small, degrees), *_lost_engines(config, engines)]
+    lost = [*_lost_degrees(degrees, small, _ACTOR), *_lost_engines(config, engines)]
+    if degrees.virtual_pipeline > 1 and small.pipeline == 1:
+        lost.append(OutOfReach(f"{_ACTOR}.virtual_pipeline_model_parallel_size", "there is one stage here"))
     return SmallLayout(actor, layers, engines, tuple(lost))
 
 
@@ -105,12 +120,47 @@ def _ranks_of(d: LayoutDegrees) -> Ranks:
 
 
 def _small_ranks(original: Ranks) -> Ranks:
-    def merit(small: Ranks) -> tuple[int, int, int, int]:
-        kept = sum(worth for name, worth in _WORTH.items() if getattr(small, name) > 1 and getattr(original, name) > 1)
-        added = sum(getattr(small, name) > 1 and getattr(original, name) == 1 for name in _WORTH)
-        return kept, -added, -small.world, -small.expert * small.tensor * small.pipeline
+    return max(_candidates(original), key=lambda small: _merit(original, small))
 
-    return max(_candidates(original), key=merit)
+
+def _merit(original: Ranks, small: Ranks) -> tuple[int, int, int, int]:
+    kept = sum(worth for name, worth in _WORTH.items() if getattr(small, name) > 1 and getattr(original, name) > 1)
+    added = sum(getattr(small, name) > 1 and getattr(original, name) == 1 for name in _WORTH)
+    return kept, -added, -small.world, -small.expert * small.tensor * small.pipeline
+
+
+def _small_pair(degrees: LayoutDegrees, critic: LayoutDegrees) -> tuple[Ranks, Ranks]:
+    """The actor's and a critic's degrees on the same ranks; what is kept of the actor's counts first."""
+    original = _ranks_of(degrees)
+    own = _ranks_of(critic)
+
+    def merit(pair: tuple[Ranks, Ranks]) -> tuple[Any, ...]:
+        of_actor, *rest = _merit(original, pair[0])
+        of_critic, *others = _merit(own, pair[1])
+        return of_actor, of_critic, rest, others
+
+    pairs = product(_candidates(original), _candidates(own))
+    fitting = [
+        (small, other)
+        for small, other in pairs
+        if small.world == other.world and other.pipeline <= _with_stages(degrees, small)[1]
+    ]
+    return max(fitting, key=merit)
+
+
+def _in_layers(d: LayoutDegrees, small: Ranks, layers: int) -> dict[str, Any]:
+    """Keys of critic.layout for so many layers, which are listed where they do not divide evenly."""
+    keys, _ = _with_stages(d, small)
+    even, _ = _stages(d, 1, 1)
+    chunks = small.pipeline * (keys["virtual_pipeline_model_parallel_size"] or 1)
+    if chunks > layers:
+        chunks = small.pipeline
+        keys["virtual_pipeline_model_parallel_size"] = None
+    each, more = divmod(layers, chunks)
+    listed = None
+    if more:
+        listed = tuple(each + (number < more) for number in range(chunks))
+    return keys | even | {"pipeline_layers": listed}
 
 
 def _candidates(original: Ranks) -> Iterator[Ranks]:
@@ -212,14 +262,15 @@ def _end_stages(d: LayoutDegrees, even: dict[str, Any], stages: int, chunks: int
     return even | dict(zip(given, ends, strict=True)), sum(ends) + 2 * chunks * (stages - len(ends))
 
 
-def _lost_degrees(original: Ranks, small: Ranks, d: LayoutDegrees) -> Iterator[OutOfReach]:
+def _lost_degrees(d: LayoutDegrees, small: Ranks, section: str) -> Iterator[OutOfReach]:
+    original = _ranks_of(d)
     taken = _in_words(small)
     for name, key in _KEYS.items():
         if getattr(original, name) > 1 and getattr(small, name) == 1:
-            where = key if " " in key else f"{_ACTOR}.{key}"
+            where = f"{section}.{key}"
+            if " " in key:
+                where = key if section == _ACTOR else f"{key}, {section}"
             yield OutOfReach(where, f"{getattr(original, name)} there, 1 here: {taken} take all of {RANKS} ranks")
-    if d.virtual_pipeline > 1 and small.pipeline == 1:
-        yield OutOfReach(f"{_ACTOR}.virtual_pipeline_model_parallel_size", "there is one stage here")
 
 
 def _lost_engines(config: RunConfig, small: RolloutLayout) -> Iterator[OutOfReach]:

@@ -1,0 +1,63 @@
+"""How a critic values a step and is trained on it: its replicas may be others than the actor's, so rows go to and fro.
+
+    driver                                      ranks
+    lengths --step_cut--> rows of each replica
+    of the critic                           --> ask_critic: fetch those rows, compute values, keep both
+    references to values                    <-- hand_out
+    the same references                     --> take: each actor replica picks its rows' values, to estimate returns
+    references to returns, and to what
+    is trained on                           <-- returns
+    the same references                     --> update_critic: each replica of the critic picks its rows' returns
+
+Where critic and actor lie alike, their replicas have the same rows. See handed_rows.py.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mrl.algo.plain import Denominators, FloatParts
+from mrl.data.batch import TrainBatch
+from mrl.flow.handed_rows import HandedRows, taken
+from mrl.flow.response_store import ResponseStore
+from mrl.flow.teacher_rows import as_counted
+from mrl.megatron.cut import ReplicaCut
+
+if TYPE_CHECKING:
+    from mrl.megatron.actor import MegatronActor  # the driver imports this module, and has no use for Megatron
+
+
+class CriticBatch:
+    """Rows of the newest step that this rank's replica of the critic has; every method is collective."""
+
+    def __init__(self, actor: "MegatronActor", stored: ResponseStore, rows: np.ndarray, cut: ReplicaCut) -> None:
+        """Fetches `stored`, which are `rows` of the step; `cut`: in numbers of these rows."""
+        self._critic = actor.critic
+        self._rows = rows
+        self._cut = cut
+        self._samples = as_counted(stored, stored.read())
+        self._batch = TrainBatch.of(self._samples, actor.config.rollout.temperature)
+
+    def values(self) -> HandedRows | None:
+        """The critic's values, which stay here too; one rank a replica returns them."""
+        result = self._critic.values(self._batch, self._cut.log_probs)
+        if result is None:
+            return None
+        sampled = self._samples.sampled_lengths[result.rows]
+        handed = HandedRows(self._rows[result.rows], sampled, {"critic_values": result.values})
+        self._batch = taken(self._batch, self._rows, [handed])
+        if self._critic.holds_result:
+            return handed
+        return None
+
+    def update(self, counts: Sequence[Denominators], returns: Sequence[HandedRows]) -> list[FloatParts] | None:
+        """Updates the critic, every rank at once; one rank a replica returns its sums of metrics.
+
+        `returns`: of all rows of this replica, and which of their tokens are trained on.
+        """
+        batch = taken(self._batch, self._rows, returns)
+        parts = self._critic.update_replica(batch, self._cut.mini_batches, counts)
+        if self._critic.holds_result:
+            return parts
+        return None

@@ -1,0 +1,65 @@
+"""Columns of tokens on their way between ranks: between the actor's replicas and those of a second model, which have
+other rows of the step.
+
+    driver                             ranks
+    references to what is computed <-- each replica's result rank: HandedRows
+    the same references            --> each replica of the other model: `taken` picks its rows
+
+The driver never has a number of a token: it passes on references (step_batch.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mrl.data.batch import TrainBatch
+from mrl.model.layout import TrainLayout
+
+
+@dataclass(frozen=True)
+class HandedRows:
+    """Columns of the sampled tokens of some rows of a step."""
+
+    rows: np.ndarray  # int64 [rows]: their numbers in the step
+    sampled: np.ndarray  # int64 [rows]: sampled tokens of each
+    columns: Mapping[str, np.ndarray]  # [sampled tokens, ...], rows end to end, by their names in a TrainBatch
+
+    def among(self, rows: np.ndarray) -> "HandedRows":
+        """Keeps those that are among `rows`."""
+        kept = np.isin(self.rows, rows)
+        tokens = np.repeat(kept, self.sampled)
+        columns = {name: values[tokens] for name, values in self.columns.items()}
+        return HandedRows(self.rows[kept], self.sampled[kept], columns)
+
+
+def taken(batch: TrainBatch, numbers: np.ndarray, parts: Sequence[HandedRows]) -> TrainBatch:
+    """The batch with the columns of `parts`: 0 of context, and of rows that nobody handed out.
+
+    `numbers` [rows], ascending: of its rows in the step.
+    """
+    columns: dict[str, np.ndarray] = {}
+    for part in parts:
+        here = part.among(numbers)
+        places = batch.sampled_places_of(np.searchsorted(numbers, here.rows))
+        for name, values in here.columns.items():
+            if name not in columns:
+                columns[name] = np.zeros((int(batch.response_lengths.sum()), *values.shape[1:]), values.dtype)
+            columns[name][places] = values
+    return replace(batch, **columns)
+
+
+def answers_of(layout: TrainLayout, rows: Sequence[np.ndarray], answers: Sequence[Any]) -> list[tuple[np.ndarray, Any]]:
+    """What the result rank of each replica of a layout answers, with the replica's `rows`; answers in rank order."""
+    ranks = [layout.dense_coords(rank) for rank in range(layout.world_size)]
+    return [
+        (rows[rank.dp], answer)
+        for rank, answer in zip(ranks, answers, strict=True)
+        if rank.tp == rank.cp == 0 and rank.pp == layout.pipeline - 1
+    ]
+
+
+def needed_by(rows: np.ndarray, answers: Sequence[tuple[np.ndarray, Any]]) -> list[Any]:
+    """Those of `answers_of` that have some of `rows`."""
+    return [answer for held, answer in answers if np.isin(held, rows).any()]
