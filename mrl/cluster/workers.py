@@ -32,6 +32,7 @@ from mrl.megatron.cut import ReplicaCut
 from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
 from mrl.platforms.addresses import address_environment
+from mrl.platforms.collective_trail import Trail, trail
 from mrl.platforms.imports import many_imports
 from mrl.platforms.inventory import device_number
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
@@ -84,10 +85,19 @@ class ActorWorker:
         self.critic_copy = None  # the same for a critic
 
     @ray.method(concurrency_group=LOOKING)
-    def write_stacks(self) -> None:
-        """Writes the stacks of all threads beside the log. Works while the rank is busy, if its process runs."""
+    def write_stacks(self) -> Trail:
+        """Writes the stacks of all threads beside the log, and returns the trail of collectives.
+
+        Works while the rank is busy, if its process runs.
+        """
         with stacks_file(self._log).open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
+        return trail()
+
+    @ray.method(concurrency_group=LOOKING)
+    def trail(self) -> Trail:
+        """Returns the trail of collectives, as `write_stacks` does."""
+        return trail()
 
     def host(self) -> str:
         """Returns the address under which the other ranks reach this one."""

@@ -58,6 +58,7 @@ from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Shard, source_shards
 from mrl.model.peft_files import read_peft
 from mrl.platforms import get_platform
+from mrl.platforms.collective_trail import keep_trail
 from mrl.platforms.layers import check_dispatcher, check_layers, layers
 from mrl.platforms.process_memory import ProcessMemory, process_memory
 from mrl.platforms.speed import product_rate
@@ -82,6 +83,7 @@ class MegatronActor:
         self.platform = get_platform(config.cluster.device)
         self.platform.set_device(rank % config.cluster.n_gpus_per_node)
         self.platform.apply_patches()
+        keep_trail()
         check_layers(config.cluster.device, layers(), config.model.allow_torch_layers)
         check_dispatcher(config.model.override_transformer_config)
         if config.trainer.deterministic:

@@ -1,0 +1,161 @@
+"""Counts the collectives of this process by group, so that of ranks that wait in vain the missing one can be named.
+
+Ranks meet in the collectives of a group in one order: the seventh of one rank is the seventh of every other. A rank
+that has come to six is waited for by all that have come to seven. `mrl.remote.missing_ranks` compares the trails.
+
+A call is counted where it enters torch's ProcessGroup, before it waits. Nothing is written and nothing is asked of the
+system: a count and an entry of a list in this process's memory, which a thread beside the waiting one hands out.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+KEPT = 4096  # of the newest collectives; an update of the tiny model has about 100
+# Names of torch 2.9 to 2.13; a class has some of them.
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "all_gather_single", "_allgather_base"),
+    *("all_gather_single_coalesced", "allgather_into_tensor_coalesced", "reduce_scatter", "reduce_scatter_single"),
+    *("_reduce_scatter_base", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    *("all_to_all_single", "alltoall_base", "alltoall", "broadcast", "reduce", "gather", "scatter", "barrier"),
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that meet, by the same name on all of them.
+
+    `is_pair`: messages from the first rank to the second one, which are counted apart from collectives.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    is_pair: bool = False
+
+    def __str__(self) -> str:
+        joined = ", ".join(map(str, self.ranks))
+        if self.is_pair:
+            joined = " to ".join(map(str, self.ranks))
+        return f"{self.name} (ranks {joined})"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A collective that a rank has come to. `number` counts those of its group from 1, since the rank started."""
+
+    group: Group
+    number: int
+    operation: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.number} of {self.group}"
+
+
+@dataclass(frozen=True)
+class Trail:
+    """What a rank has come to: how many collectives of each group, and the newest ones in their order."""
+
+    counts: dict[Group, int]
+    recent: tuple[Entry, ...]
+
+    @property
+    def total(self) -> int:
+        """All collectives and messages since the rank started."""
+        return sum(self.counts.values())
+
+
+_counts: Counter[Group] = Counter()
+_recent: deque[Entry] = deque(maxlen=KEPT)
+
+
+def trail() -> Trail:
+    """Returns the trail of this process; an empty one where nobody called `keep_trail`. Any thread may ask."""
+    return Trail(dict(_counts), tuple(_recent))
+
+
+@cache
+def keep_trail() -> None:
+    """Counts from now on, in this process. Call it before other threads use a group. A second call changes nothing."""
+    from torch.distributed import ProcessGroup
+
+    groups = _Groups()
+    for name in _COLLECTIVES:
+        if method := getattr(ProcessGroup, name, None):
+            setattr(ProcessGroup, name, _counted(method, name, groups))
+    ProcessGroup.send = _sent(ProcessGroup.send, groups)
+    ProcessGroup.recv = _received(ProcessGroup.recv, groups)
+
+
+def _note(group: Group, operation: str) -> None:
+    number = _counts[group] + 1
+    _counts[group] = number
+    _recent.append(Entry(group, number, operation))
+
+
+def _counted(method: Callable[..., Any], name: str, groups: "_Groups") -> Callable[..., Any]:
+    @wraps(method)
+    def counted(group: Any, *arguments: Any, **named: Any) -> Any:
+        _note(groups.of(group), name)
+        return method(group, *arguments, **named)
+
+    return counted
+
+
+def _sent(method: Callable[..., Any], groups: "_Groups") -> Callable[..., Any]:
+    @wraps(method)
+    def send(group: Any, tensors: Any, to: int, *arguments: Any, **named: Any) -> Any:
+        _note(groups.pair(group, group.rank(), to), "send")
+        return method(group, tensors, to, *arguments, **named)
+
+    return send
+
+
+def _received(method: Callable[..., Any], groups: "_Groups") -> Callable[..., Any]:
+    @wraps(method)
+    def recv(group: Any, tensors: Any, source: int, *arguments: Any, **named: Any) -> Any:
+        _note(groups.pair(group, source, group.rank()), "receive")
+        return method(group, tensors, source, *arguments, **named)
+
+    return recv
+
+
+class _Groups:
+    """The groups of torch under names that all their ranks have."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
+        self._pairs: dict[tuple[Group, int, int], Group] = {}
+
+    def of(self, group: Any) -> Group:
+        """Returns the name of a group. torch numbers groups alike on all ranks, also where it gives a description."""
+        found = self._known.get(group)
+        if found is None:
+            found = self._known[group] = _named(group)
+        return found
+
+    def pair(self, group: Any, source: int, target: int) -> Group:
+        """Returns the name of what goes from one place in a group to another."""
+        whole = self.of(group)
+        key = (whole, source, target)
+        found = self._pairs.get(key)
+        if found is None:
+            found = Group(whole.name, (whole.ranks[source], whole.ranks[target]), is_pair=True)
+            self._pairs[key] = found
+        return found
+
+
+def _named(group: Any) -> Group:
+    import torch.distributed as dist
+
+    try:
+        ranks = tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):  # made without torch.distributed's table
+        ranks = tuple(range(group.size()))
+    description = getattr(group, "group_desc", "")
+    name = f"group {group.group_name}"
+    if description and description != "undefined":
+        name = f"{description} {group.group_name}"
+    return Group(name, ranks)
