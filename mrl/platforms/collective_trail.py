@@ -3,15 +3,15 @@
 Ranks meet in the collectives of a group in one order: the seventh of one rank is the seventh of every other. A rank
 that has come to six is waited for by all that have come to seven. `mrl.remote.missing_ranks` compares the trails.
 
-A call is counted where it enters torch's ProcessGroup, before it waits. Nothing is written and nothing is asked of the
-system: a count and an entry of a list in this process's memory, which a thread beside the waiting one hands out.
+A call is counted where it enters torch's ProcessGroup, before it waits. That takes microseconds: nothing is asked of
+the system, and a thread beside the waiting one hands out what this process remembers.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 KEPT = 4096  # of the newest collectives; an update of the tiny model has about 100
@@ -42,8 +42,7 @@ class Group:
         return f"{self.name} (ranks {joined})"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A collective that a rank has come to. `number` counts those of its group from 1, since the rank started."""
 
     group: Group
@@ -67,13 +66,26 @@ class Trail:
         return sum(self.counts.values())
 
 
-_counts: Counter[Group] = Counter()
+class _Count:
+    """How many collectives of a group this rank has come to."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.done = 0
+
+    def note(self, operation: str) -> None:
+        self.done += 1
+        _recent.append(Entry(self.group, self.done, operation))
+
+
+_counts: list[_Count] = []
 _recent: deque[Entry] = deque(maxlen=KEPT)
 
 
 def trail() -> Trail:
     """Returns the trail of this process; an empty one where nobody called `keep_trail`. Any thread may ask."""
-    return Trail(dict(_counts), tuple(_recent))
+    recent = tuple(_recent.copy())  # a copy is made at once, while other threads go on
+    return Trail({count.group: count.done for count in _counts.copy()}, recent)
 
 
 @cache
@@ -89,16 +101,10 @@ def keep_trail() -> None:
     ProcessGroup.recv = _received(ProcessGroup.recv, groups)
 
 
-def _note(group: Group, operation: str) -> None:
-    number = _counts[group] + 1
-    _counts[group] = number
-    _recent.append(Entry(group, number, operation))
-
-
 def _counted(method: Callable[..., Any], name: str, groups: "_Groups") -> Callable[..., Any]:
     @wraps(method)
     def counted(group: Any, *arguments: Any, **named: Any) -> Any:
-        _note(groups.of(group), name)
+        groups.of(group).note(name)
         return method(group, *arguments, **named)
 
     return counted
@@ -107,7 +113,7 @@ def _counted(method: Callable[..., Any], name: str, groups: "_Groups") -> Callab
 def _sent(method: Callable[..., Any], groups: "_Groups") -> Callable[..., Any]:
     @wraps(method)
     def send(group: Any, tensors: Any, to: int, *arguments: Any, **named: Any) -> Any:
-        _note(groups.pair(group, group.rank(), to), "send")
+        groups.pair(group, group.rank(), to).note("send")
         return method(group, tensors, to, *arguments, **named)
 
     return send
@@ -116,35 +122,41 @@ def _sent(method: Callable[..., Any], groups: "_Groups") -> Callable[..., Any]:
 def _received(method: Callable[..., Any], groups: "_Groups") -> Callable[..., Any]:
     @wraps(method)
     def recv(group: Any, tensors: Any, source: int, *arguments: Any, **named: Any) -> Any:
-        _note(groups.pair(group, source, group.rank()), "receive")
+        groups.pair(group, source, group.rank()).note("receive")
         return method(group, tensors, source, *arguments, **named)
 
     return recv
 
 
 class _Groups:
-    """The groups of torch under names that all their ranks have."""
+    """The counts of torch's groups, under names that all their ranks have."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
-        self._pairs: dict[tuple[Group, int, int], Group] = {}
+        self._known: WeakKeyDictionary[Any, _Count] = WeakKeyDictionary()
+        self._pairs: dict[tuple[Group, int, int], _Count] = {}
 
-    def of(self, group: Any) -> Group:
-        """Returns the name of a group. torch numbers groups alike on all ranks, also where it gives a description."""
+    def of(self, group: Any) -> _Count:
+        """Returns the count of a group. torch numbers groups alike on all ranks, also where it describes them."""
         found = self._known.get(group)
         if found is None:
-            found = self._known[group] = _named(group)
+            found = self._known[group] = _new(_named(group))
         return found
 
-    def pair(self, group: Any, source: int, target: int) -> Group:
-        """Returns the name of what goes from one place in a group to another."""
-        whole = self.of(group)
+    def pair(self, group: Any, source: int, target: int) -> _Count:
+        """Returns the count of what goes from one place in a group to another."""
+        whole = self.of(group).group
         key = (whole, source, target)
         found = self._pairs.get(key)
         if found is None:
-            found = Group(whole.name, (whole.ranks[source], whole.ranks[target]), is_pair=True)
-            self._pairs[key] = found
+            pair = Group(whole.name, (whole.ranks[source], whole.ranks[target]), is_pair=True)
+            found = self._pairs[key] = _new(pair)
         return found
+
+
+def _new(group: Group) -> _Count:
+    found = _Count(group)
+    _counts.append(found)
+    return found
 
 
 def _named(group: Any) -> Group:
