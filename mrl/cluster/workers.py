@@ -21,6 +21,7 @@ from mrl.cluster.same_software import software
 from mrl.cluster.shared_folder import FolderMark
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig, with_values
+from mrl.crash_points import crash_point
 from mrl.data.samples import Samples
 from mrl.flow.kept_tokens import fetched, going_on, with_kept
 from mrl.flow.outbox import Outboxes
@@ -172,6 +173,7 @@ class ActorWorker:
 
     def do(self, verb: str, *arguments: Any) -> Any:
         """Calls one of MODEL_VERBS on MegatronActor, or a verb of RankBatch on the rows of the step."""
+        crash_point("rank", self.rank, verb)
         if verb in MODEL_VERBS:
             return getattr(self.actor, verb)(*arguments)
         return self.batch.do(verb, *arguments)
@@ -258,6 +260,7 @@ class ActorWorker:
         """Sends this rank's part of the weights to `workers`. Returns the fields of a SendReport."""
         from mrl.config.schema_actor import PARAMETERS
 
+        crash_point("rank", self.rank, "send_weights")
         with self.actor.residence.using(PARAMETERS):
             return self.sender.send(update, workers, check_replicas).to_json()
 
@@ -282,6 +285,7 @@ class ActorWorker:
 
         The part of a critic is in it, under its name.
         """
+        crash_point("rank", self.rank, "write_checkpoint")
         part = self.host_copy.write(Path(folder)).to_json()
         if self.critic_copy is not None:
             part["critic"] = self.critic_copy.write(Path(folder)).to_json()
@@ -384,6 +388,7 @@ class EngineWorker:
         `kept`: by sample_id, block and row of the tokens after which a response continues. Its answer contains those
         too.
         """
+        crash_point(self.engine.settings.name, "generate")
         outbox = self.outboxes.of(client)
         with outbox.call(call):
             before = await fetched(kept or {})
@@ -428,6 +433,7 @@ class EngineWorker:
         if self.conversations is not None and verb in ("end_requests", "give_up"):
             # first, otherwise an ended request's conversation would issue another one
             await self.conversations.end(*arguments)
+        crash_point(self.engine.settings.name, verb)
         answer = await getattr(self.engine, verb)(*arguments)
         if verb == "give_up":
             self.outboxes = Outboxes()  # the clients of its content are gone

@@ -10,10 +10,11 @@ the system, and a thread beside the waiting one hands out what this process reme
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+_MARK = "keeps_trail"
 KEPT = 4096  # of the newest collectives; an update of the tiny model has about 100
 # Names of torch 2.9 to 2.13; a class has some of them.
 _COLLECTIVES = (
@@ -88,17 +89,25 @@ def trail() -> Trail:
     return Trail({count.group: count.done for count in _counts.copy()}, recent)
 
 
-@cache
-def keep_trail() -> None:
-    """Counts from now on, in this process. Call it before other threads use a group. A second call changes nothing."""
+def keep_trail(leaves_out: Callable[[], bool] | None = None) -> None:
+    """Counts from now on, in this process. Call it before other threads use a group. A second call changes nothing.
+
+    `leaves_out` is asked before each collective, for tests: this rank does not take part where it says so.
+    """
     from torch.distributed import ProcessGroup
 
+    if hasattr(ProcessGroup.send, _MARK):
+        return
     groups = _Groups()
     for name in _COLLECTIVES:
         if method := getattr(ProcessGroup, name, None):
-            setattr(ProcessGroup, name, _counted(method, name, groups))
+            counted = _counted(method, name, groups)
+            if leaves_out is not None:
+                counted = _left_out(counted, leaves_out)
+            setattr(ProcessGroup, name, counted)
     ProcessGroup.send = _sent(ProcessGroup.send, groups)
     ProcessGroup.recv = _received(ProcessGroup.recv, groups)
+    setattr(ProcessGroup.send, _MARK, True)
 
 
 def _counted(method: Callable[..., Any], name: str, groups: "_Groups") -> Callable[..., Any]:
@@ -108,6 +117,23 @@ def _counted(method: Callable[..., Any], name: str, groups: "_Groups") -> Callab
         return method(group, *arguments, **named)
 
     return counted
+
+
+class _Nothing:
+    """Stands for the work of a collective that this rank left out."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+
+def _left_out(method: Callable[..., Any], leaves_out: Callable[[], bool]) -> Callable[..., Any]:
+    @wraps(method)
+    def maybe(*arguments: Any, **named: Any) -> Any:
+        if leaves_out():
+            return _Nothing()
+        return method(*arguments, **named)
+
+    return maybe
 
 
 def _sent(method: Callable[..., Any], groups: "_Groups") -> Callable[..., Any]:

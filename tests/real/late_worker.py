@@ -1,4 +1,4 @@
-"""One of a few ranks over gloo, of which one leaves out a collective or stops in the midst of them; see test_late_ranks.
+"""One of a few ranks over gloo, of which one leaves out a collective or stops in the midst; see test_late_ranks.
 
 A thread beside answers where the rank is, as a Ray actor does for a rank: every file `ask-N` by `trail-N-RANK`.
 """

@@ -76,7 +76,7 @@ MOST_PACKED = {
 WITH_WHOLE_CONFIGURATION = 25  # functions
 # docstrings there have no sentence of more than house.SENTENCE_WORDS words
 PLAIN_ROOMS = ("checkpoint", "cluster", "environments", "platforms", "record", "remote", "reshard", "reward")
-PLAIN_ROOMS += ("errors", "exercised", "plain_files", "units", "whole_file")
+PLAIN_ROOMS += ("crash_points", "errors", "exercised", "plain_files", "units", "whole_file")
 
 
 def with_parents(module: str) -> set[str]:
