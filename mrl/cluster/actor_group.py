@@ -135,7 +135,7 @@ class ActorGroup:
         began = time.monotonic()
         try:
             answers = gather(refs, timeout_s or self._deadlines.of(phase), phase, poll)
-        except Late as error:
+        except (Late, LostPeer) as error:
             raise with_cause(error, self.refs) from error
         self._deadlines.ended(phase, time.monotonic() - began)
         return answers

@@ -1,4 +1,7 @@
-"""Who of the ranks that missed a deadline is the cause: those that do not run, or did not come to a collective."""
+"""Names who of the ranks that missed a deadline, or lost each other, is the cause.
+
+It is one that does not run, or did not come to a collective to which others came.
+"""
 
 import time
 from collections.abc import Callable
@@ -7,7 +10,7 @@ from contextlib import suppress
 import ray
 
 from mrl.platforms.collective_trail import Trail
-from mrl.remote.calls import SETTLE_S, Late
+from mrl.remote.calls import SETTLE_S, Late, LostPeer
 from mrl.remote.missing_ranks import missing_ranks, stand
 from mrl.remote.process_logs import concerning, processes_of
 
@@ -15,23 +18,24 @@ AGAIN_S = 1.0  # between two looks at where ranks are, of which the second tells
 _LOST = (ray.exceptions.RayError, ray.exceptions.RayTaskError)
 
 
-def with_cause(error: Late, refs: Callable[[str], dict[str, ray.ObjectRef]]) -> Late:
+def with_cause(error: Late | LostPeer, refs: Callable[[str], dict[str, ray.ObjectRef]]) -> Late | LostPeer:
     """Adds the cause to an error. `refs` calls a method of all ranks.
 
     All running ranks write their stacks, so the others are the cause. If all run, it is the rank that did not come to a
     collective to which others have come.
     """
+    kind = type(error)
     asked = refs("write_stacks")
     trails = _answered(asked)
     silent = [name for name in asked if name not in trails]
     if silent and len(silent) < len(asked):
         words = f"{', '.join(silent)} did not even write its stacks: stopped, or cut off"
         where = f"{_at(trails)}the stacks of the others are in logs/*.stacks"
-        return concerning(Late(f"{error}; {words}; {where}"), *silent)
+        return concerning(kind(f"{error}; {words}; {where}"), *silent)
     if silent:
-        return concerning(Late(f"{error}; none of them could write its stacks"), *processes_of(error))
+        return concerning(kind(f"{error}; none of them could write its stacks"), *processes_of(error))
     words, names = _cause(trails, refs)
-    return concerning(Late(f"{error}; {words}their stacks are in logs/*.stacks"), *(names or processes_of(error)))
+    return concerning(kind(f"{error}; {words}their stacks are in logs/*.stacks"), *(names or processes_of(error)))
 
 
 def _cause(trails: dict[str, Trail], refs: Callable[[str], dict[str, ray.ObjectRef]]) -> tuple[str, list[str]]:

@@ -23,6 +23,8 @@ _COLLECTIVES = (
     *("_reduce_scatter_base", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
     *("all_to_all_single", "alltoall_base", "alltoall", "broadcast", "reduce", "gather", "scatter", "barrier"),
 )
+# the argument with what a rank gives, of those of which all ranks give as much
+_GIVEN = {"allreduce": 0, "broadcast": 0, "all_gather_single": 1, "reduce_scatter_single": 1}
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,21 @@ class Group:
 
 
 class Entry(NamedTuple):
-    """A collective that a rank has come to. `number` counts those of its group from 1, since the rank started."""
+    """A collective that a rank has come to. `number` counts those of its group from 1, since the rank started.
+
+    `nbytes` is what this rank gives, where all ranks of a group give as much; 0 for others.
+    """
 
     group: Group
     number: int
     operation: str
+    nbytes: int = 0
 
     def __str__(self) -> str:
-        return f"{self.operation} {self.number} of {self.group}"
+        size = ""
+        if self.nbytes:
+            size = f" with {self.nbytes} bytes"
+        return f"{self.operation} {self.number} of {self.group}{size}"
 
 
 @dataclass(frozen=True)
@@ -74,9 +83,9 @@ class _Count:
         self.group = group
         self.done = 0
 
-    def note(self, operation: str) -> None:
+    def note(self, operation: str, nbytes: int = 0) -> None:
         self.done += 1
-        _recent.append(Entry(self.group, self.done, operation))
+        _recent.append(Entry(self.group, self.done, operation, nbytes))
 
 
 _counts: list[_Count] = []
@@ -111,12 +120,26 @@ def keep_trail(leaves_out: Callable[[], bool] | None = None) -> None:
 
 
 def _counted(method: Callable[..., Any], name: str, groups: "_Groups") -> Callable[..., Any]:
+    place = _GIVEN.get(name)
+
     @wraps(method)
     def counted(group: Any, *arguments: Any, **named: Any) -> Any:
-        groups.of(group).note(name)
+        nbytes = 0
+        if place is not None and len(arguments) > place:
+            nbytes = _bytes_of(arguments[place])
+        groups.of(group).note(name, nbytes)
         return method(group, *arguments, **named)
 
     return counted
+
+
+def _bytes_of(given: Any) -> int:
+    """Returns the size of a tensor, or of the only one of a list."""
+    if isinstance(given, list):
+        if len(given) != 1:
+            return 0
+        given = given[0]
+    return given.nbytes
 
 
 class _Nothing:

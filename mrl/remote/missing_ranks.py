@@ -7,9 +7,9 @@ Three cases, with two ranks A and B and the collectives of two groups, g and h:
     B left one out, and waits elsewhere    A: g1 h1 g2     B: g1 h1 h2        each is behind the other in one group
 
 In the first case B is named, also where a third rank waits for A: it is followed from rank to rank until one waits for
-nobody. In the others the two trails say only that they differ. Which of them is wrong is told by each rank's own past: named is
-the rank that came to its last collective by a way that it went before for a shorter time. If both did so for as long,
-both are named. Pure: trails in, names out.
+nobody. In the others the two trails say only that they differ. Which of them is wrong is told by each rank's own past.
+Named is the rank whose way to its last collective is the one that it went before for the shorter time. If both did so
+for as long, both are named. Pure: trails in, names out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,9 +151,17 @@ def _unusual(parting: _Parting, trails: Mapping[int, Trail]) -> list[int]:
     return [rank for rank in sorted(usual) if usual[rank] == least]
 
 
-def _likeness(recent: Sequence[Entry], place: int) -> int:
-    """Returns how many entries before this one are as they were before the same operation at some earlier time."""
-    done = [(entry.group, entry.operation) for entry in recent[: place + 1]]
+def _likeness(recent: Sequence[Entry], place: int) -> tuple[int, int]:
+    """Returns how many entries before this one are as they were before the same operation at some earlier time.
+
+    The second number counts those that were of the same size, too.
+    """
+    kinds = [(entry.group, entry.operation) for entry in recent[: place + 1]]
+    whole = [(*kind, entry.nbytes) for kind, entry in zip(kinds, recent, strict=False)]
+    return _longest(kinds, place), _longest(whole, place)
+
+
+def _longest(done: Sequence, place: int) -> int:
     earlier = (before for before in range(place) if done[before] == done[place])
     return max((1 + _same_before(done, before, place) for before in earlier), default=0)
 

@@ -298,3 +298,9 @@ def test_a_configuration_says_whether_its_deadline_is_set():
         deadlines = Deadlines.of_steps(cluster)
         deadlines.ended("update", 1.0)
         assert deadlines.of("update") == (3600.0 if is_set else 60.0)
+
+
+def test_ranks_in_different_collectives_have_lost_each_other_and_are_started_again(gather):
+    told = RuntimeError("ranks gave [4, 8] bytes of torch.float32 where ... : they are not in the same collective, or")
+    with pytest.raises(Interrupted, match="the ranks lost each other, as rank 0 saw"):
+        gather((1, raised(told)), (2, raised(told)))

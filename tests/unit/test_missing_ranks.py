@@ -154,3 +154,19 @@ def test_all_that_came_to_the_same_are_told_together():
     group = Group("tensor", (0, 1))
     one = trail_of([Entry(group, 1, "all_reduce")])
     assert stand({0: one, 1: one}) == "rank 0, rank 1 came to all_reduce 1 of tensor (ranks 0, 1)"
+
+
+def test_a_number_of_another_size_is_a_parting_and_the_past_tells_whose():
+    """Both come to the second of the group, rank 1 with what is the third's."""
+    group = Group("tensor", (0, 1))
+    sizes = (4, 64, 256)
+
+    def own(given: Sequence[int]) -> Trail:
+        return trail_of([Entry(group, number, "allreduce", nbytes) for number, nbytes in enumerate(given, start=1)])
+
+    found = missing_ranks({0: own([*sizes, *sizes, 4, 64]), 1: own([*sizes, *sizes, 4, 256])})
+    assert found.ranks == (1,)
+    assert found.words == (
+        "rank 1 went on to allreduce 8 of tensor (ranks 0, 1) with 256 bytes where rank 0 came to allreduce 8 of "
+        "tensor (ranks 0, 1) with 64 bytes, as before"
+    )
