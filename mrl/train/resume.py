@@ -193,7 +193,7 @@ def _named(path: str) -> Newest:
 
 def new_run(manifest: Manifest) -> str:
     """What is left where a run cannot go on with a checkpoint, and what that keeps and loses: no option forces it."""
-    lost = ["the optimizer's moments", f"the count of {manifest.step} steps that learning rates follow"]
+    lost = ["the optimizer's moments", f"the count of steps ({manifest.step}) that learning rates follow"]
     if manifest.trainer.get("cursor"):
         lost.append(f"the place in the data (epoch {manifest.trainer['cursor']['epoch']})")
     if manifest.critic:

@@ -44,7 +44,7 @@ def test_what_a_new_run_would_lose_is_told_since_nothing_forces_a_resume(tmp_pat
         check(tmp_path, other)
     assert str(refused.value).endswith(
         "or start a new run from an export of the checkpoint (mrl convert megatron-to-hf), which keeps its weights and "
-        "loses the optimizer's moments, the count of 1 steps that learning rates follow"
+        "loses the optimizer's moments, the count of steps (1) that learning rates follow"
     )
     trainer = {"cursor": {"epoch": 3, "index": 8}, "ahead": {}}
     whole = new_run(Manifest(40, {}, "float32", {}, (), trainer, {}, {}))
