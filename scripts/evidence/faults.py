@@ -82,6 +82,15 @@ class Supervised(Row):
     point: str = "a step"
     victim: str = "driver"
 
+    @property
+    def steps(self) -> int:
+        """More where the run goes on for a while without what is lost."""
+        return STEPS_OF_TWO if self.victim == "gcs" else STEPS
+
+    @property
+    def whole(self) -> str:
+        return f"{super().whole}-{self.steps}" if self.steps > STEPS else super().whole
+
 
 ROWS = (
     Row("answers come back", "vllm"),
