@@ -8,9 +8,8 @@ MRL_CRASH_AT names one of them, PLACE:NTH:ACTION:FILE, and all processes of the 
     phase reshard:2:SIGKILL:/tmp/fired        the driver is killed as the sync of its second step begins
 
 Places are "rank N METHOD", "engine N METHOD", "phase NAME" of a step, which the driver times, "checkpoint written"
-and "checkpoint renamed".
-Each process counts its own. FILE is made first, and nothing happens where it exists: of all processes and starts of a
-run one crashes, once. Without the variable nothing happens at all.
+and "checkpoint renamed". Each process counts its own. FILE is made first, and nothing happens where it exists: of all
+processes and starts of a run one crashes, once. Without the variable nothing happens at all.
 """
 
 import os

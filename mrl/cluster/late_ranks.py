@@ -35,7 +35,9 @@ def with_cause(error: Late | LostPeer, refs: Callable[[str], dict[str, ray.Objec
     if silent:
         return concerning(kind(f"{error}; none of them could write its stacks"), *processes_of(error))
     words, names = _cause(trails, refs)
-    return concerning(kind(f"{error}; {words}their stacks are in logs/*.stacks"), *(names or processes_of(error)))
+    return concerning(
+        kind(f"{error}; {words}the stacks of ranks are in logs/*.stacks"), *(names or processes_of(error))
+    )
 
 
 def _cause(trails: dict[str, Trail], refs: Callable[[str], dict[str, ray.ObjectRef]]) -> tuple[str, list[str]]:

@@ -14,10 +14,11 @@ for as long, both are named. Pure: trails in, names out.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 
 from mrl.platforms.collective_trail import Entry, Trail
 
+MOST_PAIRS = 500  # of ranks that are compared entry by entry, each in milliseconds
 LONGEST = 512  # collectives of its past that a rank's newest ones are compared with
 
 
@@ -31,10 +32,10 @@ class Missing:
 
 def missing_ranks(trails: Mapping[int, Trail]) -> Missing | None:
     """Names who did not come. None where all have come to the same collectives, or there is only one trail."""
-    partings = [*_partings(trails)]
+    waiting = _waiting(trails)
+    partings = [*_partings(trails, waiting)]
     if clear := [parting for parting in partings if parting.is_of_one_number]:
         return _of_partings(clear, trails)
-    waiting = _waiting(trails)
     awaited = {rank for others in waiting.values() for rank in others}
     idle = sorted(awaited - waiting.keys())
     if idle and (len(idle) == 1 or not partings):
@@ -97,14 +98,28 @@ class _Parting:
         return (one.group, one.number) == (other.group, other.number)
 
 
-def _partings(trails: Mapping[int, Trail]) -> Iterator[_Parting]:
-    for one, other in combinations(sorted(trails), 2):
+def _partings(trails: Mapping[int, Trail], waiting: Mapping[int, set[int]]) -> Iterator[_Parting]:
+    pairs = {tuple(sorted((rank, other))) for rank, others in waiting.items() for other in others}
+    for one, other in islice(sorted(pairs | _clashing(trails)), MOST_PAIRS):
         mine = _common(one, other, trails)
         theirs = _common(other, one, trails)
         for (i, entry), (j, another) in zip(mine, theirs, strict=False):
             if entry != another:
                 yield _Parting({one: i, other: j}, {one: entry, other: another})
                 break
+
+
+def _clashing(trails: Mapping[int, Trail]) -> set[tuple[int, int]]:
+    """Returns pairs of ranks that came to the same number of a group with different operations."""
+    met: dict[tuple, dict[Entry, int]] = {}
+    for rank, own in sorted(trails.items()):
+        for entry in own.recent:
+            if not entry.group.is_pair:
+                met.setdefault((entry.group, entry.number), {}).setdefault(entry, rank)
+    found: set[tuple[int, int]] = set()
+    for kinds in met.values():
+        found |= set(combinations(sorted(kinds.values()), 2))
+    return found
 
 
 def _common(rank: int, other: int, trails: Mapping[int, Trail]) -> list[tuple[int, Entry]]:

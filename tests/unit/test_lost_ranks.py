@@ -246,13 +246,15 @@ def test_of_ranks_that_are_late_together_the_one_that_does_not_run_is_the_culpri
 def test_where_all_run_all_that_are_late_are_named_and_where_they_are_is_written(late):
     error = late([come_to(2)] * 3)
     assert "rank 0, rank 1, rank 2 came to all_reduce 2" in str(error)
-    assert "their stacks are in logs/*.stacks" in str(error)
+    assert "the stacks of ranks are in logs/*.stacks" in str(error)
     assert error.processes == ("rank 0", "rank 1")
 
 
 def test_the_one_that_has_not_come_to_a_collective_is_named_although_it_has_answered(late):
     error = late([come_to(2), come_to(2), come_to(1)])
-    said = "rank 2 has not come to all_reduce 2 of tensor (ranks 0, 1, 2), to which rank 0 has; their stacks are in"
+    said = (
+        "rank 2 has not come to all_reduce 2 of tensor (ranks 0, 1, 2), to which rank 0 has; the stacks of ranks are in"
+    )
     assert said in str(error)
     assert error.processes == ("rank 2",)
 
