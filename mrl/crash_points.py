@@ -7,9 +7,9 @@ MRL_CRASH_AT names one of them, PLACE:NTH:ACTION:FILE, and all processes of the 
     engine 0 commit:3:SIGSTOP:/tmp/fired      the process of engine 0 stops before its third commit
     phase reshard:2:SIGKILL:/tmp/fired        the driver is killed as the sync of its second step begins
 
-Places are "rank N METHOD", "engine N METHOD", "phase NAME" of a step, which the driver times, "checkpoint written"
-and "checkpoint renamed". Each process counts its own. FILE is made first, and nothing happens where it exists: of all
-processes and starts of a run one crashes, once. Without the variable nothing happens at all.
+Places are those that stand here, with other methods and phases, and "checkpoint written" and "checkpoint renamed".
+The driver times the phases of a step. Each process counts its own. FILE is made first, and nothing happens where it
+exists: of all processes and starts of a run one crashes, once. Without the variable nothing happens at all.
 """
 
 import os
@@ -35,7 +35,7 @@ def crash_point(*place: object) -> bool:
 
 
 def is_wanted_at(*place: object) -> bool:
-    """Tells whether this place is named at all, so that a call that is made very often can be left as it is."""
+    """Tells whether this place is named at all. A call that is made very often is left as it is where it is not."""
     return _WANTED is not None and _read(_WANTED).place == " ".join(map(str, place))
 
 

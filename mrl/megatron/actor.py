@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -17,7 +17,6 @@ from mrl.algo.rows import row_sums
 from mrl.algo.selection import select
 from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
-from mrl.crash_points import crash_point, is_wanted_at
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError, NumericAbort
 from mrl.exercised import exercised
@@ -59,17 +58,9 @@ from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Shard, source_shards
 from mrl.model.peft_files import read_peft
 from mrl.platforms import get_platform
-from mrl.platforms.collective_trail import keep_trail
 from mrl.platforms.layers import check_dispatcher, check_layers, layers
 from mrl.platforms.process_memory import ProcessMemory, process_memory
 from mrl.platforms.speed import product_rate
-
-
-def skipping(rank: int) -> Callable[[], bool] | None:
-    """What tells this rank to leave out a collective, where a test wants one of it left out."""
-    if is_wanted_at("rank", rank, "collective"):
-        return partial(crash_point, "rank", rank, "collective")
-    return None
 
 
 class MegatronActor:
@@ -91,7 +82,7 @@ class MegatronActor:
         self.platform = get_platform(config.cluster.device)
         self.platform.set_device(rank % config.cluster.n_gpus_per_node)
         self.platform.apply_patches()
-        keep_trail(skipping(rank))
+        parallel.count_collectives(rank)
         check_layers(config.cluster.device, layers(), config.model.allow_torch_layers)
         check_dispatcher(config.model.override_transformer_config)
         if config.trainer.deterministic:

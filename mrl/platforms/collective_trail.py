@@ -1,4 +1,4 @@
-"""Counts the collectives of this process by group, so that of ranks that wait in vain the missing one can be named.
+"""Counts the collectives of this process by group, to name a rank for which others wait in vain.
 
 Ranks meet in the collectives of a group in one order: the seventh of one rank is the seventh of every other. A rank
 that has come to six is waited for by all that have come to seven. `mrl.remote.missing_ranks` compares the trails.

@@ -1,4 +1,4 @@
-"""Of ranks that wait for each other in vain: which one has not come, and to which collective.
+"""Names which of the ranks that wait for each other in vain has not come, and to which collective.
 
 Three cases, with two ranks A and B and the collectives of two groups, g and h:
 
@@ -8,8 +8,8 @@ Three cases, with two ranks A and B and the collectives of two groups, g and h:
 
 In the first case B is named, also where a third rank waits for A: it is followed from rank to rank until one waits for
 nobody. In the others the two trails say only that they differ. Which of them is wrong is told by each rank's own past.
-Named is the rank whose way to its last collective is the one that it went before for the shorter time. If both did so
-for as long, both are named. Pure: trails in, names out.
+Each came to its last collective behind others: named is the one for whom that is newer. If it is as new for both,
+both are named. Pure: trails in, names out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
