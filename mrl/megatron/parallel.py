@@ -44,7 +44,7 @@ def init_distributed(
 
 
 def count_collectives(rank: int) -> None:
-    """Counts from now on, so that a rank that does not come to one can be named. A crash point may have one left out."""
+    """Counts from now on, so that a rank that does not come to one can be named. A crash point may leave one out."""
     leaves_out = None
     if is_wanted_at("rank", rank, "collective"):
         leaves_out = partial(crash_point, "rank", rank, "collective")
