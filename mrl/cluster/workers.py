@@ -307,6 +307,7 @@ def _packed(data: bytes) -> Iterator[str | np.ndarray]:
 class EngineWorker:
     """One vLLM engine in a Ray actor, or one data-parallel rank of it."""
 
+    name = ""  # the engine's, at crash points
     conversations = None  # set after the start, if responses have several turns
 
     def __init__(
@@ -319,6 +320,7 @@ class EngineWorker:
         from mrl.vllm.engine import VllmEngine
 
         log_to(log_path)
+        self.name = settings.name
         self._places = places
         os.environ |= address_environment(ray.util.get_node_ip_address())  # inherited by vLLM's own processes
         # vLLM 0.23's coordinator of ranks would ask twice and get one port
@@ -388,7 +390,7 @@ class EngineWorker:
         `kept`: by sample_id, block and row of the tokens after which a response continues. Its answer contains those
         too.
         """
-        crash_point(self.engine.settings.name, "generate")
+        crash_point(self.name, "generate")
         outbox = self.outboxes.of(client)
         with outbox.call(call):
             before = await fetched(kept or {})
@@ -433,7 +435,7 @@ class EngineWorker:
         if self.conversations is not None and verb in ("end_requests", "give_up"):
             # first, otherwise an ended request's conversation would issue another one
             await self.conversations.end(*arguments)
-        crash_point(self.engine.settings.name, verb)
+        crash_point(self.name, verb)
         answer = await getattr(self.engine, verb)(*arguments)
         if verb == "give_up":
             self.outboxes = Outboxes()  # the clients of its content are gone

@@ -28,7 +28,7 @@ _GIVEN = {"allreduce": 0, "broadcast": 0, "all_gather_single": 1, "reduce_scatte
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Ranks that meet, by the same name on all of them.
 
     `is_pair`: messages from the first rank to the second one, which are counted apart from collectives.
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
     `nbytes` is what this rank gives, where all ranks of a group give as much; 0 for others.
     """
 
-    group: Group
+    group: RankGroup
     number: int
     operation: str
     nbytes: int = 0
@@ -67,7 +67,7 @@ class Entry(NamedTuple):
 class Trail:
     """What a rank has come to: how many collectives of each group, and the newest ones in their order."""
 
-    counts: dict[Group, int]
+    counts: dict[RankGroup, int]
     recent: tuple[Entry, ...]
 
     @property
@@ -79,7 +79,7 @@ class Trail:
 class _Count:
     """How many collectives of a group this rank has come to."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self.group = group
         self.done = 0
 
@@ -182,7 +182,7 @@ class _Groups:
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Any, _Count] = WeakKeyDictionary()
-        self._pairs: dict[tuple[Group, int, int], _Count] = {}
+        self._pairs: dict[tuple[RankGroup, int, int], _Count] = {}
 
     def of(self, group: Any) -> _Count:
         """Returns the count of a group. torch numbers groups alike on all ranks, also where it describes them."""
@@ -197,18 +197,18 @@ class _Groups:
         key = (whole, source, target)
         found = self._pairs.get(key)
         if found is None:
-            pair = Group(whole.name, (whole.ranks[source], whole.ranks[target]), is_pair=True)
+            pair = RankGroup(whole.name, (whole.ranks[source], whole.ranks[target]), is_pair=True)
             found = self._pairs[key] = _new(pair)
         return found
 
 
-def _new(group: Group) -> _Count:
+def _new(group: RankGroup) -> _Count:
     found = _Count(group)
     _counts.append(found)
     return found
 
 
-def _named(group: Any) -> Group:
+def _named(group: Any) -> RankGroup:
     import torch.distributed as dist
 
     try:
@@ -219,4 +219,4 @@ def _named(group: Any) -> Group:
     name = f"group {group.group_name}"
     if description and description != "undefined":
         name = f"{description} {group.group_name}"
-    return Group(name, ranks)
+    return RankGroup(name, ranks)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mrl.cluster.prerequisites import free_port
-from mrl.platforms.collective_trail import KEPT, Entry, Group, trail
+from mrl.platforms.collective_trail import KEPT, Entry, RankGroup, trail
 
 SCRIPT = """
 import json, os, sys
@@ -88,10 +88,10 @@ def test_a_collective_that_is_left_out_is_not_counted(whole):
 
 
 def test_a_collective_is_told_with_its_number_and_ranks():
-    group = Group("TENSOR_MODEL_PARALLEL_GROUP 7", (0, 1))
+    group = RankGroup("TENSOR_MODEL_PARALLEL_GROUP 7", (0, 1))
     said = str(Entry(group, 57, "allreduce", 4096))
     assert said == "allreduce 57 of TENSOR_MODEL_PARALLEL_GROUP 7 (ranks 0, 1) with 4096 bytes"
-    assert str(Entry(Group("x", (3, 5), is_pair=True), 2, "receive")) == "receive 2 of x (ranks 3 to 5)"
+    assert str(Entry(RankGroup("x", (3, 5), is_pair=True), 2, "receive")) == "receive 2 of x (ranks 3 to 5)"
 
 
 @pytest.mark.parametrize("of", ["counts", "recent"])

@@ -13,7 +13,7 @@ from mrl.cluster import late_ranks
 from mrl.cluster.actor_group import ActorGroup
 from mrl.config.load import load_config
 from mrl.errors import DataError, EnvironmentFault, Interrupted
-from mrl.platforms.collective_trail import Entry, Group, Trail
+from mrl.platforms.collective_trail import Entry, RankGroup, Trail
 from mrl.remote import calls
 from mrl.remote.deadlines import Deadlines
 
@@ -198,7 +198,7 @@ def test_a_rank_that_dies_in_a_sync_ends_it_as_resumable_although_others_complai
         calls.settle(refs, 60.0, "weight sync")
 
 
-GROUP = Group("tensor", (0, 1, 2))
+GROUP = RankGroup("tensor", (0, 1, 2))
 
 
 def come_to(count: int) -> Trail:

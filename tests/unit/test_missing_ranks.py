@@ -10,16 +10,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from mrl.platforms.collective_trail import Entry, Group, Trail
+from mrl.platforms.collective_trail import Entry, RankGroup, Trail
 from mrl.remote.missing_ranks import missing_ranks, stand
 
 LAYERS = 3
-Program = list[tuple[Group, str]]
+Program = list[tuple[RankGroup, str]]
 
 
-def groups(name: str, *members: Sequence[int]) -> dict[int, Group]:
+def groups(name: str, *members: Sequence[int]) -> dict[int, RankGroup]:
     """One kind of group by rank."""
-    return {rank: Group(name, tuple(ranks)) for ranks in members for rank in ranks}
+    return {rank: RankGroup(name, tuple(ranks)) for ranks in members for rank in ranks}
 
 
 WORLDS = {
@@ -47,8 +47,8 @@ def program(rank: int, world: str, steps: int, micro_batches: Sequence[int]) -> 
 def trails_of(programs: dict[int, Program], stops: dict[int, int]) -> dict[int, Trail]:
     """Where ranks stand when none can go on; rank r comes to no more than stops[r] collectives."""
     come: dict[int, list[Entry]] = {rank: [] for rank in programs}
-    counts: dict[int, Counter[Group]] = {rank: Counter() for rank in programs}
-    operations: dict[tuple[Group, int], set[str]] = defaultdict(set)
+    counts: dict[int, Counter[RankGroup]] = {rank: Counter() for rank in programs}
+    operations: dict[tuple[RankGroup, int], set[str]] = defaultdict(set)
     moved = True
     while moved:
         moved = False
@@ -72,7 +72,7 @@ def has_passed(entry: Entry, counts, operations) -> bool:
 
 
 def trail_of(entries: list[Entry], kept: int = 4096) -> Trail:
-    counts: dict[Group, int] = {}
+    counts: dict[RankGroup, int] = {}
     for entry in entries:
         counts[entry.group] = entry.number
     return Trail(counts, tuple(entries[-kept:]))
@@ -112,8 +112,8 @@ def test_a_rank_that_leaves_one_out_is_named(world, micro_batches):
 
 
 def test_where_the_past_tells_nothing_both_are_named():
-    first = Group("first", (0, 1))
-    second = Group("second", (0, 1))
+    first = RankGroup("first", (0, 1))
+    second = RankGroup("second", (0, 1))
     trails = {0: trail_of([Entry(first, 1, "all_reduce")]), 1: trail_of([Entry(second, 1, "all_reduce")])}
     found = missing_ranks(trails)
     assert found.ranks == (0, 1) and found.words.endswith("which of them is wrong is not known")
@@ -128,8 +128,8 @@ def test_ranks_that_have_come_to_the_same_are_nobodys_cause():
 
 def test_a_stage_that_waits_for_a_message_leads_to_the_one_that_waits_for_nobody():
     """Rank 2 waits for a message of rank 1, which waits for rank 0; what was sent and not received is no wait."""
-    down = Group("pipeline", (0, 1), is_pair=True)
-    further = Group("pipeline", (1, 2), is_pair=True)
+    down = RankGroup("pipeline", (0, 1), is_pair=True)
+    further = RankGroup("pipeline", (1, 2), is_pair=True)
     trails = {
         0: trail_of([Entry(down, 1, "send")]),
         1: trail_of([Entry(down, 1, "receive"), Entry(further, 1, "send"), Entry(down, 2, "receive")]),
@@ -151,14 +151,14 @@ def test_what_a_rank_forgot_is_no_parting():
 
 
 def test_all_that_came_to_the_same_are_told_together():
-    group = Group("tensor", (0, 1))
+    group = RankGroup("tensor", (0, 1))
     one = trail_of([Entry(group, 1, "all_reduce")])
     assert stand({0: one, 1: one}) == "rank 0, rank 1 came to all_reduce 1 of tensor (ranks 0, 1)"
 
 
 def test_a_number_of_another_size_is_a_parting_and_the_past_tells_whose():
     """Both come to the second of the group, rank 1 with what is the third's."""
-    group = Group("tensor", (0, 1))
+    group = RankGroup("tensor", (0, 1))
     sizes = (4, 64, 256)
 
     def own(given: Sequence[int]) -> Trail:
